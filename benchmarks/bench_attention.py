@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks import axes
 from benchmarks.arithmetic import capability_of, matmul_rates
 from benchmarks.attention import patterns
-from benchmarks.attention.check import Gate, check_extremes, check_float32, check_scale, name_mistakes
+from benchmarks.attention.check import Gate, check_extremes, check_float32, check_options, check_scale, name_mistakes
 from benchmarks.attention.spots import NUM_KEPT, Spots, repeat
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
 from lmsys.attention.contract import DTYPES, adapt, options_of, told, why_not_told
@@ -210,6 +210,7 @@ class Attention(Benchmark):
         check_scale(candidates, setup.inputs, setup.case, setup.pattern)
         name_mistakes(candidates, seed)
         check_extremes(candidates, seed)
+        check_options(candidates, seed)
 
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)

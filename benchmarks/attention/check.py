@@ -1,18 +1,23 @@
 """The check of an attention row, asked in a way that a cache, a changed input or a lost stream cannot answer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.attention.spots import LIKE
 from lmsys.attention import AttentionCase, Pattern
+from lmsys.attention.contract import why_not_told
 from lmsys.bench import Candidate
 from lmsys.bench.benchmark import verdict
 from lmsys.bench.plain import check_plain
 from lmsys.check import extremes
+from lmsys.check.attention import failure as option_failure
 from lmsys.check.attention import known_mistake
+from lmsys.check.cases import cases_of_options
+from lmsys.check.question import Fault
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, attempt, release_memory
 from lmsys.testing import Inputs, Oracle, make_inputs, run
@@ -66,18 +71,30 @@ def check_extremes(candidates: Sequence[Candidate], seed: int) -> None:
         slow = candidate.interpreted or candidate.entry.trait("compiles")
         if candidate.outcome != "ok" or slow or asked.options:
             continue
+        rms = candidate.state != "has float32"
         for length in (None, extremes.WHOLE):
             case = extremes.case_of_kinds(replace(asked, scale=None), length)
-            if candidate.entry.why_not(case) is None and _takes_extremes(candidate, case, seed):
+            judge = partial(extremes.failure, candidate.call, case, case.grad, seed, rms)
+            if candidate.entry.why_not(case) is None and _takes(candidate, case, judge):
                 break
 
 
-def _takes_extremes(candidate: Candidate, case: AttentionCase, seed: int) -> bool:
+def check_options(candidates: Sequence[Candidate], seed: int) -> None:
+    """Fails each user's row that is wrong with an option which it has a parameter for, in a small case of each."""
+    for candidate in candidates:
+        slow = candidate.interpreted or candidate.entry.trait("compiles")
+        if candidate.outcome != "ok" or slow or candidate.entry.target.startswith("lmsys."):
+            continue
+        for one in cases_of_options(replace(candidate.case.asked, scale=None)):
+            if candidate.entry.why_not(one.case) is None and why_not_told(candidate.call, one.case.options) is None:
+                _takes(candidate, one.case, partial(option_failure, candidate.call, one, one.case.grad, seed))
+
+
+def _takes(candidate: Candidate, case: AttentionCase, judge: Callable[[], Fault | None]) -> bool:
     """False where the row raises an exception. A candidate that is wrong is failed."""
     if (known := (candidate.entry.target, case)) in _PASSED:
         return True
-    rms = candidate.state != "has float32"
-    fault, failure = candidate.watched(extremes.failure, candidate.call, case, case.grad, seed, rms)
+    fault, failure = candidate.watched(judge)
     if failure:
         candidate.failed(*failure)
     elif fault is None:

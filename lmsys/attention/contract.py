@@ -6,7 +6,7 @@ Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head d
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -58,6 +58,12 @@ class AttentionCase:
         """Those that are given; a form of one that few rows know has a name of its own."""
         rare = {"window": isinstance(self.window, tuple) and TWO_SIDED, "offset": self.offset is True and OFFSETS}
         return {rare.get(name) or name: value for name in OPTIONS if (value := getattr(self, name))}
+
+    @property
+    def plain(self) -> "AttentionCase":
+        """The case without options."""
+        without: dict[str, Any] = dict.fromkeys(OPTIONS)
+        return replace(self, **without | {"offset": 0})
 
     def __str__(self) -> str:
         q = self.batch, self.heads, self.queries, self.head_dim

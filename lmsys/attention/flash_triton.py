@@ -129,8 +129,8 @@ def _extent(pattern: Pattern, bounds: Bounds | None, q: Tensor, *dlse: Tensor | 
     slopes = position = None
     if pattern.alibi is not None:
         slopes = pattern.alibi.float().expand(q.shape[:2]).contiguous()
-        places = None if bounds is None else pattern.position(q.shape[2], q.device).to(torch.int32)
-        position = places if places is None else places.expand(q.shape[0], -1).contiguous()
+        places = pattern.position(q.shape[2], q.device).to(torch.int32)
+        position = places.expand(q.shape[0], -1).contiguous()
     softcap = None if pattern.softcap is None else float(pattern.softcap)
     extent = *interval, softcap, slopes, position, *dlse
     return extent if _form(extent) else ()

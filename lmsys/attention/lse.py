@@ -22,7 +22,7 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
     query that saw nothing in both gives zeros and -inf. ValueError where shapes do not fit together.
     """
     if not (o1.shape == o2.shape and o1.shape[:-1] == lse1.shape == lse2.shape):
-        shapes = ", ".join(str(tuple(x.shape)) for x in (o1, lse1, o2, lse2))
+        shapes = [tuple(x.shape) for x in (o1, lse1, o2, lse2)]
         raise ValueError(f"o1, lse1, o2, lse2 must be (..., Q, Dv), (..., Q), and again; got shapes {shapes}")
     top = torch.maximum(lse1, lse2).detach()
     top = top.masked_fill(top == -torch.inf, 0)

@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
 from lmsys.attention.contract import DTYPES, AttentionCase, why_not_plain, why_not_value_dim
 from lmsys.attention.documents import Documents, kept_on_documents
-from lmsys.attention.pattern import ADDED, OFFSETS, OPTIONS, PLAIN, TWO_SIDED, Pattern
+from lmsys.attention.pattern import ADDED, OFFSETS, PLAIN, TWO_SIDED, Pattern
 
 # What a mask can be made of before the call.
 MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"
@@ -144,14 +144,13 @@ def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[...,
 
 
 def _changes(case: AttentionCase) -> dict[str, AttentionCase]:
-    plain: dict[str, Any] = dict.fromkeys(OPTIONS) | {"offset": 0}
     return {
         "as many key heads as query heads": replace(case, kv_heads=case.heads),
         f"bfloat16 in place of {case.dtype}": replace(case, dtype="bfloat16"),
         f"head_dim 64 in place of {case.head_dim}": replace(case, head_dim=64),
         "a case without gradients": replace(case, grad=False),
         "no causal mask": replace(case, causal=False),
-        "no option but `causal`": replace(case, **plain),
+        "no option but `causal`": case.plain,
         "v of the head dimension of k": replace(case, value_dim=None),
     }
 

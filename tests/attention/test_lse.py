@@ -86,7 +86,9 @@ def test_what_nobody_saw_merges_to_zeros() -> None:
 
 def test_merge_refuses_what_does_not_fit_together() -> None:
     o, lse = torch.zeros(2, 3, 4), torch.zeros(2, 3)
-    told = "o1, lse1, o2, lse2 must be (..., Q, Dv), (..., Q), and again; got shapes (2, 3, 4), (2, 3), (2, 3, 4), (2,)"
+    told = (
+        "o1, lse1, o2, lse2 must be (..., Q, Dv), (..., Q), and again; got shapes [(2, 3, 4), (2, 3), (2, 3, 4), (2,)]"
+    )
     with pytest.raises(ValueError, match=re.escape(told)):
         merge(o, lse, o, lse[:, 0])
 
