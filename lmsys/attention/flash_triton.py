@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -130,7 +131,7 @@ def _extent(pattern: Pattern, bounds: Bounds | None, q: Tensor, *dlse: Tensor | 
     if pattern.alibi is not None:
         slopes = pattern.alibi.float().expand(q.shape[:2]).contiguous()
         places = pattern.position(q.shape[2], q.device).to(torch.int32)
-        position = places.expand(q.shape[0], -1).contiguous()
+        position = F.pad(places.expand(q.shape[0], -1).flatten(), (0, ROW_PADDING))
     softcap = None if pattern.softcap is None else float(pattern.softcap)
     extent = *interval, softcap, slopes, position, *dlse
     return extent if _form(extent) else ()

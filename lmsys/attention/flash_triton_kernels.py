@@ -4,8 +4,8 @@ Dense, `first_ptr` and what follows it are None. Under a pattern a query sees an
 an interval of queries (`lmsys/attention/bounds.py`): `first_ptr` and `end_ptr` hold those of what the program owns,
 `bounds_stride` apart for each batch entry, 0 where all have the same. `softcap` is None where there is none.
 
-For ALiBi `slopes_ptr` holds the slopes (B, H), and `position_ptr` where queries stand among the keys (B, Q); `dlse_ptr`
-holds the gradient of the log-sum-exp (B, H, Q), where that was a result.
+For ALiBi `slopes_ptr` holds the slopes (B, H), and `position_ptr` where queries stand among the keys (B, Q), and as
+much behind it as a tile; `dlse_ptr` holds the gradient of the log-sum-exp (B, H, Q), where that was a result.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -123,7 +123,7 @@ def _fwd_kernel(
         scale = softcap * LOG2_E
     if slopes_ptr is not None:  # in units of the scores before they are scaled
         slope = tl.load(slopes_ptr + head_index) * LOG2_E / scale
-        places = tl.load(position_ptr + batch.to(tl.int64) * Q + tl.minimum(rows, Q - 1))
+        places = tl.load(position_ptr + batch.to(tl.int64) * Q + rows)
     q = _load(q_desc, batch, head, row, BLOCK_Q, D)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
@@ -206,7 +206,7 @@ def _dq_kernel(
         factor = softcap * LOG2_E
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + head_index) * LOG2_E / factor
-        places = tl.load(position_ptr + batch.to(tl.int64) * Q + tl.minimum(rows, Q - 1))
+        places = tl.load(position_ptr + batch.to(tl.int64) * Q + rows)
     for col in range(start, stop, BLOCK_K):
         k = _load(k_desc, batch, head // G, col, BLOCK_K, D)
         v = _load(v_desc, batch, head // G, col, BLOCK_K, D)
@@ -272,8 +272,7 @@ def _dkdv_kernel(
             biased = scores
             if slopes_ptr is not None:
                 slope = tl.load(slopes_ptr + batch * H + head) * LOG2_E / factor
-                at = tl.minimum(row + tl.arange(0, BLOCK_Q), Q - 1)
-                places = tl.load(position_ptr + batch.to(tl.int64) * Q + at)
+                places = tl.load(position_ptr + batch.to(tl.int64) * Q + row + tl.arange(0, BLOCK_Q))
                 biased -= slope * tl.abs(places[None, :] - cols[:, None])
             p = tl.exp2(biased * factor - lse[None, :])
             if CAUSAL:  # noqa: SIM102 - known when compiling, unlike the next
