@@ -71,7 +71,7 @@ def intervals_of(
     prefix: int | None,
     num_keys: int,
 ) -> Bounds:
-    """What a `Pattern` says of queries at `position` (B or 1, Q), which is given the edges of their documents' keys."""
+    """The intervals of queries at `position` (B or 1, Q), and within `edges` where they have documents."""
     starts, ends = edges or (torch.zeros_like(position), torch.full_like(position, num_keys))
     first, end = starts.expand_as(position), ends.expand_as(position)
     if right is not None:

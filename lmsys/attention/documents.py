@@ -78,11 +78,11 @@ class Documents:
 
     @property
     def keys(self) -> "Documents":
-        """What its tokens see as queries, where no others were given its own tokens."""
+        """The documents that its tokens see as queries: itself, where no others were given."""
         return self._keys or self
 
     def of_entries(self, entries: Sequence[int]) -> "Documents":
-        """Those of some batch entries, one for each."""
+        """The documents of some batch entries."""
         keys = self._keys and self._keys.of_entries(entries)
         return Documents([self.lengths[entry % self.batch] for entry in entries], self.device, keys)
 

@@ -61,7 +61,7 @@ class WithLse(torch.autograd.Function):
 
 
 def attend_with_lse(kernels: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, pattern: Pattern) -> Any:
-    """What a flash row gives for a pattern with one of NEEDS: o, or o and the log-sum-exp."""
+    """Gives what a flash row does for a pattern with one of NEEDS: o, or o and the log-sum-exp."""
     o, lse = WithLse.apply(kernels, q, k, v, pattern.bias, scale, pattern)
     if pattern.sinks is not None:  # a sink is a key whose value is zero
         sinks = pattern.sinks.unsqueeze(-1).to(lse.dtype).expand_as(lse)

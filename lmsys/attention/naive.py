@@ -46,7 +46,7 @@ def with_sinks(scores: Tensor, pattern: Pattern) -> Tensor:
 
 
 def log_sum_exp(q: Tensor, k: Tensor, pattern: Pattern, scale: float | None = None, first_query: int = 0) -> Tensor:
-    """Of each query's scores, in float32 or wider: (B, H, Q); -inf where it sees nothing and has no sink."""
+    """The log-sum-exp of each query's scores (B, H, Q), float32 or wider; -inf of one that sees not even a sink."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores, blind = masked_scores(q.to(wide), k.to(wide), pattern, scale, first_query)
     scores = scores if blind is None else scores.masked_fill(blind, float("-inf"))

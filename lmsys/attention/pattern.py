@@ -108,7 +108,7 @@ class Pattern:
         return found if self.key_lengths is None else found.until(self.key_lengths)
 
     def added(self, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores of these queries and keys: (B or 1, H or 1, rows, columns or 1)."""
+        """Biases of the scores of these queries and keys: (B or 1, H or 1, rows, columns or 1)."""
         num_queries, found = rows.stop - rows.start, None
         if self.bias is not None:
             found = tile_of(self.bias, rows, columns).to(dtype).expand(-1, -1, num_queries, -1)
@@ -310,7 +310,7 @@ def _check_tensor(name: str, x: Any, q: Tensor, shape: tuple[int, ...], *dtypes:
 
 
 def _as_4d(x: Tensor, q: Tensor) -> Tensor:
-    """What broadcasts to (..., H, Q, K), or for q (B, Q, D) to (B, Q, K), as what does to (B, H, Q, K)."""
+    """A tensor that broadcasts to (..., H, Q, K), or for q (B, Q, D) to (B, Q, K), as one that does to (B, H, Q, K)."""
     x = x[(None,) * (q.dim() - x.dim())]
     if q.dim() == 3:
         return x.unsqueeze(1)

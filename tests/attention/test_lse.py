@@ -1,4 +1,4 @@
-"""What comes with a log-sum-exp: partial results merge, and what is added to scores and denominators has gradients."""
+"""A log-sum-exp that is a result: partial results merge by it. Biases and sinks have the gradients of a definition."""
 
 import re
 from dataclasses import replace
