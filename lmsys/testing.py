@@ -170,7 +170,7 @@ def _dlse(do: Tensor, lse: Tensor) -> Tensor:
 def saved_lse(o: Tensor, q: Tensor) -> Tensor:
     """The one tensor of shape q.shape[:-1] that o's autograd Function saved. AssertionError unless there is one."""
     assert o.grad_fn is not None, "o has no grad_fn: run it with inputs that require gradients"
-    saved = [x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1]]
+    saved = [x for x in o.grad_fn.saved_tensors if x is not None and x.shape == q.shape[:-1]]
     assert len(saved) == 1, f"{o.grad_fn} saved {len(saved)} tensors of shape {tuple(q.shape[:-1])}, not one"
     return saved[0]
 

@@ -1,4 +1,4 @@
-"""The log-sum-exp of attention as a result with a gradient of its own: partial results merge by it, and sinks are one.
+"""The log-sum-exp of attention as a result with a gradient of its own: partial results and sinks merge by it.
 
 Legend: B batch, H query heads, Q queries, K keys, D head dimension, Dv that of the values.
 """
@@ -35,35 +35,47 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
 
 
 class WithLse(torch.autograd.Function):
-    """`.apply(kernels, q, k, v, bias, scale, pattern)` -> o and the log-sum-exp, on 4-D tensors.
+    """`.apply(kernels, q, k, v, bias, sinks, scale, pattern)` -> o and the log-sum-exp, on 4-D tensors.
 
     `kernels`: a forward, and a backward that takes `dlse` and gives the gradient of a bias, where there is one, as a
-    fourth.
+    fourth. They know no sinks: with one in the log-sum-exp, the backward's P is that of the other keys.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, kernels: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, pattern: Pattern
+        ctx: Any,
+        kernels: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        scale: float,
+        pattern: Pattern,
     ) -> tuple[Tensor, Tensor]:
         forward, ctx.run = kernels
         o, lse = forward(q, k, v, pattern.causal, scale, pattern=pattern)
+        if sinks is not None:
+            o, lse = merge(o, lse, o.new_zeros(1).expand_as(o), sinks.unsqueeze(-1).to(lse.dtype).expand_as(lse))
         ctx.scale, ctx.pattern = scale, replace(pattern, bias=None)
-        ctx.save_for_backward(q, k, v, o, lse, bias)
+        ctx.save_for_backward(q, k, v, o, lse, bias, sinks)
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        *saved, bias = ctx.saved_tensors
+        *saved, bias, sinks = ctx.saved_tensors
+        (do, dlse), (o, lse), dsinks = grads, saved[3:], None
         pattern = replace(ctx.pattern, bias=bias)
-        found = ctx.run(*saved, grads[0], pattern.causal, ctx.scale, pattern=pattern, dlse=grads[1])
-        return None, *found, *[None] * (6 - len(found))
+        found = ctx.run(*saved, do, pattern.causal, ctx.scale, pattern=pattern, dlse=dlse)
+        if sinks is not None:
+            delta = (o.to(lse.dtype) * do).sum(dim=-1)
+            ds = torch.exp(sinks.unsqueeze(-1) - lse) * (dlse - delta)
+            dsinks = ds.sum(dim=-1).sum_to_size(sinks.shape).to(sinks.dtype)
+        return None, *(*found, None)[:4], dsinks, None, None
 
 
 def attend_with_lse(kernels: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, pattern: Pattern) -> Any:
     """Gives what a flash row does for a pattern with one of NEEDS: o, or o and the log-sum-exp."""
-    o, lse = WithLse.apply(kernels, q, k, v, pattern.bias, scale, pattern)
-    if pattern.sinks is not None:  # a sink is a key whose value is zero
-        sinks = pattern.sinks.unsqueeze(-1).to(lse.dtype).expand_as(lse)
-        o, lse = merge(o, lse, o.new_zeros(1).expand_as(o), sinks)
-    return (o, lse) if pattern.return_lse else o
+    found = WithLse.apply(kernels, q, k, v, pattern.bias, pattern.sinks, scale, pattern)
+    return found if pattern.return_lse else found[0]

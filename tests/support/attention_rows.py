@@ -112,7 +112,7 @@ class Row:
         return self.why_not(self.case(dtype="float32")) is None
 
     def run(self, case: AttentionCase, inputs: Inputs, **options: Any) -> dict[str, Tensor]:
-        keeps_lse = self.name in KEEPS_LSE and not case.sinks  # which come in behind the kernel
+        keeps_lse = self.name in KEEPS_LSE
         return run(self.call, inputs, causal=case.causal, grad=case.grad, lse=keeps_lse and case.grad, **options)
 
 
