@@ -63,29 +63,47 @@ class Bounds:
         return torch.stack(edges).tolist()
 
 
+def intervals_of(
+    position: Tensor,
+    edges: tuple[Tensor, Tensor] | None,
+    left: int | None,
+    right: int | None,
+    prefix: int | None,
+    num_keys: int,
+) -> Bounds:
+    """The intervals of queries at `position` (B or 1, Q), and within `edges` where they have documents."""
+    starts, ends = edges or (torch.zeros_like(position), torch.full_like(position, num_keys))
+    first, end = starts.expand_as(position), ends.expand_as(position)
+    if right is not None:
+        end = torch.clamp(position + right + 1, starts, ends)
+    if prefix is not None:
+        end = torch.maximum(end, torch.minimum(starts + prefix, ends))
+    if left is not None:
+        first = torch.clamp(position - left, starts, ends)
+    first, end = (x.to(torch.int32).contiguous() for x in (first, end))
+    return Bounds(first, end, num_keys)
+
+
 def make_bounds(
     documents: Documents | None,
-    causal: bool,
-    window: int | None,
+    left: int | None,
+    right: int | None,
+    prefix: int | None,
     offset: int,
     num_queries: int,
     num_keys: int,
     device: torch.device,
 ) -> Bounds:
-    """The intervals of a `Pattern` without key lengths and mask.
+    """The intervals of a `Pattern` without key lengths and mask, whose offset is a number.
 
     They are made on the CPU and copied, so that they are there for every stream that later finds them here.
     """
-    position = torch.arange(num_queries).unsqueeze(0) + offset  # (1, Q)
-    first, end = torch.zeros_like(position), torch.full_like(position, num_keys)
-    if causal:
-        end = torch.minimum(position + 1, end)
-    if window is not None:
-        first = (position - window + 1).clamp(0, num_keys)
+    position, edges = torch.arange(num_queries).unsqueeze(0) + offset, None
     if documents is not None:
-        first, end = torch.maximum(first, documents.starts.cpu()), torch.minimum(end, documents.ends.cpu())
-    first, end = (x.to(torch.int32).contiguous().to(device) for x in (first, end))
-    return Bounds(first, end, num_keys)
+        position = documents.places.cpu() + offset
+        edges = documents.key_starts.cpu(), documents.key_ends.cpu()
+    found = intervals_of(position, edges, left, right, prefix, num_keys)
+    return Bounds(found.first.to(device), found.end.to(device), num_keys)
 
 
 bounds_of = kept_on_documents(maxsize=64)(make_bounds)

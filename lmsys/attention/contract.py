@@ -6,14 +6,15 @@ Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head d
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lmsys.attention.pattern import OPTIONS, Pattern
+from lmsys.attention.documents import Documents
+from lmsys.attention.pattern import OFFSETS, OPTIONS, TWO_SIDED, Pattern
 from lmsys.values import finite
 
 FEW_QUERIES = 16  # at most so many are too few to fill a GPU by tiles of queries: decoding
@@ -40,17 +41,29 @@ class AttentionCase:
     scale: float | None = None  # head_dim ** -0.5
     value_dim: int | None = None  # head dimension of v; None: head_dim
     # The options of a `Pattern`: their values, or of those that are tensors whether they are given.
-    window: int | None = None
-    offset: int = 0
+    window: int | tuple[int, int] | None = None
+    offset: int = 0  # True of a tensor
     documents: bool = False
     key_lengths: bool = False
     mask: bool = False
     softcap: float | None = None
+    prefix: int | None = None
+    bias: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    return_lse: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those that are given."""
-        return {name: value for name in OPTIONS if (value := getattr(self, name))}
+        """Those that are given; a form of one that few rows know has a name of its own."""
+        rare = {"window": isinstance(self.window, tuple) and TWO_SIDED, "offset": self.offset is True and OFFSETS}
+        return {rare.get(name) or name: value for name in OPTIONS if (value := getattr(self, name))}
+
+    @property
+    def plain(self) -> "AttentionCase":
+        """The case without options."""
+        without: dict[str, Any] = dict.fromkeys(OPTIONS)
+        return replace(self, **without | {"offset": 0})
 
     def __str__(self) -> str:
         q = self.batch, self.heads, self.queries, self.head_dim
@@ -80,7 +93,7 @@ def case_of(
 
 def options_of(pattern: Pattern) -> dict[str, Any]:
     """The options of a pattern as fields of a case."""
-    return {name: value if isinstance(value, int | float) else True for name, value in pattern.options.items()}
+    return {name: True if isinstance(x, Tensor | Documents) else x for name, x in pattern.options.items()}
 
 
 def why_not_plain(case: AttentionCase, *known: str) -> str | None:

@@ -13,7 +13,7 @@ from lmsys.autograd import once_differentiable
 from lmsys.kernels.custom_op import define
 
 Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Backward = Callable[..., tuple[Tensor, ...]]
 
 
 def _like(x: Tensor) -> Tensor:
@@ -125,6 +125,7 @@ def autograd_function(name: str, forward: Forward, backward: Backward) -> Any:
             return *(dx.reshape(x.shape) for dx, x in zip(found, (q, k, v), strict=True)), None, None, None, None
 
     Flash.__name__ = Flash.__qualname__ = name
+    Flash.kernels = forward, backward
     return Flash
 
 
@@ -137,7 +138,7 @@ def attend(
     causal: bool,
     scale: float | None,
     pattern: Pattern | None = None,
-) -> Tensor:
+) -> Any:
     """Calls an `autograd_function`, or inside torch.compile a `custom_op`. They need scale > 0; here any will do."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale <= 0:

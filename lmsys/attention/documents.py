@@ -19,13 +19,23 @@ class Documents:
 
     lengths  tokens of each document, in their order; or a list of such lists, one for each batch entry, of one sum
     device   that of the tensors which attention will be given
+    keys     of as many documents, the keys that their queries see, where they are not the same tokens:
+             `Documents([1, 2], keys=Documents([3, 5]))` has one query on 3 keys and two on 5
 
     starts, ends  (B, S) or, where all batch entries are packed alike, (1, S), int32: the first token of the document
                   that a token belongs to, and the first one behind it
-    ValueError names a length that is none, or sums that differ.
+    key_starts, key_ends  (B, S) or (1, S), int32: the same among the keys, which a token sees as a query
+    places        (B, S) or (1, S), int32: where a token stands among the keys. A document's last query stands at its
+                  last key.
+    ValueError names a length that is none, or sums or numbers of documents that differ.
     """
 
-    def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]], device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        lengths: Sequence[int] | Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
+        keys: "Documents | None" = None,
+    ):
         self.lengths = tuple(_checked(row) for row in _rows(lengths))
         sums = [sum(row) for row in self.lengths]
         if len(set(sums)) != 1:
@@ -33,9 +43,15 @@ class Documents:
         self.num_tokens = sums[0]
         self.longest = max(max(row) for row in self.lengths)
         ends = [list(accumulate(row)) for row in self.lengths]
-        starts = [[0, *row[:-1]] for row in ends]
-        self.starts, self.ends = (self._by_token(x, device) for x in (starts, ends))
+        self._edges = [[0, *row[:-1]] for row in ends], ends
+        self.starts, self.ends = (self._by_token(x, device) for x in self._edges)
         self._kept = dict[Hashable, Any]()
+        self._keys = keys
+        if [len(row) for row in self.keys.lengths] != [len(row) for row in self.lengths]:
+            raise ValueError(f"keys={shortly(keys)} must be of as many documents as {shortly(self.lengths)}")
+        self.key_starts, self.key_ends = (self._by_token(x, device) for x in self.keys._edges)
+        tokens = torch.arange(self.num_tokens, dtype=torch.int32, device=device)
+        self.places = self.key_ends - self.ends + tokens
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> "Documents":
@@ -60,6 +76,16 @@ class Documents:
                 raise ValueError(f"ids={shortly(row.tolist())}: the tokens of a document must stand together")
             lengths.append(counts.tolist())
         return cls(lengths, ids.device)
+
+    @property
+    def keys(self) -> "Documents":
+        """The documents that its tokens see as queries: itself, where no others were given."""
+        return self._keys or self
+
+    def of_entries(self, entries: Sequence[int]) -> "Documents":
+        """The documents of some batch entries."""
+        keys = self._keys and self._keys.of_entries(entries)
+        return Documents([self.lengths[entry % self.batch] for entry in entries], self.device, keys)
 
     @property
     def batch(self) -> int:
@@ -92,7 +118,8 @@ class Documents:
         return torch.arange(self.num_tokens, device=self.device) - self.starts
 
     def __repr__(self) -> str:
-        return f"Documents({shortly([list(row) for row in self.lengths])}, device={str(self.device)!r})"
+        keys = "" if self._keys is None else f", keys={self._keys!r}"
+        return f"Documents({shortly([list(row) for row in self.lengths])}, device={str(self.device)!r}{keys})"
 
     def _by_token(self, values: list[list[int]], device: torch.device | str) -> Tensor:
         rows = [
