@@ -12,7 +12,15 @@ from torch import Tensor
 
 from benchmarks import axes
 from benchmarks.attention import patterns
-from benchmarks.attention.check import Gate, check_extremes, check_float32, check_memory, check_scale, name_mistakes
+from benchmarks.attention.check import (
+    Gate,
+    check_extremes,
+    check_float32,
+    check_memory,
+    check_options,
+    check_scale,
+    name_mistakes,
+)
 from benchmarks.attention.spots import NUM_KEPT, Spots, repeat
 from benchmarks.models import capability_of, matmul_rates
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
@@ -211,6 +219,7 @@ class Attention(Benchmark):
         name_mistakes(candidates, seed)
         check_extremes(candidates, seed)
         check_memory(candidates, seed)
+        check_options(candidates, seed)
 
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from benchmarks.attention.spots import LIKE
 from lmsys.attention import AttentionCase, Pattern
+from lmsys.attention.contract import why_not_told
 from lmsys.bench import Candidate
 from lmsys.bench.benchmark import verdict
 from lmsys.bench.plain import check_plain
 from lmsys.check import attention, extremes
-from lmsys.check.cases import ODD, in_memory
+from lmsys.check.cases import ODD, cases_of_options, in_memory
 from lmsys.check.question import Fault
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, attempt, release_memory
@@ -85,9 +86,24 @@ def check_memory(candidates: Sequence[Candidate], seed: int) -> None:
                 _takes(candidate, attention.failure, asked, asked.case.grad, seed)
 
 
-def _asked_more(candidate: Candidate) -> bool:
+def check_options(candidates: Sequence[Candidate], seed: int) -> None:
+    """Fails each user's row that is wrong with an option which it has a parameter for, in a small case of each."""
+    for candidate in filter(_is_quick, candidates):
+        if candidate.entry.target.startswith("lmsys."):
+            continue
+        for asked in cases_of_options(replace(candidate.case.asked, scale=None)):
+            able = candidate.entry.why_not(asked.case) is None and not why_not_told(candidate.call, asked.case.options)
+            if candidate.outcome == "ok" and able:
+                _takes(candidate, attention.failure, asked, asked.case.grad, seed)
+
+
+def _is_quick(candidate: Candidate) -> bool:
     slow = candidate.interpreted or candidate.entry.trait("compiles")
-    return candidate.outcome == "ok" and not slow and not candidate.case.asked.options
+    return candidate.outcome == "ok" and not slow
+
+
+def _asked_more(candidate: Candidate) -> bool:
+    return _is_quick(candidate) and not candidate.case.asked.options
 
 
 def _takes(candidate: Candidate, judge: Callable[..., Fault | None], *asked: Any) -> bool:

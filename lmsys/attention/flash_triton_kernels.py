@@ -4,6 +4,9 @@ Dense, `first_ptr` and what follows it are None. Under a pattern a query sees an
 an interval of queries (`lmsys/attention/bounds.py`): `first_ptr` and `end_ptr` hold those of what the program owns,
 `bounds_stride` apart for each batch entry, 0 where all have the same. `softcap` is None where there is none.
 
+For ALiBi `slopes_ptr` holds the slopes (B, H), and `position_ptr` where queries stand among the keys (B, Q), and as
+much behind it as a tile; `dlse_ptr` holds the gradient of the log-sum-exp (B, H, Q), where that was a result.
+
 Of what a query does not see, NaN and infinity reach the sums of its tile all the same: their weight is zero, and
 0 · NaN is NaN. Sums that are NaN under a pattern are made `again`, with zeros in place of vectors that are not finite,
 and NaN as the weight of those that are seen. `_dkdv_kernel` does so in a launch of its own, CLEAN: both in one kernel
@@ -22,7 +25,7 @@ LN_2 = tl.constexpr(math.log(2.0))
 HEADS_AT_ONCE = tl.constexpr(8)
 # One binary for all lengths and addresses.
 UNSPECIALISED = ["num_heads", "H", "Q", "Q_PADDED", "K", "num_tiles", "lse_ptr", "lse2_ptr", "delta_ptr"]
-UNSPECIALISED += ["first_ptr", "end_ptr", "bounds_stride"]
+UNSPECIALISED += ["first_ptr", "end_ptr", "bounds_stride", "slopes_ptr", "position_ptr", "dlse_ptr"]
 
 
 @triton.jit
@@ -128,7 +131,7 @@ def _hide(scores, rows, cols, K, CAUSAL: tl.constexpr):
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, scale, num_heads, H, G, Q, K, num_tiles,
-    first_ptr, end_ptr, bounds_stride, softcap,
+    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head_index, tile = _owned_tile(num_heads, num_tiles)
@@ -142,6 +145,9 @@ def _fwd_kernel(
     else:
         ratio = scale / softcap
         scale = softcap * LOG2_E
+    if slopes_ptr is not None:  # in units of the scores before they are scaled
+        slope = tl.load(slopes_ptr + head_index) * LOG2_E / scale
+        places = tl.load(position_ptr + batch.to(tl.int64) * Q + rows)
     q = _load(q_desc, batch, head, row, BLOCK_Q, D)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
@@ -163,6 +169,8 @@ def _fwd_kernel(
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
+            if slopes_ptr is not None:
+                scores -= slope * tl.abs((col + tl.arange(0, BLOCK_K))[None, :] - places[:, None])
             scores = _spoil(scores, v_desc, batch, head // G, col, BLOCK_K, D) if again else scores
             if first_ptr is None:
                 if col >= full:
@@ -190,7 +198,7 @@ def _fwd_kernel(
 def _dq_kernel(
     q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, lse2_ptr, delta_ptr,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
-    first_ptr, end_ptr, bounds_stride, softcap,
+    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr, dlse_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head_index, tile = _owned_tile(num_heads, num_tiles)
@@ -203,6 +211,8 @@ def _dq_kernel(
     do = _load(do_desc, batch, head, row, BLOCK_Q, D)
     o = _load(o_desc, batch, head, row, BLOCK_Q, D)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + head_index.to(tl.int64) * Q + rows, mask=rows < Q, other=0.0)
     # Rows past the end get a log-sum-exp of inf, which makes their P zero in both kernels.
     lse = tl.load(lse_ptr + head_index.to(tl.int64) * Q + rows, mask=rows < Q, other=float("inf")) * LOG2_E
     if first_ptr is not None:  # so do those that see nothing
@@ -224,6 +234,9 @@ def _dq_kernel(
     else:
         ratio = scale / softcap
         factor = softcap * LOG2_E
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + head_index) * LOG2_E / factor
+        places = tl.load(position_ptr + batch.to(tl.int64) * Q + rows)
     for again in tl.static_range(1 if first_ptr is None else 2):
         if again:
             spoilt = _has_nan(dq)
@@ -235,7 +248,9 @@ def _dq_kernel(
             dp = tl.dot(do, v.T, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
-                slope = 1.0 - scores * scores
+                tangent = 1.0 - scores * scores
+            if slopes_ptr is not None:
+                scores -= slope * tl.abs((col + tl.arange(0, BLOCK_K))[None, :] - places[:, None])
             if first_ptr is None:
                 if col >= full:
                     scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
@@ -244,7 +259,7 @@ def _dq_kernel(
             p = tl.exp2(scores * factor - lse[:, None])
             ds = p * (dp - delta[:, None])
             if softcap is not None:
-                ds *= slope
+                ds *= tangent
             dq = _add_dot(dq, ds.to(k.dtype), k, PRECISION)
     _store(dq_desc, batch, head, row, dq * scale, BLOCK_Q, D)
 
@@ -253,7 +268,7 @@ def _dq_kernel(
 def _dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse2_desc, delta_desc,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
-    first_ptr, end_ptr, bounds_stride, softcap,
+    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     CLEAN: tl.constexpr,
 ):  # fmt: skip
@@ -293,7 +308,12 @@ def _dkdv_kernel(
             dp = tl.dot(v, do.T, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
-            p = tl.exp2(scores * factor - lse[None, :])
+            biased = scores
+            if slopes_ptr is not None:
+                slope = tl.load(slopes_ptr + batch * H + head) * LOG2_E / factor
+                places = tl.load(position_ptr + batch.to(tl.int64) * Q + row + tl.arange(0, BLOCK_Q))
+                biased -= slope * tl.abs(places[None, :] - cols[:, None])
+            p = tl.exp2(biased * factor - lse[None, :])
             if CAUSAL:  # noqa: SIM102 - known when compiling, unlike the next
                 if row < full:
                     p = tl.where((row + tl.arange(0, BLOCK_Q))[None, :] >= cols[:, None], p, 0.0)

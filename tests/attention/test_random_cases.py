@@ -19,22 +19,16 @@ from torch.utils.checkpoint import checkpoint
 from lmsys.attention import ATTENTION, AttentionCase, Documents, attention
 from lmsys.attention.pattern import checked_pattern
 from lmsys.testing import MEMORY, Inputs, Oracle, make_inputs
-from tests.support.patterns import document_lengths, drawn_mask
+from tests.support.patterns import document_lengths, drawn_bias, drawn_mask
 
 SEED = int(os.environ.get("LMSYS_RANDOM_SEED", "0"))
 ONLY = os.environ.get("LMSYS_RANDOM_ONLY")
 COUNT = {device: int(os.environ.get("LMSYS_RANDOM", few)) for device, few in (("cpu", 10), ("cuda", 300))}
 COMPILED_ALREADY = ("naive_compiled", "flex")  # each case compiles them for seconds: one in ten is asked of them
 CONTEXTS = {"cpu": ("eager", "autocast", "checkpoint"), "cuda": ("eager", "compile", "autocast", "graph", "checkpoint")}
-NO_OPTIONS: dict[str, Any] = {
-    "causal": False,
-    "window": None,
-    "documents": None,
-    "key_lengths": None,
-    "softcap": None,
-    "offset": 0,
-    "mask": None,
-}
+NO_OPTIONS = attention.__kwdefaults__.copy()
+for name in ("scale", "impl"):
+    NO_OPTIONS.pop(name)
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -60,21 +54,34 @@ def drawn(number: int, device: str) -> tuple[AttentionCase, dict[str, Any], str,
         capability=torch.cuda.get_device_capability() if device == "cuda" else None,
     )
     options: dict[str, Any] = {"causal": chance.random() < 0.5}
-    kind = chance.choice(["none", "none", "window", "documents", "key_lengths", "softcap", "mask", "offset"])
+    kind = chance.choice(["none", "none", "window", "sides", "prefix", "documents", "key_lengths", "mask", "offset"])
     if kind == "window":
         options |= {"causal": True, "window": chance.randint(1, queries + 3)}
+    elif kind == "sides":
+        options["window"] = chance.randint(0, keys), chance.randint(0, keys)
+    elif kind == "prefix":
+        options |= {"causal": True, "prefix": chance.randint(0, keys + 3)}
     elif kind == "documents":
         case = replace(case, queries=keys)
         options["documents"] = Documents(document_lengths(keys, number), device)
     elif kind == "key_lengths":
         lengths = torch.tensor([[chance.randint(0, keys), 0] for _ in range(case.batch)], device=device)
         options["key_lengths"] = lengths[:, 0]
-    elif kind == "softcap":
-        options["softcap"] = chance.choice([1.0, 30.0, 1e5])
     elif kind == "mask":
         options["mask"] = drawn_mask(case, number)
     elif kind == "offset":
-        options["offset"] = chance.randint(1, keys + 2)
+        entries = [chance.randint(-queries, keys) for _ in range(case.batch)]
+        options["offset"] = chance.choice([chance.randint(1, keys + 2), "end", torch.tensor(entries, device=device)])
+    others = {
+        "softcap": chance.choice([1.0, 30.0, 1e5]),
+        "bias": drawn_bias(case, number),
+        "alibi": torch.rand(case.heads, device=device),
+        "sinks": torch.randn(case.heads, device=device),
+        "return_lse": True,
+    }
+    options |= {
+        name: others[name] for name in chance.choice([[], [], [chance.choice([*others])], ["sinks", "return_lse"]])
+    }
     return case, options, chance.choice(["", *MEMORY]), chance.choice(CONTEXTS[device])
 
 
@@ -93,10 +100,15 @@ def in_context(context: str, call: Call, case: AttentionCase) -> Call:
 def outputs(call: Call, case: AttentionCase, inputs: Inputs, context: str) -> dict[str, Tensor]:
     q, k, v = inputs.leaves(case.grad)
 
-    def step() -> tuple[Tensor, ...]:
+    def step() -> dict[str, Tensor]:
         with torch.set_grad_enabled(case.grad):
-            o = call(q, k, v)
-        return o.detach(), *(torch.autograd.grad(o, (q, k, v), inputs.do) if case.grad else ())
+            found = call(q, k, v)
+        results = found if isinstance(found, tuple) else (found,)
+        kept = dict(zip(("o", "lse"), (x.detach() for x in results), strict=False))
+        if case.grad:
+            upstream = (inputs.do, inputs.do[..., 0].to(results[-1].dtype))[: len(results)]
+            kept |= zip(("dq", "dk", "dv"), torch.autograd.grad(results, (q, k, v), upstream), strict=True)
+        return kept
 
     if context == "graph":
         side = torch.cuda.Stream()
@@ -108,12 +120,12 @@ def outputs(call: Call, case: AttentionCase, inputs: Inputs, context: str) -> di
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = step()
-        for x in found:
+        for x in found.values():
             x.fill_(float("nan"))
         graph.replay()
     else:
         found = step()
-    return {name: x.clone() for name, x in zip(("o", "dq", "dk", "dv"), found, strict=False)}
+    return {name: x.clone() for name, x in found.items()}
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -24,7 +24,7 @@ KERNELS = [
     always(head_dim, kernel, mask)
     for head_dim in (64, 128)
     for kernel in ("fwd", "dq", "dkdv")
-    for mask in ("full", "causal", "bounds")
+    for mask in ("full", "causal", "bounds", "alibi")
 ]
 
 

@@ -30,8 +30,13 @@ TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f
 TILED_BY_QUERIES = {"fwd": ("q", "o"), "dq": ("q", "o", "do", "dq"), "dkdv": ("q", "do")}
 
 
-MASKS = {"full": (), "causal": (), "bounds": flash_triton.EXTENT[:3]}  # the last: a pattern's
-POINTERS = {"first_ptr": "*i32", "end_ptr": "*i32"}
+MASKS = {  # the last two: of patterns
+    "full": (),
+    "causal": (),
+    "bounds": flash_triton.EXTENT[:3],
+    "alibi": (*flash_triton.EXTENT[:3], "slopes_ptr", "position_ptr", "dlse_ptr"),
+}
+POINTERS = dict.fromkeys(("first_ptr", "end_ptr", "position_ptr"), "*i32")
 DECODING = (64, 1), (64, 16), (128, 1), (128, 16), (256, 1)  # head_dim, queries
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MNEMONICS = {name: name for name in ("HGMMA", "HMMA", "UTMALDG", "LDL", "STL")} | {"waits": r"WARPGROUP\.DEPBAR"}
@@ -55,7 +60,7 @@ def compile_kernel(
         "CAUSAL": causal,
         "PRECISION": precision,
         "G": 1,
-        **dict.fromkeys(flash_triton.EXTENT[len(extent) :]),
+        **{name: None for name in flash_triton.EXTENT if name in kernel.arg_names and name not in extent},
         **({"CLEAN": False} if name == "dkdv" else {}),
     }
     signature = {}
@@ -83,6 +88,7 @@ def compile_decoding(dtype: torch.dtype, head_dim: int, queries: int) -> Any:
     plan = flash_triton_decode.plan_of(64, 4, queries, 32_768, head_dim, dtype, gpu)
     sizes = {"HEADS": plan.heads, "QUERIES": plan.queries, "BLOCK_K": plan.block_k, "D": head_dim}
     constants = {**sizes, "COLUMNS": head_dim, "UNIT": 1.0, "PRECISION": "ieee", "CHAINED": True, "softcap": None}
+    constants["offset_ptr"] = None
     name, types = TRITON_NAMES[dtype], {"lengths_ptr": "*i32", "scale": "fp32"}
     types["q_desc"] = f"tensordesc<{name}[1, {plan.heads}, {plan.queries}, {head_dim}]>"
     types |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{name}[1, 1, {plan.block_k}, {head_dim}]>")
