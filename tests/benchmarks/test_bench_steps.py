@@ -88,7 +88,7 @@ def test_what_is_no_number_is_wrong(losses: list[float], at: int, bad: float) ->
 def test_the_optimizers_kernels_are_no_others() -> None:
     shares = {**dict.fromkeys(ALL_KINDS, 0.0), "matmul": 0.5, "elementwise": 0.375, "reduction": 0.125}
     part = Part(UPDATE, 3.0, 0.0, 1, {"elementwise": 2.5, "reduction": 0.5})
-    kinds, optimizer_s = by_kind(Profile("cpu", 1, 8.0, 8.0, 8.0, shares, [], [part], None))
+    kinds, optimizer_s = by_kind(Profile(8.0, 8.0, shares, [], [part]))
     assert optimizer_s == 3.0 and sum(kinds.values()) + optimizer_s == 8.0
     assert (kinds["matmul"], kinds["elementwise"], kinds["reduction"]) == (4.0, 0.5, 0.5)
 
