@@ -8,7 +8,7 @@ from torch.func import functional_call
 from lmsys.attention import attention
 from lmsys.attention.flash_torch import FlashTorch
 from lmsys.config import ModelConfig
-from lmsys.model import TransformerLM, functions, transformer
+from lmsys.model import TransformerLM, functions, loss, transformer
 from lmsys.model.rotary import RotaryEmbedding
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.overlapped import Bucketed, Overlapped
@@ -106,7 +106,7 @@ def run_transformer_lm(
 
 run_silu = functions.silu
 run_softmax = functions.softmax
-run_cross_entropy = functions.cross_entropy
+run_cross_entropy = loss.cross_entropy
 run_save_checkpoint = save_checkpoint
 run_load_checkpoint = load_checkpoint
 get_tokenizer = Tokenizer
