@@ -1,4 +1,4 @@
-"""What the other strategies are measured against: they do nothing, or wait for the backward to end."""
+"""Strategies that the others are measured against: they do nothing, or wait for the backward to end."""
 
 import torch
 
@@ -17,37 +17,42 @@ class NoSync(Wrapper):
         """Does nothing."""
 
 
-class Naive(Wrapper):
-    """Each gradient in turn, and the next when it is done."""
+class AfterBackward(Wrapper):
+    """Base of those that begin when the backward has ended. They fill in `_average`."""
 
     all_reduces = True
     halves_sums = True
-    baseline = 1
 
     def _synchronize(self) -> None:
         missing = self._missing()
         use = self._use(missing)
         all_reduce_mean(use, self.group, async_op=False).wait()
+        self._average()
+        self._conclude(use, missing)
+
+    def _average(self) -> None:
+        """Makes every gradient the mean over ranks, one of zeros where this rank has none."""
+        raise NotImplementedError
+
+
+class Naive(AfterBackward):
+    """Each gradient in turn, and the next when it is done."""
+
+    baseline = 1
+
+    def _average(self) -> None:
         for p in self.trainable:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             all_reduce_mean(dense(p), self.group, async_op=False).wait()
-        self._conclude(use, missing)
 
 
-class Flat(Wrapper):
+class Flat(AfterBackward):
     """One flat tensor per dtype; the gradients are views of it from then on."""
 
-    all_reduces = True
-    halves_sums = True
-
-    def _synchronize(self) -> None:
-        missing = self._missing()
-        use = self._use(missing)
-        all_reduce_mean(use, self.group, async_op=False).wait()
+    def _average(self) -> None:
         for params in by_kind(self.trainable):
             flat, views = pack(params, Layout.of(params), params[0].dtype)
             all_reduce_mean(flat, self.group, async_op=False).wait()
             for p, view in zip(params, views, strict=True):
                 p.grad = view
-        self._conclude(use, missing)
