@@ -217,7 +217,7 @@ class ShortPlans(Plans):
 
 
 def inputs_of(case: PlanCase, seed: int) -> Inputs:
-    return make_inputs(case.asked, seed, transposed=case.form == TRANSPOSED)
+    return make_inputs(case.asked, seed, memory="transposed" if case.form == TRANSPOSED else "")
 
 
 def call_of(case: PlanCase, inputs: Inputs) -> Call:

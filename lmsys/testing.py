@@ -128,15 +128,14 @@ def make_inputs(
     dtype: str | None = None,
     *,
     std: float = 1.0,
-    transposed: bool = False,
     memory: str = "",
 ) -> Inputs:
     """Standard normal inputs of `case` on its device, in `dtype` (default: the case's); v and do are value_dim wide.
 
-    `std` is that of q and k: logits have about std². `memory` is one of MEMORY, `transposed` the first of them.
+    `std` is that of q and k: logits have about std². `memory` is one of MEMORY.
     """
     options: dict[str, Any] = {"dtype": DTYPES[dtype or case.dtype], "device": case.device}
-    layout, names, _ = MEMORY.get("transposed" if transposed else memory, ("", (), ""))
+    layout, names, _ = MEMORY[memory] if memory else ("", (), "")
 
     def empty(name: str, *shape: int) -> Tensor:
         return _laid_out(layout if name in names else "", *shape, **options)

@@ -62,7 +62,7 @@ def split(inputs: Inputs, at: int, dim: int, *names: str) -> tuple[Inputs, Input
 def test_matches_the_oracle(row: Row, case: AttentionCase, seed: int) -> None:
     """o, dq, dk, dv and the saved log-sum-exp, at any length, grouped or not, on views, at several scales."""
     scale = row.scale(case, seed)
-    inputs = make_inputs(case, seed, transposed=seed % 2 == 0)
+    inputs = make_inputs(case, seed, memory="" if seed % 2 else "transposed")
     before = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.do)]
     outputs = row.run(case, inputs, scale=scale)
     ratios = Oracle(case, inputs, scale).error_ratios(outputs, rms=not row.has_float32)
@@ -261,7 +261,7 @@ def test_more_elements_than_an_int32_counts(name: str, transposed: bool) -> None
     release_memory()
     if (free := torch.cuda.mem_get_info()[0]) < 120 * 2**30:
         pytest.skip(f"needs 120 GiB of GPU memory to itself; {free / 2**30:.0f} GiB are free")
-    inputs = make_inputs(case, 0, transposed=transposed)
+    inputs = make_inputs(case, 0, memory="transposed" if transposed else "")
     outputs = row.run(case, inputs)
     ratios = Oracle(case, inputs).error_ratios(outputs)
     assert max(ratios.values()) <= 1, ratios

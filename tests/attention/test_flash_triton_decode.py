@@ -48,7 +48,7 @@ def test_any_number_of_parts_gives_attention(device: str) -> None:
     )
     def holds(case: AttentionCase, seed: int, queries: int, group: int, parts: int | None) -> None:
         case = as_decoding(case, queries, group)
-        inputs, pattern = make_inputs(case, seed, transposed=seed % 2 == 0), make_pattern(case, seed)
+        inputs, pattern = make_inputs(case, seed, memory="" if seed % 2 else "transposed"), make_pattern(case, seed)
         o, lse = decode(inputs.q, inputs.k, inputs.v, case.head_dim**-0.5, pattern, parts)
         ratios = Oracle(case, inputs, pattern=pattern).error_ratios({"o": o, "lse": lse})
         assert max(ratios.values()) <= 1, ratios

@@ -1,4 +1,6 @@
-"""What an option hides from a query never changes what the query gives, be it NaN or infinity, forward and backward."""
+"""Laws of hidden memory: what an option hides from a query never changes what the query gives, be it NaN or infinity,
+forward and backward.
+"""
 
 from functools import partial
 
