@@ -88,9 +88,12 @@ def main(arguments: list[str] | None = None) -> int:
         return start(config, (given.step,) if given.step else pipeline.STEPS, given.skip_data, given.ranks)
     except KeyboardInterrupt:
         return _failed(128 + signal.SIGINT, "interrupted at once; what was saved before stands")
-    except (ValueError, SaveError, ConnectionError) as error:
-        wrong = NONFINITE if isinstance(error, NonFiniteError) else BAD_INPUT
-        return _failed(wrong if isinstance(error, ValueError) else FAILED, str(error))
+    except NonFiniteError as error:
+        return _failed(NONFINITE, str(error))
+    except ValueError as error:
+        return _failed(BAD_INPUT, str(error))
+    except (SaveError, ConnectionError) as error:
+        return _failed(FAILED, str(error))
     except WorkerError as error:
         code = {"ValueError": BAD_INPUT, "NonFiniteError": NONFINITE}.get(error.kind, FAILED)
         return _failed(code, str(error) if code == FAILED else error.failure[1])

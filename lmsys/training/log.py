@@ -96,9 +96,12 @@ def check_packages(config: RunConfig) -> None:
 
 def others(config: RunConfig, step: int) -> list[TensorBoard | WandB]:
     """The other logs that the config asks for; `check_packages` has seen that their packages are there."""
-    log, folder = config.log, config.folder
-    board = [TensorBoard(folder / "tensorboard", step)] if log.tensorboard else []
-    return [*board, *([WandB(folder, log.wandb, log.wandb_mode, asdict(config))] if log.wandb is not None else [])]
+    found: list[TensorBoard | WandB] = []
+    if config.log.tensorboard:
+        found.append(TensorBoard(config.folder / "tensorboard", step))
+    if config.log.wandb is not None:
+        found.append(WandB(config.folder, config.log.wandb, config.log.wandb_mode, asdict(config)))
+    return found
 
 
 class Progress:

@@ -117,7 +117,7 @@ class AdamW(Optimizer):
         return bundles
 
     def _with_state(self, live: list[Tensor]) -> list[Any]:
-        return [*live, *chain.from_iterable(state.values() for state in self.state.values())]
+        return [*live, *chain.from_iterable(self.state[p].values() for p in live if p in self.state)]
 
     def _bundles(self, live: list[Tensor]) -> list["_Bundle"]:
         for p in live:
