@@ -79,7 +79,7 @@ Found = dict[tuple[str, str, int], dict[str, Any]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Records by row, direction and batch; the chance of the rows is a fixed one."""
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     path = tmp_path_factory.mktemp("rows") / "rows.py"
     path.write_text(ROWS)
     shape = {"length": ((65, 65),), "head_dim": (16,), "heads": ((2, 2),), "causal": (False,), "dtype": ("float32",)}
@@ -112,7 +112,7 @@ def test_a_sum_in_no_fixed_order_shows_in_every_tensor(found: Found) -> None:
     for direction, tensors in (("fwd", {"o"}), ("bwd", {"o", *GRADIENTS})):
         one = found["any_order", direction, 3]
         assert one["repeatable"] is False and one["same_bits"]["differ"].keys() == tensors
-        assert all(0 < size < 1e-3 for size in one["same_bits"]["differ"].values()), one["same_bits"]
+        assert all(0 < size < 1e-4 for size in one["same_bits"]["differ"].values()), one["same_bits"]
         assert one["batch_invariant"] is None, "what does not repeat says nothing of the batch"
 
 
