@@ -39,8 +39,4 @@ def is_watched() -> bool:
 
     Selective checkpointing, counters of operations and fake tensors are such modes. All of them see operators alone.
     """
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-    )
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed()

@@ -206,8 +206,8 @@ def attention(
     options = told(row, pattern)
     if 0 in (*q4.shape, *k4.shape):
         row, options = ATTENTION["naive"].load(), {"pattern": pattern}  # there is nothing to compute
-    elif pattern.options.keys() - {"softcap"} and not isolates:
-        row = kept_apart(row, pattern)
+    elif not isolates and pattern.options.keys() - {"softcap"}:
+        row = partial(kept_apart, row, pattern)
     # A row's products have the dtypes that it gives them.
     with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
         o = row(q4, k4, v4, scale=scale, **options)

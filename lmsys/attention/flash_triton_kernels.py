@@ -37,7 +37,7 @@ def _owned_tile(num_heads, num_tiles):
 
 @triton.jit
 def _is_finite(x):
-    """Of each row of a tile."""
+    """True for each row of a tile without NaN and infinity."""
     return tl.min((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
 
 

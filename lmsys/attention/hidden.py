@@ -17,20 +17,16 @@ from torch import Tensor
 from lmsys.attention.contract import repeat_heads
 from lmsys.attention.pattern import Pattern
 
-NAN = float("nan")
 
-
-def kept_apart(row: Callable[..., Tensor], pattern: Pattern) -> Callable[..., Tensor]:
-    """`row`, which is told `pattern`, but nothing that the pattern hides from a query changes what that query gives."""
-
-    def apart(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        # Where none is recorded, torch.compile counts the arguments that a Function takes.
-        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        sound = _Sound.apply if recorded or not torch.compiler.is_compiling() else _Sound.forward
-        q, k, v, spoilt = sound(q, k, v, *_sight(pattern, q.shape[2], k.shape[2], q.device))
-        return _Spoilt.apply(row(q, k, v, **options), spoilt)
-
-    return apart
+def kept_apart(
+    row: Callable[..., Tensor], pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, /, **options: Any
+) -> Tensor:
+    """The result of `row`; nothing that `pattern` hides from a query changes what that query gives."""
+    # Where none is recorded, torch.compile counts the arguments that a Function takes.
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    sound = _Sound.apply if recorded or not torch.compiler.is_compiling() else _Sound.forward
+    q, k, v, spoilt = sound(q, k, v, *_sight(pattern, q.shape[2], k.shape[2], q.device))
+    return _Spoilt.apply(row(q, k, v, **options), spoilt)
 
 
 def _sight(pattern: Pattern, *where: Any) -> tuple[Tensor, ...]:
@@ -62,7 +58,12 @@ class _Sound(torch.autograd.Function):
         dq, dk, dv, spoilt = grads
         bad_q, sight = spoilt > 0, ctx.saved_tensors
         bad_k = _any_of(bad_q, sight[-2:], "bhqk,bhq->bhk").unflatten(1, (dk.shape[1], -1)).any(dim=2)
-        return _filled(dq, bad_q, NAN), _filled(dk, bad_k, NAN), _filled(dv, bad_k, NAN), *(None for _ in sight)
+        return (
+            _filled(dq, bad_q, torch.nan),
+            _filled(dk, bad_k, torch.nan),
+            _filled(dv, bad_k, torch.nan),
+            *(None for _ in sight),
+        )
 
 
 class _Spoilt(torch.autograd.Function):
@@ -72,7 +73,7 @@ class _Spoilt(torch.autograd.Function):
 
     @staticmethod
     def forward(o: Tensor, spoilt: Tensor) -> Tensor:
-        return _filled(o, spoilt > 0, NAN)
+        return _filled(o, spoilt > 0, torch.nan)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -86,7 +87,7 @@ class _Spoilt(torch.autograd.Function):
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    """Of each vector of x (..., D)."""
+    """True for each vector of x (..., D) that holds NaN or infinity."""
     return ~torch.linalg.vector_norm(x, float("inf"), dim=-1).isfinite()
 
 
@@ -95,7 +96,7 @@ def _filled(x: Tensor, bad: Tensor, value: float) -> Tensor:
 
 
 def _any_of(bad: Tensor, sight: tuple[Tensor, ...], product: str) -> Tensor:
-    """Of each query, or key, (B, H, N): whether one of `bad` (B, H, M) is seen by it, or sees it.
+    """True for each query, or key, (B, H, N), that sees one of `bad` (B, H, M), or is seen by one.
 
     By the ends of their intervals (B or 1, N), or by the `product` with a mask.
     """

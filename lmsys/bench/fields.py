@@ -1,4 +1,4 @@
-"""What a benchmark declares: axes and grids, which it varies, and the fields of its records.
+"""Declarations of a benchmark: axes and grids, which it varies, and the fields of its records.
 
 Axes are read off the command line; every bad value is a ValueError that says what would be right. A field is declared
 once, where the record is made, and travels with the results. The report builder reads these declarations, so a new

@@ -1,4 +1,4 @@
-"""What a block does between its matmuls, in Triton: addition and norm, rotation of queries and keys, SwiGLU's product.
+"""A block between its matmuls, in Triton: addition and norm, rotation of queries and keys, SwiGLU's product.
 
 Each reads and writes an element once, forward and backward. Legend: T tokens, M d_model, F d_ff.
 """

@@ -340,7 +340,7 @@ def _means(bucket: Bucket, flat: Tensor) -> list[Any]:
 
 
 class ByCopyEngines:
-    """What holds of each strategy whose buckets travel so."""
+    """The facts of each strategy whose buckets travel so."""
 
     over: type[Collectives] = CopyEngines
     why_not_reproducible = "copy engines add by rank, and not as a tree: take bucketed or zero1"

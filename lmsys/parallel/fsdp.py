@@ -259,7 +259,7 @@ class Fsdp(Wrapper):
         return x.to(self._dtype) if floating and self._dtype is not None else x
 
     def _free(self) -> None:
-        """Of units, all but those that are pinned."""
+        """Frees all units but those that are pinned."""
         for unit in self._units:
             unit.free()
 

@@ -1,4 +1,4 @@
-"""What strategies ask of a module: what it holds, what is gathered as one, when a forward or a backward begins."""
+"""Strategies' view of a module: what it holds, what is gathered as one, when a forward or a backward begins."""
 
 import weakref
 from collections import defaultdict

@@ -177,7 +177,7 @@ class Wrapper(Traits, nn.Module):
         return getattr(optimizer, "full_state_dict", optimizer.state_dict)()
 
     def _own_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """What of a whole state this rank's optimizer loads."""
+        """The part of a whole state that this rank's optimizer loads."""
         return state
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -261,7 +261,7 @@ class Wrapper(Traits, nn.Module):
         return use
 
     def _flags(self) -> tuple[float, float, float]:
-        """Whether this rank's module has changed; its history, and the square of it."""
+        """1 where this rank's module has changed, else 0; its history, and the square of it."""
         history, self._history = self._history, 0
         return float(bool(self._change)), history, history**2
 

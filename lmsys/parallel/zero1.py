@@ -48,9 +48,9 @@ class Zero1(Overlapped):
 
     Gradients that are means already are added to, as this rank's share, by what comes before the next step.
     Its optimizer is that of `make_optimizer`. Parameters are whole again from the next forward on, or from `wait()`.
-    Once a forward is recorded as part of a
-    CUDA graph the fetching is too, and no step begins it any more: other forwards and `wait()` are then asked of all
-    ranks. Its optimizer takes parameters that were trained when this was made, and no others (ValueError).
+    Once a forward is recorded as part of a CUDA graph the fetching is too, and no step begins it any more: other
+    forwards and `wait()` are then asked of all ranks. Its optimizer takes parameters that were trained when this was
+    made, and no others (ValueError).
     """
 
     zero_stage = 2  # gradients are divided too, though the course calls this strategy ZeRO-1

@@ -44,7 +44,7 @@ Say = Callable[[str], None]
 
 
 def model_facts(config: RunConfig) -> dict[str, Any]:
-    """What a model is, by which a checkpoint is known to be of it."""
+    """The facts of a model by which a checkpoint is known to be of it."""
     return {name: value for name, value in asdict(config.model).items() if name not in RUNTIME_FIELDS}
 
 

@@ -166,7 +166,7 @@ KINDS: dict[str, Kind] = {
 
 
 def outcome(group: WorkerGroup, strategy: str, kind: Kind) -> tuple[str, str]:
-    """What becomes of a kind, and what was said or how far it was off."""
+    """The outcome of a kind, and what was said or how far it was off."""
     exact, plain = (play_alone(*kind, dtype) for dtype in (torch.float64, torch.float32))
     try:
         found = group.run(play, strategy, *kind, timeout_s=PEERS_RUN_S if strategy in PEERS else RUN_S)[:2]

@@ -1,4 +1,4 @@
-"""What works on parts: clipping, loss scaling, groups, optimizers and their state, beside one process."""
+"""Work on parts: clipping, loss scaling, groups, optimizers and their state, beside one process."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -564,7 +564,7 @@ class Player:
         self.step()
 
     def freeze_parts(self) -> None:
-        """What the wrapper says are its parameters."""
+        """The parameters that the wrapper says it has."""
         for p in [*self.model.parameters()][:1]:
             p.requires_grad_(False)
         self.step()

@@ -464,7 +464,7 @@ def test_ranks_with_different_settings_are_told(
 
 
 def test_a_log_begins_where_the_run_does(tmp_path: Path) -> None:
-    """What it does not keep stands beside it, of every resume."""
+    """Lines that it does not keep stand beside it, of every resume."""
     path = tmp_path / "log.jsonl"
     later = ['{"step\0": 1', "[2]", '{"loss": 2}', '{"step": 3}', '{"st']
     path.write_text("\n".join(['{"step": 1}', *later[:3], '{"step": 2}', *later[3:]]))

@@ -125,7 +125,7 @@ ABOUT_TENSORS = "Tensors of one training step of a model of one block, and the d
 
 
 def precision(view: View) -> list[Chapter]:
-    """What rounding does to a long sum, and which dtype autocast gives each tensor, for each dtype asked of it."""
+    """The effect of rounding on a long sum, and the dtype that autocast gives each tensor, by the dtype asked of it."""
     view = replace(view.read_as(impl=DTYPES), styles={}, stem=f"{view.stem}-precision").ordered("impl")
     own = view.unfolded("tensors", Field("name", label="tensor"), Field("dtype", label="Dtypes under autocast"))
     own = own.labelled(impl="autocast to")
@@ -241,7 +241,7 @@ ABOUT_ENERGY = (
 
 
 def energy(view: View) -> list[Chapter]:
-    """What a call and a token cost: a table for each grid; nothing where no energy was measured."""
+    """The energy of a call and of a token: a table for each grid; nothing where none was measured."""
     if not view.has("energy_j"):
         return []
     labels = {"impl": "row", "causal": "mask"}
