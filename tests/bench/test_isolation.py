@@ -21,7 +21,7 @@ from lmsys.bench import Entry, Settings
 from lmsys.bench.isolation import Isolated, place_in
 from lmsys.bench.record import load
 from lmsys.bench.results import Session
-from lmsys.bench.watch import NOBODY, TIMED, Beat, Heartbeat, read
+from lmsys.bench.watch import NOBODY, TIMED, Beat, Heartbeat, read_beat
 from lmsys.doing import map_file, shared_file
 from lmsys.measure.host import available_bytes
 from tests.support.faults import FAULTS
@@ -203,7 +203,7 @@ def test_a_heartbeat_is_read_by_another_and_outlives_its_process() -> None:
     subprocess.run([sys.executable, "-c", line + "os.abort()"], cwd=ROOT, pass_fds=[file], check=False)
     ours = Heartbeat.__new__(Heartbeat)  # not made: that would beat
     ours._memory = map_file(file)
-    beat = read(ours._memory)
+    beat = read_beat(ours._memory)
     assert (beat.row, beat.doing, beat.is_late, beat.gpu_row) == (3, "in its check", False, NOBODY)
     os.close(file)
 

@@ -4,6 +4,7 @@ python -m tests.parallel.kinds            # prints the table, on two processes o
 python -m tests.parallel.kinds --write    # into docs/strategy.md
 """
 
+import argparse
 import sys
 import warnings
 from collections.abc import Sequence
@@ -211,10 +212,13 @@ def table() -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.parallel.kinds", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}, not on the terminal")
+    write = parser.parse_args().write
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     made = table()
-    if "--write" not in sys.argv:
+    if not write:
         print(made)
         return
     before, rest = PAGE.read_text().split(BEGIN)

@@ -136,8 +136,8 @@ def test_frames_of_a_snapshot_are_read() -> None:
     }
     inside = {"filename": memory.TORCH + "nn/functional.py", "line": 7, "name": "softmax"}
     line = {"filename": ours, "line": 12, "name": "call"}
-    assert memory._source([cpp, inside, line]) == ("tests/measure/test_memory.py:12", "call")
-    assert memory._source([cpp, line, node]) == ("tests/measure/test_memory.py:12", "call MmBackward0")
+    assert memory._source([cpp, inside, line]) == ("tests/measure/test_peak_memory.py:12", "call")
+    assert memory._source([cpp, line, node]) == ("tests/measure/test_peak_memory.py:12", "call MmBackward0")
     assert memory._source([cpp, node]) == ("(backward)", "MmBackward0")
     assert memory._source([cpp]) == memory._source([]) == ("", "")
 
