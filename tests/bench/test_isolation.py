@@ -29,6 +29,7 @@ from tests.support.harness import MACHINE
 from tests.support.processes import ENVIRONMENT, ROOT, command
 from tests.support.variants import some
 
+TIMED_CALL = 16  # of a row: the calls of its check are fewer, those until its last timed one are more
 LEAVES_CHANGED = [name for name, one in FAULTS.items() if not one.ends]
 GOOD = "good", "also_good"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -78,7 +79,7 @@ def check(found: dict[tuple[str, str], dict[str, Any]], by_chance: bool = False)
             assert FAULTS[name].told in one["reason"], one["reason"]
 
 
-@pytest.mark.parametrize("call", [1, pytest.param(2, marks=pytest.mark.on_request), 9])
+@pytest.mark.parametrize("call", [1, pytest.param(2, marks=pytest.mark.on_request), TIMED_CALL])
 def test_what_a_row_leaves_changed_is_its_own_error(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its first call, in its check and in a timed one; nothing of it is felt by the rows before and behind it."""
     with isolated(monkeypatch, call) as runner:
@@ -96,7 +97,7 @@ def test_a_row_that_ends_its_process_costs_its_own_cases(
 ) -> None:
     """In a timed backward: a crash, an end without one, an interrupt, hangs that hold the interpreter and that do not;
     the next group begins in a fresh worker."""
-    with isolated(monkeypatch, 9, deadline_s=3.0) as runner:
+    with isolated(monkeypatch, TIMED_CALL, deadline_s=3.0) as runner:
         found = records(runner, ["good", *ends, "also_good"], "bwd")
         check(found)
         for (name, _), one in found.items():
