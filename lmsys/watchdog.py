@@ -211,9 +211,8 @@ def _how_it_ended(pid: int) -> int | None:
 def _in_words(status: int | None) -> str:
     if status is None:
         return "died"
-    if number := status & 0x7F:
-        return f"was killed by {signal.Signals(number).name}"
-    return f"ended with exit code {status >> 8}"
+    code = os.waitstatus_to_exitcode(status)
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _kill(pid: int, number: int) -> None:

@@ -43,7 +43,7 @@ LATE = (
 ROWS = "lmsys.attention", "lmsys.parallel"
 DATA = "lmsys/files.py", *(f"lmsys/training/{name}.py" for name in ("corpora", "data"))
 OF_REPORTS = (
-    *("lmsys.reports", "lmsys.files", "lmsys.strict_json", "lmsys.values"),
+    *("lmsys.reports", "lmsys.files", "lmsys.strict_json", "lmsys.values", "lmsys.cost.communication"),
     *(f"lmsys.bench.{name}" for name in ("changes", "fields", "record", "validate", "verdict")),
 )
 

@@ -20,7 +20,7 @@ import torch
 from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.measure.compare import release_memory
 from lmsys.measure.energy import Mark, Sampler, calls_between, repeated
-from lmsys.measure.sensors import Cpu, Reading, Sensors, nvml, sensors_of
+from lmsys.measure.sensors import Cpu, Sensors, nvml, sensors_of, state_of
 
 CEILING_S, LEAST_RUNS = 0.2, 5  # of runs of each ceiling: on a busy machine the fastest of three is not the best
 TRIED_RUNS = 3  # of each size and layout, of which one is the fastest
@@ -236,7 +236,7 @@ def measure_sustained(device: str, sensors: Sensors) -> dict[str, Any]:
     rate = calls_between(marks, end_s - WINDOW_S, end_s) / WINDOW_S * 2 * size**3
     readings = [reading for at_s, reading in sampler.taken if at_s > end_s - WINDOW_S]
     found = {"matmul_flops_per_s": {str(dtype).removeprefix("torch."): rate}, "seconds": end_s - marks[0][0]}
-    return found | _state(readings)
+    return found | {name: value for name, value in state_of(readings).items() if value is not None}
 
 
 def has_settled(marks: list[Mark]) -> bool:
@@ -246,10 +246,3 @@ def has_settled(marks: list[Mark]) -> bool:
         return False
     before, last = (calls_between(marks, end_s - n * WINDOW_S, end_s - (n - 1) * WINDOW_S) for n in (2, 1))
     return abs(last / before - 1) < STEADY
-
-
-def _state(readings: list[Reading]) -> dict[str, float]:
-    """Medians of what the sensors told."""
-    names = ("sm_clock_mhz", "cpu_clock_mhz", "power_w", "temperature_c")
-    known = {name: [value for one in readings if (value := getattr(one, name)) is not None] for name in names}
-    return {name: statistics.median(values) for name, values in known.items() if values}

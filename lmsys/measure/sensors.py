@@ -269,15 +269,14 @@ def disturbance(reasons: Iterable[int], strangers: int | None, share: float | No
 
     reasons  bits of REASONS; share: of the CPU's time, that others took
     """
-    found = []
-    if unexpected := {bit for bit in reasons if not bit & EXPECTED}:
-        found.append(f"the device was throttled ({told(unexpected)})")
-    if strangers:
-        found.append(f"{strangers} other process{'es' if strangers > 1 else ''} had the device, too")
-    if share is not None and share > BUSY:
-        tens = math.floor(10 * share) / 10  # few sentences for many cases
-        found.append(f"other programs took {tens:.0%} of the CPU or more")
-    return "; ".join(found) or None
+    unexpected, strangers, share = [bit for bit in reasons if not bit & EXPECTED], strangers or 0, share or 0.0
+    tens = math.floor(10 * share) / 10  # few sentences for many cases
+    clauses = (
+        (unexpected, f"the device was throttled ({told(unexpected)})"),
+        (strangers, f"{strangers} other process{'es' if strangers > 1 else ''} had the device, too"),
+        (share > BUSY, f"other programs took {tens:.0%} of the CPU or more"),
+    )
+    return "; ".join(clause for applies, clause in clauses if applies) or None
 
 
 def told(reasons: Iterable[int]) -> str:

@@ -48,12 +48,12 @@ def _note(out: Path, names: Iterable[str]) -> None:
 def _written(out: Path) -> set[str]:
     """The names of what was written there before."""
     path = out / MANIFEST
+    if not path.exists():
+        return set()
     try:
         found = read_json(path, files=list)["files"]
         if not all(isinstance(name, str) and re.fullmatch(NAME, name) for name in found):
             raise ValueError("its files must be names of ours")
-    except FileNotFoundError:
-        return set()
     except ValueError as error:
         cause = str(error).removeprefix(f"{path}: ")
         raise ValueError(f"{path}: is no list of the files of a report ({cause}); name another folder") from None

@@ -8,7 +8,7 @@ Legend: N bytes, P pre-tokens.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product, starmap
 
 import numpy as np
@@ -188,9 +188,8 @@ class Words:
             found[misses] = self._insert(padded, starts, misses, low[misses], high[misses])
         for i in np.flatnonzero(long).tolist():
             word = padded[starts[i] : starts[i + 1]]
-            number = self._long.get(word)
-            if number is None:
-                number = self._long[word] = len(self.list)
+            number = self._long.setdefault(word, len(self.list))
+            if number == len(self.list):
                 self.list.append(word)
                 self.num_bytes += len(word)
             found[i] = number
@@ -199,25 +198,31 @@ class Words:
     def _insert(
         self, padded: bytes, starts: np.ndarray, which: np.ndarray, low: np.ndarray, high: np.ndarray
     ) -> np.ndarray:
-        """The numbers of pre-tokens that are not in their first slots: they go on to the next until all are placed."""
+        """The numbers of pre-tokens that are not in their first slots."""
+
+        def added(new: np.ndarray) -> np.ndarray:
+            begins, ends = starts[which[new]], starts[which[new] + 1]
+            self.list += [padded[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+            self.num_bytes += int((ends - begins).sum())
+            return np.arange(len(self.list) - len(new), len(self.list))
+
         self._reserve(len(self.list) + len(which))
-        slots, found = self._slots(low, high), np.empty(len(which), np.int32)
-        open_ = np.arange(len(which))
+        return self._place(low, high, added)
+
+    def _place(self, low: np.ndarray, high: np.ndarray, numbered: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """The numbers of keys, which go on to the next slot until all are placed; `numbered` gives those of new ones,
+        which it is told by their places among the keys."""
+        slots, open_ = self._slots(low, high), np.arange(len(low))
         while len(open_):
             at = slots[open_]
             free = self._number[at] < 0
             self._number[at[free]] = open_[free]  # if several claim a slot, the last written has it
             claims = open_[free][self._number[at[free]] == open_[free]]
             self._low[slots[claims]], self._high[slots[claims]] = low[claims], high[claims]
-            self._number[slots[claims]] = np.arange(len(self.list), len(self.list) + len(claims))
-            begins, ends = starts[which[claims]], starts[which[claims] + 1]
-            self.list += [padded[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-            self.num_bytes += int((ends - begins).sum())
-            same = (self._low[at] == low[open_]) & (self._high[at] == high[open_])
-            found[open_[same]] = self._number[at[same]]
-            open_ = open_[~same]
+            self._number[slots[claims]] = numbered(claims)
+            open_ = open_[(self._low[at] != low[open_]) | (self._high[at] != high[open_])]
             slots[open_] = (slots[open_] + 1) & (len(self._number) - 1)
-        return found
+        return self._number[slots]
 
     def _slots(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         mixed = (low ^ high * _MIX_HIGH) * _MIX_LOW
@@ -225,19 +230,11 @@ class Words:
 
     def _reserve(self, count: int) -> None:
         """Room for so many words with every second slot free."""
-        if 2 * count <= len(self._number):
-            return
-        short = np.flatnonzero(self._number >= 0)
-        low, high, number = self._low[short], self._high[short], self._number[short]
-        self._resize((4 * count - 1).bit_length())
-        slots = self._slots(low, high)
-        while len(slots):
-            free = self._number[slots] < 0
-            self._number[slots[free]] = number[free]
-            placed = self._number[slots] == number
-            self._low[slots[placed]], self._high[slots[placed]] = low[placed], high[placed]
-            slots, low, high, number = (x[~placed] for x in (slots, low, high, number))
-            slots = (slots + 1) & (len(self._number) - 1)
+        if 2 * count > len(self._number):
+            short = np.flatnonzero(self._number >= 0)
+            low, high, number = self._low[short], self._high[short], self._number[short]
+            self._resize((4 * count - 1).bit_length())
+            self._place(low, high, number.__getitem__)
 
     def _resize(self, bits: int) -> None:
         self._shift = np.uint64(64 - bits)

@@ -179,7 +179,9 @@ def download(
             named |= _fetch(url, part, lambda done, total: progress(f"downloading {path.name}", done, total))
             break
         except urllib.error.HTTPError as error:
-            if error.code < 500 and error.code not in (408, 429):
+            if error.code == 416:  # nothing is missing, or the part is of something else: begin again to know
+                part.unlink(missing_ok=True)
+            elif error.code < 500 and error.code not in (408, 429):
                 raise ValueError(f"{url}: the server says {error.code} {error.reason}") from None
             failure = f"{error.code} {error.reason}"
         except (OSError, http.client.HTTPException) as error:
@@ -197,35 +199,24 @@ def download(
 
 
 def _fetch(url: str, part: Path, progress: Callable[[int, int], None]) -> set[str]:
-    """Append what is missing to `part`; the checksums that the server names. OSError when the connection is cut."""
+    """Append what is missing to `part`; the checksums that the server names. OSError when it is to be tried again."""
     validator = part.with_name(part.name + ".etag")  # the ETag of the whole file
     have = part.stat().st_size if part.is_file() and validator.is_file() else 0
     headers = {"Range": f"bytes={have}-", "If-Range": validator.read_text()} if have else {}
     redirects = _Redirects()
     request = urllib.request.Request(url, headers=headers | {"Accept-Encoding": "identity"})
-    try:
-        reply = urllib.request.build_opener(redirects).open(request, timeout=TIMEOUT_S)
-    except urllib.error.HTTPError as error:
-        if error.code == 416 and have:  # nothing is missing, or the part is of something else: begin again to know
-            part.unlink()
-            return _fetch(url, part, progress)
-        raise
-    with reply:
+    with urllib.request.build_opener(redirects).open(request, timeout=TIMEOUT_S) as reply:
         resumed = reply.status == 206
-        told = re.match(rf"bytes {have}-", reply.headers.get("Content-Range", ""))
-        if resumed and not told:  # it would be put in the wrong place: begin again
-            if not have:
-                raise ValueError(f"{url}: the server sent a part of the file that nobody asked for")
-            validator.unlink()
-            return _fetch(url, part, progress)
+        if not resumed or not re.match(rf"bytes {have}-", reply.headers.get("Content-Range", "")):
+            validator.unlink(missing_ok=True)  # so that a later try begins again
+        if resumed and not validator.is_file():
+            raise ConnectionResetError("the server sent another part of the file than it was asked for")
         done = have if resumed else 0
         length = reply.headers.get("Content-Length")
         total = done + int(length) if length is not None else 0
         etag = reply.headers.get("ETag", "")
-        if not resumed:
-            validator.unlink(missing_ok=True)
-            if etag and not etag.startswith("W/"):  # a weak one does not promise the same bytes
-                validator.write_text(etag)
+        if not resumed and etag and not etag.startswith("W/"):  # a weak one does not promise the same bytes
+            validator.write_text(etag)
         with part.open("ab" if resumed else "wb") as file:
             while piece := reply.read(_PIECE):
                 file.write(piece)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lmsys.bench.fields import Field, Record
+from lmsys.cost.communication import fit_latency_bandwidth
 from lmsys.reports import plots, versus
 from lmsys.reports.cells import SPEEDUP, base_of, bases_of, compared
 from lmsys.reports.tables import Block, Chapter, Plot, Table, listing, pivot
@@ -91,16 +92,13 @@ def _operations(part: View) -> Block:
 
 
 def _fit(own: View) -> list[Record]:
-    """Latency o and bandwidth w of t = o + bytes / w, where at least two sizes were timed: relative least squares."""
-    timed = [(case["bytes"], case["time_s"]) for case in own.cases if case["time_s"]]
-    if len({size for size, _ in timed}) < 2:
+    """Latency and bandwidth, where at least two sizes were timed and the larger takes longer."""
+    timed = [case for case in own.cases if case["time_s"]]
+    try:
+        latency_s, bytes_per_s = fit_latency_bandwidth(*([case[key] for case in timed] for key in ("bytes", "time_s")))
+    except ValueError:
         return []
-    total = sum(1 / time**2 for _, time in timed)
-    size, time = (sum(one[place] / one[1] ** 2 for one in timed) / total for place in (0, 1))
-    slope = sum((s - size) * (t - time) / t**2 for s, t in timed) / sum((s - size) ** 2 / t**2 for s, t in timed)
-    if slope <= 0:
-        return []
-    return [{**own.cases[0], "latency_s": max(time - slope * size, 0.0), "bytes_per_s": 1 / slope}]
+    return [{**own.cases[0], "latency_s": latency_s, "bytes_per_s": bytes_per_s}]
 
 
 def _bandwidth(own: View, fits: View) -> Plot | None:
