@@ -3,18 +3,19 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 from lmsys.checkpointing import FIT, Group, groups_of
-from lmsys.strict_json import check_fields
-from lmsys.values import finite, whole
+from lmsys.strict_json import Checked
+from lmsys.values import Count, Positive, hold, one_of
 
 IGNORED = -100  # targets of this value count for nothing, as in torch
 RESIDUALS = "wide", "narrow"
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Checked):
     """A Transformer language model.
 
     num_kv_heads       key/value heads, a divisor of num_heads; None: as many as query heads
@@ -27,34 +28,33 @@ class ModelConfig:
                        matmuls read, under autocast half the bytes; every block then rounds what it adds to
     """
 
-    d_model: int
-    d_ff: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    vocab_size: int = 10_000
-    context_length: int = 1024
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
+    d_model: Count
+    d_ff: Count
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count | None = None
+    vocab_size: Count = 10_000
+    context_length: Count = 1024
+    rope_theta: Positive = 10_000.0
+    norm_eps: Positive = 1e-5
     attention: str = "auto"
     checkpoint_blocks: int | str = 0
-    residual: str = "wide"
+    residual: Annotated[str, partial(one_of, known=RESIDUALS)] = "wide"
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"):
-            whole(name, getattr(self, name), least=1)
-        for name in ("rope_theta", "norm_eps"):
-            finite(name, getattr(self, name), above=0)
-        if self.d_model % self.num_heads or self.head_dim % 2:
-            raise ValueError(
+        super().__post_init__()
+        length = self.d_model / self.num_heads
+        hold(
+            (
+                length % 2 == 0,
                 f"d_model={self.d_model} must divide into num_heads={self.num_heads} heads of even length"
-                f" (rotary positions turn pairs); got {self.d_model / self.num_heads:g}"
-            )
-        if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
-            raise ValueError(f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
-        if self.residual not in RESIDUALS:
-            raise ValueError(f"residual={self.residual!r} must be one of {', '.join(RESIDUALS)}")
+                f" (rotary positions turn pairs); got {length:g}",
+            ),
+            (
+                self.num_heads % self.kv_heads == 0,
+                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}",
+            ),
+        )
         if self.checkpoint_blocks != FIT:
             groups_of(self.checkpoint_blocks, self.num_layers)
 

@@ -8,7 +8,7 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -20,16 +20,29 @@ def cache_folder() -> Path:
     return Path(os.environ.get("LMSYS_CACHE_DIR", "~/.cache/lmsys")).expanduser()
 
 
+def read_text(path: Path) -> str:
+    """The text of a file. ValueError, with the path, for one that cannot be read or is not UTF-8."""
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start:,}") from None
+
+
 def write_json(path: Path, found: Mapping[str, object]) -> None:
-    """Writes a file of JSON, in a folder that is made for it: a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes a file of JSON, as `replacing` does: a reader sees the old file or the new one."""
     with replacing(path) as file:
         file.write(json.dumps(found, indent=1).encode() + b"\n")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file under a temporary name, which takes `path`'s place once it is on the disk, whoever else writes that."""
+    """A file under a temporary name, which takes `path`'s place once it is on the disk, whoever else writes that.
+
+    Its folder is made where there is none.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with unfinished.open("wb") as file:
@@ -57,11 +70,9 @@ def claim(path: Path) -> Callable[[], None]:
             number = file.read().strip() or "unknown"
             file.close()
             raise ValueError(f"{path}: process {number} is writing it; wait for its end, or write elsewhere") from None
-        try:
+        with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
                 break
-        except FileNotFoundError:
-            pass
         file.close()  # whoever held it has removed it meanwhile
     file.truncate(0)
     file.write(str(os.getpid()))

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lmsys.values import hold
+
 
 def load_target(target: str) -> Any:
     """The object that `module:attr` or `path.py:attr` names.
@@ -164,10 +166,10 @@ class Table(Mapping[str, Entry]):
     def _from_file(self, target: str) -> Entry:
         """Loads it here, so that what is wrong with it shows now rather than in the middle of a sweep."""
         implementation, name = load_target(target), target.rpartition(":")[2]
-        if not callable(implementation):
-            raise ValueError(f"{target=} must name a function or a class; it is {implementation!r}")
-        if name in self._rows():
-            raise ValueError(f"{target=}: the table has a row {name!r} of its own; give yours another name")
+        hold(
+            (callable(implementation), f"{target=} must name a function or a class; it is {implementation!r}"),
+            (name not in self._rows(), f"{target=}: the table has a row {name!r} of its own; give yours another name"),
+        )
         return Entry(name, target)
 
     def pick(self, name: str, case: Any) -> Entry:

@@ -7,11 +7,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from lmsys.files import read_text
 from lmsys.values import SHORT, shortened, shortly
 
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character that JSON escapes as two
@@ -41,16 +41,26 @@ def overlay(config: Any, found: Any, path: str = "") -> Any:
         raise ValueError(shortened(f"{where}: {error}")) from None
 
 
+class Checked:
+    """The base of a config dataclass, whose fields are checked when it is made."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 def check_fields(config: Any) -> None:
-    """ValueError unless every field of a config dataclass has a value of its declared type, as JSON would."""
-    for name, hint in _hints(type(config)).items():  # type: ignore[arg-type]
+    """ValueError unless every field of a config dataclass has a value of its declared type, as JSON would.
+
+    A rule that the type is annotated with, as the types of `lmsys.values` are, is called as rule(name, value).
+    """
+    for name, hint in get_type_hints(type(config)).items():
         if not is_dataclass(hint):
             _typed(getattr(config, name), hint, name)
-
-
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        value, kinds = getattr(config, name), (hint, *get_args(hint))  # a type, or that beside None
+        rules = [rule for kind in kinds for rule in getattr(kind, "__metadata__", ())]
+        for rule in rules if value is not None else ():
+            rule(name, value)
 
 
 def parse_json(text: str) -> Any:
@@ -81,16 +91,11 @@ def parse_json(text: str) -> Any:
 def read_json(path: Path, **kinds: type) -> Any:
     """Returns what a JSON file holds; with `kinds`, an object with at least these keys, their values of these types.
 
-    ValueError, with the path, for what is not that. FileNotFoundError where there is none.
+    ValueError, with the path, for what is not that, and where there is no such file.
     """
+    text = read_text(path)
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start:,}") from None
+        found = parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     for name, kind in kinds.items():
@@ -138,7 +143,7 @@ def _nearest(config: Any, key: str, path: str) -> list[str]:
 
 
 def _typed(value: Any, hint: Any, path: str) -> Any:
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for kind in kinds:
         if kind is NoneType and value is None:
             return None

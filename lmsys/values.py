@@ -6,9 +6,10 @@ Imports no torch.
 import difflib
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Annotated, Any
 
 SHORT = 80  # of a value in a message
 BEYOND = 1e100  # the size of what nobody measures
@@ -61,6 +62,20 @@ def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
     return len(shape) <= len(whole) and all(one in (1, other) for one, other in pairs)
 
 
+def hold(*laws: tuple[object, str]) -> None:
+    """Laws, each with the sentence of the ValueError where it does not hold."""
+    for is_held, sentence in laws:
+        if not is_held:
+            raise ValueError(sentence)
+
+
+def one_of(name: str, value: Any, known: Collection[Any]) -> Any:
+    """One of the known values."""
+    if value not in known:
+        raise ValueError(f"{name}={shortly(value)} must be one of {', '.join(map(str, known))}")
+    return value
+
+
 def choice(text: Any, known: Iterable[str]) -> str:
     """One of the known texts; else the nearest are named."""
     known = list(known)
@@ -90,3 +105,12 @@ def shortly(value: Any) -> str:
     except Exception:  # a number of too many digits, for one
         text = f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= SHORT else f"{text[:SHORT]}..."
+
+
+# Types of fields, which `lmsys.strict_json.check_fields` holds a config to.
+Count = Annotated[int, partial(whole, least=1)]
+Natural = Annotated[int, partial(whole, least=0)]
+Seed = Annotated[int, partial(whole, least=0, most=2**63 - 1)]  # of torch's and numpy's generators
+Amount = Annotated[float, partial(finite, least=0)]
+Positive = Annotated[float, partial(finite, above=0)]
+Share = Annotated[float, partial(finite, above=0, most=1)]

@@ -16,6 +16,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lmsys.values import one_of
+
 ELEMENT = 2  # bytes
 FLOPS = {"forward": 6, "backward": 12}  # times B·D·F: three matmuls, and in the backward two for each
 WEIGHT_COLLECTIVES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -75,8 +77,7 @@ def bus_factor(operation: str, world_size: int) -> float:
 
     ValueError for an operation that is not in BUS_FACTORS.
     """
-    if operation not in BUS_FACTORS:
-        raise ValueError(f"{operation=} must be one of {tuple(BUS_FACTORS)}")
+    one_of("operation", operation, BUS_FACTORS)
     return BUS_FACTORS[operation](world_size)
 
 
@@ -102,14 +103,13 @@ class Layer:
 
     def compute_seconds(self, direction: str, devices: float) -> float:
         """The same however the work is divided. ValueError for a direction that is not in FLOPS."""
-        if direction not in FLOPS:
-            raise ValueError(f"{direction=} must be one of {tuple(FLOPS)}")
+        one_of("direction", direction, FLOPS)
         return FLOPS[direction] * self.tokens * self.d_model * self.d_ff / devices / self.flops_per_s
 
     def communication_seconds(self, kind: str, direction: str, devices: int) -> float:
         """Over `devices` of one kind of parallelism. ValueError for another than those of KINDS and FLOPS."""
-        if kind not in KINDS or direction not in FLOPS:
-            raise ValueError(f"{kind=} must be one of {KINDS} and {direction=} one of {tuple(FLOPS)}")
+        one_of("kind", kind, KINDS)
+        one_of("direction", direction, FLOPS)
         if kind == "tensor":
             return self.mesh_seconds(1, devices)[1]
         operations = WEIGHT_COLLECTIVES[kind][direction]

@@ -15,6 +15,7 @@ from itertools import pairwise
 from lmsys.checkpointing import FIT, LEVELS, setting_of
 from lmsys.config import RESIDUALS, SIZES, ModelConfig, model_config
 from lmsys.cost.operations import block_matrices, model_flops, model_parameters
+from lmsys.values import one_of
 
 MATMUL_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # bytes of an element that a matmul reads
 WIDE = 4  # parameters, gradients, optimizer state, the residual stream unless it is narrow
@@ -49,8 +50,7 @@ def training_memory(
     `precision` is of MATMUL_BYTES, with autocast for the half ones; ValueError for another. `world_size` and `stage`
     are those of `zero_memory`; in stage 3 what matmuls read is gathered in the precision's dtype.
     """
-    if precision not in MATMUL_BYTES:
-        raise ValueError(f"{precision=} must be one of {', '.join(MATMUL_BYTES)}")
+    one_of("precision", precision, MATMUL_BYTES)
     count, tokens = model_parameters(config), batch * context
     held = {name: math.ceil(size) for name, size in zero_memory(count, world_size, stage).items()}
     if _gathers(world_size, stage):
@@ -100,8 +100,7 @@ def zero_memory(num_parameters: int, world_size: int, stage: int) -> dict[str, f
     Stage 0: all on each; 1: optimizer state divided by world_size; 2: gradients too; 3: parameters too. Rajbhandari et
     al. 2020, "ZeRO" (arXiv 1910.02054), section 5, there with 16-bit parameters and gradients. ValueError for another.
     """
-    if stage not in range(4):
-        raise ValueError(f"{stage=} must be 0, 1, 2 or 3")
+    one_of("stage", stage, range(4))
     one = 4.0 * num_parameters
     parts = {"parameters": (one, 3), "gradients": (one, 2), "optimizer": (2 * one, 1)}
     return {name: size / world_size if stage >= since else size for name, (size, since) in parts.items()}

@@ -5,6 +5,7 @@ V vocabulary size, S sequence length.
 """
 
 from lmsys.config import ModelConfig
+from lmsys.values import one_of
 
 DIRECTIONS = ("fwd", "bwd", "fwdbwd")
 FLOPS_OF_FORWARD = {"fwd": 1.0, "bwd": 2.5, "fwdbwd": 3.5}  # a backward does five matmuls where the forward does two
@@ -42,7 +43,7 @@ def attention_flops(
     `pairs` are those of a head that are visible under more than a causal mask, all of them counted. Recomputing scores
     in the backward is not counted as work, nor is the softmax. ValueError for an unknown direction.
     """
-    _check(direction)
+    one_of("direction", direction, DIRECTIONS)
     forward = 4 * batch * heads * head_dim * (attention_pairs(queries, keys, causal) if pairs is None else pairs)
     return forward * FLOPS_OF_FORWARD[direction]
 
@@ -55,7 +56,7 @@ def attention_bytes(
     fwd reads q, k, v and writes o; bwd reads q, k, v, do and writes dq, dk, dv; fwdbwd writes o as well. What a
     row saves between the two is its own affair and not counted.
     """
-    _check(direction)
+    one_of("direction", direction, DIRECTIONS)
     query_side = batch * heads * queries * head_dim  # q, o, do, dq
     key_side = batch * kv_heads * keys * head_dim  # k, v, dk, dv
     num_query_side, num_key_side = {"fwd": (2, 2), "bwd": (3, 4), "fwdbwd": (4, 4)}[direction]
@@ -82,13 +83,7 @@ def model_flops(config: ModelConfig, *, tokens: int, context: int, mode: str) ->
     optimizer are not counted as work. Source: Chowdhery et al. 2022 (PaLM, arXiv 2204.02311), appendix B.
     ValueError for a mode that has no such count.
     """
-    if mode not in FLOPS_OF_STEP:
-        raise ValueError(f"{mode=} must be one of {tuple(FLOPS_OF_STEP)}")
+    one_of("mode", mode, FLOPS_OF_STEP)
     weights = model_parameters(config) - config.vocab_size * config.d_model
     step = (6 * weights + 6 * config.num_layers * context * config.d_model) * tokens
     return step * FLOPS_OF_STEP[mode]
-
-
-def _check(direction: str) -> None:
-    if direction not in DIRECTIONS:
-        raise ValueError(f"{direction=} must be one of {DIRECTIONS}")

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lmsys.measure.host import available_bytes, family_of, processes_in, resident_bytes
-from lmsys.values import shortly
+from lmsys.values import one_of, shortly
 
 UNITS = {
     "B": 1,
@@ -213,8 +213,7 @@ def allocator_events(call: Callable[[], Any], device: str, *, lines: bool = Fals
     A line is the innermost outside torch. A backward on CUDA runs in a thread of its own, which has none: `where` is
     "(backward)". Of compiled code none may be known. ValueError for a device whose allocator reports no events.
     """
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"{device=}: allocators report their events on cpu and cuda only")
+    one_of("device", device, ("cpu", "cuda"))
     gc.collect()
     return _events_on_cuda(call, lines) if device == "cuda" else _events_on_cpu(call, lines)
 

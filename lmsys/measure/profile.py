@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from lmsys.measure.clock import CpuClock, synchronize, timed
 from lmsys.measure.memory import allocator_events
 from lmsys.measure.step import Step
+from lmsys.values import one_of, whole
 
 PART = "part: "  # the prefix of our ranges in a trace
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "communication", "other")
@@ -70,8 +71,7 @@ def register_kernels(pattern: str, kind: str) -> None:
     A file of kernels registers its own when it is imported, except those of a table's row: they are the row's trait
     `kernels`, which whoever profiles the row registers. ValueError for another kind.
     """
-    if kind not in KINDS:
-        raise ValueError(f"{kind=} must be one of {', '.join(KINDS)}")
+    one_of("kind", kind, KINDS)
     if pattern:
         re.compile(pattern)
         _registered[pattern] = kind
@@ -169,14 +169,10 @@ def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace:
 
     `trace`, a .json file, keeps the trace: for ui.perfetto.dev or chrome://tracing.
     """
-    if steps < 1:
-        raise ValueError(f"{steps=} must be at least 1")
+    whole("steps", steps, least=1)
     call()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(trace) if trace else Path(folder) / "trace.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiled_s = _write_trace(call, device, steps, path)
-        kernels, parts = read_trace(json.loads(path.read_bytes())["traceEvents"], device, steps)
+    profiled_s, events = _recorded(call, device, steps, trace)
+    kernels, parts = read_trace(events, device, steps)
     kernel_s = sum(kernel.total_s for kernel in kernels)
     shares = dict.fromkeys(KINDS, 0.0)
     for kernel in kernels:
@@ -184,8 +180,8 @@ def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace:
     return Profile(profiled_s, kernel_s, shares, kernels, parts)
 
 
-def _write_trace(call: Callable[[], Any], device: str, steps: int, path: Path) -> float:
-    """The mean wall time of a call, in seconds."""
+def _recorded(call: Callable[[], Any], device: str, steps: int, trace: Path | None) -> tuple[float, list[Any]]:
+    """The mean wall time of a call, in seconds, and the events of its trace."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     samples, plan = [], schedule(wait=0, warmup=1, active=steps, repeat=1)
 
@@ -198,8 +194,17 @@ def _write_trace(call: Callable[[], Any], device: str, steps: int, path: Path) -
         for _ in range(1 + steps):
             samples += timed(CpuClock(), run)
             recorded.step()
-    recorded.export_chrome_trace(str(path))
-    return statistics.fmean(samples[1:])
+    return statistics.fmean(samples[1:]), _events_of(recorded, trace)
+
+
+def _events_of(recorded: profile, trace: Path | None = None) -> list[dict[str, Any]]:
+    """The `traceEvents` of a recording; `trace` is a file that keeps the whole."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(trace or Path(folder, "trace.json"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_bytes())["traceEvents"]
+    return events
 
 
 class _Work(NamedTuple):
@@ -305,8 +310,7 @@ class Allocation:
 
 def largest_allocations(call: Callable[[], Any], device: str, *, top: int = 10) -> list[Allocation]:
     """The largest allocations during `call`, with the line that asked for them: see `allocator_events`."""
-    if top < 1:
-        raise ValueError(f"{top=} must be at least 1")
+    whole("top", top, least=1)
     events = allocator_events(call, device, lines=True)
     levels = [0, *itertools.accumulate(event.bytes for event in events)]
     live: dict[int, tuple[int, str, str]] = {}
@@ -359,10 +363,7 @@ def communication_of(
             step()
         finish()
         synchronize(device)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        recorded.export_chrome_trace(str(path))
-        return read_overlap(json.loads(path.read_bytes())["traceEvents"], device, PROFILED_STEPS)
+    return read_overlap(_events_of(recorded), device, PROFILED_STEPS)
 
 
 def read_overlap(events: list[dict[str, Any]], device: str, steps: int) -> Communication:

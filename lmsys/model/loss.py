@@ -25,7 +25,7 @@ from lmsys.config import IGNORED
 from lmsys.kernels import HAS_TRITON
 from lmsys.model.functions import check_ids
 from lmsys.model.linear import matmul_dtype, rounded
-from lmsys.values import finite, shortly, whole
+from lmsys.values import finite, one_of, shortly, whole
 
 CHUNK_LOGITS = 2**28  # at once: 512 MiB in bfloat16
 CHUNK_MULTIPLE = 128  # tokens: tiles of matmuls come out even
@@ -53,8 +53,7 @@ class LossOptions:
     ignore_index: int = IGNORED
 
     def __post_init__(self) -> None:
-        if self.reduction not in REDUCTIONS:
-            raise ValueError(f"reduction={shortly(self.reduction)} must be one of {', '.join(REDUCTIONS)}")
+        one_of("reduction", self.reduction, REDUCTIONS)
         finite("label_smoothing", self.label_smoothing, least=0, most=1)
         finite("z_loss", self.z_loss, least=0)
         finite("softcap", 1.0 if self.softcap is None else self.softcap, least=1 / MOST_SOFTCAP, most=MOST_SOFTCAP)

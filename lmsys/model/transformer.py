@@ -21,12 +21,10 @@ from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, capability_of, 
 from lmsys.checkpointing import Group
 from lmsys.config import ModelConfig
 from lmsys.measure.profile import part
-from lmsys.model import fused
-from lmsys.model.functions import Shape, check_ids, silu
+from lmsys.model import functions, fused, rotary, selective
 from lmsys.model.linear import RoundedWeights, linear, matmul_dtype
 from lmsys.model.loss import linear_cross_entropy
-from lmsys.model.rotary import RotaryEmbedding
-from lmsys.model.selective import run_again, run_selectively
+from lmsys.values import whole
 
 BLOCKS_PER_GRAPH = (
     4  # blocks of a compiled graph, where none needs to be a module: more gain little and compile for longer
@@ -104,7 +102,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         attend: Any = attention,
-        rope: RotaryEmbedding | None = None,
+        rope: rotary.RotaryEmbedding | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """`attend` is a row's function; `rope` turns queries and keys by positions (S) or (B, S), None leaves them."""
@@ -119,7 +117,7 @@ class Attention(nn.Module):
         self,
         projected: Tensor,
         attend: Any,
-        rope: RotaryEmbedding | None,
+        rope: rotary.RotaryEmbedding | None,
         positions: Tensor | None,
         in_place: bool = False,
     ) -> Tensor:
@@ -172,7 +170,7 @@ class FeedForward(nn.Module):
     def down(self, gate: Tensor, value: Tensor) -> Tensor:
         """The rest of it, from what `up` gives."""
         with part("feed-forward"):
-            return self.w2(silu(gate) * value)
+            return self.w2(functions.silu(gate) * value)
 
 
 class Block(nn.Module):
@@ -189,13 +187,13 @@ class Block(nn.Module):
         self,
         x: Tensor,
         attend: Any = attention,
-        rope: RotaryEmbedding | None = None,
+        rope: rotary.RotaryEmbedding | None = None,
         positions: Tensor | None = None,
         level: str = "none",
     ) -> Tensor:
         """`level` says what is kept for the backward: "none", "matmuls" or "attention" of `lmsys.checkpointing`."""
         if level != "none":
-            return run_selectively(self, level, x, attend, rope, positions)
+            return selective.run_selectively(self, level, x, attend, rope, positions)
         x = x + self.attn(self.ln1(x), attend, rope, positions)
         return x + self.ffn(self.ln2(x))
 
@@ -218,7 +216,7 @@ class TransformerLM(nn.Module):
         self.layers = nn.ModuleList(Block(config, **factory) for _ in range(config.num_layers))
         self.ln_final = RMSNorm(config.d_model, config.norm_eps, **factory)
         self.lm_head = Linear(config.d_model, config.vocab_size, **factory)
-        self.rope = RotaryEmbedding(config.head_dim, config.context_length, config.rope_theta, device)
+        self.rope = rotary.RotaryEmbedding(config.head_dim, config.context_length, config.rope_theta, device)
         _ = ATTENTION[config.attention] if config.attention != "auto" else None  # an unknown name fails here
         self._together, self._run, self._fused = 1, _run, False
         self.rounded: RoundedWeights | None = None
@@ -231,8 +229,7 @@ class TransformerLM(nn.Module):
         `options` are torch.compile's. Unless they say otherwise, compiled code does not check shapes that its guards
         have checked. ValueError for less than one block.
         """
-        if together < 1:
-            raise ValueError(f"{together=} must be at least one block")
+        whole("together", together, least=1)
         if "backend" not in options and "mode" not in options:
             options["options"] = {"size_asserts": False} | options.get("options", {})
         options = {"fullgraph": True, "dynamic": False} | options
@@ -296,7 +293,7 @@ class TransformerLM(nn.Module):
             return self.ln_final(self._blocks(x, Group(0, len(self.layers), "none"), attend, positions))
         for group in self.config.groups:
             if group.level == "whole":
-                x = run_again(self._blocks, x, group._replace(level="none"), attend, positions)
+                x = selective.run_again(self._blocks, x, group._replace(level="none"), attend, positions)
             else:
                 x = self._blocks(x, group, attend, positions)
         return self.ln_final(x)
@@ -350,7 +347,7 @@ class TransformerLM(nn.Module):
         return self.rounded.shown()
 
     def _check(self, tokens: Tensor, positions: Tensor | None, documents: Documents | None) -> None:
-        check_ids("tokens", tokens, "token ids", [("B", "S")], self.config.vocab_size)
+        functions.check_ids("tokens", tokens, "token ids", [("B", "S")], self.config.vocab_size)
         batch, length = tokens.shape
         if length > self.config.context_length:
             raise ValueError(f"{length} tokens are more than context_length={self.config.context_length}")
@@ -360,8 +357,8 @@ class TransformerLM(nn.Module):
                 told = f"{batch} sequences of {length} tokens on {tokens.device}"
                 raise ValueError(f"documents must fill {told}; got {documents}")
         if positions is not None:
-            shapes: list[Shape] = [(length,), (batch, length)]
-            check_ids("positions", positions, "positions in the context", shapes, self.config.context_length)
+            shapes: list[functions.Shape] = [(length,), (batch, length)]
+            functions.check_ids("positions", positions, "positions in the context", shapes, self.config.context_length)
 
     def _attend(self, x: Tensor, documents: Documents | None = None) -> Any:
         """The row's function for this shape, dtype and mode, looked up outside of compiled blocks."""

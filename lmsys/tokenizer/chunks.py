@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from lmsys import values
 from lmsys.processes import futures
 from lmsys.tokenizer.pretokens import Pretokenizer
 
@@ -56,8 +57,7 @@ def plan(parts: Sequence[Chunk], processes: int) -> tuple[int, int]:
 
     No more processes than chunks: to start one takes as long as to read some megabytes. ValueError for processes < 1.
     """
-    if processes < 1:
-        raise ValueError(f"{processes=} must be at least 1")
+    values.whole("processes", processes, least=1)
     total = sum(part.size for part in parts)
     size = max(SMALLEST, min(LARGEST, total // (4 * processes)))
     return size, max(1, min(processes, -(-total // size)))

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from lmsys.files import replacing
+from lmsys.files import read_text, replacing
 from lmsys.strict_json import read_json
 from lmsys.tokenizer.pretokens import Pretokenizer, Words
 from lmsys.values import shortly, whole
@@ -277,7 +277,6 @@ def write_files(
     if clash := {as_written(token) for token in ordinary}.intersection(special_tokens):
         raise ValueError(f"special token {min(clash)!r} cannot be saved: an ordinary token is written so")
     written = {specials.get(token) or as_written(token): number for number, token in sorted(vocab.items())}
-    folder.mkdir(parents=True, exist_ok=True)
     vocab_name, merges_name = NAMES[0]
     content = json.dumps(written, ensure_ascii=False).encode()
     lines = [
@@ -304,10 +303,7 @@ def read_files(
     head, lines = _lines(merges)
     pairs = [_read_merge(merges, number, line) for number, line in lines]
     ordinary = {*_BYTE_OF, *(left + right for left, right in pairs)}
-    try:
-        written = read_json(vocab)
-    except FileNotFoundError as error:
-        raise ValueError(f"{vocab}: cannot be read: {error.strerror}") from error
+    written = read_json(vocab)
     if not isinstance(written, dict) or not all(type(number) is int for number in written.values()):
         raise ValueError(f'{vocab}: must be an object of token: id, as {{"!": 0, ...}}')
     if len(set(written.values())) != len(written):
@@ -316,7 +312,7 @@ def read_files(
     found = {number: _bytes(text) if text in ordinary else text.encode() for text, number in written.items()}
     special_tokens = [text for text in sorted(written, key=written.__getitem__) if text not in ordinary]
     told = re.fullmatch(rf"{_VERSION} (merges: .+)", head.rstrip("\r"))
-    if told and told[1] != _told(len(pairs), _content(vocab)):
+    if told and told[1] != _told(len(pairs), vocab.read_bytes()):
         raise ValueError(f"{merges}: cut, or not of the tokenizer that {vocab} is of: make both anew")
     lost = [] if told else [text for text in special_tokens if text not in named and _is_pair(text, written)]
     if lost:
@@ -334,20 +330,10 @@ def _told(num_merges: int, vocab: bytes) -> str:
     return f"merges: {num_merges} vocab: {hashlib.sha256(vocab).hexdigest()[:16]}"
 
 
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot read it: {error.strerror}") from error
-
-
 def _lines(path: Path) -> tuple[str, list[tuple[int, str]]]:
     """The first line, where it tells a version, and all others that are not empty, numbered."""
-    try:
-        text = _content(path).decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start:,}") from None
-    lines = list(enumerate(text.split("\n"), 1))  # splitlines would also split at characters that stand for bytes
+    # splitlines would also split at characters that stand for bytes
+    lines = list(enumerate(read_text(path).split("\n"), 1))
     head = lines.pop(0)[1] if lines[0][1].startswith("#version") else ""
     return head, [(number, line) for number, line in lines if line]
 

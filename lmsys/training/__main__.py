@@ -26,12 +26,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; without a GPU it can only interpret
 
 from lmsys.config import SIZES
+from lmsys.files import read_text
 from lmsys.parallel.group import ERRORS_S, TorchrunGroup, WorkerError, WorkerGroup, is_lost_peer
-from lmsys.training import pipeline
-from lmsys.training.checkpoint import SaveError
+from lmsys.training import checkpoint, loop, pipeline
 from lmsys.training.config import RunConfig
-from lmsys.training.loop import NonFiniteError
-from lmsys.watchdog import under_torchrun
 
 TIMEOUT_S = 1800.0  # for a collective: ranks wait so long for one that makes a tokenizer
 FOREVER_S = 20 * 86_400.0
@@ -68,10 +66,9 @@ def read_config(arguments: argparse.Namespace) -> RunConfig:
     """The file's settings, then the size's, then those of the command line, of which the last holds."""
     config = RunConfig()
     if arguments.config is not None:
+        text = read_text(arguments.config)
         try:
-            config = RunConfig.from_json(arguments.config.read_text())
-        except OSError as error:
-            raise ValueError(f"{arguments.config}: cannot be read: {error.strerror}") from error
+            config = RunConfig.from_json(text)
         except ValueError as error:
             raise ValueError(f"{arguments.config}: {error}") from error
     settings = [f"model.{name}={value}" for name, value in SIZES.get(arguments.size, {}).items()]
@@ -88,17 +85,17 @@ def main(arguments: list[str] | None = None) -> int:
         return start(config, (given.step,) if given.step else pipeline.STEPS, given.skip_data, given.ranks)
     except KeyboardInterrupt:
         return _failed(128 + signal.SIGINT, "interrupted at once; what was saved before stands")
-    except NonFiniteError as error:
+    except loop.NonFiniteError as error:
         return _failed(NONFINITE, str(error))
     except ValueError as error:
         return _failed(BAD_INPUT, str(error))
-    except (SaveError, ConnectionError) as error:
+    except (checkpoint.SaveError, ConnectionError) as error:
         return _failed(FAILED, str(error))
     except WorkerError as error:
         code = {"ValueError": BAD_INPUT, "NonFiniteError": NONFINITE}.get(error.kind, FAILED)
         return _failed(code, str(error) if code == FAILED else error.failure[1])
     except Exception as error:
-        if not under_torchrun():
+        if not watchdog.under_torchrun():
             raise
         if not is_lost_peer(type(error).__name__, str(error)):
             return _failed(FAILED, f"\n{traceback.format_exc()}")
@@ -108,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int | None) -> int:
-    if under_torchrun():
+    if watchdog.under_torchrun():
         if ranks is not None:
             raise ValueError("--ranks starts processes of its own; torchrun has started them already")
         joined = TorchrunGroup(_backend(config), TIMEOUT_S)
@@ -138,7 +135,7 @@ def _pass_on(group: WorkerGroup, received: list[int], number: int, _: FrameType 
 
 
 def _failed(code: int, message: str) -> int:
-    rank = f"rank {os.environ['RANK']} failed {doing.last()}: " if under_torchrun() else ""
+    rank = f"rank {os.environ['RANK']} failed {doing.last()}: " if watchdog.under_torchrun() else ""
     print(f"lmsys.training: {rank}{message}", file=sys.stderr)
     return code
 
@@ -155,6 +152,6 @@ def _leave(code: int) -> None:
 
 if __name__ == "__main__":
     code = main()
-    if under_torchrun():
+    if watchdog.under_torchrun():
         _leave(code)
     sys.exit(code)

@@ -28,7 +28,7 @@ from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer, flat_share, merge_shares, whole_state
 from lmsys.strict_json import read_json
-from lmsys.values import shortly, whole
+from lmsys.values import hold, shortly, whole
 
 State = dict[str, Any]  # tensors, numbers, strings, and dicts, lists and tuples of them
 _MANIFEST = re.compile(r"step-(\d{8,})\.json")
@@ -124,8 +124,9 @@ def save(
     folder = Path(folder)
     manifest = folder / f"step-{step:08}.json"
     parts = {**({"shared": shared} if rank == 0 else {}), f"rank-{rank}": own or {}}
-    written, failure = _attempt(lambda: _write_parts(folder, step, parts))
-    reports = gather((written or {}, failure))
+    written: dict[str, dict[str, Any]] = {}
+    _, failure = _attempt(lambda: _write_parts(folder, step, parts, written))
+    reports = gather((written, failure))
     if rank == 0 and not any(failed for _, failed in reports):
         files = {name: entry for found, _ in reports for name, entry in found.items()}
         content = {"format": _FORMAT, "step": step, "world_size": world_size, "facts": facts or {}, "files": files}
@@ -133,7 +134,7 @@ def save(
     reports += gather((None, failure))
     failures = dict.fromkeys(failed for _, failed in reports if failed)
     if failures:
-        for entry in (written or {}).values():
+        for entry in written.values():
             (folder / entry["file"]).unlink(missing_ok=True)
         raise SaveError(f"{manifest}: could not be saved: {'; '.join(failures)}; earlier checkpoints stand")
     if rank == 0:
@@ -155,17 +156,17 @@ def newest(folder: Path) -> Checkpoint | None:
 
 def read(manifest: Path) -> Checkpoint:
     """The checkpoint that a manifest describes. ValueError for what is no manifest, or of a later format."""
-    try:
-        found = read_json(Path(manifest), sha256=str, format=int, step=int, world_size=int, facts=dict, files=dict)
-        if found.pop("sha256") != _digest(found):
-            raise ValueError(f"{manifest}: its SHA-256 is not the one that it was saved with")
-        for name, entry in found["files"].items():
-            _check_entry(f"{manifest}: files.{name}", entry)
-        if found["format"] != _FORMAT:
-            raise ValueError(f"{manifest}: format {found['format']} is not the {_FORMAT} of this version; update lmsys")
-        return Checkpoint(Path(manifest), found["step"], found["world_size"], found["facts"], found["files"])
-    except FileNotFoundError as error:
-        raise ValueError(f"{manifest}: cannot be read: {error.strerror}") from error
+    found = read_json(Path(manifest), sha256=str, format=int, step=int, world_size=int, facts=dict, files=dict)
+    hold(
+        (found.pop("sha256") == _digest(found), f"{manifest}: its SHA-256 is not the one that it was saved with"),
+        (
+            found["format"] == _FORMAT,
+            f"{manifest}: format {found['format']} is not the {_FORMAT} of this version; update lmsys",
+        ),
+    )
+    for name, entry in found["files"].items():
+        _check_entry(f"{manifest}: files.{name}", entry)
+    return Checkpoint(Path(manifest), found["step"], found["world_size"], found["facts"], found["files"])
 
 
 def _check_entry(where: str, entry: Any) -> None:
@@ -188,23 +189,17 @@ def set_rng_state(state: State, device: str | torch.device = "cpu") -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def _write_parts(folder: Path, step: int, parts: Mapping[str, State]) -> dict[str, dict[str, Any]]:
+def _write_parts(folder: Path, step: int, parts: Mapping[str, State], written: dict[str, dict[str, Any]]) -> None:
+    """Writes each part to a file, which `written` names before there is anything of it, for who removes it."""
     folder.mkdir(parents=True, exist_ok=True)
-    entries: dict[str, dict[str, Any]] = {}
-    try:
-        for name, state in parts.items():
-            path = folder / f"step-{step:08}-{name}-{secrets.token_hex(4)}.pt"
-            entries[name] = {"file": path.name}
-            with path.open("xb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            entries[name] |= {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-    except BaseException:
-        for entry in entries.values():
-            (folder / entry["file"]).unlink(missing_ok=True)
-        raise
-    return entries
+    for name, state in parts.items():
+        path = folder / f"step-{step:08}-{name}-{secrets.token_hex(4)}.pt"
+        written[name] = {"file": path.name}
+        with path.open("xb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        written[name] |= {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def _commit(manifest: Path, content: Mapping[str, Any]) -> None:
@@ -323,9 +318,7 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, iteration: int, out:
     if not isinstance(out, str | os.PathLike):
         torch.save(state, out)
         return
-    path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
+    with replacing(Path(out)) as file:
         torch.save(state, file)
 
 

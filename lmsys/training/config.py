@@ -1,26 +1,38 @@
 """Every setting of a training run, in plain values: frozen, checked, and JSON there and back. Imports no torch."""
 
 import json
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
 from lmsys.config import ModelConfig, model_config
-from lmsys.strict_json import check_fields, overlay, parse_json, parse_setting
-from lmsys.values import finite, shortly
+from lmsys.strict_json import Checked, overlay, parse_json, parse_setting
+from lmsys.values import Amount, Count, Natural, Positive, Seed, Share, hold, one_of, shortly
 
-SEEDS = 2**63  # of torch's and numpy's generators
 PRECISIONS = ("fp32", "bf16")
-PACKING = ("none", "documents")
 TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"
 
 
+def _may_be_path(name: str, text: str) -> None:
+    if "\0" in text:
+        raise ValueError(f"{name}={shortly(text)} must be a path, which has no null byte")
+
+
+def _is_sha256(name: str, text: str) -> None:
+    if not re.fullmatch("[0-9a-fA-F]{64}", text):
+        raise ValueError(f"{name}={text!r} must be 64 hexadecimal digits, or null")
+
+
+PathText = Annotated[str, _may_be_path]
+Sha256 = Annotated[str, _is_sha256]
+
+
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Checked):
     """The text, and how it becomes tokens.
 
     corpus        stdlib, tinystories, or the path of a text file
@@ -36,36 +48,29 @@ class DataConfig:
                   documents: a token sees its own document alone, as if that were trained apart
     """
 
-    corpus: str = "stdlib"
-    valid: str | None = None
-    folder: str | None = None
+    corpus: PathText = "stdlib"
+    valid: PathText | None = None
+    folder: PathText | None = None
     url: str = TINYSTORIES + "train.txt"
-    sha256: str | None = None
+    sha256: Sha256 | None = None
     valid_url: str = TINYSTORIES + "valid.txt"
-    valid_sha256: str | None = None
-    tokenizer: str | None = None
-    processes: int | None = None
-    packing: str = "none"
+    valid_sha256: Sha256 | None = None
+    tokenizer: PathText | None = None
+    processes: Count | None = None
+    packing: Annotated[str, partial(one_of, known=("none", "documents"))] = "none"
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        _at_least(self, 1, "processes")
-        _paths(self, "corpus", "valid", "folder", "tokenizer")
-        if self.packing not in PACKING:
-            raise ValueError(f"packing={self.packing!r} must be one of {PACKING}")
+        super().__post_init__()
         for name in ("url", "valid_url"):
             parts = urlsplit(value := getattr(self, name))
             if parts.scheme not in ("http", "https") or not parts.netloc or file_of(value) in ("", ".", ".."):
                 raise ValueError(f"{name}={value!r} must begin with http:// or https:// and end in a file's name")
         if file_of(self.url) == file_of(self.valid_url):
             raise ValueError(f"url={self.url!r} and valid_url={self.valid_url!r} must end in different names")
-        for name in ("sha256", "valid_sha256"):
-            if (value := getattr(self, name)) is not None and not re.fullmatch("[0-9a-fA-F]{64}", value):
-                raise ValueError(f"{name}={value!r} must be 64 hexadecimal digits, or null")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """How the model is trained.
 
     batch_size        sequences of a step, over all ranks and micro-batches: the same curve for any number of ranks
@@ -91,56 +96,47 @@ class TrainConfig:
     max_seconds       wall time of a speedrun; None: until all steps are done
     """
 
-    steps: int = 400
-    batch_size: int = 16
-    micro_batch_size: int = 8
+    steps: Count = 400
+    batch_size: Count = 16
+    micro_batch_size: Count = 8
     reproducible: bool = False
-    leaves: int = 4
-    lr: float = 3e-3
-    min_lr: float = 3e-4
-    warmup_steps: int = 20
+    leaves: Count = 4
+    lr: Amount = 3e-3
+    min_lr: Amount = 3e-4
+    warmup_steps: Natural = 20
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    eps: Amount = 1e-8
+    weight_decay: Amount = 0.1
     undecayed: str | None = None
-    clip_norm: float = 1.0
-    seed: int = 0
-    precision: str = "fp32"
+    clip_norm: Amount = 1.0
+    seed: Seed = 0
+    precision: Annotated[str, partial(one_of, known=PRECISIONS)] = "fp32"
     compile: bool = False
     fused: bool = False
     graph: bool = False
     strategy: str = "bucketed"
-    bucket_mb: float | None = None
+    bucket_mb: Positive | None = None
     sharded_optimizer: bool = False
     device: str | None = None
-    memory_gib: float | None = None
-    threads: int | None = 1
-    max_nonfinite: int = 10
-    max_seconds: float | None = None
-    log_interval: int = 20
+    memory_gib: Positive | None = None
+    threads: Count | None = 1
+    max_nonfinite: Natural = 10
+    max_seconds: Positive | None = None
+    log_interval: Count = 20
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        _at_least(self, 1, "steps", "batch_size", "micro_batch_size", "log_interval", "threads")
-        _at_least(self, 0, "lr", "min_lr", "warmup_steps", "eps", "weight_decay", "clip_norm", "max_nonfinite")
-        _at_least(self, 0, "seed", most=SEEDS - 1)
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr={self.min_lr} must be at most lr={self.lr}")
-        if self.warmup_steps >= self.steps:
-            raise ValueError(f"warmup_steps={self.warmup_steps} must be less than steps={self.steps}")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision={self.precision!r} must be one of {PRECISIONS}")
-        if self.compile and self.fused:
-            raise ValueError("compile=true and fused=true are two ways to run the blocks: one of them must be false")
-        if self.leaves < 1 or self.leaves & (self.leaves - 1):
-            raise ValueError(f"leaves={self.leaves} must be a power of two: they are added in pairs")
-        if self.reproducible and self.batch_size % self.leaves:
-            raise ValueError(f"batch_size={self.batch_size} must be a multiple of leaves={self.leaves}")
-        for name in ("bucket_mb", "memory_gib", "max_seconds"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"{name}={value} must be positive or null")
+        super().__post_init__()
+        even = self.batch_size % self.leaves == 0
+        in_pairs = self.leaves.bit_count() == 1
+        one_way = "compile=true and fused=true are two ways to run the blocks: one of them must be false"
+        hold(
+            (self.min_lr <= self.lr, f"min_lr={self.min_lr} must be at most lr={self.lr}"),
+            (self.warmup_steps < self.steps, f"warmup_steps={self.warmup_steps} must be less than steps={self.steps}"),
+            (all(0 <= beta < 1 for beta in self.betas), f"betas={self.betas} must be two numbers in [0, 1)"),
+            (not (self.compile and self.fused), one_way),
+            (in_pairs, f"leaves={self.leaves} must be a power of two: they are added in pairs"),
+            (even or not self.reproducible, f"batch_size={self.batch_size} must be a multiple of leaves={self.leaves}"),
+        )
 
     @property
     def held(self) -> int:
@@ -167,20 +163,16 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(Checked):
     """windows: how many pieces of the held-out text, the same each time; interval: steps between; <= 0: at the end."""
 
     interval: int = 100
-    windows: int = 64
-    batch_size: int = 16
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        _at_least(self, 1, "windows", "batch_size")
+    windows: Count = 64
+    batch_size: Count = 16
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Checked):
     """How often the state is saved, so that an interrupted run goes on.
 
     interval  steps between; <= 0: only at the end, where there always is one
@@ -188,15 +180,11 @@ class CheckpointConfig:
     """
 
     interval: int = 100
-    keep: int | None = 2
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        _at_least(self, 1, "keep")
+    keep: Count | None = 2
 
 
 @dataclass(frozen=True)
-class LogConfig:
+class LogConfig(Checked):
     """Where figures go beside log.jsonl; each needs the extra `log`.
 
     tensorboard  into OUTPUT/tensorboard
@@ -206,42 +194,29 @@ class LogConfig:
 
     tensorboard: bool = False
     wandb: str | None = None
-    wandb_mode: str = "offline"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.wandb_mode not in ("offline", "online"):
-            raise ValueError(f"wandb_mode={self.wandb_mode!r} must be offline or online")
+    wandb_mode: Annotated[str, partial(one_of, known=("offline", "online"))] = "offline"
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(Checked):
     """A sample of what follows `prompt`, as in `lmsys.training.generation.Sampling`."""
 
     prompt: str = "def "
-    max_new_tokens: int = 100
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float = 0.95
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        _at_least(self, 0, "max_new_tokens", "temperature")
-        _at_least(self, 1, "top_k")
-        _at_least(self, 0, "seed", most=SEEDS - 1)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must lie above 0 and be at most 1")
+    max_new_tokens: Natural = 100
+    temperature: Amount = 0.8
+    top_k: Count | None = None
+    top_p: Share = 0.95
+    seed: Seed = 0
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Checked):
     """output: the folder of the tokenizer, tokens, checkpoints and log of this run.
 
     Trust a config as you trust code: its strategy may be a file of Python that is run, and its folders are written to.
     """
 
-    output: str = "out/training"
+    output: PathText = "out/training"
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=lambda: model_config("tiny", vocab_size=4096, context_length=128))
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -249,10 +224,6 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     log: LogConfig = field(default_factory=LogConfig)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        _paths(self, "output")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -285,16 +256,3 @@ def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
             _merge(into[key], value)
         else:
             into[key] = value
-
-
-def _paths(config: object, *names: str) -> None:
-    """ValueError that names a setting whose text can be no path."""
-    for name in names:
-        if "\0" in ((value := getattr(config, name)) or ""):
-            raise ValueError(f"{name}={shortly(value)} must be a path, which has no null byte")
-
-
-def _at_least(config: object, least: int, *names: str, most: float = math.inf) -> None:
-    for name in names:
-        if (value := getattr(config, name)) is not None:
-            finite(name, value, least=least, most=most)

@@ -16,6 +16,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from lmsys import values
 from lmsys.config import IGNORED
 from lmsys.files import replacing, write_json
 from lmsys.strict_json import read_json
@@ -24,7 +25,6 @@ from lmsys.tokenizer.chunks import Chunk, each_chunk, no_text, split, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.training.config import RunConfig
 from lmsys.training.corpora import END_OF_TEXT
-from lmsys.values import shortened, shortly
 
 # What numpy raises of a file that holds none.
 NOT_AN_ARRAY = OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError, OverflowError, TypeError, BadZipFile
@@ -56,14 +56,12 @@ def tokenize_files(
     uint16, or uint32 for more than 65,536 tokens. The file appears when it is whole. Returns its path.
     ValueError: no text, a file that is absent or not UTF-8, `rank` outside the world.
     """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"{rank=} must lie in 0 to {world_size - 1}")
+    values.whole("rank", rank, least=0, most=world_size - 1)
     parts = [whole(file) for file in files]
     if not sum(part.size for part in parts):
         raise no_text(parts)
     share = split(parts, Pretokenizer(tokenizer.special_tokens), world_size)[rank]
     path = shards(Path(output), world_size)[rank]
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").unlink(missing_ok=True)  # an array without it is of nobody's making
     with replacing(path) as file:
         count = _write_array(file, encode_files(tokenizer, share, processes), tokenizer.dtype)
@@ -94,7 +92,7 @@ def read_end_of_text(path: Path) -> int:
         )
     if type(found) is not int or not 0 <= found < facts["vocab_size"]:
         raise ValueError(
-            f"{facts_file}: end_of_text must be an id from 0 to {facts['vocab_size'] - 1}; got {shortly(found)}"
+            f"{facts_file}: end_of_text must be an id from 0 to {facts['vocab_size'] - 1}; got {values.shortly(found)}"
         )
     return found
 
@@ -117,7 +115,7 @@ def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except NOT_AN_ARRAY as error:
         cause = getattr(error, "strerror", None) or error
-        raise ValueError(shortened(f"{path}: cannot be read as an array of token ids: {cause}")) from error
+        raise ValueError(values.shortened(f"{path}: cannot be read as an array of token ids: {cause}")) from error
     if not isinstance(ids, np.ndarray):
         raise ValueError(f"{path}: must be an array, a .npy; it is an archive of several")
     if ids.ndim != 1 or ids.dtype.kind not in "ui":
@@ -132,11 +130,13 @@ def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
     facts = read_json(facts_file, tokens=int, vocab_size=int, tokenizer=str)
     if facts["tokens"] != len(ids):
         raise ValueError(
-            shortened(f"{path}: holds {len(ids):,} ids, and {facts_file.name} says {facts['tokens']:,}: make it anew")
+            values.shortened(
+                f"{path}: holds {len(ids):,} ids, and {facts_file.name} says {facts['tokens']:,}: make it anew"
+            )
         )
     if tokenizer and facts["tokenizer"] != tokenizer.fingerprint:
         raise ValueError(
-            shortened(
+            values.shortened(
                 f"{path}: was made with another tokenizer, of {facts['vocab_size']:,} tokens; this one has"
                 f" {tokenizer.vocab_size:,}: tokenize the text anew"
             )
@@ -169,11 +169,9 @@ class Source(Protocol):
     @property
     def end_of_text(self) -> int:
         """The id that ends each document. ValueError where it is not known."""
-        ...
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Ids start to stop - 1, int64."""
-        ...
 
 
 def end_of_text_of(source: Source, config: RunConfig) -> int | None:
@@ -234,10 +232,8 @@ class Batches:
 
     def __post_init__(self) -> None:
         for name in ("context_length", "batch_size", "world_size", "accumulation"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank={self.rank} must lie in 0 to {self.world_size - 1}")
+            values.whole(name, getattr(self, name), least=1)
+        values.whole("rank", self.rank, least=0, most=self.world_size - 1)
         if self.num_windows < 1:
             raise ValueError(
                 f"{len(self.source):,} tokens are too few: one window of context_length={self.context_length}"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lmsys.attention import Documents
 from lmsys.config import IGNORED
 from lmsys.training.data import Source
+from lmsys.values import hold
 
 Windows = tuple[np.ndarray, np.ndarray]  # inputs and targets, (count, S), as of `data.fixed_windows`
 _READ = 1 << 20  # tokens of a source that are read at once
@@ -65,10 +66,10 @@ def evaluate(
     target, or batch_size < 1.
     """
     inputs, targets = windows
-    if batch_size < 1 or not len(inputs):
-        raise ValueError(f"{batch_size=} and {len(inputs)} windows must both be at least 1")
-    if not _count(targets):
-        raise ValueError("no token of the windows has a target: name a longer text to evaluate on")
+    hold(
+        (batch_size >= 1 and len(inputs), f"{batch_size=} and {len(inputs)} windows must both be at least 1"),
+        (_count(targets), "no token of the windows has a target: name a longer text to evaluate on"),
+    )
     device = next(model.parameters()).device
     was_training, total = model.training, 0.0
     model.eval()

@@ -15,10 +15,12 @@ from torch import Tensor
 from lmsys.attention import attention
 from lmsys.model import TransformerLM
 from lmsys.model.functions import check_range
+from lmsys.strict_json import Checked
+from lmsys.values import Amount, Count, Share, hold, whole
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Checked):
     """How the next token is drawn from the logits.
 
     temperature   what the logits are divided by; 0 takes the most likely token
@@ -26,17 +28,9 @@ class Sampling:
     top_p         only the fewest of the most likely whose probabilities add up to this; 1: all
     """
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be finite and at least 0")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1, or None for all")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must lie above 0 and be at most 1")
+    temperature: Amount = 1.0
+    top_k: Count | None = None
+    top_p: Share = 1.0
 
     def probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (B, V) -> (probabilities (B, V), float64, the likeliest first; the ids that they belong to).
@@ -162,15 +156,19 @@ def _next_logits(model: TransformerLM, tokens: Tensor, lengths: Tensor, cache: C
 
 def _check(model: TransformerLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: int | None) -> None:
     config = model.config
-    if max_new_tokens < 0:
-        raise ValueError(f"{max_new_tokens=} must be at least 0")
-    if not prompts or not all(len(prompt) for prompt in prompts):
-        raise ValueError("generation needs at least one prompt, and a token in each; start with the end-of-text token")
-    if (longest := max(map(len, prompts)) + max_new_tokens) > config.context_length:
-        raise ValueError(
-            f"the longest prompt and {max_new_tokens=} are {longest} tokens, more than"
-            f" context_length={config.context_length}"
-        )
+    whole("max_new_tokens", max_new_tokens, least=0)
+    lengths = [len(prompt) for prompt in prompts]
+    longest, most = max(lengths, default=0) + max_new_tokens, config.context_length
+    hold(
+        (
+            lengths and all(lengths),
+            "generation needs at least one prompt, and a token in each; start with the end-of-text token",
+        ),
+        (
+            longest <= most,
+            f"the longest prompt and {max_new_tokens=} are {longest} tokens, more than context_length={most}",
+        ),
+    )
     for name, ids in (
         ("prompts", [i for prompt in prompts for i in prompt]),
         ("stop", [] if stop is None else [stop]),

@@ -24,20 +24,10 @@ from lmsys import doing
 from lmsys.cost.operations import model_flops
 from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM
-from lmsys.parallel.adapter import Adapter
-from lmsys.parallel.collectives import Group, TreeSums, gather_objects, size_and_rank
-from lmsys.parallel.sharded_optimizer import ShardedOptimizer
-from lmsys.parallel.structure import grouped
+from lmsys.parallel import adapter, collectives, sharded_optimizer, structure
 from lmsys.registry import Entry
-from lmsys.training import checkpoint, possible
-from lmsys.training.checkpoint import Checkpoint, capture, optimizer_layout, restore_optimizer
+from lmsys.training import checkpoint, data, evaluation, gradients, log, optimizer, possible, reproducible
 from lmsys.training.config import RunConfig
-from lmsys.training.data import Batches, Source, end_of_text_of
-from lmsys.training.evaluation import Evaluation, Windows, autocast_of, evaluate, model_inputs
-from lmsys.training.gradients import Gradients, ReplayedGradients, on_capture_stream
-from lmsys.training.log import JsonLines, Progress
-from lmsys.training.optimizer import AdamW, clip_factor, cosine_schedule, scale_gradients, set_lr, undecayed, whole_norm
-from lmsys.training.reproducible import deterministic, exact_norm, weights_sha256
 
 RUNTIME_FIELDS = "attention", "checkpoint_blocks", "residual"  # of a model config: how it is computed, not what it is
 Say = Callable[[str], None]
@@ -65,7 +55,7 @@ class Outcome:
     step: int
     why: str
     loss: float | None
-    valid: Evaluation | None
+    valid: evaluation.Evaluation | None
     seconds: float
     skipped: int
 
@@ -82,23 +72,23 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        source: Source,
-        windows: Windows,
+        source: data.Source,
+        windows: evaluation.Windows,
         device: torch.device,
-        found: Checkpoint | None = None,
+        found: checkpoint.Checkpoint | None = None,
         facts: dict[str, Any] | None = None,
-        group: Group = None,
+        group: collectives.Group = None,
     ):
         train = config.train
         self.config, self.windows, self.device, self.group = config, windows, device, group
-        self.world_size, self.rank = size_and_rank(group)
+        self.world_size, self.rank = collectives.size_and_rank(group)
         row, model = possible.check(config, device, group)
         packed = config.data.packing == "documents"
-        self.autocast = autocast_of(train.precision, device)
-        self.batches = Batches(
+        self.autocast = evaluation.autocast_of(train.precision, device)
+        self.batches = data.Batches(
             source, config.model.context_length, train.held, train.seed, self.rank, self.world_size,
             train.accumulation(self.world_size), train.reproducible and not row.trait("sums_each_backward", False),
-            end_of_text_of(source, config),
+            data.end_of_text_of(source, config),
         )  # fmt: skip
         torch.manual_seed(train.seed)
         self.model = TransformerLM(model, device=device)
@@ -122,48 +112,49 @@ class Trainer:
             self.model.compile_blocks(together, fullgraph=not packed)  # graphs end at attention on documents
         if train.fused:
             self.model.fuse_blocks()
-        with on_capture_stream() if train.graph else nullcontext():  # which torch's DDP keeps
+        with gradients.on_capture_stream() if train.graph else nullcontext():  # which torch's DDP keeps
             self.strategy = self._strategy(row)
         self._shards_gradients = row.trait("shards_gradients", False)
         self.optimizer = self._optimizer()
-        if isinstance(self.optimizer, AdamW):
+        if isinstance(self.optimizer, optimizer.AdamW):
             self.optimizer.rounded = self.model.rounded
         self._gradients = self._make_gradients()
-        self.facts["optimizer"] = optimizer_layout(self.strategy)
+        self.facts["optimizer"] = checkpoint.optimizer_layout(self.strategy)
         if found is not None and shared is not None:
             self._resume(found, shared)
 
-    def _strategy(self, row: Entry) -> Adapter:
+    def _strategy(self, row: Entry) -> adapter.Adapter:
         train = self.config.train
         options: dict[str, Any] = {} if train.bucket_mb is None else {"bucket_mb": train.bucket_mb}
         if row.trait("compute_dtype", False) and train.precision == "bf16" and not train.reproducible:
             options["compute_dtype"] = torch.bfloat16
-        group = TreeSums(self.group) if train.reproducible else self.group
-        strategy = Adapter(row.load(), Loss(self.model), group, **options)
+        group = collectives.TreeSums(self.group) if train.reproducible else self.group
+        strategy = adapter.Adapter(row.load(), Loss(self.model), group, **options)
         possible.check_accumulation(self.config, row, self.world_size, able=strategy.can_stay_local)
         return strategy
 
-    def _make_gradients(self) -> Gradients | ReplayedGradients:
+    def _make_gradients(self) -> gradients.Gradients | gradients.ReplayedGradients:
         train = self.config.train
         alone = train.reproducible and self.world_size == 1
         tree = [p for group in self.optimizer.param_groups for p in group["params"]] if alone else None
         divisor = train.leaves if train.reproducible else self.batches.accumulation
-        gradients = Gradients(self.strategy, self.autocast, divisor, tree)
-        return ReplayedGradients(gradients, self.strategy) if train.graph else gradients
+        launched = gradients.Gradients(self.strategy, self.autocast, divisor, tree)
+        return gradients.ReplayedGradients(launched, self.strategy) if train.graph else launched
 
     def _optimizer(self) -> torch.optim.Optimizer:
         train = self.config.train
         options = dict[str, Any](lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
         if train.undecayed is not None:
-            options["groups"] = undecayed(self.model, train.undecayed)
+            options["groups"] = optimizer.undecayed(self.model, train.undecayed)
         if not train.sharded_optimizer:
-            return self.strategy.make_optimizer(AdamW, **options)
-        return ShardedOptimizer(grouped(self.model, options.pop("groups", None)), AdamW, self.group, **options)
+            return self.strategy.make_optimizer(optimizer.AdamW, **options)
+        groups = structure.grouped(self.model, options.pop("groups", None))
+        return sharded_optimizer.ShardedOptimizer(groups, optimizer.AdamW, self.group, **options)
 
-    def _resume(self, found: Checkpoint, shared: dict[str, Any]) -> None:
+    def _resume(self, found: checkpoint.Checkpoint, shared: dict[str, Any]) -> None:
         names = "betas", "eps", "weight_decay"
         settings = [{name: group[name] for name in names} for group in self.optimizer.param_groups]
-        restore_optimizer(self.strategy, self.optimizer, found, shared, self.rank, self.world_size)
+        checkpoint.restore_optimizer(self.strategy, self.optimizer, found, shared, self.rank, self.world_size)
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)  # it has those with which it was saved: the settings are this run's
         progress = shared["progress"]
@@ -176,7 +167,7 @@ class Trainer:
     def schedule(self) -> dict[str, float]:
         """The settings of the learning rate, and what they give next."""
         train = self.config.train
-        rate = cosine_schedule(
+        rate = optimizer.cosine_schedule(
             self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup_steps, total_steps=train.steps
         )
         settings = {f"train.{name}": getattr(train, name) for name in ("steps", "lr", "min_lr", "warmup_steps")}
@@ -185,42 +176,41 @@ class Trainer:
     def train_step(self, stop: int = 0) -> tuple[Step, int]:
         """One step, and the largest `stop` of any rank."""
         train, lr = self.config.train, self.schedule["the rate of the next step"]
-        set_lr(self.optimizer, lr)
+        optimizer.set_lr(self.optimizer, lr)
         micros = range(self.batches.accumulation)
         weights = [self.batches.weight(self.step, micro) for micro in micros]
-        with deterministic(self.device) if train.reproducible else nullcontext():
-            total = self._gradients([self.batch(micro) for micro in micros], weights)
-            norm = self._clip_exactly() if train.reproducible else self._clip()
+        with reproducible.deterministic(self.device) if train.reproducible else nullcontext():
+            total = self._gradients([self._batch(self.step, micro) for micro in micros], weights)
+            clipped = self._clip()
             mean, stop = self._agree(total, stop)
-            norm_value = float(norm)
-            taken = math.isfinite(mean) and math.isfinite(norm_value)
+            norm = float(clipped)  # the host waits here
+            taken = math.isfinite(mean) and math.isfinite(norm)
             if taken:
                 self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.skipped += not taken
         self.in_a_row = 0 if taken else self.in_a_row + 1
         self.step += 1
-        return Step(mean, norm_value, lr, taken), stop
+        return Step(mean, norm, lr, taken), stop
 
-    def batch(self, micro: int) -> tuple[Any, ...]:
-        return model_inputs(*self.batches.batch(self.step, micro), self.device)
+    def _batch(self, step: int, micro: int) -> tuple[Any, ...]:
+        return evaluation.model_inputs(*self.batches.batch(step, micro), self.device)
 
     def _clip(self) -> Tensor:
-        """Clips by the norm of the whole gradient, and returns it, on every rank the same."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = whole_norm(parameters, self.group, divided=self._shards_gradients and self.world_size > 1)
-        if self.config.train.clip_norm:
-            scale_gradients(self.optimizer, clip_factor(norm, self.config.train.clip_norm))
-        return norm
+        """Clips by the norm of the whole gradient, and returns it, on every rank the same.
 
-    def _clip_exactly(self) -> float:
-        """The same to the last bit, however gradients are divided among ranks."""
-        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        count = sum(p.numel() for p in self.model.parameters())
-        norm = exact_norm(grads, count, self.group, divided=self._shards_gradients)
-        if (max_norm := self.config.train.clip_norm) and math.isfinite(norm):
-            factor = torch.tensor(min(1.0, max_norm / (norm + 1e-6)), device=self.device)
-            scale_gradients(self.optimizer, factor)
+        Of a reproducible training to the last bit, however gradients are divided among ranks.
+        """
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        divided = self._shards_gradients and self.world_size > 1
+        if self.config.train.reproducible:
+            grads = [p.grad for p in parameters if p.grad is not None]
+            count = sum(p.numel() for p in self.model.parameters())
+            norm = torch.tensor(reproducible.exact_norm(grads, count, self.group, divided), device=self.device)
+        else:
+            norm = optimizer.whole_norm(parameters, self.group, divided)
+        if self.config.train.clip_norm:
+            optimizer.scale_gradients(self.optimizer, optimizer.clip_factor(norm, self.config.train.clip_norm))
         return norm
 
     def _agree(self, loss: Tensor, stop: int) -> tuple[float, int]:
@@ -234,22 +224,23 @@ class Trainer:
         mean, *stops = told.tolist()
         return mean, max((number for number, count in enumerate(stops, start=1) if count), default=0)
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self) -> evaluation.Evaluation:
         """Evaluates the same windows on every rank: no collective of a strategy is left alone."""
         # The strategy's forward, as some gather parameters in it.
-        return evaluate(self.model, self.windows, self.config.evaluate.batch_size, self.autocast, self.strategy)
+        batch_size = self.config.evaluate.batch_size
+        return evaluation.evaluate(self.model, self.windows, batch_size, self.autocast, self.strategy)
 
     def save(self, folder: Path) -> Path:
-        shared, own = capture(self.strategy, self.optimizer, self.rank)
+        shared, own = checkpoint.capture(self.strategy, self.optimizer, self.rank)
         shared["progress"] = {"skipped": self.skipped, "in_a_row": self.in_a_row, "seconds": self.seconds}
         own["rng"] = checkpoint.rng_state(self.device)
         return checkpoint.save(
             folder, self.step, shared, own, facts=self.facts | {"schedule": self.schedule},
             keep=self.config.checkpoint.keep, rank=self.rank, world_size=self.world_size,
-            gather=lambda mine: gather_objects(mine, self.group),
+            gather=lambda mine: collectives.gather_objects(mine, self.group),
         )  # fmt: skip
 
-    def fit(self, folder: Path, log: JsonLines | None = None, say: Say = lambda _: None) -> Outcome:
+    def fit(self, folder: Path, log: log.JsonLines | None = None, say: Say = lambda _: None) -> Outcome:
         """Train to the end, or until a signal or the time that a speedrun has; the last step is always saved.
 
         NonFiniteError when more steps in a row than allowed were not finite: the last good checkpoint stays.
@@ -274,21 +265,21 @@ class Trainer:
                     why = "time" if stop == _TIME else signal.Signals(stop).name
                     break
         if train.reproducible:
-            digest = weights_sha256(self.strategy.full_state_dict())
+            digest = reproducible.weights_sha256(self.strategy.full_state_dict())
             write(step=self.step, weights_sha256=digest)
             say(f"weights after step {self.step}: sha256 {digest}")
         return Outcome(self.step, why, loss, valid, self.seconds, self.skipped)
 
-    def progress(self) -> Progress:
+    def progress(self) -> log.Progress:
         """The line for the reader, from this step on."""
         config = self.config
         tokens = config.train.batch_size * config.model.context_length
         flops = model_flops(config.model, tokens=tokens, context=config.model.context_length, mode="step")
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
         peak = peak_flops_per_s(gpu, config.train.precision, self.world_size)
-        return Progress(self.step, config.train.steps, tokens, flops, peak)
+        return log.Progress(self.step, config.train.steps, tokens, flops, peak)
 
-    def _tell(self, one: Step, write: Callable[..., None], say: Say, progress: Progress) -> None:
+    def _tell(self, one: Step, write: Callable[..., None], say: Say, progress: log.Progress) -> None:
         facts = {"loss": one.loss, "lr": one.lr, "grad_norm": one.norm, "skipped": self.skipped}
         write(step=self.step, **facts, time_s=round(self.seconds, 3))
         if not one.taken:
@@ -305,13 +296,11 @@ class Trainer:
         """The first module whose output is not finite, on the last batch; of one process."""
         if self.world_size > 1:
             return ""
-        self.step -= 1
-        batch = self.batch(self.batches.accumulation - 1)
-        self.step += 1
+        batch = self._batch(self.step - 1, self.batches.accumulation - 1)
         name = first_nonfinite(self.model, lambda: self.model.loss(*batch))
         return f"first not finite: {name}; " if name else ""
 
-    def _validate(self, write: Callable[..., None], say: Say) -> Evaluation:
+    def _validate(self, write: Callable[..., None], say: Say) -> evaluation.Evaluation:
         doing.now(f"in the evaluation after step {self.step:,}")
         found = self.evaluate()
         write(step=self.step, valid_loss=found.loss, valid_perplexity=found.perplexity)

@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 
 from lmsys.parallel.collectives import Group, unwrapped
 from lmsys.parallel.structure import Groups
 from lmsys.parallel.wrapper import Wrapper
+from lmsys.values import finite, hold
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 OTHER_ALGORITHMS = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False}  # in a param group of torch
@@ -33,7 +35,7 @@ class AdamW(Optimizer):
 
     Parameters of one group, device and dtype are stepped at once. On CUDA: float32 ones by the kernel of
     optimizer_triton.py, where triton is installed and they, their state and their gradients are contiguous, else and in
-    other dtypes by torch's fused kernel; off CUDA by the same arithmetic in `torch._foreach_*`. torch's and ours differ
+    other dtypes by torch's fused kernel; off CUDA by torch's function of many tensors at once. torch's and ours differ
     in rounding alone. State is as in torch, so state dicts go both ways: `step` (float32 scalar, beside a CUDA
     parameter, else on the CPU), `exp_avg` and `exp_avg_sq` (as the parameter). The lists that the kernels take are kept
     until other parameters have gradients: change state in place or by `load_state_dict`.
@@ -101,7 +103,7 @@ class AdamW(Optimizer):
                     if bundle.params[0].is_cuda:
                         _cuda_step(bundle, group, self.rounded, *scaling)
                     else:
-                        _foreach_step(bundle, group, scaling[-1])
+                        _torch_step(bundle, group, False, *scaling)
         return loss
 
     def _plan(self, index: int) -> "list[_Bundle]":
@@ -166,7 +168,7 @@ def _cuda_step(bundle: _Bundle, group: dict[str, Any], rounded: Any, *scaling: T
     if HAS_TRITON and bundle.params[0].dtype == torch.float32 and all(map(Tensor.is_contiguous, chain(*lists))):
         _triton_step(bundle, group, rounded, *moved)
     else:
-        _fused_step(bundle, group, *moved)
+        _torch_step(bundle, group, True, *moved)
 
 
 def _triton_step(
@@ -188,54 +190,25 @@ def _triton_step(
         rounded.follow(bundle.params)
 
 
-def _fused_step(
+def _torch_step(
     bundle: _Bundle,
     group: dict[str, Any],
+    fused: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     factor: Tensor | None = None,
 ) -> None:
     beta1, beta2 = group["betas"]
-    torch._foreach_add_(bundle.steps, 1)
-    torch._fused_adamw_(
-        bundle.params,
-        bundle.grads(factor),
-        bundle.exp_avgs,
-        bundle.exp_avg_sqs,
-        [],
-        bundle.steps,
-        lr=group["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        amsgrad=False,
-        maximize=False,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
-    if found_inf is not None:  # 1 where the kernel did nothing: such a step does not count
-        torch._foreach_sub_(bundle.steps, [found_inf] * len(bundle.steps))
-
-
-def _foreach_step(bundle: _Bundle, group: dict[str, Any], factor: Tensor | None) -> None:
-    lr, (beta1, beta2), grads = group["lr"], group["betas"], bundle.grads(factor)
-    torch._foreach_add_(bundle.steps, 1)
-    counts = [step.item() for step in bundle.steps]
-    torch._foreach_mul_(bundle.params, 1 - lr * group["weight_decay"])
-    torch._foreach_lerp_(bundle.exp_avgs, grads, 1 - beta1)
-    torch._foreach_mul_(bundle.exp_avg_sqs, beta2)
-    torch._foreach_addcmul_(bundle.exp_avg_sqs, grads, grads, 1 - beta2)
-    divisors = torch._foreach_sqrt(bundle.exp_avg_sqs)
-    torch._foreach_div_(divisors, [(1 - beta2**t) ** 0.5 for t in counts])
-    torch._foreach_add_(divisors, group["eps"])
-    torch._foreach_addcdiv_(bundle.params, bundle.exp_avgs, divisors, [-lr / (1 - beta1**t) for t in counts])
+    adamw(
+        bundle.params, bundle.grads(factor), bundle.exp_avgs, bundle.exp_avg_sqs, [], bundle.steps, foreach=not fused,
+        fused=fused, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, beta1=beta1, beta2=beta2,
+        lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+    )  # fmt: skip
 
 
 def _validate(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, **_: Any) -> None:
     for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
-        if isinstance(value, Tensor) or not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value} must be a number, finite and at least 0")
+        finite(name, value, least=0)
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"{betas=} must be two numbers in [0, 1)")
 
@@ -246,12 +219,14 @@ def cosine_schedule(step: int, *, max_lr: float, min_lr: float, warmup_steps: in
 
     ValueError unless 0 <= step, 0 <= min_lr <= max_lr and 0 <= warmup_steps < total_steps.
     """
-    if not step >= 0:
-        raise ValueError(f"{step=} must be at least 0")
-    if not 0 <= min_lr <= max_lr < math.inf:
-        raise ValueError(f"{min_lr=} and {max_lr=} must be 0 <= min_lr <= max_lr, and finite")
-    if not 0 <= warmup_steps < total_steps:
-        raise ValueError(f"{warmup_steps=} and {total_steps=} must be 0 <= warmup_steps < total_steps")
+    hold(
+        (step >= 0, f"{step=} must be at least 0"),
+        (0 <= min_lr <= max_lr < math.inf, f"{min_lr=} and {max_lr=} must be 0 <= min_lr <= max_lr, and finite"),
+        (
+            0 <= warmup_steps < total_steps,
+            f"{warmup_steps=} and {total_steps=} must be 0 <= warmup_steps < total_steps",
+        ),
+    )
     if step < warmup_steps:
         return max_lr * step / warmup_steps
     if step >= total_steps:

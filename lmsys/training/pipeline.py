@@ -31,15 +31,9 @@ from lmsys.parallel.collectives import gather_objects, size_and_rank
 from lmsys.strict_json import paths, read_json
 from lmsys.tokenizer import Tokenizer, train
 from lmsys.tokenizer.chunks import Chunk
-from lmsys.training import checkpoint, possible
-from lmsys.training.checkpoint import Checkpoint
+from lmsys.training import checkpoint, data, evaluation, generation, log, loop, possible
 from lmsys.training.config import RunConfig
 from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_of, make_folder
-from lmsys.training.data import TokenFiles, end_of_text, end_of_text_of, fixed_windows, shards, tokenize_files
-from lmsys.training.evaluation import Windows, autocast_of, evaluate, unigram
-from lmsys.training.generation import Sampling, generate
-from lmsys.training.log import JsonLines, check_packages, others
-from lmsys.training.loop import Outcome, Trainer, model_facts
 from lmsys.values import shortly
 
 DATA_STEPS = ("tokenizer", "tokenize")
@@ -80,7 +74,7 @@ class RunContext:
     @property
     def autocast(self) -> Callable[[], torch.autocast]:
         """Attention rows that train in bfloat16 may not know float32."""
-        return autocast_of(self.config.train.precision, self.device)
+        return evaluation.autocast_of(self.config.train.precision, self.device)
 
     def say(self, text: str) -> None:
         """On rank 0; with escapes for characters that the terminal does not have."""
@@ -100,7 +94,7 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     if "train" in steps:
         possible.check(config, context.device)
         if rank == 0:
-            check_packages(config)
+            log.check_packages(config)
     if context.device.type == "cpu" and config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     with ExitStack() as ending:
@@ -146,8 +140,8 @@ def _agree(config: RunConfig, steps: tuple[str, ...], skip_data: bool) -> None:
     """ValueError on every rank that names the first setting of which ranks have different values."""
     own = {name: attrgetter(name)(config) for name in paths(config)}
     own |= {"the step": " ".join(steps), "--skip-data": skip_data}
-    first, *others = gather_objects(own, None)
-    for rank, other in enumerate(others, start=1):
+    first, *rest = gather_objects(own, None)
+    for rank, other in enumerate(rest, start=1):
         for name, value in first.items():
             if name not in OF_A_RANK and other[name] != value:
                 raise ValueError(
@@ -190,7 +184,7 @@ def make_tokens(context: RunContext, anew: bool) -> None:
         (folder / "made.json").unlink(missing_ok=True)
     _wait(context)  # it is gone before a part of it is another's
     for part, files in zip(PARTS, (corpus.train, corpus.valid), strict=True):
-        tokenize_files(
+        data.tokenize_files(
             tokenizer, files, folder / f"{part}.npy",
             processes=context.processes, rank=context.rank, world_size=context.world_size,
         )  # fmt: skip
@@ -200,12 +194,12 @@ def make_tokens(context: RunContext, anew: bool) -> None:
     _wait(context)
 
 
-def train_model(context: RunContext) -> Outcome:
+def train_model(context: RunContext) -> loop.Outcome:
     """Trains on, from the newest whole checkpoint where there is one."""
     config, tokenizer = context.config, _tokenizer(context)
     source, windows = _data(context, tokenizer)
     found = _newest(context)
-    trainer = Trainer(config, source, windows, context.device, found, {"tokenizer": tokenizer.fingerprint})
+    trainer = loop.Trainer(config, source, windows, context.device, found, {"tokenizer": tokenizer.fingerprint})
     if found is not None:
         done = "; all steps are done: name another --output to train anew" if trainer.step >= config.train.steps else ""
         context.say(f"going on from {found.manifest}, step {trainer.step:,}{done}")
@@ -215,12 +209,12 @@ def train_model(context: RunContext) -> Outcome:
     context.say(f"training: {size}{len(source):,} tokens of text, {context.world_size} x {context.device.type}")
     if config.model.checkpoint_blocks == FIT:
         context.say(f"model.checkpoint_blocks=fit is {trainer.model.config.checkpoint_blocks} here")
-    log = None
+    lines = None
     if context.rank == 0:
         (context.config.folder / "config.json").write_text(config.to_json())
-        log = JsonLines(context.config.folder / "log.jsonl", trainer.step, others(config, trainer.step))
-    with closing(log) if log is not None else nullcontext():
-        outcome = trainer.fit(context.checkpoints, log, context.say)
+        lines = log.JsonLines(context.config.folder / "log.jsonl", trainer.step, log.others(config, trainer.step))
+    with closing(lines) if lines is not None else nullcontext():
+        outcome = trainer.fit(context.checkpoints, lines, context.say)
     _tell_outcome(context, trainer, outcome)
     return outcome
 
@@ -230,8 +224,8 @@ def evaluate_model(context: RunContext) -> None:
     config, tokenizer = context.config, _tokenizer(context)
     source, windows = _data(context, tokenizer)
     model, step = _trained(context, tokenizer)
-    found = evaluate(model, windows, config.evaluate.batch_size, context.autocast)
-    least = unigram(source, windows, config.model.vocab_size)
+    found = evaluation.evaluate(model, windows, config.evaluate.batch_size, context.autocast)
+    least = evaluation.unigram(source, windows, config.model.vocab_size)
     context.say(
         f"step {step:,} on {found.tokens:,} held-out tokens: loss {found.loss:.4f}, perplexity"
         f" {found.perplexity:,.1f}; a unigram model: loss {least.loss:.4f}, perplexity {least.perplexity:,.1f}"
@@ -243,10 +237,11 @@ def print_sample(context: RunContext) -> None:
     config, tokenizer = context.config.generate, _tokenizer(context)
     model, step = _trained(context, tokenizer)
     prompt = _prompt(context, tokenizer)
-    sampling = Sampling(config.temperature, config.top_k, config.top_p)
+    sampling = generation.Sampling(config.temperature, config.top_k, config.top_p)
     room = min(config.max_new_tokens, model.config.context_length - len(prompt))
+    stop = data.end_of_text(tokenizer)
     with context.autocast():
-        (made,) = generate(model, [prompt], room, sampling, stop=end_of_text(tokenizer), seed=config.seed)
+        (made,) = generation.generate(model, [prompt], room, sampling, stop=stop, seed=config.seed)
     context.say(f"sample of step {step:,}:\n{tokenizer.decode(prompt + made)}")
 
 
@@ -258,7 +253,7 @@ def _prompt(context: RunContext, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def _tell_schedule(context: RunContext, found: Checkpoint, trainer: Trainer) -> None:
+def _tell_schedule(context: RunContext, found: checkpoint.Checkpoint, trainer: loop.Trainer) -> None:
     """The rate may jump where a run goes on with other steps than it had. Old checkpoints have no schedule."""
     if told := [
         f"{setting} was {shortly(was)} and is {now}"
@@ -268,7 +263,7 @@ def _tell_schedule(context: RunContext, found: Checkpoint, trainer: Trainer) -> 
         context.say(f"the learning rate has another schedule than before: {', '.join(told)}")
 
 
-def _tell_outcome(context: RunContext, trainer: Trainer, outcome: Outcome) -> None:
+def _tell_outcome(context: RunContext, trainer: loop.Trainer, outcome: loop.Outcome) -> None:
     if outcome.why.startswith("SIG"):
         context.say(
             f"interrupted by {outcome.why}; saved at step {outcome.step:,}: the same command goes on from there"
@@ -285,13 +280,13 @@ def _trained(context: RunContext, tokenizer: Tokenizer) -> tuple[TransformerLM, 
     found = checkpoint.newest(context.checkpoints)
     if found is None:
         raise ValueError(f"{context.checkpoints}: there is no checkpoint; train first")
-    found.require(model=model_facts(context.config), tokenizer=tokenizer.fingerprint)
+    found.require(model=loop.model_facts(context.config), tokenizer=tokenizer.fingerprint)
     model = TransformerLM(context.config.model, device=context.device)
     model.load_state_dict(found.shared("model")["model"])
     return model, found.step
 
 
-def _newest(context: RunContext) -> Checkpoint | None:
+def _newest(context: RunContext) -> checkpoint.Checkpoint | None:
     """Looked for by rank 0: finding it reads every file."""
     found = checkpoint.newest(context.checkpoints) if context.rank == 0 else None
     (manifest, *_) = gather_objects(found and found.manifest, None)
@@ -320,15 +315,15 @@ def _tokenizer(context: RunContext) -> Tokenizer:
     return tokenizer
 
 
-def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[TokenFiles, Windows]:
+def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, evaluation.Windows]:
     """The tokens to train on, and the windows to evaluate on."""
     folder, config = context.config.folder / "tokens", context.config
     made = _read(folder / "made.json")
     if made is None:
         raise ValueError(f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data")
-    source, valid = (TokenFiles(shards(folder / f"{part}.npy", made["shards"]), tokenizer) for part in PARTS)
-    end = end_of_text_of(valid, config)
-    return source, fixed_windows(valid, config.model.context_length, config.evaluate.windows, end)
+    source, valid = (data.TokenFiles(data.shards(folder / f"{part}.npy", made["shards"]), tokenizer) for part in PARTS)
+    end = data.end_of_text_of(valid, config)
+    return source, data.fixed_windows(valid, config.model.context_length, config.evaluate.windows, end)
 
 
 def _facts(files: tuple[Chunk, ...]) -> list[Any]:
@@ -339,7 +334,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     """The facts that a step wrote last, or None where it has not come to its end."""
     try:
         found = read_json(path)
-    except (FileNotFoundError, ValueError):
+    except ValueError:
         return None
     return found if isinstance(found, dict) else None
 

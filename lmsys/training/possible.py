@@ -17,6 +17,7 @@ from lmsys.parallel import STRATEGIES
 from lmsys.parallel.collectives import Group, gather_objects, size_and_rank
 from lmsys.registry import Entry
 from lmsys.training.config import RunConfig
+from lmsys.values import hold
 
 
 def check(config: RunConfig, device: torch.device, group: Group = None) -> tuple[Entry, ModelConfig]:
@@ -30,12 +31,14 @@ def check(config: RunConfig, device: torch.device, group: Group = None) -> tuple
     (row,) = STRATEGIES.select([train.strategy])
     check_attention(config, device)
     model = fitted(config, row, device, group)
+    not_fused = train.fused and (fused.why_not(device) or row.trait("why_not_fused", ""))
+    not_graphed = train.graph and _why_no_graph(config, row, device)
+    hold(
+        (not not_fused, f"train.fused=true with strategy {row.name!r}: {not_fused}"),
+        (not not_graphed, f"train.graph=true: {not_graphed}"),
+    )
     if train.fused:
-        if reason := fused.why_not(device) or row.trait("why_not_fused", ""):
-            raise ValueError(f"train.fused=true with strategy {row.name!r}: {reason}")
         fused.check_levels(config.model)
-    if reason := train.graph and _why_no_graph(config, row, device):
-        raise ValueError(f"train.graph=true: {reason}")
     _check_strategy(config, row, world_size)
     return row, model
 
@@ -51,19 +54,20 @@ def _why_no_graph(config: RunConfig, row: Entry, device: torch.device) -> str:
 
 def _check_strategy(config: RunConfig, row: Entry, world_size: int) -> None:
     train = config.train
-    if world_size > 1 and not row.trait("synchronizes", True):
-        raise ValueError(
-            f"strategy {row.name!r} lets ranks drift apart: it is for measuring, and trains on one rank only"
-        )
-    if reason := row.trait("why_not_saved", ""):
-        raise ValueError(f"strategy {row.name!r}: {reason}")
-    if train.reproducible and (reason := row.trait("why_not_reproducible", "")):
-        raise ValueError(f"strategy {row.name!r} with train.reproducible: {reason}")
-    if row.peer and not dist.is_initialized():
-        raise ValueError(f"strategy {row.name!r} needs a process group: start it by --ranks 1 or torchrun")
+    name, alone = f"strategy {row.name!r}", world_size == 1
+    not_saved, not_reproducible = row.trait("why_not_saved", ""), row.trait("why_not_reproducible", "")
+    doubly_sharded = train.sharded_optimizer and row.trait("shards_gradients", False)
+    hold(
+        (
+            alone or row.trait("synchronizes", True),
+            f"{name} lets ranks drift apart: it is for measuring, and trains on one rank only",
+        ),
+        (not not_saved, f"{name}: {not_saved}"),
+        (not (train.reproducible and not_reproducible), f"{name} with train.reproducible: {not_reproducible}"),
+        (not row.peer or dist.is_initialized(), f"{name} needs a process group: start it by --ranks 1 or torchrun"),
+        (not doubly_sharded, f"{name} shards its optimizer itself: train.sharded_optimizer is false"),
+    )
     check_accumulation(config, row, world_size, able=row.trait("accumulates", True))
-    if train.sharded_optimizer and row.trait("shards_gradients", False):
-        raise ValueError(f"strategy {train.strategy!r} shards its optimizer itself: train.sharded_optimizer is false")
 
 
 def check_accumulation(config: RunConfig, row: Entry, world_size: int, able: bool) -> None:

@@ -142,7 +142,7 @@ def test_a_deep_model_compiles_once(together: int) -> None:
     for length, count in ((12, 1), (12, 1), (8, 2)):
         model.loss(ids(0, length=length), ids(1, length=length)).backward()
         assert len(graphs) == count
-    with pytest.raises(ValueError, match="together=0 must be at least one block"):
+    with pytest.raises(ValueError, match="together=0 must be at least 1"):
         model.compile_blocks(0)
 
 

@@ -167,7 +167,7 @@ def test_bad_tokenization_input_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("")
     with pytest.raises(ValueError, match="there is no text in .*empty"):
         tokenize_files(tokenizer(), [tmp_path / "empty"], tmp_path / "ids.npy")
-    with pytest.raises(ValueError, match="rank=2 must lie in 0 to 1"):
+    with pytest.raises(ValueError, match="rank=2 must be at least 0 and at most 1"):
         tokenize_files(tokenizer(), [tmp_path / "empty"], tmp_path / "ids.npy", rank=2, world_size=2)
 
 
@@ -225,7 +225,7 @@ def test_batches_are_a_function_of_seed_and_step() -> None:
     [
         ({"context_length": 0}, "context_length=0 must be at least 1"),
         ({"batch_size": -1}, "batch_size=-1 must be at least 1"),
-        ({"rank": 1}, "rank=1 must lie in 0 to 0"),
+        ({"rank": 1}, "rank=1 must be at least 0 and at most 0"),
         ({"context_length": 10}, "10 tokens are too few: one window of context_length=10 needs 11"),
     ],
 )

@@ -196,11 +196,11 @@ def test_the_ends_of_the_interval_draw_what_is_possible(uniform: float) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"temperature": -1.0}, "temperature=-1.0 must be finite"),
-        ({"temperature": math.inf}, "temperature=inf must be finite"),
+        ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
+        ({"temperature": math.inf}, "temperature: must be a finite number; got Infinity"),
         ({"top_k": 0}, "top_k=0 must be at least 1"),
-        ({"top_p": 0.0}, "top_p=0.0 must lie above 0"),
-        ({"top_p": 1.1}, "top_p=1.1 must lie above 0"),
+        ({"top_p": 0.0}, "top_p=0.0 must be more than 0"),
+        ({"top_p": 1.1}, "top_p=1.1 must be more than 0 and at most 1"),
     ],
 )
 def test_ways_of_sampling_that_are_none_are_refused(changes: dict[str, float], said: str) -> None:

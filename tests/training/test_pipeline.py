@@ -78,7 +78,7 @@ def test_a_path_with_a_null_byte_is_named(tmp_path: Path, name: str, capsys: pyt
 
 def test_a_config_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.json").write_bytes(b'{"output": "\xe9"}')
-    assert f"{tmp_path / 'c.json'}: 'utf-8' codec" in told(capsys, tmp_path, "--config", str(tmp_path / "c.json"))
+    assert f"{tmp_path / 'c.json'}: not UTF-8: " in told(capsys, tmp_path, "--config", str(tmp_path / "c.json"))
 
 
 def test_a_strategy_that_there_is_not_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

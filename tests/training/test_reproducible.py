@@ -190,7 +190,7 @@ def test_leaves_are_added_in_pairs(levels: int, seed: int) -> None:
     ("settings", "message"),
     [
         ({"leaves": 3}, "leaves=3 must be a power of two"),
-        ({"leaves": 0}, "leaves=0 must be a power of two"),
+        ({"leaves": 0}, "leaves=0 must be at least 1"),
         ({"leaves": 32, "reproducible": True}, "batch_size=16 must be a multiple of leaves=32"),
     ],
 )

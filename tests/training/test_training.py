@@ -333,7 +333,7 @@ def test_fit_takes_what_the_memory_allows(tmp_path: Path) -> None:
         trainer(settings_.changed(["model.checkpoint_blocks=fit", "train.memory_gib=1e-6"]))
     with pytest.raises(ValueError, match="fit needs train.memory_gib on a CPU"):
         trainer(settings_.changed(["model.checkpoint_blocks=fit"]))
-    with pytest.raises(ValueError, match=r"memory_gib=0.0 must be positive or null"):
+    with pytest.raises(ValueError, match=r"memory_gib=0.0 must be more than 0"):
         settings_.changed(["train.memory_gib=0"])
 
 
