@@ -111,8 +111,11 @@ def bench(session: nox.Session) -> None:
     chosen, options = parser.parse_known_args(session.posargs)
     result = chosen.benchmark_json
     result.parent.mkdir(parents=True, exist_ok=True)
-    session.run("python", "-m", "pytest", "benchmarks", "--benchmark-only", f"--benchmark-json={result}", *options)
-    build(session, str(result))
+    try:
+        session.run("python", "-m", "pytest", "benchmarks", "--benchmark-only", f"--benchmark-json={result}", *options)
+    finally:  # a row that is wrong fails the run, and stands on the page
+        if result.is_file():
+            build(session, str(result))
 
 
 @nox.session(default=False)

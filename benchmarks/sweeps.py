@@ -212,11 +212,6 @@ ANATOMY_SMOKE = ANATOMY.but(size=("tiny",), context=(64,), precision=("fp32",), 
 CPU_ANATOMY = ANATOMY_SMOKE.but(context=(128,), attention=("naive", "auto"))
 
 
-def with_compiled(grid: Grid) -> tuple[Grid, ...]:
-    """The grid, and its last row compiled."""
-    return grid, grid.but(compile=("compiled",), attention=grid["attention"][-1:])
-
-
 # The head and loss. row: "chunked" is ours; "eager" and "compiled" make the logits of all tokens at once, and
 # "torch_chunked", torch's own, makes them in chunks.
 CPU_LOSS = Grid(
@@ -472,7 +467,13 @@ SWEEPS = {
         "cuda": Sweep(
             0.3,
             FULL
-            | {"model": (*MODEL_FULL, LEVELS, *PEERS), "anatomy": with_compiled(ANATOMY_FULL)}
+            | {
+                "model": (*MODEL_FULL, LEVELS, *PEERS),
+                "anatomy": (
+                    ANATOMY_FULL,
+                    ANATOMY_FULL.but(compile=("compiled",), attention=ANATOMY_FULL["attention"][-1:]),
+                ),
+            }
             | {"training": (MATRIX, REPRODUCIBLE), "steps": STEPS},
             sustained=True,
         ),

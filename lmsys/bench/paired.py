@@ -46,7 +46,9 @@ class Paired(Isolated):
         return found
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
-        earlier = [replace(case, entry=self._earlier(case)) for case in cases]
+        earlier = [
+            replace(case, entry=replace(case.entry, target=self.state.target(case.entry.target))) for case in cases
+        ]
         found = None
         groups = Group(self, benchmark, cases), Group(self.earlier, benchmark, earlier)
         while found is None:
@@ -54,9 +56,6 @@ class Paired(Isolated):
         yield from found[0]
         for result in found[1]:
             yield replace(result, record=record.earlier(result.record, self.against))
-
-    def _earlier(self, case: Case) -> Any:
-        return replace(case.entry, target=self.state.target(case.entry.target))
 
     def _together(self, groups: Sequence[Group]) -> tuple[list[Any], list[Any]] | None:
         """The results of both workers; None where a row has ended one of them, and is blamed for it."""

@@ -71,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--margin", metavar="SHARE", help="of --against: a smaller change is none (default: 0.02)")
     group.addoption("--nvtx", action="store_true", help="call each case in NVTX ranges of its id; no case is timed")
-    group.addoption("--fail-on", metavar="OUTCOMES", help="exit with 1 where a case ends so, such as wrong,error")
+    group.addoption("--fail-on", metavar="OUTCOMES", help="exit with 1 where a case ends so, such as oom,error")
 
 
 class RecordedTimer:
@@ -368,8 +368,12 @@ def _content(config: pytest.Config) -> dict[str, Any]:
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     session = terminalreporter.config.stash.get(SESSION, None)
-    lines = list(session.summary()) if session else []
-    if lines:
+    if session and session.records:
+        from lmsys.reports import terminal
+
         terminalreporter.section("cases")
-    for line in lines:
-        terminalreporter.write_line(line)
+        for line in (
+            *terminal.lines(session.content, terminalreporter.verbosity > 0, session.contends),
+            *session.summary(),
+        ):
+            terminalreporter.write_line(line)

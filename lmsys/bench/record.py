@@ -15,7 +15,6 @@ then one for each record.
 
 import hashlib
 import json
-import math
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -83,19 +82,14 @@ def _digest(content: Any) -> str:
 def summarize(samples_s: Sequence[float]) -> Record:
     """Median, mean, standard deviation, 20th and 80th percentile of samples in seconds, and how many."""
     ordered = sorted(samples_s)
-    last = len(ordered) - 1
-
-    def percentile(fraction: float) -> float:
-        position = fraction * last
-        low = math.floor(position)
-        return ordered[low] + (ordered[min(low + 1, last)] - ordered[low]) * (position - low)
-
+    several = ordered if len(ordered) > 1 else 2 * ordered
+    fifths = statistics.quantiles(several, n=5, method="inclusive")
     return {
         "time_s": statistics.median(ordered),
         "mean_s": statistics.fmean(ordered),
-        "std_s": statistics.stdev(ordered) if last else 0.0,
-        "p20_s": percentile(0.2),
-        "p80_s": percentile(0.8),
+        "std_s": statistics.stdev(several),
+        "p20_s": fifths[0],
+        "p80_s": fifths[-1],
         "min_s": ordered[0],
         "rounds": len(ordered),
     }
@@ -169,7 +163,8 @@ def load(path: Path) -> Record:
         found = None
     if not isinstance(found, dict) or not {"schema", "machine", "records"} <= found.keys():
         raise ValueError(f'{path}: not a result of this bench: it has no "lmsys" key with schema, machine and records')
-    if not isinstance(found["machine"], dict) or not _all_dicts(found["records"]):
+    records = found["records"] if isinstance(found["records"], list) else [None]
+    if not all(isinstance(one, dict) for one in (found["machine"], *records)):
         raise ValueError(f"{path}: not a result of this bench: machine must be an object, records a list of objects")
     if found["schema"] != SCHEMA:
         schema = shortly(found["schema"])
@@ -185,10 +180,6 @@ def load(path: Path) -> Record:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return found
-
-
-def _all_dicts(records: Any) -> bool:
-    return isinstance(records, list) and all(isinstance(record, dict) for record in records)
 
 
 def _from_journal(text: str) -> Record:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lmsys.bench.trial import Result
 
 MARGIN_IN_TURNS = 0.02  # of a case and the same as it was, which took turns
+ASKED = {"head_dim": "--head-dim", "dtype": "--dtype"}  # of a case, and `lmsys.check` alike
 DONE = ("ok", "oom", "unsupported")  # what --resume takes over; wrong and error are run again
 SAME = ("name", "torch", "triton", "driver", "commit")  # facts that one file states once for all its records
 Key = tuple[str, str]  # a benchmark's name and a case's id
@@ -252,9 +253,13 @@ class Session:
                 self.moved = [f"ceilings were not measured again: {str(error) or 'interrupted'}"]
                 self.runner.machine["ceilings_moved"] = self.moved
         output_json["benchmarks"] = [*self.carried_entries, *output_json["benchmarks"]]
+        output_json["lmsys"] = self.content | {"seal": record.file_seal(self.content)}
+
+    @property
+    def content(self) -> Record:
+        """Our part of the result file, but for its seal."""
         machine = self.runner.machine if self.results else self.carried_head["machine"]
-        payload = record.payload(self._head(machine), self.records)
-        output_json["lmsys"] = payload | {"seal": record.file_seal(json.loads(json.dumps(payload)))}
+        return dict(json.loads(json.dumps(record.payload(self._head(machine), self.records))))
 
     def save(self, content: Record) -> None:
         """Into the output, which is there whole or as it was; then the journal goes. A fault is told in `faults`."""
@@ -275,8 +280,14 @@ class Session:
         counts = Counter(one["outcome"] for one in self.records)
         found = [f"{counts[outcome]} {outcome}" for outcome in self.fail_on if counts[outcome]]
         worse = Counter(one.verdict for one in self.changes if one.is_bad)
+        wrong = dict.fromkeys(
+            one["impl"]
+            for one in self.records
+            if one["outcome"] == "wrong" and not (one.get("peer") or one.get("against"))
+        )
         return [
             *self.faults,
+            *([f"wrong, which fails the run, as a peer's would not: {', '.join(wrong)}"] if wrong else []),
             *([f"--fail-on: {', '.join(found)}"] if found else []),
             *([f"--against: {', '.join(f'{count} {verdict}' for verdict, count in worse.items())}"] if worse else []),
         ]
@@ -335,10 +346,9 @@ class Session:
         return bool(done and answered and same_question)
 
     def summary(self) -> Iterator[str]:
-        yield from verdict.lines(self.records, self._contends)
-        if self._seconds:
-            longest = sorted(self._seconds.items(), key=lambda one: -one[1])
-            took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in longest)
+        yield from verdict.lines(self.records)
+        longest = sorted(self._seconds.items(), key=lambda one: -one[1])
+        if took := ", ".join(f"{name} {seconds:.0f} s" for name, seconds in longest):
             yield f"it took {sum(self._seconds.values()):.0f} s: {took}"
         if self.checkout:
             yield f"against {self.checkout.text}, in turns:"
@@ -347,10 +357,25 @@ class Session:
             yield "no case was timed: --nvtx calls each in ranges of its id, for nsys and ncu"
         yield from (f"at the end of the run {text}" for text in self.moved)
         yield from self.failing
+        yield from self._checks()
         if self.output and not self.faults and self.records:
             yield f"the report of it: python -m lmsys.reports {shlex.quote(str(self.output))} -o site"
 
-    def _contends(self, one: Record) -> bool:
+    def _checks(self) -> Iterator[str]:
+        """The commands that ask why a row was wrong or failed, of rows that `lmsys.check` knows."""
+        from lmsys.check.kinds import KINDS
+
+        for (outcome, impl, name), (one, *_) in verdict.failed(self.records).items():
+            case = self._cases.get((name, one["id"]))
+            names = (case.entry.target, case.entry.name) if case else ()
+            asked = [f"{option}={one[axis]}" for axis, option in ASKED.items() if one.get(axis)]
+            kinds = [KINDS[kind] for kind in self.benchmarks[name].tables if kind in KINDS]
+            known = [(row, kind.name) for kind in kinds for row in names if ".py:" in row or row in [*kind.table]]
+            for row, kind in known[:1]:
+                yield f"why {impl} was {outcome}: python -m lmsys.check {shlex.join([row, f'--kind={kind}', *asked])}"
+
+    def contends(self, one: Record) -> bool:
+        """Whether a row does the same work as the others of its comparison, today."""
         case = self._cases.get((one["benchmark"], one["id"]))
         return case is not None and not one.get("against") and self.benchmarks[one["benchmark"]].contends(case)
 

@@ -352,14 +352,11 @@ class Trial:
         if samples:
             samples = rounded(samples)
             record |= summarize(samples) | {"samples_s": samples} | measurement.record
-            record["proof"] = self._proof(candidate, measurement)
+            record["proof"] = {
+                "generator": draws.VERSION,
+                "seed": self.settings.seed,
+                "source": source_of(candidate.entry),
+                "kernels": self.runner.kernels.get(candidate.entry.target, {}),
+                "calls": measurement.proof,
+            }
         return Result(self.runner.rated(benchmark, case, record), samples)
-
-    def _proof(self, candidate: Candidate, measurement: Measurement) -> Record:
-        return {
-            "generator": draws.VERSION,
-            "seed": self.settings.seed,
-            "source": source_of(candidate.entry),
-            "kernels": self.runner.kernels.get(candidate.entry.target, {}),
-            "calls": measurement.proof,
-        }

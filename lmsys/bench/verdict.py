@@ -9,6 +9,7 @@ from lmsys.bench.fields import Record
 from lmsys.bench.record import OUTCOMES
 
 NEAR = 1.02  # within so much of the fastest, a row is as fast
+FAILED = "wrong", "error"
 NEAR_TEXT = f"{100 * (NEAR - 1):.0f} %"
 
 
@@ -19,6 +20,24 @@ class Fastest:
     row: str
     first: int
     comparisons: int
+
+
+def undisturbed(cases: Sequence[Record]) -> Sequence[Record]:
+    """The cases that were measured on a machine as it should be; all of them where none was."""
+    return [one for one in cases if not one.get("disturbed")] or cases
+
+
+def deciding(
+    comparisons: Iterable[Sequence[Record]], says_something: Callable[[Sequence[Record]], bool]
+) -> list[Sequence[Record]]:
+    """Of comparisons the cases by which a question is answered: those that were not disturbed, or all if none was.
+
+    A comparison of which too few are left to say something is left out.
+    """
+    several = [cases for cases in comparisons if says_something(cases)]
+    kept = {id(one) for one in undisturbed([one for cases in several for one in cases])}
+    left = ([one for one in cases if id(one) in kept] for cases in several)
+    return [cases for cases in left if says_something(cases)]
 
 
 def ratio_of(ours: Record, theirs: Record) -> float | None:
@@ -79,43 +98,35 @@ def not_run(records: Iterable[Record]) -> dict[str, Counter[str]]:
 MOST_REASONS = 8  # of rows that could not run; a report lists them all
 
 
-def lines(records: Iterable[Record], contends: Callable[[Record], bool] = lambda _: True) -> Iterator[str]:
-    """`contends`: of rows that do the same work as the others of their comparison."""
-    records = list(records)
+def lines(records: Sequence[Record]) -> Iterator[str]:
+    """How a run's cases ended: counts, what could not run, what was disturbed, and what was wrong."""
     counts = Counter(one["outcome"] for one in records)
-    if counts:
-        yield ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
-    yield from _fastest([one for one in records if contends(one)])
+    yield ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
     yield from _not_run(records)
     if disturbed := [one["disturbed"] for one in records if one.get("disturbed")]:
         several = f"{len(disturbed)} cases are" if len(disturbed) > 1 else "1 case is"
         yield f"{several} flagged, because the machine was disturbed: {Counter(disturbed).most_common(1)[0][0]}"
+    for (outcome, impl, _), (first, *others) in failed(records).items():
+        ratio = f" (error ratio {first['error_ratio']:.3g})" if first.get("error_ratio") is not None else ""
+        more = f"; and {len(others)} more of {impl}" if others else ""
+        yield f"{outcome} {first['id']}{ratio}: {first['reason']}{more}"
+
+
+def failed(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Record]]:
+    """The cases that were wrong or failed, by how they ended, their row and their benchmark."""
+    found: dict[tuple[str, str, str], list[Record]] = {}
     for one in records:
-        if one["outcome"] in ("wrong", "error"):
-            ratio = f" (error ratio {one['error_ratio']:.3g})" if one.get("error_ratio") is not None else ""
-            yield f"{one['outcome']} {one['id']}{ratio}: {one['reason']}"
+        if one["outcome"] in FAILED:
+            found.setdefault((one["outcome"], one["impl"], one["benchmark"]), []).append(one)
+    return found
 
 
-def _fastest(records: list[Record]) -> Iterator[str]:
-    """The fastest row by benchmark, and by direction or mode."""
-    together: dict[str, dict[str, list[Record]]] = {}
-    for one in records:
-        if one["outcome"] == "ok" and one.get("time_s"):
-            mode = one.get("direction") or one.get("mode") or ""
-            what = f"{one['benchmark'].replace('_', ' ')} {mode}".strip()
-            together.setdefault(what, {}).setdefault(one["comparison"], []).append(one)
-    for what, comparisons in together.items():
-        if several := [rows for rows in comparisons.values() if len({one["impl"] for one in rows}) > 1]:
-            found = fastest(several)
-            counted = f"{found.comparisons} comparison{'s' if found.comparisons > 1 else ''}"
-            told = f"{found.row}, first or within {NEAR_TEXT} in {found.first} of {counted}"
-            yield f"fastest, {what}: {told if found.first else f'not settled, no row was first in {counted}'}"
-
-
-def _not_run(records: list[Record]) -> Iterator[str]:
+def _not_run(records: Sequence[Record]) -> Iterator[str]:
     """Each reason once, with its rows."""
     reasons = [*not_run(records).items()]
-    for reason, rows in reasons[:MOST_REASONS]:
-        yield f"not run, {rows.total()} case{'s' if rows.total() > 1 else ''} of {', '.join(rows)}: {reason}"
+    yield from (
+        f"not run, {rows.total()} case{'s' if rows.total() > 1 else ''} of {', '.join(rows)}: {reason}"
+        for reason, rows in reasons[:MOST_REASONS]
+    )
     if (left := len(reasons) - MOST_REASONS) > 0:
         yield f"... and {left} more {'reason' if left == 1 else 'reasons'}: the report lists them"

@@ -284,11 +284,7 @@ def told(reasons: Iterable[int]) -> str:
 
 
 def _reasons(readings: Iterable[Reading]) -> set[int]:
-    return {bit for one in readings for bit in _bits(one.reasons)}
-
-
-def _bits(reasons: int) -> list[int]:
-    return [1 << place for place in range(reasons.bit_length()) if reasons >> place & 1]
+    return {1 << place for one in readings for place in range(64) if one.reasons >> place & 1}
 
 
 def _known(values: Iterable[Number | None]) -> list[Number]:

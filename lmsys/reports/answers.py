@@ -8,8 +8,8 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 
 from lmsys.bench.fields import Record
-from lmsys.bench.verdict import not_run
-from lmsys.reports.fastest import FAILED, QUESTIONS, fastest_of, reading_order
+from lmsys.bench.verdict import FAILED, failed, not_run
+from lmsys.reports.fastest import QUESTIONS, fastest_of, reading_order
 from lmsys.reports.load import Machine, commands
 from lmsys.reports.tables import Block, Chapter, Table
 from lmsys.reports.views import KEPT
@@ -25,6 +25,7 @@ KEYS = {  # of a row's case, and the heads of their columns
     "checkpoint": "checkpoint",
     "residual": "residual",
 }
+BY = "num_parameters", *KEYS, "benchmark", "impl"  # lines stand in this order
 PLAIN = {**KEPT, "world_size": 1, "compile": "eager"}  # of a case that does not say
 SHARES = {
     "mfu": "MFU, %",
@@ -51,10 +52,11 @@ def step_chapters(machine: Machine) -> list[Chapter]:
 
 def step_shares(machine: Machine) -> Table | None:
     """A line for each timed step of any benchmark, models by size; None where none has a share."""
-    cases = [one for one in machine.records if _is_step(one) and any(one.get(name) is not None for name in SHARES)]
+    steps = (one for one in machine.records if one.get("mode") in (None, "step") and one.get("time_s"))  # whole ones
+    cases = [one for one in steps if "mfu" in one and any(one.get(name) is not None for name in SHARES)]
     if not cases:
         return None
-    cases.sort(key=lambda one: [_place(_value(one, name)) for name in ("num_parameters", *KEYS, "benchmark", "impl")])
+    cases.sort(key=lambda one: reading_order([_value(one, name) for name in BY]))
     names = "benchmark", "section", *KEYS, "impl", "time_s", *SHARES
     data = [{name: _value(one, name) for name in names} for one in cases]
     shares = [name for name in SHARES if any(line[name] is not None for line in data)]
@@ -72,31 +74,16 @@ def step_shares(machine: Machine) -> Table | None:
     )
 
 
-def _is_step(one: Record) -> bool:
-    """True of whole steps that have a time: benchmarks of steps alone name no mode."""
-    return "mfu" in one and one.get("mode") in (None, "step") and bool(one.get("time_s"))
-
-
 def _value(one: Record, name: str) -> object:
     found = one.get(name)
     return PLAIN.get(name) if found is None else found
 
 
-def _place(value: object) -> tuple[bool, float, str]:
-    """Sorts numbers by size, and before words."""
-    is_number = isinstance(value, int | float)
-    return not is_number, float(value) if isinstance(value, int | float) else 0.0, str(value)
-
-
 def _cells(line: Record, shown: Sequence[str], shares: Sequence[str]) -> list[str]:
     where = f"{line['benchmark']}, {line['section']}".replace("_", " ")
-    keys = [where, *(_text(line[name]) for name in shown), str(line["impl"])]
-    found = ["" if line[name] is None else number(100 * line[name]) for name in shares]
-    return [*keys, number(1e3 * line["time_s"]), *found]
-
-
-def _text(value: object) -> str:
-    return f"{value:,}" if type(value) is int else "" if value is None else str(value)
+    told = (line[name] for name in (*shown, "impl"))
+    keys = [where, *(f"{one:,}" if type(one) is int else str(one or "") for one in told)]
+    return [*keys, number(1e3 * line["time_s"]), *("" if line[s] is None else number(100 * line[s]) for s in shares)]
 
 
 def answers(machine: Machine) -> Block:
@@ -106,10 +93,7 @@ def answers(machine: Machine) -> Block:
 
 def _wrong(machine: Machine) -> Table:
     """Rows that were wrong or failed, with the first reason of each; a line that says so where there are none."""
-    found: dict[tuple[str, ...], list[Record]] = {}
-    failed = [one for one in machine.records if one["outcome"] in FAILED]
-    for one in failed:
-        found.setdefault((one["outcome"], one["impl"], one["benchmark"]), []).append(one)
+    found = failed(machine.records)
     columns = ["row", "how", "in", "cases", "the first of them"]
     rows = [
         [impl, MEANINGS[outcome], benchmark.replace("_", " "), str(len(cases)), str(cases[0]["reason"] or "")]
@@ -117,9 +101,9 @@ def _wrong(machine: Machine) -> Table:
     ]
     if not rows:
         count = sum(one["outcome"] == "ok" for one in machine.records)
-        of = f"{count:,} of {len(machine.records):,} cases"
-        columns, rows = ["cases"], [[f"nothing was wrong: {of} ran, and all of these were right"]]
-    made = commands(machine, (one["run"] for one in failed))
+        rows = [[f"nothing was wrong: {count:,} of {len(machine.records):,} cases ran, and all of these were right"]]
+        columns = ["cases"]
+    made = commands(machine, (one["run"] for cases in found.values() for one in cases))
     runs = [(f"Run of {name}", command) for name, command in made.values()]
     return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), notes=[*_right(machine)], runs=runs)
 

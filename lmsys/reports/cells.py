@@ -148,7 +148,8 @@ def cell(view: View, name: str, case: Record | None, notes: Notes, ending: bool 
         text = (text or ("no baseline" if name == SPEEDUP else "not measured")) + mark(notes, remark)
     if text and is_clocked(view.fields[name]):
         text += mark(notes, UNSTEADY) if (spread_of(case) or 0.0) > STEADY else ""
-        text += mark(notes, f"Disturbed: {case['disturbed']}.") if case.get("disturbed") else ""
+        beside = (case.get("beside") or {}).get("disturbed") if name == SPEEDUP else None
+        text += mark(notes, f"Disturbed: {why}.") if (why := case.get("disturbed") or beside) else ""
     return text
 
 

@@ -1,12 +1,11 @@
 """The fastest row of each setting, its speed over what users would otherwise take, and over the next."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
 from lmsys.bench.fields import Record
-from lmsys.bench.verdict import NEAR, NEAR_TEXT, fastest, ratio_of, time_of
+from lmsys.bench.verdict import FAILED, NEAR, NEAR_TEXT, deciding, fastest, ratio_of, time_of, undisturbed
 from lmsys.reports.cells import DETAILS, STEADY, Notes, below, geometric_mean, mark
 from lmsys.reports.load import Machine, commands, legend, run_names
 from lmsys.reports.tables import Table
@@ -15,16 +14,18 @@ from lmsys.reports.words import VALUES, number, sentence, spread_of
 
 PATTERNS = "documents", "window", "softcap"  # which SDPA takes as a dense mask, or not at all
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
-FAILED = "wrong", "error"
 FEW = 4  # rows: a comparison of fewer says so
 OLDER = KEPT | {"compile": "eager"}  # what files mean that do not say it
 # What the table of numbers leaves out of a line.
 INNER = ("said", "run", "named", "unsteady", "rivals", "over_as", "next_as")
+# What a line says where no two rows, one of them somebody else's, were undisturbed.
+UNSETTLED = dict.fromkeys(("row", "called", "over", "speedup", "next", "lead", "mfu")) | {"fastest": 0}
 ABOUT = (
     "The rows of a line took turns in one run; (of 2 rows) says that only two did. 1.5 × sdpa means 1.5 times as fast"
     " as sdpa, in the geometric mean over the shapes of the run. Point at a figure, or click on it: it names the rows,"
     f" and says in how many shapes no other row was more than {NEAR_TEXT} faster."
 )
+DISTURBED = "Cases that were disturbed decide nothing here, because others were not."
 UNSTEADY = f"Unsteady: from p20 to p80 the samples of one of the two spread over more than {STEADY:.0%} of the median."
 WAYS = {
     "compiled": "by torch.compile",
@@ -63,11 +64,6 @@ class Question:
     mfu: bool = False
 
 
-def _has_ranks(one: Record) -> bool:
-    ranks = one.get("world_size")
-    return isinstance(ranks, int) and ranks > 1
-
-
 ATTENTION = {"direction": "direction", "dtype": "dtype", "head_dim": "D", "causal": "mask", "kind": "kind"}
 MODEL = {"size": "model", "precision": "precision", "residual": "stream"}
 QUESTIONS = (
@@ -99,7 +95,11 @@ QUESTIONS = (
         "Fastest data parallelism",
         {**MODEL, "compile": "run", "world_size": "ranks"},
         ("torch_ddp_tuned", "torch_ddp", "torch_fsdp2", "torch_fsdp2_zero2", "torch_zero1", "naive"),
-        lambda one: one.get("strategy") != "none" and _has_ranks(one) and one.get("comm_dtype") != "bfloat16",
+        lambda one: (
+            one.get("strategy") != "none"
+            and one.get("world_size") not in (None, 1)
+            and one.get("comm_dtype") != "bfloat16"
+        ),
         kind="strategy",
     ),
 )
@@ -121,9 +121,13 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
         hidden = any(one.get(name) for one in others for name in PATTERNS)
         bases = ("flex", *question.bases) if hidden else question.bases  # what PyTorch has for patterns
         several = [rows for rows in together[key].values() if _says_something(rows)]
-        comparisons = _of_one_run(several, bases, question.way)
+        deciders = deciding(several, _says_something)
+        comparisons = _of_one_run(deciders or several, bases, question.way)
         if comparisons:
-            data.append(line | _first(machine, comparisons, bases, others, question.way))
+            flagged = sum(bool(one.get("disturbed")) for rows in several for one in rows)
+            line["disturbed"] = "all" if flagged == sum(map(len, several)) else "some" if flagged else None
+            line |= _first(machine, comparisons, bases, others, question.way)
+            data.append(line if deciders else line | UNSETTLED)
     if not data:
         return None
     runs = {run: _letter(number) for number, run in enumerate(dict.fromkeys(one["run"] for one in data))}
@@ -150,7 +154,6 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
         notes=[
             *below(marks, rows),
             f"Runs: {', '.join(f'{letter} of {dates[run]}' for run, letter in runs.items())}.",
-            *_bases(data, question.bases),
             *legend(machine, question.kind, named),
         ],
         keys=2,
@@ -169,18 +172,6 @@ def _ways(lines: Sequence[Record]) -> str:
 
 def _letter(number: int) -> str:
     return ascii_uppercase[number % 26] + (str(number // 26) if number >= 26 else "")
-
-
-def _bases(lines: Sequence[Record], bases: Sequence[str]) -> list[str]:
-    """Says over which rows the speeds of a table are, where they are over several."""
-    found = Counter(one["over"] for one in lines if one["fastest"] and one["over"])
-    if len(found) < 2:
-        return []
-    (first, count), *others = found.most_common()
-    told = ", ".join([f"{first} in {count} line{'s' * (count > 1)}", *(f"{name} in {count}" for name, count in others)])
-    asked = f"the first of {', '.join(bases)} that took turns with the row"
-    asked += " (of documents, windows and capped scores flex, if it did)" if "flex" in found else ""
-    return [f"Speed is over {asked}, else over the second-fastest row: {told}."]
 
 
 def _value(one: Record, name: str) -> object:
@@ -290,7 +281,7 @@ def _first(
 def _best(comparisons: Iterable[Sequence[Record]], name: str | None) -> list[Record]:
     """The fastest case of a row in each comparison that has it; none where the row is None."""
     found = ([one for one in rows if name and name in _names(one)] for rows in comparisons)
-    return [min(own, key=time_of) for own in found if own]
+    return [min(undisturbed(own), key=time_of) for own in found if own]
 
 
 def _run_as(one: Record, way: str) -> tuple[str, ...]:
@@ -336,11 +327,14 @@ def ratio_of_best(rows: Sequence[Record], ours: str, theirs: str) -> float | Non
 
 
 def _answer(one: Record, notes: Notes) -> list[str]:
+    aside = (
+        mark(notes, DISTURBED) if one["disturbed"] == "some" else ", all of them disturbed" if one["disturbed"] else ""
+    )
     if not one["fastest"]:  # each was slower than another, as may be where samples spread
-        return ["not settled", "", ""]
+        return [f"not settled{aside}", "", ""]
     others = f"In another run, which took no turns with this one, these took less time: {', '.join(one['rivals'])}."
     few = f" (of {one['rows']} rows)" if one["rows"] < FEW else ""
-    row = one["called"] + few + (mark(notes, others) if one["rivals"] else "")
+    row = one["called"] + few + aside + (mark(notes, others) if one["rivals"] else "")
     speed, lead = _times(one["speedup"], one["over_as"]), _times(one["lead"], one["next_as"])
     return [row, speed + (mark(notes, UNSTEADY) if speed and one["unsteady"] else ""), lead]
 

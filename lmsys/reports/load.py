@@ -106,21 +106,25 @@ def read(paths: Iterable[Path]) -> list[Machine]:
             cases[hardware, *(case.get(name) for name in IDENTITY)] = hardware, run, case
     if not cases:
         raise InputError(f"nothing to report: no records in {', '.join(map(str, paths)) or 'no files'}")
-    return _machines(list(cases.values()), fields, rows)
+    return machines_of(list(cases.values()), fields, rows)
 
 
 def _load(path: Path) -> Record:
-    """A result file, with its fields and rows by name."""
+    """A result file, by name."""
     try:
-        found = record.load(path)
-        fields = {name: {one["name"]: Field(**one) for one in declared} for name, declared in found["fields"].items()}
-        rows = {kind: {row["name"]: row for row in table} for kind, table in found["rows"].items()}
+        return by_name(record.load(path))
     except (AttributeError, KeyError, TypeError) as error:
         raise InputError(
             f"{path}: not a result of this bench: its fields or rows are not what they should be"
         ) from error
     except ValueError as error:
         raise InputError(" ".join(str(error).split())) from error
+
+
+def by_name(found: Record) -> Record:
+    """A result with its fields and rows by their names, where a file has lists of them."""
+    fields = {name: {one["name"]: Field(**one) for one in declared} for name, declared in found["fields"].items()}
+    rows = {kind: {row["name"]: row for row in table} for kind, table in found["rows"].items()}
     return found | {"fields": fields, "rows": rows}
 
 
@@ -129,7 +133,8 @@ def _date(machine: Mapping[str, Any]) -> str:
     return str(machine.get("date") or "")
 
 
-def _machines(cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: Rows) -> list[Machine]:
+def machines_of(cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: Rows) -> list[Machine]:
+    """`cases`: of each its hardware, which makes one machine, its run and its record."""
     taken: Counter[str] = Counter()
     machines = []
     for hardware in sorted({hardware for hardware, _, _ in cases}):

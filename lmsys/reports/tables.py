@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmsys.bench.fields import Field, Record
+from lmsys.bench.verdict import undisturbed
 from lmsys.reports.cells import CEILINGS, NOT_RUN, SPEEDUP, Notes, below, cell, detail, is_compared, mark, mean_text
 from lmsys.reports.load import Machine
 from lmsys.reports.views import View
@@ -132,7 +133,10 @@ def pivot(
         blank = [f"Blank: not sampled together with {view.text('impl', view.base)}."] * any(
             "" in line for line in lines
         )
-        means = [mean_text(case[SPEEDUP] for case in view.cases if case[columns] == head) for head in heads]
+        of_heads = [
+            undisturbed([case for case in view.cases if case[columns] == head and case[SPEEDUP]]) for head in heads
+        ]
+        means = [mean_text(case[SPEEDUP] for case in cases) for cases in of_heads]
         lines.append(["geometric mean (cells)", *[""] * (len(rows) - 1), *means])
     several = " / ".join(view.text(inside, value) for value in inner) if len(inner) > 1 else ""
     inside_a_cell = f"\nIn each cell: {several}." if several else ""
@@ -140,7 +144,7 @@ def pivot(
         name=view.file(word or FILES.get(metric, metric)),
         title=titled(head_of(one) + (f" ({several})" if several else ""), view),
         caption=view.caption(about or about_of(one), is_clocked(one)) + inside_a_cell,
-        columns=[*(label_of(view.fields[name]) for name in rows), *(_head(view, columns, head) for head in heads)],
+        columns=[*(label_of(view.fields[name]) for name in rows), *(value_head(view, columns, head) for head in heads)],
         rows=lines,
         data=data_of(view, *(data or (metric, *(SPREAD if metric in ("time_s", "mean_s") else ())))),
         notes=[*below(notes, lines), *blank, *left_out],
@@ -172,7 +176,7 @@ def _best(view: View, one: Field, line: Sequence[Record | None]) -> list[int]:
     if len(together) < 2 or one.unit not in ("s", "B") and not _more_is_better(one):
         return []
     choose = max if _more_is_better(one) else min
-    best = choose(case[one.name] for _, case in together)
+    best = choose(case[one.name] for case in undisturbed([case for _, case in together]))
     return [at for at, case in together if case[one.name] == best]
 
 
@@ -180,10 +184,10 @@ def _more_is_better(one: Field) -> bool:
     return one.unit.endswith("/s") or one.name in (SPEEDUP, "mfu", *CEILINGS)
 
 
-def _head(view: View, name: str, value: Any) -> str:
-    """The head of a column: a number says of what it is."""
-    text, is_number = view.text(name, value), type(value) in (int, float) and value not in view.words.get(name, ())
-    return f"{label_of(view.fields[name])} {text}" if is_number else text
+def value_head(view: View, name: str, value: Any) -> str:
+    """The head of a column: a number says of what it is, and so does a yes or no."""
+    is_bare = isinstance(value, int | float) and value not in view.words.get(name, ())
+    return f"{label_of(view.fields[name])} " * is_bare + view.text(name, value)
 
 
 def _group(

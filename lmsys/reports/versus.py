@@ -3,11 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from lmsys.bench.fields import BATCH_INVARIANT, REPEATABLE, Field, Record
+from lmsys.bench.verdict import undisturbed
 from lmsys.reports.cells import SPEEDUP, Notes, below, geometric_mean, mark, mean_text
 from lmsys.reports.fastest import ratio_of_best
 from lmsys.reports.tables import Table, data_of
 from lmsys.reports.views import View
 from lmsys.reports.words import filled, label_of, number
+
+ASIDE = " Disturbed cases count only where a row has no others."
 
 
 def rivals(view: View, settings: Sequence[str], names: tuple[str, str], word: str, title: str) -> Table | None:
@@ -36,7 +39,7 @@ def rivals(view: View, settings: Sequence[str], names: tuple[str, str], word: st
         name=view.file(word),
         title=title,
         caption="Median of step-time ratios, steps alternating; of the best bucket size of each. Above 1: ours is "
-        "faster.",
+        "faster." + ASIDE * view.has("disturbed"),
         source=view.source,
         columns=["training", *heads],
         rows=rows,
@@ -47,7 +50,7 @@ def rivals(view: View, settings: Sequence[str], names: tuple[str, str], word: st
 def means(view: View, row: str, column: str, word: str, title: str) -> Table | None:
     """Geometric means of the speedups by two fields, with how many each is of; None without any."""
     own = view.only(lambda case: case[SPEEDUP])
-    found = {key: [case[SPEEDUP] for case in one.cases] for key, one in own.groups(row, column).items()}
+    found = {key: [case[SPEEDUP] for case in undisturbed(one.cases)] for key, one in own.groups(row, column).items()}
     heads = own.values(column)
     if not found:
         return None
@@ -55,7 +58,7 @@ def means(view: View, row: str, column: str, word: str, title: str) -> Table | N
         name=view.file(word),
         title=title,
         caption="Geometric mean of the speedups, with how many it is of in brackets. Compare two rows only if these "
-        "counts are equal.",
+        "counts are equal." + ASIDE * view.has("disturbed"),
         source=view.source,
         columns=["", *heads],
         rows=[

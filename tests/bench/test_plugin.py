@@ -50,8 +50,11 @@ def test_it_is_measured_in_any_folder_and_refused_when_it_is_wrong(folder: Path)
     text = (folder / "bench_matmul.py").read_text()
     (folder / "bench_matmul.py").write_text(text.replace("linear(a, b.T)", "linear(a, b.T) * 1.001"))
     ended = run(folder, *SMALL, "--benchmark-only", "--benchmark-json", "out.json")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "wrong default-16-float32-mine (error ratio" in ended.stdout
+    assert "wrong, which fails the run, as a peer's would not: mine" in ended.stdout
+    assert "matmul: 4 of 4 that ran" in ended.stdout and "wrong result: " in ended.stdout
+    assert "lmsys.check" not in ended.stdout  # which knows no matmul
     assert sorted(path.name for path in folder.glob("out*")) == ["out.json"]
     failed = run(folder, *SMALL, "--benchmark-disable", "--no-isolation", "--fail-on", "error,wrong")
     assert failed.returncode == 1 and "--fail-on: 2 wrong" in failed.stdout, failed.stdout
@@ -64,6 +67,32 @@ def test_it_is_measured_in_any_folder_and_refused_when_it_is_wrong(folder: Path)
     declared = {one["name"]: one for one in found["fields"]["matmul"]}
     assert declared["flops_per_s"]["unit"] == "FLOP/s" and declared["flops_per_s"]["role"] == "metric"
     assert [row["name"] for row in found["rows"]["row"]] == ["matmul", "mine"]
+
+
+def test_a_wrong_row_of_somebody_elses_fails_no_run(folder: Path) -> None:
+    text = (folder / "bench_matmul.py").read_text().replace("linear(a, b.T)", "linear(a, b.T) * 1.001")
+    (folder / "bench_matmul.py").write_text(text.replace('"bench_matmul:mine"', '"bench_matmul:mine", peer=True'))
+    ended = run(folder, *SMALL, "--benchmark-only")
+    assert ended.returncode == 0 and "wrong default-16-float32-mine (error ratio" in ended.stdout, ended.stdout
+
+
+WRONG = """
+def row(q, k, v, *, causal=False, scale=None):
+    return v.new_ones(*q.shape[:-1], v.shape[-1]) * q.sum()
+"""
+
+
+def test_a_wrong_row_of_a_file_comes_with_the_command_that_asks_why(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WRONG)
+    asked = "benchmarks/bench_attention.py", "--attention", f"sdpa_math,{tmp_path}/mine.py:row", "--length", "64"
+    few = "-k", "smoke and float32-full-fwd-", "--sweep", "smoke", "--benchmark-only", "--no-isolation"
+    ended = run(ROOT, *asked, *few, "--benchmark-json", tmp_path / "out.json", plugin=False)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    command = f"python -m lmsys.check {tmp_path}/mine.py:row --kind=attention --head-dim=32 --dtype=float32"
+    assert f"why row was wrong: {command}" in ended.stdout, ended.stdout
+    assert f"the report of it: python -m lmsys.reports {tmp_path}/out.json" in ended.stdout
+    (wrong,) = [one for one in record.load(tmp_path / "out.json")["records"] if one["outcome"] == "wrong"]
+    assert wrong["reason"] in ended.stdout
 
 
 PATCH = """
@@ -157,14 +186,14 @@ def test_wide_tables_are_for_those_who_ask(folder: Path) -> None:
     quickly = ("--benchmark-min-rounds", "10", "--no-isolation")
     both = (*SMALL, "test_plain.py", *quickly, "--benchmark-autosave", "--benchmark-json")
     told = run(folder, *both, "out.json").stdout
-    assert "3 tests" not in told and "test_matmul[" not in told and "fastest, matmul: " in told, told
+    assert "3 tests" not in told and "test_matmul[" not in told and "matmul: 4 of 4 that ran" in told, told
     assert "benchmark: 1 tests" in told and "test_plain " in told, told
     assert len(json.loads((folder / "out.json").read_text())["benchmarks"]) == 5
     (saved,) = (folder / ".benchmarks").rglob("0001_*.json")
     assert len(record.load(saved)["records"]) == 4  # `python -m lmsys.reports --against` takes it as it is
     compared = run(folder, *both, "last.json", "--benchmark-compare").stdout
     assert "test_matmul[default-16-float32-mine] (NOW)" in compared and "(0001_" in compared, compared
-    assert "fastest, matmul: " in compared and "test_plain (NOW)" in compared, compared
+    assert "matmul: 4 of 4 that ran" in compared and "test_plain (NOW)" in compared, compared
 
 
 def test_repeats_say_what_runs_differ_by(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run ends with counts, the fastest rows, what could not run, and what was wrong."""
+"""A run ends with counts, what could not run, and what was wrong; and which row is fastest, of what decides."""
 
 from statistics import geometric_mean
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lmsys.bench.verdict import MOST_REASONS, NEAR, fastest, lines
+from lmsys.bench.verdict import MOST_REASONS, NEAR, Fastest, deciding, fastest, lines
 
 ROWS = "flash_triton", "sdpa_flash", "naive"
 
@@ -17,32 +17,14 @@ def one(impl: str, outcome: str = "ok", time_s: float | None = 1.0, reason: str 
 
 
 def test_the_fastest_is_of_what_was_sampled_together() -> None:
-    records = [
-        one("naive", time_s=2.0),
-        one("flash"),
-        one("naive", comparison="b"),
-        one("flash", time_s=2.0, comparison="b"),
-    ]
-    records += [one("flash", time_s=1.0, comparison="c"), one("naive", time_s=3.0, comparison="c")]
-    records += [one("alone", comparison="d", time_s=1e-9), one("flash", direction="bwd", comparison="e")]
-    assert list(lines(records)) == [
-        "8 ok",
-        "fastest, attention fwd: flash, first or within 2 % in 2 of 3 comparisons",
-    ]
+    both = [[one("naive", time_s=2.0), one("flash")], [one("naive", comparison="b"), one("flash", comparison="b")]]
+    last = [one("flash", time_s=1.0, comparison="c"), one("naive", time_s=3.0, comparison="c")]
+    assert fastest([*both, last]) == Fastest("flash", 3, 3)
 
 
 def test_where_each_row_is_slower_than_another_nothing_is_settled() -> None:
     samples = {"a": [1.0, 2.0, 3.0], "b": [2.0, 3.0, 1.0], "c": [3.0, 1.0, 2.0]}  # each beats another in two of three
-    assert list(lines([one(name, time_s=2.0, samples_s=times) for name, times in samples.items()])) == [
-        "3 ok",
-        "fastest, attention fwd: not settled, no row was first in 1 comparison",
-    ]
-
-
-def test_a_row_that_does_other_work_is_no_rival() -> None:
-    records = [one("none", time_s=0.1), one("naive"), one("flat", time_s=2.0)]
-    found = list(lines(records, lambda record: record["impl"] != "none"))
-    assert found == ["3 ok", "fastest, attention fwd: naive, first or within 2 % in 1 of 1 comparison"]
+    assert fastest([[one(name, time_s=2.0, samples_s=times) for name, times in samples.items()]]).first == 0
 
 
 def test_figures_that_were_disturbed_are_counted() -> None:
@@ -66,6 +48,35 @@ def test_a_reason_is_told_once_with_its_rows() -> None:
 def test_what_is_wrong_is_told_last() -> None:
     records = [one("a", "wrong", None, "o is off", error_ratio=12.345), one("b")]
     assert list(lines(records))[-1] == "wrong a-a (error ratio 12.3): o is off"
+    records += [one("a", "wrong", None, "dq is off", comparison="b"), one("b", "error", None, "crashed")]
+    assert list(lines(records))[1:] == [
+        "wrong a-a (error ratio 12.3): o is off; and 1 more of a",
+        "error b-a: crashed",
+    ]
+
+
+FLAGS = st.lists(st.tuples(*[st.tuples(st.floats(1e-6, 1e-1), st.booleans()) | st.none()] * len(ROWS)), max_size=4)
+
+
+@given(FLAGS)
+def test_what_was_disturbed_decides_nothing_where_others_were_not(drawn: list[Any]) -> None:
+    """The oracle: the answer is that of the undisturbed cases alone, if they can give one, and of all if all were."""
+    comparisons = [
+        [
+            one(row, time_s=cell[0], disturbed="busy" if cell[1] else None, comparison=str(number))
+            for row, cell in zip(ROWS, line, strict=True)
+            if cell
+        ]
+        for number, line in enumerate(drawn)
+    ]
+    several = [cases for cases in comparisons if len(cases) > 1]
+    found = deciding(comparisons, lambda cases: len(cases) > 1)
+    calm = [[case for case in cases if not case["disturbed"]] for cases in several]
+    assert found == ([cases for cases in calm if len(cases) > 1] if any(calm) else several)
+    if found:
+        winner = fastest(found).row
+        flags = [case["disturbed"] for cases in found for case in cases if case["impl"] == winner]
+        assert not any(flags) or not any(calm)
 
 
 @given(st.lists(st.tuples(*[st.none() | st.floats(1e-6, 1e-1)] * len(ROWS)), min_size=1, max_size=3))

@@ -95,16 +95,6 @@ def test_rows_are_explained_as_their_table_says(tmp_path: Path) -> None:
     assert f"Our rows: flat ({flat}), zero1 ({zero1}), mine.  \nOthers’ rows: torch_ddp_tuned ({ddp})." in text
 
 
-def test_a_table_says_where_speeds_are_over_several_rows(tmp_path: Path) -> None:
-    alike = comparison(1024, {"flash_triton": 1e-3, "sdpa_flash": 2e-3})
-    other = [record("attention", name, dtype="float16") for name in ("flash_triton", "sdpa_cudnn")]
-    told = "that took turns with the row, else over the second-fastest row: sdpa_flash in 1 line, sdpa_cudnn in 1."
-    for records, said in ((alike, ""), ([*alike, *other], told)):
-        files = built(tmp_path / f"{bool(said)}", save(tmp_path / f"{bool(said)}.json", records))
-        text = files["tables/synthetic-gpu-fastest-attention.md"].decode()
-        assert said in text and ("Speed is over the first of" in text) is bool(said)
-
-
 @settings(max_examples=50, deadline=None)
 @given(dates=st.lists(st.datetimes() | st.none(), min_size=1, max_size=4))
 def test_names_of_runs_tell_them_apart(dates: list[datetime | None]) -> None:

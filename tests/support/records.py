@@ -190,12 +190,17 @@ def of_everything() -> list[Record]:
 
 def save(path: Path, records: list[Record], **machine: Any) -> Path:
     """A result file of these records."""
+    path.write_text(json.dumps({"lmsys": content_of(records, **machine)}))
+    return path
+
+
+def content_of(records: list[Record], **machine: Any) -> Record:
+    """Our part of such a file."""
     names = {one["benchmark"] for one in records} & BENCHMARKS.keys()
     fields = {name: [one.to_json() for one in fields_of(name).values()] for name in sorted(names)}
     rows = {kind: list(rows_of(kind).values()) for kind in ("attention", "strategy", "loss", "tokenizer", "operation")}
     head = {"fields": fields, "rows": rows}
-    path.write_text(json.dumps({"lmsys": {"schema": 2, "machine": MACHINE | machine, **head, "records": records}}))
-    return path
+    return {"schema": 2, "machine": MACHINE | machine, **head, "records": records}
 
 
 def built(out: Path, *arguments: object) -> dict[str, bytes]:

@@ -1,0 +1,113 @@
+"""A run's answers in a terminal: for each question its rows, the fastest first, by the figures and words of the page.
+
+A question is what the words of a case ask, such as its direction, dtype and mask; numbers are its sizes, of which the
+largest is shown where all would be too many. What could not run is left out: the run tells the reasons below.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, repeat
+from textwrap import wrap
+
+from lmsys.bench.fields import Field, Record
+from lmsys.bench.verdict import ratio_of, time_of, undisturbed
+from lmsys.reports.cells import CEILINGS, shown
+from lmsys.reports.load import by_name, machines_of
+from lmsys.reports.tables import value_head
+from lmsys.reports.views import UNSAID, View, view_of
+from lmsys.reports.words import MEANINGS, number, unit_of
+
+MOST = 20  # lines of a benchmark
+NARROW = 18  # characters that a setting keeps in a narrow terminal
+SHARES = {"mfu": "MFU %"} | {name: f"{ceiling.removeprefix('large ')} %" for name, ceiling in CEILINGS.items()}
+SIZES = int, float
+ABOUT = (
+    "The fastest row comes first; of many sizes the largest is shown that was not disturbed, if any (pytest -v shows "
+    "all). Speed is over the fastest other row, of somebody else's if any took turns. disturbed: the machine was busy "
+    "or slowed."
+)
+
+
+def lines(found: Record, every: bool, contends: Callable[[Record], bool], width: int = 0) -> Iterator[str]:
+    """A table of each benchmark that was timed.
+
+    found     machine, fields, rows and records, as in a result file
+    every     all cases that ran, in place of MOST lines of a benchmark
+    contends  true of rows that do the same work as the others of their comparison
+    width     characters of a line; by default those of this terminal
+    """
+    width = width or shutil.get_terminal_size((100, 24)).columns
+    named = by_name(found)
+    run = "", json.dumps(found["machine"])
+    cases = [("", run, one) for one in found["records"] if one["outcome"] not in ("unsupported", "oom")]
+    for machine in machines_of(cases, named["fields"], named["rows"]):
+        names = dict.fromkeys(one["benchmark"] for one in machine.records if one["time_s"])
+        for name in names:
+            view = view_of(machine, name).with_fields(Field("contends", role="detail", of=contends))
+            yield from _table(view, width, every or len(view.cases) <= MOST)
+        yield from wrap(ABOUT, width) if names else ()
+
+
+def _table(view: View, width: int, every: bool) -> Iterator[str]:
+    varying = {name for own in view.groups("comparison").values() for name in view.axes() if own.varies(name)}
+    axes = [name for name in view.axes() if name not in (*UNSAID, "impl", *varying)]  # those tell rows apart
+    axes.sort(key=lambda name: (type(view.cases[0][name]) in SIZES, -len(view.values(name))))
+    asked = Field(
+        "asked",
+        role="detail",
+        of=lambda case: tuple(SIZES if type(case[name]) in SIZES else case[name] for name in axes),
+    )
+    questions = view.with_fields(asked).ordered(*axes).groups("comparison" if every else "asked").values()
+    parts = [max(own.groups("comparison").values(), key=_size) for own in questions][: None if every else MOST]
+    telling = [name for name in axes if len({own.cases[0][name] for own in parts}) > 1]
+    rates = [name for name, one in view.fields.items() if one.unit.endswith("/s") and view.has(name)]
+    figures = ["time_s", *rates[:1], *[name for name in SHARES if view.has(name)][:1]]
+    most = len(view.cases) if every else max(1, MOST // len(parts))
+    groups = [(_words(own, own.cases[0], telling), [*_lines(own, figures, most)]) for own in parts]
+    yield f"{view.benchmark.replace('_', ' ')}: {sum(len(one) for _, one in groups)} of {len(view.cases)} that ran"
+    heads = ["row", *(SHARES.get(name) or unit_of(view.fields[name])[0] for name in figures), "speed", ""]
+    yield from _aligned([("", [heads]), *groups], width)
+    yield ""
+
+
+def _size(own: View) -> tuple[bool, float]:
+    """Sorts what was disturbed throughout before the rest, and each by time."""
+    timed = undisturbed([case for case in own.cases if case["time_s"]])
+    return any(not case["disturbed"] for case in timed), min(map(time_of, timed), default=0.0)
+
+
+def _place(case: Record) -> tuple[bool, bool, bool, float]:
+    """Last what has no time; before it what does other work, and what was disturbed; each by its time."""
+    return not case["time_s"], not case["contends"], bool(case["disturbed"]), case["time_s"] or 0.0
+
+
+def _words(own: View, case: Record, names: Iterable[str]) -> str:
+    values = ((name, case[name]) for name in names if case[name] is not None)
+    return ", ".join(one if isinstance(one, str) else value_head(own, name, one) for name, one in values)
+
+
+def _lines(own: View, figures: Sequence[str], most: int) -> Iterator[list[str]]:
+    """Of each row, the fastest first: its name, figures, speed over another, and whether it is right or why not."""
+    for case in sorted(own.cases, key=_place)[:most]:
+        others = [one for one in own.cases if one["time_s"] and one["contends"] and one["impl"] != case["impl"]]
+        base = min(undisturbed([one for one in others if one["peer"]] or others), key=time_of, default=case)
+        ratio = ratio_of(case, base) if case["contends"] and base is not case else None
+        speed = f"{number(ratio)} × {base['impl']}" if ratio else ""
+        disturbed = case["disturbed"] or (speed and base["disturbed"])
+        right = "ran" if case["error_ratio"] is None else "disturbed" if disturbed else "right"
+        ending = right if case["outcome"] == "ok" else f"{MEANINGS[case['outcome']]}: {case['reason']}"
+        yield [_words(own, case, own.telling(["impl"])), *(shown(own, name, case) for name in figures), speed, ending]
+
+
+def _aligned(groups: Sequence[tuple[str, Sequence[Sequence[str]]]], width: int) -> Iterator[str]:
+    """Lines of that width, of settings and their rows. A setting has as many as its rows, and is cut there."""
+    columns = zip(*(line for _, told in groups for line in told), strict=True)
+    row, *wide, _ = (max(map(len, column)) for column in columns)
+    free = width - row - sum(wide) - len(wide) - len("    disturbed")
+    first = min(max(NARROW, free), max(len(setting) for setting, _ in groups))
+    for setting, told in groups:
+        words = wrap(setting, max(NARROW, first), max_lines=len(told), placeholder=" …")
+        for text, (name, *figures, ending) in zip(chain(words, repeat("")), told, strict=False):
+            aligned = " ".join(figure.rjust(size) for figure, size in zip(figures, wide, strict=True)) + "  "
+            yield f"{text.ljust(first)}  {name.ljust(row)} {aligned * any(figures)}{ending}"[:width].rstrip()

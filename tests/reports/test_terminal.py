@@ -1,0 +1,141 @@
+"""The tables that a run ends with: few lines, the page's figures, and no answer from a machine that was disturbed."""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from lmsys.reports.fastest import QUESTIONS, fastest_of
+from lmsys.reports.load import by_name, machines_of
+from lmsys.reports.terminal import MOST, lines
+from lmsys.reports.words import number
+from tests.support.records import Record, content_of, of_everything, record
+
+ROWS = "flash_triton", "sdpa", "naive", "flex"  # two are peers
+FIGURES = st.tuples(st.floats(1e-5, 1e-2), st.booleans())  # seconds, and whether the machine was disturbed
+DRAWN = st.dictionaries(
+    st.tuples(st.sampled_from(["fwd", "bwd"]), st.sampled_from([64, 128]), st.sampled_from(ROWS)), FIGURES, min_size=1
+)
+
+
+def records_of(drawn: dict[tuple[str, int, str], tuple[float, bool]]) -> list[Record]:
+    return [
+        record("attention", row, seconds, direction=way, queries=size, keys=size, disturbed="busy" if flag else None)
+        for (way, size, row), (seconds, flag) in drawn.items()
+    ]
+
+
+def told(records: list[Record], every: bool = False, width: int = 120) -> list[str]:
+    return list(lines(content_of(records), every, lambda _: True, width))
+
+
+def tables(found: list[str]) -> Iterator[list[str]]:
+    """The lines of each table, without its title and heads."""
+    while "" in found:
+        end = found.index("")
+        yield found[2:end]
+        found = found[end + 1 :]
+
+
+@given(DRAWN, st.sampled_from([2, MOST]))
+def test_no_question_begins_with_a_disturbed_row_where_another_was_not(drawn: Any, most: int) -> None:
+    """Of few cases each size is a question of its own; of many all sizes of a direction are one."""
+    records = records_of(drawn)
+    by_figure = {(one["impl"], number(1e3 * one["time_s"])): one for one in records}
+    assume(len(by_figure) == len(records))
+    with mock.patch("lmsys.reports.terminal.MOST", most):
+        (table,) = tables(told(records))
+    lines = [line.split("\N{MULTIPLICATION SIGN}")[0].split() for line in table]
+    shown = [by_figure[key] for line in lines for key in by_figure if key[0] in line and key[1] in line]
+    asked = "comparison" if len(records) <= most else "direction"
+    assert {one[asked] for one in shown} == {one[asked] for one in records}
+    for question in {one[asked] for one in shown}:
+        calm = [one for one in records if one[asked] == question and not one["disturbed"]]
+        assert not next(one for one in shown if one[asked] == question)["disturbed"] or not calm
+
+
+@given(DRAWN)
+def test_an_answer_of_the_page_is_that_of_the_undisturbed_cases_alone(drawn: Any) -> None:
+    records = records_of(drawn)
+    calm, found = answers([one for one in records if not one["disturbed"]]), answers(records)
+    for way, answer in found.items():
+        flags = {
+            bool(one["disturbed"])
+            for one in records
+            if one["direction"] == way and can_answer([other for other in records if alike(one, other)])
+        }
+        if flags == {True}:
+            assert answer["disturbed"] == "all" and answer["row"]
+        else:
+            same = calm.get(way, {"row": None, "speedup": None, "over": None})
+            assert {name: answer[name] for name in ("row", "speedup", "over")} == {
+                name: same[name] for name in ("row", "speedup", "over")
+            }
+            assert answer["disturbed"] == ("some" if True in flags else None)
+
+
+def alike(one: Record, other: Record) -> bool:
+    return bool(one["comparison"] == other["comparison"])
+
+
+def can_answer(cases: list[Record]) -> bool:
+    return len(cases) > 1 and any(one["peer"] for one in cases)
+
+
+def answers(records: list[Record]) -> dict[str, Record]:
+    """What the page says of each direction."""
+    content = by_name(content_of(records))
+    cases = [("", ("", "{}"), one) for one in records]
+    for machine in machines_of(cases, content["fields"], content["rows"]):
+        table = fastest_of(machine, QUESTIONS[0])
+        return {str(one["direction"]): dict(one) for one in table.data} if table else {}
+    return {}
+
+
+def test_where_all_were_disturbed_the_line_says_so() -> None:
+    records = records_of({("fwd", 64, row): (1e-3 * (1 + at), True) for at, row in enumerate(ROWS)})
+    (table,) = tables(told(records))
+    assert all(line.endswith("disturbed") for line in table) and len(table) == len(ROWS)
+    content = by_name(content_of(records))
+    (machine,) = machines_of([("", ("", "{}"), one) for one in records], content["fields"], content["rows"])
+    page = fastest_of(machine, QUESTIONS[0])
+    assert page and page.rows[0][1] == "flash_triton, all of them disturbed"
+
+
+def test_a_benchmark_has_few_lines_in_any_terminal_and_each_figure_is_the_pages() -> None:
+    everything = of_everything()
+    for width in (80, 100, 160):
+        found = told(everything, width=width)
+        assert max(map(len, found)) <= width or width == 80  # where two long names and the figures have no room
+        assert all(0 < len(table) <= MOST for table in tables(found))
+    full = [line for table in tables(told(everything, every=True, width=250)) for line in table]
+    ran = [one for one in everything if one["outcome"] not in ("unsupported", "oom")]
+    timed = {one["benchmark"] for one in ran if one["time_s"]}
+    assert len(full) == sum(one["benchmark"] in timed for one in ran)
+    for one in ran:
+        if one["benchmark"] == "attention" and one["time_s"]:
+            assert any(one["impl"] in line.split() and number(1e3 * one["time_s"]) in line.split() for line in full)
+
+
+def test_a_speed_is_over_the_best_peer_and_a_wrong_row_says_why() -> None:
+    records = [record("attention", name, s) for name, s in {"naive": 1e-3, "sdpa": 3e-3, "flex": 2e-3}.items()]
+    records += [record("attention", "flash_triton", outcome="wrong", reason="o is 3 times the allowed error")]
+    (table,) = tables(told(records))
+    assert [line.split()[0] for line in table] == ["naive", "flex", "sdpa", "flash_triton"]
+    assert "2.00 × flex" in table[0] and "1.50 × sdpa" in table[1] and "0.667 × flex" in table[2]
+    assert table[3].endswith("wrong result: o is 3 times the allowed error")
+
+
+def test_of_many_sizes_the_largest_that_was_not_disturbed_is_shown() -> None:
+    drawn = {("fwd", 2**size, row): (1e-5 * 2**size, size > 12) for size in range(5, 15) for row in ROWS}
+    records = records_of(drawn)
+    (table,), largest = tables(told(records)), [one for one in records if one["queries"] == 2**12]
+    assert [line.split()[1] for line in table] == [number(1e3 * one["time_s"]) for one in largest]
+    assert not any("disturbed" in line for line in table)
+
+
+def test_without_a_time_there_is_no_table() -> None:
+    assert told([record("attention", "naive", outcome="wrong", reason="o is off")]) == []
+    assert told([record("attention", "naive", outcome="oom")]) == []
