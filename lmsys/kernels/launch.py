@@ -20,13 +20,15 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lmsys.kernels.tritons import is_known
+from lmsys.kernels.tritons import is_known, mend_interpreter, version
 
 FUSED = {"enable_fp_fusion": True}  # Triton's default as well, which 3.9 warns that 3.10 will change
 MAX_DESCRIPTORS = 8192  # about 1 KiB each
 
 _descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 INTERPRETED = triton.knobs.runtime.interpret
+if INTERPRETED and version().startswith("3.6."):
+    mend_interpreter()
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent where torch is built without CUDA
 
 
