@@ -1,7 +1,5 @@
 """The versions of Triton on which `nox -s tritons` runs the kernels that use more of it than is documented."""
 
-from typing import Any
-
 import triton
 
 KNOWN_TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")  # what torch 2.11, 2.13, 2.14 and 2.15 bring
@@ -14,16 +12,3 @@ def is_known() -> bool:
 
 def version() -> str:
     return triton.__version__.split("+")[0]
-
-
-def mend_interpreter() -> None:
-    """Has the interpreter of Triton 3.6 read an index as that of 3.7 does: numpy 2.4 refuses what it did."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_mend(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    interpreter._patch_lang_tensor = patch_and_mend
