@@ -21,14 +21,14 @@ def write(folder: Path, out: Path, margin: float) -> list[str]:
     runs = [run for _, run in sorted(map(_dated, folder.glob("*.json")), key=lambda dated: dated[0])]
     reasons = [against.why_not(run, runs[-1]) for run in runs]
     alike = [run for run, reason in zip(runs, reasons, strict=True) if not reason]
-    if len(alike) < 2:
-        raise InputError(f"{folder}: a history takes *.json of two runs or more, of one machine with the same versions")
+    since = [compare(alike[0].records, run.records, margin) for run in alike[1:]]
+    if not since or not since[-1]:
+        raise InputError(f"{folder}: nothing to compare: a history takes *.json of one machine, with the same cases")
     first, last = alike[0], alike[-1]
-    since = [compare(first.records, run.records, margin) for run in alike[1:]]
     found = against.Compared(first, last, since[-1], *of_one_run(first.records, last.records), margin)
     drawn = [_plot(name, alike, since) for name in {str(one.new["benchmark"]): 0 for one in since[-1]}]
     path = against.write(found, out, [Chapter("Over commits", [Block("", drawn)])])
-    left_out = [f"left out: {reason}" for reason in reasons if reason]
+    left_out = [f"left out: {reason}" for reason in dict.fromkeys(reasons) if reason]
     return [*left_out, f"{len(alike)} runs, the last beside the first", *against.told(found), str(path)]
 
 

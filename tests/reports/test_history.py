@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lmsys.reports import plots
 from lmsys.reports.__main__ import main
 from tests.support.records import cells, record, save
 
@@ -23,7 +24,7 @@ def run(path: Path, seed: int, clock: float = 1.0, pace: float = 1.0, made: str 
             one = record("attention", row, seconds, queries=length, keys=length)
             factor = clock * (pace if row == "flash_triton" else 1.0)
             one["samples_s"] = [factor * seconds * rng.gauss(1, 0.004) for _ in range(40)]
-            found.append(one)
+            found.append(one | {"id": f"S{length}-{row}"})
     save(path, found, **told)
     path.write_text(json.dumps(json.loads(path.read_text()) | ({"commit_info": {"time": made}} if made else {})))
     return path
@@ -61,6 +62,25 @@ def test_cases_stand_over_commits_in_the_order_of_their_dates(
     plot = files["plots/synthetic-gpu-history-attention.svg"].decode()
     assert re.findall("|".join(COMMITS), plot) == list(COMMITS)
     assert "attention: time by commit" in plot and "flash_triton" in plot and "flash_triton" in said[3]
+
+
+def test_a_line_goes_by_the_runs_that_have_its_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    four_commits(tmp_path / "runs")
+    path = tmp_path / "runs" / "7.json"  # of the third commit, whose first case was not measured
+    content = json.loads(path.read_text())
+    missing = content["lmsys"]["records"].pop(0)["id"]
+    path.write_text(json.dumps(content))
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(plots, "to_svg", lambda axes, *_: drawn.update(axes=axes) or '<svg width="1pt" height="1pt">')
+    assert history(tmp_path / "runs", "-o", tmp_path / "out") == 0
+    lines = {line.get_label(): line.get_xydata().T for line in drawn["axes"].get_lines()}
+    slower = [xy for label, xy in lines.items() if "flash_triton" in label]
+    assert sorted(list(places) for places, _ in slower) == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 3]]
+    assert list(lines[missing][0]) == [0, 1, 3]
+    for places, ratios in slower:
+        assert list(ratios) == pytest.approx([1.3 if place >= 2 else 1.0 for place in places], rel=0.02)
+    steady = [line.get_ydata() for line in drawn["axes"].get_lines() if line.get_color() == "0.7"]
+    assert len(steady) == 3 and all(list(ratios) == pytest.approx([1.0] * 4, rel=0.02) for ratios in steady), "naive"
 
 
 def test_a_run_without_a_date_of_its_commit_stands_at_its_own(
@@ -105,6 +125,12 @@ def test_what_makes_no_history_is_refused(tmp_path: Path, capsys: pytest.Capture
     for option in (["--anyway"], ["--single-file"], ["--baseline", "naive"], [str(alone / "1.json")]):
         assert history(tmp_path / "runs", *option, "-o", tmp_path / "out") == 2
         assert "--history takes a folder" in capsys.readouterr().err
+    run(alone / "2.json", 2)
+    content = json.loads((alone / "2.json").read_text())
+    content["lmsys"]["records"] = [one | {"id": f"other-{one['id']}"} for one in content["lmsys"]["records"]]
+    (alone / "2.json").write_text(json.dumps(content))
+    assert history(alone, "-o", tmp_path / "out") == 2
+    assert "nothing to compare" in capsys.readouterr().err
     (tmp_path / "runs" / "other.json").write_text("{}")
     assert history(tmp_path / "runs", "-o", tmp_path / "out") == 2
     assert "other.json" in capsys.readouterr().err
