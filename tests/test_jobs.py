@@ -59,6 +59,6 @@ def test_two_launchers_on_a_host_are_refused_before_they_start(hosts: str, tmp_p
 
 def test_the_page_shows_the_job_that_is_tested() -> None:
     page, job = PAGES["docs/nodes.md"], JOB.read_text()
-    shown = [line for line in page.splitlines() if line.startswith("#SBATCH ") or "scontrol" in line]
-    assert len(shown) == 4 and all(line in job for line in shown)
+    shown = [line for line in page.splitlines() if line.startswith(("#SBATCH ", "host=", "port="))]
+    assert len(shown) == 5 and all(line in job for line in shown)
     assert [name for name in ("slurm.sh", "kubernetes.yaml") if f"](examples/{name})" not in page] == []

@@ -70,7 +70,9 @@ class Norm(Benchmark):
         one = cases[0]
         shapes = {"x": (one.tokens, one.width), "weight": (one.width,), "dy": (one.tokens, one.width)}
         dtype = getattr(torch, one.dtype)
-        return Draws({name: torch.empty(s, dtype=dtype, device=one.device) for name, s in shapes.items()}, settings.seed)
+        return Draws(
+            {name: torch.empty(s, dtype=dtype, device=one.device) for name, s in shapes.items()}, settings.seed
+        )
 
     def redraw(self, setup, draw):
         setup.fill(draw)  # before every timed call
