@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["nox>=2025.2.9"]
 # ///
-"""Sessions: lint, tests, bench, and on request gpu, tritons, fuzz, commands, browser, report, docs, site, package.
+"""Sessions: lint, tests, bench; on request gpu, newest, tritons, fuzz, commands, browser, report, docs, site, package.
 
 Each wraps lines of docs/install.md.
 
@@ -63,6 +63,16 @@ def gpu(session: nox.Session) -> None:
     install(session, "test")
     session.run("python", "-m", "lmsys.attention.flash_cuda", success_codes=[0, NOTHING_TO_BUILD])
     session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session(default=False)
+def newest(session: nox.Session) -> None:
+    """README's environment: whichever torch, Triton and numpy pip brings today, and no row that refuses them."""
+    session.install("--upgrade", "-e", ".[bench]", *nox.project.dependency_groups(PROJECT, "test"))
+    session.run("python", "-m", "lmsys")
+    session.run("python", "-m", "lmsys.check", "flash_triton")
+    tests = "tests/kernels", "tests/attention/test_attention.py", "tests/attention/test_flash_triton_decode.py"
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *(session.posargs or tests))
 
 
 @nox.session(default=False)

@@ -42,6 +42,7 @@ NOT_RUN = {
 # Words of a page that stand for a reader's own.
 OWN = {"exp2": "vectorized", "ROW": "naive", "RESULT.json": "out.json", "FILE": "out.json", "DIR": "site"}
 OWN["LMSYS_FUZZ=1000"] = "LMSYS_FUZZ=3"
+OWN["data.valid=TinyStoriesV2-GPT4-valid.txt"] = "data.valid=CONTRIBUTING.md"
 # Options that make commands small, by a pattern of the whole command: every pattern that is found adds its own.
 MODEL = "--size tiny --context 32 --batch 2"
 SMALL = {

@@ -109,7 +109,9 @@ def test_trainings_divide_their_batch_among_the_ranks_that_pages_launch() -> Non
 def test_every_command_of_pytest_runs_what_it_says() -> None:
     """Those of docs/cs336.md: tests/test_cs336.py. Without a path it is the whole suite, as now."""
     told = [arguments for page, module, arguments in ALL if module == "pytest" and page != "docs/cs336.md"]
-    put = {name: f"docs/examples/{name}" for name in ("mine.py", "bench_matmul.py")} | {"exp2": "naive"}
+    put = {name: f"docs/examples/{name}" for name in ("mine.py", "bench_matmul.py", "bench_norm.py")} | {
+        "exp2": "naive"
+    }
     asked = []
     for arguments in told:
         words = [word for word in without(arguments, "--benchmark-json", "-n") if word != "--nvtx"]  # that needs a GPU

@@ -1,4 +1,4 @@
-"""A kernel, a strategy and an optimizer to begin with: right, plain and slow. Put yours in their place.
+"""A kernel, a loss, a norm, a strategy and an optimizer to begin with: right, plain and slow. Put yours in their place.
 
 cp docs/examples/mine.py .
 python -m lmsys.check mine.py:my_attention
@@ -17,6 +17,17 @@ def my_attention(q, k, v, *, causal=False, scale=None):
     if causal:
         scores += torch.full(scores.shape[-2:], -torch.inf, device=q.device).triu(1)
     return scores.softmax(-1).to(v.dtype) @ v
+
+
+def my_loss(hidden, weight, targets):
+    """hidden (N, M), weight of the head (V, M), targets (N): the mean cross-entropy of the logits."""
+    return torch.nn.functional.cross_entropy((hidden @ weight.mT).float(), targets)
+
+
+def my_norm(x, weight, eps=1e-6):
+    """RMSNorm: x (..., M), weight (M,); computed in float32, in x's dtype at the end."""
+    wide = x.float()
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
 
 
 class MyDDP(torch.nn.Module):

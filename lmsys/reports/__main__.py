@@ -3,12 +3,13 @@
     python -m lmsys.reports RESULT.json ... [-o DIR] [--baseline NAME] [--single-file]
     python -m lmsys.reports --against OLD.json NEW.json ... [-o DIR] [--margin 0.05] [--repeats RUN.json ...]
     python -m lmsys.reports --against BOTH.json [-o DIR] [--margin 0.02]
+    python -m lmsys.reports --history FOLDER [-o DIR] [--margin 0.05]
 
 Several files, such as the parts of a split run or the journals (*.partial) of interrupted ones, are reported as one;
 for a case that several hold, the run of the latest date wins. With --against, two runs of one machine are compared
 case by case, and the exit code is 1 where one is slower or broken; BOTH.json is of a sweep with --against, which
-measured both states itself. Ends with exit code 2 and one line on stderr when
-something given cannot be used.
+measured both states itself. With --history, the result files of a folder are drawn over their commits. Ends with exit
+code 2 and one line on stderr when something given cannot be used.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lmsys.bench.changes import MARGIN
-from lmsys.reports import against, page
+from lmsys.reports import against, history, page
 from lmsys.reports.answers import answers, step_chapters
 from lmsys.reports.chapters import CHAPTERS, ENERGY, OTHERS
 from lmsys.reports.load import InputError, read
@@ -59,9 +60,18 @@ def main(
         help="runs of one commit: how far they differ",
     )
     two.add_argument("--anyway", action="store_true", help="compare across machines, versions and clocks")
+    two.add_argument("--history", type=Path, metavar="FOLDER", help="all of a folder's *.json: each case over commits")
     two_runs = {name: parser.get_default(name) for name in ("margin", "repeats", "anyway")}
     options = parser.parse_args(arguments)
     try:
+        if options.margin is not None:
+            finite("--margin", options.margin, above=0, most=1)
+        if options.history:
+            others = "results", "against", "baseline", "repeats", "anyway", "single_file"
+            if any(getattr(options, name) for name in others):
+                raise InputError("--history takes a folder, and of the other options --output and --margin alone")
+            print(*history.write(options.history, options.output, options.margin or MARGIN), sep="\n")
+            return 0
         if options.against:
             return _compare(options)
         for name, default in two_runs.items():
@@ -75,8 +85,6 @@ def main(
 
 
 def _compare(options: argparse.Namespace) -> int:
-    if options.margin is not None:
-        finite("--margin", options.margin, above=0, most=1)
     if options.baseline or options.single_file:
         raise InputError("--baseline and --single-file are of one run's report")
     if options.results:

@@ -66,12 +66,12 @@ def read_both(
     old: Sequence[Path], new: Sequence[Path], margin: float, repeats: Sequence[Path], anyway: bool
 ) -> Compared:
     """InputError where the runs are of two machines or versions, unless `anyway`, and where they share no case."""
-    before, after = _machine(old), _machine(new)
-    others = [_machine([path]) for path in repeats]
+    before, after = machine_of(old), machine_of(new)
+    others = [machine_of([path]) for path in repeats]
     if len(others) == 1:
         raise InputError(f"--repeats {repeats[0]}: name two runs of one commit or more")
     for one in [] if anyway else [before, *others]:
-        if why := _why_not(one, after):
+        if why := why_not(one, after):
             raise InputError(f"{why}: measure both alike, or ask for --anyway")
     between_runs = spread_between([one.records for one in others])
     changes = compare(before.records, after.records, margin, between_runs)
@@ -96,7 +96,7 @@ def of_today(machine: Machine) -> Machine:
 
 def read_one(path: Path, margin: float | None) -> Compared:
     """InputError where the run is none that measured rows as they were."""
-    found = in_turns(_machine([path]), margin)
+    found = in_turns(machine_of([path]), margin)
     if found is None:
         raise InputError(f"{path}: it has no rows as they were: name the run after, too, before --repeats")
     if not found.changes:
@@ -115,7 +115,7 @@ def in_turns(machine: Machine, margin: float | None = None) -> Compared | None:
     return Compared(before, after, changes, gone, added, margin or own, in_turns=True)
 
 
-def _machine(paths: Sequence[Path]) -> Machine:
+def machine_of(paths: Sequence[Path]) -> Machine:
     machines = read(paths)
     if len(machines) > 1:
         told = " and ".join(one.title for one in machines)
@@ -123,7 +123,7 @@ def _machine(paths: Sequence[Path]) -> Machine:
     return machines[0]
 
 
-def _why_not(before: Machine, after: Machine) -> str:
+def why_not(before: Machine, after: Machine) -> str:
     """Why the two cannot be compared, if they cannot."""
     if before.title != after.title:
         return f"before ran on {before.title}, after on {after.title}"
@@ -152,11 +152,11 @@ def _of_one_run(found: Compared) -> Iterator[str]:
             yield f"{counted} only in the run {run}: {cases[0]['id']}{', ...' if len(cases) > 1 else ''}"
 
 
-def write(found: Compared, out: Path) -> Path:
-    """The page of both runs; its path."""
+def write(found: Compared, out: Path, first: Sequence[Chapter] = ()) -> Path:
+    """The page of both runs, with these chapters first; its path."""
     answers, chapters = block_and_chapters(found)
     records = [{"run": name, **one} for name, side in _sides(found) for one in side.records]
-    return page.write(out, [(found.after, answers, chapters)], csv_of(records), [*_of_one_run(found)])
+    return page.write(out, [(found.after, answers, [*first, *chapters])], csv_of(records), [*_of_one_run(found)])
 
 
 def block_and_chapters(found: Compared) -> tuple[Block, list[Chapter]]:

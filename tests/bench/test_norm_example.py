@@ -1,0 +1,60 @@
+"""docs/examples/bench_norm.py: what it calls right, and which mistakes it sees in which direction."""
+
+import runpy
+from typing import Any
+
+import pytest
+import torch
+
+from lmsys.bench.benchmark import Candidate, Settings
+from tests.support.processes import ROOT
+
+EXAMPLE = runpy.run_path(str(ROOT / "docs" / "examples" / "bench_norm.py"))
+EPS = EXAMPLE["EPS"]
+
+
+def right(x: Any, weight: Any, eps: float) -> Any:
+    return EXAMPLE["formula"](x.float(), weight.float(), eps).to(x.dtype)
+
+
+def no_weight(x: Any, weight: Any, eps: float) -> Any:
+    return right(x, weight, eps) + 0 * weight - right(x, weight - 1, eps)
+
+
+def detached(x: Any, weight: Any, eps: float) -> Any:
+    return x * (x.detach().square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def ratio(norm: Any, dtype: str, direction: str) -> float:
+    case = EXAMPLE["NormCase"]("test", EXAMPLE["ROWS"]["torch"], "cpu", 33, 96, dtype, direction)
+    norms, candidate = EXAMPLE["Norm"](), Candidate(case=case, call=norm)
+    setup = norms.setup([case], Settings(seed=3))
+    norms.redraw(setup, 5)
+    step = norms.step(case, candidate, setup)
+    return max(norms.errors(setup, step.run(step.prepare())).values())
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd", "fwdbwd"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_mistake_is_seen_where_it_is(dtype: str, direction: str) -> None:
+    assert ratio(right, dtype, direction) <= 1 and ratio(EXAMPLE["by_torch"], dtype, direction) <= 1
+    assert ratio(no_weight, dtype, direction) > 1
+    assert (ratio(detached, "float32", direction) > 1) == (direction != "fwd"), "its forward is right"
+
+
+def test_the_backward_that_is_timed_runs_no_forward() -> None:
+    calls = []
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        calls.append(x)
+        return right(x, weight, eps)
+
+    case = EXAMPLE["NormCase"]("test", EXAMPLE["ROWS"]["torch"], "cpu", 8, 16, "float32", "bwd")
+    norms = EXAMPLE["Norm"]()
+    setup = norms.setup([case], Settings())
+    norms.redraw(setup, 0)
+    step = norms.step(case, Candidate(case=case, call=counted), setup)
+    made = step.prepare()
+    assert len(calls) == 1
+    step.run(made)
+    assert len(calls) == 1
