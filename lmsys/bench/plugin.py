@@ -180,9 +180,8 @@ def _select(config: pytest.Config, ours: Session, items: Sequence[pytest.Item]) 
         options.check_group_by(config.getoption("benchmark_group_by"), ours.facts(keys))
     resumed = config.getoption("lmsys_resume")
     if ours.output:
-        config.add_cleanup(
-            options.claim_writable(ours.output)
-        )  # before it is read: until then another run may write it
+        # Claimed before it is read: until then another run may write it.
+        config.add_cleanup(options.claim_writable(ours.output))
         goes_on = resumed is not None and resumed.resolve() == ours.output.resolve()
         if not goes_on and not config.option.collectonly:
             options.check_free(ours.output, ours.settings.command)
