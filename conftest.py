@@ -19,13 +19,14 @@ if not torch.cuda.is_available():
 
 from benchmarks.axes import NAMED
 from lmsys.bench.fields import Sweep, add_axis_options, given_axes
-from lmsys.bench.options import texts
+from lmsys.bench.options import add_options, texts
 from lmsys.deterministic import CUBLAS_WORKSPACE
 
 pytest_plugins = ["lmsys.bench.plugin"]  # also where the package is not installed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    add_options(parser)
     add_axis_options(parser, NAMED)
 
 

@@ -125,14 +125,14 @@ def bench(session: nox.Session) -> None:
         session.run("python", "-m", "pytest", "benchmarks", "--benchmark-only", f"--benchmark-json={result}", *options)
     finally:  # a row that is wrong fails the run, and stands on the page
         if result.is_file():
-            build(session, str(result))
+            build(session, result.with_suffix(""), str(result))
 
 
 @nox.session(default=False)
 def report(session: nox.Session) -> None:
     """Rebuild the report from the result files given, without torch."""
     session.install(*nox.project.dependency_groups(PROJECT, "report"))
-    build(session, *session.posargs)
+    build(session, SITE, *session.posargs)
 
 
 @nox.session(default=False)
@@ -176,9 +176,9 @@ def build_docs(session: nox.Session) -> None:
     session.run("python", "-m", "mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
-def build(session: nox.Session, *arguments: str) -> None:
-    if session.run("python", "-m", "reports", "-o", str(SITE), *arguments):  # not so with --install-only
-        session.log(f"report: {(SITE / 'index.html').resolve()}")
+def build(session: nox.Session, folder: Path, *arguments: str) -> None:
+    if session.run("python", "-m", "reports", "-o", str(folder), *arguments):  # not so with --install-only
+        session.log(f"report: {(folder / 'index.html').resolve()}")
 
 
 if __name__ == "__main__":

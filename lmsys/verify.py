@@ -107,7 +107,10 @@ def verify(path: Path, benchmarks: Mapping[str, Benchmark], say: Say = lambda _:
     for done, record in enumerate(records):
         if (now := time.monotonic()) - told >= TOLD_S:
             told = now
-            say(f"{path}: {done:,} of {len(records):,} records{time_left(now - began, done, len(records))}")
+            say(
+                f"{path}: {done:,} of {len(records):,} records"
+                + time_left({"done": (now - began, done)} if done else {}, {"to do": len(records) - done}, {})
+            )
         benchmark = benchmarks.get(record["benchmark"])
         sentences += [f"{record['id']}: {one}" for one in _of_any_record(record, benchmark, content["machine"])]
     return len(records), sentences

@@ -17,6 +17,7 @@ import lmsys
 from benchmarks.axes import NAMED
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention import ATTENTION
+from lmsys.bench.options import OPTIONS as BENCH_OPTIONS
 from lmsys.parallel import STRATEGIES
 from lmsys.training import __main__ as training
 from tests.support.collected import collect, strays
@@ -32,7 +33,6 @@ TOOLS = {"", "venv", "ruff", "mypy", "build", "mkdocs"}  # what is no part of th
 ALL = [(page, *module_of(words)) for page in PAGES for words in commands(page)]
 ELSEWHERE = {"lmsys/attention/exp2.py", "tests/adapters.py"}  # an example of CONTRIBUTING.md, a file of CS336
 OPTIONS = {  # where they are declared, and the page that tells them
-    "lmsys/bench/plugin.py": "docs/options.md",
     "lmsys/check/__main__.py": "docs/check.md",
     "lmsys/reports/__main__.py": "docs/report.md",
     "lmsys/verify.py": "docs/threats.md",
@@ -199,8 +199,20 @@ def test_every_option_is_told(source: str) -> None:
     assert declared and all(f"`{option}" in PAGES[OPTIONS[source]] for option in declared)
 
 
+def test_commands_of_pages_write_no_result_of_another() -> None:
+    """A reader who runs two of them in one folder keeps both results."""
+    written: dict[str, list[str]] = {}
+    for page, module, arguments in ALL:
+        words = " ".join(arguments).replace("--benchmark-json=", "--benchmark-json ").split(" ")
+        if module == "pytest" and "--benchmark-json" in words:
+            path = words[words.index("--benchmark-json") + 1]
+            assert written.setdefault(path, words) == words, f"{page}: {path} is also of {' '.join(written[path])}"
+    assert len(written) > 30
+
+
 def test_every_axis_setting_and_section_is_told() -> None:
     options = PAGES["docs/options.md"]
+    assert not [name for name in BENCH_OPTIONS if f"`--{name}" not in options]
     assert not [axis.option for axis in NAMED if axis.option and f"`{axis.option}" not in options]
     from lmsys.training.__main__ import parser
 

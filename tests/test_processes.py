@@ -16,6 +16,7 @@ import pytest
 from lmsys import processes
 from lmsys.processes import ProcessError, Worker, answered, futures, in_own_process
 from lmsys.tokenizer.chunks import each
+from tests.support.processes import PATIENCE_S, Stopwatch
 
 KEPT: list[int] = []
 
@@ -78,7 +79,7 @@ def lives(pid: int) -> bool:
 
 
 def eventually(found: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not found() and time.monotonic() < deadline:
         time.sleep(0.02)
     return found()
@@ -110,11 +111,11 @@ def test_functions_are_named_by_texts_too(worker: Worker, tmp_path: Path) -> Non
 )
 def test_a_death_costs_one_call(worker: Worker, function: Any, arguments: Any, kind: str, said: str) -> None:
     worker.call(abs, 1)  # has begun
-    before, begin = worker.pid, time.monotonic()
+    before, watch = worker.pid, Stopwatch()
     with pytest.raises(ProcessError) as caught:
         worker.call(function, *arguments, timeout_s=0.5 if function is time.sleep else None)
     assert (caught.value.kind, str(caught.value)) == (kind, said) and caught.value.failure == ("error", said)
-    assert time.monotonic() - begin < 20 and not lives(before)
+    assert watch.keeps(20) and not lives(before)
     assert worker.call(double, 4) == 8 and worker.pid != before
 
 

@@ -369,8 +369,8 @@ def judges_calls(benchmark: Benchmark) -> bool:
 def bench(cls: type[Benchmark]) -> Callable[..., None]:
     """The test of a benchmark, for pytest: `test_matmul = bench(Matmul)`; one test for each of its cases."""
 
-    def test(cell: str, measured: Callable[[str], None]) -> None:
-        measured(cell)
+    def test(cell: str, lmsys_measured: Callable[[str], None]) -> None:
+        lmsys_measured(cell)
 
     test.benchmark = cls  # type: ignore[attr-defined]
     test.__doc__, test.__name__ = cls.__doc__, f"test_{cls.name}"

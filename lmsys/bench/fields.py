@@ -13,7 +13,7 @@ from typing import Any
 from lmsys.values import choice
 
 Parse = Callable[[str], Any]
-OPTION = "lmsys_axis"  # begins the names under which pytest keeps axes' own options
+OPTION = "lmsys_option_of_axis"  # begins the names under which pytest keeps axes' own options
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ def answer(path: list[str], pickled: bytes) -> None:
 
 
 POLL_S = 0.1
+QUIET_S = 20.0  # without a line for the user
 INTERRUPT_S = 10.0  # for a worker to hand over what it has, after Ctrl-C
 TRACE_S = 1.0  # for a worker that hangs to write down where
 MOST_HELD = 0.9  # of the memory that was there when a worker started
@@ -82,9 +83,9 @@ ROOT = Path(__file__).parents[2]
 
 
 class Ended(RuntimeError):
-    """A worker is no more. `row`: the candidate that ended it, with this outcome; None where nobody knows."""
+    """A worker is no more. `row`: the candidate that ended it, with this outcome; NOBODY where it is not known."""
 
-    def __init__(self, reason: str, row: int | None, outcome: str = "error"):
+    def __init__(self, reason: str, row: int = NOBODY, outcome: str = "error"):
         super().__init__(reason)
         self.reason, self.row, self.outcome = reason, row, outcome
 
@@ -98,11 +99,17 @@ class Isolated:
     def __init__(
         self, settings: Settings, say: Callable[[str], None] = lambda _: None, checkout: Checkout | None = None
     ):
-        self.settings, self.say, self.checkout = settings, say, checkout
+        self.settings, self.checkout = settings, checkout
+        self._say, self._said_s = say, time.monotonic()
+        self.rows = list[list[str]]()  # the ids of the cases of each candidate of the group that is run
         self.line: Line | None = None  # of a worker of two
         self._worker: Worker | None = None
         self._unread = False  # the worker was asked something, and its answer has not been read to the end
         self._machine: Record | None = None
+
+    def say(self, text: str) -> None:
+        self._said_s = time.monotonic()
+        self._say(text)
 
     def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
         """ValueError also where a file of the user's ends or holds up the process that imports it."""
@@ -167,8 +174,7 @@ class Isolated:
         return worker
 
     def _path(self) -> list[str]:
-        path = [str(folder) for folder in sys.path]
-        return self.checkout.path(path) if self.checkout else path
+        return self.checkout.path(sys.path) if self.checkout else [str(folder) for folder in sys.path]
 
     def stream(self, name: str, *args: Any) -> Iterator[Any]:
         """Yields what the worker tells of this method, and None now and then, while it tells nothing.
@@ -177,6 +183,7 @@ class Isolated:
         if self._unread:  # an interrupt fell where the caller was at work: nobody waits for what this worker still says
             self.close(0.0)
         worker = self._worker or self._start()
+        self._said_s = time.monotonic()
         self._unread = True  # first: an interrupt may fall between the two
         worker.send(answer, self._path(), pickle.dumps((name, args)))
         return self._answers(worker)
@@ -220,12 +227,18 @@ class Isolated:
                     self.close(0.0)
 
     def _look_at(self, worker: Worker, interrupted_s: float) -> None:
-        """Ended, and the worker with it, where it is late or holds more memory than there is."""
+        """Ended, and the worker with it, where it is late or holds more memory than there is.
+
+        Where nothing was said for a while, it says who is at work.
+        """
         if interrupted_s and time.monotonic() > interrupted_s + INTERRUPT_S:
             raise KeyboardInterrupt
         if (held := resident_bytes(worker.pid)) > self._most_bytes:
-            raise Ended(f"it held {held / 2**30:.1f} GiB of memory", None, "oom")
+            raise Ended(f"it held {held / 2**30:.1f} GiB of memory", outcome="oom")
         beat = read_beat(self._memory)
+        if time.monotonic() > self._said_s + QUIET_S:
+            ids = self.rows[beat.row] if 0 <= beat.row < len(self.rows) else ["the bench itself"]
+            self.say(f"  at work: {ids[0]}, {beat.doing}")
         if not beat.is_late:
             return
         row = beat.row_on_device  # at once: what is known of the GPU ages
@@ -234,7 +247,7 @@ class Isolated:
             return  # it was read in the middle of a change
         worker.signal(signal.SIGUSR1)  # it writes down where it is, whatever it does
         time.sleep(TRACE_S)
-        raise Ended(f"no answer within the deadline {beat.doing}{self._told_place()}", _known(row))
+        raise Ended(f"no answer within the deadline {beat.doing}{self._told_place()}", row)
 
     def _ended(self, failure: Any) -> Ended | None:
         """How a row has ended the worker; None for an exception that is the bench's own."""
@@ -242,15 +255,15 @@ class Isolated:
             time.sleep(2 * COPY_S)  # until the row that the GPU has reached is copied
         beat = read_beat(self._memory)
         if failure.kind == DIED and "SIGKILL" in failure.text and oom_kills() > self._oom_kills:
-            return Ended(f"memory ran out, and the system killed its process {beat.doing}", None, "oom")
+            return Ended(f"memory ran out, and the system killed its process {beat.doing}", outcome="oom")
         if failure.kind == DIED:
-            return Ended(f"its process {failure.text} {beat.doing}{self._told_place()}", _known(beat.row))
+            return Ended(f"its process {failure.text} {beat.doing}{self._told_place()}", beat.row)
         said = failure.text.strip().splitlines()[-1].partition(": ")[2]
         if failure.kind == "MemoryEaten":
-            return Ended(said, None, "oom")
+            return Ended(said, outcome="oom")
         if failure.kind in ("Lost", "KeyboardInterrupt"):
             row = beat.row_on_device if failure.kind == "Lost" else beat.row
-            return Ended(f"{said or 'it raises KeyboardInterrupt'} {beat.doing}", _known(row))
+            return Ended(f"{said or 'it raises KeyboardInterrupt'} {beat.doing}", row)
         return None
 
     def _told_place(self) -> str:
@@ -278,9 +291,9 @@ class Group:
         in_turns  with the other worker of a pair, which begins the same
         """
         self._rows = []
-        for told in self._told([*self.left.values()], self.ended, in_turns):
+        for told in self.isolated.stream("run", self.benchmark, [*self.left.values()], self.ended, in_turns):
             if isinstance(told, Begun):
-                self._rows = told.candidates
+                self._rows = self.isolated.rows = told.candidates
                 continue
             if told is not None:
                 del self.left[told.record["id"]]
@@ -288,7 +301,7 @@ class Group:
 
     def blame(self, fault: Ended) -> None:
         """Finds out whose fault it is. RuntimeError where it is not that of a row."""
-        if fault.row is not None and fault.row < len(self._rows):
+        if 0 <= fault.row < len(self._rows):
             found = dict.fromkeys(self._rows[fault.row], (fault.outcome, fault.reason, True))
         elif self._rows and not self._tried_alone:
             self._tried_alone, found = True, self._alone()
@@ -307,20 +320,13 @@ class Group:
             cases = [self.left[one] for one in ids if one in self.left and one not in self.ended]
             self.isolated.close(0.0)
             try:
-                for result in self._told(cases, {}, False) if cases else ():
+                for result in self.isolated.stream("run", self.benchmark, cases, {}, False) if cases else ():
                     if result and not isinstance(result, Begun) and result.record["outcome"] != "ok":
                         found[result.record["id"]] = result.record["outcome"], result.record["reason"], False
             except Ended as fault:
                 found |= dict.fromkeys((case.id for case in cases), (fault.outcome, fault.reason, True))
         self.isolated.close(0.0)
         return found
-
-    def _told(self, cases: Cases, ended: Mapping[str, Any], in_turns: bool) -> Iterator[Any]:
-        return self.isolated.stream("run", self.benchmark, cases, ended, in_turns)
-
-
-def _known(row: int) -> int | None:
-    return None if row == NOBODY else row
 
 
 def place_in(trace: str, root: Path = ROOT) -> str:

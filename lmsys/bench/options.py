@@ -3,22 +3,63 @@
 Imports torch only to cap the memory of a GPU.
 """
 
-import math
 import os
+import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lmsys.bench import record
 from lmsys.bench.benchmark import DEFAULT_ROUNDS
 from lmsys.bench.checkout import Checkout
 from lmsys.bench.fields import OPTION, Sweep
-from lmsys.bench.record import OUTCOMES
 from lmsys.bench.results import MARGIN_IN_TURNS
 from lmsys.files import claim
 from lmsys.values import choice, finite, whole
+
+DEST = "lmsys_"  # begins the names under which pytest keeps our options: they are nobody else's
+LONG = "--lmsys-"
+OPTIONS: dict[str, dict[str, Any]] = {  # by their names without dashes in front
+    "sweep": {"default": "default", "help": "a named set of sizes to run"},
+    "axis": {
+        "action": "append",
+        "default": [],
+        "metavar": "NAME=A,B",
+        "help": "values for an axis of a benchmark, by its name",
+    },
+    "memory-limit": {"metavar": "SIZE", "help": "cap the GPU's allocator, such as 24GiB"},
+    "resume": {
+        "type": Path,
+        "metavar": "OUT.json",
+        "help": "take what this result holds as done; alone, go on in that file",
+    },
+    "deadline": {
+        "metavar": "SECONDS",
+        "default": "600",
+        "help": "a row that takes longer to compile or to answer is ended (one that has run before: after 30 s, or 20 "
+        "times what it should take)",
+    },
+    "retry-crashed": {"action": "store_true", "help": "--resume runs again what crashed or hung, too"},
+    "no-isolation": {"action": "store_true", "help": "run rows in pytest's own process, for a debugger"},
+    "repeat": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "measure each group in N fresh processes: how far do runs differ?",
+    },
+    "energy": {"action": "store_true", "help": "measure also the energy of each case's calls, in a pass of seconds"},
+    "against": {
+        "metavar": "REF",
+        "help": "measure each row also as it was, at a git reference or in a folder: did it become slower?",
+    },
+    "margin": {"metavar": "SHARE", "help": "of --against: a smaller change is none (default: 0.02)"},
+    "nvtx": {"action": "store_true", "help": "call each case in NVTX ranges of its id; no case is timed"},
+    "fail-on": {"metavar": "OUTCOMES", "help": "exit with 1 where a case ends so, such as wrong,error"},
+}
 
 REPLAYED = "what is replayed is already measured"
 TOGETHER = "rows are sampled side by side; --benchmark-max-time sets how long"
@@ -42,6 +83,23 @@ ABOUT_TABLES = tuple(
 )
 
 
+def add_options(parser: pytest.Parser, prefix: str = "--") -> None:
+    """Adds all options: the plugin by their long names, such as --lmsys-sweep, which no other plugin has.
+
+    A conftest whose folder holds benchmarks calls it in its pytest_addoption, and has the short names too: --sweep.
+    """
+    group = parser.getgroup("lmsys", "benchmarks (comma lists; an axis not named keeps its sweep's values)")
+    for name, more in OPTIONS.items():
+        group.addoption(prefix + name, dest=DEST + name.replace("-", "_"), **more)
+
+
+def as_typed(config: pytest.Config, text: str) -> str:
+    """The text, in which options have their short names, with the names that they have in this folder."""
+    if config.getoption("--axis", None) is config.getoption("lmsys_axis"):  # somebody else's is another list, or none
+        return text
+    return re.sub(rf"(?<![\w-])--(?=({'|'.join(OPTIONS)})\b(?!-))", LONG, text)
+
+
 def refuse(config: pytest.Config) -> None:
     """ValueError for options of pytest-benchmark that mean nothing here, or that need what is not installed."""
     for option, reason in REFUSED.items():
@@ -49,6 +107,19 @@ def refuse(config: pytest.Config) -> None:
             raise ValueError(f"{option} is not for these benchmarks: {reason}")
     if config.getoption("benchmark_histogram") and find_spec("pygal") is None:
         raise ValueError("--benchmark-histogram needs pygal, which is not installed: python -m pip install pygal")
+
+
+GROUPINGS = ("group", "name", "func", "fullname", "fullfunc", "param")
+
+
+def check_group_by(text: str, names: Iterable[str]) -> None:
+    """ValueError for groups that pytest-benchmark cannot make of tests with these parameters: it fails over it late."""
+    known = [*GROUPINGS, *(f"param:{name}" for name in names)]
+    for grouping in text.split(","):
+        try:
+            choice(grouping, known)
+        except ValueError as error:
+            raise ValueError(f"--benchmark-group-by {grouping}: {error}") from None
 
 
 def wants_tables(config: pytest.Config) -> bool:
@@ -59,7 +130,7 @@ def wants_tables(config: pytest.Config) -> bool:
 def texts(config: pytest.Config) -> dict[str, str]:
     named = {name.removeprefix(OPTION): text for name, text in vars(config.option).items() if name.startswith(OPTION)}
     texts = {option: text for option, text in named.items() if text is not None}
-    for one in config.getoption("axis"):
+    for one in config.getoption("lmsys_axis"):
         name, equals, text = one.partition("=")
         if not equals:
             raise ValueError(f"--axis {one!r}: must read NAME=A,B, as in --axis size=256,512")
@@ -67,18 +138,15 @@ def texts(config: pytest.Config) -> dict[str, str]:
     return texts
 
 
-def output(config: pytest.Config) -> Path | None:
-    output = config.getoption("benchmark_json")  # a path, or before pytest-benchmark 5.3.1 an open file
-    return output if output is None or isinstance(output, Path) else Path(getattr(output, "name", output))
-
-
 def seconds_per_row(config: pytest.Config, sweep: Sweep) -> float:
     if not _given(config, "--benchmark-max-time"):
         return sweep.seconds_per_row
-    seconds = float(config.getoption("benchmark_max_time"))
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"--benchmark-max-time {seconds}: must be a finite number of seconds, 0 or more")
-    return seconds
+    return number(
+        "--benchmark-max-time",
+        str(config.getoption("benchmark_max_time")),
+        "a finite number of seconds, 0 or more",
+        least=0,
+    )
 
 
 def min_rounds(config: pytest.Config) -> int:
@@ -91,38 +159,41 @@ def min_rounds(config: pytest.Config) -> int:
 
 def outcomes(text: str | None) -> tuple[str, ...]:
     try:
-        return tuple(choice(one.strip(), OUTCOMES[1:]) for one in text.split(",")) if text else ()
+        return tuple(choice(one.strip(), record.OUTCOMES[1:]) for one in text.split(",")) if text else ()
     except ValueError as error:
         raise ValueError(f"--fail-on {text!r}: {error}") from None
 
 
-def deadline(text: str) -> float:
+def number(option: str, text: str, right: str, **bounds: float) -> float:
+    """The finite number within bounds that the text of an option is. ValueError, which says what is `right`."""
     try:
-        return finite("--deadline", float(text), above=0)
+        return finite(option, float(text), **bounds)
     except ValueError:
-        raise ValueError(f"--deadline {text!r}: must be a finite number of seconds, more than 0") from None
+        raise ValueError(f"{option} {text!r}: must be {right}") from None
 
 
 def repeats(config: pytest.Config, on_ranks: bool) -> int:
-    count = whole("--repeat", config.getoption("repeat"), least=1)
-    if config.getoption("nvtx") or config.getoption("benchmark_disable"):
+    count = whole("--repeat", config.getoption("lmsys_repeat"), least=1)
+    if config.getoption("lmsys_nvtx") or config.getoption("benchmark_disable"):
         return 1  # nothing is timed
-    if count > 1 and (on_ranks or config.getoption("no_isolation")):
+    if count > 1 and (on_ranks or config.getoption("lmsys_no_isolation")):
         raise ValueError(f"--repeat {count} needs fresh processes, which --no-isolation and torchrun do not have")
     return count
 
 
 def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
     """The state that --against names, unpacked until pytest ends."""
-    if (text := config.getoption("against")) is None:
-        if config.getoption("margin") is not None:
-            raise ValueError(f"--margin {config.getoption('margin')} is of verdicts: name what to compare by --against")
+    if (text := config.getoption("lmsys_against")) is None:
+        if config.getoption("lmsys_margin") is not None:
+            raise ValueError(
+                f"--margin {config.getoption('lmsys_margin')} is of verdicts: name what to compare by --against"
+            )
         return None
     for option, is_given in (
-        ("--no-isolation", config.getoption("no_isolation")),
+        ("--no-isolation", config.getoption("lmsys_no_isolation")),
         ("torchrun", on_ranks),
-        ("--nvtx", config.getoption("nvtx")),
-        ("--repeat", config.getoption("repeat") != 1),
+        ("--nvtx", config.getoption("lmsys_nvtx")),
+        ("--repeat", config.getoption("lmsys_repeat") != 1),
     ):
         if is_given:
             raise ValueError(f"--against {text}: {option} cannot be with it: its rows run in a process of their own")
@@ -132,10 +203,8 @@ def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
 
 
 def margin(text: str | None) -> float:
-    try:
-        return MARGIN_IN_TURNS if text is None else finite("--margin", float(text), above=0, most=1)
-    except ValueError:
-        raise ValueError(f"--margin {text!r}: must be a share above 0 and of at most 1, such as 0.02") from None
+    right = "a share above 0 and of at most 1, such as 0.02"
+    return MARGIN_IN_TURNS if text is None else number("--margin", text, right, above=0, most=1)
 
 
 def memory_limit(text: str | None, device: str) -> int | None:
@@ -156,6 +225,25 @@ def nvtx(asked: bool, device: str) -> bool:
     if asked and device != "cuda":
         raise ValueError("--nvtx marks the kernels of a GPU for nsys and ncu, and this machine has no CUDA device")
     return asked
+
+
+def check_free(output: Path, command: str) -> None:
+    """ValueError where the output, or its journal, holds what this command would lose: another command's result.
+
+    The same command asks the same question again, and may replace its answer.
+    """
+    journal = output.with_name(output.name + ".partial")
+    if journal.is_file():
+        raise ValueError(f"{journal} has the records of a run that was ended: go on by --resume {output}, or remove it")
+    if not output.is_file() or not output.stat().st_size:
+        return
+    try:
+        earlier = record.load(output)["machine"].get("command")
+    except ValueError as error:
+        raise ValueError(f"{error}: it is left as it is; write elsewhere, or remove it") from None
+    if earlier != command:
+        told = f"write elsewhere, go on in it by --resume {output}, or remove it"
+        raise ValueError(f"{output} is the result of another command, {earlier!r}: {told}")
 
 
 def claim_writable(output: Path) -> Callable[[], None]:

@@ -3,22 +3,23 @@
 Nothing happens, and torch is not imported, until a test of a benchmark is collected or one of the fixtures is used.
 """
 
+import os
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmsys.bench import options
-from lmsys.bench.benchmark import Settings
+from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import Sweep
 from lmsys.bench.record import JournalError
 from lmsys.bench.results import Key, Session, read_results
+from lmsys.measure import host
 from lmsys.values import choice
 
 SESSION = pytest.StashKey[Session]()
-CLAIM = pytest.StashKey[Callable[[], None]]()  # ends this run's claim to its output
 FAULT = pytest.StashKey[str]()  # what is wrong with the options, told when collection ends
 
 
@@ -28,7 +29,7 @@ class Hooks:
     @pytest.hookspec(firstresult=True)
     def pytest_lmsys_sweeps(self) -> Mapping[str, Mapping[str, Sweep]]:
         """Sweeps by name, each by device ("cpu", "cuda"); without it every benchmark runs its axes' defaults."""
-        raise NotImplementedError
+        return {}
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -36,42 +37,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("lmsys", "benchmarks (comma lists; an axis not named keeps its sweep's values)")
-    group.addoption("--sweep", default="default", help="a named set of sizes to run")
-    group.addoption(
-        "--axis", action="append", default=[], metavar="NAME=A,B", help="values for an axis of a benchmark, by its name"
-    )
-    group.addoption("--memory-limit", metavar="SIZE", help="cap the GPU's allocator, such as 24GiB")
-    group.addoption(
-        "--resume", metavar="OUT.json", help="take what this result holds as done; alone, go on in that file"
-    )
-    group.addoption(
-        "--deadline",
-        metavar="SECONDS",
-        default="600",
-        help="a row that takes longer to compile or to answer is ended (one that has run before: after 30 s, or 20 "
-        "times what it should take)",
-    )
-    group.addoption("--retry-crashed", action="store_true", help="--resume runs again what crashed or hung, too")
-    group.addoption("--no-isolation", action="store_true", help="run rows in pytest's own process, for a debugger")
-    group.addoption(
-        "--repeat",
-        type=int,
-        default=1,
-        metavar="N",
-        help="measure each group in N fresh processes: how far do runs differ?",
-    )
-    group.addoption(
-        "--energy", action="store_true", help="measure also the energy of each case's calls, in a pass of seconds"
-    )
-    group.addoption(
-        "--against",
-        metavar="REF",
-        help="measure each row also as it was, at a git reference or in a folder: did it become slower?",
-    )
-    group.addoption("--margin", metavar="SHARE", help="of --against: a smaller change is none (default: 0.02)")
-    group.addoption("--nvtx", action="store_true", help="call each case in NVTX ranges of its id; no case is timed")
-    group.addoption("--fail-on", metavar="OUTCOMES", help="exit with 1 where a case ends so, such as oom,error")
+    options.add_options(parser, options.LONG)
 
 
 class RecordedTimer:
@@ -87,7 +53,7 @@ class RecordedTimer:
 
 
 @pytest.fixture
-def recorded_timer(request: pytest.FixtureRequest) -> RecordedTimer:
+def lmsys_timer(request: pytest.FixtureRequest) -> RecordedTimer:
     """The timer that pytest-benchmark's fixture, made after this one, replays samples by."""
     marker = request.node.get_closest_marker("benchmark")
     timer = RecordedTimer()
@@ -97,8 +63,8 @@ def recorded_timer(request: pytest.FixtureRequest) -> RecordedTimer:
 
 
 @pytest.fixture
-def measured(request: pytest.FixtureRequest, recorded_timer: RecordedTimer, benchmark: Any) -> Callable[[str], None]:
-    """`measured(cell)`: check, warm, time and record the case's whole group, and replay the case's own samples.
+def lmsys_measured(request: pytest.FixtureRequest, lmsys_timer: RecordedTimer, benchmark: Any) -> Callable[[str], None]:
+    """`lmsys_measured(cell)`: check, warm, time and record the case's whole group, and replay the case's own samples.
 
     Out of memory, unsupported, wrong and failed rows are cells of the table: the test is skipped with the reason.
     """
@@ -120,19 +86,19 @@ def measured(request: pytest.FixtureRequest, recorded_timer: RecordedTimer, benc
             pytest.skip(f"{found['outcome']}: {found['reason']}")
         benchmark.extra_info |= {name: value for name, value in found.items() if not isinstance(value, list | dict)}
         benchmark.group, _, _ = found["comparison"].partition(" ")
-        replay(benchmark, recorded_timer, result.samples or [0.0])
+        replay(benchmark, lmsys_timer, result.samples or [0.0])
 
     return measure
 
 
 @pytest.fixture
-def device_benchmark(
-    request: pytest.FixtureRequest, recorded_timer: RecordedTimer, benchmark: Any
+def lmsys_device_benchmark(
+    request: pytest.FixtureRequest, lmsys_timer: RecordedTimer, benchmark: Any
 ) -> Callable[..., Any]:
-    """`device_benchmark(fn)`: time one function by the device's clock; nothing is checked. Returns what fn returned.
+    """`lmsys_device_benchmark(fn)`: time one function by the device's clock, and return what it returned.
 
-    On CUDA by events, the cache cleared before each call; on a CPU by wall time. It runs in this process.
-    --benchmark-min-rounds and --benchmark-max-time say how often.
+    Nothing is checked. On CUDA by events, the cache cleared before each call; on a CPU by wall time. It runs in this
+    process. --benchmark-min-rounds and --benchmark-max-time say how often.
     """
     import torch
 
@@ -152,7 +118,7 @@ def device_benchmark(
         if found.failures:
             raise RuntimeError(f"the function failed while it was timed: {found.failures['fn'][1]}")
         benchmark.extra_info["clock"] = clock.name
-        replay(benchmark, recorded_timer, found.samples["fn"])
+        replay(benchmark, lmsys_timer, found.samples["fn"])
         return result
 
     return measure
@@ -165,8 +131,8 @@ def replay(benchmark: Any, timer: RecordedTimer, samples: list[float]) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    cls = getattr(metafunc.function, "benchmark", None)
-    if cls is None or "cell" not in metafunc.fixturenames:
+    cls = _benchmark_of(metafunc)
+    if cls is None:
         return
     ids: list[str] = []
     try:
@@ -187,30 +153,47 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    """Checks all that can be refused; only then may a file be opened to write it."""
     config, items = session.config, [item for item in session.items if _benchmark_of(item)]
-    if FAULT in config.stash:
-        raise pytest.UsageError(config.stash[FAULT])
-    if SESSION not in config.stash:
-        return
-    ours = config.stash[SESSION]
+    try:
+        if FAULT in config.stash:
+            raise ValueError(config.stash[FAULT])
+        if SESSION in config.stash:
+            _select(config, config.stash[SESSION], items)
+    except ValueError as error:
+        raise pytest.UsageError(options.as_typed(config, str(error))) from None
+
+
+def _select(config: pytest.Config, ours: Session, items: Sequence[pytest.Item]) -> None:
+    """Has the session run what pytest has selected, into the output that it then holds. ValueError where it cannot."""
     known = {axis.name for benchmark in ours.benchmarks.values() for axis in benchmark.axes}
-    for text in config.getoption("axis"):
+    for text in config.getoption("lmsys_axis"):
         try:
             choice(text.partition("=")[0], known)
         except ValueError as error:
-            raise pytest.UsageError(f"--axis {text}: {error}") from None
-    keys: list[Key] = [(_benchmark_of(item).name, item.callspec.params["cell"]) for item in items]
-    if ours.texts and items and not any(map(_has_case, items)):
+            raise ValueError(f"--axis {text}: {error}") from None
+    keys: list[Key] = [(_benchmark_of(one).name, one.callspec.params["cell"]) for one in items if _has_case(one)]
+    if ours.texts and items and not keys:
         said = " ".join(f"{name} {text}" for name, text in ours.texts.items())
-        raise pytest.UsageError(f"{said}: what is selected has no case for these values")
-    try:
-        ours.select(keys)
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from None
+        raise ValueError(f"{said}: what is selected has no case for these values")
+    if keys:
+        options.check_group_by(config.getoption("benchmark_group_by"), ours.facts(keys))
+    resumed = config.getoption("lmsys_resume")
+    if ours.output:
+        # Claimed before it is read: until then another run may write it.
+        config.add_cleanup(options.claim_writable(ours.output))
+        goes_on = resumed is not None and resumed.resolve() == ours.output.resolve()
+        if not goes_on and not config.option.collectonly:
+            options.check_free(ours.output, ours.settings.command)
+    if resumed:
+        _resume(ours, resumed)
+    ours.select(keys)
 
 
-def _benchmark_of(item: pytest.Item) -> Any:
-    return getattr(getattr(item, "function", None), "benchmark", None)
+def _benchmark_of(test: Any) -> Any:
+    """The benchmark whose test it is, one of `lmsys.bench.bench`; None of any other, whatever attributes that has."""
+    cls = getattr(getattr(test, "function", None), "benchmark", None)
+    return cls if isinstance(cls, type) and issubclass(cls, Benchmark) and "cell" in test.fixturenames else None
 
 
 def _has_case(item: pytest.Item) -> bool:
@@ -230,42 +213,57 @@ def _session(config: pytest.Config) -> Session:
     group = joined()  # under torchrun each rank has a GPU of its own from here on
     options.refuse(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sweep, nvtx = _sweep(config, device), options.nvtx(config.getoption("nvtx"), device)
+    sweep, nvtx = _sweep(config, device), options.nvtx(config.getoption("lmsys_nvtx"), device)
     session = Session(
         Settings(
             device=device,
-            sweep=config.getoption("sweep"),
+            sweep=config.getoption("lmsys_sweep"),
             seconds_per_row=options.seconds_per_row(config, sweep),
             min_rounds=options.min_rounds(config),
             timed=_is_timed(config) and not nvtx,
-            memory_limit_bytes=options.memory_limit(config.getoption("memory_limit"), device),
-            deadline_s=options.deadline(config.getoption("deadline")),
+            memory_limit_bytes=options.memory_limit(config.getoption("lmsys_memory_limit"), device),
+            deadline_s=options.number(
+                "--deadline", config.getoption("lmsys_deadline"), "a finite number of seconds, more than 0", above=0
+            ),
             nvtx=nvtx,
-            energy=config.getoption("energy"),
-            sustained=config.getoption("energy") or sweep.sustained,
+            energy=config.getoption("lmsys_energy"),
+            sustained=config.getoption("lmsys_energy") or sweep.sustained,
             command="python -m pytest " + shlex.join(str(one) for one in config.invocation_params.args),
         ),
         sweep,
-        options.output(config),
+        config.getoption("benchmark_json") or config.getoption("lmsys_resume"),
         options.texts(config),
         lambda text: _say(config, text),
-        fail_on=options.outcomes(config.getoption("fail_on")),
-        isolated=not (config.getoption("no_isolation") or config.getoption("collectonly") or group is not None),
-        retries=config.getoption("retry_crashed"),
+        fail_on=options.outcomes(config.getoption("lmsys_fail_on")),
+        isolated=not (config.getoption("lmsys_no_isolation") or config.getoption("collectonly") or group is not None),
+        retries=config.getoption("lmsys_retry_crashed"),
         repeats=options.repeats(config, group is not None),
         checkout=options.checkout(config, group is not None),
-        margin=options.margin(config.getoption("margin")),
+        margin=options.margin(config.getoption("lmsys_margin")),
     )
-    if resumed := config.getoption("resume"):
-        _resume(session, Path(resumed))
+    config.add_cleanup(session.close)
+    if session.isolated and device == "cpu":
+        _ease_waiting(session.say, host.others_now())
     if group is not None and group.rank > 0:
         session.output, session.say = None, lambda _: None  # one rank tells and writes
-    if session.output:
-        config.stash[CLAIM] = options.claim_writable(session.output)
     benchmarks: Any = config._benchmarksession
     benchmarks.json = None  # the file is ours to write: whole, or not at all
     config.stash[SESSION] = session
     return session
+
+
+def _ease_waiting(say: Callable[[str], None], others_share: float | None) -> None:
+    """On a busy CPU, tells it, and has threads of the workers to come sleep where they wait for one another.
+
+    By default they spin for milliseconds, on the core that the other thread waits for: calls take ten times as long.
+    """
+    if others_share is None or others_share <= host.BUSY:
+        return
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    say(
+        f"this machine is busy: other programs take {others_share:.0%} of its CPU, and figures that they disturb are "
+        "marked. For figures that count, end this run by Ctrl-C, and begin again when the machine is idle"
+    )
 
 
 def _is_timed(config: pytest.Config) -> bool:
@@ -275,7 +273,7 @@ def _is_timed(config: pytest.Config) -> bool:
 
 def _sweep(config: pytest.Config, device: str) -> Sweep:
     sweeps: Mapping[str, Mapping[str, Sweep]] = config.hook.pytest_lmsys_sweeps() or {"default": {device: Sweep()}}
-    name = config.getoption("sweep")
+    name = config.getoption("lmsys_sweep")
     try:
         return sweeps[choice(name, sweeps)][device]
     except ValueError as error:
@@ -288,11 +286,11 @@ def _resume(session: Session, path: Path) -> None:
             session.resume(found, entries)
     except ValueError as error:
         raise ValueError(f"--resume {path}: {str(error).removeprefix(f'{path}: ')}") from error
-    session.output = session.output or path
 
 
 def _say(config: pytest.Config, text: str) -> None:
     """A line for the user now, whether or not pytest captures what tests print."""
+    text = options.as_typed(config, text)
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     capture: Any = config.pluginmanager.get_plugin("capturemanager")
     with capture.global_and_fixture_disabled():
@@ -318,12 +316,18 @@ def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict
 def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: list[dict[str, Any]]) -> None:
     """Leaves our cases out of what pytest-benchmark makes tables of, unless an option asks for these.
 
-    Our own summary tells of them. Other tests of the same run keep their tables.
+    Our own summary tells of them. Other tests of the same run keep their tables. Where our cases have some, too, the
+    fields of their records are parameters that --benchmark-group-by=param:NAME may name.
     """
-    if SESSION in config.stash and not options.wants_tables(config):
-        ours = config.stash[SESSION].results.keys()
-        facts = [(one["extra_info"].get("benchmark"), one["extra_info"].get("id")) for one in benchmarks]
-        benchmarks[:] = [one for one, key in zip(benchmarks, facts, strict=True) if key not in ours]
+    if SESSION not in config.stash:
+        return
+    ours = config.stash[SESSION].results.keys()
+    known = [(one["extra_info"].get("benchmark"), one["extra_info"].get("id")) in ours for one in benchmarks]
+    for one, is_ours in zip(benchmarks, known, strict=True):
+        if is_ours:
+            one["params"] = one["extra_info"] | one["params"]
+    if not options.wants_tables(config):
+        benchmarks[:] = [one for one, is_ours in zip(benchmarks, known, strict=True) if not is_ours]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -332,20 +336,24 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
         config.stash[SESSION].complete(output_json)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Writes the result as soon as the last test has run, whatever fails later; nothing where no test may run."""
     config = session.config
-    if (found := config.stash.get(SESSION, None)) is None:
-        return
+    is_ended = session.testsfailed and not config.option.continue_on_collection_errors
     try:
-        if found.output and found.records:
+        return (yield)
+    finally:
+        found = config.stash.get(SESSION, None)
+        if found and found.output and found.records and not (config.option.collectonly or is_ended):
             found.save(_content(config))
             found.say("" if found.faults else f"wrote the result to {found.output}")
-    finally:
-        found.close()
-        if CLAIM in config.stash:
-            config.stash[CLAIM]()
-    if found.failing and session.exitstatus == pytest.ExitCode.OK:
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    found = session.config.stash.get(SESSION, None)
+    if found and found.failing and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -366,7 +374,7 @@ def _content(config: pytest.Config) -> dict[str, Any]:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: Any) -> None:
     session = terminalreporter.config.stash.get(SESSION, None)
     if session and session.records:
         from lmsys.reports import terminal
@@ -376,4 +384,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             *terminal.lines(session.content, terminalreporter.verbosity > 0, session.contends),
             *session.summary(),
         ):
-            terminalreporter.write_line(line)
+            terminalreporter.write_line(options.as_typed(terminalreporter.config, line))

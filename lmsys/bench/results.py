@@ -5,6 +5,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,16 +14,14 @@ from typing import TYPE_CHECKING, Any
 from lmsys.bench import record, verdict
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Grid, Record, Sweep, declared
-from lmsys.files import replacing
+from lmsys.files import cache_folder, replacing, write_json
 from lmsys.values import shortly
 
 if TYPE_CHECKING:
+    from lmsys.bench import isolation, paired, trial
     from lmsys.bench.changes import Change
     from lmsys.bench.checkout import Checkout
-    from lmsys.bench.isolation import Isolated
-    from lmsys.bench.paired import Paired
     from lmsys.bench.runner import Runner
-    from lmsys.bench.trial import Result
 
 MARGIN_IN_TURNS = 0.02  # of a case and the same as it was, which took turns
 ASKED = {"head_dim": "--head-dim", "dtype": "--dtype"}  # of a case, and `lmsys.check` alike
@@ -63,7 +62,7 @@ class Session:
     carried: dict[Key, Record] = field(default_factory=dict)
     carried_entries: list[Record] = field(default_factory=list)
     carried_head: Record = field(default_factory=lambda: {"machine": {}, "fields": {}, "rows": {}})
-    results: "dict[Key, Result]" = field(default_factory=dict)
+    results: "dict[Key, trial.Result]" = field(default_factory=dict)
     isolated: bool = False
     retries: bool = False
     repeats: int = 1
@@ -73,8 +72,7 @@ class Session:
     fail_on: tuple[str, ...] = ()
     faults: list[str] = field(default_factory=list)
     benchmarks: dict[str, Benchmark] = field(default_factory=dict)
-    _began: float = 0.0
-    _seconds: dict[str, float] = field(default_factory=dict)  # by section
+    _took: dict[str, tuple[float, int]] = field(default_factory=dict)  # by group: seconds, and how many cases it has
     _cases: dict[Key, Any] = field(default_factory=dict)
     _group_of: dict[Key, Key] = field(default_factory=dict)
     _rows: dict[str, dict[str, Record]] = field(default_factory=dict)
@@ -111,7 +109,7 @@ class Session:
         if unknown := {name for name, _ in self.carried} - self.benchmarks.keys():
             told = "this run has not: run the files that it was made of, and choose among their cases by -k"
             raise ValueError(f"--resume: it has records of {', '.join(sorted(unknown))}, which {told}")
-        keys = dict.fromkeys(key for key in keys if key in self._cases)
+        keys = dict.fromkeys(keys)
         if self.checkout:
             for key, other in ((key, self._other(key)) for key in keys):
                 if other not in keys:
@@ -124,13 +122,18 @@ class Session:
             if key not in self.carried and key[1] == case.id:
                 self._groups.setdefault(self._group_of[key], []).append(case)
 
+    def facts(self, keys: Iterable[Key]) -> list[str]:
+        """The fields that records of all these cases have and that say what was asked; of one case at least."""
+        shared = set.intersection(*(set(self._cases[key].axes) for key in keys))
+        return ["benchmark", "section", "impl", "device", *sorted(shared)]
+
     def _other(self, key: Key) -> Key:
         """The key of a case as it was, or of today's."""
         assert self.checkout is not None
         (benchmark, name), suffix = key, f"@{self.checkout.name}"
         return benchmark, name.removesuffix(suffix) if name.endswith(suffix) else name + suffix
 
-    def result(self, key: Key) -> "Result":
+    def result(self, key: Key) -> "trial.Result":
         """The case's result; the first of a group to ask has the whole group run."""
         group = self._group_of[key]
         if group in self._failed:
@@ -150,7 +153,8 @@ class Session:
         self.runner.ready()
         cases = self._groups[group]
         number = list(self._groups).index(group) + 1
-        left = self._left()
+        to_do = {_name(one): len(its) for one, its in self._groups.items() if _name(one) not in self._took}
+        left = time_left(self._took, to_do, self._usual, " if the rest costs as much a case")
         self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
         begin = time.monotonic()
         try:
@@ -160,18 +164,16 @@ class Session:
             for result in self.runner.run(self.benchmarks[group[0]], cases):
                 self._keep(group, result)
         finally:
-            section, *_ = group[1].split("-")
-            name = f"{group[0]} {section}".replace("_", " ")
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begin
+            self._took[_name(group)] = time.monotonic() - begin, len(cases)
 
-    def _keep(self, group: Key, result: "Result") -> None:
+    def _keep(self, group: Key, result: "trial.Result") -> None:
         self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two
         if self.output:
             self.journal.add(result.record)
 
     def _repeat(self, group: Key, cases: list[Any]) -> None:
         """Keeps the last of several measurements with what a case's differ by, or the first that it did not survive."""
-        found: list[list[Result]] = []
+        found: list[list[trial.Result]] = []
         try:
             while len(found) < self.repeats or self._is_doubtful(found):
                 if found:
@@ -189,18 +191,24 @@ class Session:
                 result.record["seal"] = record.seal(result.record)
                 self._keep(group, result)
 
-    def _is_doubtful(self, found: "list[list[Result]]") -> bool:
+    def _is_doubtful(self, found: "list[list[trial.Result]]") -> bool:
         """True where one measurement shows a change: processes of one code differ, too, by where their memory lies."""
         return bool(self.checkout) and len(found) == 1 and _changes().look_changed([one.record for one in found[0]])
 
-    def _left(self) -> str:
-        """How long the rest should take, if its cases cost what those before have cost."""
-        self._began = self._began or time.monotonic()
-        total, done = sum(map(len, self._groups.values())), len(self.results) / (2 if self.checkout else 1)
-        return time_left(time.monotonic() - self._began, done, total)
+    @property
+    def _durations(self) -> Path:
+        return cache_folder() / f"durations_{self.settings.device}.json"
 
     @cached_property
-    def runner(self) -> "Runner | Isolated | Paired":
+    def _usual(self) -> dict[str, float]:
+        """Seconds of groups in the last run of each on this machine; nothing where no run has left them."""
+        try:
+            return {str(name): float(seconds) for name, seconds in json.loads(self._durations.read_text()).items()}
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}
+
+    @cached_property
+    def runner(self) -> "Runner | isolation.Isolated | paired.Paired":
         if self.isolated and self.checkout:
             from lmsys.bench.paired import Paired
 
@@ -347,9 +355,12 @@ class Session:
 
     def summary(self) -> Iterator[str]:
         yield from verdict.lines(self.records)
-        longest = sorted(self._seconds.items(), key=lambda one: -one[1])
-        if took := ", ".join(f"{name} {seconds:.0f} s" for name, seconds in longest):
-            yield f"it took {sum(self._seconds.values()):.0f} s: {took}"
+        if self._took:
+            sections = Counter[str]()
+            for name, (seconds, _) in self._took.items():
+                sections[name.partition("-")[0].replace("_", " ")] += seconds  # type: ignore[assignment]
+            told = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in sections.most_common())
+            yield f"it took {sections.total():.0f} s: {told}"
         if self.checkout:
             yield f"against {self.checkout.text}, in turns:"
             yield from _changes().lines(self.changes, self.margin)
@@ -380,16 +391,36 @@ class Session:
         return case is not None and not one.get("against") and self.benchmarks[one["benchmark"]].contends(case)
 
     def close(self) -> None:
+        """Ends the runner; how long groups took is kept, by which the next run says how long is left."""
+        if self._took and self.settings.timed:
+            with suppress(OSError):  # a folder that cannot be written: the next run learns it anew
+                write_json(self._durations, self._usual | {name: seconds for name, (seconds, _) in self._took.items()})
         if "runner" in self.__dict__:
             self.runner.close()
 
 
-def time_left(seconds: float, done: float, total: int) -> str:
-    """How long the rest of `total` should take, if each costs what those `done` in `seconds` did; empty before any."""
-    if not done:
+def _name(group: Key) -> str:
+    return " ".join(group)
+
+
+def time_left(
+    took: Mapping[str, tuple[float, int]], to_do: Mapping[str, int], usual: Mapping[str, float], doubt: str = ""
+) -> str:
+    """How long the rest should take, for a reader; empty where nothing tells it.
+
+    took   seconds of each group that has run, and the number of its cases
+    to_do  numbers of cases of the groups that have not
+    usual  seconds of groups in an earlier run: the rest is slower than then, as those were that have run
+    doubt  said of an estimate in which groups have not run before
+    """
+    if not took and to_do.keys() - usual.keys():
         return ""
-    left = seconds / done * (total - done)
-    return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
+    known = took.keys() & usual.keys()
+    pace = sum(took[name][0] for name in known) / sum(usual[name] for name in known) if known else 1.0
+    mean = sum(seconds for seconds, _ in took.values()) / max(1, sum(cases for _, cases in took.values()))
+    left = sum(pace * usual[name] if name in usual else mean * cases for name, cases in to_do.items())
+    text = f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
+    return text if to_do.keys() <= usual.keys() else text + doubt
 
 
 def read_results(path: Path) -> Iterator[tuple[Record, list[Record]]]:

@@ -13,6 +13,7 @@ import gc
 import math
 import random
 import statistics
+import time
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,7 @@ Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
 OUTCOMES_OF_FAILURES = ("oom", "unsupported", "wrong", "error")
 MAX_ROUNDS = 200
 MOST_LOOKS = 20
+MOST_OF_EXPECTED = 2.0  # of wall time: on a machine that has become busy there are fewer rounds
 MARGIN = 1.25  # launching takes now longer, now shorter
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
 MOST_PREPARED = 2.0  # times what a prepare is like, and the clock's `saving_s`
@@ -133,7 +135,8 @@ def interleave(
     expect: Callable[[float], Any] = nothing,
     turns: Turns = ALONE,
 ) -> Sampled:
-    """Samples of every step, in turns. Each row runs for about `seconds` of wall time and at least `min_rounds` rounds.
+    """Samples of every step, in turns. Each row runs for about `seconds` of wall time and at least `min_rounds` rounds:
+    where rounds take more than twice as long as the trials before, no more than these.
 
     A slow row stops after its last round while the others go on, so the lists differ in length; they start together,
     after rounds that only warm the device. Where the clock has the host ahead, it gets a lead of two rounds, and keeps
@@ -154,7 +157,8 @@ def interleave(
     theirs, their_warming = turns.exchange((rounds, warming)) or (dict[str, int](), 0)
     warming = max(warming, their_warming)
     rounds = {name: max(count, theirs.get(name, 0)) for name, count in rounds.items()}
-    expect(sum(max(cost.host_s, cost.device_s) * (rounds[name] + warming) for name, cost in costs.items()))
+    expected_s = sum(max(cost.host_s, cost.device_s) * (rounds[name] + warming) for name, cost in costs.items())
+    expect(expected_s)
     clock.expect(partial(next(iter(steps.values())).redraw_late, 0))
     looking, distance = CpuClock().cost(look, 0), math.ceil(max(rounds.values()) / MOST_LOOKS)  # costs time as well
     done = clock.watch()
@@ -162,7 +166,10 @@ def interleave(
         turns.begin(-warming)
     else:
         clock.wait(2 * sum(cost.host_s for cost in (looking, *costs.values())))
+    until = time.monotonic() + MOST_OF_EXPECTED * expected_s
     for index in range(-warming, max(rounds.values())):
+        if index >= min_rounds and time.monotonic() > until and not turns.together:
+            break
         order = _order(index, [name for name in taken.pending if index < rounds[name]], theirs)
         if not order:
             break

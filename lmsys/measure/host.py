@@ -9,6 +9,7 @@ from pathlib import Path
 
 NO_LIMIT = float("inf")
 LEAST_LOAD_S = 0.2
+BUSY = 0.1  # of the CPU's time: what others take at most of a CPU that is ours
 GROUPS = (  # a control group's limit, what it holds and what of that it could drop, in cgroup 2 and in cgroup 1
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -90,6 +91,13 @@ def others_share(before: Load | None, after: Load | None) -> float | None:
         return None
     others_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
     return min(max(others_s / seconds / len(os.sched_getaffinity(0)), 0.0), 1.0)
+
+
+def others_now(seconds: float = 1.25 * LEAST_LOAD_S) -> float | None:
+    """The share of the cores' time that others than this process take in the next `seconds`; None where not told."""
+    before = load(os.getpid())
+    time.sleep(seconds)
+    return others_share(before, load(os.getpid()))
 
 
 def _busy_ticks(stat: Path) -> int:

@@ -199,7 +199,6 @@ def _whole(file: Path) -> int:
 
 
 Number = TypeVar("Number", int, float)
-BUSY = 0.1  # of the CPU's time: what others take at most of a CPU that is ours
 REASONS = {  # NVML's bits, why a clock is not higher
     0x1: "idle",
     0x2: "clocks that a user has set",
@@ -274,7 +273,7 @@ def disturbance(reasons: Iterable[int], strangers: int | None, share: float | No
     clauses = (
         (unexpected, f"the device was throttled ({told(unexpected)})"),
         (strangers, f"{strangers} other process{'es' if strangers > 1 else ''} had the device, too"),
-        (share > BUSY, f"other programs took {tens:.0%} of the CPU or more"),
+        (share > host.BUSY, f"other programs took {tens:.0%} of the CPU or more"),
     )
     return "; ".join(clause for applies, clause in clauses if applies) or None
 

@@ -16,14 +16,22 @@ from lmsys.bench import record
 from tests.bench.test_plugin import EXAMPLE, command
 from tests.support.processes import ENVIRONMENT
 
-SWEEP = ("bench_matmul.py", "--axis", "dtype=float32", "--benchmark-max-time", "0.02", "--benchmark-json", "out.json")
+SWEEP = (
+    "bench_matmul.py",
+    "--lmsys-axis",
+    "dtype=float32",
+    "--benchmark-max-time",
+    "0.02",
+    "--benchmark-json",
+    "out.json",
+)
 JOURNAL = "out.json.partial"
 
 
 def start(folder: Path, sizes: Sequence[int]) -> "subprocess.Popen[str]":
-    resumed = ("--resume", "out.json") if (folder / JOURNAL).exists() else ()
+    resumed = ("--lmsys-resume", "out.json") if (folder / JOURNAL).exists() else ()
     quiet: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    asked = "--axis", f"size={','.join(map(str, sizes))}"
+    asked = "--lmsys-axis", f"size={','.join(map(str, sizes))}"
     return subprocess.Popen(command(*SWEEP, *asked, *resumed), cwd=folder, env=ENVIRONMENT, **quiet)
 
 

@@ -22,7 +22,7 @@ from tests.bench.test_checkout import git, tell
 from tests.bench.test_plugin import EXAMPLE, command
 from tests.support.harness import Telling
 from tests.support.planted import changes
-from tests.support.processes import ENVIRONMENT, ROOT
+from tests.support.processes import ENVIRONMENT, PATIENCE_S, ROOT
 
 ROWS = """
 import os
@@ -55,7 +55,7 @@ def crashes(a, b):
     return a @ b
 """
 NAMES = "steady", "slower", "mended", "crashes"
-SMALL = ("bench_matmul.py", "--axis", "size=32", "--axis", "dtype=float32", "--benchmark-max-time", "0.05")
+SMALL = ("bench_matmul.py", "--lmsys-axis", "size=32", "--lmsys-axis", "dtype=float32", "--benchmark-max-time", "0.05")
 QUIET = ("--benchmark-only", "--benchmark-json", "out.json")
 
 
@@ -76,15 +76,15 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_sweep_says_what_became_slower_and_what_broke(folder: Path, tmp_path: Path) -> None:
     environment = ENVIRONMENT | {"LMSYS_CACHE_DIR": str(tmp_path / "cache")}
-    line = command(*SMALL, *QUIET, "--against", "HEAD")
-    ended = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    line = command(*SMALL, *QUIET, "--lmsys-against", "HEAD")
+    ended = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     commit = git(folder, "rev-parse", "HEAD").strip()
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "against HEAD, in turns:" in ended.stdout and "--against: 1 slower" in ended.stdout, ended.stdout
+    assert "against HEAD, in turns:" in ended.stdout and "--lmsys-against: 1 slower" in ended.stdout, ended.stdout
     slower = r"^slower +\d+\.\d+ +\d+\.\d+ to \d+\.\d+  default-32-float32-slower(?:: disturbed .*)?$"
     assert re.search(slower, ended.stdout, re.MULTILINE)  # a busy machine disturbs it
     assert re.search(r"^mended +default-32-float32-mended: product is .* the allowed error", ended.stdout, re.MULTILINE)
-    assert not list((tmp_path / "cache").iterdir()), "the earlier state was left behind"
+    assert not list((tmp_path / "cache").glob("against-*")), "the earlier state was left behind"
 
     records = load(folder / "out.json")["records"]
     earlier = {one["impl"]: one for one in map(today, records) if one.get("against")}
@@ -119,7 +119,8 @@ def test_two_processes_take_turns_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 def config(**options: Any) -> Any:
     """As pytest has it, with these options."""
     given = {"against": "HEAD", "margin": None, "no_isolation": False, "nvtx": False, "repeat": 1} | options
-    return SimpleNamespace(getoption=given.get, add_cleanup=lambda call: call())
+    named = {f"lmsys_{name}": value for name, value in given.items()}
+    return SimpleNamespace(getoption=named.get, add_cleanup=lambda call: call())
 
 
 @pytest.mark.parametrize(

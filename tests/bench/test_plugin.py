@@ -3,10 +3,12 @@
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +20,20 @@ from lmsys.bench.options import claim_writable, wants_tables
 from lmsys.bench.plugin import RecordedTimer
 from lmsys.bench.record import seal
 from lmsys.files import claim
+from lmsys.measure import machine
 from tests.support.collected import collect
-from tests.support.processes import ENVIRONMENT, PYTEST, ROOT
+from tests.support.processes import ENVIRONMENT, PATIENCE_S, PYTEST, ROOT
 
 EXAMPLE = ROOT / "docs" / "examples" / "bench_matmul.py"
-SMALL = ("bench_matmul.py", "--axis", "size=16,17", "--axis", "dtype=float32", "--benchmark-max-time", "0.01")
+SMALL = (
+    "bench_matmul.py",
+    "--lmsys-axis",
+    "size=16,17",
+    "--lmsys-axis",
+    "dtype=float32",
+    "--benchmark-max-time",
+    "0.01",
+)
 
 
 def command(*options: object, plugin: bool = True) -> list[str]:
@@ -32,7 +43,15 @@ def command(*options: object, plugin: bool = True) -> list[str]:
 
 def run(folder: Path, *options: object, plugin: bool = True, **more: Any) -> subprocess.CompletedProcess[str]:
     line = command(*options, plugin=plugin)
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, **more)
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRONMENT, **more)
+
+
+def result_of(*options: object, records: Sequence[dict[str, Any]] = (), plugin: bool = True) -> str:
+    """A result file of this command."""
+    given = shlex.join(command(*options, plugin=plugin)[3:])
+    facts = machine.describe("cpu", command=f"python -m pytest {given}", seed=0, sweep="default")
+    head = {"machine": facts, "fields": {}, "rows": {}}
+    return json.dumps({"benchmarks": [], "lmsys": record.payload(head, records)})
 
 
 @pytest.fixture
@@ -56,8 +75,8 @@ def test_it_is_measured_in_any_folder_and_refused_when_it_is_wrong(folder: Path)
     assert "matmul: 4 of 4 that ran" in ended.stdout and "wrong result: " in ended.stdout
     assert "lmsys.check" not in ended.stdout  # which knows no matmul
     assert sorted(path.name for path in folder.glob("out*")) == ["out.json"]
-    failed = run(folder, *SMALL, "--benchmark-disable", "--no-isolation", "--fail-on", "error,wrong")
-    assert failed.returncode == 1 and "--fail-on: 2 wrong" in failed.stdout, failed.stdout
+    failed = run(folder, *SMALL, "--benchmark-disable", "--lmsys-no-isolation", "--lmsys-fail-on", "error,wrong")
+    assert failed.returncode == 1 and "--lmsys-fail-on: 2 wrong" in failed.stdout, failed.stdout
     found = record.load(folder / "out.json")
     for one in found["records"]:
         if one["impl"] == "mine":
@@ -115,7 +134,7 @@ def test_a_file_that_patches_the_clock_when_it_is_imported_is_refused(tmp_path: 
 
 
 def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> None:
-    lengths = ("--axis", f"size={','.join(map(str, range(16, 48)))}", "--axis", "dtype=float32,float16")
+    lengths = ("--lmsys-axis", f"size={','.join(map(str, range(16, 48)))}", "--lmsys-axis", "dtype=float32,float16")
     line = command("bench_matmul.py", *lengths, "--benchmark-max-time", "0.02", "--benchmark-json", "out.json")
     heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a test run in the background would not
     process = subprocess.Popen(
@@ -126,15 +145,15 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> N
     while process.poll() is None and (not partial.is_file() or partial.read_text().count("\n") < 6):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    printed, said = process.communicate(timeout=60)
+    printed, said = process.communicate(timeout=PATIENCE_S)
     # pytest itself fails to show where, now and then: in Python 3.11 an interrupt may fall between two lines.
     assert process.returncode == 2 or "self._rawentry.tb_lineno - 1" in said, printed + said
     assert "was not used at all" not in printed
     before = {one["id"]: one for one in record.load(folder / "out.json")["records"]}
     assert 5 <= len(before) < 32 * 2 * 2
 
-    fewer = ("--axis", "size=16,47", "--axis", "dtype=float32", "--benchmark-max-time", "0.01")
-    resumed = run(folder, "bench_matmul.py", *fewer, "--resume", "out.json", "--benchmark-json", "more.json")
+    fewer = ("--lmsys-axis", "size=16,47", "--lmsys-axis", "dtype=float32", "--benchmark-max-time", "0.01")
+    resumed = run(folder, "bench_matmul.py", *fewer, "--lmsys-resume", "out.json", "--benchmark-json", "more.json")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     after = {one["id"]: one for one in record.load(folder / "more.json")["records"]}
     assert {one["size"] for one in after.values()} >= {16, 47} and not (folder / "more.json.partial").exists()
@@ -143,15 +162,16 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> N
 
 def test_a_full_disk_ends_the_run_with_a_sentence_and_what_was_measured(folder: Path) -> None:
     """Stands for it: a limit on the size of files."""
-    sizes = ("--axis", f"size={','.join(map(str, range(16, 30)))}", "--axis", "dtype=float32")
+    sizes = ("--lmsys-axis", f"size={','.join(map(str, range(16, 30)))}", "--lmsys-axis", "dtype=float32")
     fill = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # noqa: E731
-    quickly = ("--benchmark-max-time", "0.01", "--no-isolation", "--benchmark-json", "out.json")
-    (folder / "out.json").write_text("as it was")
+    quickly = ("--benchmark-max-time", "0.01", "--lmsys-no-isolation", "--benchmark-json", "out.json")
+    before = result_of("bench_matmul.py", *sizes, *quickly)
+    (folder / "out.json").write_text(before)
     ended = run(folder, "bench_matmul.py", *sizes, *quickly, preexec_fn=fill)
     assert ended.returncode == 1 and "Traceback" not in ended.stdout + ended.stderr, ended.stdout + ended.stderr
     assert "out.json.partial cannot be written: File too large; what it holds stands" in ended.stdout
     assert "cannot write the result to out.json: File too large; out.json.partial holds the records" in ended.stdout
-    assert (folder / "out.json").read_text() == "as it was" and not list(folder.glob("*.tmp"))
+    assert (folder / "out.json").read_text() == before and not list(folder.glob("*.tmp"))
     assert len(record.load(folder / "out.json.partial")["records"]) > 5
 
 
@@ -183,7 +203,7 @@ def test_a_claim_to_what_cannot_be_written_ends_at_once(tmp_path: Path) -> None:
 def test_wide_tables_are_for_those_who_ask(folder: Path) -> None:
     """Our cases have none; other tests keep theirs. What was saved and compared is the same."""
     (folder / "test_plain.py").write_text("def test_plain(benchmark):\n    benchmark(lambda: None)\n")
-    quickly = ("--benchmark-min-rounds", "10", "--no-isolation")
+    quickly = ("--benchmark-min-rounds", "10", "--lmsys-no-isolation")
     both = (*SMALL, "test_plain.py", *quickly, "--benchmark-autosave", "--benchmark-json")
     told = run(folder, *both, "out.json").stdout
     assert "3 tests" not in told and "test_matmul[" not in told and "matmul: 4 of 4 that ran" in told, told
@@ -197,7 +217,7 @@ def test_wide_tables_are_for_those_who_ask(folder: Path) -> None:
 
 
 def test_repeats_say_what_runs_differ_by(folder: Path) -> None:
-    ended = run(folder, *SMALL, "--axis", "size=16", "--repeat", "2", "--benchmark-json", "out.json")
+    ended = run(folder, *SMALL, "--lmsys-axis", "size=16", "--lmsys-repeat", "2", "--benchmark-json", "out.json")
     assert ended.returncode == 0 and "  again, 2 of 2" in ended.stdout, ended.stdout
     for one in record.load(folder / "out.json")["records"]:
         assert one["outcome"] == "ok" and one["rounds"] >= 10 and one["seal"] == seal(one)
@@ -225,10 +245,10 @@ def test_without_pygal_a_histogram_is_refused_at_the_start(folder: Path) -> None
 def test_a_function_is_timed_by_the_devices_clock(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
         "import time\n"
-        "def test_sleep(device_benchmark):\n"
-        "    assert device_benchmark(lambda: time.sleep(0.002) or 7) == 7\n"
-        "def test_raises(device_benchmark):\n"
-        "    device_benchmark(lambda: 1 / 0)\n"
+        "def test_sleep(lmsys_device_benchmark):\n"
+        "    assert lmsys_device_benchmark(lambda: time.sleep(0.002) or 7) == 7\n"
+        "def test_raises(lmsys_device_benchmark):\n"
+        "    lmsys_device_benchmark(lambda: 1 / 0)\n"
     )
     options = ("--benchmark-max-time", "0.02", "--benchmark-json", "out.json")
     ended = run(tmp_path, "test_mine.py", *options)
@@ -270,8 +290,8 @@ BAD = {
     "--attention=": "unknown attention ''",
     "--benchmark-min-rounds 3": "--benchmark-min-rounds 3: a median needs at least 10 samples",
     "--resume pyproject.toml": "--resume pyproject.toml: not JSON",
-    "--benchmark-max-time nan": "--benchmark-max-time nan: must be a finite number of seconds",
-    "--benchmark-max-time -1": "--benchmark-max-time -1.0: must be a finite number of seconds",
+    "--benchmark-max-time nan": "--benchmark-max-time 'NaN': must be a finite number of seconds",
+    "--benchmark-max-time -1": "--benchmark-max-time '-1': must be a finite number of seconds",
     "--repeat 0": "--repeat=0 must be",
     "--repeat 2 --no-isolation": "--repeat 2 needs fresh processes",
     "--fail-on wrogn": "--fail-on 'wrogn': must be one of oom, unsupported, wrong, error; did you mean wrong",

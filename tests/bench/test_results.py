@@ -191,7 +191,7 @@ class Leaves(Repeated):
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"), [(KeyboardInterrupt(), "interrupted"), (Ended("the process was killed", None), "was killed")]
+    ("fault", "told"), [(KeyboardInterrupt(), "interrupted"), (Ended("the process was killed"), "was killed")]
 )
 def test_whoever_ends_the_last_measurement_of_ceilings_loses_no_record(fault: BaseException, told: str) -> None:
     session = Session(Settings(device="cpu"))

@@ -353,7 +353,7 @@ def test_processes_begin_with_what_torch_reads_once(
     del os.environ[name]
     given = SimpleNamespace(**{f"{OPTION}--deterministic": option})
     configure = runpy.run_path(str(processes.ROOT / "conftest.py"))["pytest_configure"]
-    configure(SimpleNamespace(option=given, getoption={"axis": axes}.__getitem__))
+    configure(SimpleNamespace(option=given, getoption={"lmsys_axis": axes}.__getitem__))
     assert os.environ.get(name) == (value if is_set else None)
 
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmsys.measure import host
-from lmsys.measure.sensors import BUSY, EXPECTED, REASONS, Conditions, Reading, disturbance, told
+from lmsys.measure.host import BUSY
+from lmsys.measure.sensors import EXPECTED, REASONS, Conditions, Reading, disturbance, told
 from tests.support.device import FakeDevice
 
 

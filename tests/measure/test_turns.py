@@ -13,6 +13,7 @@ from lmsys.measure.clock import CpuClock
 from lmsys.measure.compare import Sampled, _order, interleave
 from lmsys.measure.step import Step
 from lmsys.measure.turns import ALONE, Turns
+from tests.support.processes import PATIENCE_S
 
 
 def together(*sides: Callable[[Turns], Any]) -> list[Any]:
@@ -30,7 +31,7 @@ def together(*sides: Callable[[Turns], Any]) -> list[Any]:
     for one in threads:
         one.start()
     for one in threads:
-        one.join(20.0)
+        one.join(PATIENCE_S)
         assert not one.is_alive(), "the two wait for one another"
     return found
 

@@ -4,9 +4,13 @@ import fcntl
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+from lmsys.measure import host
+
 ROOT = Path(__file__).parents[2]
+PATIENCE_S = 600.0  # after which a test gives up on another process: no machine is so busy
 STARTUP = ROOT / "tests" / "support" / "startup"  # each interpreter that has it in its path is quicker
 PATH = os.pathsep.join([str(ROOT), str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
 # One thread: tiny kernels on several wait for each other when the machine is busy.
@@ -16,13 +20,26 @@ ENVIRONMENT.pop("PYTEST_XDIST_WORKER", None)  # these are no workers, even if th
 PYTEST = [sys.executable, *"-m pytest -q -p no:cacheprovider -p no:hypothesispytest -p no:anyio".split()]
 
 
+class Stopwatch:
+    """Seconds since it was made, and whether a limit to them may be asked: not while others have this machine."""
+
+    def __init__(self) -> None:
+        self._began, self._load = time.monotonic(), host.load(os.getppid())
+
+    def keeps(self, seconds: float, since: float | None = None) -> bool:
+        """Whether it is not later yet, since it was made or another moment; True on a busy machine, whatever it is."""
+        took = time.monotonic() - (self._began if since is None else since)
+        share = host.others_share(self._load, host.load(os.getppid()))
+        return took < seconds or share is None or share > host.BUSY
+
+
 def command(*options: object) -> list[str]:
     return [*PYTEST, *map(str, options)]
 
 
 def run(*options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*options), cwd=ROOT, capture_output=True, text=True, timeout=600, env=ENVIRONMENT
+        command(*options), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRONMENT
     )  # fmt: skip
 
 

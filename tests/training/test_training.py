@@ -27,6 +27,7 @@ from lmsys.training.checkpoint import save
 from lmsys.training.config import RunConfig
 from lmsys.training.log import JsonLines, Progress
 from lmsys.training.loop import NonFiniteError, Trainer
+from tests.support.processes import PATIENCE_S
 from tests.support.training_runs import (
     SETTINGS,
     config,
@@ -353,7 +354,7 @@ def test_a_killed_run_goes_on(data: Path, tmp_path: Path, kills: range) -> None:
             time.sleep(0.001)
         time.sleep(random.Random(one).uniform(0, 0.03))
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_S)
         assert process.returncode == -signal.SIGKILL, "it was done before it was killed"
         assert pipeline.run(config(folder, "train.steps=60"), ("train",)) == 0
         expected, found = weights(whole), weights(folder)
@@ -370,7 +371,7 @@ def test_a_rank_that_is_killed_is_started_again(data: Path, tmp_path: Path, grou
     while not list(run.glob("checkpoints/step-*.json")) and process.poll() is None:
         time.sleep(0.01)
     os.kill(ranks_of(process)[-1], signal.SIGKILL)
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0 and "going on from" in said, said
     expected, found = weights(whole), weights(run)
     assert all(torch.equal(found[name], x) for name, x in expected.items())
@@ -395,7 +396,7 @@ def test_a_signal_ends_with_a_checkpoint(
     for _ in range(times - 1):
         time.sleep(0.005)
         process.send_signal(number)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + number, said
     last = read_lines(folder / "log.jsonl")[-1]["step"]
     assert (folder / "checkpoints" / f"step-{last:08}.json").is_file() and f"saved at step {last:,}" in said
@@ -417,7 +418,7 @@ def test_two_signals_end_a_run_of_which_a_rank_has_stopped(data: Path, tmp_path:
     for _ in range(2):
         time.sleep(1.0)
         process.send_signal(number)
-    said, _ = process.communicate(timeout=40)
+    said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode and "told to end twice" in said, said
     assert len(ranks) == 2 and not any(map(is_alive, ranks))
 
@@ -431,7 +432,7 @@ def test_ranks_end_with_the_agent_that_torchrun_is(data: Path, tmp_path: Path) -
         time.sleep(0.05)
     ranks = ranks_of(process)
     process.kill()
-    until = time.monotonic() + 30
+    until = time.monotonic() + PATIENCE_S
     while any(map(is_alive, ranks)) and time.monotonic() < until:
         time.sleep(0.1)
     assert len(ranks) == 2 and not any(map(is_alive, ranks))
@@ -459,7 +460,7 @@ def test_ranks_with_different_settings_are_told(
     setting: str, told: str, data: Path, tmp_path: Path, group: WorkerGroup
 ) -> None:
     run = config(copy_of(data, tmp_path / "run"))
-    for found in group.run(error_of_different_ranks, run, setting, timeout_s=30):
+    for found in group.run(error_of_different_ranks, run, setting):
         assert told in found
 
 

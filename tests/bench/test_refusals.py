@@ -1,0 +1,148 @@
+"""A refused run leaves every file as it is: the result that it was to write or to go on from, and its journal."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmsys.bench import record
+from lmsys.bench.options import check_free, check_group_by
+from lmsys.measure import machine
+from tests.bench.test_plugin import BAD, EXAMPLE, SMALL, run
+from tests.support.collected import collect
+
+ATTENTION = {"id": "a", "benchmark": "attention", "section": "s", "impl": "i", "label": "i", "outcome": "ok"} | {
+    "device": "cpu",
+    "time_s": 1.0,
+}
+
+
+def head(**changes: object) -> dict[str, Any]:
+    return {"machine": machine.describe("cpu", command="another", seed=0, sweep="smoke") | changes, "fields": {}} | {
+        "rows": {}
+    }
+
+
+def result(records: list[dict[str, Any]], **changes: object) -> str:
+    return json.dumps({"benchmarks": [], "lmsys": record.payload(head(**changes), records)})
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def existing(folder: Path, records: list[dict[str, Any]], **changes: object) -> Path:
+    """A result, and the journal of a killed run that went on from it."""
+    folder.mkdir()
+    output = folder / "out.json"
+    output.write_text(result(records, **changes))
+    record.Journal(output, head(**changes), records).add(records[0] | {"id": "b"})
+    return output
+
+
+def test_whatever_is_refused_no_file_is_touched(tmp_path: Path) -> None:
+    """Every option that can be refused, with a result that is there: to be written, and to be gone on from."""
+    cases = []
+    for number, options in enumerate(one for one in BAD if not one.startswith(("--benchmark-json", "--resume"))):
+        for option in ("--benchmark-json", "--resume"):
+            output = existing(tmp_path / f"{number}{option}", [ATTENTION])
+            cases.append((output, ["benchmarks/bench_attention.py", *options.split(" "), option, output]))
+    others: list[tuple[str, list[dict[str, Any]], dict[str, object]]] = [
+        ("family", [ATTENTION | {"benchmark": "model"}], {}),
+        ("commit", [ATTENTION], {"commit": "another"}),
+        ("machine", [ATTENTION], {"name": "another"}),
+    ]
+    for name, records, changes in others:
+        output = existing(tmp_path / name, records, **changes)
+        cases.append((output, ["benchmarks/bench_attention.py", "--resume", output]))
+        elsewhere = ["--benchmark-json", output.with_name("elsewhere.json")]
+        cases.append((output, ["benchmarks/bench_attention.py", "--resume", output, *elsewhere]))
+    before = files(tmp_path)
+    answers = collect([command for _, command in cases])
+    for (output, command), answer in zip(cases, answers, strict=True):
+        assert answer["code"] == pytest.ExitCode.USAGE_ERROR and "wrote" not in answer["said"], (command, answer)
+        assert files(output.parent) == {
+            name.removeprefix(f"{output.parent.name}/"): content
+            for name, content in before.items()
+            if name.startswith(f"{output.parent.name}/")
+        }, command
+
+
+def test_a_refused_resume_says_which_family_the_file_is_of(tmp_path: Path) -> None:
+    """As a user sees it, who goes on with the other benchmark in one file."""
+    shutil.copy(EXAMPLE, tmp_path)
+    output = tmp_path / "out.json"
+    output.write_text(result([ATTENTION]))
+    before = files(tmp_path)
+    ended = run(tmp_path, *SMALL, "--lmsys-resume", "out.json")
+    assert ended.returncode == pytest.ExitCode.USAGE_ERROR and "wrote" not in ended.stdout
+    assert "--lmsys-resume: it has records of attention, which this run has not" in ended.stderr
+    assert {name: content for name, content in files(tmp_path).items() if "pycache" not in name} == before
+
+
+RESULTS = st.one_of(
+    st.binary(min_size=1, max_size=200),
+    st.text(min_size=1).map(lambda command: result([ATTENTION], command=command).encode()),
+)
+
+
+@given(content=RESULTS, has_journal=st.booleans(), command=st.text(max_size=3))
+def test_what_another_command_has_written_is_named_and_left(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, has_journal: bool, command: str
+) -> None:
+    output = tmp_path_factory.mktemp("free") / "out.json"
+    output.write_bytes(content)
+    if has_journal:
+        record.Journal(output, head(), [ATTENTION])
+    before = files(output.parent)
+    try:
+        same = json.loads(content)["lmsys"]["machine"]["command"] == command
+    except (ValueError, TypeError, KeyError):
+        same = False
+    if same and not has_journal:
+        check_free(output, command)
+    else:
+        with pytest.raises(ValueError, match=re.escape(str(output))):
+            check_free(output, command)
+    assert files(output.parent) == before
+
+
+def test_a_new_name_and_the_same_command_are_free(tmp_path: Path) -> None:
+    check_free(tmp_path / "new.json", "any")
+    (tmp_path / "empty.json").touch()
+    check_free(tmp_path / "empty.json", "any")
+    (tmp_path / "out.json").write_text(result([ATTENTION]))
+    check_free(tmp_path / "out.json", "another")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("groups")
+    shutil.copy(EXAMPLE, folder)
+    yield folder
+
+
+QUICK = (*SMALL, "--lmsys-no-isolation", "--benchmark-json", "out.json")
+
+
+def test_groups_by_a_field_of_the_case_are_made(folder: Path) -> None:
+    ended = run(folder, *QUICK, "--benchmark-group-by=param:size,param:impl", "--benchmark-columns=min")
+    assert ended.returncode == 0 and "KeyError" not in ended.stdout, ended.stdout
+    assert all(f"benchmark 'size={size} impl=mine': 1 tests" in ended.stdout for size in (16, 17)), ended.stdout
+    assert len(record.load(folder / "out.json")["records"]) == 4
+
+
+def test_groups_that_nobody_can_make_are_refused_before_anything_is_measured(folder: Path) -> None:
+    ended = run(folder, *QUICK[:-1], "never.json", "--benchmark-group-by=func,param:siez")
+    assert ended.returncode == pytest.ExitCode.USAGE_ERROR and not (folder / "never.json").exists()
+    assert "--benchmark-group-by param:siez: must be one of" in ended.stderr and "param:size" in ended.stderr
+    for text in ("group", "name", "func", "fullname", "fullfunc", "param", "param:size,group"):
+        check_group_by(text, ["size"])
+    with pytest.raises(ValueError, match="--benchmark-group-by size: must be one of"):
+        check_group_by("size", ["size"])
