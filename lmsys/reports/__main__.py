@@ -115,8 +115,11 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
         changes, machine = against.in_turns(both), against.of_today(both)
         own = {one["benchmark"] for one in machine.records} & machine.fields.keys()
         ordered = [name for name in (*CHAPTERS, *sorted(own - CHAPTERS.keys())) if name in own]
-        views = [(CHAPTERS.get(name, OTHERS), view_of(machine, name, baseline)) for name in ordered]
-        found = [chapter for chapters, view in views for chapter in (*chapters(view), *ENERGY(view))]
+        found = []
+        for name in ordered:
+            view = view_of(machine, name, baseline)
+            view = view if name in CHAPTERS else view.read_as(section={})  # sections of one's own have their own names
+            found += [*CHAPTERS.get(name, OTHERS)(view), *ENERGY(view)]
         found = [*step_chapters(machine), *found]
         answer = answers(machine)
         if changes:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Record
 from lmsys.bench.verdict import FAILED, failed, not_run
+from lmsys.reports import own
 from lmsys.reports.fastest import QUESTIONS, fastest_of, reading_order
 from lmsys.reports.load import Machine, commands
 from lmsys.reports.tables import Block, Chapter, Table
@@ -87,8 +88,8 @@ def _cells(line: Record, shown: Sequence[str], shares: Sequence[str]) -> list[st
 
 
 def answers(machine: Machine) -> Block:
-    tables = [fastest_of(machine, question) for question in QUESTIONS]
-    return Block("", [*tables, _wrong(machine), _not_run(machine)])
+    tables = [fastest_of(machine, question) for question in (*QUESTIONS, *own.questions(machine))]
+    return Block("", [*tables, _wrong(machine)], [_not_run(machine)])
 
 
 def _wrong(machine: Machine) -> Table:

@@ -105,7 +105,8 @@ RATED = {  # the rates that a share of a ceiling stands for
 }
 NOT_RUN = "–"
 DETAILS = "; "  # stands between the facts behind a figure
-SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+SUPERSCRIPT = str.maketrans("0123456789", SUPERSCRIPTS)
 STEADY = 0.2  # of the median: how far the samples of a steady case spread at most
 UNSTEADY = f"Unsteady: from p20 to p80 its samples spread over more than {STEADY:.0%} of the median."
 
@@ -177,20 +178,18 @@ def detail(view: View, case: Record | None) -> str:
     """
     if case is None or case["time_s"] is None:
         return ""
-    told, unit = [], unit_of(view.fields["time_s"])[0]
-    if case.get("rounds"):
-        told.append(f"{case['rounds']} rounds")
-    if spread_of(case) is not None:
-        low, high = (number(scaled(view.fields["time_s"], case[name])) for name in ("p20_s", "p80_s"))
-        told.append(f"p20 to p80 {low} to {high} {unit}")
-    if case.get("error_ratio") is not None:
-        told.append(f"error {number(case['error_ratio'])} of what is allowed")
-    told += [", ".join(conditions)] if (conditions := _conditions(view, case)) else []
-    told += [case["energy_note"]] if case.get("energy_note") else []
-    if case.get("repeatable") is not None:
-        told.append("the same bits each time" if case["repeatable"] else "bits vary")
-    told.append(view.machine.run_of(case))
-    return DETAILS.join(told)
+    low, high = (number(scaled(view.fields["time_s"], case.get(name))) for name in ("p20_s", "p80_s"))
+    bits = {None: "", True: "the same bits each time", False: "bits vary"}
+    known = [
+        f"{case['rounds']} rounds" if case.get("rounds") else "",
+        f"p20 to p80 {low} to {high} {unit_of(view.fields['time_s'])[0]}" if spread_of(case) is not None else "",
+        f"error {number(case['error_ratio'])} of what is allowed" if case.get("error_ratio") is not None else "",
+        ", ".join(_conditions(view, case)),
+        case.get("energy_note"),
+        bits[case.get("repeatable")],
+        view.machine.run_of(case),
+    ]
+    return DETAILS.join(filter(None, known))
 
 
 def _conditions(view: View, case: Record) -> list[str]:
@@ -199,10 +198,10 @@ def _conditions(view: View, case: Record) -> list[str]:
     usual = {"memory_clock_mhz": settings.get("max_memory_mhz")}
     known = [(case.get(name), label, unit) for name, label, unit in STATE if case.get(name) != usual.get(name)]
     told = [f"{label} {exact(round(value))} {unit}" for value, label, unit in known if value]
-    if case.get("clock_reasons"):
-        told.append(f"clock held by {case['clock_reasons']}")
-    if case.get("other_processes"):
-        told.append(f"other processes that had the device: {case['other_processes']}")
-    if (share := case.get("others_cpu_share") or 0.0) >= 0.005:
-        told.append(f"other programs took {share:.0%} of the CPU")
-    return told
+    reasons, processes, share = (case.get(name) for name in ("clock_reasons", "other_processes", "others_cpu_share"))
+    others = {
+        f"clock held by {reasons}": reasons,
+        f"other processes that had the device: {processes}": processes,
+        f"other programs took {share or 0:.0%} of the CPU": (share or 0) >= 0.005,
+    }
+    return [*told, *(text for text, is_so in others.items() if is_so)]

@@ -6,6 +6,7 @@ from string import ascii_uppercase
 
 from lmsys.bench.fields import Record
 from lmsys.bench.verdict import FAILED, NEAR, NEAR_TEXT, deciding, fastest, ratio_of, time_of, undisturbed
+from lmsys.reports import standing
 from lmsys.reports.cells import DETAILS, STEADY, Notes, below, geometric_mean, mark
 from lmsys.reports.load import Machine, commands, legend, run_names
 from lmsys.reports.tables import Table
@@ -17,12 +18,13 @@ NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands fi
 FEW = 4  # rows: a comparison of fewer says so
 OLDER = KEPT | {"compile": "eager"}  # what files mean that do not say it
 # What the table of numbers leaves out of a line.
-INNER = ("said", "run", "named", "unsteady", "rivals", "over_as", "next_as")
+INNER = ("said", "run", "named", "unsteady", "rivals", "over_as", "next_as", "measured", "standing")
 # What a line says where no two rows, one of them somebody else's, were undisturbed.
 UNSETTLED = dict.fromkeys(("row", "called", "over", "speedup", "next", "lead", "mfu")) | {"fastest": 0}
 ABOUT = (
-    "The rows of a line took turns in one run; (of 2 rows) says that only two did. 1.5 × sdpa means 1.5 times as fast"
-    " as sdpa, in the geometric mean over the shapes of the run. Point at a figure, or click on it: it names the rows,"
+    "The rows of a line took turns in one run; (of 2 rows) says that only two did. 1.5 × NAME means 1.5 times as fast"
+    " as the row NAME, in the geometric mean over the shapes of the run. Time and rate are the fastest row's in the"
+    " shape that took it longest. Point at a figure, or click on it: it names the rows,"
     f" and says in how many shapes no other row was more than {NEAR_TEXT} faster."
 )
 DISTURBED = "Cases that were disturbed decide nothing here, because others were not."
@@ -35,7 +37,17 @@ WAYS = {
 }
 
 
+COLUMNS = ["setting", "fastest row", "time", "rate", "speed", "over the next fastest"]
 MFU = " MFU is that of the fastest row, in the shape where it is highest."
+
+
+def several(rows: Sequence[Record]) -> bool:
+    return len({one["impl"] for one in rows}) > 1
+
+
+def beside_a_peer(rows: Sequence[Record]) -> bool:
+    """True of several rows with somebody else's among them: of ours alone the fastest may be slow."""
+    return several(rows) and any(one.get("peer") for one in rows)
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,7 @@ class Question:
     way      the field that says how a row was run, where its ways are compared, too, and the fastest is named
     told     of `keys` those that a line tells also where all lines have one value, and other cases another
     mfu      a column tells it
+    enough   true of rows that took turns of which a line may name the fastest
     """
 
     benchmark: str
@@ -62,6 +75,7 @@ class Question:
     way: str = ""
     told: Sequence[str] = ()
     mfu: bool = False
+    enough: Callable[[Sequence[Record]], bool] = beside_a_peer
 
 
 ATTENTION = {"direction": "direction", "dtype": "dtype", "head_dim": "D", "causal": "mask", "kind": "kind"}
@@ -106,7 +120,7 @@ QUESTIONS = (
 
 
 def fastest_of(machine: Machine, question: Question) -> Table | None:
-    """A line for each setting, with the row that is fastest there; None where none was timed beside a peer."""
+    """A line for each setting, with the row that is fastest there; None where no rows are enough."""
     cases = [one for one in machine.records if one["benchmark"] == question.benchmark and question.contends(one)]
     wrong = {(one["section"], one["impl"]) for one in cases if one["outcome"] in FAILED}
     timed = [one for one in cases if one.get("time_s") and (one["section"], one["impl"]) not in wrong]
@@ -120,12 +134,12 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
         others = [one for cases in together[key].values() for one in cases]
         hidden = any(one.get(name) for one in others for name in PATTERNS)
         bases = ("flex", *question.bases) if hidden else question.bases  # what PyTorch has for patterns
-        several = [rows for rows in together[key].values() if _says_something(rows)]
-        deciders = deciding(several, _says_something)
-        comparisons = _of_one_run(deciders or several, bases, question.way)
+        settled = [rows for rows in together[key].values() if question.enough(rows)]
+        deciders = deciding(settled, question.enough)
+        comparisons = _of_one_run(deciders or settled, bases, question.way)
         if comparisons:
-            flagged = sum(bool(one.get("disturbed")) for rows in several for one in rows)
-            line["disturbed"] = "all" if flagged == sum(map(len, several)) else "some" if flagged else None
+            flagged = sum(bool(one.get("disturbed")) for rows in settled for one in rows)
+            line["disturbed"] = "all" if flagged == sum(map(len, settled)) else "some" if flagged else None
             line |= _first(machine, comparisons, bases, others, question.way)
             data.append(line if deciders else line | UNSETTLED)
     if not data:
@@ -138,14 +152,17 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
     shown += [name for name in question.told if name not in shown and len(asked[name]) > 1]
     marks: Notes = {}
     shares = question.mfu and any(one["mfu"] for one in data)
-    rows = [
-        [", ".join(filter(None, (_text(name, question, one[name]) for name in shown))), *_answer(one, marks),
-         *([_percent(one["mfu"])] if shares else []), runs[one["run"]]]
-        for one in data
-    ]  # fmt: skip
-    columns = ["setting", "fastest row", "speed", "over the next fastest", *(["MFU"] if shares else []), "run"]
+    settings = [", ".join(filter(None, (_text(name, question, one[name]) for name in shown))) for one in data]
+    rows = []
+    for setting, one in zip(settings, data, strict=True):
+        row, *speeds = _answer(one, marks)
+        measured = one["measured"] if one["fastest"] else ["", ""]
+        rows.append([setting, row, *measured, *speeds, *([_percent(one["mfu"])] * shares), runs[one["run"]]])
+    columns = [*COLUMNS, *(["MFU"] if shares else []), "run"]
+    name = f"{machine.slug}-fastest-{question.word}"
+    lines = {setting: one["standing"] for setting, one in zip(settings, data, strict=True)}
     return Table(
-        name=f"{machine.slug}-fastest-{question.word}",
+        name=name,
         title=question.title,
         caption=ABOUT + question.about + _ways(data) + (MFU if shares else ""),
         columns=columns,
@@ -158,7 +175,9 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
         ],
         keys=2,
         source=machine.about(timed),
+        best=frozenset((row, 2) for row, one in enumerate(data) if one["fastest"]),
         details={(row, column): str(one["said"]) for row, one in enumerate(data) for column in range(2, len(columns))},
+        plot=standing.drawn(machine, lines, question.title, name, question.kind),
         runs=[(f"Run {letter}, of {made[run][0]}", made[run][1]) for run, letter in runs.items()],
     )
 
@@ -195,11 +214,6 @@ def _kinds(one: Record) -> Iterator[str]:
         yield "Q\N{NO-BREAK SPACE}≠\N{NO-BREAK SPACE}K"
     elif one.get("kv_heads") != one.get("heads"):
         yield "grouped heads"
-
-
-def _says_something(rows: Sequence[Record]) -> bool:
-    """True of several rows with somebody else's among them: of ours alone the fastest may be slow."""
-    return len({one["impl"] for one in rows}) > 1 and any(one.get("peer") for one in rows)
 
 
 def _of_one_run(comparisons: Sequence[Sequence[Record]], bases: Sequence[str], way: str) -> list[Sequence[Record]]:
@@ -262,8 +276,11 @@ def _first(
     near = f"in {found.first} of {found.comparisons} {shapes} no other was more than {NEAR_TEXT} faster"
     speed = _speed(comparisons, found.row, bases)
     over, following = (_best(comparisons, speed[name]) for name in ("over", "next"))
+    measured = standing.figures(machine, best)
+    in_which = [f"time and rate in its longest shape: {measured['shape']}"] if measured["shape"] else []
     inner = {
-        "said": DETAILS.join([machine.run_of(cases[0]), f"{', '.join(rows)} took turns", near]),
+        "said": DETAILS.join([machine.run_of(cases[0]), f"{', '.join(rows)} took turns", near, *in_which]),
+        "standing": _standing(comparisons, found.row, {str(one.get("strategy") or one["impl"]) for one in cases}),
         "run": run,
         "named": {str(one.get("strategy") or one["impl"]) for one in cases},
         "unsteady": any((spread_of(one) or 0.0) > STEADY for one in (*best, *over)),
@@ -275,7 +292,13 @@ def _first(
     origin = {name: machine.runs[run].get(name) for name in ("date", "commit")}
     mfu = max((float(one.get("mfu") or 0) for one in best), default=0) or None
     told = {"row": found.row, "called": " or ".join(sorted(called)), **ways, **counts, **speed, "mfu": mfu}
-    return told | origin | inner
+    return told | measured | origin | inner
+
+
+def _standing(comparisons: Sequence[Sequence[Record]], row: str, names: Iterable[str]) -> dict[str, float]:
+    """The speed of each of these rows over that of `row`, in the geometric mean over the shapes of both."""
+    ratios = {name: [ratio_of_best(rows, name, row) for rows in comparisons] for name in names}
+    return {name: geometric_mean(found)[0] for name, found in sorted(ratios.items()) if any(found)}
 
 
 def _best(comparisons: Iterable[Sequence[Record]], name: str | None) -> list[Record]:

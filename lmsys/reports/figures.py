@@ -2,15 +2,16 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 
 from lmsys.bench.fields import Record
-from lmsys.reports.cells import DETAILS, STATE
+from lmsys.reports.cells import DETAILS, STATE, SUPERSCRIPTS
 from lmsys.reports.load import Machine, matmul_rates
-from lmsys.reports.tables import LEFT_OUT, Block, Plot, Table
-from lmsys.reports.words import OUTCOMES, exact, inside_a_sentence, number, span
+from lmsys.reports.tables import LEFT_OUT, Block, Chapter, Plot, Table
+from lmsys.reports.words import OUTCOMES, digits, exact, inside_a_sentence, number, sentence, span
 
+BRIEF = 80  # characters: what is no longer is said again rather than linked to
 NO_END = {"img", "input", "li", "tbody", "td", "th", "thead", "tr"}  # as these stand in our pages
 
 
@@ -31,6 +32,10 @@ def joined(parts: Iterable[str]) -> Html:
     return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts))
 
 
+def _names(items: Sequence[Table | Plot]) -> str:
+    return ", ".join(dict.fromkeys(inside_a_sentence(_brief(item).split(",")[0]) for item in items))
+
+
 def _brief(item: Table | Plot) -> str:
     """The title without what the heading above it already says."""
     return item.title.split(" · ")[0]
@@ -42,6 +47,7 @@ class Figures:
 
     inline: bool
     _named: set[str] = field(default_factory=set, init=False)
+    _explained: dict[str, str] = field(default_factory=dict, init=False)  # where the page says what a figure shows
 
     def _anchor(self, name: str) -> dict[str, str]:
         """The id of a figure, for the first of those that a page shows twice."""
@@ -50,74 +56,115 @@ class Figures:
         self._named.add(name)
         return {"id": name}
 
-    def block(self, block: Block, anchors: dict[str, str]) -> Html:
-        title = tag("a", block.title, href=f"#{anchors[block.chapter]}") if block.chapter else block.title
-        told: set[str] = set()
-        inside = [*([tag("h4", title)] if title else []), self._figures(block.lead, told)]
-        if names := dict.fromkeys(inside_a_sentence(_brief(item).split(",")[0]) for item in block.more if item):
-            more = tag("template", self._figures(block.more, told))
-            inside.append(tag("details", tag("summary", f"More: {', '.join(names)}"), more))
-        others = [item for item in block.items if not (isinstance(item, Table) and item.runs)]  # those name their runs
-        if sources := dict.fromkeys(item.source for item in others if item.source):
-            said = tag("template", *(tag("p", source) for source in sources))
-            inside.append(tag("details", tag("summary", "Where these numbers are from"), said, class_="source"))
+    def answers(self, block: Block) -> Html:
+        """Each question with its plot beside it; what is seldom asked behind a click."""
+        inside = [
+            tag("div", self._table(item), *map(self._plot, [item.plot] if item.plot else []), class_="answer")
+            for item in block.lead
+            if isinstance(item, Table)
+        ]
+        folded = [
+            tag("details", tag("summary", f"{item.title}: {len(item.rows)} reasons"), self._table(item))
+            for item in block.more
+            if isinstance(item, Table)
+        ]
+        return tag("div", *inside, *folded, class_="answers")
+
+    def chapter(self, chapter: Chapter, anchor: str) -> list[Html]:
+        """Its first block, then the others, each behind a click."""
+        first, *others = (block for block in chapter.blocks if block.items)
+        title = [tag("h4", first.title)] if first.title and not chapter.title.endswith(first.title) else []
+        folded = [
+            tag(
+                "details",
+                tag("summary", tag("h4", block.title or sentence(_names(block.items)))),
+                self._block(block),
+                class_="block",
+                id=f"{anchor}-{at}",
+            )
+            for at, block in enumerate(others)
+        ]
+        return [tag("h3", chapter.title, id=anchor), *title, self._block(first), *folded]
+
+    def _block(self, block: Block) -> Html:
+        """Its first table beside its first plot, and all else behind a click."""
+        told = set[str]()
+        tables, plots = ([item for item in block.lead if isinstance(item, kind)] for kind in (Table, Plot))
+        first = [_told_once(item, block.title, told) for item in (*tables[:1], *plots[:1])]
+        more = [_told_once(item, block.title, told) for item in block.items if item not in (*tables[:1], *plots[:1])]
+        inside = [tag("div", *self._figures(first), class_="pair")]
+        if more:
+            template = tag("template", *self._figures(more))
+            inside.append(tag("details", tag("summary", f"More: {_names(more)}"), template))
         return joined(inside)
 
-    def _figures(self, items: Sequence[Table | Plot | None], told: set[str]) -> Html:
+    def _figures(self, items: Sequence[Table | Plot]) -> list[Html]:
         """Tables one below another, then plots side by side as far as the screen is wide."""
-        tables = [self._table(item, told) for item in items if isinstance(item, Table)]
-        plots = [self._plot(item, told) for item in items if isinstance(item, Plot)]
-        return joined([*tables, *([tag("div", *plots, class_="plots")] if plots else [])])
+        tables = [self._table(item) for item in items if isinstance(item, Table)]
+        plots = [self._plot(item) for item in items if isinstance(item, Plot)]
+        return [*tables, *([tag("div", *plots, class_="plots")] if plots else [])]
 
-    def _plot(self, plot: Plot, told: set[str]) -> Html:
+    def _plot(self, plot: Plot) -> Html:
         file = f"plots/{plot.name}.svg"
         if self.inline:
             image = tag("div", Html(plot.svg[plot.svg.index("<svg") :]), role="img", aria_label=plot.title)
         else:
             width, height = re.findall(r'(?:width|height)="([\d.]+)pt"', plot.svg)[:2]
             image = tag("img", src=file, alt=plot.title, loading="lazy", width=width, height=height)
-        caption = self._caption(plot, told, {"SVG": file})
-        return tag("figure", image, caption, **self._anchor(f"plot-{plot.name}"))
+        anchor = f"plot-{plot.name}"
+        caption = tag("figcaption", *self._caption(plot.caption, anchor), *self._links({"SVG": file}))
+        return tag("figure", image, caption, **self._anchor(anchor))
 
-    def _caption(self, item: Table | Plot, told: set[str], files: Mapping[str, str]) -> Html:
-        """Says what the item shows, then of its cases what the block has not told above it; links to the files."""
-        about, *held = item.caption.splitlines() or [""]
-        lines = [line for line in held if line not in told]
-        told.update(lines)
-        return tag("figcaption", " ".join([about, *lines]), *self._links(files))
+    def _caption(self, caption: str, anchor: str) -> list[str]:
+        """What a figure shows, or where the page has said so; then what is held constant in it."""
+        about, _, held = caption.partition("\n")
+        first = self._explained.setdefault(about, anchor)
+        is_said = first != anchor and len(about) > BRIEF
+        shown = tag("a", "What this shows.", href=f"#{first}") if is_said else about
+        return [shown, f" {held}" if held else ""]
 
     def _links(self, files: Mapping[str, str]) -> list[str]:
         """Links to files beside the page, by what they are called; none in a page that is sent alone."""
         links = [] if self.inline else [tag("a", name, href=file) for name, file in files.items()]
         return [text for link in links for text in (" ", link)]
 
-    def _table(self, table: Table, told: set[str]) -> Html:
-        keys = table.keys
+    def _table(self, table: Table) -> Html:
         head = [
-            tag("th", column or "row", **({"class_": "key"} if i < keys else {}))
-            for i, column in enumerate(table.columns)
+            tag("th", column or "row", **({"class_": "key"} if at < table.keys else {}))
+            for at, column in enumerate(table.columns)
         ]
-        rows = [_line(table, i) for i in range(len(table.rows))]
-        inside = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows))
-        below = [note for note in table.notes if note not in told or not note.startswith(LEFT_OUT)]
-        told.update(below)
-        notes = [tag("ul", *(tag("li", note) for note in below), class_="notes")] if below else []
-        ends = {"CSV": "csv", "Markdown": "md"}
-        files = {name: f"tables/{table.name}.{end}" for name, end in ends.items()}
-        caption = self._caption(table, told, files)
+        rows = [_line(table, at) for at in range(len(table.rows))]
+        inside = tag("div", tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows)), class_="scroll")
         anchor = f"table-{table.name}"
         title = tag("a", _brief(table), href=f"#{anchor}", class_="title")
-        inside = tag("div", inside, class_="scroll")
-        return tag("figure", title, inside, *notes, caption, *_made_by(table), **self._anchor(anchor))
+        ends = {"CSV": f"tables/{table.name}.csv", "Markdown": f"tables/{table.name}.md"}
+        caption = tag("figcaption", *self._caption(table.caption, anchor), *self._links(ends))
+        if not table.runs:
+            return tag("figure", title, inside, *_list(table.notes), caption, **self._anchor(anchor))
+        marks = [note for note in table.notes if note[0] in SUPERSCRIPTS]
+        behind = [note for note in table.notes if note not in marks]
+        made = [joined([f"{run}, made by: ", tag("code", command)]) for run, command in table.runs]
+        summary = tag("summary", "How to read this, and the runs and commands behind it")
+        details = tag("details", summary, *_list(made), *_list(behind), caption, class_="source")
+        return tag("figure", title, inside, *_list(marks), details, **self._anchor(anchor))
 
 
-def _made_by(table: Table) -> list[Html]:
-    """The runs that a table's lines come from, behind a click that needs no script."""
-    if not table.runs:
-        return []
-    told = f"From {len(table.runs)} runs, by these commands" if len(table.runs) > 1 else "From one run, by this command"
-    lines = [tag("li", f"{run}, made by: ", tag("code", command)) for run, command in table.runs]
-    return [tag("details", tag("summary", told), tag("ul", *lines, class_="notes"), class_="source")]
+def _told_once(item: Table | Plot, heading: str, told: set[str]) -> Table | Plot:
+    """The figure without what its block's heading or a figure above it says of its cases."""
+    about, *held = item.caption.splitlines() or [""]
+    lines = [line for line in held if line not in told]
+    short = [sentence(line.removeprefix(heading).removeprefix("; ").removeprefix(".")) for line in lines]
+    item = replace(item, caption="\n".join([about, " ".join(filter(None, short))]))
+    if isinstance(item, Table):
+        notes = [note for note in item.notes if note not in told or not note.startswith(LEFT_OUT)]
+        told.update(notes)
+        item = replace(item, notes=notes)
+    told.update(lines)
+    return item
+
+
+def _list(notes: Sequence[str]) -> list[Html]:
+    return [tag("ul", *(tag("li", note) for note in notes), class_="notes")] if notes else []
 
 
 def _line(table: Table, row: int) -> Html:
@@ -205,8 +252,4 @@ def _sustained(run: Record) -> dict[str, str]:
 
 def _settings(found: Record) -> dict[str, str]:
     known = {name: words for name, words in SETTINGS.items() if found.get(name) is not None}
-    return {label: f"{_told(found[name])} {unit}".strip() for name, (label, unit) in known.items()}
-
-
-def _told(value: object) -> str:
-    return exact(value) if isinstance(value, int | float) else str(value)
+    return {label: f"{digits(found[name])} {unit}".strip() for name, (label, unit) in known.items()}

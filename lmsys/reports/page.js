@@ -7,14 +7,28 @@ function unfold(details) {
   made.forEach(prepare);
 }
 
+// The address says what was linked to or opened last, and the rows that are asked for: who gets it sees the same.
+function address() {
+  const [id, rows = ""] = location.hash.slice(1).split("&rows=").map(decodeURIComponent);
+  return {id, rows};
+}
+
+function setAddress(id, rows) {
+  history.replaceState(null, "", `#${encodeURIComponent(id)}` + (rows ? `&rows=${encodeURIComponent(rows)}` : ""));
+}
+
 // A link to a table or plot opens what it is behind.
 function go() {
-  const id = decodeURIComponent(location.hash.slice(1));
+  const {id, rows} = address(), field = document.getElementById("only");
+  if (rows && rows !== field.value) field.value = rows, filterAll();
+  else if (field.value && !rows) setAddress(id, field.value);
   if (!id) return;
   const owner = document.getElementById(id) ? null : [...document.querySelectorAll("details > template")]
     .find(one => one.content.getElementById(id))?.parentElement;
-  if (owner) owner.open = true, unfold(owner);
-  document.getElementById(id)?.scrollIntoView();
+  if (owner) unfold(owner);
+  const target = document.getElementById(id);
+  for (let one = target?.closest("details"); one; one = one.parentElement.closest("details")) one.open = true;
+  target?.scrollIntoView();
 }
 
 const numberOf = text => {
@@ -50,9 +64,25 @@ function filter(table) {
   lines.forEach((line, at) => line.hidden = !keep && rows[at]);
 }
 
-// A table wider than the screen says that it scrolls, and keys can scroll it.
+// Says in the corner, too, that tables show these rows alone: a link may lead far below the field.
+function filterAll() {
+  const rows = document.getElementById("only").value;
+  const asked = document.getElementById("asked");
+  asked.textContent = `Rows: ${rows}`, asked.hidden = !rows;
+  document.querySelectorAll("table:not(.facts)").forEach(filter);
+}
+
+// A table wider than the screen says that it scrolls, and keys can scroll it. What names its lines stays beside the
+// figures: as many of its first columns as leave half of the width to them.
 const widths = new ResizeObserver(seen => seen.forEach(({target: t}) => {
   t.classList.toggle("wide", t.scrollWidth > t.clientWidth) ? t.tabIndex = 0 : t.removeAttribute("tabindex");
+  const table = t.firstElementChild, heads = [...table.rows[0]?.cells ?? []];
+  let left = 0;
+  heads.forEach((head, at) => {
+    const stays = head.matches(".key") && (at === 0 || left + head.offsetWidth <= t.clientWidth / 2);
+    for (const line of table.rows) if (line.cells[at]) line.cells[at].style.left = stays ? `${left}px` : "";
+    left += stays ? head.offsetWidth : Infinity;
+  });
 }));
 
 // What is known of a figure: its own, what all figures of its row have in common, and the command of its run.
@@ -82,11 +112,16 @@ function prepare(part) {
 }
 
 addEventListener("DOMContentLoaded", () => {
-  const said = document.getElementById("said");
+  const said = document.getElementById("said"), field = document.getElementById("only");
   prepare(document.body);
-  document.getElementById("only").addEventListener("input", () =>
-    document.querySelectorAll("table:not(.facts)").forEach(filter));
-  addEventListener("toggle", event => event.target.open && unfold(event.target), true);
+  field.addEventListener("input", () => filterAll() ?? setAddress(address().id, field.value));
+  addEventListener("toggle", event => {
+    if (!event.target.open) return;
+    unfold(event.target);
+    const first = event.target.id || event.target.querySelector(".title")?.getAttribute("href").slice(1);
+    if (first && !event.target.contains(document.getElementById(address().id))) // that is what go() opened
+      setAddress(first, field.value);
+  }, true);
   addEventListener("hashchange", go);
   addEventListener("click", event => {
     const head = event.target.closest("thead th[tabindex]"), cell = event.target.closest("td");

@@ -18,12 +18,13 @@ POLICY = (
     f"default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; font-src data:; script-src 'sha256-{_HASH}'"
 )
 LEAD = (
-    "lmsys measures attention kernels and data-parallel training side by side. A result has a time only if it "
-    "passed its check. A row is one implementation, such as a kernel or a strategy, named as on the command line. A "
-    "case is one row in one setting, such as a shape and a dtype."
+    "A figure is of a result that passed its check. A row is one implementation, such as a kernel or a strategy, named "
+    "as on the command line; a case is one row in one setting."
 )
-LETTERS = "B is the batch, H the heads, Q the queries, K the keys, S the queries and keys alike, D the size of a head."
-UP = Html('<p class="up"><a href="#top">↑ Top</a> <a href="#contents">Contents</a></p>')
+LETTERS = "B is the batch, H the heads, Q the queries, K the keys, S the queries and keys alike, D the size of a head. "
+UP = Html(
+    '<p class="up"><a href="#top">↑ Top</a> <a href="#contents">Contents</a> <a href="#only" id="asked" hidden></a></p>'
+)
 
 
 def write(out: Path, parts: Sequence[Part], records_csv: str, notes: Sequence[str], single_file: bool = False) -> Path:
@@ -53,33 +54,15 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
         anchors = {chapter.title: f"{machine.slug}-{file_name(chapter.title.lower())}" for chapter in chapters}
         links = [tag("li", tag("a", title, href=f"#{anchor}")) for title, anchor in anchors.items()]
         contents.append(tag("li", tag("a", machine.title, href=f"#{machine.slug}"), tag("ul", *links)))
-        shown = tag("div", figures.block(answers, {}), class_="answers")
-        first.append(tag("section", tag("h2", machine.title), runs_of(machine), shown))
+        first.append(tag("section", tag("h2", machine.title), runs_of(machine), figures.answers(answers)))
         facts = tag("details", tag("summary", "Machine, versions and runs"), facts_of(machine.runs))
         inside = [tag("h2", f"{machine.title}: everything measured", id=machine.slug), facts]
         for chapter in chapters:
-            inside.append(tag("h3", chapter.title, id=anchors[chapter.title]))
-            inside += [figures.block(block, anchors) for block in chapter.blocks if block.items]
+            inside += figures.chapter(chapter, anchors[chapter.title])
         body.append(tag("section", *inside))
     names = sorted({str(case["impl"]) for machine, _, _ in parts for case in machine.records})
-    said = [tag("p", note) for note in notes]
-    if single_file:
-        files = ["This page links to no other file: the folder that it was made in has each table and plot as a file. "]
-    else:
-        csv = tag("a", "records.csv", href="tables/records.csv")
-        files = ["Every measured case is in ", csv, "; each table and plot links to its own file. "]
-    said.append(tag("p", *files, LETTERS))
-    made = tag("code", "python -m lmsys.reports RESULT.json ... -o DIR")
-    said.append(
-        tag(
-            "p",
-            "The commands that measured this are below each table of answers and, all of them, in “Machine, versions "
-            "and runs”. ",
-            made,
-            " builds this page.",
-        )
-    )
     head = joined([tag("h1", "lmsys report", id="top"), tag("p", LEAD)])
+    said = [*(tag("p", note) for note in notes), tag("p", *_about(parts, single_file))]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
@@ -88,6 +71,17 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
         + tag("main", head, *first, *said, _contents(contents, names, _commands(parts)), *body, UP)
         + "\n</body></html>\n"
     )
+
+
+def _about(parts: Sequence[Part], single_file: bool) -> list[str]:
+    """Where the figures are as files, what letters mean where attention was measured, and how the page is made."""
+    csv = tag("a", "records.csv", href="tables/records.csv")
+    files = ["Every measured case is in ", csv, "; each table and plot links to its own file. "]
+    if single_file:
+        files = ["This page links to no other file: the folder that it was made in has each table and plot as a file. "]
+    of_attention = any(case["benchmark"] == "attention" for machine, _, _ in parts for case in machine.records)
+    made = tag("code", "python -m lmsys.reports RESULT.json ... -o DIR")
+    return [*files, *([LETTERS] if of_attention else []), made, " builds this page."]
 
 
 def _commands(parts: Sequence[Part]) -> dict[str, str]:
@@ -105,10 +99,10 @@ def _contents(links: Sequence[Html], names: Sequence[str], commands: Mapping[str
 
     `commands` are those of the runs, by what a figure says of its run.
     """
-    field = Html('<input id="only" type="search" list="rows" placeholder="flash_gluon, sdpa">')
+    field = tag("input", id="only", type="search", list="rows", placeholder=", ".join(names[:2]))
     said = (
-        " Type parts of names, and the tables show these rows alone. A click on a column's head sorts by it; one on a"
-        " figure says its rounds, spread, error, run and command."
+        " Type parts of names, and the tables show these rows alone; the address keeps them. A click on a column's head"
+        " sorts by it; one on a figure says its rounds, spread, error, run and command."
     )
     return joined(
         [

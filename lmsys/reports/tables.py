@@ -3,7 +3,7 @@
 import csv
 import io
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ class Table:
 
     The first `keys` columns say what a row is; `name` is the stem of its files, `source` where its numbers are from.
     `best` are the places, row and column, of the best of those in its row that were sampled together; `details` says
-    more of some places. `runs` are the runs of its lines, each with its command.
+    more of some places. `runs` are the runs of its lines, each with its command; `plot` draws what it answers.
     """
 
     name: str
@@ -50,18 +50,20 @@ class Table:
     best: frozenset[tuple[int, int]] = frozenset()
     details: Mapping[tuple[int, int], str] = field(default_factory=dict)
     runs: Sequence[tuple[str, str]] = ()
+    plot: "Plot | None" = None
 
     def markdown(self) -> str:
         align = ["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)
         lines = [self.columns, align, *self.rows]
         body = "\n".join("| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-        made = [f"{run}, made by: `{command}`" for run, command in self.runs]
+        made = [f"{run}, made by: `" + command.replace("`", "'") + "`" for run, command in self.runs]
         notes = "".join(f"{_plain(note)}  \n" for note in (*self.notes, *made))
         caption = _plain(f"{self.caption} {self.source}".strip())
         return f"### {_plain(self.title)}\n\n{caption}\n\n{body}\n" + (f"\n{notes}" if notes else "")
 
     def files(self) -> dict[str, str]:
-        return {f"tables/{self.name}.md": self.markdown(), f"tables/{self.name}.csv": csv_of(self.data)}
+        drawn = self.plot.files() if self.plot else {}
+        return {f"tables/{self.name}.md": self.markdown(), f"tables/{self.name}.csv": csv_of(self.data), **drawn}
 
 
 def _plain(text: str) -> str:
@@ -78,8 +80,13 @@ def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
         file, [name for name in names if name not in lists], lineterminator="\n", extrasaction="ignore"
     )
     writer.writeheader()
-    writer.writerows(records)
+    writer.writerows({name: _no_formula(value) for name, value in one.items()} for one in records)
     return file.getvalue()
+
+
+def _no_formula(value: Any) -> Any:
+    """What a spreadsheet would run is text in it: a word of a result file that begins as a formula gets a quote."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def data_of(view: View, *names: str) -> list[Record]:
@@ -242,6 +249,12 @@ def listing(
         found = [cell(view, name, case, notes, ending=name == metrics[0]) for name in metrics]
         rows.append([*replace(view, cases=[case]).constants(keys).values(), *found])
     told = [_told(sentence(label_of(one)), one.about) for one in fields if one.about]
+    best: set[tuple[int, int]] = set()
+    single = len({case["id"] for case in view.cases}) == len(view.cases)  # else a case has several lines
+    for rivals in view.groups("comparison") if single else ():
+        line = [case if case["comparison"] == rivals[0] else None for case in view.cases]
+        for at, one in enumerate(fields):
+            best |= {(row, len(keys) + at) for row in _best(view, one, line)}
     return Table(
         name=view.file(word),
         title=titled(filled(title, view.constants(view.axes())), view),
@@ -252,6 +265,7 @@ def listing(
         notes=below(notes, rows),
         keys=len(keys),
         source=view.source,
+        best=frozenset(best),
         details=details,
     )
 
@@ -287,13 +301,12 @@ def _ending(case: Record) -> str:
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing; `name` is the stem of its file, `source` where its numbers are from."""
+    """A drawing; `name` is the stem of its file."""
 
     name: str
     title: str
     caption: str
     svg: str
-    source: str = ""
 
     def files(self) -> dict[str, str]:
         return {f"plots/{self.name}.svg": self.svg}
@@ -304,12 +317,11 @@ Items = list[Table | Plot | None]
 
 @dataclass(frozen=True)
 class Block:
-    """Tables and plots of one subject: `lead` is read at once, `more` behind a click. The title leads to `chapter`."""
+    """Tables and plots of one subject; `lead` comes first, and its first table and plot are read at once."""
 
     title: str
     lead: Sequence[Table | Plot | None]
     more: Sequence[Table | Plot | None] = ()
-    chapter: str = ""
 
     @property
     def items(self) -> list[Table | Plot]:
@@ -323,16 +335,3 @@ class Chapter:
 
 
 Part = tuple[Machine, Block, Sequence[Chapter]]  # the block holds the answers
-
-
-def with_overview(
-    title: str, last: Sequence[Table | None], view: View, section: Callable[[str, View], tuple[Items, list[Block]]]
-) -> list[Chapter]:
-    """An overview, then a chapter for each grid: `section` makes what the overview shows of it, and its blocks."""
-    overview, found = [Block("", last)], []
-    for (name,), own in view.groups("section").items():
-        glance, blocks = section(name, own)
-        heading = own.text("section", name)
-        found.append(Chapter(f"{title}: {heading}", blocks))
-        overview.insert(-1, Block(heading, glance, chapter=found[-1].title))
-    return [Chapter(title, overview), *found]

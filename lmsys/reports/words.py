@@ -112,6 +112,11 @@ def exact(value: float) -> str:
     return f"{value:,.10g}"
 
 
+def digits(value: object) -> str:
+    """A number with all its digits; anything else as it is."""
+    return exact(value) if isinstance(value, int | float) else str(value)
+
+
 def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 

@@ -163,7 +163,7 @@ def test_a_run_that_measured_both_states_is_compared_by_itself(
         site.index("Verdicts")
         < site.index("What changed")
         < site.index("All cases: attention")
-        < site.index(">Attention<")
+        < site.index(">Attention: Everyday sizes<")
     )
     tables = {path.name: path.read_text() for path in (tmp_path / "site" / "tables").glob("*.csv")}
     named = [name for name, text in tables.items() if "flash_triton@aaaaaaaaaa" in text]

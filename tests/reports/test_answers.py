@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.sweeps import SWEEPS
 from lmsys.parallel import STRATEGIES
 from lmsys.reports.load import Machine, run_names
-from lmsys.reports.words import VALUES
+from lmsys.reports.words import VALUES, number
 from tests.support.records import Record, built, cells, numbers, record, save
 
 LENGTHS = (1024, 2048, 4096)
@@ -44,6 +44,26 @@ def test_the_page_begins_with_them(tmp_path: Path) -> None:
     assert page.index("Fastest attention") < page.index("<nav>") < page.index("everything measured")
     assert page.count("no wheel") == 1
     assert "run of 2000-01-02 03:04, commit 0123456789; flash_triton, sdpa_flash took turns; in 1 of 1 shape no" in page
+
+
+@given(st.lists(st.floats(1e-5, 1.0), min_size=1, max_size=len(LENGTHS)))
+@settings(max_examples=5)
+def test_time_and_rate_are_of_the_fastest_row_where_it_takes_longest(
+    tmp_path_factory: pytest.TempPathFactory, seconds: list[float]
+) -> None:
+    cases = [
+        one
+        for length, time in zip(LENGTHS, seconds, strict=False)
+        for one in comparison(length, {"flash_triton": time, "sdpa_flash": 3 * time})
+    ]
+    folder = tmp_path_factory.mktemp("longest")
+    files = built(folder / "out", save(folder / "r.json", cases))
+    longest = max(cases[::2], key=lambda one: one["time_s"])
+    ((said,), (line,)) = numbers(files, "fastest-attention"), cells(files, "fastest-attention")
+    assert float(said["time_s"]) == longest["time_s"] and float(said["flops_per_s"]) == longest["flops_per_s"]
+    assert line["time"] == f"{number(1e3 * longest['time_s'])} ms"
+    assert line["rate"] == f"{number(longest['flops_per_s'] / 1e12)} TFLOP/s"
+    assert len(seconds) == 1 or f"its longest shape: queries {longest['queries']:,}" in files["index.html"].decode()
 
 
 def test_a_row_that_another_run_has_is_said_to_have_run_there(tmp_path: Path) -> None:

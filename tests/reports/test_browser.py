@@ -3,20 +3,24 @@
 The published page of one H200, and where it matters that of a smoke sweep of this machine, which is mostly a CPU.
 """
 
+import io
 import re
 import shutil
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lmsys.reports.__main__ import build
 from tests.support.processes import ROOT, smoke_sweep
 
 MOST_NODES, MOST_BYTES, MOST_PRINTED = 15_000, 10**6, 25
+MOST_TALL = 100_066 // 3  # pixels of a desktop: before anything was folded it was three times as tall
 DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+PAPER = "light", "dark"
 BOTH = "page_file", "own_page_file"
 RATES = "table-nvidia-h200-tokens16k-bfloat16-fwd-tflops"
 
@@ -78,11 +82,31 @@ def test_the_first_screen_answers_and_everybody_can_read_it(page: Any) -> None:
 
 @pytest.mark.parametrize("page", [(file, {"viewport": PHONE}) for file in BOTH], indirect=True, ids=BOTH)
 def test_every_answer_is_read_on_a_phone_without_scrolling_sideways(page: Any) -> None:
-    cells = page.locator(".answers :is(th, td)").all()
+    cells = page.locator(".answer :is(tbody th, td)").all()
     boxes = [box for cell in cells if (box := cell.bounding_box())]
     assert len(boxes) == len(cells)
     assert all(box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"] for box in boxes)
     assert page.locator(".answers .wide").count() == 0
+
+
+@pytest.mark.parametrize("page", [("page_file", {"viewport": PHONE})], indirect=True, ids=["phone"])
+def test_what_names_a_line_stays_beside_its_last_figure_on_a_phone(page: Any) -> None:
+    """Of a table that is scrolled to its end."""
+    scroll = page.locator(f"#{RATES} .scroll.wide")
+    scroll.evaluate("one => one.scrollTo(one.scrollWidth, 0)")
+    line = scroll.locator("tbody tr").first
+    names, last = [cell.bounding_box() for cell in line.locator("th").all()], line.locator("td").last.bounding_box()
+    assert len(names) == 3 and all(box["x"] >= 0 for box in names)
+    assert all(one["x"] + one["width"] <= after["x"] + 1 for one, after in pairwise([*names, last]))
+    assert last["x"] + last["width"] <= PHONE["width"]
+
+
+@pytest.mark.parametrize("page", [("page_file", {"color_scheme": one}) for one in PAPER], indirect=True, ids=PAPER)
+def test_plots_are_drawn_on_the_paper_of_the_page(page: Any) -> None:
+    """Most of a plot is its paper."""
+    shot = Image.open(io.BytesIO(page.locator(".answer img").first.screenshot())).convert("L")
+    is_dark = sum(shot.histogram()[:128]) > shot.width * shot.height / 2
+    assert is_dark == page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
 
 
 def test_one_click_below_an_answer_says_its_run_and_its_command(page: Any) -> None:
@@ -108,6 +132,7 @@ def test_a_link_leads_back_to_the_top(page: Any) -> None:
 def test_it_is_small(page: Any, page_file: Path) -> None:
     assert page_file.stat().st_size <= MOST_BYTES
     assert page.evaluate("document.getElementsByTagName('*').length") <= MOST_NODES
+    assert page.evaluate("document.documentElement.scrollHeight") <= MOST_TALL
     assert len(re.findall(rb"/Type\s*/Page\b", page.pdf(format="A4"))) <= MOST_PRINTED
 
 
@@ -119,7 +144,7 @@ def test_what_is_behind_a_click_comes_with_it_and_with_a_link(page: Any) -> None
     page.locator(f"#{hidden}").wait_for(state="visible")
     closed = page.locator("details:has(> template)")
     before = closed.count()
-    closed.first.locator("summary").click()
+    closed.locator("visible=true").first.locator("summary").click()
     assert closed.count() == before - 1
 
 
@@ -135,6 +160,23 @@ def test_rows_are_filtered_and_lines_sorted(page: Any) -> None:
         assert head.get_attribute("aria-sort") == order and shown == sorted(shown, reverse=reverse)
     page.locator("#only").fill("")
     assert heads.count() == len(table.locator("thead th").all())
+
+
+def test_a_link_shows_what_its_sender_saw(page: Any) -> None:
+    """The rows that were asked for and what was opened; what else is folded stays so."""
+    page.locator("#only").fill("gluon, cudnn")
+    page.locator("details.block").last.locator("summary").first.click()
+    page.wait_for_function("location.hash.includes('&rows=') && !location.hash.startsWith('#&')")
+    link = page.url
+    page.goto("about:blank")
+    page.goto(link)
+    assert page.locator("#only").input_value() == "gluon, cudnn" and page.locator("details.block[open]").count() == 1
+    assert page.locator(f"#{RATES} thead th:visible").all_inner_texts()[-2:] == ["flash_gluon", "sdpa_cudnn"]
+    assert page.locator("#asked").inner_text() == "Rows: gluon, cudnn"
+    page.evaluate("id => location.hash = id", RATES)
+    page.wait_for_function("location.hash.includes('&rows=')")
+    page.locator("#only").fill("")
+    assert "rows" not in page.url and page.url.endswith(f"#{RATES}")
 
 
 def test_a_figure_says_what_stands_behind_it(page: Any) -> None:

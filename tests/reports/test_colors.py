@@ -7,7 +7,8 @@ import pytest
 
 from lmsys.attention import ATTENTION
 from lmsys.parallel import STRATEGIES
-from lmsys.reports.views import PALETTE
+from lmsys.reports.plots import DARK, INK, LIFT
+from lmsys.reports.views import PALETTE, lighter
 
 # Linear RGB as it is seen: G. M. Machado, M. M. Oliveira, L. A. F. Fernandes, "A Physiologically-based Model for
 # Simulation of Color Vision Deficiency", 2009, table 1, severity 1.0.
@@ -20,6 +21,7 @@ SEEN = {
 XYZ = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
 WHITE = [0.95047, 1.0, 1.08883]  # D65
 LEAST = 18.0  # distance in CIELAB (1976), of which 2.3 can just be seen
+LEAST_ON_DARK = LEAST / 2  # white in all colours takes some of it
 DARKEST, LIGHTEST = 5.0, 80.0  # lightness on white paper
 
 
@@ -47,3 +49,12 @@ def test_rows_are_told_apart(table: str, kind: str) -> None:
     for (one, a), (other, b) in combinations(seen.items(), 2):
         assert np.linalg.norm(a - b) >= LEAST, f"{one} and {other}: {colors[one]}, {colors[other]}"
     assert all(DARKEST <= found[0] <= LIGHTEST for found in seen.values())
+
+
+@pytest.mark.parametrize("kind", SEEN)
+def test_rows_are_told_apart_on_dark_paper_too(kind: str) -> None:
+    for rows in (ATTENTION, STRATEGIES):
+        seen = {name: lab(lighter(str(row.trait("color")), LIFT), kind) for name, row in rows.items()}
+        assert all(np.linalg.norm(seen[one] - seen[other]) >= LEAST_ON_DARK for one, other in combinations(seen, 2))
+        assert all(found[0] >= lab(DARK["#ffffff"], kind)[0] + LEAST for found in seen.values())
+    assert lab(DARK[INK], kind)[0] > 80

@@ -70,6 +70,13 @@ def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(tmp_path: Path)
     for one in beside:
         one["samples_s"] = [2 * sample for sample in one["samples_s"]]
     files = reported(tmp_path, benchmark, [*found, *beside])
+    page = files["index.html"].decode()
+    told = page.partition("<body>")[2]
+    assert not [word for word in ("Everyday sizes", "heads", "flash_gluon", "sdpa", "attention") if word in told]
+    fastest = cells(files, "fastest-matmul")
+    assert [row["setting"] for row in fastest] == ["size 8", "size 16", "size 32"]
+    assert all(row["fastest row"] == "matmul (of 2 rows)" and row["speed"][:4] == "2.00" for row in fastest)
+    assert "plots/synthetic-gpu-fastest-matmul.svg" in files and page.index("Fastest matmul") < page.index("<nav>")
     *rows, mean = cells(files, "matmul-s-speedup")
     told = [(row["matmul"].rstrip("¹"), row["mine"].rstrip("¹")) for row in rows]  # these were measured, steady or not
     assert told == [("1.00", "0.500")] * 3

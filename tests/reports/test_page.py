@@ -70,6 +70,15 @@ def test_what_a_result_file_says_is_text(tmp_path: Path) -> None:
         assert b"<script" not in files[name] and b"<img" not in files[name]
 
 
+def test_a_word_that_begins_as_a_formula_is_none_in_a_csv(tmp_path: Path) -> None:
+    """And a command ends at no backtick of its own."""
+    records = [record("attention", name, label=name, queries=64, keys=64) for name in ("=1+1", "@mine", "sdpa_flash")]
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records, command="pytest `-k` x"))
+    told = [line.split(",") for name in files if name.endswith(".csv") for line in files[name].decode().splitlines()]
+    assert "'=1+1" in sum(told, []) and not [cell for line in told for cell in line if cell.startswith(("=", "@"))]
+    assert "made by: `pytest '-k' x`" in files["tables/synthetic-gpu-fastest-attention.md"].decode()
+
+
 def test_long_texts_that_differ_at_the_end_name_two_files() -> None:
     names = {file_name("x" * 500 + end) for end in ("", "a", "b", "/", "ä")}
     assert len(names) == 5 and all(re.fullmatch(r"[\w-]{1,120}", name) for name in names)

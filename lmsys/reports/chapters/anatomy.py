@@ -1,5 +1,6 @@
 """The anatomy of a model: by kernel and part of the model where time goes, and by phase where memory goes."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,15 +14,7 @@ from lmsys.reports.words import filled, number
 
 GIB = 2**30
 CALLS = {"forward": "inference", "step": "step"}  # modes, as they are read
-KINDS = {  # of kernels, by colour
-    "matmul": "#2563eb",
-    "attention": "#9333ea",
-    "elementwise": "#b45309",
-    "reduction": "#dc2626",
-    "copy": "#0891b2",
-    "communication": "#16a34a",
-    "other": "#9ca3af",
-}
+KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "communication", "other")  # of kernels
 PHASES = {"forward": "#2563eb", "backward": "#dc2626", "optimizer": "#16a34a"}
 HELD = "#9ca3af"
 MEASURED = ("parameters", "gradients", "optimizer", "activations")
@@ -36,7 +29,6 @@ PART_FIELDS = (
     Field("backward_s", "s", "backward", shown="ms"),
 )
 SOFTMAX_OPERATIONS = 5  # for each score: greatest, minus, exp, sum, divide
-NARROW = 0.06  # a segment with less of the bar has no room for its number
 SHAPE = ("batch", "context", "d_model", "num_layers", "num_heads")
 REST = ("d_ff", "num_parameters")  # of what a size stands for
 KERNELS = (
@@ -215,29 +207,15 @@ def _deviation(name: str, case: Record) -> str:
 
 
 def _share_bars(part: View) -> Plot | None:
-    """A bar for each case of one setting, divided by kind of kernel."""
-    own = part.only(lambda case: case["kernel_s"])
-    if not own.cases:
-        return None
-    kinds = [kind for kind in KINDS if any(case[f"{kind}_share"] for case in own.cases)]
-    head = "Time by kind of kernel, %"
-    axes = plots.canvas(0.52 * len(own.cases) + 0.4)
-    for row, case in enumerate(own.cases):
-        left = 0.0
-        for kind in kinds:
-            share = case[f"{kind}_share"]
-            axes.barh(row, share, 0.5, left, color=KINDS[kind], label=kind if row == 0 else None)
-            left += share
-            text = f"{100 * share:.0f}" if share >= NARROW else ""
-            axes.text(left - share / 2, row, text, ha="center", va="center", color="white", fontsize=8.5)
-        axes.text(0, row - 0.3, f"{own.text('mode', case['mode'])}, {case['variant']}", va="bottom", fontsize=8.5)
-        axes.text(1, row - 0.3, f"{number(1e3 * case['kernel_s'])} ms", va="bottom", ha="right", fontsize=8.5)
-    axes.set(xlim=(0, 1), ylim=(len(own.cases) - 0.6, -0.75), yticks=[])
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}"))
-    axes.spines["left"].set_visible(False)
-    axes.grid(False)
-    about = "Share of the time of all kernels in one call; that time to the right above each bar"
-    return plots.drawn(own, axes, head, "shares", own.caption(about))
+    """The share of each kind of kernel, a bar for each way in which the model runs."""
+    cases = [
+        {**case, "kind": kind} for case in part.cases if case["kernel_s"] for kind in KINDS if case[f"{kind}_share"]
+    ]
+    share = Field("share", "", "Time by kind of kernel", shown="%", of=lambda case: case[f"{case['kind']}_share"])
+    way = Field("way", of=lambda case: f"{part.text('mode', case['mode'])}, {case['variant']}")
+    own = replace(part, cases=cases).with_fields(share, way, Field("kind")).styled("way", "impl")
+    about = "Share of the time of all kernels in one call"
+    return plots.bars(own, "share", "kind", "way", "shares", head="Time by kind of kernel, %", about=about)
 
 
 def _timeline(own: View) -> Plot | None:

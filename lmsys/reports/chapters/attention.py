@@ -5,7 +5,7 @@ from dataclasses import replace
 from lmsys.bench.fields import Field
 from lmsys.reports import plots, versus
 from lmsys.reports.cells import SPEEDUP, base_of, compared, is_compared
-from lmsys.reports.tables import Block, Chapter, Items, Table, endings, pivot, with_overview
+from lmsys.reports.tables import Block, Chapter, Plot, Table, endings, pivot
 from lmsys.reports.versus import means
 from lmsys.reports.views import LIMIT, View
 from lmsys.reports.words import FILES, number
@@ -14,7 +14,6 @@ JOINED = {  # grids of many head dimensions: tables that hold several rows in on
     "flash": ("naive", "flash_triton_torch_bwd", "flash_triton"),
     "eager_compiled": ("naive", "naive_compiled"),
 }
-BARS = ("tiers", "by_length")
 TOGETHER = ("dtypes",)  # grids of few shapes: a table of each part would have one line
 GLANCE = ("tokens16k",)  # grids whose few cells, of both masks, stand in one table of rates
 SHAPE = ("head_dim", "queries", "keys", "heads", "kv_heads", "batch")
@@ -22,12 +21,12 @@ PASSES = {  # what o depends on, and what the gradients depend on
     "forward": lambda case: case["direction"] == "fwd",
     "forward and backward": lambda case: case["direction"] != "fwd",
 }
-DRAWN = ("time_s", "flops_per_s", "peak_bytes")  # by length
+DRAWN = ("flops_per_s", "time_s", "peak_bytes")  # by length
 PART = "{direction}, {dtype}, "  # the heading of a part begins so
 
 
 def chapters(view: View) -> list[Chapter]:
-    """An overview, then a chapter for each grid."""
+    """A chapter for each grid, then one of all rows."""
     view = view.checked(numbers=SHAPE, words=("section", "dtype", "direction")).labelled(causal="mask", peer="whose")
     view = view.quiet(*SHAPE).with_fields(
         Field("B", role="axis", of=lambda case: case["batch"]),
@@ -42,29 +41,34 @@ def chapters(view: View) -> list[Chapter]:
     rows = view.ordered("impl").read_as(peer={True: "peer", False: "ours"})
     last = endings(rows, "name", "label", "peer", word="attention-implementations", title="Implementations")
     usual = rows.only(lambda case: not case.get("deterministic"))
-    return with_overview("Attention", [versus.same_bits(usual, "attention-same-bits", PASSES), last], view, _section)
+    rows_alone = Block("", [last], [versus.same_bits(usual, "attention-same-bits", PASSES)])
+    found = [
+        Chapter(f"Attention: {own.text('section', section)}", _section(section, own))
+        for (section,), own in view.groups("section").items()
+    ]
+    return [*found, Chapter("Attention: all rows", [rows_alone])]
 
 
 def _pair(one: int, other: int, sign: str) -> int | str:
     return one if one == other else f"{one:,}{sign}{other:,}"
 
 
-def _section(section: str, own: View) -> tuple[Items, list[Block]]:
-    """A grid's summary, seen at a glance, and its blocks."""
+def _section(section: str, own: View) -> list[Block]:
+    """A grid's rates or mean speedups, seen at a glance, then its parts."""
     if any(case["queries"] != case["keys"] for case in own.cases):
         lengths = own.ordered("queries", "keys").distinct("S")
         own = own.labelled(S="Q×K").read_as(S={value: own.text("S", value) for (value,) in lengths})
     parts = [_compared(part) for part in _cut(own, "{section}-{dtype}-{mask}-{direction}", PART + "{causal}")]
-    summary: Items = [_summary(own, section, parts)]
+    summary = Block("", [_summary(own, section, parts)])
     if section in TOGETHER:
-        return summary, [_lines(part) for part in _cut(own, "{section}", "by dtype")]
+        return [*(_lines(part) for part in _cut(own, "{section}", "by dtype")), summary]
     timed = {case["impl"] for case in own.cases if case["time_s"] is not None}
     shown = own.only(lambda case: section in GLANCE and case["impl"] in timed)
     masks = _cut(shown, "{section}-{dtype}-{direction}", PART + "both masks")
     rates = [
         Block(one.title, [pivot(_compared(one), "flops_per_s", _keys(one))]) for one in masks if one.varies("causal")
     ]
-    return summary, [*rates, *(_block(part, section) for part in parts)]
+    return [*rates, *map(_block, parts), summary]
 
 
 def _lines(part: View) -> Block:
@@ -108,25 +112,16 @@ def _summary(own: View, section: str, parts: list[View]) -> Table | None:
     return means(replace(own, cases=cases), "impl", "part", f"{section}-summary", title)
 
 
-def _block(part: View, section: str) -> Block:
-    facets, keys, wanted = _facets(part), _keys(part), JOINED.get(section, ())
+def _block(part: View) -> Block:
+    keys = _keys(part)
     square = part.only(lambda case: case["queries"] == case["keys"])
     time, *rest = (pivot(part, metric, keys) for metric in part.metrics())
-    times = [time, pivot(part, SPEEDUP, keys)]
-    heat = [plots.heat_map(facet, _keys(facet)) for facet in (facets if part.varies("S") else [part])]
-    roofline = [plots.roofline(facet) for facet in facets]
-    joined = square.only(lambda case: case["impl"] in wanted)
-    if joined.varies("impl"):
-        by_dim = [
-            pivot(joined, name, ["D"], "S", "impl", f"{FILES[name]}-by-dim") for name in ("time_s", "saved_bytes")
-        ]
-        lead = [*by_dim, *_by_length(square, DRAWN[:1]), *heat]
-        return Block(part.title, lead, [*times, *rest, *_by_length(square, DRAWN[1:]), *roofline])
-    bars = [plots.bars(facet, ["time_s"], "S", word="bars") for facet in facets if section in BARS]
-    lead = [*times, *bars, *_by_length(square, DRAWN), *heat]
-    # One shape is a handful of points in one place: its roofline says little more than the table.
-    single = len(part.distinct(*SHAPE)) == 1
-    return Block(part.title, lead if single else [*lead, *roofline], [*rest, *roofline] if single else rest)
+    joined = square.only(lambda case: case["impl"] in JOINED.get(part.cases[0]["section"], ()))
+    names = ("time_s", "saved_bytes") if joined.varies("impl") else ()
+    by_dim = [pivot(joined, name, ["D"], "S", "impl", f"{FILES[name]}-by-dim") for name in names]
+    bars = [plots.bars(facet, "time_s", "S", word="bars") for facet in _facets(part)]
+    drawn = [*filter(None, _by_length(square))] or bars
+    return Block(part.title, [*by_dim, time, pivot(part, SPEEDUP, keys), *drawn], rest)
 
 
 def _facets(part: View) -> list[View]:
@@ -135,12 +130,11 @@ def _facets(part: View) -> list[View]:
     return part.cut("-".join(f"{n}{{{n}}}" for n in names), ", ".join(f"{n} {{{n}}}" for n in names), tail=True)
 
 
-def _by_length(square: View, metrics: tuple[str, ...]) -> Items:
+def _by_length(square: View) -> list[Plot | None]:
     """One plot for each metric and head dimension."""
-    found: Items = []
+    found = []
     for facet in _facets(square):
         peak = facet.machine.ceiling(facet.cases, facet.cases[0]["dtype"])
         ceiling = {"flops_per_s": (f"matmul {number(peak / 1e12)} TFLOP/s", peak / 1e12)} if peak else {}
-        label = "sequence length S"
-        found += [plots.lines(facet, one, "S", xlabel=label, ceiling=ceiling.get(one)) for one in metrics]
+        found += [plots.lines(facet, one, "S", xlabel="sequence length S", ceiling=ceiling.get(one)) for one in DRAWN]
     return found

@@ -6,12 +6,12 @@ from dataclasses import replace
 from lmsys.bench.fields import Field
 from lmsys.reports import plots
 from lmsys.reports.cells import SPEEDUP, base_of, compared
-from lmsys.reports.tables import Block, Chapter, Items, Table, endings, listing, pivot, with_overview
+from lmsys.reports.tables import Block, Chapter, Items, Table, endings, listing, pivot
 from lmsys.reports.versus import means
 from lmsys.reports.views import KEPT, View, with_kept
 from lmsys.reports.words import OUTCOMES, number
 
-PHASES = {"train_forward": "forward", "backward": "backward", "optimizer": "optimizer"}  # what a step consists of
+PHASES = ("train_forward", "backward", "optimizer", "step")  # modes: what a step consists of, and the whole of it
 AXES = ("precision", "compile", "checkpoint", "residual", "impl")  # may stand side by side in one cell
 SETTINGS = ("compile", "checkpoint", "residual")  # one model runs in each of their values
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "num_parameters")  # what a size stands for
@@ -31,7 +31,7 @@ VERDICTS = {True: "fits", False: "too large"}
 
 
 def chapters(view: View) -> list[Chapter]:
-    """An overview, then a chapter for each grid."""
+    """A chapter for each grid, then one of all models."""
     view = with_kept(view).checked(("batch", "context", "vocab_size"), ("section", "size", *AXES, "mode")).quiet(*SHAPE)
     view = view.labelled(impl="attention", vocab_size="vocabulary", warmup_steps="warm-up", mean_s="Time, mean ± std")
     view = view.with_fields(TOTAL)  # older files do not have it
@@ -42,11 +42,15 @@ def chapters(view: View) -> list[Chapter]:
         listing(sizes, ("size", "vocab_size", *SHAPE), (), "model-sizes", "Sizes", "The models that were run"),
         endings(view.ordered(*AXES), *_shown(view), word="model-outcomes", title="How the cases ended"),
     ]
-    return with_overview("Model", last, view, _section)
+    found = [
+        Chapter(f"Model: {own.text('section', section)}", _section(section, own))
+        for (section,), own in view.groups("section").items()
+    ]
+    return [*found, Chapter("Model: all that were run", [Block("", last)])]
 
 
-def _section(section: str, own: View) -> tuple[Items, list[Block]]:
-    """A grid's summary, seen at a glance, and its blocks."""
+def _section(section: str, own: View) -> list[Block]:
+    """What is seen at a glance, then a block for each mode."""
     glance: Items = []
     blocks = []
     several = ("-V{vocab_size}", "vocabulary {vocab_size}") if own.varies("vocab_size") else ("", "")
@@ -61,8 +65,7 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
             continue
         modes = part.cut("{mode}", "{mode}")
         together = section in TOGETHER or _in_many_ways(part)
-        glance += [] if together else [_beside(modes[-1]), _best(part)]
-        glance += [_summary(part)]
+        glance += [*([] if together else [_beside(modes[-1]), _best(part)]), _summary(part)]
         blocks.append(Block(f"Step by phase{part.heading and ', '}{part.heading}", _phases(part)))
         for mode in modes:
             if together:
@@ -78,7 +81,7 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
             first = LEAD.get(section, ("beside", "time_s", *OF_A_STEP * (len(modes) == 1)))
             lead = [item for name in first for item in items.pop(name, [])]
             blocks.append(Block(mode.title, lead, [item for rest in items.values() for item in rest]))
-    return glance, blocks
+    return [Block("", glance), *blocks]
 
 
 def _in_many_ways(part: View) -> bool:
@@ -235,21 +238,12 @@ def _predicted(part: View, section: str) -> Table | None:
 
 
 def _phases(part: View) -> Items:
-    """The phases of a step as one bar for each size, precision and way of running; a plot for each context."""
-    cases = []
-    for own in part.groups(*AXES, "size", "context", "batch").values():
-        times = {case["mode"]: case["time_s"] for case in own.cases}
-        lost = [case["outcome"] for case in own.cases if case["mode"] in PHASES and case["outcome"] != "ok"]
-        cases.append({**own.cases[0], **dict.fromkeys((*PHASES, "step")), **times, "outcome": [*lost, "ok"][0]})
-    time = part.fields["time_s"]
-    phases = [time.called(name=mode, label=label) for mode, label in {**PHASES, "step": "step"}.items()]
+    """The phases of a step, and the whole step timed as one; a plot for each size and context."""
     variant = Field("variant", role="detail", of=lambda case: f"{case['precision']}, {case['compile']}")
-    whole = replace(part, cases=cases).with_fields(*phases, variant).styled("variant", row="precision")
-    about = (
-        "Median times of the phases, ms, one upon another; their sum above. The black line is the whole step timed as "
-        "one. No bar without all three phases"
+    whole = part.only(lambda case: case["mode"] in PHASES).with_fields(variant).styled("variant", row="precision")
+    facets = whole.cut(
+        "{impl}-{size}-S{context}-B{batch}", "{size}, context {context}, batch {batch}, {impl}", tail=True
     )
-    return [
-        plots.bars(facet, list(PHASES), "size", "variant", "phases", "step", "Time of a step by phase", about)
-        for facet in whole.cut("{impl}-S{context}-B{batch}", "context {context}, batch {batch}, {impl}", tail=True)
-    ]
+    about = "Median times of the phases, and of the whole step timed as one, ms"
+    head = "Time of a step by phase"
+    return [plots.bars(facet, "time_s", "mode", "variant", "phases", head, about) for facet in facets]

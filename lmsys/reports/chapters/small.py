@@ -11,8 +11,8 @@ from lmsys.cost.communication import fit_latency_bandwidth
 from lmsys.reports import plots, versus
 from lmsys.reports.cells import SPEEDUP, base_of, bases_of, compared
 from lmsys.reports.tables import Block, Chapter, Plot, Table, listing, pivot
-from lmsys.reports.views import KEPT, Style, View, with_kept
-from lmsys.reports.words import COMPILED, number, scaled, sentence
+from lmsys.reports.views import KEPT, View, with_kept
+from lmsys.reports.words import COMPILED, sentence
 
 # Of losses and tokenizers
 
@@ -26,7 +26,7 @@ def loss(view: View) -> list[Chapter]:
     blocks = []
     for part in view.cut(stem, "{section}, {precision}, {tokens} tokens, d_model {d_model}"):
         table = _over_bases(part, ("vocab_size", "impl"), bases_of(part), "Time, speed and peak memory", shares=True)
-        bars = [plots.bars(part, [metric], "vocab_size") for metric in ("time_s", "peak_bytes")]
+        bars = [plots.bars(part, metric, "vocab_size") for metric in ("time_s", "peak_bytes")]
         blocks.append(Block(part.title, [table, *bars]))
     return [Chapter("Head and loss", [*blocks, Block("", [versus.same_bits(view, "loss-same-bits")])])]
 
@@ -42,7 +42,7 @@ def tokenizer(view: View) -> list[Chapter]:
         styles = part.styles["impl"]
         bases = bases_of(part, otherwise=[row for row in styles if styles[row].dashed])
         table = _over_bases(part, ("task", "impl", "processes"), bases, "Time, rate, speed and memory", ("task",))
-        blocks.append(Block(part.title, [table, plots.bars(part, ["bytes_per_s"], "task", word="rate")]))
+        blocks.append(Block(part.title, [table, plots.bars(part, "bytes_per_s", "task", word="rate")]))
     return [Chapter("Tokenizers", blocks)]
 
 
@@ -85,7 +85,8 @@ def _operations(part: View) -> Block:
     fitted = [fit for own in part.groups(*keys).values() for fit in _fit(own)]
     fits = replace(part, cases=fitted, said=(*part.said, "megabytes")).with_fields(*FITTED)
     table = listing(fits, keys, ("latency_s", "bytes_per_s"), "fit", "Fitted latency and bandwidth", ABOUT_FIT)
-    drawn = [_bandwidth(own, fits) for own in part.cut("W{world_size}", "{world_size} ranks")]
+    ranks = part.cut("W{world_size}", "{world_size} ranks")
+    drawn = [plots.lines(own, BANDWIDTH, "megabytes", word="bandwidth", xlabel="message, MB") for own in ranks]
     timed = part.only(lambda case: case["time_s"] is not None)
     rates = listing(timed, (*keys, "megabytes"), timed.metrics(), "rates", "Bandwidth by size")
     return Block(part.title, [pivot(part, "time_s", keys, "megabytes"), table, *drawn], [rates])
@@ -99,20 +100,6 @@ def _fit(own: View) -> list[Record]:
     except ValueError:
         return []
     return [{**own.cases[0], "latency_s": latency_s, "bytes_per_s": bytes_per_s}]
-
-
-def _bandwidth(own: View, fits: View) -> Plot | None:
-    """Algorithm bandwidth against size, and that of the fit of all-reduce."""
-    beside = []
-    for fit in fits.cases:
-        if fit["impl"] == "all_reduce" and fit["world_size"] == own.cases[0]["world_size"]:
-            points = {
-                mb: mb * 1e6 / (fit["latency_s"] + mb * 1e6 / fit["bytes_per_s"]) / 1e9
-                for mb in own.values("megabytes")
-            }
-            label = f"all-reduce, o + bytes / w, w {number(scaled(FITTED[1], fit['bytes_per_s']))} GB/s"
-            beside.append((Style(label, "#9ca3af", dashed=True, marker="."), points))
-    return plots.lines(own, BANDWIDTH, "megabytes", word="bandwidth", xlabel="message, MB", beside=beside)
 
 
 # Of mixed precision
@@ -256,7 +243,8 @@ def energy(view: View) -> list[Chapter]:
 def any_other(view: View) -> list[Chapter]:
     """A benchmark that has no chapter of its own: a block for each grid, by the fields that it declares."""
     axes = [name for name in view.axes() if name not in ("section", "impl", "label", "peer")]
-    parts = view.ordered("section", *axes, "impl").cut(f"{view.benchmark}-{{section}}", "{section}")
+    heading = "{section}" if view.varies("section") else ""
+    parts = view.ordered("section", *axes, "impl").cut(f"{view.benchmark}-{{section}}", heading)
     last = Block("", [versus.same_bits(view, f"{view.benchmark}-same-bits")])
     return [Chapter(sentence(view.benchmark.replace("_", " ")), [*(_grid(part, axes) for part in parts), last])]
 
@@ -271,7 +259,7 @@ def _grid(part: View, axes: list[str]) -> Block:
         tables = [listing(part, free, metrics, word="metrics", title="Metrics")]
     else:
         tables = [pivot(part, metric, free) for metric in [*metrics[:1], SPEEDUP, *metrics[1:]]]
-    return Block(part.title, tables, _lines(part, free, metrics))
+    return Block(part.title, [*tables, *_lines(part, free, metrics)])
 
 
 def _lines(part: View, free: list[str], metrics: list[str]) -> list[Plot | None]:

@@ -6,14 +6,12 @@ Each function takes all cases of a benchmark on a machine.
 import re
 from dataclasses import replace
 
-from matplotlib.ticker import FuncFormatter
-
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
 from lmsys.reports.cells import SPEEDUP, beside
 from lmsys.reports.tables import Block, Chapter, Plot, Table, listing, pivot
 from lmsys.reports.versus import rivals
-from lmsys.reports.views import KEPT, LIMIT, Style, View, with_kept
+from lmsys.reports.views import KEPT, LIMIT, View, with_kept
 from lmsys.reports.words import COMPILED
 
 # Of data parallelism
@@ -24,7 +22,6 @@ SETTING = ("size", "batch", "context", "precision", "compile", "world_size", *KE
 TRAINING = ("{size} b{batch} s{context}, {precision}, ", "{world_size} ranks{how}")  # geometric means are by the second
 ORDER = ("section", "num_parameters", "precision", "context", "compile", "batch", "world_size", "impl")
 HELD = {"bits": "the same bits", "unknown": "not known"}
-STYLE = {"held": Style("held, by kind (line: peak of a step)", COLOURS["computation"])}
 
 
 def data_parallel(view: View) -> list[Chapter]:
@@ -41,7 +38,6 @@ def data_parallel(view: View) -> list[Chapter]:
             exposed.called(of=lambda case: None if case["strategy"] in copied else case["predicted_exposed_s"]),
             predicted.called(of=lambda case: sum(case[f"predicted_{name}"] for name in PARTS[:3])),
             Field("called", role="detail", of=_called),
-            Field("held", role="detail", of=lambda case: "held"),
             *COMPILED,
         )
     )
@@ -86,8 +82,8 @@ def _strategies(part: View) -> Block:
     lead = [
         pivot(largest, "time_s", ["batch"], word="by-batch") if largest.varies("batch") else None,
         listing(part, keys, ["mean_s", *costs], "step", "Step by strategy"),
-        plots.bars(largest, ["tokens_per_s"], "batch", word="rate"),
-        plots.bars(largest, ["exposed_s"], "batch", word="exposed"),
+        plots.bars(largest, "tokens_per_s", "batch", word="rate"),
+        plots.bars(largest, "exposed_s", "batch", word="exposed"),
     ]
     more = [
         listing(measured, keys, [*sizes, "predicted_bytes"], "memory", "Memory of a rank"),
@@ -116,11 +112,12 @@ def _pairs(part: View) -> Table | None:
 
 
 def _memory(own: View) -> Plot | None:
-    """A stack for each strategy, the peak of a step as a line."""
-    own = replace(own, styles={**own.styles, "held": STYLE, "impl": {}})  # labels are too long for an axis
-    about = "Parameters, gradients and optimizer state after a step and activations after a forward; "
-    about += "the line is the peak of a whole step"
-    return plots.bars(own, PARTS, "impl", "held", "memory", "peak_bytes", "Memory of a rank by kind", about)
+    """What memory holds by kind, and the peak of a step; a bar for each strategy."""
+    names = (*PARTS, "peak_bytes")
+    cases = [{**case, "what": name.removesuffix("_bytes"), "bytes": case[name]} for name in names for case in own.cases]
+    own = replace(own, cases=cases).with_fields(Field("what"), Field("bytes", "B", "Memory of a rank", shown="GiB"))
+    about = "Parameters, gradients and optimizer state after a step and activations after a forward; and a step's peak"
+    return plots.bars(own, "bytes", "what", word="memory", head="Memory of a rank by kind", about=about)
 
 
 def _scaling(own: View) -> Plot | None:
@@ -151,15 +148,26 @@ SINGLE = "none"  # one process, which accumulates the batches of all ranks
 SAME = ("attention", "comparison")
 SUFFIX = "-reproducible"  # of a row's name
 TABLES = {"tokens_per_s": "rate", SPEEDUP: "speedup", "mean_s": "time", "peak_bytes": "memory"}
-ABOUT = {
-    "loss": "Loss after the last epoch on {val_tokens} held-out tokens, nats; in brackets how far the loss of a step "
-    "was at most from that of naive attention in one process, over the first 100 steps",
-    "curves": "The loss over the global batch by step; a line for each attention row and strategy, coloured by "
-    "strategy",
-    "differences": "How far the loss of a step is from that of naive attention in one process, for each strategy with "
-    "the attention row that is farthest; where there is no point it is equal",
+ABOUT = (
+    "Loss after the last epoch on {val_tokens} held-out tokens, nats; in brackets how far the loss of a step was at"
+    " most from that of naive attention in one process, over the first 100 steps"
+)
+FILES = {"curve_losses": "curves", "curve_differences": "differences"}
+CURVES = {
+    one.name: one
+    for one in (
+        Field(
+            "curve_losses", "nats", "Loss by step", about="The loss over the global batch by step, with one attention"
+        ),
+        Field(
+            "curve_differences",
+            "nats",
+            "Loss beside the reference",
+            about="How far the loss of a step is from that of naive attention in one process, for each strategy with"
+            " the attention row that is farthest; where there is no point it is equal",
+        ),
+    )
 }
-Points = dict[int, float]  # by step
 
 
 def training(view: View) -> list[Chapter]:
@@ -179,17 +187,15 @@ def training(view: View) -> list[Chapter]:
 def _trainings(part: View) -> Block:
     """Rows of tables: attention; their columns: strategies, by name, since labels are too long."""
     budget = max((case["curve_budget"] or 0 for case in part.cases), default=0)
-    about = ABOUT["loss"] + (f" (right: {budget:g} or less)" if budget else "")
+    about = ABOUT + (f" (right: {budget:g} or less)" if budget else "")
     part = _with_speeds(part).with_fields(Field("ended", label="Loss", role="detail", of=_ended))
     tables = {name: pivot(part, name, ["attention"], "row", word=word) for name, word in TABLES.items()}
-    bars = {name: plots.bars(part, [name], "row", "attention", TABLES[name]) for name in TABLES.keys() - {SPEEDUP}}
+    bars = {name: plots.bars(part, name, "row", "attention", TABLES[name]) for name in TABLES.keys() - {SPEEDUP}}
     chain = plots.lines(part, SPEEDUP, "row", "attention", "chain", ceiling=("", 1.0))
     numbers = ("valid_loss", "loss", "curve_difference", "norm_difference")
     losses = pivot(part, "ended", ["attention"], "row", word="loss", about=about, data=numbers)
-    curves = [(case["row"], _points(case, "curve_losses")) for case in part.cases]
-    worst = [(row, _worst(own)) for (row,), own in part.groups("row").items()]
-    drawn = [_by_step(part, "curves", "Loss by step", curves)]
-    drawn.append(_by_step(part, "differences", "Loss beside the reference", worst, budget))
+    allowed = ("allowed", budget) if budget else None
+    drawn = [_by_step(part, "curve_losses", False), _by_step(part, "curve_differences", True, allowed)]
     costs = _with_cost(part)
     cost = pivot(costs, "cost", ["attention"], "row", word="cost", data=("weights",)) if costs.cases else None
     lead = [tables["tokens_per_s"], bars["tokens_per_s"], tables[SPEEDUP], chain, cost, losses, *drawn]
@@ -236,34 +242,14 @@ def _ended(case: Record) -> str:
     return loss + f" ({case['curve_difference']:.1e})"
 
 
-def _points(case: Record, name: str) -> Points:
-    pairs = zip(case["curve_steps"] or (), case[name] or (), strict=False)
-    return {step: value for step, value in pairs if value is not None}
-
-
-def _worst(own: View) -> Points:
-    """How far from the reference's the loss of a strategy is, at the attention row that is farthest."""
-    found: Points = {}
-    for step, value in (point for case in own.cases for point in _points(case, "curve_differences").items()):
-        found[step] = max(abs(value), found.get(step, 0.0))
-    return {step: found[step] for step in sorted(found) if found[step]}
-
-
-def _by_step(part: View, word: str, title: str, lines: list[tuple[str, Points]], budget: float = 0) -> Plot | None:
-    """Lines coloured by strategy; with a budget on a logarithmic axis, and below it."""
-    lines = [(row, points) for row, points in lines if points]
-    if not lines:
-        return None
-    axes = plots.canvas(3.0)
-    for place, (row, points) in enumerate(lines):
-        label = part.text("row", row) if row not in dict(lines[:place]) else "_"
-        look = {"label": label, "marker": "", "linewidth": 2.6 - 1.8 * place / len(lines)}  # one below still shows
-        axes.plot(list(points), list(points.values()), **{**part.style("row", row).line(), **look})
-    if budget:
-        plots.scale_values(axes, [budget, *(value for _, points in lines for value in points.values())], True, 1)
-        axes.axhline(budget, **plots.CEILING)
-        at = {"textcoords": "offset points", "xycoords": ("axes fraction", "data")}
-        axes.annotate("allowed", (1, budget), (0, -11), ha="right", fontsize=9, **at)
-    axes.xaxis.set_major_formatter(FuncFormatter(plots.plain))
-    axes.set(xlabel="step", ylabel="nats")
-    return plots.drawn(part, axes, title, word, part.caption(ABOUT[word]))
+def _by_step(part: View, name: str, worst: bool, ceiling: tuple[str, float] | None = None) -> Plot | None:
+    """A line for each strategy: of its first attention row, or with `worst` of what is farthest in any of them."""
+    points: dict[tuple[str, int], Record] = {}
+    for case in part.cases:
+        for step, value in zip(case["curve_steps"] or (), case[name] or (), strict=False):
+            point = {**case, "step": step, name: abs(value or 0)}
+            before = points.setdefault((case["row"], step), point)
+            if worst and point[name] > before[name]:
+                points[case["row"], step] = point
+    own = replace(part, cases=[*points.values()]).with_fields(Field("step"), CURVES[name])
+    return plots.lines(own, name, "step", "row", FILES[name], ceiling=ceiling)
