@@ -227,6 +227,12 @@ def nvtx(asked: bool, device: str) -> bool:
     return asked
 
 
+def output(config: pytest.Config) -> Path | None:
+    """Where the result goes: before 5.3.1, pytest-benchmark opens the file, which empties it, as it reads its options."""
+    given = config.getoption("benchmark_json") or config.getoption("lmsys_resume")
+    return Path(getattr(given, "name", given)) if given else None
+
+
 def check_free(output: Path, command: str) -> None:
     """ValueError where the output, or its journal, holds what this command would lose: another command's result.
 

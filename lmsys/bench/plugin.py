@@ -231,7 +231,7 @@ def _session(config: pytest.Config) -> Session:
             command="python -m pytest " + shlex.join(str(one) for one in config.invocation_params.args),
         ),
         sweep,
-        config.getoption("benchmark_json") or config.getoption("lmsys_resume"),
+        options.output(config),
         options.texts(config),
         lambda text: _say(config, text),
         fail_on=options.outcomes(config.getoption("lmsys_fail_on")),
@@ -374,9 +374,9 @@ def _content(config: pytest.Config) -> dict[str, Any]:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
     session = terminalreporter.config.stash.get(SESSION, None)
-    if session and session.records:
+    if session and session.records and exitstatus != pytest.ExitCode.USAGE_ERROR:
         from lmsys.reports import terminal
 
         terminalreporter.section("cases")
