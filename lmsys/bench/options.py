@@ -228,7 +228,7 @@ def nvtx(asked: bool, device: str) -> bool:
 
 
 def output(config: pytest.Config) -> Path | None:
-    """Where the result goes: before 5.3.1, pytest-benchmark opens the file, which empties it, as it reads its options."""
+    """Where the result goes. Before 5.3.1, pytest-benchmark opens the file, which empties it, as it reads options."""
     given = config.getoption("benchmark_json") or config.getoption("lmsys_resume")
     return Path(getattr(given, "name", given)) if given else None
 
