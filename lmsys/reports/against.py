@@ -69,7 +69,7 @@ def read_both(
     before, after = machine_of(old), machine_of(new)
     others = [machine_of([path]) for path in repeats]
     if len(others) == 1:
-        raise InputError(f"--repeats {repeats[0]}: name two runs of one commit or more")
+        raise InputError(f"--noise {repeats[0]}: name two runs of one commit or more")
     for one in [] if anyway else [before, *others]:
         if why := why_not(one, after):
             raise InputError(f"{why}: measure both alike, or ask for --anyway")
@@ -98,7 +98,7 @@ def read_one(path: Path, margin: float | None) -> Compared:
     """InputError where the run is none that measured rows as they were."""
     found = in_turns(machine_of([path]), margin)
     if found is None:
-        raise InputError(f"{path}: it has no rows as they were: name the run after, too, before --repeats")
+        raise InputError(f"{path}: it has no rows as they were: name the run after, too, before --noise")
     if not found.changes:
         raise InputError("nothing to compare: no case was timed in both states")
     return found
@@ -196,7 +196,7 @@ def _caption(found: Compared) -> str:
     if spreads:
         said.append(f"Cases that were measured repeatedly differ by {100 * median(spreads):.2g} % between runs.")
     if found.between_runs:
-        said.append(f"The runs that --repeats named differ by {100 * found.between_runs:.2g} %.")
+        said.append(f"The runs that --noise named differ by {100 * found.between_runs:.2g} %.")
     if spreads or found.between_runs:
         said.append("Intervals are wider by that.")
     if any(one.disturbed for one in found.changes):
