@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks import axes
 from benchmarks.attention import patterns
-from benchmarks.attention.check import Gate, check_extremes, check_float32, check_memory, check_scale, name_mistakes
+from benchmarks.attention.check import Gate, check_float32, check_small
 from benchmarks.attention.spots import NUM_KEPT, Spots, repeat
 from benchmarks.models import capability_of, matmul_rates
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
@@ -207,10 +207,7 @@ class Attention(Benchmark):
         for candidate in candidates:
             if candidate.outcome == "ok" and (failure := in_own_dtype.check(candidate)):
                 candidate.failed(*failure)
-        check_scale(candidates, setup.inputs, setup.case, setup.pattern)
-        name_mistakes(candidates, seed)
-        check_extremes(candidates, seed)
-        check_memory(candidates, seed)
+        check_small([one for one in candidates if runner.settings.checks_files or ".py:" not in one.entry.target])
 
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)

@@ -9,12 +9,15 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lmsys.commands import PIP, with_extra
 from lmsys.values import hold
 
 
@@ -48,8 +51,19 @@ def _load_file(path: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{path!r} does not load: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{path!r} does not load: {type(error).__name__}: {error}{place_of(error)}") from error
     return module
+
+
+def place_of(error: BaseException) -> str:
+    """The last line of a user's file that an error went through, in brackets; "" where it went through none."""
+    installed = (
+        *(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")),
+        str(Path(__file__).parent),
+        "<",
+    )
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(installed)]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
 @dataclass(frozen=True)
@@ -109,8 +123,8 @@ class Entry:
         return reason
 
     def _missing(self, error: ImportError) -> str:
-        packages = f"'lmsys[{self.extra}]'" if self.extra else self.install
-        advice = f"; pip install {packages} brings it" if packages else ""
+        command = with_extra(self.extra) if self.extra else f"{PIP} {self.install}"
+        advice = f"; {command} brings it" if self.extra or self.install else ""
         return f"{self.name} needs a package that is not here ({error}){advice}"
 
 

@@ -1,4 +1,4 @@
-"""`python -m lmsys.verify RESULT.json ... [--benchmarks FOLDER] ...`: recomputes what result files say, on any machine.
+"""`lmsys verify RESULT.json ... [--benchmarks FOLDER] ...`: recomputes what result files say, on any machine.
 
 For every record: its seal; the statistics of its samples; every field that is a function of others; work and rates
 from its shapes; whether anything can be that fast there; and of the timed calls that were checked, the inputs, the
@@ -10,7 +10,6 @@ Whoever has this code can forge a result that agrees with itself. What nobody ca
 are all scaled alike, with everything that follows from them; facts of a machine that no rate depends on.
 """
 
-import argparse
 import importlib
 import importlib.util
 import math
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lmsys import commands
 from lmsys.bench import fields
 from lmsys.bench.benchmark import Benchmark
 from lmsys.bench.fields import Record
@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m lmsys.verify", description="Recomputes what result files say.")
+    parser = commands.parser("verify")
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
     about = "where they are; may be given several times (default: benchmarks and dev)"
     parser.add_argument("--benchmarks", action="append", type=Path, metavar="FOLDER", help=about)
@@ -49,10 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         benchmarks = benchmarks_in(*options.benchmarks or FOLDERS)
         wrong = [_tell(path, *verify(path, benchmarks, _say)) for path in options.results]
     except ValueError as error:
-        print(f"python -m lmsys.verify: error: {error}", file=sys.stderr)
+        print(f"lmsys verify: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("python -m lmsys.verify: interrupted; what stands above is all that was verified", file=sys.stderr)
+        print("lmsys verify: interrupted; what stands above is all that was verified", file=sys.stderr)
         return INTERRUPTED
     return 1 if any(wrong) else 0
 
@@ -78,12 +78,14 @@ def _say(text: str) -> None:
 
 def benchmarks_in(*folders: Path) -> dict[str, Benchmark]:
     """The benchmarks by name that the folders' bench_*.py files hold; none where there is no such folder."""
-    found: dict[str, Benchmark] = {}
-    for path in (path for folder in folders for path in sorted(folder.glob("bench_*.py"))):
-        for value in vars(_module(path)).values():
-            if isinstance(cls := getattr(value, "benchmark", None), type) and issubclass(cls, Benchmark):
-                found[cls.name] = cls()
-    return found
+    paths = [path for folder in folders for path in sorted(folder.glob("bench_*.py"))]
+    return {name: benchmark for path in paths for name, benchmark in benchmarks_of(path).items()}
+
+
+def benchmarks_of(path: Path) -> dict[str, Benchmark]:
+    """The benchmarks of a file by name."""
+    classes = [getattr(value, "benchmark", None) for value in vars(_module(path)).values()]
+    return {cls.name: cls() for cls in classes if isinstance(cls, type) and issubclass(cls, Benchmark)}
 
 
 def _module(path: Path) -> ModuleType:

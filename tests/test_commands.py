@@ -34,6 +34,7 @@ NOT_RUN = {
     r"python -m lmsys.attention.flash_cuda": "compiles for minutes where there is nvcc: `nox -s gpu`",
     r"python -m lmsys.training .*train.graph=true.*": "needs a GPU: tests/training has it, with `nox -s gpu`",
     r"python -m dev.steps .*graphed.*": "needs a GPU; the command for a CPU is run",
+    r"lmsys check --all": "takes minutes: tests/check has it for a few rows",
     r"python -m tests\.museum.*": "takes a quarter of an hour: by hand, when an exhibit is added",
     r"git clone .*|cd .*|cp docs/examples/adapters.py .*": "the course's repositories, from a network",
     r"(\w+=\S+ )?torchrun --nnodes .*": "needs several machines",
@@ -46,15 +47,15 @@ OWN["data.valid=TinyStoriesV2-GPT4-valid.txt"] = "data.valid=CONTRIBUTING.md"
 # Options that make commands small, by a pattern of the whole command: every pattern that is found adds its own.
 MODEL = "--size tiny --context 32 --batch 2"
 SMALL = {
-    r"pytest (benchmarks|dev|bench_)": "--benchmark-max-time 0.005",
+    r"(pytest|lmsys bench) (benchmarks|dev|bench_|attention|data_parallel)": "--benchmark-max-time 0.005",
     r"pytest benchmarks( |$)": "--sweep smoke --precision fp32",
-    r"bench_attention": "--length 64 --head-dim 16 --batch 1 --heads 1 --dtype float32",
-    r"bench_attention(?!.*(--attention|compiled))": "--attention naive,sdpa,flash_triton",
+    r"bench[_ ]attention": "--length 64 --head-dim 16 --batch 1 --heads 1 --dtype float32",
+    r"bench_attention(?!.*(--attention|compiled|--row))": "--attention naive,sdpa,flash_triton",
     r"bench_model(?!.*-k).*--compile compiled": "--compile eager",
     r"bench_model(?!.*--mode)": "--mode forward,backward",
     r"bench_data_parallel.*--compile compiled": "--strategy none,fsdp,torch_fsdp2",
-    r"bench_(model|anatomy|data_parallel|steps|training)": MODEL,
-    r"bench_(?!steps)(model|anatomy|data_parallel|training)(?!.*--residual)": "--precision fp32",
+    r"bench[_ ](model|anatomy|data_parallel|steps|training)": MODEL,
+    r"bench[_ ](?!steps)(model|anatomy|data_parallel|training)(?!.*--residual)": "--precision fp32",
     r"bench_training": "--epochs 2 --train-tokens 512 --val-tokens 256",
     r"bench_training.*-k matrix": "--attention naive_compiled,sdpa_cudnn --strategy none,naive,zero1",
     r"bench_collectives": "--world-size 2 --axis megabytes=1",
@@ -62,12 +63,12 @@ SMALL = {
     r"compare-fail": "--benchmark-compare-fail median:100000%",  # samples are few
     r"--against HEAD": "--margin 1",
     r"dev.steps": MODEL,
-    r"lmsys.training(?!.*--print-config)": "--size tiny --corpus README.md --set model.vocab_size=300"
+    r"lmsys(.training| train)(?!.*--print-config)": "--size tiny --corpus README.md --set model.vocab_size=300"
     " --set model.context_length=32 --set train.steps=4 --set train.warmup_steps=1 --set generate.max_new_tokens=4",
     r"--nproc-per-node": "--nproc-per-node 2",
 }
 # Commands that need no file of a page, and leave none to it: the first page runs them.
-ALONE = re.compile(r"\S+ -m (reports|lmsys|lmsys\.check naive)")
+ALONE = re.compile(r"\S+ -m (reports|lmsys|lmsys\.check naive|lmsys check naive)")
 ON_ANY_PAGE: list[list[str]] = []
 # Files that a reader writes, from the first block of a kind.
 FILES = {"docs/cs336.md": ("leaderboard.json", "json"), "docs/strategy.md": ("train.py", "python")}
@@ -97,7 +98,9 @@ def as_run(words: list[str], folder: Path) -> Iterator[str]:
     """By this Python, with this folder's names."""
     programs = {"torchrun": "torch.distributed.run", "pytest-benchmark": "pytest_benchmark"}
     for word in made_small([re.sub(r"^\[|\]$", "", word) for word in words]):
-        if word in programs:
+        if word == "lmsys" and words[0] == word:
+            yield from (sys.executable, "-m", "lmsys")
+        elif word in programs:
             yield from (sys.executable, "-m", programs[word])
         elif re.fullmatch(r"(\.nox/\w+/bin/)?python3?", word):
             yield sys.executable

@@ -15,6 +15,7 @@ FILES = sorted(file for room in ("lmsys", "benchmarks", "dev", "reports") for fi
 PLAIN = (  # of lmsys: what a machine without torch can import
     *(
         "__init__",
+        "commands",
         "registry",
         "config",
         "files",
@@ -39,12 +40,20 @@ LATE = (
     "bench/options",
     "bench/plugin",
     "bench/results",
+    "bench/__main__",
 )  # import what needs torch inside of functions
 ROWS = "lmsys.attention", "lmsys.parallel"
 DATA = "lmsys/files.py", *(f"lmsys/training/{name}.py" for name in ("corpora", "data"))
 TERMINAL = "lmsys.reports.terminal"  # by which a run tells its answers, in the report's words
 OF_REPORTS = (
-    *("lmsys.reports", "lmsys.files", "lmsys.strict_json", "lmsys.values", "lmsys.cost.communication"),
+    *(
+        "lmsys.reports",
+        "lmsys.commands",
+        "lmsys.files",
+        "lmsys.strict_json",
+        "lmsys.values",
+        "lmsys.cost.communication",
+    ),
     *(f"lmsys.bench.{name}" for name in ("changes", "fields", "record", "validate", "verdict")),
 )
 

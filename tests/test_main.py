@@ -1,13 +1,21 @@
-"""`python -m lmsys` says what would bring each row that is missing, once for all rows that lack the same."""
+"""`lmsys`: one door to every command; alone it says what would bring each row that is missing, once for all."""
 
+import importlib.metadata
+import json
+import os
+import shlex
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lmsys.__main__ import remedy
+from lmsys import commands
+from lmsys.bench.__main__ import line_of, main
+from lmsys.here import remedy
 from lmsys.registry import Entry
 from tests.support.processes import ENVIRONMENT, ROOT
 
@@ -34,7 +42,7 @@ def anywhere(case: SimpleNamespace) -> str | None:
     raise RuntimeError("no CUDA device is here")
 
 
-PIP = "needs a package that is not here (No module named 'absent'); pip install absent --now brings it"
+PIP = "needs a package that is not here (No module named 'absent'); python -m pip install absent --now brings it"
 CASES = [
     ("supports", "runs on CUDA", "cpu", f"a GPU of compute capability 9.0; {PIP}"),
     ("supports", "is for 9.0; this GPU has (8, 0)", "cuda", f"a GPU of compute capability 9.0; {PIP}"),
@@ -72,3 +80,108 @@ def test_a_reader_that_goes_early_gets_no_traceback() -> None:
     line = f"{sys.executable} -u -m lmsys | head -n 1"
     done = subprocess.run(line, shell=True, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("name") and "Traceback" not in done.stderr and not done.stderr.strip(), done.stderr
+
+
+def lmsys(*words: str, without: str = "", folder: Path = ROOT) -> "subprocess.CompletedProcess[str]":
+    """`lmsys` with these words, where a package is not installed."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({without.split()!r}))\n"
+    code += "from lmsys.__main__ import main; sys.argv[0] = 'lmsys'; sys.exit(main())"
+    line = [sys.executable, "-c", code, *words]
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_help_needs_no_torch_and_has_every_command() -> None:
+    done = lmsys("--help", without="torch")
+    assert done.returncode == 0 and all(command.about in done.stdout for command in commands.COMMANDS.values())
+    unknown = lmsys("chek", without="torch")
+    assert unknown.returncode == 2 and "invalid choice: 'chek'" in unknown.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["check", "naive"], ["train"], ["report", "a.json"]])
+def test_what_is_not_installed_is_a_sentence(words: list[str]) -> None:
+    missing = "matplotlib" if words[:1] == ["report"] else "torch"
+    done = lmsys(*words, without=missing)
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(f"{' '.join(['lmsys', *words[:1]])} needs {missing}, which is not installed here: ")
+    assert done.stderr.rstrip().endswith(commands.bringing(missing))
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_help_is_by_example(name: str) -> None:
+    done = lmsys(name, "--help")
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: lmsys {name} "), done.stderr
+    examples = commands.COMMANDS[name].examples
+    assert examples and all(line.startswith(f"lmsys {name}") and line in done.stdout for line in examples)
+
+
+def test_the_console_command_is_the_door() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"lmsys": "lmsys.__main__:main"}
+
+
+def test_bench_is_a_line_of_pytest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Printed, then run; from a checkout and, where lmsys is installed from one, from any folder."""
+    mine = ROOT / "docs" / "examples" / "mine.py"
+    monkeypatch.chdir(tmp_path)
+    words = ["attention", "--row", f"{mine}:my_attention", "--dtype", "bfloat16", "-k", "causal"]
+    line = line_of(words)
+    assert (tmp_path / line[2]).resolve() == ROOT / "benchmarks" / "bench_attention.py"
+    (rows,) = (word.partition("=")[2].split(",") for word in line if word.startswith("--attention="))
+    assert rows[-1] == words[2] and "sdpa" in rows and line[-4:] == words[-4:]
+    assert line[line.index("--benchmark-json") + 1] == "attention.json"
+    loss = line_of(["loss", "--row", "chunked", "-o", "x.json"])
+    assert "--axis=row=eager,compiled,chunked" in loss and "x.json" in loss and "attention.json" not in loss
+    (tmp_path / "bench_own.py").touch()
+    assert line_of(["bench_own.py"])[2] == "bench_own.py"
+    ran: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, line: ran.append(line))
+    monkeypatch.setattr(sys, "argv", ["lmsys bench", *words])
+    main()
+    assert ran == [[sys.executable, *line]] and capsys.readouterr().out == f"python {shlex.join(line)}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["atention"], "did you mean attention?"),
+        (["bench_absent.py"], "there is no file 'bench_absent.py' here"),
+        ([], "required: BENCHMARK"),
+    ],
+)
+def test_what_bench_cannot_find_is_a_sentence(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        line_of(words)
+    assert told in capsys.readouterr().err
+
+
+def test_outside_of_a_checkout_bench_says_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "FOLDER", tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        line_of(["attention"])
+    assert "only a clone of lmsys has its benchmarks/" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("origin", "named"),
+    [
+        ({"url": "https://host/lmsys.git", "vcs_info": {"vcs": "git"}}, "'lmsys[log] @ git+https://host/lmsys.git'"),
+        ({"url": "file:///a/lmsys", "dir_info": {}}, "'lmsys[log] @ file:///a/lmsys'"),
+        (None, "'lmsys[log]'"),
+    ],
+)
+def test_an_extra_is_installed_from_where_lmsys_came(
+    origin: object, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert commands.with_extra("log") == f"python -m pip install -e '{ROOT}[log]'"
+    monkeypatch.setattr(commands, "FOLDER", tmp_path)
+    found = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [found])
+    assert commands.with_extra("log") == f"python -m pip install {named}"

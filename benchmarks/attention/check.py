@@ -1,8 +1,8 @@
 """The check of an attention row, asked in a way that a cache, a changed input or a lost stream cannot answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,17 +12,14 @@ from lmsys.attention import AttentionCase, Pattern
 from lmsys.bench import Candidate
 from lmsys.bench.benchmark import verdict
 from lmsys.bench.plain import check_plain
-from lmsys.check import attention, extremes
-from lmsys.check.cases import ODD, in_memory
-from lmsys.check.question import Fault
+from lmsys.check.kinds import Answer, verdict_on
+from lmsys.check.question import Options
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, attempt, release_memory
+from lmsys.registry import Entry
 from lmsys.testing import Inputs, Oracle, make_inputs, run
 
 SLEEP_CYCLES = 4 * 10**7  # about 20 ms, longer than a warm call takes to launch its first kernel
-_PASSED: set[tuple[Any, ...]] = set()  # targets of rows, and small cases that they are right in
-OWN_SCALE = 0.3  # head_dim ** -0.5 of no head dimension
-SMALL_SCORES = 2**22  # of a case that is checked with it, too
 
 
 def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern: Pattern, seed: int) -> None:
@@ -40,80 +37,29 @@ def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern:
             candidate.state = None  # it cannot, in this memory
 
 
-def check_scale(candidates: Sequence[Candidate], inputs: Inputs, case: AttentionCase, pattern: Pattern) -> None:
-    """Fails each candidate that is wrong with a scale of its own, where the case is small.
+def check_small(candidates: Sequence[Candidate]) -> None:
+    """Fails each candidate that is wrong in what `lmsys check` asks a kernel in small cases, and names its mistake.
 
-    Rows that take none, as those of CS336, are not asked, nor those that would compile for it.
+    They have several tiles, odd lengths, Q != K, grouped heads, a scale, other memory, inputs which a normal draw has
+    not. A row is asked once of each dtype, head dimension and direction, but not where it would compile for it, nor
+    where it is interpreted: that takes seconds, and no figure rests on it. An exception refuses a case. Patterns have
+    extremes in their timed calls alone.
     """
-    if case.batch * case.heads * case.queries * case.keys > SMALL_SCORES:
-        return
-    gate = Gate(inputs, replace(case, scale=OWN_SCALE), pattern)
-    for candidate in candidates:
-        asked = replace(candidate.case.asked, scale=OWN_SCALE)
-        takes_one = candidate.call is candidate.entry.load() and not candidate.entry.trait("compiles")
-        able = candidate.outcome == "ok" and takes_one and candidate.entry.why_not(asked) is None
-        if able and (failure := gate.check(candidate)):
-            candidate.failed(failure[0], f"with the scale {OWN_SCALE}: {failure[1]}")
+    judged = [one for one in candidates if one.outcome in ("ok", "wrong") and not one.case.asked.options]
+    for candidate in [one for one in judged if not (one.interpreted or one.entry.trait("compiles"))]:
+        asked = candidate.case.asked
+        options = Options(asked.head_dim, asked.grad, tuple(dict.fromkeys(("float32", asked.dtype))))
+        answer, failure = candidate.watched(_answer, candidate.entry, options)
+        candidate.notes["quick_check"] = str(answer or failure)
+        if candidate.outcome == "wrong" and answer and answer.fault:
+            candidate.reason = f"{candidate.reason}; in small cases: {answer}"
+        elif candidate.outcome == "ok" and (failure or answer.fault):
+            candidate.failed(*(failure or ("wrong", f"lmsys check: {answer}")))
 
 
-def check_extremes(candidates: Sequence[Candidate], seed: int) -> None:
-    """Fails each candidate that is wrong on inputs which a normal draw has not, in a small case.
-
-    Its length is one that no tile divides, and for a row that takes none, one of tiles. A row is asked once of each
-    dtype, head dimension, mask and direction, but not where it would compile for it, nor where it is interpreted: that
-    takes seconds, and no figure rests on it. Patterns have extremes in their timed calls alone.
-    """
-    for candidate in filter(_asked_more, candidates):
-        for length in (None, extremes.WHOLE):
-            case = extremes.case_of_kinds(replace(candidate.case.asked, scale=None), length)
-            rms = candidate.state != "has float32"
-            if candidate.entry.why_not(case) is None and _takes(
-                candidate, extremes.failure, case, case.grad, seed, rms
-            ):
-                break
-
-
-def check_memory(candidates: Sequence[Candidate], seed: int) -> None:
-    """Fails each candidate that is wrong where inputs do not lie as fresh tensors do, in a small case.
-
-    Asked as seldom as extremes are. A row that raises an exception has refused such memory.
-    """
-    for candidate in filter(_asked_more, candidates):
-        small = {"batch": 2, "heads": 2, "kv_heads": 2, "queries": ODD, "keys": ODD, "scale": None}
-        for asked in in_memory(replace(candidate.case.asked, **small)):
-            if candidate.outcome == "ok" and candidate.entry.why_not(asked.case) is None:
-                _takes(candidate, attention.failure, asked, asked.case.grad, seed)
-
-
-def _asked_more(candidate: Candidate) -> bool:
-    slow = candidate.interpreted or candidate.entry.trait("compiles")
-    return candidate.outcome == "ok" and not slow and not candidate.case.asked.options
-
-
-def _takes(candidate: Candidate, judge: Callable[..., Fault | None], *asked: Any) -> bool:
-    """False where the row raises an exception. A candidate that is wrong is failed."""
-    if (known := (candidate.entry.target, *asked)) in _PASSED:
-        return True
-    fault, failure = candidate.watched(judge, candidate.call, *asked)
-    if failure:
-        candidate.failed(*failure)
-    elif fault is None:
-        _PASSED.add(known)
-    elif fault.raises:
-        return False
-    else:
-        candidate.failed("wrong", fault.line)
-    return True
-
-
-def name_mistakes(candidates: Sequence[Candidate], seed: int) -> None:
-    """Adds to the reason of each candidate that is wrong the mistake that gives such results, where one is known."""
-    for candidate in candidates:
-        if candidate.outcome == "wrong" and not candidate.entry.trait("compiles"):
-            asked = replace(candidate.case.asked, scale=None)
-            mistake, _ = candidate.watched(attention.known_mistake, candidate.entry, candidate.call, asked, seed)
-            if mistake:
-                candidate.reason = f"{candidate.reason}; in a small case: {mistake}"
+@cache
+def _answer(entry: Entry, options: Options) -> Answer:
+    return verdict_on(entry, options, "attention", may_raise=True)
 
 
 class Gate:

@@ -39,7 +39,7 @@ DEFAULT_ROUNDS = 10
 class Settings:
     """How to measure, in plain values. deadline_s: for what may compile, and a run on ranks; nvtx: calls in ranges, for
     a profiler, in place of timed ones; energy: each case's, in a pass of its own; sustained: what the machine reaches
-    under its power limit, too."""
+    under its power limit, too; checks_files: rows from files are asked the quick part of `lmsys check` first."""
 
     device: str = "cpu"
     sweep: str = "default"
@@ -53,6 +53,7 @@ class Settings:
     nvtx: bool = False
     energy: bool = False
     sustained: bool = False
+    checks_files: bool = True
 
 
 @dataclass(frozen=True)

@@ -290,6 +290,11 @@ COMMON = (
     Field("prepare_s", "s", "untimed", "detail", "What is prepared for each call, such as a backward's forward", "ms"),
     Field("between_runs", role="detail", about="By --repeat: what its time over its anchor's differs by between runs"),
     Field("against", role="detail", about="Of a row as it was: the state that --against names, and the margin"),
+    Field(
+        "quick_check",
+        role="detail",
+        about="What the small cases of lmsys check say of the row; without it they were not asked",
+    ),
     Field("alone", role="detail", about="Whether it was timed by itself, not in turns with its comparison"),
     *details("same_bits", "proof", "seal"),
     REPEATABLE,

@@ -44,6 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # by their names without dashes in front
         "times what it should take)",
     },
     "retry-crashed": {"action": "store_true", "help": "--resume runs again what crashed or hung, too"},
+    "no-check": {"action": "store_true", "help": "do not ask rows from files what lmsys check asks first"},
     "no-isolation": {"action": "store_true", "help": "run rows in pytest's own process, for a debugger"},
     "repeat": {
         "type": int,

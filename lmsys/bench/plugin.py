@@ -227,6 +227,7 @@ def _session(config: pytest.Config) -> Session:
             ),
             nvtx=nvtx,
             energy=config.getoption("lmsys_energy"),
+            checks_files=not config.getoption("lmsys_no_check"),
             sustained=config.getoption("lmsys_energy") or sweep.sustained,
             command="python -m pytest " + shlex.join(str(one) for one in config.invocation_params.args),
         ),

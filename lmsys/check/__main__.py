@@ -1,55 +1,88 @@
-"""`python -m lmsys.check mine.py:f`: is it right? Of the first failure: where, what, and which mistake.
+"""`lmsys check mine.py:f`: is it right? Of the first failure: where, what, and which mistake.
 
 A row of a table by its name, or path.py:attribute: attention, a strategy, an optimizer, a loss, a norm. Attention is
 asked for more than one tile, odd lengths, Q != K, grouped heads, a scale, memory that is transposed, unaligned or
 expanded, three dtypes, forward and backward, each held to a float64 oracle as the suite does. A strategy trains on two
 processes, beside one process.
-Exit codes: 0 right, 1 wrong or failed, 2 a target or option that is none.
+With --all every row of the tables is asked: right, wrong, or refused for a reason.
+Exit codes: 0 right, 1 wrong or failed (with --all: one of them), 2 a target or option that is none.
 """
 
-import argparse
 import json
 import os
 import sys
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; without a GPU it can only interpret
 
+from lmsys import commands
 from lmsys.check.cases import DTYPES
-from lmsys.check.kinds import KINDS, LIMIT_S, SCHEMA, WRONG, check, find
-from lmsys.check.question import Options
-from lmsys.processes import ProcessError, in_own_process
+from lmsys.check.kinds import KINDS, LIMIT_S, RIGHT, SCHEMA, WRONG, Answer, check, find, verdict_on
+from lmsys.check.question import Options, poison
+from lmsys.processes import ProcessError, Worker, in_own_process
+from lmsys.values import choice
 
 USAGE = 2
+MOST_COMPILED = 4  # cases with --all, of rows that compile for each
 
 
 def main(arguments: list[str] | None = None) -> int:
-    found = argparse.ArgumentParser(prog="python -m lmsys.check", description=__doc__.split("\n\n")[0])
-    found.add_argument("target", help="a name of a table, or path.py:attribute")
-    found.add_argument("--kind", choices=KINDS, help="what it is; default: told by its class or its parameters")
-    found.add_argument("--head-dim", type=int, default=64, help="of attention; default: 64")
-    found.add_argument("--dtype", default=",".join(DTYPES), help="those to ask, a comma list; default: %(default)s")
-    found.add_argument("--forward", action="store_true", help="no gradients")
-    found.add_argument("--seed", type=int, default=0, help="of the inputs")
-    found.add_argument("--json", action="store_true", help="a JSON object in a line for each case: docs/check.md")
-    given = found.parse_args(arguments)
+    parser = commands.parser("check")
+    parser.add_argument("target", nargs="?", metavar="TARGET", help="a name of a table, or path.py:attribute")
+    parser.add_argument("--all", action="store_true", help="every row of the tables that this machine can run")
+    parser.add_argument("--kind", choices=KINDS, metavar="KIND", help=f"{', '.join(KINDS)}; default: as it looks")
+    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="of attention; default: 64")
+    parser.add_argument("--dtype", default=",".join(DTYPES), metavar="DTYPES", help="those to ask; all by default")
+    parser.add_argument("--forward", action="store_true", help="no gradients")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the inputs")
+    parser.add_argument("--json", action="store_true", help="a JSON object in a line for each case: docs/check.md")
+    given = parser.parse_args(arguments)
     try:
+        if given.all == (given.target is not None):
+            raise ValueError("name one TARGET, or --all of them")
+        asked = tuple(choice(name, DTYPES) for name in given.dtype.split(","))
+        options = Options(given.head_dim, not given.forward, asked, given.seed)
+        if given.all:
+            return _check_all(options, [given.kind] if given.kind else [*KINDS], given.json)
         kind, entry = find(given.target, given.kind)
-        dtypes = tuple(given.dtype.split(","))
-        if unknown := [name for name in dtypes if name not in DTYPES]:
-            raise ValueError(f"--dtype {unknown[0]!r} must be one of {', '.join(DTYPES)}")
-        options = Options(given.head_dim, not given.forward, dtypes, given.seed)
         return int(in_own_process(check, entry, options, kind.name, given.json, timeout_s=LIMIT_S))
     except ValueError as error:
-        print(f"python -m lmsys.check: error: {error}", file=sys.stderr)
+        print(f"lmsys check: error: {error}", file=sys.stderr)
         return USAGE
     except Exception as error:
-        reason = str(error) if isinstance(error, ProcessError) else f"it raises {type(error).__name__}: {error}"
-        told = {"schema": SCHEMA, "name": given.target.rpartition(":")[2], "verdict": "wrong", "reason": reason}
-        print(json.dumps(told) if given.json else f"wrong\n\n{given.target}: {reason}")
+        reason = _reason(error)
+        values = {"schema": SCHEMA, "name": given.target.rpartition(":")[2], "verdict": "wrong", "reason": reason}
+        print(json.dumps(values) if given.json else f"wrong\n\n{given.target}: {reason}")
         return WRONG
+
+
+def _check_all(options: Options, kinds: Sequence[str], as_json: bool) -> int:
+    """Says of each row of the tables whether it is right, wrong or refused, and why; WRONG where one is wrong."""
+    rows = [(kind, entry) for kind in kinds for entry in KINDS[kind].table.values()]
+    verdicts = Counter[str]()
+    with Worker() as worker:
+        worker.call(poison, setattr)
+        for number, (kind, entry) in enumerate(rows, start=1):
+            print("" if as_json else f"{number:3} of {len(rows)}, {kind} {entry.name}: ", end="", flush=True)
+            try:
+                most = MOST_COMPILED if entry.trait("compiles") else None
+                answer = worker.call(verdict_on, entry, options, kind, False, most, timeout_s=LIMIT_S)
+            except Exception as error:
+                answer = Answer(0, (str(error),), "" if isinstance(error, ImportError) else _reason(error))
+            verdicts[answer.verdict] += 1
+            row = {"schema": SCHEMA, "name": entry.name, "kind": kind, "verdict": answer.verdict}
+            print(json.dumps({**row, "reason": str(answer)}) if as_json else f"{answer.verdict}, {answer}", flush=True)
+    if not as_json:
+        print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())))
+    return WRONG if verdicts["wrong"] else RIGHT
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, ProcessError) else f"it raises {type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

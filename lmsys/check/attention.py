@@ -34,9 +34,11 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
             "extreme scores": extremes.case_of_kinds(simple),
             "extreme scores, causal": extremes.case_of_kinds(replace(simple, causal=True)),
             "many equal keys": extremes.case_of_many_keys(simple),
+            "extreme scores, whole tiles": extremes.case_of_kinds(simple, extremes.WHOLE),
         }
+        rms = entry.why_not(replace(simple, dtype="float32")) is not None  # the stricter rule
         for about, case in cases_of_extremes.items():
-            judge = partial(extremes.failure, row, case, options.grad, options.seed)
+            judge = partial(extremes.failure, row, case, options.grad, options.seed, rms)
             shape = f"{about} ({Asked(about, case)})"
             yield Question(f"{about}, {dtype}", judge, shape, entry.why_not(case), extreme=True)
 
@@ -71,18 +73,6 @@ def remark(entry: Entry, options: Options) -> str:
 
 def _but_for(differ: Mapping[str, float]) -> str:
     return f"no ({', '.join(differ)})" if differ else "yes"
-
-
-def known_mistake(entry: Entry, row: Any, case: AttentionCase, seed: int) -> str | None:
-    """The mistake that small cases with the mask and head dimension of `case` name; None where they name none."""
-    alike = [
-        asked
-        for asked in cases(case.device, case.capability, case.head_dim)
-        if asked.case.causal == case.causal and asked.case.dtype in ("float32", case.dtype)
-        if asked.case.scale is None and entry.why_not(asked.case) is None
-    ]
-    faults = (failure(row, asked, case.grad, seed) for asked in alike)
-    return next((fault.mistake for fault in faults if fault is not None), None)
 
 
 def failure(row: Any, asked: Asked, grad: bool, seed: int) -> Fault | None:

@@ -43,14 +43,22 @@ class Kind:
         return said(entry, options) if said else None
 
 
+OURS = {  # rows of kinds that have no table of their own
+    "sharded_optimizer": Entry("ShardedOptimizer", "lmsys.parallel.sharded_optimizer:ShardedOptimizer"),
+    "optimizer": Entry("AdamW", "lmsys.training.optimizer:AdamW"),
+    "loss": Entry("linear_cross_entropy", "lmsys.model.loss:linear_cross_entropy"),
+    "norm": Entry("RMSNorm", "lmsys.model.transformer:RMSNorm"),
+}
 KINDS = {
     "attention": Kind("attention", ATTENTION, "lmsys.check.attention:questions"),
     "strategy": Kind("strategy", STRATEGIES, "lmsys.check.strategy:questions"),
     "sharded_optimizer": Kind(
-        "sharded_optimizer", Table("sharded_optimizer", []), "lmsys.check.strategy:optimizer_questions"
+        "sharded_optimizer",
+        Table("sharded_optimizer", [OURS["sharded_optimizer"]]),
+        "lmsys.check.strategy:optimizer_questions",
     ),
 } | {
-    name: Kind(name, Table(name, []), f"lmsys.check.{name}:questions")
+    name: Kind(name, Table(name, [OURS[name]] if name in OURS else []), f"lmsys.check.{name}:questions")
     for name in ("optimizer", "loss", "norm", "rotary", "swiglu")
 }
 OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # the parameter by which they are given torch's
@@ -93,8 +101,6 @@ SCHEMA = 1  # of the lines for programs: docs/check.md
 
 def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool = False) -> int:
     """Says of each question whether the answer is right, up to the first wrong one; RIGHT or WRONG."""
-    poison(setattr)
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
 
     def say(text: str, /, **values: Any) -> None:
         """People read the text, and programs a JSON object of the values, in a line."""
@@ -103,28 +109,77 @@ def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool
         elif values:
             print(json.dumps({"schema": SCHEMA, "name": entry.name, "kind": kind, **values}), flush=True)
 
-    right, refused, start = 0, dict[str, None](), time.perf_counter()
+    poison(setattr)
+    start, answer = time.perf_counter(), verdict_on(entry, options, kind, say=say)
+    if answer.verdict == "wrong":
+        say("", verdict="wrong")
+        return WRONG
+    remark = KINDS[kind].remark(entry, options) if answer.right else None
+    seconds, device = time.perf_counter() - start, "cuda" if torch.cuda.is_available() else "cpu"
+    lines = ([remark] if remark else []) + [f"not asked: {reason}" for reason in answer.refused]
+    end = f"\n{entry.name}: {answer.right} cases right on this {device}, in {seconds:.0f} s\n"
+    say(
+        "".join(f"  {line}\n" for line in lines) + end,
+        verdict="right" if answer.right else "wrong",
+        right=answer.right,
+        remark=remark,
+        seconds=round(seconds, 3),
+    )
+    return RIGHT if answer.right else WRONG
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is known of a row: how many cases are right, why others were not asked, and the fault of a wrong one."""
+
+    right: int
+    refused: tuple[str, ...]
+    fault: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return "wrong" if self.fault else "right" if self.right else "refused"
+
+    def __str__(self) -> str:
+        return self.fault or (f"{self.right} cases" if self.right else "; ".join(self.refused))
+
+
+def verdict_on(
+    entry: Entry,
+    options: Options,
+    kind: str,
+    may_raise: bool = False,
+    most: int | None = None,
+    say: Callable[..., None] = lambda text, /, **values: None,
+) -> Answer:
+    """Asks a row, up to the first wrong answer.
+
+    may_raise  an exception refuses a case, and is no fault
+    most       cases that are asked
+    say        is told of each case, in a text and in values
+    """
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
+    right, refused = 0, dict[str, None]()
     for question in KINDS[kind].questions(entry, options):
         if question.reason is not None:
             refused[question.reason] = None
             say("", case=question.about, verdict="not asked", reason=question.reason)
             continue
+        if right == most:
+            break
         say(f"  {question.about}: ")  # should the process die, the case is known
-        if fault := question.judge():
+        fault = question.judge()
+        if fault is None:
+            say("right\n", case=question.about, verdict="right")
+            right += 1
+        elif may_raise and fault.raises:
+            refused[f"{question.about}: {fault.line}"] = None
+        else:
             shape = question.shape or question.about
             values = {"shape": shape, "text": fault.text, "mistake": fault.mistake, "error_ratio": _number(fault)}
             say(f"wrong\n\n{shape}\n{fault.text}\n", case=question.about, verdict="wrong", **values)
-            say("", verdict="wrong")
-            return WRONG
-        say("right\n", case=question.about, verdict="right")
-        right += 1
-    remark = KINDS[kind].remark(entry, options) if right else None
-    seconds, device = time.perf_counter() - start, "cuda" if torch.cuda.is_available() else "cpu"
-    lines = ([remark] if remark else []) + [f"not asked: {reason}" for reason in refused]
-    text = "".join(f"  {line}\n" for line in lines)
-    text += f"\n{entry.name}: {right} cases right on this {device}, in {seconds:.0f} s\n"
-    say(text, verdict="right" if right else "wrong", right=right, remark=remark, seconds=round(seconds, 3))
-    return RIGHT if right else WRONG
+            return Answer(right, tuple(refused), f"{question.about}: {fault.line}")
+    return Answer(right, tuple(refused))
 
 
 def _number(fault: Fault) -> float | None:

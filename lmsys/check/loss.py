@@ -74,9 +74,11 @@ def questions(entry: Entry, options: Options, cases: Iterable[Asked] = CASES) ->
 
 
 def faults_of_options(entry: Entry) -> dict[str, float]:
-    """The error over its budget of each option that a function has a parameter for and gets wrong; inf: no answer."""
+    """The error over its budget of each option that a function has a parameter for and gets wrong, and of what else
+    `lmsys check` asks, of one from a file; inf: no answer."""
+    cases = CASES if ".py:" in entry.target else OPTION_CASES
     taken = names_of(parameters_of(entry.load())) & {name for option in OPTIONS for name in ROLES[option]}
-    asked = questions(entry, Options(dtypes=("float32",)), OPTION_CASES) if taken else ()
+    asked = questions(entry, Options(dtypes=("float32",)), cases) if taken or cases is CASES else ()
     judged = {one.about: one.judge() for one in asked if one.reason is None}
     return {about: fault.error_ratio or math.inf for about, fault in judged.items() if fault}
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys.registry import place_of
+
 
 @dataclass(frozen=True)
 class Options:
@@ -41,9 +43,9 @@ class Fault:
 
     @classmethod
     def raised(cls, error: Exception) -> "Fault":
-        """The fault of an implementation that raises an exception: its kind and its first line."""
-        lines = str(error).strip().splitlines()
-        return cls(f"  it raises {type(error).__name__}: {lines[0] if lines else 'no message'}", raises=True)
+        """The fault of an implementation that raises an exception: its kind, its first line, and where in its file."""
+        lines = str(error).strip().splitlines() or ["no message"]
+        return cls(f"  it raises {type(error).__name__}: {lines[0]}{place_of(error)}", raises=True)
 
     @property
     def line(self) -> str:

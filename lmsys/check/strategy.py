@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,10 +44,10 @@ def questions(
     ranks  ones that run already, and go on; None: they start here, and end behind the last question
     rules  by which mistakes are named
     """
-    row = entry.load()
+    row, device = entry.load(), "cuda" if torch.cuda.device_count() >= WORLD_SIZE else "cpu"
     with nullcontext(ranks) if ranks else Ranks() as running:
         for trial in trials(WORLD_SIZE, options.seed):
-            reason = why_not(entry, trial, row)
+            reason = entry.why_not(SimpleNamespace(device=device)) or why_not(entry, trial, row)
             results = running.ask(entry, trial) if reason is None else []
             failure = blamed(results)
             may_refuse = trial.extreme or trial.micro_batches > 1  # what not every strategy takes

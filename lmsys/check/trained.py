@@ -21,7 +21,7 @@ from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.baselines import Naive
 from lmsys.parallel.group import STOPPED, device, is_lost_peer
 from lmsys.processes import DIED, TIMEOUT
-from lmsys.registry import Entry
+from lmsys.registry import Entry, place_of
 from lmsys.testing import ratio_of
 
 OTHERS_S = 2.0  # for the other ranks to end, once this one has raised
@@ -88,7 +88,7 @@ def train(entry: Entry, trial: Trial, number: int, options: Mapping[str, Any], g
         if not recorder.others_end(OTHERS_S):
             raise
         text = str(error).strip().partition("\n")[0] or "no message"
-        return Result(failure=Failure(dist.get_rank(group), type(error).__name__, text, doing.last()))
+        return Result(failure=Failure(dist.get_rank(group), type(error).__name__, text + place_of(error), doing.last()))
 
 
 def _trained(entry: Entry, trial: Trial, module: Probe, recorder: Recorder, options: Mapping[str, Any]) -> Result:
@@ -134,6 +134,8 @@ def _by_numel(module: Probe) -> dict[int, str]:
 
 def why_not(entry: Entry, trial: Trial, asked: Any) -> str | None:
     """None, or why what the row loads, `asked`, cannot be asked the trial."""
+    if not entry.trait("synchronizes", True):
+        return "it synchronizes nothing"
     with suppress(TypeError, ValueError):
         taken = inspect.signature(asked).parameters
         if trial.small_buckets and not {"bucket_mb", "bucket_size_mb"} & taken.keys():

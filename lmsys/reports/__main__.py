@@ -1,12 +1,12 @@
 """Tables, plots and a page from result files.
 
-    python -m lmsys.reports RESULT.json ... [-o DIR] [--baseline NAME] [--single-file]
-    python -m lmsys.reports --against OLD.json NEW.json ... [-o DIR] [--margin 0.05] [--repeats RUN.json ...]
-    python -m lmsys.reports --against BOTH.json [-o DIR] [--margin 0.02]
-    python -m lmsys.reports --history FOLDER [-o DIR] [--margin 0.05]
+    lmsys report RESULT.json ... [-o DIR] [--baseline NAME] [--single-file]
+    lmsys report --before OLD.json NEW.json ... [-o DIR] [--margin 0.05] [--noise RUN.json ...]
+    lmsys report --before BOTH.json [-o DIR] [--margin 0.02]
+    lmsys report --history FOLDER [-o DIR] [--margin 0.05]
 
 Several files, such as the parts of a split run or the journals (*.partial) of interrupted ones, are reported as one;
-for a case that several hold, the run of the latest date wins. With --against, two runs of one machine are compared
+for a case that several hold, the run of the latest date wins. With --before, two runs of one machine are compared
 case by case, and the exit code is 1 where one is slower or broken; BOTH.json is of a sweep with --against, which
 measured both states itself. With --history, the result files of a folder are drawn over their commits. Ends with exit
 code 2 and one line on stderr when something given cannot be used.
@@ -18,9 +18,11 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lmsys.bench.changes import MARGIN
+from lmsys.commands import parser as command_parser
 from lmsys.reports import against, history, page
 from lmsys.reports.answers import answers, step_chapters
 from lmsys.reports.chapters import CHAPTERS, ENERGY, OTHERS
@@ -29,15 +31,17 @@ from lmsys.reports.tables import csv_of
 from lmsys.reports.views import view_of
 from lmsys.values import finite
 
+RENAMED = {"against": "--before", "repeats": "--noise"}
+
 
 def main(
     arguments: Sequence[str] | None = None,
     results: Sequence[Path] = (),
     output: Path = Path("site"),
-    program: str = "python -m lmsys.reports",
+    program: str = "",
 ) -> int:
     """Build the report; the exit code. `results` and `output` are taken where the arguments name none."""
-    parser = argparse.ArgumentParser(program, description="Tables, plots and a page from result files.")
+    parser = command_parser("report", program)
     parser.add_argument("results", nargs="*", type=Path, metavar="RESULT.json", help="result files, reported as one")
     parser.add_argument("-o", "--output", type=Path, default=output, metavar="DIR", help=f"default: {output}")
     parser.add_argument(
@@ -45,43 +49,45 @@ def main(
     )
     parser.add_argument("--single-file", action="store_true", help="the page holds its plots: one file to send")
     two = parser.add_argument_group("two runs of one machine")
-    two.add_argument("--against", type=Path, metavar="OLD.json", help="the run before: which cases became slower?")
+    two.add_argument("--before", type=Path, metavar="OLD.json", help="the run before: which cases became slower?")
     two.add_argument(
         "--margin",
         type=float,
+        metavar="SHARE",
         help=f"a smaller share of the time is no change (default: {MARGIN}, or that of the sweep)",
     )
     two.add_argument(
-        "--repeats",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="RUN.json",
-        help="runs of one commit: how far they differ",
+        "--noise", nargs="+", type=Path, default=[], metavar="RUN.json", help="runs of one commit: how far they differ"
     )
+    for name, today in RENAMED.items():
+        two.add_argument(f"--{name}", type=partial(_renamed, today), help=argparse.SUPPRESS)
     two.add_argument("--anyway", action="store_true", help="compare across machines, versions and clocks")
     two.add_argument("--history", type=Path, metavar="FOLDER", help="all of a folder's *.json: each case over commits")
-    two_runs = {name: parser.get_default(name) for name in ("margin", "repeats", "anyway")}
+    two_runs = {name: parser.get_default(name) for name in ("margin", "noise", "anyway")}
     options = parser.parse_args(arguments)
     try:
         if options.margin is not None:
             finite("--margin", options.margin, above=0, most=1)
         if options.history:
-            others = "results", "against", "baseline", "repeats", "anyway", "single_file"
+            others = "results", "before", "baseline", "noise", "anyway", "single_file"
             if any(getattr(options, name) for name in others):
                 raise InputError("--history takes a folder, and of the other options --output and --margin alone")
             print(*history.write(options.history, options.output, options.margin or MARGIN), sep="\n")
             return 0
-        if options.against:
+        if options.before:
             return _compare(options)
         for name, default in two_runs.items():
             if getattr(options, name) != default:
-                raise InputError(f"--{name} is of two runs: name the run before by --against")
+                raise InputError(f"--{name} is of two runs: name the run before by --before")
         print(build(options.results or results, options.output, options.baseline, options.single_file))
     except ValueError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _renamed(today: str, text: str) -> None:
+    raise argparse.ArgumentTypeError(f"it is {today} {text}: in lmsys bench this option means another thing")
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -89,9 +95,9 @@ def _compare(options: argparse.Namespace) -> int:
         raise InputError("--baseline and --single-file are of one run's report")
     if options.results:
         margin = options.margin or MARGIN
-        found = against.read_both([options.against], options.results, margin, options.repeats, options.anyway)
+        found = against.read_both([options.before], options.results, margin, options.noise, options.anyway)
     else:
-        found = against.read_one(options.against, options.margin)
+        found = against.read_one(options.before, options.margin)
     print(*against.told(found), sep="\n", flush=True)
     print(against.write(found, options.output))
     return int(found.is_bad)

@@ -69,7 +69,7 @@ def read_both(
     before, after = machine_of(old), machine_of(new)
     others = [machine_of([path]) for path in repeats]
     if len(others) == 1:
-        raise InputError(f"--repeats {repeats[0]}: name two runs of one commit or more")
+        raise InputError(f"--noise {repeats[0]}: name two runs of one commit or more")
     for one in [] if anyway else [before, *others]:
         if why := why_not(one, after):
             raise InputError(f"{why}: measure both alike, or ask for --anyway")
@@ -98,7 +98,7 @@ def read_one(path: Path, margin: float | None) -> Compared:
     """InputError where the run is none that measured rows as they were."""
     found = in_turns(machine_of([path]), margin)
     if found is None:
-        raise InputError(f"{path}: it has no rows as they were: name the run after, too, before --repeats")
+        raise InputError(f"{path}: it has no rows as they were: name the run after, too, before --noise")
     if not found.changes:
         raise InputError("nothing to compare: no case was timed in both states")
     return found
@@ -187,21 +187,21 @@ def block_and_chapters(found: Compared) -> tuple[Block, list[Chapter]]:
 
 def _caption(found: Compared) -> str:
     spreads = [one["between_runs"] for _, side in _sides(found) for one in side.records if one.get("between_runs")]
-    turns = "Each row took turns with itself as it was, and is compared by its own ratio, round by round;"
-    runs = "Each row is compared by its ratio, round by round, to the row that stands as “beside”;"
-    between = f"Cases that were measured repeatedly differ by {100 * median(spreads or [0]):.2g} % between runs."
-    sentences = {
-        f"The margin is {100 * found.margin:.3g} %.": True,
-        turns if found.in_turns else runs: True,
-        "intervals are of 95 %. Of the changes, at most one in twenty is expected to be false.": True,
-        between: spreads,
-        f"The runs that --repeats named differ by {100 * found.between_runs:.2g} %.": found.between_runs,
-        "Intervals are wider by that.": spreads or found.between_runs,
-        "The verdict on a case that was disturbed may come from the disturbance: measure it again.": any(
-            one.disturbed for one in found.changes
-        ),
-    }
-    return " ".join(text for text, is_so in sentences.items() if is_so)
+    said = [f"The margin is {100 * found.margin:.3g} %."]
+    if found.in_turns:
+        said.append("Each row took turns with itself as it was, and is compared by its own ratio, round by round;")
+    else:
+        said.append("Each row is compared by its ratio, round by round, to the row that stands as “beside”;")
+    said.append("intervals are of 95 %. Of the changes, at most one in twenty is expected to be false.")
+    if spreads:
+        said.append(f"Cases that were measured repeatedly differ by {100 * median(spreads):.2g} % between runs.")
+    if found.between_runs:
+        said.append(f"The runs that --noise named differ by {100 * found.between_runs:.2g} %.")
+    if spreads or found.between_runs:
+        said.append("Intervals are wider by that.")
+    if any(one.disturbed for one in found.changes):
+        said.append("The verdict on a case that was disturbed may come from the disturbance: measure it again.")
+    return " ".join(said)
 
 
 def _sides(found: Compared) -> list[tuple[str, Machine]]:

@@ -1,4 +1,4 @@
-"""From text to a trained model: `python -m lmsys.training [STEP] [--config FILE.json]`.
+"""From text to a trained model: `lmsys train [STEP] [--config FILE.json]`.
 
 Without a step all of them: tokenizer, tokenize, train, evaluate, generate. Alone, as ranks of torchrun, or with ranks
 of its own (--ranks 2). Exit codes: 0 done; 2 a setting or input that is wrong; 3 the loss was not finite for too long;
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from lmsys import doing, watchdog
+from lmsys import commands, doing, watchdog
 
 if __name__ == "__main__" and watchdog.under_torchrun():
     watchdog.begin()  # before torch is imported, which takes seconds
@@ -34,30 +34,32 @@ from lmsys.training.config import RunConfig
 TIMEOUT_S = 1800.0  # for a collective: ranks wait so long for one that makes a tokenizer
 FOREVER_S = 20 * 86_400.0
 BAD_INPUT, NONFINITE, FAILED = 2, 3, 1
-SHORT = {
-    "attention": "model.attention",
-    "strategy": "train.strategy",
-    "output": "output",
-    "corpus": "data.corpus",
-    "steps": "train.steps",
-    "keep": "checkpoint.keep",
-    "max_seconds": "train.max_seconds",
+SHORT = {  # options for some settings, and the word for their value
+    "attention": ("model.attention", "ROW"),
+    "strategy": ("train.strategy", "ROW"),
+    "output": ("output", "DIR"),
+    "corpus": ("data.corpus", "FILE"),
+    "steps": ("train.steps", "N"),
+    "keep": ("checkpoint.keep", "N"),
+    "max_seconds": ("train.max_seconds", "SECONDS"),
 }
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="python -m lmsys.training", description=__doc__.split("\n\n")[1])
-    found.add_argument("step", nargs="?", choices=pipeline.STEPS, help="one step alone")
+    found = commands.parser("train")
+    found.add_argument(
+        "step", nargs="?", choices=pipeline.STEPS, metavar="STEP", help=f"alone, of {', '.join(pipeline.STEPS)}"
+    )
     found.add_argument("--config", type=Path, metavar="FILE.json", help="settings; those not given have defaults")
     found.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="one: train.lr=3e-4")
     found.add_argument("--print-config", action="store_true", help="all settings as JSON, and no more")
     found.add_argument("--skip-data", action="store_true", help="take tokenizer and tokens as they are")
     found.add_argument("--ranks", type=int, metavar="N", help="start so many processes of its own, with a GPU each")
-    found.add_argument("--size", choices=list(SIZES), help="of the model, by name")
-    for name, path in SHORT.items():
+    found.add_argument("--size", choices=list(SIZES), metavar="NAME", help=f"of the model: {', '.join(SIZES)}")
+    for name, (path, word) in SHORT.items():
         found.add_argument(
-            f"--{name.replace('_', '-')}", dest="set", action="append", type=f"{path}={{}}".format, metavar="X",
-            help=f"the same as --set {path}=X",
+            f"--{name.replace('_', '-')}", dest="set", action="append", type=f"{path}={{}}".format, metavar=word,
+            help=f"the same as --set {path}={word}",
         )  # fmt: skip
     return found
 
@@ -136,7 +138,7 @@ def _pass_on(group: WorkerGroup, received: list[int], number: int, _: FrameType 
 
 def _failed(code: int, message: str) -> int:
     rank = f"rank {os.environ['RANK']} failed {doing.last()}: " if watchdog.under_torchrun() else ""
-    print(f"lmsys.training: {rank}{message}", file=sys.stderr)
+    print(f"lmsys train: {rank}{message}", file=sys.stderr)
     return code
 
 

@@ -77,7 +77,8 @@ class TrainConfig(Checked):
     micro_batch_size  sequences that a rank holds at once
     reproducible      the same weights, bit for bit, on any number of ranks and under any strategy of ours; the batch is
                       then so many `leaves`, a power of two, in place of micro-batches, on 1, leaves/2 or leaves ranks
-    lr, min_lr        the cosine schedule's largest and last; warmup_steps from 0 to lr
+    lr, min_lr        the cosine schedule's largest and last
+    warmup_steps      from 0 to lr; None: 20, or half of the steps where these are fewer than 40
     undecayed         parts of the names of parameters that weight decay leaves alone, such as ln|embeddings; None: none
     clip_norm         of the gradient; 0: it is not clipped
     precision         fp32, or bf16 by autocast
@@ -103,7 +104,7 @@ class TrainConfig(Checked):
     leaves: Count = 4
     lr: Amount = 3e-3
     min_lr: Amount = 3e-4
-    warmup_steps: Natural = 20
+    warmup_steps: Natural | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     eps: Amount = 1e-8
     weight_decay: Amount = 0.1
@@ -131,12 +132,17 @@ class TrainConfig(Checked):
         one_way = "compile=true and fused=true are two ways to run the blocks: one of them must be false"
         hold(
             (self.min_lr <= self.lr, f"min_lr={self.min_lr} must be at most lr={self.lr}"),
-            (self.warmup_steps < self.steps, f"warmup_steps={self.warmup_steps} must be less than steps={self.steps}"),
+            (self.warmup < self.steps, f"warmup_steps={self.warmup} must be less than steps={self.steps}"),
             (all(0 <= beta < 1 for beta in self.betas), f"betas={self.betas} must be two numbers in [0, 1)"),
             (not (self.compile and self.fused), one_way),
             (in_pairs, f"leaves={self.leaves} must be a power of two: they are added in pairs"),
             (even or not self.reproducible, f"batch_size={self.batch_size} must be a multiple of leaves={self.leaves}"),
         )
+
+    @property
+    def warmup(self) -> int:
+        """The steps from a rate of 0 to lr."""
+        return min(20, self.steps // 2) if self.warmup_steps is None else self.warmup_steps
 
     @property
     def held(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lmsys.commands import with_extra
 from lmsys.files import replacing
 from lmsys.training.config import RunConfig
 
@@ -91,7 +92,7 @@ def check_packages(config: RunConfig) -> None:
         for name in (name for name, is_asked in asked.items() if is_asked):
             importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"log: {error}; pip install 'lmsys[log]' brings it") from error
+        raise ValueError(f"log: {error}; {with_extra('log')} brings it") from error
 
 
 def others(config: RunConfig, step: int) -> list[TensorBoard | WandB]:

@@ -168,10 +168,10 @@ class Trainer:
         """The settings of the learning rate, and what they give next."""
         train = self.config.train
         rate = optimizer.cosine_schedule(
-            self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup_steps, total_steps=train.steps
+            self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup, total_steps=train.steps
         )
-        settings = {f"train.{name}": getattr(train, name) for name in ("steps", "lr", "min_lr", "warmup_steps")}
-        return settings | {"the rate of the next step": rate}
+        settings = {f"train.{name}": getattr(train, name) for name in ("steps", "lr", "min_lr")}
+        return settings | {"train.warmup_steps": train.warmup} | {"the rate of the next step": rate}
 
     def train_step(self, stop: int = 0) -> tuple[Step, int]:
         """One step, and the largest `stop` of any rank."""

@@ -102,7 +102,7 @@ def test_a_sweep_says_what_became_slower_and_what_broke(folder: Path, tmp_path: 
     benchmarks = {"matmul": load_target(f"{folder}/bench_matmul.py:Matmul")()}
     assert verify(folder / "out.json", benchmarks) == (8, [])
     pages = [tmp_path / name for name in ("one", "two")]
-    assert [main(["--against", str(folder / "out.json"), "-o", str(page)]) for page in pages] == [1, 1]
+    assert [main(["--before", str(folder / "out.json"), "-o", str(page)]) for page in pages] == [1, 1]
     assert (pages[0] / "index.html").read_bytes() == (pages[1] / "index.html").read_bytes()
 
 

@@ -210,7 +210,7 @@ def test_wide_tables_are_for_those_who_ask(folder: Path) -> None:
     assert "benchmark: 1 tests" in told and "test_plain " in told, told
     assert len(json.loads((folder / "out.json").read_text())["benchmarks"]) == 5
     (saved,) = (folder / ".benchmarks").rglob("0001_*.json")
-    assert len(record.load(saved)["records"]) == 4  # `python -m lmsys.reports --against` takes it as it is
+    assert len(record.load(saved)["records"]) == 4  # `lmsys report --before` takes it as it is
     compared = run(folder, *both, "last.json", "--benchmark-compare").stdout
     assert "test_matmul[default-16-float32-mine] (NOW)" in compared and "(0001_" in compared, compared
     assert "matmul: 4 of 4 that ran" in compared and "test_plain (NOW)" in compared, compared

@@ -151,7 +151,7 @@ def test_without_transformers_llama_is_unsupported(monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(sys.modules, "benchmarks.model.llama", raising=False)
     found = records(mode=("step",), attention=("auto", "llama"))
     assert [one["outcome"] for one in found.values()] == ["ok", "unsupported"]
-    assert "pip install 'lmsys[peers]'" in found["step", "eager", "llama"]["reason"]
+    assert "[peers]' brings it" in found["step", "eager", "llama"]["reason"]
 
 
 @pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))

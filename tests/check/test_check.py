@@ -1,16 +1,18 @@
-"""`python -m lmsys.check`: right kernels pass, and of wrong ones the mistake is named."""
+"""`lmsys check`: right kernels pass, and of wrong ones the mistake is named."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from lmsys.attention import ATTENTION
+from lmsys.check import __main__ as command
 from lmsys.check import attention, places
 from lmsys.check.__main__ import main
-from lmsys.check.kinds import RIGHT, WRONG, check
+from lmsys.check.kinds import KINDS, RIGHT, WRONG, Kind, check
 from lmsys.check.question import Options
-from lmsys.registry import Entry
+from lmsys.registry import Entry, Table, load_target
 from tests.support import wrong_kernels
 
 FILE = Path(wrong_kernels.__file__)
@@ -20,7 +22,7 @@ def entry(name: str) -> Entry:
     return Entry(name, f"{FILE}:{name}")
 
 
-@pytest.mark.parametrize("name", ["right", "of_a_course"])
+@pytest.mark.parametrize("name", ["right", "right_by_tiles", "right_by_small_tiles", "of_a_course"])
 def test_what_is_right_passes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(entry(name), Options(32, grad=True)) == RIGHT
     said = capsys.readouterr().out
@@ -62,6 +64,60 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert "one tile, float32: wrong\n" in (said := capfd.readouterr().out) and "killed by SIGABRT" in said
     assert main([f"{FILE}:nothing"]) == 2
     assert "defines no 'nothing'" in capfd.readouterr().err
+
+
+def never(case: object) -> str:
+    return "runs nowhere"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_every_row_of_a_table_has_a_verdict(
+    as_json: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        entry("right"),
+        entry("dies"),
+        entry("reads_on"),
+        Entry("refused", f"{FILE}:right", supports=f"{__name__}:never"),
+    ]
+    rows.append(Entry("absent", "no_such_package:f", install="no-such-package"))
+    kind = Kind("attention", Table("attention", rows), KINDS["attention"].asks)
+    monkeypatch.setattr(command, "KINDS", {"attention": kind, "norm": KINDS["norm"]})
+    options = ["--all", "--dtype", "float32", "--head-dim", "32", *(["--json"] if as_json else [])]
+    assert main(options) == WRONG
+    said = capfd.readouterr().out.splitlines()
+    if as_json:
+        found = {one["name"]: (one["verdict"], one["reason"]) for one in map(json.loads, said)}
+    else:
+        assert said[-1] == "2 refused, 2 right, 2 wrong"
+        parts = [line.partition(": ") for line in said if " of 6, " in line]
+        found = {place.split()[-1]: tuple(rest.split(", ", 1)) for place, _, rest in parts}
+    assert {name: verdict for name, (verdict, _) in found.items()} == {
+        "right": "right",
+        "dies": "wrong",
+        "reads_on": "wrong",
+        "refused": "refused",
+        "absent": "refused",
+        "RMSNorm": "right",
+    }
+    assert "killed by SIGABRT" in found["dies"][1] and "read as zeros" in found["reads_on"][1]
+    assert found["refused"][1] == "runs nowhere" and "pip install no-such-package brings it" in found["absent"][1]
+    assert main([*options, "--kind", "norm"]) == RIGHT
+    assert main(["--all", "right"]) == main([]) == 2
+
+
+def test_an_exception_names_the_line_of_the_users_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n\n\ndef f(q, k, v, *, causal=False, scale=None):\n    return torch.ones(2) @ q[0, 0, 0]\n"
+    )
+    (question, *_) = attention.questions(Entry("f", f"{file}:f"), Options(32))
+    fault = question.judge()
+    assert fault is not None and fault.raises and f"({file}, line 5: return torch.ones(2) @ q[0, 0, 0])" in fault.line
+    file = tmp_path / "broken.py"
+    file.write_text("x = 1\ny = absent\n")
+    with pytest.raises(ValueError, match=rf"name 'absent' is not defined \({file}, line 2: y = absent\)"):
+        load_target(f"{file}:x")
 
 
 def test_where_it_is_wrong() -> None:

@@ -84,8 +84,9 @@ def test_what_a_row_refuses_is_not_asked(ranks: Ranks) -> None:
 
 def test_an_exception_names_rank_and_step(ranks: Ranks) -> None:
     wrong = first_fault(ranks, "strategy", Entry("Raises", "tests.support.wrong_strategies:RaisesInItsSecondStep"))
-    told = "rank 1 raises IndexError in finish_gradient_synchronization of step 2: there are no more buckets"
-    assert wrong is not None and wrong[1].text.strip() == told
+    told = "rank 1 raises IndexError in finish_gradient_synchronization of step 2: there are no more buckets ("
+    assert wrong is not None and wrong[1].text.strip().startswith(told)
+    assert "wrong_strategies.py, line " in wrong[1].text and wrong[1].text.endswith('("there are no more buckets"))')
 
 
 def test_ranks_that_begin_different_collectives(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""`python -m lmsys.reports --against OLD NEW`: the verdicts, the page, the exit code, and what is not compared."""
+"""`lmsys report --before OLD NEW`: the verdicts, the page, the exit code, and what is not compared."""
 
 import json
 import random
@@ -26,7 +26,7 @@ def run(path: Path, seed: int, factor: float = 1.0, **told: Any) -> Path:
 
 
 def compared(out: Path, *arguments: object) -> int:
-    return main(["--against", *map(str, arguments), "-o", str(out)])
+    return main(["--before", *map(str, arguments), "-o", str(out)])
 
 
 def test_a_slower_row_is_told_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,13 +122,13 @@ def test_repeats_widen_what_two_runs_may_differ_by(tmp_path: Path, capsys: pytes
     old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2, 1.07)
     repeats = [run(tmp_path / f"{seed}.json", seed, 1 + seed / 20) for seed in range(3)]
     assert compared(tmp_path / "out", old, new) == 1
-    assert compared(tmp_path / "out", old, new, "--repeats", *repeats) == 0
-    assert "The runs that --repeats named differ by" in (tmp_path / "out" / "index.html").read_text()
+    assert compared(tmp_path / "out", old, new, "--noise", *repeats) == 0
+    assert "The runs that --noise named differ by" in (tmp_path / "out" / "index.html").read_text()
     capsys.readouterr()
-    assert compared(tmp_path / "out", old, new, "--repeats", repeats[0]) == 2
+    assert compared(tmp_path / "out", old, new, "--noise", repeats[0]) == 2
     assert "name two runs of one commit or more" in capsys.readouterr().err
     other = run(tmp_path / "other.json", 5, torch="9.9")
-    assert compared(tmp_path / "out", old, new, "--repeats", repeats[0], other) == 2
+    assert compared(tmp_path / "out", old, new, "--noise", repeats[0], other) == 2
     assert "before has torch 9.9" in capsys.readouterr().err
 
 
@@ -182,7 +182,7 @@ def test_options_of_the_other_report_are_refused(tmp_path: Path, capsys: pytest.
     assert compared(tmp_path / "out", old, new, "--single-file") == 2
     assert "--baseline and --single-file are of one run's report" in capsys.readouterr().err
     assert main([str(new), "--margin", "0.2", "-o", str(tmp_path / "out")]) == 2
-    assert "--margin is of two runs: name the run before by --against" in capsys.readouterr().err
+    assert "--margin is of two runs: name the run before by --before" in capsys.readouterr().err
 
 
 def test_cases_that_are_gone_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,3 +202,12 @@ def test_any_name_of_a_benchmark_will_do(name: str, tmp_path: Path) -> None:
         paths.append(path)
     assert compared(tmp_path / "out", *paths) == 0
     assert (tmp_path / "out" / "index.html").is_file() and len(list((tmp_path / "out" / "tables").iterdir())) >= 5
+
+
+@pytest.mark.parametrize(("old", "today"), [("--against", "--before"), ("--repeats", "--noise")])
+def test_a_word_that_means_another_thing_in_a_sweep_is_told_by_its_new_name(
+    old: str, today: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([old, "a.json"])
+    assert f"argument {old}: it is {today} a.json" in capsys.readouterr().err

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from benchmarks.sweeps import SWEEPS
+from lmsys.bench.__main__ import line_of
+from lmsys.commands import COMMANDS
 from tests.support.processes import ROOT
 
 PAGES = {
@@ -19,7 +21,10 @@ PAGES = {
 }
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROGRAMS = re.compile(r"(\w+=\S+ )*(python3?|torchrun|pip|nox|uv|mkdir|\.nox/\w+/bin/python)( |$)")
+PROGRAMS = re.compile(
+    r"(\w+=\S+ )*(python3?|torchrun|pip|nox|uv|lmsys(?= (?:bench|check|report|verify|train) |$)|mkdir"
+    r"|\.nox/\w+/bin/python)( |$)"
+)
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -54,6 +59,12 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
     while re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
     program, *rest = words
+    if program == "lmsys" and rest[:1] == ["bench"] and rest[1:]:
+        return "pytest", line_of(rest[1:])[2:]
+    if program == "lmsys" and rest[:1] == ["--help"]:
+        return "", rest
+    if program == "lmsys":
+        return (COMMANDS[rest[0]].module if rest else "lmsys.here"), rest[1:]
     if program in ("pip", "nox"):
         return program, rest
     if program == "uv":

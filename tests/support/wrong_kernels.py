@@ -133,7 +133,7 @@ def one_batch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: f
     return attend(q[:1], k[:1], v[:1], causal=causal, scale=scale).expand(q.shape)
 
 
-@wrong("it raises AssertionError: lengths must be multiples of 64")
+@wrong("it raises AssertionError: lengths must be multiples of 64 (" + __file__)
 def even_lengths(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     assert q.shape[2] % 64 == 0, "lengths must be multiples of 64"
     return attend(q, k, v, causal=causal, scale=scale)
@@ -203,7 +203,7 @@ WRONG["one_entry"] = "only batch entry 2 is wrong", scaled_at((slice(2, 3), slic
 WRONG["one_tile"] = "only the tile of rows 64 to 127 is wrong", scaled_at((..., slice(64, 128), slice(None)))
 
 
-@wrong("P is rounded to bfloat16 before it is summed")
+@wrong("P is summed after it is rounded to bfloat16")
 def rounded_early(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -211,27 +211,57 @@ def rounded_early(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scal
     return p / p.sum(dim=-1, keepdim=True) @ v
 
 
-def online(keeps_o: bool, keeps_sum: bool) -> Callable[..., Tensor]:
-    """An online softmax over tiles of 64 keys, which forgets to rescale when the maximum grows."""
+def online(fault: str = "", tile: int = 64, low: torch.dtype | None = None) -> Callable[..., Tensor]:
+    """An online softmax over tiles of keys, in plain PyTorch, with a mistake in it."""
 
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
-        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-        if causal:
-            scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-        top, total, o = scores[..., :1] * 0 - 1e30, torch.zeros(()), torch.zeros(())
-        for part, values in zip(scores.split(64, dim=-1), v.split(64, dim=-2), strict=True):
-            grown = torch.maximum(top, part.amax(dim=-1, keepdim=True))
-            p, factor, top = (part - grown).exp(), (top - grown).exp(), grown
-            o = (o if keeps_o else o * factor) + p @ values
-            total = (total if keeps_sum else total * factor) + p.sum(dim=-1, keepdim=True)
-        return o / total
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        o = torch.zeros(q.shape, device=q.device)
+        total, top = o[..., :1], o[..., :1] - torch.inf
+        first = k.shape[2] - q.shape[2] if fault == "bottom right" else 0
+        i = torch.arange(q.shape[2], device=q.device)[:, None] + first
+        for start in range(0, k.shape[2], tile):
+            keys, values = k[:, :, start : start + tile].float(), v[:, :, start : start + tile].float()
+            scores = q.float() @ keys.mT * scale
+            if causal:
+                j = torch.arange(start, start + keys.shape[2], device=q.device)
+                scores = scores.masked_fill(j > i, -torch.inf)
+            highest = scores.amax(dim=-1, keepdim=True)
+            grown = torch.maximum(top, highest)
+            p, factor, top = (scores - grown).exp(), (top - grown).exp(), grown
+            factor = factor.detach() if fault == "detached" else factor
+            total = (total if fault in ("sum", "both") else total * factor) + p.sum(dim=-1, keepdim=True)
+            p = p if low is None else p.to(low).float()
+            values = values.to(low).float() if fault == "low" and low else values
+            o = (o if fault in ("o", "both") else o * factor) + p @ values
+        return (o if fault == "undivided" else o / total).to(q.dtype)
 
     return row
 
 
-WRONG["keeps_o"] = "o is not rescaled when the maximum grows, with tiles of 64 keys", online(True, False)
-WRONG["keeps_sum"] = "the sum is not rescaled when the maximum grows, with tiles of 64 keys", online(False, True)
+right_by_tiles, right_by_small_tiles = online(), online(tile=16)
+for tile in (16, 64):
+    tiles = f" when the maximum grows, with tiles of {tile} keys"
+    WRONG[f"keeps_o_{tile}"] = f"o is not rescaled{tiles}", online("o", tile)
+    WRONG[f"keeps_sum_{tile}"] = f"the sum is not rescaled{tiles}", online("sum", tile)
+    WRONG[f"keeps_both_{tile}"] = f"neither o nor the sum is rescaled{tiles}", online("both", tile)
+    constant = f"the backward takes the factor that rescales for a constant{tiles}"
+    WRONG[f"detached_{tile}"] = constant, online("detached", tile)
+WRONG["undivided"] = "o is not divided by the sum of the exponentials", online("undivided")
+WRONG["low_p"] = "P is rounded to bfloat16\n", online(low=torch.bfloat16)
+WRONG["low_p_by_tiles"] = "P is rounded to TF32 or float16, in tiles of 16 keys", online(tile=16, low=torch.float16)
+WRONG["low_p_and_v"] = "P and v are rounded to bfloat16, in tiles of 32 keys", online("low", 32, torch.bfloat16)
+WRONG["bottom_right_by_tiles"] = "(bottom right, not top left)", online("bottom right")
+
+
+@wrong("(bottom right, not top left)")
+def bottom_right_with_more_nan(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """Its rows that see nothing have NaN, and so have others."""
+    o = online("bottom right")(q, k, v, causal=causal, scale=scale)
+    return o if not o.isnan().any() else o.masked_fill(torch.arange(q.shape[2])[:, None] % 7 == 0, torch.nan)
 
 
 @wrong("off by one at the diagonal: a query does not see its own key")

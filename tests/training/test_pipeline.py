@@ -14,7 +14,7 @@ from lmsys.model.linear import matmul_dtype
 from lmsys.model.transformer import DTYPE_NAMES
 from lmsys.tokenizer import Tokenizer, train
 from lmsys.training import pipeline
-from lmsys.training.__main__ import main
+from lmsys.training.__main__ import main, parser, read_config
 from lmsys.training.corpora import END_OF_TEXT
 from tests.support.training_runs import SETTINGS, config, corpus
 
@@ -32,7 +32,7 @@ def told(capsys: pytest.CaptureFixture[str], tmp_path: Path, *options: str) -> s
     settings = [f"output={tmp_path / 'run'}", f"data.corpus={corpus(tmp_path)}", *SETTINGS]
     assert main([*(part for one in settings for part in ("--set", one)), *options]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("lmsys.training: ") and said.count("\n") == 1
+    assert said.startswith("lmsys train: ") and said.count("\n") == 1
     return said
 
 
@@ -100,8 +100,15 @@ REFUSED = {
     "model.checkpoint_blocks=fit": "model.checkpoint_blocks=fit needs train.memory_gib on a CPU",
     "model.attention=flash_gluon": "model.attention='flash_gluon' cannot train with train.precision='fp32' on cpu: ",
     "data.packing=documents model.attention=naive_compiled": "cannot train with data.packing='documents': ",
-    "log.wandb=mine": "lmsys[log]' brings it",
+    "log.wandb=mine": "[log]' brings it",
 }
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (5, 2), (39, 19), (40, 20), (400, 20)])
+def test_few_steps_have_a_shorter_warm_up(steps: int, warmup: int) -> None:
+    assert read_config(parser().parse_args(["--steps", str(steps)])).train.warmup == warmup
+    with pytest.raises(ValueError, match=f"must be less than steps={steps}"):
+        read_config(parser().parse_args(["--steps", str(steps), "--set", f"train.warmup_steps={steps}"]))
 
 
 @pytest.mark.parametrize("settings", REFUSED)

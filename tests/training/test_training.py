@@ -515,7 +515,7 @@ def test_figures_go_elsewhere_too(data: Path, tmp_path: Path, monkeypatch: pytes
     assert [facts["loss"] for mode, _, facts in (x for x in heard if x[0] == "offline") if "loss" in facts] == written
     assert heard.count("end") == 2
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"pip install 'lmsys\[log\]' brings it"):
+    with pytest.raises(ValueError, match=r"pip install -e \S+\[log\]'? brings it"):
         pipeline.run(settings_, ("train",))
 
 

@@ -1,0 +1,80 @@
+"""`lmsys bench attention --row mine.py:f`: the line of pytest that measures a benchmark, printed and run.
+
+What follows the benchmark's name, but for options of this command, goes to pytest as it is.
+"""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from lmsys import commands
+from lmsys.values import choice
+
+
+def main() -> None:
+    """Becomes pytest; ends with 2 where there is no such line."""
+    line = line_of(sys.argv[1:])
+    print(shlex.join(["python", *line]), flush=True)
+    os.execv(sys.executable, [sys.executable, *line])
+
+
+def line_of(arguments: list[str]) -> list[str]:
+    """The line of pytest behind `python`. SystemExit, with a message, where there is none."""
+    parser = commands.parser("bench")
+    parser.usage = "lmsys bench BENCHMARK [--row ROW] [-o OUT.json] [options of pytest]"
+    parser.add_argument("benchmark", metavar="BENCHMARK", help="attention, of benchmarks/bench_attention.py; or a file")
+    parser.add_argument(
+        "--row",
+        action="append",
+        metavar="ROW",
+        help="a row by its name, or path.py:attribute, beside those that others are compared with; may be given several"
+        " times (default: the rows of the sweep)",
+    )
+    parser.add_argument("-o", "--output", metavar="OUT.json", help="the result (default: BENCHMARK.json)")
+    given, rest = parser.parse_known_args(arguments)
+    try:
+        file = file_of(given.benchmark)
+        rows = [option_of_rows(file, given.row)] if given.row else []
+    except ValueError as error:
+        parser.error(str(error))
+    return [
+        *("-m", "pytest", os.path.relpath(file), "--benchmark-only", *rows),
+        *("--benchmark-json", given.output or f"{file.stem.removeprefix('bench_')}.json"),
+        *rest,
+    ]
+
+
+def file_of(benchmark: str) -> Path:
+    """The file of a benchmark: one of the user's, or of benchmarks/ here or in the checkout that lmsys is of.
+
+    ValueError where there is none.
+    """
+    if (file := Path(benchmark)).is_file():
+        return file
+    roots = [
+        root for root in (Path.cwd(), *Path.cwd().parents, commands.FOLDER) if (root / "benchmarks/axes.py").is_file()
+    ]
+    if not roots or file.suffix:
+        raise ValueError(
+            f"there is no file {benchmark!r} here, and only a clone of lmsys has its benchmarks/: change to one, or"
+            " install lmsys from one by pip install -e"
+        )
+    files = {path.stem.removeprefix("bench_"): path for path in sorted(roots[0].glob("benchmarks/bench_*.py"))}
+    return files[choice(benchmark, files)]
+
+
+def option_of_rows(file: Path, rows: list[str]) -> str:
+    """The option that names these rows, and those that others are compared with. ValueError where a file has none."""
+    from lmsys.verify import benchmarks_of
+
+    for benchmark in benchmarks_of(file).values():
+        tables = {"row": next(iter(benchmark.tables.values())), **benchmark.tables}
+        for axis in [axis for axis in benchmark.axes if axis.name in tables]:
+            beside = [name for name, entry in tables[axis.name].items() if entry.trait("baseline", 0)]
+            return f"{axis.option or f'--axis={axis.name}'}={','.join(dict.fromkeys([*beside, *rows]))}"
+    raise ValueError(f"--row {rows[0]}: {file} has no axis of rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The commands of `lmsys`, their help by example, and the commands that install what is missing. Imports no torch."""
+
+import argparse
+import importlib.metadata
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+PIP = "python -m pip install"
+FOLDER = Path(__file__).parents[1]  # of a checkout, or where packages are installed
+EXTRAS = {"matplotlib": "report", "pytest": "bench", "pytest_benchmark": "bench"}  # that bring a module
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of `lmsys`: the module that `python -m` runs, what it does, and examples with what they do."""
+
+    module: str
+    about: str
+    examples: dict[str, str]
+
+
+COMMANDS = {
+    "bench": Command(
+        "lmsys.bench",
+        "Measures the rows of a benchmark side by side, by a line of pytest that is printed first.",
+        {
+            "lmsys bench attention": "every row that the sweep of this machine names",
+            "lmsys bench attention --row mine.py:my_attention": "yours beside those that others are compared with",
+            "lmsys bench attention --row mine.py:my_attention --dtype bfloat16 -k causal": "options of pytest follow",
+            "lmsys bench bench_matmul.py": "a benchmark of your own",
+        },
+    ),
+    "check": Command(
+        "lmsys.check",
+        "Is it right? Of the first failure: where, what, and which mistake.",
+        {
+            "lmsys check mine.py:my_attention": "your kernel, in seconds",
+            "lmsys check flash_triton --head-dim 128": "a row by its name",
+            "lmsys check mine.py:MyAdamW --kind optimizer": "an optimizer",
+            "lmsys check --all": "every row that this machine can run, in minutes",
+        },
+    ),
+    "report": Command(
+        "lmsys.reports",
+        "Tables, plots and a page from result files.",
+        {
+            "lmsys report attention.json -o site": "a page of a run: site/index.html",
+            "lmsys report --before old.json new.json -o changes": "two runs: which cases became slower",
+        },
+    ),
+    "verify": Command(
+        "lmsys.verify",
+        "Recomputes what result files say, on any machine.",
+        {"lmsys verify attention.json": "its figures, rates and judged calls, from its samples and inputs"},
+    ),
+    "train": Command(
+        "lmsys.training",
+        "From text to a trained model.",
+        {
+            "lmsys train": "a small model on the text of Python's library, in minutes on a CPU",
+            "lmsys train --corpus README.md --steps 5": "five steps on a text of yours",
+            "lmsys train --ranks 2 --strategy zero1": "on two GPUs, or two processes of a CPU",
+        },
+    ),
+}
+
+
+def parser(name: str, program: str = "") -> argparse.ArgumentParser:
+    """The parser of a command: its help ends with its examples. program: its name, where it is called otherwise."""
+    command = COMMANDS[name]
+    examples = "".join(f"\n  {line}\n      {about}" for line, about in command.examples.items())
+    return argparse.ArgumentParser(
+        prog=program or f"lmsys {name}",
+        description=command.about,
+        epilog=f"examples:{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def bringing(module: str) -> str:
+    """The command that installs what a module comes with."""
+    return with_extra(EXTRAS[module]) if module in EXTRAS else f"{PIP} {module}"
+
+
+def with_extra(extra: str) -> str:
+    """The command that installs lmsys with an extra, from where it came: a checkout, an address, or an index."""
+    if (FOLDER / "pyproject.toml").is_file():
+        return f"{PIP} -e {shlex.quote(f'{FOLDER}[{extra}]')}"
+    installed = importlib.metadata.distributions(name="lmsys")
+    source = next((one.read_text("direct_url.json") for one in installed), None)
+    if source is None:  # so it came from an index
+        return f"{PIP} 'lmsys[{extra}]'"
+    origin = json.loads(source)
+    scheme = f"{origin['vcs_info']['vcs']}+" if "vcs_info" in origin else ""
+    return f"{PIP} 'lmsys[{extra}] @ {scheme}{origin['url']}'"

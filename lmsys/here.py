@@ -1,0 +1,102 @@
+"""`lmsys` shows this machine, which attention rows and strategies it can run, what would bring the others."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; without a GPU it can only interpret
+
+from lmsys.attention import ATTENTION, AttentionCase
+from lmsys.measure import machine
+from lmsys.parallel import STRATEGIES
+from lmsys.registry import Entry
+
+GPUS = ((8, 0), (9, 0), (10, 0))  # compute capabilities: Ampere, Hopper, Blackwell
+ANOTHER_GPU = "this GPU has"  # in a reason that another GPU would mend
+CUDA_TORCH = "python -m pip install --force-reinstall torch, on Linux"
+FACTS = ("name", "cores", "memory_bytes", "gpu_count", "capability", "driver", "cuda", "python", "torch", "triton")
+
+
+def main() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    facts = machine.describe(device, command="", seed=0, sweep="")
+    facts["memory_bytes"] = f"{facts['memory_bytes'] / 2**30:.1f} GiB" if facts["memory_bytes"] else None
+    for fact in FACTS:
+        if facts[fact] is not None:
+            print(f"{fact.removesuffix('_bytes').replace('_', ' '):12} {facts[fact]}")
+    print("\nattention rows (1 batch, 2 heads, 128 queries and keys, head dimension 64, causal, with gradients)")
+    width = max(map(len, ATTENTION))
+    rows: dict[str, list[str]] = {}
+    for name, entry in ATTENTION.items():
+        reasons = _reasons(entry, device)
+        print(f"  {name:{width}}  {_verdict(reasons)}")
+        if (reason := reasons["bfloat16"]) and all(reasons.values()):
+            rows.setdefault(remedy(entry, reason, device, _case), []).append(name)
+    ranks = f"{facts['gpu_count']} GPUs, NCCL" if device == "cuda" else "processes on this CPU, gloo"
+    print(f"\ndata-parallel strategies ({ranks})")
+    for name, entry in STRATEGIES.items():
+        reason = entry.why_not(SimpleNamespace(device=device))
+        print(f"  {name:{width}}  {reason or entry.label}")
+        if reason:
+            rows.setdefault(remedy(entry, reason, device, SimpleNamespace), []).append(name)
+    if rows:
+        print("\nwhat would bring the others")
+    for told, names in rows.items():
+        print(f"  {', '.join(names)}: {told}")
+    if device == "cpu" and torch.version.cuda is None and any(told.startswith("a GPU") for told in rows):
+        print(f"  for a GPU also a CUDA build of torch, which {torch.__version__} is not: {CUDA_TORCH}")
+
+
+def _case(device: str, capability: tuple[int, int] | None = None) -> AttentionCase:
+    return AttentionCase(
+        1, 2, 2, 128, 128, 64, "bfloat16", causal=True, grad=True, device=device, capability=capability
+    )
+
+
+def _reasons(entry: Entry, device: str) -> dict[str, str | None]:
+    """Why the row cannot run, by dtype."""
+    case = _case(device, torch.cuda.get_device_capability() if device == "cuda" else None)
+    return {dtype: entry.why_not(replace(case, dtype=dtype)) for dtype in ("float32", "float16", "bfloat16")}
+
+
+def _verdict(reasons: dict[str, str | None]) -> str:
+    able = [dtype for dtype, reason in reasons.items() if reason is None]
+    refused = dict.fromkeys(reason for reason in reasons.values() if reason is not None)
+    return f"{'runs ' + ', '.join(able) if able else 'no'}{': ' if refused else ''}{'; '.join(refused)}"
+
+
+def remedy(entry: Entry, reason: str, device: str, case: Callable[..., Any]) -> str:
+    """The remedies for a row that is refused here with `reason`: the row is asked what it would say of other GPUs.
+
+    A reason that says what the row needs, other than another GPU, is the answer itself.
+    """
+    is_gpus = ANOTHER_GPU in reason
+    if not is_gpus and (device == "cuda" or " needs " in reason):
+        return reason.removeprefix(f"{entry.name} ")
+    said = {capability: _asked(entry, case(device="cuda", capability=capability)) for capability in GPUS}
+    able = [capability for capability, why in said.items() if ANOTHER_GPU not in (why or "")]
+    gpu = "a GPU"
+    if able and (is_gpus or len(able) < len(GPUS)):
+        gpu += f" of compute capability {'.'.join(map(str, able[0]))}{' or later' if able[-1] == GPUS[-1] else ''}"
+    return "; ".join([gpu, *dict.fromkeys(why.removeprefix(f"{entry.name} ") for one in able if (why := said[one]))])
+
+
+def _asked(entry: Entry, case: Any) -> str | None:
+    try:
+        return entry.why_not(case)
+    except (RuntimeError, AssertionError):  # torch, which answers for some rows, knows only of GPUs that are here
+        return None
+
+
+if __name__ == "__main__":
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # its reader has gone, as in `lmsys | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
