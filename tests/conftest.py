@@ -5,6 +5,7 @@ import importlib.util
 import os
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,12 @@ def _ready(groups: dict[str, WorkerGroup], world_size: int, backend: str) -> Wor
 def ranks(groups: dict[str, WorkerGroup]) -> WorkerGroup:
     """Four processes that stand ready, on the CPU."""
     return _ready(groups, 4, "gloo")
+
+
+@pytest.fixture(scope="module")
+def ready_ranks(groups: dict[str, WorkerGroup]) -> Callable[[], WorkerGroup]:
+    """Gives the same, others after a call that has ended them."""
+    return partial(_ready, groups, 4, "gloo")
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,10 @@
 
 import torch
 
-from lmsys.parallel.buckets import Layout, pack
-from lmsys.parallel.collectives import all_reduce_mean
-from lmsys.parallel.structure import by_kind
-from lmsys.parallel.wrapper import Wrapper, dense
+from lmsys.parallel import buckets, collectives, structure, wrapper
 
 
-class NoSync(Wrapper):
+class NoSync(wrapper.Wrapper):
     """Gradients stay each rank's own."""
 
     synchronizes = False
@@ -17,7 +14,7 @@ class NoSync(Wrapper):
         """Does nothing."""
 
 
-class AfterBackward(Wrapper):
+class AfterBackward(wrapper.Wrapper):
     """Base of those that begin when the backward has ended. They fill in `_average`."""
 
     all_reduces = True
@@ -26,7 +23,7 @@ class AfterBackward(Wrapper):
     def _synchronize(self) -> None:
         missing = self._missing()
         use = self._use(missing)
-        all_reduce_mean(use, self.group, async_op=False).wait()
+        collectives.all_reduce_mean(use, self.group, async_op=False).wait()
         self._average()
         self._conclude(use, missing)
 
@@ -44,15 +41,15 @@ class Naive(AfterBackward):
         for p in self.trainable:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            all_reduce_mean(dense(p), self.group, async_op=False).wait()
+            collectives.all_reduce_mean(wrapper.dense(p), self.group, async_op=False).wait()
 
 
 class Flat(AfterBackward):
     """One flat tensor per dtype; the gradients are views of it from then on."""
 
     def _average(self) -> None:
-        for params in by_kind(self.trainable):
-            flat, views = pack(params, Layout.of(params), params[0].dtype)
-            all_reduce_mean(flat, self.group, async_op=False).wait()
+        for params in structure.by_kind(self.trainable):
+            flat, views = buckets.pack(params, buckets.Layout.of(params), params[0].dtype)
+            collectives.all_reduce_mean(flat, self.group, async_op=False).wait()
             for p, view in zip(params, views, strict=True):
                 p.grad = view

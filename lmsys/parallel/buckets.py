@@ -147,8 +147,7 @@ def _segmented(numels: Sequence[int], indices: Sequence[int], world_size: int, l
     for rank, part in zip(ranks, parts, strict=True):
         members[rank] = tuple(indices[i] for i in part)
         loads[rank] += sum(numels[i] for i in members[rank])
-    length = max(offsets([numels[i] for i in owned])[1] for owned in members)
-    return Segmented(tuple(members), length)
+    return Segmented(tuple(members), max(offsets([numels[i] for i in owned])[1] for owned in members))
 
 
 PART_MULTIPLE = 8  # elements

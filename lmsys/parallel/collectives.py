@@ -18,7 +18,6 @@ Group = Any  # a torch ProcessGroup, None for the default one, or `TreeSums` of 
 # Renamed in torch 2.13; the older names warn there.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_all_to_all = dist.all_to_all_single
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def reduce_scatter_mean(out: Tensor, x: Tensor, group: Group, async_op: bool = T
         return Pending()
     if isinstance(group, TreeSums):
         parts = torch.empty_like(x)
-        work = _all_to_all(parts, x, group=group.group, async_op=async_op)
+        work = dist.all_to_all_single(parts, x, group=group.group, async_op=async_op)
         return Pending(work, lambda: out.copy_(_tree(parts.view(world_size, -1))))
     if is_nccl(group, x):
         return Pending(_reduce_scatter(out, x, dist.ReduceOp.AVG, group=group, async_op=async_op))
@@ -104,7 +103,7 @@ def _all_reduce_tree(x: Tensor, group: Any, world_size: int, async_op: bool) -> 
     sent = x.new_zeros(world_size * length)
     sent[: x.numel()] = x.reshape(-1)
     parts = torch.empty_like(sent)
-    work = _all_to_all(parts, sent, group=group, async_op=async_op)
+    work = dist.all_to_all_single(parts, sent, group=group, async_op=async_op)
 
     def gather() -> None:
         _all_gather(sent, _tree(parts.view(world_size, -1)), group=group)

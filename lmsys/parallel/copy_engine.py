@@ -34,11 +34,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lmsys.parallel import sharded_optimizer, wrapper
 from lmsys.parallel.buckets import ALIGNMENT, Layout, copy_gradients, widen
 from lmsys.parallel.collectives import Group, Pending, gather_objects, is_nccl
 from lmsys.parallel.overlapped import Bucket, Bucketed, Collectives
-from lmsys.parallel.sharded_optimizer import FlatBuffer
-from lmsys.parallel.wrapper import dense
 
 READY, ARRIVED, DONE = range(3)  # channels of a bucket's signals
 HALVES = 2
@@ -223,8 +222,8 @@ def _bucket(layout: Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int
     for peer in peers:
         place = first + (rank - (rank > peer)) * between  # where that peer keeps what this rank sends
         for index, part, start in parts_of(layout, segments[peer]):
-            into = inboxes.get_buffer(peer, (part.stop - part.start,), flat.dtype, place + start)
-            sending.append((index, part, into))
+            shape = (part.stop - part.start,)
+            sending.append((index, part, inboxes.get_buffer(peer, shape, flat.dtype, place + start)))
     theirs = inbox.view(flat.dtype)[first : first + len(peers) * between].view(len(peers), between)
     adding = []
     for index, part, start in parts_of(layout, segments[rank]):
@@ -261,7 +260,7 @@ class CopyEngines(Collectives):
     def zeros(self, like: Tensor, length: int) -> Tensor:
         return self._empty(length, like.dtype).zero_()
 
-    def settle(self, buckets: Sequence[Bucket], buffers: Sequence[FlatBuffer] = ()) -> None:
+    def settle(self, buckets: Sequence[Bucket], buffers: Sequence[sharded_optimizer.FlatBuffer] = ()) -> None:
         self._agree()
         if buckets:
             self._exchange = self._exchange_of(buckets)
@@ -278,14 +277,14 @@ class CopyEngines(Collectives):
             copy_gradients(params, means)
             return Pending(self._exchange.send(bucket.number, means), partial(widen, params, means))
         gradients = [
-            dense(p) if p.grad is not None else torch.zeros_like(p) if mean is None else mean.zero_()
+            wrapper.dense(p) if p.grad is not None else torch.zeros_like(p) if mean is None else mean.zero_()
             for p, mean in zip(params, means, strict=True)
         ]
         for p, mean in zip(params, means, strict=True):
             p.grad = mean
         return self._exchange.send(bucket.number, gradients)
 
-    def gather(self, number: int, buffer: FlatBuffer) -> Pending:
+    def gather(self, number: int, buffer: sharded_optimizer.FlatBuffer) -> Pending:
         return self._all_gather.send(number)
 
     def _exchange_of(self, buckets: Sequence[Bucket]) -> Exchange:
@@ -365,7 +364,8 @@ def check_gpus(module: nn.Module, group: Group) -> None:
         raise ValueError(f"copy engines need NCCL and parameters on GPUs; elsewhere {INSTEAD}")
     here = torch.device("cuda", torch.cuda.current_device())
     if others := sorted({str(p.device) for p in module.parameters()} - {str(here)}):
-        places = ", ".join(others)
-        raise ValueError(f"parameters are on {places}, and the current GPU is {here}: set_device, or {INSTEAD}")
+        raise ValueError(
+            f"parameters are on {', '.join(others)}, and the current GPU is {here}: set_device, or {INSTEAD}"
+        )
     if len(nodes := sorted(set(gather_objects(platform.node(), group)))) > 1:
         raise ValueError(f"copy engines are for ranks of one node, and these are on {', '.join(nodes)}: {INSTEAD}")

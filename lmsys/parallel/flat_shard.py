@@ -82,7 +82,8 @@ class FlatShard:
         self._gathering: Pending | None = None
         self._is_whole, self._is_hidden = False, False
         self._version = 0  # of the shard, when it was gathered
-        self.used = False  # this rank has made a gradient, since the shard's was None
+        self.used = [False] * len(params)  # of which this rank has made a gradient, since the shard's was None
+        self._idle, self._behind = set[int](), set[int]()  # those no rank has used; that a step has left as they were
         self._is_shown = False  # in a tensor of their own, for others to read
         self._reduced: list[tuple[Pending, Tensor]] = []
         self._views, self._padding = self.layout.views(self.whole), self.layout.gaps(self.whole.numel())
@@ -130,19 +131,19 @@ class FlatShard:
         versions = [2 * self._version + freed] * len(self._stamped)
         torch._C._autograd._unsafe_set_version_counter(self._stamped, versions)
 
-    @torch.no_grad()
-    def gather(self) -> bool:
-        """True where it begins now: it is neither whole nor on its way, or the shard has changed since."""
+    def is_due(self) -> bool:
+        """True where it is to be gathered: it is neither whole nor on its way, or the shard has changed since."""
         if self.shard.requires_grad is not self._trained:
             raise ValueError("one of parameters() was frozen, or set to be trained, after the module was wrapped")
-        if (self._is_whole or self._gathering is not None) and self._version == self.shard._version:
-            return False
+        return self._version != self.shard._version or not (self._is_whole or self._gathering)
+
+    @torch.no_grad()
+    def gather(self) -> None:
         self.free()
         self.reshard()
         self.whole.untyped_storage().resize_(self._nbytes)
         self._version = self.shard._version
         self._gathering = all_gather(self.whole, self.shard.detach().to(self.whole.dtype), self.group)
-        return True
 
     def wait(self) -> None:
         if self._gathering is not None:
@@ -169,7 +170,8 @@ class FlatShard:
             return
         self.finish_reduce()
         appear(self.params)  # their own gradients, not what is there of the sum
-        self.used = any(p.grad is not None for p in self.params) or (self.used and self.shard.grad is not None)
+        added_to = self.shard.grad is not None
+        self.used = [p.grad is not None or (used and added_to) for p, used in zip(self.params, self.used, strict=True)]
         grads = self.shard.new_empty(self.whole.numel())
         if self._padding:  # it is part of the shards, and of their norm
             torch._foreach_zero_([grads[gap] for gap in self._padding])
@@ -191,6 +193,31 @@ class FlatShard:
             else:
                 self.shard.grad += part
         self._reduced.clear()
+
+    def settle(self, shares: Iterable[float]) -> None:
+        """shares: of the ranks, for each parameter, that have made its gradient. The shard's is None where none has."""
+        self._idle = {number for number, share in enumerate(shares) if not share}
+        if len(self._idle) == len(self.params):
+            self.shard.grad = None
+
+    def kept(self, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+        """What a step must leave as it is, since no rank has used its parameter, each with a copy of it.
+
+        state  the optimizer's of the shard. RuntimeError where one count of steps is not that of all used parameters.
+        """
+        if self.shard.grad is None or not (self._idle or self._behind):
+            return []
+        if "step" in state and (late := self._behind - self._idle):
+            shape = tuple(self.params[min(late)].shape)
+            raise RuntimeError(
+                f"no rank had used a parameter of shape {shape} in a step before this one, and the optimizer counts the"
+                " steps of a flat part of fsdp as one: let every forward use all parameters of a block or none,"
+                " or take another strategy, such as zero1"
+            )
+        self._behind |= self._idle
+        laid_out = [self.shard.detach(), *(x for x in state.values() if getattr(x, "shape", 0) == self.shard.shape)]
+        parts = [x[self._homes[number][1]] for x in laid_out for number in self._idle]
+        return [(part, part.clone()) for part in parts]
 
     @torch.no_grad()
     def gathered(self, x: Tensor) -> list[Tensor]:
@@ -251,7 +278,7 @@ def _read(p: Any) -> None:
 class Unit:
     """Parameters that are gathered and released together.
 
-    note    is called with a number at each collective
+    note    is called with a number before each collective
     calls   of its forward that have not ended
     pinned  it is not released before the step: nobody can tell when its last use will be over
     """
@@ -261,22 +288,20 @@ class Unit:
         self.calls, self.pinned = 0, False
 
     def gather(self) -> None:
-        if any(flat.gather() for flat in self.flats):
+        due = [flat for flat in self.flats if flat.is_due()]
+        if due:
             self._note(2 * self.number)
+        for flat in due:
+            flat.gather()
 
     def wait(self) -> None:
         for flat in self.flats:
             flat.wait()
 
-    def hide(self) -> None:
-        if not (self.pinned or self.calls):
-            for flat in self.flats:
-                flat.hide()
-
-    def free(self) -> None:
-        if not (self.pinned or self.calls):
-            for flat in self.flats:
-                flat.free()
+    def free(self, again: bool = False) -> None:
+        """again: it will be used again soon, and is only hidden."""
+        for flat in () if self.pinned or self.calls else self.flats:
+            flat.hide() if again else flat.free()
 
     def reduce(self) -> None:
         self._note(2 * self.number + 1)
@@ -301,10 +326,9 @@ class Walk:
         self._left, self._at = Counter(self.order), -1
         self.seen, self.visits, self.strayed = list[Unit](), list[Unit](), False
 
-    def extend(self, order: Iterable[Unit]) -> None:
-        more = list(order)
-        self.order += more
-        self._left.update(more)
+    def extend(self, order: Sequence[Unit]) -> None:
+        self.order += order
+        self._left.update(order)
 
     def enter(self, unit: Unit) -> None:
         """Begins to gather a unit, and the one that is expected next."""
@@ -321,10 +345,7 @@ class Walk:
         """Called when a forward of a unit has ended. returns: a backward will come back to it."""
         if returns:
             _append(self.visits, unit)
-        if self._left[unit]:
-            unit.hide()
-        else:
-            unit.free()
+        unit.free(again=bool(self._left[unit]))
 
     def end(self) -> None:
         """Passes over all that is left."""

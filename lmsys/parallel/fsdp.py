@@ -13,18 +13,20 @@ Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
-from lmsys.parallel.collectives import Group, all_reduce_mean, gather_objects
+from lmsys.parallel import sharded_optimizer, traits, wrapper
+from lmsys.parallel.collectives import Group, all_reduce_mean, gather_objects, is_nccl, unwrapped
 from lmsys.parallel.flat_shard import FlatShard, Unit, Walk
 from lmsys.parallel.part import divided
-from lmsys.parallel.sharded_optimizer import check_share, flat_share, on_cpu, whole_state
 from lmsys.parallel.structure import (
     Among,
     Groups,
@@ -39,11 +41,9 @@ from lmsys.parallel.structure import (
     tensors_in,
     weakly,
 )
-from lmsys.parallel.traits import RESIZES_PARAMETERS, SURROUNDS_BLOCKS
-from lmsys.parallel.wrapper import Wrapper, check_floating, compared, whole
 
 
-class Fsdp(Wrapper):
+class Fsdp(wrapper.Wrapper):
     """compute_dtype  of the gathered parameters, of inputs and so of the computation; None: the parameters' own
 
     Where modules read rounded copies of their parameters under autocast (`reads_rounded`, the linear layers of
@@ -58,10 +58,12 @@ class Fsdp(Wrapper):
     them; without values they refuse to be read, until `unshard` shows them whole. Where a forward reads them other than
     by calling their block, they are gathered and stay until the step. Gradients are reduced in the parameters'
     precision, in every backward: under no_sync() too, as no rank could keep them whole. A flat part that no rank has
-    used has no gradient; a parameter that no rank has used has one of zeros where others of its part have been.
+    used has no gradient. A parameter that no rank has used, where others of its part have been, has one of zeros, and
+    the step leaves it and its state as they were; where it is used later, an optimizer that counts steps is refused.
 
-    A rank may leave out blocks that others call. Else ranks must call blocks in the same order: RuntimeError where they
-    have not, or a collective that waits in vain. torch.compile of the wrapper leaves it as it is; compile its blocks.
+    A rank may leave out blocks that others call. Else ranks must call blocks in the same order: RuntimeError on all
+    where they do not, before what would wait in vain. NCCL may wait, since there a step is looked at as a whole.
+    torch.compile of the wrapper leaves it as it is; compile its blocks.
     """
 
     zero_stage = 3
@@ -70,12 +72,12 @@ class Fsdp(Wrapper):
     sums_each_backward = True
     local_step = False
     compute_dtype = True
-    why_not_graphed = RESIZES_PARAMETERS
-    why_not_fused = SURROUNDS_BLOCKS
+    why_not_graphed = traits.RESIZES_PARAMETERS
+    why_not_fused = traits.SURROUNDS_BLOCKS
     rivals = ("torch_fsdp2",)
 
     def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
-        check_floating("compute_dtype", compute_dtype)
+        wrapper.check_floating("compute_dtype", compute_dtype)
         super().__init__(module, process_group)
         self._dtype = compute_dtype
         self._units = [Unit(number, (), weakly(self._note)) for number in range(1 + len(blocks_of(module)))]
@@ -84,12 +86,15 @@ class Fsdp(Wrapper):
         unit_of = {id(p): unit for unit in self._units for flat in unit.flats for p in flat.params}
         self._unit_of = [unit_of[id(p)] for p in self.trainable]
         self._order = self._units[1:]  # in which forwards use blocks, as far as is known
+        self._agrees = self.world_size > 1 and bool(self.trainable) and not is_nccl(process_group, self.trainable[0])
         self._other_order: list[Unit] = []  # in which one has used them
         self._running: list[Unit] = []  # whose forwards have begun, each inside of the one before
         self._to_come = WeakSet[Walk]()  # forwards that no backward has come to
         self._back = Walk((), bool)
+        self._begun = WeakSet[Walk]()  # those that this backward has come to
         self._to_reduce = set[Unit]()
         self._reducing: list[Unit] = []
+        self._kept: list[tuple[Tensor, Tensor]] = []  # what a step is to leave as it was
         for block, unit in zip(blocks_of(module), self._order, strict=True):
             surround(block, weakly(self._enter_forward, unit), weakly(self._leave_forward, unit))
 
@@ -124,11 +129,13 @@ class Fsdp(Wrapper):
         return [[p for p in self.module.parameters() if shards[id(p)] in group] for group in groups]
 
     def _whole_state(self, optimizer: Any) -> dict[str, Any]:
-        shares = gather_objects(tree_map(on_cpu, optimizer.state_dict()), self.group)
-        return whole_state(shares, self.module, self.parameters_in(optimizer))
+        shares = gather_objects(tree_map(sharded_optimizer.on_cpu, optimizer.state_dict()), self.group)
+        return sharded_optimizer.whole_state(shares, self.module, self.parameters_in(optimizer))
 
     def _own_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-        return flat_share(state, self.module, self.rank, self.world_size, self.parameters_in(optimizer))
+        return sharded_optimizer.flat_share(
+            state, self.module, self.rank, self.world_size, self.parameters_in(optimizer)
+        )
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         for unit in self._units:
@@ -165,15 +172,15 @@ class Fsdp(Wrapper):
         flats = [flat for flat in self._flats() if flat.shard.requires_grad]
         if not flats:
             return
-        use = [float(flat.used) for flat in flats]
+        self._note(2 * len(self._units))
+        use = [float(used) for flat in flats for used in flat.used]
         values = torch.tensor([*use, *self._flags(), float(bool(self._other_order))], dtype=torch.float64)
         means = values.to(flats[0].shard.device, non_blocking=True)
         all_reduce_mean(means, self.group, async_op=False).wait()
-        if not all(use):  # gradients that no rank has made are none
-            for flat, share in zip(flats, means.tolist(), strict=False):
-                if not share:
-                    flat.shard.grad = None
-        if (told := self._heed(means[len(flats) :])) is not None and told[-1] > 0:
+        shares = iter(use if all(use) else means.tolist())
+        for flat in flats:
+            flat.settle(islice(shares, len(flat.params)))
+        if (told := self._heed(means[len(use) :])) is not None and told[-1] > 0:
             self._learn()
 
     def unshard(self) -> None:
@@ -220,23 +227,29 @@ class Fsdp(Wrapper):
                     "this optimizer has several param groups, and the flat parts of fsdp are neither of one name nor of"
                     " one shape: make it by make_optimizer(cls, groups=lambda name, p: options, ...)"
                 )
-            check_share(optimizer.param_groups, self.rank, self.world_size)
+            sharded_optimizer.check_share(optimizer.param_groups, self.rank, self.world_size)
             self.reshard()
             self._unpin()
+            self._kept = [pair for flat in self._flats() for pair in flat.kept(optimizer.state.get(flat.shard, {}))]
+
+    @torch.no_grad()
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for part, before in self._kept:
+            part.copy_(before)
+        self._kept = []
 
     def _state(self, of: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """By name, what `of` makes of each whole parameter, one unit after another; buffers are copied."""
-        made: dict[int, Tensor] = {}
-        for flat in self._flats():
-            for p, x in zip(flat.params, flat.gathered(flat.shard), strict=True):
-                made[id(p)] = of(x)
+        made = {
+            id(p): of(x) for flat in self._flats() for p, x in zip(flat.params, flat.gathered(flat.shard), strict=True)
+        }
         held = self.module.state_dict(keep_vars=True)
         return {name: made[id(x)] if id(x) in made else copy.deepcopy(x) for name, x in held.items()}
 
     def _load(self, state: dict[str, Any], strict: bool) -> Any:
         held = self.module.state_dict(keep_vars=True)
-        told = compared(held, state, strict)
-        values = {id(x): whole(state[name]) for name, x in held.items() if name in state}
+        told = wrapper.compared(held, state, strict)
+        values = {id(x): wrapper.whole(state[name]) for name, x in held.items() if name in state}
         for flat in self._flats():
             flat.load(values)
         with torch.no_grad():
@@ -247,16 +260,24 @@ class Fsdp(Wrapper):
 
     def _flat(self, unit: int, params: list[nn.Parameter], rounded: set[int], kept: set[int]) -> FlatShard:
         one = id(params[0])  # the others have the same marks
-        gathered_dtype = None if one in kept else self._dtype
-        return FlatShard(params, self.group, gathered_dtype, one in rounded, weakly(self._read, unit))
+        dtype = None if one in kept else self._dtype
+        return FlatShard(params, self.group, dtype, one in rounded, weakly(self._read, unit))
 
     def _flats(self) -> Iterator[FlatShard]:
         for unit in self._units:
             yield from unit.flats
 
+    def _note(self, what: int) -> None:
+        """Called before each collective. One that other ranks do not begin would wait for ever, or end the process."""
+        super()._note(what)
+        if self._agrees:
+            both = torch.tensor([what, -what])
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=unwrapped(self.group))
+            if both.sum():
+                raise RuntimeError(wrapper.APART)
+
     def _cast(self, x: Any) -> Any:
-        floating = isinstance(x, Tensor) and x.is_floating_point()
-        return x.to(self._dtype) if floating and self._dtype is not None else x
+        return x.to(self._dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     def _free(self) -> None:
         """Frees all units but those that are pinned."""
@@ -310,7 +331,7 @@ class Fsdp(Wrapper):
 
     def _leave_forward(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
         tensors, hidden = tensors_in(output) if torch.is_grad_enabled() else ([], False)
-        before_backward(tensors, weakly(self._return_to, unit))
+        before_backward(tensors, weakly(self._return_to, unit, self._walk))
         if is_in_backward():
             return
         unit.pinned = unit.pinned or hidden
@@ -321,23 +342,25 @@ class Fsdp(Wrapper):
         else:
             self._walk.leave(unit, returns=bool(tensors))
 
-    def _return_to(self, unit: Unit, _: Tensor) -> None:
-        """Called before a backward comes to a unit."""
-        self._enter_backward(None)
+    def _return_to(self, unit: Unit, walk: Walk | None, _: Tensor) -> None:
+        """Called before a backward comes to a unit; where its output is the wrapper's, before `_enter_backward` is."""
+        self._enter_backward(walk)
         self._back.enter(unit)
         self._pin(unit)
 
     def _enter_backward(self, walk: Walk | None, *_: Any) -> None:
         super()._enter_backward(walk)
-        if walk is not None:
+        if walk is not None and walk not in self._begun:
+            self._begun.add(walk)
             self._back.end()  # of what came after that forward
             self._to_come.discard(walk)
-            self._back.extend(reversed(walk.visits))
+            self._back.extend(walk.visits[::-1])
             for unit in walk.visits:
                 unit.pinned = unit.pinned or torch.is_grad_enabled()  # a later backward reads parameters too
 
     def _begin_backward(self) -> None:
         self._back = Walk((), weakly(self._is_over))
+        self._begun.clear()
         self._to_reduce = set(self._unit_of)
         self._pin(self._units[0])
 

@@ -17,10 +17,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from lmsys import doing, watchdog
+from lmsys import doing, values, watchdog
 from lmsys.parallel.collectives import gather_objects
 from lmsys.processes import DIED, GRACE_S, NO_CPU_MEMORY, TIMEOUT, Failure, Worker, answered
-from lmsys.values import shortly
 from lmsys.watchdog import LOOK_S, Stopped, stopped_s, told_of_stop
 
 BACKENDS = ("gloo", "nccl")
@@ -61,11 +60,10 @@ def check_backend(backend: str, world_size: int) -> None:
         raise ValueError(f"{backend=} must be one of {BACKENDS}")
     if world_size < 1:
         raise ValueError(f"{world_size=} must be at least 1")
-    if backend == "nccl":
-        if not torch.cuda.is_available():
-            raise ValueError("backend='nccl' needs CUDA, and this machine has no CUDA device; gloo runs on CPUs")
-        if world_size > torch.cuda.device_count():
-            raise ValueError(f"{world_size=} is more than the {torch.cuda.device_count()} GPUs: NCCL needs one a rank")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ValueError("backend='nccl' needs CUDA, and this machine has no CUDA device; gloo runs on CPUs")
+    if backend == "nccl" and world_size > torch.cuda.device_count():
+        raise ValueError(f"{world_size=} is more than the {torch.cuda.device_count()} GPUs: NCCL needs one a rank")
 
 
 class WorkerGroup:
@@ -87,9 +85,8 @@ class WorkerGroup:
         with_last_words: bool = False,
         environment: Mapping[str, str] | None = None,
     ):
-        if backend is None:
-            enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
-            backend = "nccl" if enough else "gloo"
+        enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
+        backend = ("nccl" if enough else "gloo") if backend is None else backend
         check_backend(backend, world_size)
         self.world_size, self.backend, self.timeout_s = world_size, backend, timeout_s
         # Ranks meet in memory of this process, of which nothing is left whoever is killed.
@@ -171,14 +168,14 @@ class TorchrunGroup:
 
     def __init__(self, backend: str | None = None, timeout_s: float = 300.0):
         _check_environment()
-        local_rank = int(os.environ["LOCAL_RANK"])
         stopped_s()  # refused here, in a sentence
         watchdog.begin()
         if backend is None:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
         check_backend(backend, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         self.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-        _initialize(backend, local_rank, timeout_s, **_torchrun_store(timeout_s, self.num_nodes))
+        store = _torchrun_store(timeout_s, self.num_nodes)
+        _initialize(backend, int(os.environ["LOCAL_RANK"]), timeout_s, **store)
         self.world_size, self.backend, self.timeout_s = dist.get_world_size(), backend, timeout_s
         self.rank = dist.get_rank()
 
@@ -210,7 +207,7 @@ def _check_environment() -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         text = os.environ.get(name)
         if text is None or not text.isdecimal():
-            told = "is not set" if text is None else f"is {shortly(text)}"
+            told = "is not set" if text is None else f"is {values.shortly(text)}"
             raise ValueError(f"${name} {told}, where torchrun sets a whole number: start ranks by torchrun")
 
 

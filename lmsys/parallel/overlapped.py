@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmsys.cost.communication import fit_latency_bandwidth, optimal_bucket_bytes
+from lmsys.parallel import sharded_optimizer, wrapper
 from lmsys.parallel.buckets import EDGE_BYTES, MIB, Layout, copy_gradients, is_size, pack, plan, widen
 from lmsys.parallel.collectives import (
     Group,
@@ -31,8 +32,6 @@ from lmsys.parallel.collectives import (
     reduce_scatter_mean,
     size_and_rank,
 )
-from lmsys.parallel.sharded_optimizer import FlatBuffer
-from lmsys.parallel.wrapper import Wrapper, check_floating, dense
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Collectives:
         """Zeros (length,) of the dtype and device of `like`, into which parameters can be gathered."""
         return like.new_zeros(length)
 
-    def settle(self, buckets: Sequence[Bucket], buffers: Sequence[FlatBuffer] = ()) -> None:
+    def settle(self, buckets: Sequence[Bucket], buffers: Sequence[sharded_optimizer.FlatBuffer] = ()) -> None:
         """Called when no other buckets of gradients, and no other flat buffers of parameters, will follow."""
 
     def reduce(self, bucket: Bucket) -> Pending:
@@ -82,7 +81,7 @@ class Collectives:
         if len(params) == 1 and bucket.dtype == params[0].dtype:
             if params[0].grad is None:
                 params[0].grad = torch.zeros_like(params[0])
-            return all_reduce_mean(dense(params[0]), self.group)
+            return all_reduce_mean(wrapper.dense(params[0]), self.group)
         flat, views = pack(params, bucket.layout, bucket.dtype)
         if bucket.dtype != params[0].dtype:
             return Pending(all_reduce_mean(flat, self.group), partial(widen, params, views))
@@ -105,12 +104,12 @@ class Collectives:
         self._scattered = last, reduce_scatter_mean(own, flat, self.group)
         return self._scattered[1]
 
-    def gather(self, number: int, buffer: FlatBuffer) -> Pending:
+    def gather(self, number: int, buffer: sharded_optimizer.FlatBuffer) -> Pending:
         """Begins to gather one of the flat buffers: called from 0 on, one after another."""
         return buffer.gather(self.rank, self.group)
 
 
-class Overlapped(Wrapper):
+class Overlapped(wrapper.Wrapper):
     """Gradients of one bucket travel in one call. A bucket of one gradient is that gradient, without a copy."""
 
     all_reduces = True
@@ -118,7 +117,7 @@ class Overlapped(Wrapper):
     over: type[Collectives] = Collectives  # how buckets travel; on one rank nothing does
 
     def __init__(self, module: nn.Module, process_group: Group = None, comm_dtype: torch.dtype | None = None):
-        check_floating("comm_dtype", comm_dtype)
+        wrapper.check_floating("comm_dtype", comm_dtype)
         alone = size_and_rank(process_group)[0] == 1
         self.transport = (Collectives if alone else self.over)(module, process_group)
         super().__init__(module, process_group)

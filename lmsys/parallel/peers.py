@@ -113,9 +113,8 @@ class TorchFSDP2(_Peer):
             broadcast_(x, process_group)
         group = dist.group.WORLD if process_group is None else process_group
         mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type)
-        policy = MixedPrecisionPolicy()
-        if compute_dtype is not None:
-            policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        reduced_in = None if compute_dtype is None else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduced_in)
         options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": self.reshards_after_forward}
         for block in blocks_of(module):
             fully_shard(block, **options)

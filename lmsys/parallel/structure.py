@@ -3,13 +3,14 @@
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable, which imports the compiler when it is called
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 Groups = Callable[[str, nn.Parameter], dict[str, Any]]  # what an optimizer is to do otherwise with a parameter
@@ -74,15 +75,16 @@ _hooks: list[Any] = []
 
 
 def watch(strategy: nn.Module) -> None:
-    """From now on `strategy.before_step(optimizer)` is called before each step of every optimizer of this process."""
+    """From now on each step of every optimizer of this process calls `before_step` and `after_step` of the strategy."""
     if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_pre_hook(partial(_tell, "before_step")))
+        _hooks.append(register_optimizer_step_post_hook(partial(_tell, "after_step")))
     _watching.add(strategy)
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
+def _tell(method: str, optimizer: Optimizer, *_: Any) -> None:
     for strategy in list(_watching):
-        strategy.before_step(optimizer)
+        getattr(strategy, method)(optimizer)
 
 
 class Among:
@@ -201,8 +203,7 @@ def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
     leaves, hidden = tree_leaves(output), False
     for x in [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]:
         hidden = True
-        parts = list(x) if isinstance(x, tuple | list) else getattr(x, "__dict__", None)
-        leaves += tree_leaves(parts)
+        leaves += tree_leaves(list(x) if isinstance(x, tuple | list) else getattr(x, "__dict__", None))
     found = [x for x in leaves if isinstance(x, Tensor)]
     return [x for x in found if x.requires_grad], hidden or not found
 

@@ -37,6 +37,12 @@ from lmsys.parallel.structure import (
 )
 from lmsys.parallel.traits import Traits
 
+APART = (
+    "ranks have not made the same forwards since they last finished, or not in the same order, so that their gradients"
+    " are of different batches: after an exception on one rank, end all; a forward that one rank makes alone belongs"
+    " under torch.no_grad()"
+)
+
 
 class Wrapper(Traits, nn.Module):
     """Base of the strategies: agreement, broadcast, hooks, `no_sync`. A strategy fills in `_synchronize`.
@@ -88,6 +94,9 @@ class Wrapper(Traits, nn.Module):
         """RuntimeError where an optimizer would step by gradients that are this rank's own."""
         if self._unfinished and self._whole.held_by(optimizer):
             self._refuse_unfinished()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called when an optimizer has stepped."""
 
     def _prepare(self) -> None:
         """For a forward; RuntimeError where a backward was not finished."""
@@ -299,11 +308,7 @@ class Wrapper(Traits, nn.Module):
             raise _changed(gather_objects(self._change, self.group))
         if square - history**2 > 0.1 / self.world_size:
             self._told = None
-            raise RuntimeError(
-                "ranks have not made the same forwards since they last finished, or not in the same order, so that"
-                " their gradients are of different batches: after an exception on one rank, end all; a forward that"
-                " one rank makes alone belongs under torch.no_grad()"
-            )
+            raise RuntimeError(APART)
         return found
 
 
@@ -366,8 +371,10 @@ def _agree(module: nn.Module, group: Group) -> None:
         )
     if hasattr(module, "_ddp_params_and_buffers_to_ignore"):
         raise ValueError("the module names parameters that DDP is to ignore: hold them in another module")
-    own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
-    own += [(name, tuple(x.shape), str(x.dtype), None) for name, x in module.named_buffers()]
+    own = [
+        *((name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()),
+        *((name, tuple(x.shape), str(x.dtype), None) for name, x in module.named_buffers()),
+    ]
     first, *others = gather_objects(own, group)
     for rank, other in enumerate(others, start=1):
         for here, there in zip_longest(first, other):

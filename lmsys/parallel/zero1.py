@@ -19,14 +19,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from lmsys.parallel.buckets import MIB, Layout, is_size, plan_segments
+from lmsys.parallel import buckets, copy_engine, overlapped, part, sharded_optimizer, traits
 from lmsys.parallel.collectives import Group, Pending, size_and_rank
-from lmsys.parallel.copy_engine import ByCopyEngines
-from lmsys.parallel.overlapped import Bucket, Overlapped
-from lmsys.parallel.part import address, appear, as_part, leave
-from lmsys.parallel.sharded_optimizer import ShardedOptimizer, flatten, layout_of, owners_in
 from lmsys.parallel.structure import Among, Groups, blocks_of, grouped, parameters_by_block, surround, weakly
-from lmsys.parallel.traits import SURROUNDS_BLOCKS
 
 # Flat buffers that a recorded forward has begun to gather beyond those it has waited for. Were all begun at its start,
 # the first memset of cuBLAS in the CUDA graph would wait until the last gather is over, as traces on two H200s show. In
@@ -42,7 +37,7 @@ def segment_mb(world_size: int) -> float:
     return max(LEAST_SEGMENT_MB, BUCKET_MB / world_size)
 
 
-class Zero1(Overlapped):
+class Zero1(overlapped.Overlapped):
     """bucket_mb  MiB of a segment, or up to four times as many where segments come out more even; or "auto": what makes
                256 MiB of all ranks' segments, and at least 32
 
@@ -57,19 +52,20 @@ class Zero1(Overlapped):
     shards_gradients = True
     all_reduces = False
     local_step = False
-    why_not_fused = SURROUNDS_BLOCKS
+    why_not_fused = traits.SURROUNDS_BLOCKS
     rivals = ("torch_fsdp2_zero2", "torch_zero1")
 
     def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float | str = "auto"):
-        if bucket_mb == "auto":
-            bucket_mb = segment_mb(size_and_rank(process_group)[0])
-        if not is_size(bucket_mb):
+        bucket_mb = segment_mb(size_and_rank(process_group)[0]) if bucket_mb == "auto" else bucket_mb
+        if not buckets.is_size(bucket_mb):
             raise ValueError(f'{bucket_mb=} must be a positive number of MiB, or "auto"')
         self.bucket_mb = bucket_mb
         super().__init__(module, process_group)
         self._seen = None  # the division among ranks stays as it is
-        self.flat_buffers = [flatten(self.trainable, segmented, self.transport.zeros) for segmented in self._segments]
-        self.owners = owners_in(self.flat_buffers)
+        self.flat_buffers = [
+            sharded_optimizer.flatten(self.trainable, segmented, self.transport.zeros) for segmented in self._segments
+        ]
+        self.owners = sharded_optimizer.owners_in(self.flat_buffers)
         self._gathering = [Pending() for _ in self.flat_buffers]  # those begun, in order; at first none is needed
         self._stale, self._recorded = False, False  # others' parameters are the old ones; a recorded forward fetches
         self._wait_in_forward()
@@ -78,7 +74,7 @@ class Zero1(Overlapped):
         self._scaled: list[Tensor] = []  # means to which a backward may add
         self._are_means = False
         self._trained, self.optimizers = Among(self.trainable), WeakSet[Any]()
-        self._address = address(self.trainable[0]) if self.trainable else 0
+        self._address = part.address(self.trainable[0]) if self.trainable else 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorded = self.world_size > 1 and self._is_being_recorded()
@@ -116,7 +112,7 @@ class Zero1(Overlapped):
                 f"this {type(optimizer).__name__} holds parameters whose gradients ZeRO-1 has divided among ranks: make"
                 " it by make_optimizer(), which gathers what each rank has stepped"
             )
-        if address(self.trainable[0]) != self._address:
+        if part.address(self.trainable[0]) != self._address:
             raise ValueError("the module was moved or cast after it was wrapped: do that first, and wrap it then")
 
     def stepped(self) -> None:
@@ -126,7 +122,7 @@ class Zero1(Overlapped):
             self._fetch()
         arrive = _refuse_stale if self._recorded else partial(_arrive, self._gathering, self._others)
         for others in self._others:
-            leave(others, arrive)
+            part.leave(others, arrive)
 
     def _is_being_recorded(self) -> bool:
         return bool(self.trainable) and self.trainable[0].is_cuda and torch.cuda.is_current_stream_capturing()
@@ -148,21 +144,21 @@ class Zero1(Overlapped):
         self._begin_gathering(count)
         for number in numbers:
             self._gathering[number].wait()
-            appear(self._others[number])
+            part.appear(self._others[number])
         self._begin_gathering(count + AHEAD)
 
     def _partition(self, order: list[int]) -> list[tuple[int, ...]]:
         sizes = [p.numel() for p in self.trainable]
         kinds = [(p.device, p.dtype) for p in self.trainable]
-        limit = self.bucket_mb * MIB / max((p.element_size() for p in self.trainable), default=1)
-        self._segments = plan_segments(sizes, order, limit, self.world_size, kinds)
+        limit = self.bucket_mb * buckets.MIB / max((p.element_size() for p in self.trainable), default=1)
+        self._segments = buckets.plan_segments(sizes, order, limit, self.world_size, kinds)
         return [segmented.indices for segmented in self._segments]
 
-    def _bucket(self, number: int, indices: tuple[int, ...]) -> Bucket:
+    def _bucket(self, number: int, indices: tuple[int, ...]) -> overlapped.Bucket:
         segmented = self._segments[number]
-        layout = layout_of(self.trainable, segmented)
+        layout = sharded_optimizer.layout_of(self.trainable, segmented)
         owned = [self.trainable[index] for index in segmented.members[self.rank]]
-        own = replace(Layout.of(owned), length=segmented.length)
+        own = replace(buckets.Layout.of(owned), length=segmented.length)
         return replace(super()._bucket(number, indices), layout=layout, owned=owned, own=own, whole=False)
 
     def _begin_backward(self) -> None:
@@ -199,7 +195,7 @@ class Zero1(Overlapped):
         self._are_means = True
         for p in self._own:
             if p.grad is not None:
-                as_part(p.grad, self.group)
+                part.as_part(p.grad, self.group)
 
     def _wait_in_forward(self) -> None:
         """Makes each block wait before its forward for its own parameters; `forward` waits for the others."""
@@ -219,7 +215,7 @@ def _arrive(gathering: Sequence[Pending], others: Sequence[Sequence[nn.Parameter
     """Somebody reads a parameter whose new values are on their way. The wrapper may be gone by then."""
     for pending, params in zip(gathering, others, strict=True):
         pending.wait()
-        appear(params)
+        part.appear(params)
 
 
 def _refuse_stale(_: Any) -> None:
@@ -229,7 +225,7 @@ def _refuse_stale(_: Any) -> None:
     )
 
 
-class Zero1Optimizer(ShardedOptimizer):
+class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
     """A ShardedOptimizer whose gathering goes on while the next forward begins."""
 
     def __init__(self, wrapper: Zero1, optimizer_cls: Any, params: Any = None, **kwargs: Any):
@@ -253,7 +249,7 @@ class Zero1Optimizer(ShardedOptimizer):
         return loss
 
 
-class CopyEngineZero1(ByCopyEngines, Zero1):
+class CopyEngineZero1(copy_engine.ByCopyEngines, Zero1):
     """bucket_mb: as in `Zero1`, but 32 MiB of a segment by default. ValueError as in `CopyEngines`.
 
     Parameters live in memory that the GPUs of one node see of one another. The rank that has stepped them copies them

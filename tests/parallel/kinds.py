@@ -2,6 +2,7 @@
 
 python -m tests.parallel.kinds            # prints the table, on two processes of this machine
 python -m tests.parallel.kinds --write    # into docs/strategy.md
+python -m tests.parallel.kinds --write --only AdamW,momentum    # asks again for kinds with one of these in the name
 """
 
 import argparse
@@ -29,6 +30,7 @@ REFUSALS = (  # how the sentences of ours begin
     "backward(create_graph=True) makes gradients",
     "on rank 0 the parameter",
     "one of parameters() was frozen",
+    "no rank had used a parameter of shape",
     "ranks have not made the same forwards",
     "the module returned nothing that tells when a backward begins",
     "blocks.0.up.weight is on the meta device",
@@ -77,6 +79,10 @@ KINDS: dict[str, Kind] = {
         (Call("call", 0), Call("own", 1), Call("own", 2), Call("call", 3)), *("mlp",) * 4
     ),
     "blocks of which the last is rank 0's alone": one((Call("call", 0), Call("call", 1), Call("own", 2))),
+    "two blocks that ranks call in other orders": one((Call("apart", 0), Call("call", 2))),
+    "two blocks of other sizes that ranks call in other orders": one(
+        (Call("call", 0), Call("apart", 1), Call("call", 3)), "mlp", "mlp", "deep", "mlp"
+    ),
     "a block's method other than forward": one((Call("call", 0), Call("method", 1), Call("call", 2))),
     "a weight of a block read from outside": one((Call("read", 0), *PLAIN)),
     "a weight of a block read after it": one((*PLAIN, Call("read", 2), Call("read", 0))),
@@ -106,6 +112,14 @@ KINDS: dict[str, Kind] = {
     "a block that nobody calls, AdamW with decay": one(chain(0, 2), optimizer="adamw"),
     "a block that not every step calls, momentum": (
         Graph((PLAIN, chain(0, 2)), optimizer="momentum"),
+        ["step"] * 4,
+    ),
+    "a weight that not every step uses, momentum": (
+        Graph((PLAIN, chain(0, 2)), holder="attributes", optimizer="momentum"),
+        ["step"] * 4,
+    ),
+    "a weight that not every step uses, AdamW": (
+        Graph((PLAIN, chain(0, 2)), holder="attributes", optimizer="adamw"),
         ["step"] * 4,
     ),
     "parameters that read no input": one(PLAIN, *("branch",) * 3),
@@ -194,10 +208,14 @@ def ready() -> WorkerGroup:
     return group
 
 
-def table() -> str:
+def table(kept: dict[str, str]) -> str:
+    """Markdown. kept: rows, by their kind, that are taken as they are."""
     rows = [f"| Kind | {' | '.join(f'`{name}`' for name in (*OURS, *PEERS))} |", f"|{'---|' * (1 + len(OURS + PEERS))}"]
     group = ready()
     for name, kind in KINDS.items():
+        if name in kept:
+            rows.append(kept[name])
+            continue
         cells = []
         for strategy in (*OURS, *PEERS):
             if group.ended:
@@ -214,15 +232,21 @@ def table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.parallel.kinds", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}, not on the terminal")
-    write = parser.parse_args().write
+    parser.add_argument("--only", metavar="WORDS", help="these kinds; the page's rows stay for others")
+    args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    made = table()
-    if not write:
-        print(made)
-        return
     before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(before + BEGIN + made + END + rest.split(END)[1])
+    written, after = rest.split(END)
+    by_kind = {row.split(" | ")[0].removeprefix("| "): row for row in written.splitlines()}
+    asked = [name for name in KINDS if args.only is None or any(word in name for word in args.only.split(","))]
+    if not asked:
+        parser.error(f"--only {args.only}: no kind has one of these words in its name")
+    made = table({name: row for name, row in by_kind.items() if name not in asked})
+    if args.write:
+        PAGE.write_text(before + BEGIN + made + END + after)
+    else:
+        print(made)
 
 
 if __name__ == "__main__":

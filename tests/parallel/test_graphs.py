@@ -1,28 +1,35 @@
-"""Modules drawn as graphs of calls and trained in drawn ways: every strategy does what one process does, or refuses."""
+"""Modules drawn as graphs of calls and trained in drawn ways: every strategy does what one process does, or refuses.
 
+python -m pytest -m on_request -k thousands tests/parallel/test_graphs.py     # an hour
+LMSYS_DRAWN=100 python -m pytest -m on_request -k "thousands and zero1" tests/parallel --hypothesis-seed 7
+"""
+
+import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from lmsys.parallel.group import WorkerGroup
+from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.testing import error_ratio
-from tests.parallel.kinds import KINDS, REFUSED, RIGHT, WRONG, outcome
+from tests.parallel.kinds import KINDS, REFUSED, RIGHT, outcome
 from tests.support.graphs import BLOCKS, HOLDERS, OPS, RETURNS, WAYS, Call, Graph, play, play_alone
 
 STRATEGIES = ("naive", "flat", "overlapped", "bucketed", "zero1", "copy_engine", "copy_engine_zero1", "fsdp")
 OVERLAPPED = STRATEGIES[2:-1]
 RUN_S = 60
+DRAWN = int(os.environ.get("LMSYS_DRAWN", "1250"))  # for each strategy: 10,000 in all
 TWICE = "RuntimeError: a second gradient of one parameter in a backward, whose first is on its way: checkpoint what"
 APART = "RuntimeError: ranks have not made the same forwards since they last finished"
+COUNTS = "RuntimeError: no rank had used a parameter of shape"
 
 places = st.integers(-3, 3)
 calls = st.builds(
     Call,
-    st.sampled_from(["call"] * 4 + [op for op in OPS if op != "own"]),
+    st.sampled_from(["call"] * 4 + [*OPS]),
     places,
     st.tuples(places, places) | st.just((-1,)),
     st.sampled_from(["tensor"] * 4 + [*RETURNS]),
@@ -39,6 +46,8 @@ graphs = st.builds(
     st.booleans(),
     st.sampled_from([True, True, False]),
     st.sampled_from(["tensor"] * 3 + ["pair", "dict", "object"]),
+    st.just(""),
+    st.sampled_from(["sgd"] * 3 + ["momentum", "adamw"]),
 )
 uneven = st.builds(Graph, st.lists(in_order, min_size=1, max_size=3).map(tuple), st.just(("mlp",) * 5))
 trainings = st.lists(st.sampled_from(["step"] * 3 + WAYS), min_size=1, max_size=5)
@@ -58,7 +67,10 @@ def trains_as_one_process(ranks: WorkerGroup, strategy: str, graph: Graph, ways:
         assume(False)
     if not all(x.abs().max() < 1e3 for seen in exact for x in seen.values()):  # it has diverged, to NaN perhaps
         assume(False)
-    found = ranks.run(play, strategy, graph, ways, timeout_s=RUN_S)[:2]
+    try:
+        found = ranks.run(play, strategy, graph, ways, timeout_s=RUN_S)[:2]
+    except WorkerError as error:
+        raise AssertionError(f"{strategy}, {graph}, {ways}: {error}") from error
     for seen in found:
         if isinstance(seen, str):
             assert may_refuse(strategy, graph, ways, seen), seen
@@ -72,10 +84,21 @@ def trains_as_one_process(ranks: WorkerGroup, strategy: str, graph: Graph, ways:
 
 def may_refuse(strategy: str, graph: Graph, ways: Sequence[str], told: str) -> bool:
     ops = {call.op for program in graph.programs for call in program}
-    if strategy == "fsdp" and "own" in ops:  # ranks that run other blocks again
-        return told.startswith(APART) and any(way.startswith("checkpoint_all") for way in ways)
+    if strategy == "fsdp" and told.startswith(COUNTS):
+        return graph.optimizer == "adamw"
+    if strategy == "fsdp" and ops & {"own", "apart"} and told.startswith(APART):
+        again = any(way.startswith("checkpoint_all") for way in ways)  # ranks that run other blocks again
+        return again or not _in_order(graph)
     reentrant = "checkpoint_all_reentrant" in ways or "reentrant" in ops
     return strategy in OVERLAPPED and told.startswith(TWICE) and reentrant
+
+
+def _in_order(graph: Graph) -> bool:
+    """True where ranks leave out blocks, and call all others in the order of their list, as `uneven` draws them."""
+    ops = {call.op for program in graph.programs for call in program}
+    orders = [[call.block % len(graph.blocks) for call in program] for program in graph.programs]
+    plain = ops <= {"own", "call", "checkpoint"} and graph.holder == "list" and set(graph.blocks) == {"mlp"}
+    return plain and all(order == sorted(order) for order in orders)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -87,12 +110,17 @@ def test_a_drawn_module_is_trained_as_by_one_process(
     trains_as_one_process(ranks, strategy, graph, ways)
 
 
+TWO_FLATS = Graph(  # trained and frozen parameters outside of all blocks
+    ((Call("call", 0), Call("reentrant", 1, returns="pair"), Call("call", 1)),), ("mlp", "frozen"), "attributes", True
+)
 FOUND = (  # what was wrong once, by its shape
     ("fsdp", Graph(((Call("twice", 0), Call("twice", 1)),)), ["step", "step"]),
     ("fsdp", Graph(((Call("own", 2), Call("call", 4)),), ("mlp",) * 5), ["two_forwards"]),
     ("fsdp", Graph(((Call("own", 0), Call("own", 0)),), ("mlp",) * 5), ["step"]),
     ("fsdp", Graph(((Call("own", 0), Call("call", 1), Call("own", 1), Call("call", 2)),)), ["step", "penalty"]),
     ("fsdp", Graph(((Call("call", 1), Call("method", 1), Call("call", 2), Call("read", 2)),)), ["step", "late_look"]),
+    ("fsdp", TWO_FLATS, ["two_backwards"]),
+    ("fsdp", Graph(((Call("call", 0), Call("call", 1, (0,))),), ("mlp",) * 2, outside=False), ["two_forwards"]),
     ("zero1", Graph(((Call("twice", 0),), (Call("call", 1),))), ["two_finishes", "accumulate_behind_a_finish"]),
     ("zero1", Graph(((Call("call", 0), Call("detach", 1)),)), ["two_backwards", "late_look", "sync_then_not"]),
 )
@@ -105,10 +133,10 @@ def test_what_was_wrong_once_is_right(ranks: WorkerGroup, strategy: str, graph: 
 
 @pytest.mark.on_request
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=1250, derandomize=False, suppress_health_check=[*HealthCheck])
+@settings(max_examples=DRAWN, derandomize=False, suppress_health_check=[*HealthCheck])
 @given(graph=graphs | uneven, ways=trainings)
-def test_so_are_thousands(ranks: WorkerGroup, strategy: str, graph: Graph, ways: list[str]) -> None:
-    trains_as_one_process(ranks, strategy, graph, ways)
+def test_so_are_thousands(ready_ranks: Callable[[], WorkerGroup], strategy: str, graph: Graph, ways: list[str]) -> None:
+    trains_as_one_process(ready_ranks(), strategy, graph, ways)
 
 
 @pytest.mark.gpu
@@ -119,16 +147,13 @@ def test_so_are_some_on_gpus(gpu_ranks: WorkerGroup, strategy: str, graph: Graph
     trains_as_one_process(gpu_ranks, strategy, graph, ways)
 
 
-KNOWN = {("fsdp", "a parameter that nobody uses, AdamW with decay"): WRONG}
 QUICK = [name for name, (graph, ways) in KINDS.items() if not graph.prepared and "compile" not in "".join(ways)]
 
 
 def are_right_or_refused(ranks: WorkerGroup, strategy: str, names: Sequence[str]) -> None:
     found = {name: outcome(ranks, strategy, KINDS[name]) for name in names}
     other = {name: told for name, told in found.items() if told[0] not in (RIGHT, REFUSED)}
-    assert {(strategy, name): what for name, (what, _) in other.items()} == {
-        known: what for known, what in KNOWN.items() if known[0] == strategy
-    }, other
+    assert not other
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])

@@ -33,6 +33,7 @@ OPS = (
     "detach",
     "add",
     "own",
+    "apart",
     "boom",
 )
 
@@ -248,6 +249,11 @@ class Net(nn.Module):
                 return x + values[call.sources[-1] % len(values)]
             case "own":
                 return block(x) if rank == 0 else x
+            case "apart":  # ranks call two blocks in other orders
+                pair = block, self.block(call.block + 1)
+                for one in pair[:: 1 - 2 * (rank % 2)]:
+                    x = one(x)
+                return x
             case "boom":
                 return Boom.apply(block(x))
         if call.returns == "nothing":
@@ -316,6 +322,8 @@ class Player:
         return [_taken(self.model(x, rank)) for rank, x in zip(self.ranks, batch, strict=True)]
 
     def mean(self, of_each: Sequence[Tensor]) -> Tensor:
+        if not all(y.requires_grad for y in of_each):  # torch says so on ranks of their own, while others wait for them
+            raise RuntimeError("nothing that is trained has made the loss of a rank")
         return torch.stack([(y - 1).square().mean() for y in of_each]).mean()
 
     def loss(self) -> Tensor:
