@@ -6,11 +6,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from lmsys import config, values
 from lmsys.bench.fields import Axis, Parse, one_of, positive, yes_no
 from lmsys.checkpointing import FIT, LEVELS, RUN
-from lmsys.config import SIZES
 from lmsys.cost.memory import MATMUL_BYTES
-from lmsys.values import finite
 
 DTYPES = ("float32", "float16", "bfloat16")
 DIRECTIONS = ("fwd", "bwd", "fwdbwd")
@@ -50,7 +49,7 @@ def or_none(parse: Parse) -> Parse:
 
 def softcap(text: str) -> float:
     try:
-        return finite("softcap", float(text), above=0)
+        return values.finite("softcap", float(text), above=0)
     except ValueError:
         raise ValueError("must be none or a number above 0, as in 30") from None
 
@@ -133,7 +132,7 @@ NAMED = (
         "LENGTHS",
     ),
     Axis("softcap", or_none(softcap), (None,), "--softcap", "of the scores: 30, none", "C"),
-    Axis("size", one_of(*SIZES), option="--size", help=f"of the language model: {', '.join(SIZES)}"),
+    Axis("size", one_of(*config.SIZES), option="--size", help=f"of the language model: {', '.join(config.SIZES)}"),
     Axis("context", positive, option="--context", metavar="S", help="sequence lengths of the language model: 512,1024"),
     Axis(
         "precision",

@@ -9,16 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import axes
-from benchmarks.bench_model import ModelBenchmark, Setup
+from benchmarks import axes, bench_model, sweeps
 from benchmarks.model.cases import FIELDS, ModelTest
 from benchmarks.model.rig import Rig
-from benchmarks.sweeps import ANATOMY_MODES
 from lmsys.attention import ATTENTION
 from lmsys.bench import Field, Grid, Record, Settings, bench, fields
 from lmsys.cost.memory import training_memory
-from lmsys.measure import memory
-from lmsys.measure.compare import attempt, release_memory
+from lmsys.measure import compare, memory
 from lmsys.measure.profile import KINDS, largest_allocations, part, profile_call, register_kernels
 
 NUM_KERNELS = 15  # a record names the longest
@@ -41,11 +38,11 @@ class AnatomyTest(ModelTest):
     traces: Path | None = None
 
 
-class Anatomy(ModelBenchmark):
+class Anatomy(bench_model.ModelBenchmark):
     """Time by kind of kernel and by part, memory by phase and by allocation."""
 
     name = "anatomy"
-    axes = (*ModelBenchmark.axes, *axes.named("--traces"))
+    axes = (*bench_model.ModelBenchmark.axes, *axes.named("--traces"))
     fields: tuple[Field, ...] = (
         *FIELDS,
         Field("kernel_s", "s", "kernels", about="Time of all kernels of one call, added up", shown="ms"),
@@ -82,10 +79,10 @@ class Anatomy(ModelBenchmark):
         """Those that can be opened: a backward's or an optimizer's part is in the whole step, a graph's are those of
         what it replays."""
         for case in super().cases(grid, settings):
-            if case.mode in ANATOMY_MODES and not case.replayed:
+            if case.mode in sweeps.ANATOMY_MODES and not case.replayed:
                 yield AnatomyTest(**vars(case), traces=grid["traces"])
 
-    def setup(self, cases: Sequence[ModelTest], settings: Settings) -> Setup:
+    def setup(self, cases: Sequence[ModelTest], settings: Settings) -> bench_model.Setup:
         for row in (*ATTENTION.values(), *(case.entry for case in cases)):
             register_kernels(row.trait("kernels", ""), "attention")
         return super().setup(cases, settings)
@@ -95,11 +92,11 @@ class Anatomy(ModelBenchmark):
         for case in turn:
             one = trial.measurements[case.id]
             if one.samples:
-                found, one.failure = attempt(anatomy_of, case, trial.setup)
+                found, one.failure = compare.attempt(anatomy_of, case, trial.setup)
                 one.record |= found or {}
 
 
-def anatomy_of(case: AnatomyTest, setup: Setup) -> Record:
+def anatomy_of(case: AnatomyTest, setup: bench_model.Setup) -> Record:
     """All that the record says of one case beside its time."""
     rig = setup.rig
     rig.clear()  # of the memory none is another row's
@@ -153,7 +150,8 @@ def shortened(name: str) -> str:
 def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
     """Bytes: held before the call, above that phase by phase and event by event, of a step measured and predicted."""
     rig.base.zero_grad(set_to_none=True)
-    release_memory()  # a GPU's allocator hands out a cached block that is a little too large whole, and counts it so
+    # A GPU's allocator hands out a cached block that is a little too large whole, and counts it so.
+    compare.release_memory()
     model, optimizer = rig.model(case), rig.optimizers.get(case.peer)
     held = sum(memory.breakdown(model, optimizer).values())
     by_phase = memory.phases(phases, case.device)

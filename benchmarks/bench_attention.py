@@ -10,20 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import axes
+from benchmarks import axes, models
 from benchmarks.attention import patterns
 from benchmarks.attention.check import Gate, check_float32, check_small
 from benchmarks.attention.spots import NUM_KEPT, Spots, repeat
-from benchmarks.models import capability_of, matmul_rates
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
 from lmsys.attention.contract import DTYPES, adapt, options_of, told, why_not_told
 from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, bench, fields
-from lmsys.bench.fields import yes_no
 from lmsys.cost import operations
 from lmsys.deterministic import deterministic_mode
 from lmsys.extremes.attention import AttentionDraws
-from lmsys.measure import memory
-from lmsys.measure.compare import Kept, attempt, release_memory
+from lmsys.measure import compare, memory
 from lmsys.testing import Inputs, make_inputs, run
 
 
@@ -83,7 +80,7 @@ class AttentionTest(Case):
             causal=self.pattern.causal,
             grad=self.direction != "fwd",
             device=self.device,
-            capability=capability_of(self.device),
+            capability=torch.cuda.get_device_capability() if self.device == "cuda" else None,
             **options_of(self.pattern),
         )
 
@@ -124,7 +121,7 @@ class Attention(Benchmark):
     axes: tuple[Axis, ...] = (
         *axes.named("--attention", "--length", "--tiers", "--head-dim", "--batch", "--heads"),
         *axes.named("--dtype", "--causal", "--direction", "--window", "--documents", "--softcap", "--deterministic"),
-        *(Axis("offset", axes.offset, (None,)), Axis("key_lengths", yes_no, (None,))),
+        *(Axis("offset", axes.offset, (None,)), Axis("key_lengths", fields.yes_no, (None,))),
         # batch is tokens / queries and heads is width / head_dim, where these are given; `without`: rows left out
         *(Axis("tokens", int, 0, single=True), Axis("width", int, 0, single=True), Axis("without")),
     )
@@ -200,7 +197,7 @@ class Attention(Benchmark):
             setup.inputs.redraw_(seed + 1)
             if setup.case.dtype != "float32":
                 check_float32(candidates, replace(setup.case, dtype="float32"), setup.pattern, seed + 1)
-                release_memory()
+                compare.release_memory()
         elif setup.draws.extreme is not None:  # one oracle judges all of the inputs
             setup.inputs.redraw_(seed + 2)
         in_own_dtype = Gate(setup.inputs, setup.case, setup.pattern)
@@ -212,7 +209,7 @@ class Attention(Benchmark):
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)
 
-    def judge(self, case: AttentionTest, candidate: Candidate, setup: Setup, kept: Kept) -> Mapping[str, float]:
+    def judge(self, case: AttentionTest, candidate: Candidate, setup: Setup, kept: compare.Kept) -> Mapping[str, float]:
         return setup.spots.judge(case.direction != "fwd", kept, rms=candidate.state != "has float32")
 
     def repeat(self, record: Record, call: Record) -> Iterator[str]:
@@ -234,12 +231,6 @@ class Attention(Benchmark):
         def backward(o: Tensor) -> tuple[Tensor, ...]:
             return torch.autograd.grad(o, (q, k, v), do)
 
-        def redraw(draw: int) -> None:
-            setup.draws.fill(draw, ("q", "k", "v"))
-
-        def redraw_late(draw: int) -> None:
-            setup.draws.fill(draw, ("do",))
-
         inference = torch.no_grad()(forward)
         parts = {
             "fwd": {"run": inference},
@@ -247,6 +238,7 @@ class Attention(Benchmark):
             "fwdbwd": {"run": lambda _: backward(forward())},
         }[case.direction]
         keep = partial(setup.spots.keep, case.direction != "fwd")
+        redraw, redraw_late = (partial(setup.draws.fill, names=names) for names in (("q", "k", "v"), ("do",)))
         return Step(**parts, redraw=redraw, redraw_late=redraw_late, keep=keep, num_kept=NUM_KEPT)
 
     def outputs(self, candidate: Candidate, setup: Setup, element: int | None = None) -> Mapping[str, Tensor]:
@@ -274,11 +266,11 @@ class Attention(Benchmark):
         """Peak bytes of what is timed, above what was live before it, the bytes saved from forward to backward, and the
         time of what is made before any call."""
         step = self.step(case, candidate, setup)
-        peak, _ = attempt(lambda: memory.peak_bytes(partial(step.run, step.prepare()), case.device))
+        peak, _ = compare.attempt(lambda: memory.peak_bytes(partial(step.run, step.prepare()), case.device))
         found: Record = {"peak_bytes": peak, "saved_bytes": None}
         if case.direction != "fwd":
             backward = self.step(replace(case, direction="bwd"), candidate, setup)
-            found["saved_bytes"] = attempt(lambda: memory.saved_bytes(backward.prepare))[0]
+            found["saved_bytes"] = compare.attempt(lambda: memory.saved_bytes(backward.prepare))[0]
         sizes = case.queries, case.keys, case.device
         return found | patterns.made_before_calls(candidate.entry, setup.pattern, *sizes)
 
@@ -299,7 +291,7 @@ class Attention(Benchmark):
         if time_s := record.get("time_s"):
             share = moved / time_s / machine["ceilings"]["copy_bytes_per_s"]
             found |= {"bytes_per_s": moved / time_s, "copy_ceiling_fraction": share}
-            found |= matmul_rates(flops, time_s, case.dtype, machine)
+            found |= models.matmul_rates(flops, time_s, case.dtype, machine)
         return found
 
 

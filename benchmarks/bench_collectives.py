@@ -30,8 +30,8 @@ from lmsys.bench import (
     fields,
     one_of,
     positive,
+    ranks,
 )
-from lmsys.bench.ranks import OnRanks, on_part, subgroup, times, world_sizes
 from lmsys.cost.communication import bus_factor
 from lmsys.measure.clock import synchronize
 from lmsys.parallel import collectives
@@ -79,10 +79,10 @@ class Found:
     checked: list[tuple[int, int]] = field(default_factory=list)
 
 
-@on_part
+@ranks.on_part
 def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: int) -> Found:
     """Ours and the plain loop take about so many `seconds` both; None: the operation is checked only."""
-    group, inputs = subgroup(case.world_size), Inputs(case, seed)
+    group, inputs = ranks.subgroup(case.world_size), Inputs(case, seed)
     call = _ours(case, inputs, group)
     inputs.fill(seed)
     wrong = _differences(inputs, {seed: call()}).get(seed, "")
@@ -121,7 +121,7 @@ def _times(
         return None if key is None else room.pop().copy_(found)
 
     step = Step(lambda _: call(), redraw=inputs.fill, keep=keep)
-    return times(step, drawn, group, keys=dict.fromkeys(checked, 0), lead_s=LEAD_S)
+    return ranks.times(step, drawn, group, keys=dict.fromkeys(checked, 0), lead_s=LEAD_S)
 
 
 class Inputs:
@@ -138,8 +138,7 @@ class Inputs:
         x = self.stream[: case.numel].clone()
         part = x.chunk(case.world_size)[self.rank]
         self.out = (part if case.impl == "reduce_scatter" else x).clone()
-        inputs = {"reduce_scatter": x, "all_gather": part}
-        self.drawn = inputs.get(case.impl, self.out)
+        self.drawn = {"reduce_scatter": x, "all_gather": part}.get(case.impl, self.out)
 
     def stream_of(self, rank: int) -> Tensor:
         """Whole numbers of 16 bits, in float32: any order of addition gives the same sum, and whatever is narrower
@@ -235,7 +234,7 @@ OPERATIONS = Table(
 )
 
 
-class Collectives(OnRanks):
+class Collectives(ranks.OnRanks):
     """Each operation is checked, and timed on the ranks; one after another, since they share the wires."""
 
     name = "collectives"
@@ -282,7 +281,7 @@ class Collectives(OnRanks):
     def cases(self, grid: Grid, settings: Settings) -> Iterator[CollectiveCase]:
         """Two ranks or more, for each backend of the grid, else for each that this machine has."""
         for backend in grid["backend"] or (("nccl", "gloo") if settings.device == "cuda" else ("gloo",)):
-            on, sizes = "cuda" if backend == "nccl" else "cpu", world_sizes(grid, backend)
+            on, sizes = "cuda" if backend == "nccl" else "cpu", ranks.world_sizes(grid, backend)
             rows = OPERATIONS.select(grid["operation"])
             for size, operation, megabytes in product([one for one in sizes if one > 1], rows, grid["megabytes"]):
                 yield CollectiveCase(grid.name, operation, on, megabytes, size, backend)
@@ -310,9 +309,9 @@ class Collectives(OnRanks):
     def metrics(self, case: CollectiveCase, record: Record, machine: Record) -> Record:
         found: Record = {"bytes": 4 * case.numel}
         if time_s := record.get("time_s"):
-            found["algorithm_bytes_per_s"] = found["bytes"] / time_s
-            found["bus_bytes_per_s"] = found["algorithm_bytes_per_s"] * bus_factor(case.impl, case.world_size)
-            found["loop_fraction"] = record["loop_s"] / time_s
+            rate, factor = found["bytes"] / time_s, bus_factor(case.impl, case.world_size)
+            rates = {"algorithm_bytes_per_s": rate, "bus_bytes_per_s": rate * factor}
+            found |= {**rates, "loop_fraction": record["loop_s"] / time_s}
         return found
 
 

@@ -8,13 +8,12 @@ from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
-from benchmarks import axes
+from benchmarks import axes, models
 from benchmarks.data_parallel.cases import WRONG, ParallelCase, Steps, pairs, variants
 from benchmarks.data_parallel.check import gate, judge_by_trials
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
 from benchmarks.data_parallel.rows import Row, communication, memory, step_rates, why_not
-from benchmarks.models import WHAT_IS_KEPT
 from lmsys.bench import Axis, Candidate, Field, Grid, Record, Settings, bench, fields
 from lmsys.bench.ranks import OnRanks, backend_of, num_nodes, world_sizes
 from lmsys.cost.operations import model_parameters
@@ -64,7 +63,7 @@ class DataParallel(ParallelBenchmark):
         Field("world_size", label="ranks", role="axis"),
         Field("asked_bucket_mb", "MiB", "bucket size", "axis", "Size of a bucket that the case asks for"),
         *fields.axes("comm_dtype", "sharded_optimizer", "backend"),
-        *WHAT_IS_KEPT,
+        *models.WHAT_IS_KEPT,
         Field("num_nodes", label="nodes", role="axis"),
         Field("num_parameters", label="parameters", role="axis"),
         fields.TIME.called(about="Time of a training step, of the slowest rank"),
@@ -164,15 +163,16 @@ class DataParallel(ParallelBenchmark):
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[ParallelCase]:
         """On one rank there is only the row that does not synchronize, which the others are compared with."""
-        sizes = world_sizes(grid, backend_of(settings.device))
-        for model in grid.product("size", "context", "batch", "precision", "compile"):
-            for world_size, entry in product(sizes, STRATEGIES.select(grid["strategy"] or STRATEGIES)):
-                if world_size > 1 or not entry.trait("synchronizes", True):
-                    for variant, (kept, stream) in product(
-                        variants(grid, entry), grid.product("checkpoint", "residual")
-                    ):
-                        asked = (*model, world_size, *variant)
-                        yield ParallelCase(grid.name, entry, settings.device, *asked, checkpoint=kept, residual=stream)
+        works = product(
+            grid.product("size", "context", "batch", "precision", "compile"),
+            world_sizes(grid, backend_of(settings.device)),
+            STRATEGIES.select(grid["strategy"] or STRATEGIES),
+        )
+        for model, world_size, entry in works:
+            ways = product(variants(grid, entry), grid.product("checkpoint", "residual"))
+            for variant, (kept, stream) in ways if world_size > 1 or not entry.trait("synchronizes", True) else ():
+                asked = (*model, world_size, *variant)
+                yield ParallelCase(grid.name, entry, settings.device, *asked, checkpoint=kept, residual=stream)
 
     def contends(self, case: ParallelCase) -> bool:
         return bool(case.entry.trait("synchronizes", True))

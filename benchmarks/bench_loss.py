@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import axes
-from benchmarks.loss import ODD_VOCABULARY, OUTPUTS, Inputs, Spots, odd_inputs, repeat
-from benchmarks.models import DTYPES, arithmetic, matmul_rates, why_no_arithmetic
+from benchmarks import axes, models
+from benchmarks.loss import ODD_VOCABULARY, OUTPUTS, Inputs, odd_inputs, repeat
 from lmsys.bench import (
     Axis,
     Benchmark,
@@ -35,8 +34,7 @@ from lmsys.bench import (
 )
 from lmsys.check.loss import faults_of_options
 from lmsys.draws import Draws
-from lmsys.measure import memory
-from lmsys.measure.compare import Kept
+from lmsys.measure import compare, memory
 
 UNCHUNKED = "benchmarks.loss:unchunked"
 TORCH_CHUNKED = "benchmarks.loss:torch_chunked"
@@ -73,7 +71,7 @@ class LossTest(Case):
 
 @dataclass
 class Setup:
-    """Inputs that all rows share, how they are drawn again, and what is looked at of timed calls.
+    """Inputs that all rows share, and how they are drawn again.
 
     odd  the inputs of a small shape that no block divides
     """
@@ -81,7 +79,6 @@ class Setup:
     inputs: Inputs
     odd: Inputs
     draws: Draws
-    spots: Spots
 
 
 class Loss(Benchmark):
@@ -120,18 +117,18 @@ class Loss(Benchmark):
             yield LossTest(grid.name, entry, settings.device, *shape)
 
     def why_not(self, case: LossTest) -> str | None:
-        compiles = case.entry.trait("compiles", False)
-        return why_no_arithmetic(case.precision, case.device, compiles) or case.entry.why_not(case)
+        arithmetic = case.precision, case.device, case.entry.trait("compiles", False)
+        return models.why_no_arithmetic(*arithmetic) or case.entry.why_not(case)
 
     def context(self, cases: Sequence[LossTest]) -> AbstractContextManager[None]:
-        return arithmetic(cases[0].precision)
+        return models.arithmetic(cases[0].precision)
 
     def setup(self, cases: Sequence[LossTest], settings: Settings) -> Setup:
         one = cases[0]
         inputs = Inputs.empty(one.tokens, one.d_model, one.vocab_size, one.precision, one.device)
         draws = inputs.draws(settings.seed)
         draws.fill(settings.seed)
-        return Setup(inputs, odd_inputs(one.precision, one.device, settings.seed), draws, Spots(inputs))
+        return Setup(inputs, odd_inputs(one.precision, one.device, settings.seed), draws)
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         call = candidate.entry.load()
@@ -155,8 +152,8 @@ class Loss(Benchmark):
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)
 
-    def judge(self, case: LossTest, candidate: Candidate, setup: Setup, kept: Kept) -> Mapping[str, float]:
-        return setup.spots.judge(kept)
+    def judge(self, case: LossTest, candidate: Candidate, setup: Setup, kept: compare.Kept) -> Mapping[str, float]:
+        return setup.inputs.judge(kept)
 
     def repeat(self, record: Record, call: Record) -> Iterator[str]:
         yield from repeat(record, call)
@@ -165,7 +162,7 @@ class Loss(Benchmark):
         return Step(
             lambda _: setup.inputs.run(candidate.call),
             redraw=setup.draws.fill,
-            keep=setup.spots.keep,
+            keep=setup.inputs.keep,
         )
 
     def outputs(self, candidate: Candidate, setup: Setup, element: int | None = None) -> Mapping[str, torch.Tensor]:
@@ -174,7 +171,7 @@ class Loss(Benchmark):
     def least_work(self, case: LossTest) -> tuple[float, str, float]:
         """Three matmuls; hidden states and weight are read once."""
         elements = (case.tokens + case.vocab_size) * case.d_model
-        return 6 * case.tokens * case.d_model * case.vocab_size, DTYPES[case.precision], 4 * elements
+        return 6 * case.tokens * case.d_model * case.vocab_size, models.DTYPES[case.precision], 4 * elements
 
     def inspect(self, case: LossTest, candidate: Candidate, setup: Setup) -> Record:
         x = setup.inputs
@@ -188,7 +185,7 @@ class Loss(Benchmark):
         """The operations of three matmuls, and with a time the rates and their share of what this machine reaches."""
         found: Record = {"flops": 6 * case.tokens * case.d_model * case.vocab_size}
         if time_s := record.get("time_s"):
-            rates = matmul_rates(found["flops"], time_s, case.precision, machine)
+            rates = models.matmul_rates(found["flops"], time_s, case.precision, machine)
             found |= {"tokens_per_s": case.tokens / time_s} | rates
         return found
 

@@ -13,13 +13,11 @@ from benchmarks.model.cases import AXES, FIELDS, ModelTest, Row, model_of
 from benchmarks.model.check import Gate
 from benchmarks.model.rig import Rig, cold_samples
 from benchmarks.models import matmul_rates
+from lmsys import checkpointing, processes
 from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, Step, bench, fields
-from lmsys.checkpointing import FIT
-from lmsys.cost.memory import training_memory
-from lmsys.cost.operations import FLOPS_OF_STEP, model_flops
+from lmsys.cost import memory, operations
 from lmsys.measure.compare import Failure, Kept, attempt
 from lmsys.measure.machine import peak_flops_per_s
-from lmsys.processes import in_own_process
 
 RECOMPUTING = "train_forward", "backward", "step"  # modes that differ by what is kept for a backward
 
@@ -52,8 +50,8 @@ class ModelBenchmark(Benchmark):
         against = not grid["against"] or grid["against"] in (entry.name for entry in rows)
         setups = grid.product("size", "context", "batch", "precision", "warmup", "mode", "compile")
         ways = list(grid.product("checkpoint", "residual"))
-        for (*shape, warmup, mode, compile), entry, way in product(setups, rows if against else (), ways):
-            checkpoint, residual = way
+        works = product(setups, rows if against else (), ways)
+        for (*shape, warmup, mode, compile), entry, (checkpoint, residual) in works:
             if checkpoint == "none" or mode in RECOMPUTING:
                 asked = *shape, compile, mode, warmup
                 yield ModelTest(grid.name, entry, settings.device, *asked, checkpoint=checkpoint, residual=residual)
@@ -93,7 +91,7 @@ class ModelBenchmark(Benchmark):
         model = model_of(candidate.case, setup.gate.base, shared=False)
         setup.gate.outputs(model, candidate.case.grad)
         candidate.call = model
-        if candidate.case.checkpoint == FIT:
+        if candidate.case.checkpoint == checkpointing.FIT:
             candidate.notes["levels"] = str(candidate.case.computed.checkpoint_blocks)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
@@ -169,7 +167,7 @@ class Model(ModelBenchmark):
             if case.warmup is None:
                 return trial.interleave(turn)
             one = trial.measurements[case.id]
-            one.samples, one.failure = attempt(in_own_process, cold_samples, case, trial.settings)
+            one.samples, one.failure = attempt(processes.in_own_process, cold_samples, case, trial.settings)
 
     def inspect(self, case: ModelTest, candidate: Candidate, setup: Setup) -> Record:
         if case.warmup is not None:
@@ -183,8 +181,12 @@ class Model(ModelBenchmark):
     def metrics(self, case: ModelTest, record: Record, machine: Record) -> Record:
         """Work, and with a time the rates and their share of what this machine reaches and what its maker states."""
         tokens, time_s = case.batch * case.context, record.get("time_s")
-        counted = case.mode in FLOPS_OF_STEP
-        flops = model_flops(case.config, tokens=tokens, context=case.context, mode=case.mode) if counted else None
+        counted = case.mode in operations.FLOPS_OF_STEP
+        flops = (
+            operations.model_flops(case.config, tokens=tokens, context=case.context, mode=case.mode)
+            if counted
+            else None
+        )
         found: Record = {"predicted_bytes": predicted_bytes(case, record), "flops": flops}
         if time_s:
             found["tokens_per_s"] = tokens / time_s
@@ -202,9 +204,11 @@ def predicted_bytes(case: ModelTest, record: Record) -> int | None:
     runtime = case.runtime
     if levels := record.get("levels"):
         runtime["checkpoint_blocks"] = levels
-    if record["outcome"] == "unsupported" or runtime.get("checkpoint_blocks") == FIT:  # nothing has been chosen
+    if (
+        record["outcome"] == "unsupported" or runtime.get("checkpoint_blocks") == checkpointing.FIT
+    ):  # nothing has been chosen
         return None
-    return training_memory(replace(case.config, **runtime), case.batch, case.context, case.precision).peak
+    return memory.training_memory(replace(case.config, **runtime), case.batch, case.context, case.precision).peak
 
 
 test_model = bench(Model)

@@ -42,11 +42,14 @@ def sums(low: torch.dtype, settings: Settings) -> Record:
         ("float32", name, _total(torch.float32, rounded)),
         ("float32", f"{name}, cast to float32", _total(torch.float32, rounded.float())),
     ]
-    results = [
-        {"accumulator": accumulator, "addend": addend, "result": result, "error": result - ADDEND * TIMES}
-        for accumulator, addend, result in ways
-    ]
-    return {"addend": ADDEND, "times": TIMES, "sums": results}
+    return {
+        "addend": ADDEND,
+        "times": TIMES,
+        "sums": [
+            {"accumulator": accumulator, "addend": addend, "result": result, "error": result - ADDEND * TIMES}
+            for accumulator, addend, result in ways
+        ],
+    }
 
 
 def _total(accumulator: torch.dtype, addend: Tensor) -> float:
@@ -58,8 +61,8 @@ def _total(accumulator: torch.dtype, addend: Tensor) -> float:
 
 def tensors(dtype: torch.dtype, settings: Settings) -> Record:
     """The dtypes of a training step under autocast: of a model's parameters, outputs, loss and gradients."""
-    model, tokens = build(CONFIG, settings.device, settings.seed), torch.arange(CONFIG.context_length)[None]
-    tokens = tokens.to(settings.device)
+    model = build(CONFIG, settings.device, settings.seed)
+    tokens = torch.arange(CONFIG.context_length, device=settings.device)[None]
     names = {model.get_submodule(name): name for name in WATCHED}
     outputs: dict[str, torch.dtype] = {}
 
@@ -74,8 +77,8 @@ def tensors(dtype: torch.dtype, settings: Settings) -> Record:
         loss.backward()
     weight = model.layers[0].attn.q_proj.weight
     assert weight.grad is not None
-    dtypes = {"parameters": weight.dtype, **{f"output of {name}": outputs[name] for name in WATCHED}}
-    dtypes |= {"loss": loss.dtype, "gradients": weight.grad.dtype}
+    of_outputs = {f"output of {name}": outputs[name] for name in WATCHED}
+    dtypes = {"parameters": weight.dtype, **of_outputs, "loss": loss.dtype, "gradients": weight.grad.dtype}
     return {"tensors": [{"name": name, "dtype": _name(kept_in)} for name, kept_in in dtypes.items()]}
 
 

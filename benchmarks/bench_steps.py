@@ -10,12 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from benchmarks import axes
-from benchmarks.bench_data_parallel import ParallelBenchmark
-from benchmarks.data_parallel.alone import Alone, train_alone, why_wrong
+from benchmarks import axes, bench_data_parallel, models
+from benchmarks.data_parallel import alone, check
 from benchmarks.data_parallel.cases import MODELS, StepsCase
-from benchmarks.data_parallel.check import gate
-from benchmarks.models import WHAT_IS_KEPT
 from lmsys.bench import Axis, Candidate, Field, Grid, Record, Settings, bench, fields, one_of, positive
 from lmsys.bench.ranks import backend_of, world_sizes
 from lmsys.bench.trial import NOT_TIMED
@@ -34,7 +31,7 @@ KINDS = {  # of a step's time, beside the optimizer's
 }
 
 
-class TrainingSteps(ParallelBenchmark):
+class TrainingSteps(bench_data_parallel.ParallelBenchmark):
     """Each case alone is checked, then trains."""
 
     name = "steps"
@@ -51,7 +48,7 @@ class TrainingSteps(ParallelBenchmark):
         *fields.axes("strategy", "size", "context", "batch", "precision", "compile"),
         Field("model", role="axis", about="Whose model is trained: ours, or Hugging Face's Llama"),
         Field("world_size", label="ranks", role="axis"),
-        *WHAT_IS_KEPT,
+        *models.WHAT_IS_KEPT,
         *fields.axes("backend"),
         Field("num_nodes", label="nodes", role="axis"),
         Field("num_parameters", label="parameters", role="axis"),
@@ -120,7 +117,9 @@ class TrainingSteps(ParallelBenchmark):
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         for candidate in candidates:
             case = candidate.case
-            ranks = candidate.attempt(runner.ranks.run, case.world_size, case.backend, gate, case, runner.settings.seed)
+            ranks = candidate.attempt(
+                runner.ranks.run, case.world_size, case.backend, check.gate, case, runner.settings.seed
+            )
             if ranks:
                 candidate.judge(ranks[0], "float32")
 
@@ -129,13 +128,15 @@ class TrainingSteps(ParallelBenchmark):
         candidate = trial.candidate(case)
         if trial.settings.timed:
             candidate.attempt(self._train, case, candidate, trial)
-        number = trial.cases.index(case) + 1
-        trial.runner.say(f"  [{number}/{len(trial.cases)}] {case.impl}: {self._told(case, candidate, trial)}")
+        place = f"[{trial.cases.index(case) + 1}/{len(trial.cases)}]"
+        trial.runner.say(f"  {place} {case.impl}: {self._told(case, candidate, trial)}")
 
     def _train(self, case: StepsCase, candidate: Candidate, trial: Any) -> None:
         start = case.world_size, case.backend
-        ranks: list[Alone] = trial.runner.ranks.run(*start, train_alone, case, trial.settings.seed, case.steps)
-        if reason := why_wrong(ranks):
+        ranks: list[alone.Alone] = trial.runner.ranks.run(
+            *start, alone.train_alone, case, trial.settings.seed, case.steps
+        )
+        if reason := alone.why_wrong(ranks):
             candidate.failed("wrong", reason)
             return
         measurement = trial.measurements[case.id]
@@ -153,20 +154,17 @@ class TrainingSteps(ParallelBenchmark):
         )
 
 
-def found_by(ranks: Sequence[Alone]) -> Record:
+def found_by(ranks: Sequence[alone.Alone]) -> Record:
     """The fields of what the ranks have found; kernels are those of the rank that waits least for the others."""
-    one = min(ranks, key=lambda rank: rank.communication_s)
-    held, peak = (max(getattr(rank, name) for rank in ranks) for name in ("held_bytes", "peak_bytes"))
+    one = min(ranks, key=lambda rank: rank.times["communication_s"])
+    most = {name: max(rank.most[name] for rank in ranks) for name in one.most}
     return {
-        "held_bytes": held,
-        "peak_bytes": peak - held,
-        "total_bytes": peak,
-        "first_step_s": max(rank.first_step_s for rank in ranks),
+        **most,
+        "peak_bytes": most["total_bytes"] - most["held_bytes"],
         "losses": [float(f"{loss:.6g}") for loss in one.losses],
         "first_loss": one.losses[0],
         "last_loss": one.losses[-1],
-        **{f"{kind}_s": one.kinds[kind] for kind in KINDS},
-        **{name: getattr(one, name) for name in ("optimizer_s", "exposed_s", "communication_s", "profiled_s")},
+        **one.times,
         **state_of([reading for rank in ranks for reading in rank.readings]),
     }
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tokenizer import rows
-from lmsys import draws
+from lmsys import draws, registry
 from lmsys.bench import (
     Axis,
     Benchmark,
@@ -27,19 +27,15 @@ from lmsys.bench import (
     Settings,
     Step,
     bench,
+    benchmark,
     fields,
     one_of,
+    plain,
     positive,
 )
-from lmsys.bench.benchmark import DEFAULT_ROUNDS
-from lmsys.bench.plain import NotAsPromised
 from lmsys.measure.compare import Kept
 from lmsys.measure.memory import peak_resident_bytes
-from lmsys.registry import Entry, Table
-from lmsys.tokenizer import Tokenizer, naive, train
-from lmsys.tokenizer.chunks import Chunk, cut_file
-from lmsys.tokenizer.pretokens import Pretokenizer
-from lmsys.tokenizer.training import count_pretokens
+from lmsys.tokenizer import Tokenizer, chunks, naive, pretokens, train, training
 from lmsys.training.corpora import END_OF_TEXT, stdlib
 
 LEFT_OUT = 16  # one line of so many, in texts to train on: pre-tokens then have other counts in each
@@ -117,7 +113,7 @@ class Drawn:
 
     @cached_property
     def counts(self) -> dict[bytes, int]:
-        return count_pretokens([self._texts.path], [END_OF_TEXT])
+        return training.count_pretokens([self._texts.path], [END_OF_TEXT])
 
     @cached_property
     def first_merges(self) -> list[naive.Pair]:
@@ -136,14 +132,14 @@ def first_difference(what: str, found: Sequence[Any], expected: Sequence[Any]) -
 
 
 ROWS = "benchmarks.tokenizer.rows:"
-peer = partial(Entry, peer=True, extra="peers")
+peer = partial(registry.Entry, peer=True, extra="peers")
 
 
-TOKENIZERS = Table(
+TOKENIZERS = registry.Table(
     "tokenizer",
     [
-        Entry("lmsys", f"{ROWS}Ours", "this library"),
-        Entry("lmsys_serial", f"{ROWS}Ours", "this library, one process", traits={"processes": 1}),
+        registry.Entry("lmsys", f"{ROWS}Ours", "this library"),
+        registry.Entry("lmsys_serial", f"{ROWS}Ours", "this library, one process", traits={"processes": 1}),
         peer("tiktoken", f"{ROWS}Tiktoken", "tiktoken", supports=f"{ROWS}tiktoken_supports"),
         peer("huggingface", f"{ROWS}HuggingFace", "Hugging Face tokenizers", supports=f"{ROWS}huggingface_supports"),
     ],
@@ -175,13 +171,13 @@ class TokenizerCase(Case):
         return f"{self.section}-{self.task}-{text}-V{self.vocab_size}"
 
 
-def _beginning(parts: tuple[Chunk, ...], num_bytes: int | None, path: Path) -> Path:
+def _beginning(parts: tuple[chunks.Chunk, ...], num_bytes: int | None, path: Path) -> Path:
     """The text of the parts, or about so many bytes of it, in a file."""
     with path.open("wb") as out:
         for part in parts:
             with part.path.open("rb") as file:
                 after = part.stop if num_bytes is None else num_bytes
-                stop = cut_file(file.fileno(), Pretokenizer([END_OF_TEXT]), after, part.stop)
+                stop = chunks.cut_file(file.fileno(), pretokens.Pretokenizer([END_OF_TEXT]), after, part.stop)
                 out.write(file.read(stop))
     return path
 
@@ -285,12 +281,12 @@ class Tokenizers(Benchmark):
             candidate.state = "a later merge was judged"
             said = setup.drawn.difference_of_merges(kept.result, case.vocab_size - SMALLEST, key)
         if said:
-            raise NotAsPromised(said)
+            raise plain.NotAsPromised(said)
         return {WHAT[case.task] + "s": 0.0}
 
     def sample(self, turn: Sequence[TokenizerCase], trial: Any) -> None:
         """Takes as many rounds as the grid says, unless the user says otherwise."""
-        trial.interleave(turn, turn[0].min_rounds if trial.settings.min_rounds == DEFAULT_ROUNDS else None)
+        trial.interleave(turn, turn[0].min_rounds if trial.settings.min_rounds == benchmark.DEFAULT_ROUNDS else None)
 
     def inspect(self, case: TokenizerCase, candidate: Candidate, setup: Texts) -> Record:
         what = case.task, case.entry.target, case.processes, setup.path, setup.path.parent, case.vocab_size
@@ -306,7 +302,7 @@ def by_definition(task: str, texts: Texts) -> list[Any]:
     """The ids of the text, or the merges of the small one."""
     if task == "encode":
         return naive.encode(texts.path.read_bytes().decode(), texts.tokenizer)
-    return naive.learn_merges(count_pretokens([texts.small], [END_OF_TEXT]), SMALL_TOKENS)
+    return naive.learn_merges(training.count_pretokens([texts.small], [END_OF_TEXT]), SMALL_TOKENS)
 
 
 def found_by(case: TokenizerCase, texts: Texts) -> list[Any]:

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -178,7 +179,7 @@ class Training(Benchmark):
 
     def _train_reference(self, plain: TrainingCase, reference: Curve, runner: Any) -> None:
         """As far as curves are compared."""
-        run, left = _on_ranks(plain, runner), min(CURVE_STEPS, plain.epochs * plain.steps)
+        run, left = partial(_on_ranks, plain, runner), min(CURVE_STEPS, plain.epochs * plain.steps)
         run(begin, tokens_of(*plain.text), runner.settings.seed)
         while left > len(reference.losses):
             (found,) = run(epoch, min(left - len(reference.losses), plain.steps))
@@ -191,13 +192,13 @@ class Training(Benchmark):
         candidate.attempt(self._train, case, candidate, curve, trial)
         if curve.losses:
             candidate.notes |= curve.fields(trial.setup, DTYPES[case.precision])
-        number = trial.cases.index(case) + 1
-        trial.runner.say(f"  [{number}/{len(trial.cases)}] {case.impl}: {self._told(case, candidate, trial)}")
+        place = f"[{trial.cases.index(case) + 1}/{len(trial.cases)}]"
+        trial.runner.say(f"  {place} {case.impl}: {self._told(case, candidate, trial)}")
 
     def _train(self, case: TrainingCase, candidate: Candidate, curve: Curve, trial: Any) -> None:
         """The first look, the epochs, each held to the reference before the next, and the model at the end."""
-        run, settings, measurement = _on_ranks(case, trial.runner), trial.settings, trial.measurements[case.id]
-        dtype, text = DTYPES[case.precision], tokens_of(*case.text)
+        run, measurement = partial(_on_ranks, case, trial.runner), trial.measurements[case.id]
+        settings, dtype, text = trial.settings, DTYPES[case.precision], tokens_of(*case.text)
         refused, first_steps, peaks = zip(*run(inspect, text, settings.seed), strict=True)
         if refused[0] is not None:
             candidate.failed("unsupported", refused[0])
@@ -222,10 +223,13 @@ class Training(Benchmark):
         elif settings.timed:
             clocks = [one.sm_clock_mhz for ranks in epochs[1:] for one in ranks if one.sm_clock_mhz is not None]
             measurement.samples = [max(one.seconds for one in ranks) for ranks in epochs[1:]]
-            peak = {"peak_bytes": max(peaks), "rank_peak_bytes": list(peaks)}
             candidate.notes["weights"] = models[0] if case.reproducible else None
-            clock = {"sm_clock_mhz": statistics.median(clocks) if clocks else None}
-            measurement.record = peak | clock | {"first_step_s": max(first_steps)}
+            measurement.record = {
+                "peak_bytes": max(peaks),
+                "rank_peak_bytes": list(peaks),
+                "sm_clock_mhz": statistics.median(clocks) if clocks else None,
+                "first_step_s": max(first_steps),
+            }
 
     def _told(self, case: TrainingCase, candidate: Candidate, trial: Any) -> str:
         """How the case has ended, in a line."""
@@ -239,12 +243,12 @@ class Training(Benchmark):
         )
 
     def metrics(self, case: TrainingCase, record: Record, machine: Record) -> Record:
-        found: Record = {"num_parameters": model_parameters(case.config), "num_nodes": num_nodes()}
-        found |= {"corpus": CORPUS, "lr": case.lr}
+        sizes = {"num_parameters": model_parameters(case.config), "num_nodes": num_nodes()}
+        found: Record = {**sizes, "corpus": CORPUS, "lr": case.lr}
         if time_s := record.get("time_s"):
             flops = model_flops(case.config, tokens=case.tokens, context=case.context, mode="step")
-            found |= {"steps_per_epoch": case.steps, "tokens": case.tokens, "tokens_per_s": case.tokens / time_s}
-            found |= {"flops": flops, "flops_per_s": flops / time_s}
+            rates = {"tokens_per_s": case.tokens / time_s, "flops_per_s": flops / time_s}
+            found |= {"steps_per_epoch": case.steps, "tokens": case.tokens, "flops": flops, **rates}
         return found
 
 
@@ -254,13 +258,9 @@ def _other_weights(case: TrainingCase, weights: str, reference: Curve) -> str:
     return "" if before == weights else f"its weights are not those of {row}: sha256 {weights[:12]} and {before[:12]}"
 
 
-def _on_ranks(case: TrainingCase, runner: Any) -> Callable[..., list[Any]]:
-    """A function that runs others on the group, and gives the answers of the ranks that train."""
-
-    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
-        return runner.ranks.run(case.num_ranks, case.backend, function, case, *args)[: case.world_size]
-
-    return run
+def _on_ranks(case: TrainingCase, runner: Any, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Runs a function on the group, and gives the answers of the ranks that train."""
+    return runner.ranks.run(case.num_ranks, case.backend, function, case, *args)[: case.world_size]
 
 
 test_training = bench(Training)

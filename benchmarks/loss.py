@@ -56,13 +56,13 @@ def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     hidden then errs several times as much as that of the usual loss, and the bench calls it wrong.
     """
     dtype = matmul_dtype(hidden)
-    options = torch.nn.LinearCrossEntropyOptions()
-    return F.linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, options=options)
+    tensors = hidden.to(dtype), weight.to(dtype), targets
+    return F.linear_cross_entropy(*tensors, options=torch.nn.LinearCrossEntropyOptions())
 
 
 def torch_chunked_supports(_: object) -> str | None:
-    has = hasattr(torch.nn, "LinearCrossEntropyOptions")
-    return None if has else f"torch {torch.__version__} cannot make this loss in chunks; torch 2.13 and later can"
+    reason = f"torch {torch.__version__} cannot make this loss in chunks; torch 2.13 and later can"
+    return None if hasattr(torch.nn, "LinearCrossEntropyOptions") else reason
 
 
 @dataclass
@@ -143,6 +143,28 @@ class Inputs:
             d_weight += gradients[1]
         return torch.cat(losses), torch.cat(d_hidden), d_weight
 
+    def keep(self, answer: Answer, key: int | None) -> Any:
+        """Of a timed call the loss, and the rows of both gradients that the key says; None without a key.
+
+        ValueError as of `check_plain`.
+        """
+        like = self.hidden.new_empty(()), self.hidden, self.weight
+        for name, found, one in zip(OUTPUTS, answer, like, strict=True):
+            check_plain(name, found, one, self.tensors.values())
+        if key is None:
+            return None
+        blocks = zip(answer[1:], blocks_of(self, key), strict=True)
+        return answer[0].clone(), *(torch.cat([found[rows] for rows in some]) for found, some in blocks)
+
+    def judge(self, kept: Kept) -> Mapping[str, float]:
+        """The error over its budget of each part of a timed call; leaves one row as evidence."""
+        tokens, classes = (indices(some) for some in blocks_of(self, kept.key))
+        exact, plain = (parts(self, tokens, classes, exact) for exact in (True, False))
+        of_tokens, of_classes = self.groups
+        groups = of_tokens, of_tokens[tokens], of_classes[classes]
+        kept.evidence["part"] = _evidence(kept.key, groups[1], kept.result[1], exact[1])
+        return ratios(kept.result, exact, plain, groups, self.precision)
+
     def arithmetic(self, exact: bool) -> tuple[torch.dtype, str]:
         """The dtype of leaves, and the precision that they are computed in."""
         return (torch.float64, "fp32") if exact else (torch.float32, self.precision)
@@ -213,34 +235,6 @@ def std_of(weight: Tensor) -> float:
 
 NUM_BLOCKS, BLOCK_ROWS = 4, 16  # of each gradient
 MOST_ELEMENTS = 2**25  # of a weight that `repeat` draws again: seconds on a CPU
-
-
-class Spots:
-    """Copies and judges parts of timed calls, by the key of each."""
-
-    def __init__(self, inputs: Inputs):
-        self.inputs = inputs
-
-    def keep(self, answer: Answer, key: int | None) -> Any:
-        """The loss, and the rows of both gradients that the key says; None without a key. See `check_plain`."""
-        x = self.inputs
-        like = x.hidden.new_empty(()), x.hidden, x.weight
-        for name, found, one in zip(OUTPUTS, answer, like, strict=True):
-            check_plain(name, found, one, x.tensors.values())
-        if key is None:
-            return None
-        blocks = zip(answer[1:], blocks_of(x, key), strict=True)
-        return answer[0].clone(), *(torch.cat([found[rows] for rows in some]) for found, some in blocks)
-
-    def judge(self, kept: Kept) -> Mapping[str, float]:
-        """The error over its budget of each; leaves one row as evidence."""
-        x = self.inputs
-        tokens, classes = (indices(some) for some in blocks_of(x, kept.key))
-        exact, plain = (parts(x, tokens, classes, exact) for exact in (True, False))
-        of_tokens, of_classes = x.groups
-        groups = of_tokens, of_tokens[tokens], of_classes[classes]
-        kept.evidence["part"] = _evidence(kept.key, groups[1], kept.result[1], exact[1])
-        return ratios(kept.result, exact, plain, groups, x.precision)
 
 
 def blocks_of(inputs: Inputs, key: int) -> tuple[list[slice], list[slice]]:

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys import checkpointing, testing
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Case, Entry, Field, Record, Table
 from lmsys.bench.ranks import backend_of
-from lmsys.checkpointing import FIT
 from lmsys.config import ModelConfig, model_config
 from lmsys.cost.memory import fit
 from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM
 from lmsys.model.transformer import attention_case as case_in_model
-from lmsys.testing import ratio_of, rms_budget
 
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of the matmuls
 MEASURED = DTYPES | {"tf32": None}  # of the large matmuls
@@ -40,11 +39,6 @@ def why_no_arithmetic(precision: str, device: str, compiles: bool) -> str | None
     if precision == "tf32" and device == "cpu":
         return "TF32 is an arithmetic of CUDA devices"
     return why_no_compiler(device) if compiles else None
-
-
-def capability_of(device: str) -> tuple[int, int] | None:
-    """The CUDA device's capability, as cases of attention say it; None on a CPU."""
-    return torch.cuda.get_device_capability() if device == "cuda" else None
 
 
 @contextmanager
@@ -85,7 +79,7 @@ def ratio_by_group(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch
     """
     groups = groups.to(found.device)
     parts = [(groups == group, group == 0) for group in groups.unique().tolist()]
-    return max(ratio_of(found[rows], reference[rows], plain[rows], dtype, mean) for rows, mean in parts)
+    return max(testing.ratio_of(found[rows], reference[rows], plain[rows], dtype, mean) for rows, mean in parts)
 
 
 def mean_ratio(found: Tensor, terms: Tensor, plain: Tensor, groups: Tensor | None = None) -> float:
@@ -98,7 +92,7 @@ def mean_ratio(found: Tensor, terms: Tensor, plain: Tensor, groups: Tensor | Non
     terms, plain = terms.double(), plain.double()
     groups = torch.zeros_like(terms) if groups is None else groups.to(terms.device)
     parts = [groups == group for group in groups.unique()]
-    budget = sum(part.double().mean().item() * rms_budget(terms[part], plain[part]) for part in parts)
+    budget = sum(part.double().mean().item() * testing.rms_budget(terms[part], plain[part]) for part in parts)
     ratio = abs(found.item() - terms.mean().item()) / budget
     return ratio if math.isfinite(ratio) else math.inf
 
@@ -200,7 +194,9 @@ class ModelCase(Case):
     def keeps(self) -> str:
         """The part of an id that tells checkpointing and the residual stream; empty for the defaults."""
         runs = [run.partition("*") for run in self.checkpoint.split(",")]
-        levels = "fit" if self.checkpoint == FIT else "".join(f"{level[0]}{count}" for level, _, count in runs)
+        levels = (
+            "fit" if self.checkpoint == checkpointing.FIT else "".join(f"{level[0]}{count}" for level, _, count in runs)
+        )
         return f"-C{levels}" * (self.checkpoint != "none") + f"-{self.residual}" * (self.residual != "wide")
 
     @property
@@ -217,7 +213,7 @@ class ModelCase(Case):
         if self.residual == "narrow" and self.precision not in AUTOCAST:
             return f"matmuls in {self.precision} read float32, so nothing is narrower: --precision bf16"
         config = replace(self.config, **self.runtime)  # may refuse the levels
-        if config.checkpoint_blocks == FIT and self.device != "cuda":
+        if config.checkpoint_blocks == checkpointing.FIT and self.device != "cuda":
             return "what fits is chosen for a GPU: the memory of a CPU is others' too"
         return None
 
@@ -257,7 +253,7 @@ class Batch:
 def fitted(config: ModelConfig, batch: int, precision: str, memory: float | None = None, **ranks: Any) -> ModelConfig:
     """The config, where it says "fit" with the levels that fit into `memory`, by default this process's share of its
     GPU's; `ranks` as `lmsys.cost.memory.fit` takes them. ValueError where nothing fits."""
-    if config.checkpoint_blocks != FIT:
+    if config.checkpoint_blocks != checkpointing.FIT:
         return config
     return fit(config, batch, config.context_length, precision, memory or gpu_memory(), **ranks)
 
@@ -280,8 +276,7 @@ def build(config: ModelConfig, device: str, seed: int) -> TransformerLM:
 def variant(base: TransformerLM, compile: str, **changes: Any) -> TransformerLM:
     """`base`, which has not run yet, with another attention row or other runtime fields of its config, and with blocks
     as a ModelCase's `compile` says: all have one set of parameters."""
-    shared = {id(x): x for x in (*base.parameters(), *base.buffers())}
-    model = copy.deepcopy(base, shared)
+    model = copy.deepcopy(base, {id(x): x for x in (*base.parameters(), *base.buffers())})
     model.config = replace(base.config, **changes)
     if compile == "fused":
         return model.fuse_blocks()

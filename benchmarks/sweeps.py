@@ -36,16 +36,6 @@ FLASH = Grid(
     direction=("fwd", "bwd", "fwdbwd"),
     attention=FLASH_ROWS,
 )
-EAGER_COMPILED = Grid(
-    "eager_compiled",
-    length=square(256, 1024, 4096, 8192, 16384),
-    head_dim=(16, 32, 64, 128),
-    dtype=("float32",),
-    causal=(False,),
-    direction=("fwd", "bwd"),
-    batch=(8,),
-    attention=("naive", "naive_compiled"),
-)
 BY_LENGTH = Grid(
     "by_length",
     length=square(*(length for length in POWERS if length <= 16384)),
@@ -69,9 +59,6 @@ TOKENS16K = Grid(
     direction=("fwd", "bwd"),
     tokens=16384,
     width=2048,
-)
-DTYPES = TOKENS16K.but(
-    "dtypes", length=square(2048), head_dim=(128,), dtype=("float32", "float16", "bfloat16"), causal=(True,)
 )
 LEADERBOARD = Grid(
     "leaderboard",
@@ -119,12 +106,6 @@ SMALL: dict[str, Any] = {
     "attention": ("naive", "vectorized", "flash_torch", "sdpa"),
     "without": (),
 }
-CPU_PATTERNS = (
-    DOCUMENTS.but(**SMALL, tokens=2048, width=256, documents=("mixed",)),
-    WINDOW.but(**SMALL, tokens=2048, width=256, window=(128,)),
-    GROUPED.but(**SMALL, batch=(1,), heads=((8, 2),)),
-    DECODE.but(**SMALL | {"length": ((1, 4096),), "direction": ("fwd",)}, batch=(1, 8), heads=((8, 2),)),
-)
 CPU_BY_LENGTH = BY_LENGTH.but(
     length=square(256, 512, 1024),
     dtype=("float32",),
@@ -199,7 +180,6 @@ PEER = Grid(
     attention=("auto", "llama_tuned", "llama"),
     against="llama_tuned",
 )
-PEERS = (PEER, PEER.but(size=("medium",), batch=(8,)), PEER.but(size=("xl",), batch=(4,)))
 ANATOMY = Grid(
     "anatomy",
     size=("small",),
@@ -209,8 +189,6 @@ ANATOMY = Grid(
     attention=("naive", "flash_triton"),
 )
 ANATOMY_SMOKE = ANATOMY.but(size=("tiny",), context=(64,), precision=("fp32",), batch=(2,), attention=("auto",))
-CPU_ANATOMY = ANATOMY_SMOKE.but(context=(128,), attention=("naive", "auto"))
-
 
 # The head and loss. row: "chunked" is ours; "eager" and "compiled" make the logits of all tokens at once, and
 # "torch_chunked", torch's own, makes them in chunks.
@@ -298,16 +276,6 @@ STEPS = (
     LARGE.but(size=("1b", "3b", "8b"), context=(4096,), checkpoint=("none", "matmuls", "attention")),
     LARGE.but(size=("1b", "3b"), checkpoint=("none", "matmuls", "attention")),
 )
-SMOKE_STEPS = EIGHT_B.but(
-    "smoke",
-    size=("tiny",),
-    context=(32,),
-    compile=("eager",),
-    checkpoint=("attention*1,matmuls*1",),
-    residual=("wide",),
-    world_size=(2,),
-    steps=8,
-)
 
 # Whole trainings, attention rows by strategies; the batch is each rank's. `none` is one rank that accumulates all.
 TRAINING = Grid(
@@ -331,16 +299,6 @@ CPU_TRAINING = Grid(
     val_tokens=2048,
     vocab_size=1000,
 )
-SMOKE_TRAINING = CPU_TRAINING.but(
-    "smoke",
-    attention=("naive", "sdpa_flash"),
-    strategy=("none", "bucketed"),
-    batch=(2,),
-    epochs=2,
-    train_tokens=512,
-    val_tokens=256,
-    vocab_size=300,
-)
 MATRIX = TRAINING.but(
     "matrix",
     attention=("naive_compiled", "vectorized", "flash_triton", "sdpa_cudnn"),
@@ -355,13 +313,6 @@ REPRODUCIBLE = TRAINING.but(
     compile=("eager", "graphed"),
     reproducible=BOTH,
 )
-CPU_REPRODUCIBLE = CPU_TRAINING.but(
-    "reproducible",
-    attention=("sdpa_flash",),
-    strategy=REPRODUCIBLE["strategy"],
-    reproducible=BOTH,
-    train_tokens=12_800,
-)
 
 SMOKE = {
     "model": (
@@ -372,12 +323,49 @@ SMOKE = {
     "collectives": (COLLECTIVES.but("smoke", megabytes=(1,)),),
     "data_parallel": (CPU_PARALLEL.but("smoke", world_size=(2,)),),
     "tokenizer": (Grid("smoke", text_bytes=100_000, vocab_size=500, rounds=1),),
-    "training": (SMOKE_TRAINING,),
-    "steps": (SMOKE_STEPS,),
+    "training": (
+        CPU_TRAINING.but(
+            "smoke",
+            attention=("naive", "sdpa_flash"),
+            strategy=("none", "bucketed"),
+            batch=(2,),
+            epochs=2,
+            train_tokens=512,
+            val_tokens=256,
+            vocab_size=300,
+        ),
+    ),
+    "steps": (
+        EIGHT_B.but(
+            "smoke",
+            size=("tiny",),
+            context=(32,),
+            compile=("eager",),
+            checkpoint=("attention*1,matmuls*1",),
+            residual=("wide",),
+            world_size=(2,),
+            steps=8,
+        ),
+    ),
 }
 FULL = {
     "attention": (
-        *(TOKENS16K, DTYPES, LEADERBOARD, BY_LENGTH, TIERS, EAGER_COMPILED, FLASH),
+        TOKENS16K,
+        TOKENS16K.but(
+            "dtypes", length=square(2048), head_dim=(128,), dtype=("float32", "float16", "bfloat16"), causal=(True,)
+        ),
+        *(LEADERBOARD, BY_LENGTH, TIERS),
+        Grid(
+            "eager_compiled",
+            length=square(256, 1024, 4096, 8192, 16384),
+            head_dim=(16, 32, 64, 128),
+            dtype=("float32",),
+            causal=(False,),
+            direction=("fwd", "bwd"),
+            batch=(8,),
+            attention=("naive", "naive_compiled"),
+        ),
+        FLASH,
         *(DOCUMENTS, WINDOW, GROUPED, DECODE),
     ),
     "loss": (Grid("vocabularies", vocab_size=(10_000, 32_000, 50_257, 128_000)),),
@@ -413,10 +401,15 @@ SWEEPS = {
                         heads=((4, 4),),
                         attention=("naive", "vectorized", "flash_torch", "sdpa_math", "sdpa_flash"),
                     ),
-                    *CPU_PATTERNS,
+                    DOCUMENTS.but(**SMALL, tokens=2048, width=256, documents=("mixed",)),
+                    WINDOW.but(**SMALL, tokens=2048, width=256, window=(128,)),
+                    GROUPED.but(**SMALL, batch=(1,), heads=((8, 2),)),
+                    DECODE.but(
+                        **SMALL | {"length": ((1, 4096),), "direction": ("fwd",)}, batch=(1, 8), heads=((8, 2),)
+                    ),
                 ),
                 "model": (Grid("default", size=("tiny",), context=(128,), precision=("fp32",), batch=(2,)),),
-                "anatomy": (CPU_ANATOMY,),
+                "anatomy": (ANATOMY_SMOKE.but(context=(128,), attention=("naive", "auto")),),
                 "loss": (CPU_LOSS,),
                 "collectives": (COLLECTIVES.but(megabytes=(1, 10)),),
                 "data_parallel": (CPU_PARALLEL,),
@@ -459,7 +452,13 @@ SWEEPS = {
             | {
                 "training": (
                     CPU_TRAINING.but("matrix", strategy=MATRIX["strategy"], train_tokens=12_800),
-                    CPU_REPRODUCIBLE,
+                    CPU_TRAINING.but(
+                        "reproducible",
+                        attention=("sdpa_flash",),
+                        strategy=REPRODUCIBLE["strategy"],
+                        reproducible=BOTH,
+                        train_tokens=12_800,
+                    ),
                 )
             },
             sustained=True,
@@ -468,7 +467,10 @@ SWEEPS = {
             0.3,
             FULL
             | {
-                "model": (*MODEL_FULL, LEVELS, *PEERS),
+                "model": (
+                    *(*MODEL_FULL, LEVELS),
+                    *(PEER, PEER.but(size=("medium",), batch=(8,)), PEER.but(size=("xl",), batch=(4,))),
+                ),
                 "anatomy": (
                     ANATOMY_FULL,
                     ANATOMY_FULL.but(compile=("compiled",), attention=ANATOMY_FULL["attention"][-1:]),

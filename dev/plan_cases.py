@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from string import digits
 from typing import Any
 
-from benchmarks.models import capability_of
+import torch
+
 from lmsys.attention import AttentionCase
 from lmsys.attention.flash_gluon import plans
 from lmsys.attention.flash_gluon.plans import BackwardPlan, ForwardPlan
@@ -89,7 +90,10 @@ class PlanCase(Case):
         heads, length = max(1, WIDTH // self.head_dim), self.length - (self.form == RAGGED)
         kv_heads = max(1, heads // 8) if self.form == GROUPED else heads
         shape = self.batch, heads, kv_heads, length, length, self.head_dim
-        grad, capability = self.direction == "bwd", capability_of(self.device)
+        grad, capability = (
+            self.direction == "bwd",
+            torch.cuda.get_device_capability() if self.device == "cuda" else None,
+        )
         return AttentionCase(*shape, "bfloat16", self.causal, grad, self.device, capability)
 
     @property

@@ -9,13 +9,9 @@ from torch import Tensor
 
 from benchmarks.attention.spots import LIKE
 from lmsys.attention import AttentionCase, Pattern
-from lmsys.bench import Candidate
-from lmsys.bench.benchmark import verdict
-from lmsys.bench.plain import check_plain
-from lmsys.check.kinds import Answer, verdict_on
-from lmsys.check.question import Options
-from lmsys.measure.clock import synchronize
-from lmsys.measure.compare import Failure, attempt, release_memory
+from lmsys.bench import Candidate, benchmark, plain
+from lmsys.check import kinds, question
+from lmsys.measure import clock, compare
 from lmsys.registry import Entry
 from lmsys.testing import Inputs, Oracle, make_inputs, run
 
@@ -48,7 +44,7 @@ def check_small(candidates: Sequence[Candidate]) -> None:
     judged = [one for one in candidates if one.outcome in ("ok", "wrong") and not one.case.asked.options]
     for candidate in [one for one in judged if not (one.interpreted or one.entry.trait("compiles"))]:
         asked = candidate.case.asked
-        options = Options(asked.head_dim, asked.grad, tuple(dict.fromkeys(("float32", asked.dtype))))
+        options = question.Options(asked.head_dim, asked.grad, tuple(dict.fromkeys(("float32", asked.dtype))))
         answer, failure = candidate.watched(_answer, candidate.entry, options)
         candidate.notes["quick_check"] = str(answer or failure)
         if candidate.outcome == "wrong" and answer and answer.fault:
@@ -58,8 +54,8 @@ def check_small(candidates: Sequence[Candidate]) -> None:
 
 
 @cache
-def _answer(entry: Entry, options: Options) -> Answer:
-    return verdict_on(entry, options, "attention", may_raise=True)
+def _answer(entry: Entry, options: question.Options) -> kinds.Answer:
+    return kinds.verdict_on(entry, options, "attention", may_raise=True)
 
 
 class Gate:
@@ -71,7 +67,7 @@ class Gate:
         self._saved = [x.clone() for x in self._tensors]
         self._oracle: Oracle | None = None
 
-    def check(self, candidate: Candidate) -> Failure | None:
+    def check(self, candidate: Candidate) -> compare.Failure | None:
         """None when the row is right, else outcome and reason.
 
         The candidate's `error_ratio` becomes the ratio that failed, or the largest that its own dtype showed.
@@ -79,7 +75,7 @@ class Gate:
         outputs, failure = candidate.watched(self._outputs, candidate)
         if failure and failure[0] == "oom" and self._oracle is not None:
             self._oracle = None  # the row fits alone; that it does not beside the oracle must not be held against it
-            release_memory()
+            compare.release_memory()
             outputs, failure = candidate.watched(
                 lambda: {name: x.cpu() for name, x in self._outputs(candidate).items()}
             )
@@ -91,7 +87,7 @@ class Gate:
         if failure:
             return failure
         strictly = judged if candidate.state == "has float32" else self._judge(outputs, rms=True)[0]
-        worst, wrong = verdict(strictly, self.case.dtype)
+        worst, wrong = benchmark.verdict(strictly, self.case.dtype)
         if wrong:
             candidate.error_ratio = worst
             return wrong
@@ -112,7 +108,7 @@ class Gate:
         """
         for x in self._tensors:
             x.data.mul_(0.5)
-        synchronize(self.case.device)
+        clock.synchronize(self.case.device)
         if self.case.device == "cuda":
             torch.cuda._sleep(SLEEP_CYCLES)
         self.restore()
@@ -124,13 +120,15 @@ class Gate:
             grad=candidate.case.asked.grad,
         )
         for name, x in found.items():
-            check_plain(name, x, self.inputs.tensors[LIKE[name]], self._tensors)
+            plain.check_plain(name, x, self.inputs.tensors[LIKE[name]], self._tensors)
         return {name: x.clone() for name, x in found.items() if name != "lse"}
 
-    def _judge(self, outputs: dict[str, Tensor], rms: bool) -> tuple[dict[str, float], Failure | None]:
+    def _judge(self, outputs: dict[str, Tensor], rms: bool) -> tuple[dict[str, float], compare.Failure | None]:
         if self._oracle is None:
             self._oracle = Oracle(self.case, self.inputs, scale=self.case.scale, pattern=self.pattern)
         oracle, device = self._oracle, self.inputs.q.device
-        judged, failure = attempt(lambda: oracle.error_ratios({k: x.to(device) for k, x in outputs.items()}, rms=rms))
+        judged, failure = compare.attempt(
+            lambda: oracle.error_ratios({k: x.to(device) for k, x in outputs.items()}, rms=rms)
+        )
         assert not (failure and failure[0] == "oom"), f"the oracle does not fit beside {self.case}: {failure}"
         return judged, failure

@@ -16,8 +16,7 @@ import torch
 
 from lmsys.attention import Documents, Pattern
 from lmsys.bench import Entry
-from lmsys.measure.clock import synchronize
-from lmsys.measure.compare import attempt
+from lmsys.measure import clock, compare
 from lmsys.registry import load_target
 
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap"  # the axes, in the order of their fields
@@ -32,8 +31,7 @@ def lengths_of(documents: str, tokens: int) -> list[int]:
         return [tokens * (at + 1) // number - tokens * at // number for at in range(number)]
     chance, lengths, left = random.Random(f"documents {tokens}"), list[int](), tokens
     while left:
-        drawn = round(tokens / MEDIAN * chance.lognormvariate(0, SIGMA))
-        lengths.append(max(1, min(left, drawn)))
+        lengths.append(max(1, min(left, round(tokens / MEDIAN * chance.lognormvariate(0, SIGMA)))))
         left -= lengths[-1]
     return lengths
 
@@ -57,15 +55,13 @@ def make(
     if key_lengths:
         chance = random.Random(f"key lengths {batch} {keys}")
         lengths = torch.tensor([chance.randint(1, keys) for _ in range(batch)], dtype=torch.int32, device=device)
-    pattern = Pattern(causal, window, offset, packed, lengths, None, softcap)
-    return pattern.simplest(queries, keys)
+    return Pattern(causal, window, offset, packed, lengths, None, softcap).simplest(queries, keys)
 
 
 def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float, float]:
     """(pairs of a query and a key that it sees, keys that some query sees) of a head, on average over the batch."""
     bounds = make(batch, queries, keys, "cpu", **options).bounds(queries, keys, torch.device("cpu"))
-    counts = ((one.end - one.first).clamp(min=0).long() for one in (bounds, bounds.of_keys))
-    pairs, seen_by = counts
+    pairs, seen_by = ((one.end - one.first).clamp(min=0).long() for one in (bounds, bounds.of_keys))
     return pairs.sum(1).double().mean().item(), (seen_by > 0).sum(1).double().mean().item()
 
 
@@ -77,7 +73,7 @@ def made_before_calls(entry: Entry, pattern: Pattern, queries: int, keys: int, d
         found["documents_s"] = _seconds(lambda: Documents(lengths, device).cu_seqlens(len(lengths)), device)
     if (target := entry.trait("mask")) and pattern.options.keys() & {"window", "documents"}:
         make = partial(load_target(target), pattern, queries, keys, torch.device(device))
-        found["mask_s"] = attempt(lambda: _seconds(make, device))[0]
+        found["mask_s"] = compare.attempt(lambda: _seconds(make, device))[0]
     return found
 
 
@@ -85,10 +81,10 @@ def _seconds(make: Callable[[], Any], device: str) -> float:
     """The median of several calls, until the device has done what they ask for; one before them is not timed."""
     times = []
     for _ in range(1 + MADE_TIMES):
-        synchronize(device)
+        clock.synchronize(device)
         begin = perf_counter()
         make()
-        synchronize(device)
+        clock.synchronize(device)
         times.append(perf_counter() - begin)
     return median(times[1:])
 

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.models import BUDGET_RTOL, ERROR_RTOL
-from lmsys.attention import AttentionCase, Pattern
-from lmsys.attention.contract import DTYPES
+from lmsys.attention import AttentionCase, Pattern, contract
 from lmsys.attention.pattern import PLAIN
-from lmsys.bench import Record
-from lmsys.bench.plain import check_plain
+from lmsys.bench import Record, plain
 from lmsys.extremes.attention import AttentionDraws, Unit, drawn_unit, extreme_of
 from lmsys.measure.compare import Kept
 from lmsys.testing import Inputs, Oracle, Spot, pick
@@ -44,7 +42,7 @@ class Spots:
         outputs = dict(zip(GRADIENTS, result, strict=True)) if backward else {"o": result}
         tensors = self.inputs.tensors
         for name, x in outputs.items():
-            check_plain(name, x, tensors[LIKE[name]], tensors.values())
+            plain.check_plain(name, x, tensors[LIKE[name]], tensors.values())
         if key is None:
             return None
         return [
@@ -71,19 +69,17 @@ class Spots:
 
 def spots_of(case: AttentionCase, backward: bool, key: int, extreme: Unit | None) -> list[Spot]:
     """The parts that a key says; the last is of the draw's extreme unit, where there is one."""
-    chance = random.Random(key)
+    chance, rows = random.Random(key), list[slice | None]()
     units = [(batch, head) for batch in range(case.batch) for head in range(case.kv_heads)]
     if backward:
         scores = case.heads // case.kv_heads * case.queries * case.keys
-        count = min(len(units), max(1, min(NUM_HEADS, SPOT_SCORES // scores)))
-        chosen = chance.sample(units, count)
-        if extreme is not None and extreme not in chosen:
-            chosen[-1] = extreme
-        return [Spot((unit,), extreme=unit == extreme) for unit in chosen]
-    starts = [chance.randrange(max(1, case.queries - SPOT_ROWS + 1)) for _ in range(NUM_SPOTS)]
-    rows = [slice(start, min(start + SPOT_ROWS, case.queries)) for start in starts]
-    chosen = [chance.choice(units) for _ in rows]
-    if extreme is not None:
+        chosen = chance.sample(units, min(len(units), max(1, min(NUM_HEADS, SPOT_SCORES // scores))))
+        rows = [None] * len(chosen)  # all
+    else:
+        starts = [chance.randrange(max(1, case.queries - SPOT_ROWS + 1)) for _ in range(NUM_SPOTS)]
+        rows = [slice(start, min(start + SPOT_ROWS, case.queries)) for start in starts]
+        chosen = [chance.choice(units) for _ in rows]
+    if extreme is not None and not (backward and extreme in chosen):
         chosen[-1] = extreme
     return [Spot((unit,), part, unit == extreme) for unit, part in zip(chosen, rows, strict=True)]
 
@@ -127,7 +123,7 @@ def repeat(case: AttentionCase, proof: Record, call: Record, pattern: Pattern | 
 
 def _differences(case: AttentionCase, part: Record, oracle: Oracle, ratio: float) -> Iterator[str]:
     name, (group, row) = part["tensor"], part["at"]
-    values = torch.frombuffer(bytearray(base64.b64decode(part["values"])), dtype=DTYPES[case.dtype])
+    values = torch.frombuffer(bytearray(base64.b64decode(part["values"])), dtype=contract.DTYPES[case.dtype])
     reference = oracle.reference[name][0, group, row]
     if values.shape != reference.shape:
         yield f"{name}: {values.numel()} values were recorded of a row of {reference.numel()}"

@@ -15,14 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.data_parallel.cases import ParallelCase
-from benchmarks.data_parallel.passes import Pass
-from benchmarks.data_parallel.rank import Rig, config_of, prepared
+from benchmarks.data_parallel import cases, passes, rank
 from benchmarks.models import LR_BY_WIDTH
 from lmsys.attention import ATTENTION
 from lmsys.bench.ranks import on_part, release, subgroup, times
-from lmsys.measure import memory
-from lmsys.measure.clock import synchronize
+from lmsys.measure import clock, memory
 from lmsys.measure.profile import KINDS, Profile, communication_of, part, profile_call, register_kernels
 from lmsys.measure.sensors import Reading, sensors_of
 from lmsys.measure.step import Step
@@ -35,12 +32,12 @@ UPDATE = "optimizer"  # a part of the step: clipping too
 STAGES = 4  # of the losses' fall
 
 
-class TrainingRig(Rig):
+class TrainingRig(rank.Rig):
     """A rig that clips, and trains on its first batch."""
 
-    def __init__(self, case: ParallelCase, seed: int):
+    def __init__(self, case: cases.ParallelCase, seed: int):
         adamw = {"lr": LR_SHARE * LR_BY_WIDTH / case.config.d_model, "betas": (0.9, 0.95)}
-        super().__init__(case, Pass(seed, seed, 0, 0), adamw)
+        super().__init__(case, passes.Pass(seed, seed, 0, 0), adamw)
         self.divided = case.entry.trait("shards_gradients", False) and case.world_size > 1
         self.group = subgroup(case.world_size)
 
@@ -68,36 +65,30 @@ class Alone:
     """Findings on this rank.
 
     levels          of checkpointing, as the model has them
-    first_step_s    with compiling and tuning
-    held_bytes      weights and optimizer state, before a step; peak_bytes: the most that is live in one
+    most            first_step_s, with compiling and tuning; held_bytes, weights and optimizer state before a step;
+                    total_bytes, the most that is live in one: a record has the largest of any rank
     samples, losses of each step: seconds, and the loss of all ranks
-    kinds           seconds of a step's kernels by kind, without those of the optimizer
+    times           fields of a record: seconds of a step's kernels by kind, without those of the optimizer, and others
     readings        of the device's sensors, of a GPU while it is at work on the timed steps
     """
 
     levels: str
-    first_step_s: float
-    held_bytes: int
-    peak_bytes: int
+    most: dict[str, float]
     samples: list[float]
     losses: list[float]
     finite: bool
-    kinds: dict[str, float]
-    optimizer_s: float
-    profiled_s: float
-    communication_s: float
-    exposed_s: float
+    times: dict[str, float]
     readings: list[Reading]
 
 
 @on_part
-def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
+def train_alone(case: cases.ParallelCase, seed: int, steps: int) -> Alone:
     """Builds the row, takes its steps, and looks into some more."""
     for row in ATTENTION.values():
         register_kernels(row.trait("kernels", ""), "attention")
     register_kernels(case.entry.trait("kernels", ""), "communication")
     kind, group = device().type, subgroup(case.world_size)
-    with prepared(case):
+    with rank.prepared(case):
         rigs: list[TrainingRig] = []
         took: list[float] = []
 
@@ -108,7 +99,7 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         def first() -> None:
             start = perf_counter()
             step()
-            synchronize(kind)
+            clock.synchronize(kind)
             took.append(perf_counter() - start)
 
         phases = {"init": lambda: rigs.append(TrainingRig(case, seed)), "first": first, "step": step}
@@ -133,23 +124,20 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         sent = communication_of(rig.step, rig.finish, partial(dist.barrier, group), kind)
         dist.barrier(group)
         profile = profile_call(step, kind, steps=1)
-        outside = rig.outside_bytes
     kinds, optimizer_s = by_kind(profile)
-    return Alone(
-        levels=str(config_of(case).checkpoint_blocks),
-        first_step_s=took[0],
-        held_bytes=held + outside,
-        peak_bytes=found["step"]["peak_bytes"] + outside,
-        samples=samples,
-        losses=(told / case.world_size).tolist(),
-        finite=finite,
-        kinds=kinds,
-        optimizer_s=optimizer_s,
-        profiled_s=profile.profiled_s,
-        communication_s=sent.time_s,
-        exposed_s=sent.time_s * (1 - (sent.overlap_fraction or 0.0)),
-        readings=readings,
-    )
+    most = {
+        "first_step_s": took[0],
+        "held_bytes": held + rig.outside_bytes,
+        "total_bytes": found["step"]["peak_bytes"] + rig.outside_bytes,
+    }
+    times_s = {f"{name}_s": seconds for name, seconds in kinds.items()} | {
+        "optimizer_s": optimizer_s,
+        "profiled_s": profile.profiled_s,
+        "communication_s": sent.time_s,
+        "exposed_s": sent.time_s * (1 - (sent.overlap_fraction or 0.0)),
+    }
+    levels, losses_of_all = str(rank.config_of(case).checkpoint_blocks), (told / case.world_size).tolist()
+    return Alone(levels, most, samples, losses_of_all, finite, times_s, readings)
 
 
 def by_kind(profile: Profile) -> tuple[dict[str, float], float]:

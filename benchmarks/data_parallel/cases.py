@@ -106,10 +106,8 @@ class StepsCase(ParallelCase):
 
     @property
     def axes(self) -> Record:
-        own = super().axes
-        for name in ("asked_bucket_mb", "comm_dtype", "sharded_optimizer"):  # always the defaults
-            del own[name]
-        return own
+        defaults = "asked_bucket_mb", "comm_dtype", "sharded_optimizer"  # always
+        return {name: value for name, value in super().axes.items() if name not in defaults}
 
 
 def variants(grid: Grid, entry: Entry) -> Iterable[tuple[float | str | None, str, bool]]:

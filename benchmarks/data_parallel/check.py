@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from benchmarks.data_parallel.cases import NARROW, Narrow, ParallelCase
 from benchmarks.data_parallel.rank import Gradients, blocks_of, make_optimizer, model_of, prepared, wrap
 from benchmarks.models import NUM_BLOCKS, Batch, build, matmuls
-from lmsys.bench import Candidate
-from lmsys.bench.ranks import joined, on_part, subgroup
+from lmsys import processes, testing
+from lmsys.bench import Candidate, ranks
 from lmsys.check.strategy import blamed, fault
 from lmsys.check.trained import Failure, Result, train, why_not
 from lmsys.config import ModelConfig
@@ -34,8 +34,6 @@ from lmsys.cost.operations import model_parameters
 from lmsys.extremes.strategy import Trial, trials
 from lmsys.model import Loss
 from lmsys.parallel.group import WorkerError, device
-from lmsys.processes import DIED
-from lmsys.testing import ratio_of
 
 STEPS = 3
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
@@ -44,7 +42,7 @@ MOST_KEPT = 2**30  # parameters of a model beside which plain steps are kept for
 State = dict[str, Tensor]
 
 
-@on_part
+@ranks.on_part
 def gate(case: ParallelCase, seed: int) -> dict[str, float]:
     """Errors over their budgets, by parameter, on the rank where they are worst; on every rank the same."""
     options = case.options
@@ -70,16 +68,17 @@ def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: N
     ratios = {}
     for name, first in start.items():
         moved = [x[name].double() - first.double() for x in (found, exact, plain)]
-        ratios[name] = ratio_of(moved[0], moved[1], moved[2].to(torch.float32), dtype) if moved[1].any() else 0.0
+        ratios[name] = (
+            testing.ratio_of(moved[0], moved[1], moved[2].to(torch.float32), dtype) if moved[1].any() else 0.0
+        )
     worst = torch.tensor([*ratios.values()], dtype=torch.float64, device=device())
-    dist.all_reduce(worst, dist.ReduceOp.MAX, group=subgroup(case.world_size))
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=ranks.subgroup(case.world_size))
     return dict(zip(ratios, worst.tolist(), strict=True))
 
 
 def _batches(config: ModelConfig, world_size: int, seed: int) -> Iterator[Batch]:
     """The examples of every step, those of all ranks, rank by rank."""
-    for step in range(STEPS):
-        yield Batch.draw(config, BATCH * world_size, str(device()), seed + step)
+    return (Batch.draw(config, BATCH * world_size, str(device()), seed + step) for step in range(STEPS))
 
 
 def _of_rank(data: Batch, rank: int) -> tuple[Tensor, Tensor]:
@@ -129,8 +128,9 @@ def _rounded_backward(module: nn.Module, data: Batch, world_size: int, kind: str
     for rank in range(world_size):
         used = {name: p.to(dtype) if kind == "compute_dtype" else p for name, p in named.items()}
         loss = torch.func.functional_call(module, used, _of_rank(data, rank))
-        grads = torch.autograd.grad(loss, [*used.values()])
-        grads = [g.to(dtype) if kind == "comm_dtype" else g.float() for g in grads]
+        grads = [
+            g.to(dtype if kind == "comm_dtype" else torch.float32) for g in torch.autograd.grad(loss, [*used.values()])
+        ]
         total = [a + b for a, b in zip(total, grads, strict=True)] if total else list(grads)
     for p, grad in zip(named.values(), total, strict=True):
         p.grad = (grad / world_size).to(p.dtype)
@@ -141,10 +141,10 @@ _NUMBERS = count(2**31)  # of trainings: apart from those of a check
 _ASKED: set[Any] = set()  # right rows, with their options and ranks
 
 
-@on_part
+@ranks.on_part
 def small_training(case: ParallelCase, trial: Trial, number: int) -> Result:
     """On a rank: the result of the trial."""
-    return train(case.entry, trial, number, _options(case), subgroup(case.world_size))
+    return train(case.entry, trial, number, _options(case), ranks.subgroup(case.world_size))
 
 
 def judge_by_trials(candidate: Candidate, run: Run, seed: int) -> None:
@@ -154,7 +154,7 @@ def judge_by_trials(candidate: Candidate, run: Run, seed: int) -> None:
     """
     case, right = candidate.case, candidate.outcome == "ok"
     key = case.entry.target, repr(_options(case)), case.world_size, case.backend
-    if joined() is not None or (right and key in _ASKED) or candidate.outcome not in ("ok", "wrong"):
+    if ranks.joined() is not None or (right and key in _ASKED) or candidate.outcome not in ("ok", "wrong"):
         return
     if right:
         _ASKED.add(key)
@@ -164,7 +164,7 @@ def judge_by_trials(candidate: Candidate, run: Run, seed: int) -> None:
             continue
         results = ask(trial)
         failure = blamed(results)
-        if failure is not None and failure.kind == DIED:
+        if failure is not None and failure.kind == processes.DIED:
             return
         wrong = None if right and failure is not None else fault(ask, trial, results)
         if wrong is None:
@@ -181,7 +181,7 @@ def _ask(case: ParallelCase, run: Run, trial: Trial) -> Sequence[Result]:
     try:
         return run(case.world_size, case.backend, small_training, case, trial, next(_NUMBERS))
     except WorkerError as error:
-        return [Result(failure=Failure(error.rank, DIED, str(error), ""))]
+        return [Result(failure=Failure(error.rank, processes.DIED, str(error), ""))]
 
 
 def _options(case: ParallelCase) -> dict[str, Any]:

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from benchmarks.data_parallel.cases import Narrow, ParallelCase
 from benchmarks.models import ROUNDING, Batch, autocast, build, matmuls
-from lmsys import draws
+from lmsys import draws, testing
 from lmsys.bench.ranks import on_part, release, subgroup
 from lmsys.config import ModelConfig
 from lmsys.cost.operations import model_parameters
 from lmsys.model import Loss
 from lmsys.parallel.group import device
-from lmsys.testing import ratio_of
 from lmsys.training.reproducible import weights_sha256
 
 # With eps far above a gradient's size AdamW moves by the gradient's size: it sees one that is halved, and where a
@@ -122,7 +121,7 @@ def judge_pass(case: ParallelCase, one: Pass) -> dict[str, float] | None:
             f" where exact ones end, so no budget can be had of them"
         )
     return {
-        name: ratio_of(found[name], right[name], ordinary[name], dtype)
+        name: testing.ratio_of(found[name], right[name], ordinary[name], dtype)
         * _luck(right[name], ordinary[name], apart / way)
         for name in start
     }
@@ -186,8 +185,7 @@ def _take_steps(case: ParallelCase, one: Pass, dtype: torch.dtype, precision: st
     module = Loss(build(config, str(on), one.seed)).to(dtype)
     params = dict(module.named_parameters())
     optimizer, start = torch.optim.AdamW(params.values(), **ADAMW), _rows_of(params, one.key)
-    scores = config.num_layers * config.num_heads * config.context_length**2
-    at_once = max(1, MAX_SCORES // scores)
+    at_once = max(1, MAX_SCORES // (config.num_layers * config.num_heads * config.context_length**2))
     for batch in Batches(config, case.batch, one).all:
         for inputs in zip(batch.tokens.split(at_once), batch.targets.split(at_once), strict=True):
             is_narrow = narrow is not None and narrow[0] == "compute_dtype"

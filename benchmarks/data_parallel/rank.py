@@ -10,31 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.data_parallel.cases import ParallelCase
-from benchmarks.data_parallel.passes import ADAMW, WARM_STEPS, Batches, Pass, leave
+from benchmarks.data_parallel import cases, passes
 from benchmarks.models import COMPILED, RECOMPILE_LIMIT, autocast, build, fitted, gpu_memory, matmuls
 from lmsys.bench.ranks import on_part, release, subgroup, times
 from lmsys.checkpointing import FIT, for_fewer
 from lmsys.config import ModelConfig
-from lmsys.measure import memory
-from lmsys.measure.clock import in_turn, synchronize
-from lmsys.measure.profile import Communication, communication_of, register_kernels
+from lmsys.measure import clock, memory, profile
 from lmsys.measure.step import Step
 from lmsys.model import Loss
-from lmsys.parallel.adapter import Adapter
-from lmsys.parallel.collectives import gather_objects
+from lmsys.parallel import adapter, collectives, overlapped, sharded_optimizer
 from lmsys.parallel.group import device
-from lmsys.parallel.overlapped import latency_and_bandwidth
-from lmsys.parallel.sharded_optimizer import ShardedOptimizer
-from lmsys.training.gradients import GraphedGradients, backward_of, on_capture_stream, warm_ups_of
-from lmsys.training.optimizer import AdamW
+from lmsys.training import gradients, optimizer
 
 INSPECTED = 3  # steps that are timed to learn what one costs
 _COMPILED: list[str] = []  # the group of cases whose graphs this rank holds
 
 
 @contextmanager
-def prepared(case: ParallelCase) -> Iterator[None]:
+def prepared(case: cases.ParallelCase) -> Iterator[None]:
     """Releases what was there before. Keeps what is compiled meanwhile for the group's other rows and passes, whose
     blocks are the same.
 
@@ -49,7 +42,7 @@ def prepared(case: ParallelCase) -> Iterator[None]:
         yield
 
 
-def blocks_of(case: ParallelCase, num_layers: int) -> int | str:
+def blocks_of(case: cases.ParallelCase, num_layers: int) -> int | str:
     """The case's levels of checkpointing for a model of so many blocks; what fits is what fits on every rank."""
     setting = case.runtime.get("checkpoint_blocks", 0)
     if setting == FIT:
@@ -60,24 +53,24 @@ def blocks_of(case: ParallelCase, num_layers: int) -> int | str:
             "gradients_stay": case.synchronizes and stage < 3,
         }
         config = replace(case.config, **case.runtime)
-        memory = min(gather_objects(gpu_memory(), group))
+        memory = min(collectives.gather_objects(gpu_memory(), group))
         setting = fitted(config, case.batch, case.precision, memory, **ranks).checkpoint_blocks
     return for_fewer(setting, case.config.num_layers, num_layers)
 
 
-def config_of(case: ParallelCase) -> ModelConfig:
+def config_of(case: cases.ParallelCase) -> ModelConfig:
     """The config of the model that the case trains."""
     config = case.config
     return replace(config, checkpoint_blocks=blocks_of(case, config.num_layers), residual=case.residual)
 
 
-def model_of(case: ParallelCase, config: ModelConfig, seed: int) -> Any:
+def model_of(case: cases.ParallelCase, config: ModelConfig, seed: int) -> Any:
     """The model that the case trains, with the weights of this seed."""
     ours, other = build(config, str(device()), seed), case.whole_model
     return ours if other is None else other.load()(config, device()).take_weights(ours)
 
 
-def wrap(case: ParallelCase, model: Any, options: dict[str, Any]) -> Adapter:
+def wrap(case: cases.ParallelCase, model: Any, options: dict[str, Any]) -> adapter.Adapter:
     """The model's loss under the case's strategy, compiled or fused before where the case asks for it.
 
     A model to be graphed is wrapped on the stream of captures, which DDP keeps.
@@ -86,8 +79,8 @@ def wrap(case: ParallelCase, model: Any, options: dict[str, Any]) -> Adapter:
         model.fuse_blocks()
     elif case.compile in COMPILED:
         model.compile_blocks()
-    with on_capture_stream() if case.replayed else nullcontext():
-        return Adapter(case.entry.load(), Loss(model), subgroup(case.world_size), **options)
+    with gradients.on_capture_stream() if case.replayed else nullcontext():
+        return adapter.Adapter(case.entry.load(), Loss(model), subgroup(case.world_size), **options)
 
 
 class Gradients:
@@ -96,7 +89,7 @@ class Gradients:
     Holds no reference to itself: a graph with NCCL's calls inside must go before the process group does.
     """
 
-    def __init__(self, strategy: Adapter, precision: str):
+    def __init__(self, strategy: adapter.Adapter, precision: str):
         self.strategy = strategy
         kind = device().type
 
@@ -105,37 +98,41 @@ class Gradients:
                 return strategy(*inputs)
 
         self.loss = loss
-        self.compute = backward_of(loss, strategy.finish)
-        self.graph: GraphedGradients | None = None  # once it is recorded, or to be
+        self.compute = gradients.backward_of(loss, strategy.finish)
+        self.graph: gradients.GraphedGradients | None = None  # once it is recorded, or to be
 
     def record(self) -> None:
         """Makes the next call record a graph, which later calls replay."""
         parameters = self.strategy.module.parameters()
-        self.graph = GraphedGradients(self.compute, parameters, warm_ups_of(self.strategy.wrapper))
+        self.graph = gradients.GraphedGradients(self.compute, parameters, gradients.warm_ups_of(self.strategy.wrapper))
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The loss; the gradients are there and are the mean over ranks."""
         return (self.graph or self.compute)(*inputs)
 
 
-def make_optimizer(case: ParallelCase, strategy: Adapter, cls: Any, **options: Any) -> torch.optim.Optimizer:
+def make_optimizer(
+    case: cases.ParallelCase, strategy: adapter.Adapter, cls: Any, **options: Any
+) -> torch.optim.Optimizer:
     if case.sharded_optimizer:
-        return ShardedOptimizer(strategy.wrapper.parameters(), cls, subgroup(case.world_size), **options)
+        return sharded_optimizer.ShardedOptimizer(
+            strategy.wrapper.parameters(), cls, subgroup(case.world_size), **options
+        )
     return strategy.make_optimizer(cls, **options)
 
 
 class Rig:
     """A model, its strategy, its optimizer and this rank's batches. Ranks begin with weights of their own."""
 
-    def __init__(self, case: ParallelCase, one: Pass, adamw: dict[str, Any] = ADAMW):
+    def __init__(self, case: cases.ParallelCase, one: passes.Pass, adamw: dict[str, Any] = passes.ADAMW):
         self.case, on, rank = case, str(device()), dist.get_rank()
         self.strategy = wrap(case, model_of(case, config_of(case), one.seed + rank), case.options)
-        self.batches = Batches(case.config, case.batch, one)
+        self.batches = passes.Batches(case.config, case.batch, one)
         self.data = self.batches.now
         theirs = case.entry.trait("fused_adamw", False)
-        cls, fused = (torch.optim.AdamW, {"fused": on != "cpu"}) if theirs else (AdamW, {})
+        cls, fused = (torch.optim.AdamW, {"fused": on != "cpu"}) if theirs else (optimizer.AdamW, {})
         self.optimizer = make_optimizer(case, self.strategy, cls, **adamw, **fused)
-        if isinstance(self.optimizer, AdamW):
+        if isinstance(self.optimizer, optimizer.AdamW):
             self.optimizer.rounded = self.strategy.module.model.rounded
         self.gradients = Gradients(self.strategy, case.precision)
 
@@ -146,7 +143,7 @@ class Rig:
         """Everything is planned, compiled and recorded when this is done."""
         if self.case.replayed:
             self.gradients.record()
-        for _ in range(WARM_STEPS[device().type]):
+        for _ in range(passes.WARM_STEPS[device().type]):
             self.batches.draw()
             self.step()
 
@@ -197,7 +194,7 @@ class Inspection:
     """
 
     memory: dict[str, int]
-    communication: Communication
+    communication: profile.Communication
     step_s: float
     bucket_mb: float | None
     num_buckets: int | None
@@ -206,23 +203,23 @@ class Inspection:
 
 
 @on_part
-def inspect(case: ParallelCase, seed: int) -> Inspection:
+def inspect(case: cases.ParallelCase, seed: int) -> Inspection:
     """The network; memory, phase by phase, of a training from its beginning; a step's time and its communication."""
     group = subgroup(case.world_size)
     with prepared(case):
-        network = latency_and_bandwidth(group, device()) if case.world_size > 1 else None
-        rig, found = _phases(case, Pass(seed, seed, 0, INSPECTED))
+        network = overlapped.latency_and_bandwidth(group, device()) if case.world_size > 1 else None
+        rig, found = _phases(case, passes.Pass(seed, seed, 0, INSPECTED))
         rig.warm()
         seconds = min(rig.times(rig.step, INSPECTED))
-        register_kernels(case.entry.trait("kernels", ""), "communication")
-        sent = communication_of(rig.step, rig.finish, lambda: dist.barrier(group), device().type)
+        profile.register_kernels(case.entry.trait("kernels", ""), "communication")
+        sent = profile.communication_of(rig.step, rig.finish, lambda: dist.barrier(group), device().type)
         finite = bool(rig.step().isfinite())
     buckets, size = (getattr(rig.strategy.wrapper, name, None) for name in ("buckets", "bucket_mb"))
     mb, count = float(size) if size else None, len(buckets) if buckets else None
     return Inspection(found, sent, seconds, mb, count, finite, network)
 
 
-def _phases(case: ParallelCase, one: Pass) -> tuple[Rig, dict[str, int]]:
+def _phases(case: cases.ParallelCase, one: passes.Pass) -> tuple[Rig, dict[str, int]]:
     """A rig, and bytes at points of its beginning and its first steps.
 
     The phases are those of what a graph records: its own memory is set aside as a whole.
@@ -289,17 +286,17 @@ class Taken:
 
 
 @on_part
-def take_pass(case: ParallelCase, one: Pass) -> Taken:
+def take_pass(case: cases.ParallelCase, one: passes.Pass) -> Taken:
     """Takes the steps and keeps what they led to: none of them can tell whether it will be judged."""
     alone: list[float] = []
     with prepared(case):
         rig = Rig(case, one)
         rig.warm()
         samples = rig.times(rig.step, one.steps)
-        begin, state, _, end = in_turn(
-            perf_counter, rig.strategy.full_state_dict, lambda: synchronize(device().type), perf_counter
+        begin, state, _, end = clock.in_turn(
+            perf_counter, rig.strategy.full_state_dict, lambda: clock.synchronize(device().type), perf_counter
         )
-        bits = leave(case, one, state)
+        bits = passes.leave(case, one, state)
         del state
         model = rig.strategy.fingerprint()
         if case.world_size > 1 and rig.can_stay_local:

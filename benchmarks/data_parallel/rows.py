@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.data_parallel.cases import ParallelCase
-from benchmarks.data_parallel.rank import Inspection
+from benchmarks.data_parallel import cases, rank
 from benchmarks.models import COMPILED, matmul_rates
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Record, Settings
@@ -29,8 +28,8 @@ class Row:
     bits    sha256, by the number of the pass, of what its steps have led to
     """
 
-    case: ParallelCase
-    seen: list[Inspection]
+    case: cases.ParallelCase
+    seen: list[rank.Inspection]
     passes: list[list[float]] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
     bits: dict[int, str] = field(default_factory=dict)
@@ -46,7 +45,7 @@ class Row:
         return max(-(-settings.min_rounds // passes), min(MOST_STEPS, int(settings.seconds_per_row / passes / slowest)))
 
 
-def why_not(case: ParallelCase) -> str | None:
+def why_not(case: cases.ParallelCase) -> str | None:
     """None, or why a case cannot run here."""
     fused = case.compile == "fused"
     try:
@@ -68,12 +67,12 @@ def why_not(case: ParallelCase) -> str | None:
     )
 
 
-def step_rates(case: ParallelCase, time_s: float, machine: Record) -> Record:
+def step_rates(case: cases.ParallelCase, time_s: float, machine: Record) -> Record:
     """Work of a step on all ranks; of one, its rate, and its shares of what a device reaches and its maker states."""
     tokens = case.world_size * case.batch * case.context
     flops = model_flops(case.config, tokens=tokens, context=case.context, mode="step")
-    found = {"flops": flops, "tokens_per_s": tokens / time_s}
-    found |= matmul_rates(flops / case.world_size, time_s, case.precision, machine)
+    rates = matmul_rates(flops / case.world_size, time_s, case.precision, machine)
+    found = {"flops": flops, "tokens_per_s": tokens / time_s, **rates}
     stated = peak_flops_per_s(machine["gpu"], case.precision)
     return found | {"mfu": found["flops_per_s"] / stated if stated else None}
 
@@ -114,7 +113,7 @@ def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
     """The row that a row's communication is compared with, if it has been timed: on as many ranks, sharded alike."""
     asked = row.case.world_size, row.case.sharded_optimizer
     same = [one for one in rows if one.passes and (one.case.world_size, one.case.sharded_optimizer) == asked]
-    candidates = [one for one in same if one.case.entry.trait("baseline", 0)]
+    candidates = (one for one in same if one.case.entry.trait("baseline", 0))
     return max(candidates, key=lambda one: one.case.entry.trait("baseline", 0), default=None)
 
 

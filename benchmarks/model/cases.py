@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from benchmarks import axes
-from benchmarks.models import AUTO, COMPILED, WHAT_IS_KEPT, ModelCase, attention_case, attention_row, fitted, variant
+from benchmarks import axes, models
+from lmsys import checkpointing, config
 from lmsys.attention import AttentionCase
 from lmsys.bench import Axis, Entry, Field, Record, fields
-from lmsys.checkpointing import for_fewer
-from lmsys.config import ModelConfig
 from lmsys.cost.operations import model_parameters
 from lmsys.model import TransformerLM
 
@@ -20,7 +18,7 @@ Row = tuple[str, str, bool, str, str]
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
 AXES = (
     *axes.named("--size", "--context", "--batch", "--precision", "--mode", batch=(4,)),
-    *axes.named("--compile", "--attention", compile=("eager", "compiled"), attention=(AUTO.name,)),
+    *axes.named("--compile", "--attention", compile=("eager", "compiled"), attention=(models.AUTO.name,)),
     *axes.named("--checkpoint", "--residual"),
     Axis("warmup", int, (None,)),
     Axis("against", default="", single=True),  # a row that the grid is about: there are no cases without it
@@ -28,7 +26,7 @@ AXES = (
 FIELDS = (
     *fields.axes("size", "context", "batch", "precision", "mode", "compile"),
     *fields.axes(*SHAPE, "num_parameters"),
-    *WHAT_IS_KEPT,
+    *models.WHAT_IS_KEPT,
     Field("peer", role="axis", about="Whether the whole model is somebody else's code"),
     Field("attention", role="detail", about="The attention row that computes; for auto, its choice"),
     Field("loss", role="detail", about="Loss on the batch of a timed call, after timing"),
@@ -43,7 +41,7 @@ FIELDS = (
 
 
 @dataclass(frozen=True)
-class ModelTest(ModelCase):
+class ModelTest(models.ModelCase):
     """One thing (`mode`) that is done with a model of some size by one row.
 
     compile  graphed, fused: forward and backward are replayed as one CUDA graph
@@ -64,7 +62,7 @@ class ModelTest(ModelCase):
 
     @property
     def label(self) -> str:
-        return f"auto: {self.attention.name}" if self.entry == AUTO else super().label
+        return f"auto: {self.attention.name}" if self.entry == models.AUTO else super().label
 
     @property
     def peer(self) -> bool:
@@ -91,22 +89,22 @@ class ModelTest(ModelCase):
     @property
     def row(self) -> Row:
         """The key of a candidate, which is compiled and checked once for all its modes."""
-        blocks = "compiled" if self.compile in COMPILED else self.compile
+        blocks = "compiled" if self.compile in models.COMPILED else self.compile
         return blocks, self.entry.name, self.grad, self.checkpoint, self.residual
 
     @property
-    def computed(self) -> ModelConfig:
+    def computed(self) -> config.ModelConfig:
         """The config of the row's model. ValueError where no levels of checkpointing fit."""
-        return fitted(replace(self.config, **self.runtime), self.batch, self.precision)
+        return models.fitted(replace(self.config, **self.runtime), self.batch, self.precision)
 
     @property
     def asked(self) -> AttentionCase:
         """The case that the model makes for an attention row."""
-        return attention_case(self.config, self.batch, self.precision, self.device, self.grad)
+        return models.attention_case(self.config, self.batch, self.precision, self.device, self.grad)
 
     @property
     def attention(self) -> Entry:
-        return attention_row(self.entry, self.asked)
+        return models.attention_row(self.entry, self.asked)
 
 
 def model_of(case: ModelTest, base: TransformerLM, shared: bool) -> nn.Module:
@@ -115,7 +113,7 @@ def model_of(case: ModelTest, base: TransformerLM, shared: bool) -> nn.Module:
         changes = {**case.runtime, "attention": case.attention.name}
         if "checkpoint_blocks" in changes:
             layers, fewer = case.config.num_layers, base.config.num_layers
-            changes["checkpoint_blocks"] = for_fewer(case.computed.checkpoint_blocks, layers, fewer)
-        return variant(base, case.compile, **changes)
+            changes["checkpoint_blocks"] = checkpointing.for_fewer(case.computed.checkpoint_blocks, layers, fewer)
+        return models.variant(base, case.compile, **changes)
     theirs = case.entry.load()(base.config, base.lm_head.weight.device).take_weights(base, shared)
-    return theirs.compile_blocks() if case.compile in COMPILED else theirs
+    return theirs.compile_blocks() if case.compile in models.COMPILED else theirs

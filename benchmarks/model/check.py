@@ -104,8 +104,7 @@ class Gate:
     def group(self, name: str, x: Tensor) -> Tensor:
         """A number for each row of an output: 0 where it is ordinary."""
         if name == LOGITS:
-            embeddings = group_of(EMBEDDINGS, self.base.config.vocab_size)
-            return embeddings[self.data.tokens.flatten().cpu()]
+            return group_of(EMBEDDINGS, self.base.config.vocab_size)[self.data.tokens.flatten().cpu()]
         return group_of(name.removeprefix(f"{GRADIENT} "), x.numel() // x.shape[-1])
 
     def outputs(self, model: nn.Module, grad: bool, precision: str = "") -> dict[str, Tensor]:

@@ -21,15 +21,12 @@ from torch.optim import Optimizer
 from benchmarks.model.cases import ModelTest, Row, model_of
 from benchmarks.model.spots import NUM_ROWS, OUTPUTS, UPDATE, UPDATES, Spots
 from benchmarks.models import LOSS_SCALE, Batch, arithmetic, autocast, build
-from lmsys.bench import Settings, Step
-from lmsys.bench.benchmark import verdict
-from lmsys.draws import Draws
+from lmsys import draws, testing
+from lmsys.bench import Settings, Step, benchmark
 from lmsys.extremes.model import FIRST_ID, write_model
 from lmsys.extremes.optimizer import plant, planted
-from lmsys.measure import memory
+from lmsys.measure import compare, memory
 from lmsys.measure.clock import clock_of, synchronize, timed
-from lmsys.measure.compare import Kept
-from lmsys.testing import error_ratio, norm_rms, ratio_of
 from lmsys.training.gradients import GraphedGradients, backward_of
 from lmsys.training.optimizer import HAS_TRITON, AdamW
 
@@ -117,9 +114,9 @@ def _ratio_of_row(new: Tensor, exact: Tensor, plain: Tensor) -> float:
         return 0.0
     new, exact, plain = new[finite], exact[finite], plain[finite]
     if exact.abs().max() >= SMALLEST_NORMAL:
-        return ratio_of(new, exact, plain, torch.float32)
+        return testing.ratio_of(new, exact, plain, torch.float32)
     new, exact, plain = (x.double() / SMALLEST_NORMAL for x in (new, exact, plain))
-    return error_ratio(new, exact, plain.float())
+    return testing.error_ratio(new, exact, plain.float())
 
 
 def _state(parameter: Tensor, rows: list[int], optimizer: Optimizer | None) -> dict[str, Tensor]:
@@ -142,7 +139,7 @@ class WrongCall(ValueError):
     failure = property(lambda self: ("wrong", str(self)))
 
 
-class BatchDraws(Draws):
+class BatchDraws(draws.Draws):
     """Draws of tokens and targets, of which the first token of each sequence is ordinary."""
 
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
@@ -177,8 +174,8 @@ class Rig:
         """No gradients and no optimizer: only the weights are left."""
         self.base.zero_grad(set_to_none=True)
         self.optimizers: dict[bool, torch.optim.Optimizer] = {}  # by ModelTest.peer
-        enabled = self.precision == "fp16"
-        self.scaler = torch.amp.GradScaler(self.device, LOSS_SCALE, growth_interval=2**31 - 1, enabled=enabled)
+        options = {"growth_interval": 2**31 - 1, "enabled": self.precision == "fp16"}
+        self.scaler = torch.amp.GradScaler(self.device, LOSS_SCALE, **options)
 
     def model(self, case: ModelTest) -> nn.Module:
         if case.row not in self.models:
@@ -269,7 +266,7 @@ class Rig:
         self._update.done(self.optimizers[case.peer]).put_back()
         return self.spots.gradients(key, 1.0) | {UPDATE: self._update}
 
-    def judge(self, case: ModelTest, kept: Kept) -> Mapping[str, float]:
+    def judge(self, case: ModelTest, kept: compare.Kept) -> Mapping[str, float]:
         self.base.zero_grad(set_to_none=True)  # makes room
         meant = self.model(case).meant if case.peer else lambda name, weight: weight
         return self.spots.judge(case, kept, meant)
@@ -303,7 +300,7 @@ class Rig:
         launched = [p.grad for p in self.base.parameters()]
         self.graph_of(case)()
         pairs = zip(self.base.parameters(), launched, strict=True)
-        worst = max(norm_rms(p.grad - x) / norm_rms(x) for p, x in pairs)
+        worst = max(testing.norm_rms(p.grad - x) / testing.norm_rms(x) for p, x in pairs)
         if not worst <= GRAPH_BUDGET:
             raise WrongCall(f"a gradient of the graph is off by {worst:.2g} of its size")
 
@@ -317,7 +314,7 @@ class Rig:
             update = Update.of(self.spots.parameters, NUM_ROWS, draw, self.optimizers.get(case.peer))
             update.plant(self._extremes(case), self.scaler.get_scale())
             self.update(case)
-            _, wrong = verdict(update.done(self.optimizers[case.peer]).ratios(), "before any timed call")
+            _, wrong = benchmark.verdict(update.done(self.optimizers[case.peer]).ratios(), "before any timed call")
             if wrong:
                 raise WrongCall(wrong[1])
 

@@ -14,11 +14,8 @@ from typing import Any
 import numpy as np
 
 from lmsys.registry import load_target
-from lmsys.tokenizer import Tokenizer, train
-from lmsys.tokenizer.codec import as_written
-from lmsys.tokenizer.pretokens import PATTERN
-from lmsys.training.corpora import END_OF_TEXT
-from lmsys.training.data import encode_files
+from lmsys.tokenizer import Tokenizer, codec, pretokens, train
+from lmsys.training import corpora, data
 
 Call = Callable[[], Any]
 
@@ -29,13 +26,13 @@ class Ours:
     @staticmethod
     def trainer(text: Path, vocab_size: int, processes: int) -> Call:
         """A function that trains once."""
-        return lambda: train([text], vocab_size, [END_OF_TEXT], processes)
+        return lambda: train([text], vocab_size, [corpora.END_OF_TEXT], processes)
 
     @staticmethod
     def encoder(text: Path, tokenizer: Tokenizer, processes: int) -> Call:
         """A function that encodes the text with an empty cache of words. `ids_by_document` reads its result."""
         new = Tokenizer(tokenizer.vocab, tokenizer.merges, tokenizer.special_tokens)
-        return lambda: list(encode_files(new, [text], processes))
+        return lambda: list(data.encode_files(new, [text], processes))
 
 
 class Tiktoken:
@@ -47,7 +44,7 @@ class Tiktoken:
 
         specials = {token: tokenizer.encode(token)[0] for token in tokenizer.special_tokens}
         ranks = {token: number for number, token in tokenizer.vocab.items() if number not in specials.values()}
-        theirs = tiktoken.Encoding("own", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=specials)
+        theirs = tiktoken.Encoding("own", pat_str=pretokens.PATTERN, mergeable_ranks=ranks, special_tokens=specials)
         documents = documents_of(text)
         return lambda: theirs.encode_ordinary_batch(documents, num_threads=processes)
 
@@ -63,9 +60,13 @@ class HuggingFace:
             tokenizers, pre_tokenizer = _huggingface(processes)
             learner = tokenizers.Tokenizer(tokenizers.models.BPE())
             learner.pre_tokenizer = pre_tokenizer
-            options = {"initial_alphabet": pre_tokenizer.alphabet(), "show_progress": False}
-            options |= {"vocab_size": vocab_size, "special_tokens": [END_OF_TEXT]}
-            learner.train_from_iterator(documents, tokenizers.trainers.BpeTrainer(**options))
+            trainer = tokenizers.trainers.BpeTrainer(
+                initial_alphabet=pre_tokenizer.alphabet(),
+                show_progress=False,
+                vocab_size=vocab_size,
+                special_tokens=[corpora.END_OF_TEXT],
+            )
+            learner.train_from_iterator(documents, trainer)
             return int(learner.get_vocab_size())
 
         return train_once
@@ -73,8 +74,8 @@ class HuggingFace:
     @staticmethod
     def encoder(text: Path, tokenizer: Tokenizer, processes: int) -> Call:
         tokenizers, pre_tokenizer = _huggingface(processes)
-        vocab = {as_written(token): number for number, token in tokenizer.vocab.items()}
-        merges = [(as_written(left), as_written(right)) for left, right in tokenizer.merges]
+        vocab = {codec.as_written(token): number for number, token in tokenizer.vocab.items()}
+        merges = [(codec.as_written(left), codec.as_written(right)) for left, right in tokenizer.merges]
         theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
         theirs.pre_tokenizer = pre_tokenizer
         documents = documents_of(text)
@@ -95,7 +96,7 @@ def call_of(row: Any, task: str, text: Path, wanted: int | Tokenizer, processes:
 
 
 def documents_of(text: Path) -> list[str]:
-    return text.read_text(encoding="utf-8").split(END_OF_TEXT)
+    return text.read_text(encoding="utf-8").split(corpora.END_OF_TEXT)
 
 
 def ids_by_document(result: list[Any], end_of_text: int) -> list[Any]:

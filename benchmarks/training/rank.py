@@ -16,22 +16,17 @@ import torch.distributed as dist
 
 from benchmarks.models import COMPILED, LR_BY_WIDTH, MAX_SCORES, TrainedCase, attention_case, attention_row
 from lmsys.attention import ATTENTION, AttentionCase
-from lmsys.bench import Entry, Record
-from lmsys.bench.findings import interpreted_kernels
-from lmsys.bench.ranks import Unsupported, on_part, release, subgroup
+from lmsys.bench import Entry, Record, findings, ranks
 from lmsys.config import ModelConfig
 from lmsys.measure import memory
 from lmsys.measure.clock import synchronize
 from lmsys.measure.sensors import sensors_of
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
-from lmsys.tokenizer import Tokenizer, train
+from lmsys.tokenizer import Tokenizer, pretokens, train
 from lmsys.tokenizer.chunks import Chunk, chunks
-from lmsys.tokenizer.pretokens import Pretokenizer
+from lmsys.training import corpora, data, loop
 from lmsys.training.config import RunConfig, TrainConfig
-from lmsys.training.corpora import END_OF_TEXT, stdlib
-from lmsys.training.data import TokenFiles, encode_files, fixed_windows
-from lmsys.training.loop import Trainer
 from lmsys.training.reproducible import weights_sha256
 
 LEAST_LR, WARMUP = 0.1, 0.1  # of the learning rate; of all steps
@@ -62,10 +57,8 @@ class TrainingCase(TrainedCase):
 
     @property
     def axes(self) -> Record:
-        own = super().axes
-        for name in ("names_bucket", "micro", "checkpoint", "residual"):  # the last two are always the defaults
-            del own[name]
-        return own | {
+        left_out = "names_bucket", "micro", "checkpoint", "residual"  # the last two are always the defaults
+        return {name: value for name, value in super().axes.items() if name not in left_out} | {
             "attention": self.attention.name,
             "row": self.row,
             "attention_label": self.attention.label or self.attention.name,
@@ -149,8 +142,15 @@ class TrainingCase(TrainedCase):
         alone = next(row for row in STRATEGIES.values() if not row.trait("synchronizes", True))
         fitting = max(1, MAX_SCORES // (self.config.num_heads * self.context**2))
         micro = max(size for size in range(1, self.batch + 1) if self.batch % size == 0 and size <= fitting)
-        plain = replace(self, bucket_mb=None, compile="eager", reproducible=False)
-        return replace(plain, attention=ATTENTION["naive"], entry=alone, micro=micro)
+        return replace(
+            self,
+            attention=ATTENTION["naive"],
+            entry=alone,
+            micro=micro,
+            bucket_mb=None,
+            compile="eager",
+            reproducible=False,
+        )
 
     def run_config(self, seed: int) -> RunConfig:
         """The case as the training loop takes it. ValueError for an option that the loop does not have."""
@@ -177,8 +177,9 @@ class TrainingCase(TrainedCase):
             strategy=self.entry.target if ".py:" in self.entry.target else self.entry.name,
             bucket_mb=self.bucket_mb,
         )
-        model = replace(self.config, attention=attention_row(self.attention, self.asked).name)
-        return RunConfig(model=model, train=train)
+        return RunConfig(
+            model=replace(self.config, attention=attention_row(self.attention, self.asked).name), train=train
+        )
 
 
 CORPUS = "stdlib"
@@ -200,10 +201,10 @@ def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
 
     Unsupported where the text has fewer.
     """
-    corpus = stdlib()
+    corpus = corpora.stdlib()
     size = max(LEAST_BYTES, BYTES_PER_TOKEN * train_tokens)
-    beginning = next(chunks(corpus.train[:1], Pretokenizer([END_OF_TEXT]), size))
-    tokenizer = train([beginning], vocab_size, [END_OF_TEXT], len(os.sched_getaffinity(0)))
+    beginning = next(chunks(corpus.train[:1], pretokens.Pretokenizer([corpora.END_OF_TEXT]), size))
+    tokenizer = train([beginning], vocab_size, [corpora.END_OF_TEXT], len(os.sched_getaffinity(0)))
     place = Path(folder().name) / f"{train_tokens}-{val_tokens}-{vocab_size}"
     place.mkdir(exist_ok=True)
     found = place / "train.npy", place / "valid.npy"
@@ -215,15 +216,19 @@ def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
 def _first(tokenizer: Tokenizer, parts: tuple[Chunk, ...], count: int, option: str) -> np.ndarray:
     """`count` ids and the one that follows them."""
     found: list[np.ndarray] = []
-    for chunk in chunks(parts, Pretokenizer([END_OF_TEXT]), max(LEAST_BYTES, BYTES_PER_TOKEN * count)):
-        found += encode_files(tokenizer, [chunk], 1)
+    for chunk in chunks(
+        parts, pretokens.Pretokenizer([corpora.END_OF_TEXT]), max(LEAST_BYTES, BYTES_PER_TOKEN * count)
+    ):
+        found += data.encode_files(tokenizer, [chunk], 1)
         if sum(map(len, found)) > count:
             return np.concatenate(found)[: count + 1]
-    raise Unsupported(f"{option} {count}: must be less than {sum(map(len, found))}, which is all that {CORPUS} has")
+    raise ranks.Unsupported(
+        f"{option} {count}: must be less than {sum(map(len, found))}, which is all that {CORPUS} has"
+    )
 
 
 INTERPRETED = "its kernels are interpreted here, which is too slow to train with"
-_TRAINER: list[Trainer] = []  # the one that trains now, from call to call
+_TRAINER: list[loop.Trainer] = []  # the one that trains now, from call to call
 
 sensors = cache(sensors_of)
 
@@ -238,17 +243,17 @@ class Epoch:
     sm_clock_mhz: float | None
 
 
-def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> Trainer:
+def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> loop.Trainer:
     config = case.run_config(seed)
     if config.train.compile:
         torch.compiler.reset()  # the blocks of one case are not to count as those of another again
-    windows = fixed_windows(TokenFiles(tokens[1:]), case.context, case.windows)
-    group = subgroup(case.world_size)
+    windows = data.fixed_windows(data.TokenFiles(tokens[1:]), case.context, case.windows)
+    group = ranks.subgroup(case.world_size)
     with torch.random.fork_rng():  # a trainer seeds torch, and the rank is others' next
-        return Trainer(config, TokenFiles(tokens[:1]), windows, device(), group=group)
+        return loop.Trainer(config, data.TokenFiles(tokens[:1]), windows, device(), group=group)
 
 
-@on_part
+@ranks.on_part
 def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> tuple[str | None, float, int]:
     """(why the case is not trained, seconds of the first step, which compiles and tunes, peak bytes of one behind it).
 
@@ -269,7 +274,7 @@ def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> tuple[str | None, 
 
     phases = {"init": lambda: _TRAINER.append(trainer(case, tokens, seed)), "first": first, "step": step}
     try:
-        with interpreted_kernels() as launched:
+        with findings.interpreted_kernels() as launched:
             found = memory.phases(phases, device().type)
     except ValueError as error:
         if _TRAINER:
@@ -279,13 +284,13 @@ def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> tuple[str | None, 
     return INTERPRETED if launched else None, took[0], found["step"]["peak_bytes"]
 
 
-@on_part
+@ranks.on_part
 def begin(case: TrainingCase, tokens: Tokens, seed: int) -> None:
     clear(case)
     _TRAINER.append(trainer(case, tokens, seed))
 
 
-@on_part
+@ranks.on_part
 def epoch(case: TrainingCase, steps: int) -> Epoch:
     """The next steps, which ranks begin together."""
     (one,) = _TRAINER
@@ -300,7 +305,7 @@ def epoch(case: TrainingCase, steps: int) -> Epoch:
     return Epoch(seconds, [step.loss for step in taken], [step.norm for step in taken], clock)
 
 
-@on_part
+@ranks.on_part
 def end(case: TrainingCase) -> tuple[float, str]:
     """(the loss on held-out text, what tells whether ranks have one model)."""
     (one,) = _TRAINER
@@ -313,4 +318,4 @@ def end(case: TrainingCase) -> tuple[float, str]:
 def clear(_: TrainingCase) -> None:
     """Drops a training, also one that is given up."""
     _TRAINER.clear()
-    release()
+    ranks.release()

@@ -264,9 +264,7 @@ def flash_cuda_supports(case: AttentionCase) -> str | None:
         return "runs on CUDA only"
     if case.capability is not None and case.capability < (8, 0):
         return f"needs compute capability 8.0 or later; this GPU has {case.capability[0]}.{case.capability[1]}"
-    if nvcc() is None:
-        return NO_NVCC
-    return None
+    return NO_NVCC if nvcc() is None else None
 
 
 def main() -> int:

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys.attention import compiled, contract, custom_ops
 from lmsys.attention.bounds import Bounds
-from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
-from lmsys.attention.contract import AttentionCase, as_4d, why_not_plain
-from lmsys.attention.custom_ops import attend, autograd_function, custom_op
 from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern
 
 TILE_SCORES = {"cuda": 2**24, "cpu": 2**20}  # scores of one tile over all heads: 64 MiB, 4 MiB
@@ -38,9 +36,7 @@ def _operand(x: Tensor) -> torch.dtype:
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """a b for (N, ., .) operands of one dtype, accumulated and returned in float32 (float64 for float64)."""
-    if a.dtype == _wide(a.dtype):
-        return torch.bmm(a, b)
-    return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a, b) if a.dtype == _wide(a.dtype) else torch.bmm(a, b, out_dtype=torch.float32)
 
 
 def _grouped(x: Tensor, num_groups: int) -> Tensor:
@@ -146,8 +142,8 @@ def _tile_weights(
 
 
 def _tile_weights_compiled(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    key = layout_key(*tensors), tuple(sorted(options.items(), key=lambda item: item[0]))
-    return compile_for(_tile_weights, key)(*tensors, **options)
+    key = compiled.layout_key(*tensors), tuple(sorted(options.items(), key=lambda item: item[0]))
+    return compiled.compile_for(_tile_weights, key)(*tensors, **options)
 
 
 def flash_backward(
@@ -170,8 +166,8 @@ def flash_backward(
     """
     shapes, scale = (q.shape, k.shape, v.shape), q.shape[-1] ** -0.5 if scale is None else scale
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # makes P zero of a query that sees nothing
-    lse = lse.reshape(as_4d(q).shape[:-1])
-    q, k, v, o, do = (as_4d(x) for x in (q, k, v, o, do))
+    lse = lse.reshape(contract.as_4d(q).shape[:-1])
+    q, k, v, o, do = (contract.as_4d(x) for x in (q, k, v, o, do))
     num_groups, (num_queries, num_keys) = k.shape[0] * k.shape[1], (q.shape[2], k.shape[2])
     pattern = pattern or PLAIN[causal]
     bounds = pattern.bounds(num_queries, num_keys, q.device)
@@ -216,8 +212,8 @@ def backward_here(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tens
     return (compiled_flash_backward if q.is_cuda else flash_backward)(q, *others, **options)
 
 
-_operator, _gradients = custom_op("flash_torch", flash_forward, backward_here)
-FlashTorch = autograd_function("FlashTorch", flash_forward, backward_here, _gradients)
+_operator, _gradients = custom_ops.custom_op("flash_torch", flash_forward, backward_here)
+FlashTorch = custom_ops.autograd_function("FlashTorch", flash_forward, backward_here, _gradients)
 
 
 def flash_torch(
@@ -233,10 +229,10 @@ def flash_torch(
 
     `pattern` stands in the place of `causal`.
     """
-    return attend(FlashTorch, _operator, q, k, v, causal, scale, pattern)
+    return custom_ops.attend(FlashTorch, _operator, q, k, v, causal, scale, pattern)
 
 
-def flash_torch_supports(case: AttentionCase) -> str | None:
-    if reason := why_not_plain(case, *INTERVALS):
+def flash_torch_supports(case: contract.AttentionCase) -> str | None:
+    if reason := contract.why_not_plain(case, *INTERVALS):
         return reason
-    return why_no_compiler(case.device) if case.device == "cuda" and case.grad else None
+    return compiled.why_no_compiler(case.device) if case.device == "cuda" and case.grad else None

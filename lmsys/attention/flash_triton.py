@@ -31,14 +31,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lmsys.attention import contract, custom_ops, flash_torch, flash_triton_kernels, side_by_side
 from lmsys.attention.bounds import Bounds
-from lmsys.attention.contract import AttentionCase, why_not_plain
-from lmsys.attention.custom_ops import attend, autograd_function, custom_op
-from lmsys.attention.flash_torch import backward_here
 from lmsys.attention.flash_triton_decode import decode, decodes, forward_tensors
-from lmsys.attention.flash_triton_kernels import _dkdv_kernel, _dq_kernel, _fwd_kernel
 from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern
-from lmsys.attention.side_by_side import gradients_like
 from lmsys.attention.tuning import Tile, block_d, candidates, tune
 from lmsys.kernels.launch import INTERPRETED, Kernel, describable, dot_precision, geometry, stream_of
 
@@ -46,9 +42,9 @@ INTERPRETED_SCORES = 2**18  # at most, or a check takes minutes
 ROW_PADDING = 128  # delta and the log-sum-exp are padded to it: a multiple of every BLOCK_Q
 # Each kernel, and what its descriptors are tiled by: rows of q queries or k keys, or a vector over rows of queries.
 KERNELS = {
-    "fwd": (_fwd_kernel, ["q", "k", "k", "q"]),
-    "dq": (_dq_kernel, ["q", "k", "k", "q", "q", "q"]),
-    "dkdv": (_dkdv_kernel, ["q", "k", "k", "q", "k", "k", "vector", "vector"]),
+    "fwd": (flash_triton_kernels._fwd_kernel, ["q", "k", "k", "q"]),
+    "dq": (flash_triton_kernels._dq_kernel, ["q", "k", "k", "q", "q", "q"]),
+    "dkdv": (flash_triton_kernels._dkdv_kernel, ["q", "k", "k", "q", "k", "k", "vector", "vector"]),
 }
 MAX_LAUNCHES = 4096  # about 1 KiB each
 EXTENT = "first_ptr", "end_ptr", "bounds_stride", "softcap"  # of a pattern; dense kernels have none
@@ -213,7 +209,7 @@ def _backward(
         # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet: Triton binds one
         # on launch, but descriptors are encoded before. This call binds it, also while a graph is captured.
         torch.cuda.is_current_stream_capturing()
-    dq, dk, dv = gradients_like(q, k, v, lambda x: describable(torch.empty_like(x)), together)
+    dq, dk, dv = side_by_side.gradients_like(q, k, v, lambda x: describable(torch.empty_like(x)), together)
     q, k, v, o, do = (describable(x) for x in (q, k, v, o, do))
     rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -228,11 +224,15 @@ def _backward(
     return dq, dk, dv
 
 
-_operator, _gradients = custom_op("flash_triton", _forward, partial(_backward, together=False))
-_operator_torch_bwd, _gradients_torch_bwd = custom_op("flash_triton_torch_bwd", _forward, backward_here)
+_operator, _gradients = custom_ops.custom_op("flash_triton", _forward, partial(_backward, together=False))
+_operator_torch_bwd, _gradients_torch_bwd = custom_ops.custom_op(
+    "flash_triton_torch_bwd", _forward, flash_torch.backward_here
+)
 # The `tile` of FlashTriton is that of all three kernels.
-FlashTriton = autograd_function("FlashTriton", _forward, _backward, _gradients)
-FlashTritonTorchBackward = autograd_function("FlashTritonTorchBackward", _forward, backward_here, _gradients_torch_bwd)
+FlashTriton = custom_ops.autograd_function("FlashTriton", _forward, _backward, _gradients)
+FlashTritonTorchBackward = custom_ops.autograd_function(
+    "FlashTritonTorchBackward", _forward, flash_torch.backward_here, _gradients_torch_bwd
+)
 
 
 def flash_triton(
@@ -248,7 +248,7 @@ def flash_triton(
 
     `pattern` stands in the place of `causal`.
     """
-    return attend(FlashTriton, _operator, q, k, v, causal, scale, pattern)
+    return custom_ops.attend(FlashTriton, _operator, q, k, v, causal, scale, pattern)
 
 
 def flash_triton_torch_bwd(
@@ -261,11 +261,11 @@ def flash_triton_torch_bwd(
     pattern: Pattern | None = None,
 ) -> Tensor:
     """`flash_triton` with a compiled PyTorch backward, as a course solution has it before its own Triton backward."""
-    return attend(FlashTritonTorchBackward, _operator_torch_bwd, q, k, v, causal, scale, pattern)
+    return custom_ops.attend(FlashTritonTorchBackward, _operator_torch_bwd, q, k, v, causal, scale, pattern)
 
 
-def flash_triton_supports(case: AttentionCase) -> str | None:
-    if reason := why_not_plain(case, *INTERVALS):
+def flash_triton_supports(case: contract.AttentionCase) -> str | None:
+    if reason := contract.why_not_plain(case, *INTERVALS):
         return reason
     if case.head_dim > 256:
         return f"head_dim {case.head_dim} is above 256, the largest tile that shared memory holds"

@@ -7,8 +7,7 @@ Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
 import torch
 from torch import Tensor
 
-from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
-from lmsys.attention.contract import AttentionCase, for_scores, repeat_heads, why_not_plain
+from lmsys.attention import compiled, contract
 from lmsys.attention.pattern import PLAIN, Pattern
 from lmsys.measure.profile import part
 
@@ -22,7 +21,7 @@ def masked_scores(
     In float32 where q is float16.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = for_scores(q) @ for_scores(repeat_heads(k, q.shape[1])).mT  # (B, H, Q, K)
+    scores = contract.for_scores(q) @ contract.for_scores(contract.repeat_heads(k, q.shape[1])).mT  # (B, H, Q, K)
     narrow = scores.to(q.dtype) * scale  # as plain PyTorch rounds them
     scores = narrow if q.dtype == scores.dtype else torch.where(narrow.isfinite(), narrow, scores * scale)
     if pattern.softcap is not None:
@@ -54,7 +53,7 @@ def naive(
     with part("softmax"):
         weights = torch.softmax(scores, dim=-1).to(v.dtype)
     with part("values"):
-        o = weights @ repeat_heads(v, q.shape[1])
+        o = weights @ contract.repeat_heads(v, q.shape[1])
         return o if blind is None else o.masked_fill(blind, 0)
 
 
@@ -62,9 +61,9 @@ def naive_compiled(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sca
     """`naive` through torch.compile, one static graph for each case."""
     if torch.compiler.is_compiling():
         return naive(q, k, v, causal=causal, scale=scale)
-    key = layout_key(q, k, v), causal, scale, torch.is_grad_enabled()
-    return compile_for(naive, key)(q, k, v, causal=causal, scale=scale)
+    key = compiled.layout_key(q, k, v), causal, scale, torch.is_grad_enabled()
+    return compiled.compile_for(naive, key)(q, k, v, causal=causal, scale=scale)
 
 
-def naive_compiled_supports(case: AttentionCase) -> str | None:
-    return why_not_plain(case) or why_no_compiler(case.device)
+def naive_compiled_supports(case: contract.AttentionCase) -> str | None:
+    return contract.why_not_plain(case) or compiled.why_no_compiler(case.device)

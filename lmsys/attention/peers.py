@@ -100,40 +100,33 @@ sdpa_cudnn = partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
 
 
 def sdpa_supports(case: AttentionCase) -> str | None:
-    return _why_not_softcap(case) or why_not_scale(case)
+    return sdpa_math_supports(case) or why_not_scale(case)
 
 
 def sdpa_math_supports(case: AttentionCase) -> str | None:
-    return _why_not_softcap(case)
-
-
-def _why_not_softcap(case: AttentionCase) -> str | None:
     return "SDPA knows no softcap" if case.softcap is not None else None
 
 
 def sdpa_flash_supports(case: AttentionCase) -> str | None:
     if case.device == "cuda":
         return _torch_says(case, SDPBackend.FLASH_ATTENTION, cuda_backend.can_use_flash_attention)
-    return _why_not_softcap(case) or why_not_value_dim(case) or why_not_scale(case)
+    return sdpa_math_supports(case) or why_not_value_dim(case) or why_not_scale(case)
 
 
 def sdpa_efficient_supports(case: AttentionCase) -> str | None:
-    if case.device != "cuda":
-        return "SDPA's memory-efficient attention runs on CUDA only"
-    return _torch_says(case, SDPBackend.EFFICIENT_ATTENTION, cuda_backend.can_use_efficient_attention)
+    says = partial(_torch_says, case, SDPBackend.EFFICIENT_ATTENTION, cuda_backend.can_use_efficient_attention)
+    return says() if case.device == "cuda" else "SDPA's memory-efficient attention runs on CUDA only"
 
 
 def sdpa_cudnn_supports(case: AttentionCase) -> str | None:
-    if case.device != "cuda":
-        return "SDPA's cuDNN attention runs on CUDA only"
-    return _torch_says(case, SDPBackend.CUDNN_ATTENTION, cuda_backend.can_use_cudnn_attention)
+    says = partial(_torch_says, case, SDPBackend.CUDNN_ATTENTION, cuda_backend.can_use_cudnn_attention)
+    return says() if case.device == "cuda" else "SDPA's cuDNN attention runs on CUDA only"
 
 
 def why_not_scale(case: AttentionCase) -> str | None:
     # These kernels take the maximum before they scale, and scale the -inf of hidden keys.
-    if case.scale is not None and case.scale <= 0:
-        return f"gives NaN or overflows unless scale > 0; got {case.scale}"
-    return None
+    refused = case.scale is not None and case.scale <= 0
+    return f"gives NaN or overflows unless scale > 0; got {case.scale}" if refused else None
 
 
 def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool]) -> str | None:
@@ -141,7 +134,7 @@ def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[...,
 
     Where it says nothing: which change of the case it would take.
     """
-    if reason := _why_not_softcap(case) or why_not_scale(case):
+    if reason := sdpa_supports(case):
         return reason
     ask = partial(_asked, backend=backend, can_use=can_use, deterministic=torch.are_deterministic_algorithms_enabled())
     if (said := ask(case)) is None:
@@ -203,8 +196,7 @@ def flex(
     documents, numbers = pattern.documents, (pattern.causal, pattern.window, pattern.offset)
     block_mask = _block_mask_of(documents, *numbers, queries, k.shape[2], q.device) if pattern.hides else None
     # Short queries go to a decoding kernel, whose one tile of a group's queries must not exceed a mask's block.
-    too_many = q.is_cuda and queries < 128 < queries * group
-    options = {"BACKEND": "TRITON"} if too_many else None
+    options = {"BACKEND": "TRITON"} if q.is_cuda and queries < 128 < queries * group else None
     packed = None if documents is None else documents.starts.shape  # of others alike the code is the same
     key = layout_key(q, k, v), numbers, packed, pattern.softcap, scale, torch.is_grad_enabled()
     return compile_for(flex_attention, key)(

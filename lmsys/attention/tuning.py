@@ -17,9 +17,8 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from lmsys import strict_json, values
 from lmsys.files import cache_folder, write_json
-from lmsys.strict_json import read_json
-from lmsys.values import shortly, whole
 
 MOST_SIZE = 2**16  # of a tile, in any of its numbers
 
@@ -135,9 +134,9 @@ def _read() -> dict[str, Tile]:
     try:
         if not path.is_file():
             return {}
-        found = read_json(path)
+        found = strict_json.read_json(path)
         if not isinstance(found, dict):
-            raise ValueError(f"it must be an object of tiles; got {shortly(found)}")
+            raise ValueError(f"it must be an object of tiles; got {values.shortly(found)}")
         return {key: _tile(tile) for key, tile in found.items()}
     except ValueError as error:
         cause = str(error).removeprefix(f"{path}: ")
@@ -147,7 +146,7 @@ def _read() -> dict[str, Tile]:
 def _tile(sizes: Any) -> Tile:
     names = [field.name for field in fields(Tile)]
     if not isinstance(sizes, dict) or sizes.keys() != set(names):
-        raise ValueError(f"a tile must be an object with {', '.join(names)}; got {shortly(sizes)}")
+        raise ValueError(f"a tile must be an object with {', '.join(names)}; got {values.shortly(sizes)}")
     for name, size in sizes.items():
-        whole(name, size, least=1, most=MOST_SIZE)
+        values.whole(name, size, least=1, most=MOST_SIZE)
     return Tile(**sizes)

@@ -134,5 +134,4 @@ def drawn_unit(
 
 def extreme_of(case: AttentionCase, seed: int, draw: int, generator: str = draws.VERSION) -> tuple[Unit, str] | None:
     """The extreme unit of a draw of the case's inputs, and its kind; None where none is."""
-    units = case.batch * case.kv_heads
-    return planted(units, case.kv_heads, seed, draw) if has_extremes(generator) else None
+    return planted(case.batch * case.kv_heads, case.kv_heads, seed, draw) if has_extremes(generator) else None

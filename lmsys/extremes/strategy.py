@@ -131,8 +131,7 @@ class Probe(nn.Module):
         for layer in self.layers:
             x = layer(x)
         if "twice" in self.parts:
-            again = getattr(self, "again", self.shared)
-            x = x + torch.tanh(again(torch.tanh(self.shared(x))))
+            x = x + torch.tanh(getattr(self, "again", self.shared)(torch.tanh(self.shared(x))))
         for name, asked in {"frozen": True, "transposed": True, "once": once, "rare": rare}.items():
             if asked and name in self.parts:
                 x = x + getattr(self, name)(x)

@@ -57,8 +57,7 @@ def describable(x: Tensor) -> Tensor:
     if d == 1 and b and h and s and not (b | h | s) * x.element_size() & 15 and not x.data_ptr() & 15:
         return x
     padding = -x.shape[-1] % (16 // x.element_size())
-    copy = x.new_empty(*x.shape[:-1], x.shape[-1] + padding)[..., : x.shape[-1]]
-    return copy.copy_(x)
+    return x.new_empty(*x.shape[:-1], x.shape[-1] + padding)[..., : x.shape[-1]].copy_(x)
 
 
 def dot_precision(x: Tensor) -> str:

@@ -12,11 +12,9 @@ from pathlib import Path
 import torch
 import triton
 
+from lmsys import processes, strict_json, values
 from lmsys.files import cache_folder, write_json
 from lmsys.kernels.tritons import ON_GPUS
-from lmsys.processes import Function, ProcessError, in_own_process
-from lmsys.strict_json import read_json
-from lmsys.values import shortened
 
 DEADLINE_S = 600.0  # most of it is for compiling, on a machine that is busy
 EXACT = ""  # the verdict where nothing was wrong
@@ -30,7 +28,7 @@ def trials_file() -> Path:
     return cache_folder() / "trials.json"
 
 
-def refusal(row: str, trial: Function, sources: tuple[Path, ...], capability: tuple[int, int]) -> str | None:
+def refusal(row: str, trial: processes.Function, sources: tuple[Path, ...], capability: tuple[int, int]) -> str | None:
     """None where trial(capability) has ended well, now or in a run before; else why the row is refused.
 
     It runs in a process of its own: an exception is a verdict, and so are a crash and no end within DEADLINE_S.
@@ -54,15 +52,15 @@ def refusal(row: str, trial: Function, sources: tuple[Path, ...], capability: tu
     )
 
 
-def _tried(trial: Function, capability: tuple[int, int]) -> str:
+def _tried(trial: processes.Function, capability: tuple[int, int]) -> str:
     try:
-        in_own_process(trial, capability, timeout_s=DEADLINE_S)
-    except ProcessError as error:
-        return shortened(error.failure[1])
+        processes.in_own_process(trial, capability, timeout_s=DEADLINE_S)
+    except processes.ProcessError as error:
+        return values.shortened(error.failure[1])
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
         said = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"  # the compiler ends with its reason
-        return shortened(f"{type(error).__name__}: {said}")
+        return values.shortened(f"{type(error).__name__}: {said}")
     return EXACT
 
 
@@ -77,7 +75,7 @@ def _read() -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        found = read_json(path)
+        found = strict_json.read_json(path)
     except ValueError as error:
         raise ValueError(f"{path}: the verdicts are corrupt ({error}); delete the file to try anew") from error
     if not (isinstance(found, dict) and all(isinstance(verdict, str) for verdict in found.values())):

@@ -30,7 +30,9 @@ from lmsys.measure.sensors import Reading
 from tests.support import harness
 
 TINY: dict[str, Any] = {"size": ("tiny",), "context": (16,), "batch": (1,), "world_size": (2,), "strategy": ("fsdp",)}
-FINE = Alone("0", 9.0, 100, 300, [2.0, 1.0], [], True, dict.fromkeys(ALL_KINDS, 0.5), 0.25, 3.0, 0.5, 0.125, [])
+MOST = {"first_step_s": 9.0, "held_bytes": 100, "total_bytes": 300}
+TIMES = {"optimizer_s": 0.25, "profiled_s": 3.0, "communication_s": 0.5, "exposed_s": 0.125}
+FINE = Alone("0", MOST, [2.0, 1.0], [], True, {f"{kind}_s": 0.5 for kind in ALL_KINDS} | TIMES, [])
 LOSSES = st.lists(st.floats(0.5, 20.0), min_size=STAGES, max_size=40)
 
 
@@ -94,7 +96,11 @@ def test_the_optimizers_kernels_are_no_others() -> None:
 
 
 def test_a_record_holds_the_rank_with_most_memory_and_the_kernels_of_the_slowest() -> None:
-    waits = replace(alone([3.0, 2.0]), held_bytes=150, peak_bytes=200, communication_s=9.0, optimizer_s=9.0)
+    most, times = (
+        MOST | {"held_bytes": 150, "total_bytes": 200},
+        FINE.times | {"communication_s": 9.0, "optimizer_s": 9.0},
+    )
+    waits = replace(alone([3.0, 2.0]), most=most, times=times)
     found = found_by([alone([3.0, 2.0]), waits])
     assert (found["held_bytes"], found["peak_bytes"], found["total_bytes"]) == (150, 150, 300)
     assert found["sm_clock_mhz"] is found["power_w"] is None

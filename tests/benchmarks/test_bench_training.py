@@ -86,7 +86,7 @@ def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     file.write_text("".join(path.read_text() + END_OF_TEXT for path in sources))
     corpus: Corpus = text_file(file)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "stdlib", lambda: corpus)
+        patch.setattr(text.corpora, "stdlib", lambda: corpus)
         tokens_of.cache_clear()
         yield
     tokens_of.cache_clear()
