@@ -231,7 +231,7 @@ def nvtx(asked: bool, device: str) -> bool:
 def output(config: pytest.Config) -> Path | None:
     """Where the result goes. Before 5.3.1, pytest-benchmark opens the file, which empties it, as it reads options."""
     given = config.getoption("benchmark_json") or config.getoption("lmsys_resume")
-    return Path(getattr(given, "name", given)) if given else None
+    return given if given is None or isinstance(given, Path) else Path(getattr(given, "name", given))
 
 
 def check_free(output: Path, command: str) -> None:
