@@ -8,10 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from lmsys.bench.fields import Field
+from lmsys.bench.fields import Field, Record
+from lmsys.reports.cells import NOT_RUN, SPEEDUP, is_compared
 from lmsys.reports.tables import Plot, about_of, titled
 from lmsys.reports.views import View, lighter
 from lmsys.reports.words import FILES, OUTCOMES, is_clocked, label_of, scaled, sentence, unit_of
@@ -41,6 +43,8 @@ DARK = {  # paper, ink, black and grid where the reader's paper is dark
     "#000000": "#e5e7eb",
     "#e5e7eb": "#374151",
 }
+FULL_COLOUR = 4.0  # the ratio from which a heat map's colour says no more, the same in every plot
+ON_COLOUR = "#1f2937"  # text on its cells, which stay pale where the reader's paper is dark
 LIFT = 0.25  # of white in the colours there: a row keeps its hue, and the darkest are seen
 MOST_DOTS = 40  # of a line
 MOST_PLACES = 6  # on an axis that counts, such as one of steps; a shorter one is of places that were chosen
@@ -236,3 +240,38 @@ def bars(
     caption = view.caption(about or about_of(field), is_clocked(field)) + _apart(view, field, axis, by)
     by_axis = sentence(f"{label_of(field)} by {label_of(view.fields[axis])}")
     return drawn(view, axes, head or by_axis, word or FILES.get(metric, metric), caption)
+
+
+def heat_map(view: View, settings: Sequence[str]) -> Plot | None:
+    """Speedups over the base: a row for each row of the table, a column for each setting of some axes.
+
+    None where nothing is compared. A row without any speedup is there too: its words say why.
+    """
+    if not is_compared(view):
+        return None
+    cases = {(case["impl"], *(case[name] for name in settings)): case for case in view.cases}
+    rows, columns = view.values("impl"), view.distinct(*settings)
+    heads = [", ".join(view.text(name, value) for name, value in zip(settings, key, strict=True)) for key in columns]
+    axes = canvas(0.25 * len(rows) + (2.0 if crowded(heads) else 0.8))
+    speeds = np.full((len(rows), len(columns)), math.nan)
+    for y, x in np.ndindex(speeds.shape):
+        case = cases.get((rows[y], *columns[x]))
+        speeds[y, x] = (case or {}).get(SPEEDUP) or math.nan
+        axes.text(x, y, _speed_text(case), color=ON_COLOUR, ha="center", va="center", fontsize=8)
+    full = math.log2(FULL_COLOUR)
+    axes.imshow(np.log2(speeds), cmap="RdBu", vmin=-full, vmax=full, aspect="auto", alpha=0.6)
+    add_places(axes, heads)
+    axes.set_yticks(range(len(rows)), [view.text("impl", row) for row in rows], fontsize=9)
+    axes.set(xlabel=", ".join(label_of(view.fields[name]) for name in settings), facecolor="#f3f4f6")
+    axes.grid(False)
+    base = view.text("impl", view.base)
+    caption = view.caption(about_of(view.fields[SPEEDUP]), clocked=True)
+    caption += f" Blue is faster, red slower, full colour from {FULL_COLOUR:g}×. Blank: not timed beside {base}."
+    return drawn(view, axes, f"Speedup over {base}", "heat", caption)
+
+
+def _speed_text(case: Record | None) -> str:
+    """The text of a cell of the heat map: the speedup, or why there is none."""
+    if case is None or case["outcome"] != "ok":
+        return OUTCOMES[case["outcome"]] if case else NOT_RUN
+    return f"{case[SPEEDUP]:.3g}" if case[SPEEDUP] else ""

@@ -94,6 +94,14 @@ def test_words_of_bars_stand_at_their_tiers(tmp_path: Path) -> None:
     assert 0 < min(words) < max(words) < 360
 
 
+def test_the_heat_map_keeps_rows_of_words(tmp_path: Path) -> None:
+    records = [record("attention", impl, queries=s, keys=s) for impl in ("naive", "sdpa_flash") for s in (512, 1024)]
+    records += [record("attention", "sdpa_cudnn", queries=s, keys=s, outcome="unsupported") for s in (512, 1024)]
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    drawing = files["plots/synthetic-gpu-default-bfloat16-causal-fwd-heat.svg"].decode()
+    assert ">sdpa_cudnn<" in drawing and drawing.count(">n/a<") == 2
+
+
 @pytest.mark.parametrize(("growth", "from_zero"), [(1, True), (8, False)])
 def test_a_narrow_range_is_drawn_from_zero(tmp_path: Path, growth: int, from_zero: bool) -> None:
     sizes = {s: (s // 256) ** growth * 2**20 for s in (512, 1024)}

@@ -121,7 +121,7 @@ def _block(part: View) -> Block:
     by_dim = [pivot(joined, name, ["D"], "S", "impl", f"{FILES[name]}-by-dim") for name in names]
     bars = [plots.bars(facet, "time_s", "S", word="bars") for facet in _facets(part)]
     drawn = [*filter(None, _by_length(square))] or bars
-    return Block(part.title, [*by_dim, time, pivot(part, SPEEDUP, keys), *drawn], rest)
+    return Block(part.title, [*by_dim, time, pivot(part, SPEEDUP, keys), *drawn], [*rest, plots.heat_map(part, keys)])
 
 
 def _facets(part: View) -> list[View]:
