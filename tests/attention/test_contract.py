@@ -132,6 +132,21 @@ def test_auto_knows_what_was_faster() -> None:
     assert set(preferred(grad=True)) == set(preferred()) and preferred()[-1] == "vectorized"
 
 
+SAID_BY_SDPA = {"window": 7, "documents": True, "mask": True, "key_lengths": True, "queries": 1, "grad": True}
+
+
+@pytest.mark.parametrize("capability", [None, (7, 5), (8, 0), (8, 6), (8, 9), (9, 4), (10, 0), (12, 0)])
+@pytest.mark.parametrize("changes", [{}, *({name: value} for name, value in SAID_BY_SDPA.items())], ids=str)
+def test_auto_takes_torch_s_choice_on_cards_that_nobody_timed(
+    capability: tuple[int, int] | None, changes: dict[str, Any]
+) -> None:
+    case = AttentionCase(1, 2, 2, 8, 8, 64, "float16", causal=True, device="cuda", capability=capability)
+    assert ATTENTION.pick("auto", replace(case, **changes)).name == "sdpa"
+    if capability and capability >= (8, 0):
+        for refused in ({"softcap": 2.0}, {"scale": -1.0}):
+            assert ATTENTION.pick("auto", replace(case, **changes | refused)).name != "sdpa"
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_auto_takes_nothing_that_is_interpreted(grad: bool) -> None:
     case = AttentionCase(1, 2, 2, 8, 8, 16, "float32", grad=grad)
