@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from lmsys.attention import flash_triton, flash_triton_decode
 from lmsys.attention.tuning import Tile, candidates
-from lmsys.kernels.launch import FUSED
+from lmsys.kernels.launch import FUSED, Strided
 
 KERNELS = {name: kernel for name, (kernel, _) in flash_triton.KERNELS.items()}
 TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -33,6 +33,8 @@ TILED_BY_QUERIES = {"fwd": ("q", "o"), "dq": ("q", "o", "do", "dq"), "dkdv": ("q
 MASKS = {"full": (), "causal": (), "bounds": flash_triton.EXTENT[:3]}  # the last: a pattern's
 POINTERS = {"first_ptr": "*i32", "end_ptr": "*i32"}
 DECODING = (64, 1), (64, 16), (128, 1), (128, 16), (256, 1)  # head_dim, queries
+TMA = 90, 100  # architectures on which kernels move tiles by it
+SHARED = {arch: 1024 * kib for arch, kib in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()}  # of a block
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MNEMONICS = {name: name for name in ("HGMMA", "HMMA", "UTMALDG", "LDL", "STL")} | {"waits": r"WARPGROUP\.DEPBAR"}
 
@@ -45,6 +47,7 @@ def compile_kernel(
     tile: Tile,
     precision: str,
     extent: tuple[str, ...] = (),
+    arch: int = 90,
 ) -> Any:
     """The compiled kernel, as `flash_triton` launches it with G = 1; `extent` names what it is given of a pattern."""
     kernel = KERNELS[name]
@@ -58,40 +61,53 @@ def compile_kernel(
         **dict.fromkeys(flash_triton.EXTENT[len(extent) :]),
         **({"CLEAN": False} if name == "dkdv" else {}),
     }
-    signature = {}
+    types: dict[str, Any] = {"scale": "fp32", "softcap": "fp32", **POINTERS}
     for argument in kernel.arg_names:
-        stem = argument.rpartition("_")[0]
+        stem, _, kind = argument.rpartition("_")
         block = tile.block_q if stem in TILED_BY_QUERIES[name] else tile.block_k
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument in ("lse2_desc", "delta_desc"):
-            signature[argument] = f"tensordesc<fp32[{tile.block_q}]>"
-        elif argument.endswith("_desc"):
-            signature[argument] = f"tensordesc<{TRITON_NAMES[dtype]}[1, 1, {block}, {block_d}]>"
-        else:
-            kind = "*fp32" if argument.endswith("_ptr") else "fp32" if argument in ("scale", "softcap") else "i32"
-            signature[argument] = POINTERS.get(argument, kind)
-    indices = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
-    source = ASTSource(kernel, signature=signature, constexprs=indices, attrs={})
-    options = FUSED | {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        if stem in ("lse2", "delta") and kind == "desc":
+            types[argument] = f"tensordesc<fp32[{tile.block_q}]>" if arch in TMA else "*fp32"
+        elif kind == "desc":
+            types[argument] = tiles(dtype, [1, 1, block, block_d], arch)
+        elif kind == "ptr":
+            types.setdefault(argument, "*fp32")
+    return compiled(kernel, types, constants, block_d, tile.num_warps, tile.num_stages, arch)
 
 
-def compile_decoding(dtype: torch.dtype, head_dim: int, queries: int) -> Any:
-    """`_split_keys_kernel` as `decode` launches it on an H200: four heads a group, caches of their own lengths."""
-    kernel, gpu = flash_triton_decode._split_keys_kernel, (132, 227 * 1024)
+def tiles(dtype: torch.dtype, block: list[int], arch: int) -> Any:
+    """The type of an argument whose tiles have that shape: a descriptor, or `Strided`."""
+    name = TRITON_NAMES[dtype]
+    return f"tensordesc<{name}{block}>" if arch in TMA else Strided(f"*{name}", *4 * ["i32"], "constexpr")
+
+
+def compiled(
+    kernel: Any, types: dict[str, Any], constants: dict[str, Any], head_dim: int, warps: int, stages: int, arch: int
+) -> Any:
+    """A kernel compiled for `arch`; arguments that have neither a type nor a value are int32."""
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
+    values = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
+    strided = [i for i, kind in enumerate(signature.values()) if isinstance(kind, Strided)]
+    values |= {(i, Strided._fields.index("columns")): head_dim for i in strided}
+    source = ASTSource(kernel, signature=signature, constexprs=values, attrs={})
+    options = FUSED | {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def compile_decoding(dtype: torch.dtype, head_dim: int, queries: int, arch: int = 90) -> Any:
+    """`_split_keys_kernel` as `decode` launches it on a GPU as large as an H200, but for its shared memory.
+
+    Four heads are a group, and caches have lengths of their own.
+    """
+    kernel, gpu = flash_triton_decode._split_keys_kernel, (132, SHARED[arch])
     plan = flash_triton_decode.plan_of(64, 4, queries, 32_768, head_dim, dtype, gpu)
     sizes = {"HEADS": plan.heads, "QUERIES": plan.queries, "BLOCK_K": plan.block_k, "D": head_dim}
-    constants = {**sizes, "COLUMNS": head_dim, "UNIT": 1.0, "PRECISION": "ieee", "CHAINED": True, "softcap": None}
-    name, types = TRITON_NAMES[dtype], {"lengths_ptr": "*i32", "scale": "fp32"}
-    types["q_desc"] = f"tensordesc<{name}[1, {plan.heads}, {plan.queries}, {head_dim}]>"
-    types |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{name}[1, 1, {plan.block_k}, {head_dim}]>")
-    types |= dict.fromkeys(("part_o_ptr", "part_lse_ptr"), "*fp32") | dict.fromkeys(constants, "constexpr")
-    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
-    indices = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
-    source = ASTSource(kernel, signature=signature, constexprs=indices, attrs={})
-    options = FUSED | {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    chained = arch >= 90
+    constants = {**sizes, "COLUMNS": head_dim, "UNIT": 1.0, "PRECISION": "ieee", "CHAINED": chained, "softcap": None}
+    types: dict[str, Any] = {"lengths_ptr": "*i32", "scale": "fp32", "part_o_ptr": "*fp32", "part_lse_ptr": "*fp32"}
+    types["q_desc"] = tiles(dtype, [1, plan.heads, plan.queries, head_dim], arch)
+    types |= dict.fromkeys(("k_desc", "v_desc"), tiles(dtype, [1, 1, plan.block_k, head_dim], arch))
+    return compiled(kernel, types, constants, head_dim, plan.num_warps, plan.num_stages, arch)
 
 
 def disassembled(kernel: Any) -> str:
