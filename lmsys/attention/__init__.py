@@ -73,13 +73,14 @@ def _fastest_first(case: AttentionCase) -> tuple[str, ...]:
     the first is the one that skips hidden tiles, and for few queries the one that divides the keys among programs; this
     order is not measured. On a CPU there is none that Triton would interpret.
 
-    Triton's code of `flash_triton` for sm_80, run on an H100, had 0.02 to 0.14 of the speed of SDPA's flash attention,
-    so without TMA it is taken for nothing but what SDPA cannot say: a softcap, a scale that is not above 0.
+    On GPUs that nobody timed, options are an exception: SDPA has nothing for them but a mask of Q x K bytes, and skips
+    no tile. There `flash_triton` is known to compile without spills; how fast it is, is not known.
     """
     if case.device == "cpu":
         return "sdpa_flash", "vectorized"
     if not is_measured(case.capability):
-        return "sdpa", "flash_triton", "vectorized"
+        first = ("flash_triton", "sdpa") if case.options and torch.version.hip is None else ("sdpa", "flash_triton")
+        return *first, "vectorized"
     if case.options or (case.queries <= FEW_QUERIES and case.queries < case.keys and not case.grad):
         return "flash_triton", "sdpa_cudnn", "sdpa_efficient", "vectorized"
     if case.dtype == "float32":

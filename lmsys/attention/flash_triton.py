@@ -10,9 +10,10 @@ where the keys of a query begin and end, and walk over the tiles between. The fo
 `flash_triton_decode.py`.
 
 Choices, each measured on one H200 with bfloat16 inputs:
-- All tiles, and the row vectors of the backward, move through tensor descriptors (TMA on Hopper; Triton
-  lowers them to plain loads elsewhere). Descriptors also zero-fill what lies outside, so no length needs to
-  be a multiple of a tile. Loading the row vectors by pointers cost up to 70 registers and spilled.
+- All tiles, and the row vectors of the backward, move through tensor descriptors (TMA). These also zero-fill
+  what lies outside, so no length needs to be a multiple of a tile. Loading the row vectors by pointers cost up
+  to 70 registers and spilled. Where descriptors are slow (`by_tma`) the same kernels move tiles by addresses,
+  which Triton makes asynchronous copies of. That was compiled for other cards, and never timed on them.
 - One loop, with the mask under a branch, instead of a masked and an unmasked loop: fewer registers, one prologue.
 - `_dq_kernel` runs first and leaves delta = rowsum(o * do) and the log-sum-exp, in base 2 and padded, to the other.
 - Longest rows first when causal, in groups of heads whose keys and values stay in L2 together.

@@ -1,18 +1,21 @@
-"""Compiles the Triton kernels for sm_90, with or without a GPU, and reads what came out.
+"""Compiles the Triton kernels for any card, with or without a GPU, and reads what came out.
 
-`python -m tests.support.sass` prints one JSON line for each kernel, dtype, head dimension (or of the one that is
-named, as by `128`), mask and tile: registers, spills (LDL, STL), tensor-core instructions (HGMMA, and the DEPBAR that
-wait for them; HMMA) and bulk tensor loads (UTMALDG). It must run without TRITON_INTERPRET, so the tests start it in a
-process of its own.
+`python -m tests.support.sass` prints one JSON line for each kernel: registers, spills (LDL, STL), tensor-core
+instructions (HMMA; HGMMA, and the DEPBAR that wait for them; UTCHMMA), bulk tensor loads (UTMALDG), and of its loops
+the spills and asynchronous copies (LDGSTS). Arguments choose cards (`sm_86`; else sm_90), dtypes (else bfloat16),
+head dimensions (`128`) and masks (`causal`). `--table` prints the table of docs/flash_triton.md in place of lines. It
+must run without TRITON_INTERPRET, so the tests start it in a process of its own.
 """
 
+import argparse
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lmsys.attention import flash_triton, flash_triton_decode
+from lmsys.attention import AttentionCase, flash_triton, flash_triton_decode
 from lmsys.attention.tuning import Tile, candidates
 from lmsys.kernels.launch import FUSED, Strided
 
@@ -36,7 +39,11 @@ DECODING = (64, 1), (64, 16), (128, 1), (128, 16), (256, 1)  # head_dim, queries
 TMA = 90, 100  # architectures on which kernels move tiles by it
 SHARED = {arch: 1024 * kib for arch, kib in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()}  # of a block
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-MNEMONICS = {name: name for name in ("HGMMA", "HMMA", "UTMALDG", "LDL", "STL")} | {"waits": r"WARPGROUP\.DEPBAR"}
+COUNTED = "HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "LDL", "STL"
+MNEMONICS = {name: name for name in COUNTED} | {"waits": r"WARPGROUP\.DEPBAR"}
+PRODUCT = "HMMA", "HGMMA", "UTCHMMA"  # mnemonics of tensor cores
+PRODUCTS = {"fwd": 2, "dq": 3, "dkdv": 4}  # of a pair of tiles
+HMMA_MACS = 16 * 8 * 16  # multiplications with additions of an instruction
 
 
 def compile_kernel(
@@ -142,22 +149,88 @@ def _cubin(kernel: Any) -> Iterator[str]:
         yield file.name
 
 
-def main(dtypes: list[str], head_dims: list[int]) -> None:
-    for dtype_name in dtypes:
-        dtype = getattr(torch, dtype_name)
-        for name in KERNELS:
-            for block_d in (one for one in (64, 128) if one in head_dims and (one, dtype) != (128, torch.float32)):
-                tile = candidates(name, dtype, block_d, "ieee")[0]
-                for mask, extent in MASKS.items():
-                    found = resources(compile_kernel(name, dtype, block_d, mask == "causal", tile, "ieee", extent))
-                    line = {"kernel": name, "dtype": dtype_name, "head_dim": block_d, "mask": mask, **found}
-                    print(json.dumps(line), flush=True)
-        for head_dim, queries in (one for one in DECODING if one[0] in head_dims and dtype != torch.float32):
-            found = resources(compile_decoding(dtype, head_dim, queries))
-            line = {"kernel": "split_keys", "dtype": dtype_name, "head_dim": head_dim, "mask": f"Q{queries}", **found}
-            print(json.dumps(line), flush=True)
+def loops(sass: str) -> Iterator[list[str]]:
+    """The runs of instructions from a label to a branch back to it, without their addresses."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in sass.splitlines():
+        if match := re.match(r"\s*(\.L_\w+):", line):
+            labels[match[1]] = len(code)
+        elif match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            code.append(match[1])
+            branch = re.search(r"\bBRA\S*\s.*?`\((\.L_\w+)\)", match[1])
+            if branch and branch[1] in labels:
+                yield code[labels[branch[1]] :]
+
+
+def in_loops(sass: str) -> dict[str, int]:
+    """Spills in all loops together, and of the shortest one with products these and the asynchronous copies."""
+
+    def number(loop: list[str], *mnemonics: str) -> int:
+        return sum(1 for one in loop if re.search(rf"\b({'|'.join(mnemonics)})\b", one))
+
+    every = list(loops(sass))
+    main = min((loop for loop in every if number(loop, *PRODUCT) > 1), key=len, default=[])
+    spills = sum(number(loop, "LDL", "STL") for loop in every)
+    return {"loop_spills": spills, "copies": number(main, "LDGSTS"), "products": number(main, *PRODUCT)}
+
+
+def counted(kernel: Any) -> dict[str, int]:
+    """All that a line says of a binary."""
+    sass = disassembled(kernel)
+    return resources(kernel, sass) | in_loops(sass)
+
+
+def why_not(arch: int, mask: str) -> str | None:
+    """Why the row refuses there what is compiled, such as a pattern on a card for which Triton cannot compile it."""
+    few = int(mask[1:]) if mask.startswith("Q") else 4096
+    case = AttentionCase(1, 4, 1, few, 4096, 64, "bfloat16", mask != "full", device="cuda", capability=divmod(arch, 10))
+    return flash_triton.flash_triton_supports(replace(case, window=64) if mask == "bounds" else case)
+
+
+def lines(arch: int, dtype_name: str, head_dims: list[int], masks: list[str]) -> Iterator[dict[str, Any]]:
+    """What became of the first tile of each kernel, and of decoding."""
+    dtype = getattr(torch, dtype_name)
+    card = {"arch": arch, "dtype": dtype_name, "room": SHARED[arch]}
+    for name, head_dim, mask in product(KERNELS, head_dims, masks):
+        if (head_dim, dtype) == (128, torch.float32) or why_not(arch, mask):
+            continue
+        tile = candidates(name, dtype, head_dim, "ieee", arch in TMA)[0]
+        kernel = compile_kernel(name, dtype, head_dim, mask == "causal", tile, "ieee", MASKS[mask], arch)
+        needed = PRODUCTS[name] * tile.block_q * tile.block_k * head_dim // HMMA_MACS // tile.num_warps
+        size = {"tile": f"{tile.block_q} × {tile.block_k}, {tile.num_warps}, {tile.num_stages}", "needed": needed}
+        yield {"kernel": name, "head_dim": head_dim, "mask": mask, **card, **size, **counted(kernel)}
+    for head_dim, queries in DECODING:
+        if head_dim in head_dims and dtype != torch.float32 and not why_not(arch, mask := f"Q{queries}"):
+            kernel = compile_decoding(dtype, head_dim, queries, arch)
+            yield {"kernel": "split_keys", "head_dim": head_dim, "mask": mask, **card, **counted(kernel)}
+
+
+def row(line: dict[str, Any]) -> str:
+    """A row of the table in docs/flash_triton.md."""
+    moved = f"{line['copies']} LDGSTS" if line["arch"] not in TMA else f"{line['UTMALDG']} UTMALDG"
+    shared = f"{line['shared'] / 1024:.0f} of {line['room'] // 1024}"
+    names = "kernel", "head_dim", "tile", "registers"
+    cells = f"sm_{line['arch']}", *(line[name] for name in names), shared, line["loop_spills"], moved
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.support.sass", description=__doc__)
+    parser.add_argument("what", nargs="*", help="cards, dtypes, head dimensions, masks")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    archs = [int(word[3:]) for word in options.what if word.startswith("sm_")]
+    head_dims = [int(word) for word in options.what if word.isdigit()]
+    masks = [word for word in options.what if word in MASKS]
+    dtypes = [word for word in options.what if hasattr(torch, word)]
+    for arch, dtype in product(archs or [90], dtypes or ["bfloat16"]):
+        for line in lines(arch, dtype, head_dims or [64, 128], masks or list(MASKS)):
+            if not options.table:
+                print(json.dumps(line), flush=True)
+            elif "tile" in line:
+                print(row(line), flush=True)
 
 
 if __name__ == "__main__":
-    sizes, dtypes = ([name for name in sys.argv[1:] if name.isdigit() == digits] for digits in (True, False))
-    main(dtypes or ["bfloat16"], [*map(int, sizes)] or [64, 128, 256])
+    main()
