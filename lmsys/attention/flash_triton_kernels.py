@@ -316,6 +316,7 @@ def _dkdv_kernel(
     else:
         ratio = scale / softcap
         factor = softcap * LOG2_E
+    by_tma: tl.constexpr = isinstance(q_desc, tl.tensor_descriptor)
     start, stop, full = 0, Q, 0  # query tiles that start at `full` or later need no mask
     if CAUSAL:
         start = col // BLOCK_Q * BLOCK_Q
@@ -326,7 +327,8 @@ def _dkdv_kernel(
         )
     for group in range(G):
         head = kv_head * G + group
-        for row in range(start, stop, BLOCK_Q):
+        # By addresses, CLEAN ahead of its use would need more shared memory than the tile that was timed without.
+        for row in tl.range(start, stop, BLOCK_Q, num_stages=1 if CLEAN and not by_tma else None):
             padded = (batch * H + head) * Q_PADDED + row
             q = _load(q_desc, batch, head, row, BLOCK_Q, D, CLEAN)
             do = _load(do_desc, batch, head, row, BLOCK_Q, D, CLEAN)
