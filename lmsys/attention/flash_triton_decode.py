@@ -33,6 +33,7 @@ from lmsys.attention.flash_triton_kernels import (
     _has_nan,
     _inside,
     _load,
+    _plain,
     _spoil,
     _store,
     _tanh,
@@ -59,8 +60,9 @@ def _load_heads(x, batch, group, first, G, HEADS: tl.constexpr, QUERIES: tl.cons
     else:
         rows = tl.arange(0, HEADS * QUERIES)
         head, query = rows // QUERIES, rows % QUERIES
-        at = _addresses(x, batch, group + first, 0, head * x.head.to(tl.int64) + query * x.row, D)
-        q = tl.load(at, mask=_inside(x, (first + head < G) & (query < x.rows), D), other=0.0)
+        away = head * _plain(x.head).to(tl.int64) + query * _plain(x.row)
+        at = _addresses(x, batch, group + first, 0, away, D)
+        q = tl.load(at, mask=_inside(x, query, D) & (first + head < G)[:, None], other=0.0)
     return q
 
 

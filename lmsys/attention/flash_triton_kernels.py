@@ -48,20 +48,27 @@ def _has_nan(x):
 
 
 @triton.jit
+def _plain(number):
+    """n, of a number 2 n + 1 of `Strided`."""
+    return number >> 1
+
+
+@triton.jit
 def _addresses(x, batch, head, start, away, D: tl.constexpr):
     """Those of rows of x, which is `Strided`: `away` times 16 bytes from row `start`.
 
     The first moves; how far the others are from it fits 32 bits and stays: 64 bits for each would spill registers.
     """
     unit: tl.constexpr = 128 // x.base.dtype.element_ty.primitive_bitwidth
-    far = batch * x.batch.to(tl.int64) + head * x.head.to(tl.int64) + start * x.row.to(tl.int64)
+    far = batch * _plain(x.batch).to(tl.int64) + head * _plain(x.head).to(tl.int64)
+    far += start * _plain(x.row).to(tl.int64)
     return tl.multiple_of(x.base + far * unit, 16) + ((away * unit)[:, None] + tl.arange(0, D)[None, :])
 
 
 @triton.jit
 def _inside(x, rows, D: tl.constexpr):
-    """Which numbers of a tile are inside of x, of whose rows `rows` are."""
-    inside = rows[:, None]
+    """Which numbers of these rows of a tile are inside of x."""
+    inside = (rows < _plain(x.rows))[:, None]
     if x.columns != D:
         inside = inside & (tl.arange(0, D) < x.columns)[None, :]
     return inside
@@ -74,8 +81,8 @@ def _load(x, batch, head, start, BLOCK: tl.constexpr, D: tl.constexpr, CLEAN: tl
         tile = x.load([batch, head, start, 0]).reshape(BLOCK, D)
     else:
         rows = tl.arange(0, BLOCK)
-        at = _addresses(x, batch, head, start, rows * x.row, D)
-        tile = tl.load(at, mask=_inside(x, start + rows < x.rows, D), other=0.0)
+        at = _addresses(x, batch, head, start, rows * _plain(x.row), D)
+        tile = tl.load(at, mask=_inside(x, start + rows, D), other=0.0)
     return tl.where(_is_finite(tile)[:, None], tile, 0.0) if CLEAN else tile
 
 
@@ -101,9 +108,9 @@ def _store(x, batch, head, start, tile, BLOCK: tl.constexpr, D: tl.constexpr):
         x.store([batch, head, start, 0], tile.to(x.dtype).reshape(1, 1, BLOCK, D))
     else:
         rows = tl.arange(0, BLOCK)
-        at = _addresses(x, batch, head, start, rows * x.row, D)
+        at = _addresses(x, batch, head, start, rows * _plain(x.row), D)
         tile = tile.to(x.base.dtype.element_ty).reshape(BLOCK, D)
-        tl.store(at, tile, mask=_inside(x, start + rows < x.rows, D))
+        tl.store(at, tile, mask=_inside(x, start + rows, D))
 
 
 @triton.jit

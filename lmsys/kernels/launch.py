@@ -54,6 +54,8 @@ def geometry(x: Tensor) -> tuple[list[int], list[int]]:
 
 
 # A tensor (B, H, S, D) as kernels take it that load by addresses: strides in 16 bytes, S, and D, which is a constant.
+# Numbers n come as 2 n + 1. Inside of a tuple Triton takes 1 for a constant, and notes multiples of 16, whatever
+# `do_not_specialize` says; then a binary of the first call would be wrong in the next.
 Strided = namedtuple("Strided", "base batch head row rows columns")
 
 
@@ -87,8 +89,8 @@ def strided(x: Tensor, base: Any) -> Any:
         return base
     shape, strides = geometry(x)
     unit = 16 // x.element_size()
-    batch, head, row = (stride // unit for stride in strides[:-1])
-    return Strided(base, batch, head, row, shape[-2], triton.language.constexpr(shape[-1]))
+    batch, head, row, rows = (2 * n + 1 for n in (*(stride // unit for stride in strides[:-1]), shape[-2]))
+    return Strided(base, batch, head, row, rows, triton.language.constexpr(shape[-1]))
 
 
 def describable(x: Tensor) -> Tensor:

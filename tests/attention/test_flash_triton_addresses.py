@@ -6,6 +6,7 @@ Bit by bit in the interpreter, as the mathematics has one source; on a GPU, wher
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -101,9 +102,13 @@ def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
     assert describable(near).stride() == near.stride() and describable(far).stride(2) == 64
 
 
-def test_strides_are_of_16_bytes() -> None:
-    for dtype in (torch.float16, torch.float32):
-        x = describable(torch.zeros(2, 3, 5, 20, dtype=dtype)[:, :, 1:, 1:])
-        moved = strided(x, x)
-        steps = [step * x.element_size() for step in x.stride()[:3]]
-        assert [16 * step for step in moved[1:4]] == steps and moved.rows == 4 and moved.columns.value == 19
+def test_numbers_are_such_that_no_binary_is_of_one_call() -> None:
+    """Strides of 16 bytes, as 2 n + 1: Triton makes a constant of 1, and a fact of each multiple of 16."""
+    for dtype, length in product((torch.float16, torch.float32), (1, 5, 17)):
+        x = describable(torch.zeros(2, 1, length, 20, dtype=dtype)[..., 1:])
+        base, *numbers, columns = strided(x, x)
+        steps = [step * x.element_size() // 16 for step in x.stride()[:3]]
+        assert base is x and columns.value == 19
+        if length > 1:
+            assert numbers == [2 * n + 1 for n in (steps[0], numbers[1] // 2, steps[2], length)]
+        assert all(n % 2 and n > 1 for n in numbers) and numbers[3] == 2 * length + 1
