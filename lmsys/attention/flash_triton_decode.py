@@ -202,7 +202,9 @@ def plan_of(
     block_k = min(128, max(16, TILE_BYTES // (1 if large else 4 if small else 2) // row_bytes))
     programs = 1 if block_k * row_bytes > TILE_BYTES // 2 else 2  # a multiprocessor
     parts = parts_of(owners * num_tiles, keys // block_k, processors * programs)
-    return Plan(heads, tile_queries, num_tiles, block_k, parts, 8 if wide else 4, 2 if wide and not roomy else 3)
+    many = not roomy and heads * tile_queries * tile_d > MOST_ROWS * 64  # by addresses four warps would spill
+    warps, stages = 8 if wide or many else 4, 2 if wide and not roomy else 3
+    return Plan(heads, tile_queries, num_tiles, block_k, parts, warps, stages)
 
 
 def parts_of(owners: int, most: int, places: int) -> int:
