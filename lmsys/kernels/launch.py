@@ -141,7 +141,7 @@ class DirectKernel:
             self._head = compiled.function, *ways, compiled.packed_metadata, None, None, None, None, None, *reads
         else:
             self._launch = launcher.launch
-            if any(isinstance(x, TensorDescriptor) for x in descriptors):  # inside is what takes encoded ones
+            if compiled.metadata.tensordesc_meta:  # inside of it is the launcher that takes encoded descriptors
                 self._launch = inspect.getclosurevars(self._launch).nonlocals["launcher"]
             self._encode = utils.fill_tma_descriptor
             self._head = compiled.function, *ways, None, None, compiled.packed_metadata, None, None, None
