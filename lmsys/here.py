@@ -12,7 +12,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; without a GPU it can only interpret
 
-from lmsys.attention import ATTENTION, AttentionCase
+from lmsys.attention import ATTENTION, AttentionCase, is_measured
 from lmsys.measure import machine
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry
@@ -20,6 +20,12 @@ from lmsys.registry import Entry
 GPUS = ((8, 0), (9, 0), (10, 0))  # compute capabilities: Ampere, Hopper, Blackwell
 ANOTHER_GPU = "this GPU has"  # in a reason that another GPU would mend
 CUDA_TORCH = "python -m pip install --force-reinstall torch, on Linux"
+USES: dict[str, dict[str, Any]] = {  # what `impl="auto"` is asked for, as changes of a training's case
+    "training": {},
+    "inference": {"grad": False},
+    "training in windows": {"window": 64},
+    "decoding": {"grad": False, "queries": 1, "offset": 127},
+}
 FACTS = ("name", "cores", "memory_bytes", "gpu_count", "capability", "driver", "cuda", "python", "torch", "triton")
 
 
@@ -38,6 +44,10 @@ def main() -> None:
         print(f"  {name:{width}}  {_verdict(reasons)}")
         if (reason := reasons["bfloat16"]) and all(reasons.values()):
             rows.setdefault(remedy(entry, reason, device, _case), []).append(name)
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    print(f'\nimpl="auto" in bfloat16: {evidence(device, capability)}')
+    for use, changes in USES.items():
+        print(f"  {use:{width}}  {ATTENTION.pick('auto', replace(_case(device, capability), **changes)).name}")
     ranks = f"{facts['gpu_count']} GPUs, NCCL" if device == "cuda" else "processes on this CPU, gloo"
     print(f"\ndata-parallel strategies ({ranks})")
     for name, entry in STRATEGIES.items():
@@ -51,6 +61,15 @@ def main() -> None:
         print(f"  {', '.join(names)}: {told}")
     if device == "cpu" and torch.version.cuda is None and any(told.startswith("a GPU") for told in rows):
         print(f"  for a GPU also a CUDA build of torch, which {torch.__version__} is not: {CUDA_TORCH}")
+
+
+def evidence(device: str, capability: tuple[int, int] | None) -> str:
+    """Why "auto" takes the rows that it takes on this machine."""
+    if device == "cpu":
+        return "what needs no compiler"
+    if is_measured(capability):
+        return "the order was measured on GPUs of this kind"
+    return "our rows were never timed on a GPU of this kind: PyTorch's own choice, or flash_triton for a mask tensor"
 
 
 def _case(device: str, capability: tuple[int, int] | None = None) -> AttentionCase:

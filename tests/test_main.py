@@ -15,7 +15,7 @@ import torch
 
 from lmsys import commands
 from lmsys.bench.__main__ import line_of, main
-from lmsys.here import remedy
+from lmsys.here import USES, evidence, remedy
 from lmsys.registry import Entry
 from tests.support.processes import ENVIRONMENT, ROOT
 
@@ -61,11 +61,19 @@ def test_a_remedy_is_what_the_row_itself_would_say_elsewhere(row: str, reason: s
     assert remedy(entry, reason, device, SimpleNamespace) == told
 
 
+def test_evidence_is_claimed_for_cards_that_were_timed_alone() -> None:
+    assert "measured" in evidence("cuda", (9, 0))
+    for capability in ((7, 5), (8, 0), (8, 6), (8, 9), (10, 0), (12, 0)):
+        assert "never timed" in evidence("cuda", capability)
+
+
 def test_every_row_is_told_and_each_remedy_once() -> None:
     line = [sys.executable, "-m", "lmsys"]
     said = subprocess.run(
         line, cwd=ROOT, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=True
     ).stdout
+    (auto,) = (part for part in said.split("\n\n") if part.startswith('impl="auto"'))
+    assert [line.rpartition("  ")[0].strip() for line in auto.splitlines()[1:]] == list(USES)
     table, _, brings = said.partition("\nwhat would bring the others\n")
     missing = [line.split()[0] for line in table.splitlines() if "  no: " in line or " take bucketed" in line]
     lines = [line.strip().partition(": ") for line in brings.splitlines() if not line.startswith("  for a GPU")]

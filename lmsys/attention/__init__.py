@@ -60,16 +60,27 @@ def _peer(
 _flash_attn = partial(_peer, module="peers_flash_attn")
 
 
+def is_measured(capability: tuple[int, int] | None) -> bool:
+    """True for NVIDIA GPUs of a kind on which the rows of the table were timed: Hopper."""
+    return capability == (9, 0) and torch.version.hip is None  # AMD's gfx90a has that number, too
+
+
 def _fastest_first(case: AttentionCase) -> tuple[str, ...]:
-    """The rows that "auto" tries, in the order measured on an H200; on a CPU none that Triton would interpret.
+    """The rows that "auto" tries: on Hopper in the order measured on an H200, on other GPUs torch's own choice first.
 
     Where `flash_gluon` cannot run, cuDNN has the faster forward, and above head_dim 64 the faster backward; up to 64
     `flash_triton` trains faster. None has a fast float32: there Triton multiplies without tensor cores. Under a pattern
     the first is the one that skips hidden tiles, and for few queries the one that divides the keys among programs; this
-    order is not measured.
+    order is not measured. On a CPU there is none that Triton would interpret.
+
+    On GPUs that nobody timed, options are an exception: SDPA has nothing for them but a mask of Q x K bytes, and skips
+    no tile. There `flash_triton` is known to compile without spills; how fast it is, is not known.
     """
     if case.device == "cpu":
         return "sdpa_flash", "vectorized"
+    if not is_measured(case.capability):
+        first = ("flash_triton", "sdpa") if case.options and torch.version.hip is None else ("sdpa", "flash_triton")
+        return *first, "vectorized"
     if case.options or (case.queries <= FEW_QUERIES and case.queries < case.keys and not case.grad):
         return "flash_triton", "sdpa_cudnn", "sdpa_efficient", "vectorized"
     if case.dtype == "float32":

@@ -10,9 +10,10 @@ where the keys of a query begin and end, and walk over the tiles between. The fo
 `flash_triton_decode.py`.
 
 Choices, each measured on one H200 with bfloat16 inputs:
-- All tiles, and the row vectors of the backward, move through tensor descriptors (TMA on Hopper; Triton
-  lowers them to plain loads elsewhere). Descriptors also zero-fill what lies outside, so no length needs to
-  be a multiple of a tile. Loading the row vectors by pointers cost up to 70 registers and spilled.
+- All tiles, and the row vectors of the backward, move through tensor descriptors (TMA). These also zero-fill
+  what lies outside, so no length needs to be a multiple of a tile. Loading the row vectors by pointers cost up
+  to 70 registers and spilled. Where descriptors are slow (`by_tma`) the same kernels move tiles by addresses,
+  which Triton makes asynchronous copies of. That was compiled for other cards, and never timed on them.
 - One loop, with the mask under a branch, instead of a masked and an unmasked loop: fewer registers, one prologue.
 - `_dq_kernel` runs first and leaves delta = rowsum(o * do) and the log-sum-exp, in base 2 and padded, to the other.
 - Longest rows first when causal, in groups of heads whose keys and values stay in L2 together.
@@ -29,14 +30,14 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lmsys.attention import contract, custom_ops, flash_torch, flash_triton_kernels, side_by_side
 from lmsys.attention.bounds import Bounds
 from lmsys.attention.flash_triton_decode import decode, decodes, forward_tensors
 from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern
 from lmsys.attention.tuning import Tile, block_d, candidates, tune
-from lmsys.kernels.launch import INTERPRETED, Kernel, describable, dot_precision, geometry, stream_of
+from lmsys.kernels.launch import INTERPRETED, Kernel, by_tma, describable, described, dot_precision, stream_of
+from lmsys.kernels.tritons import version
 
 INTERPRETED_SCORES = 2**18  # at most, or a check takes minutes
 ROW_PADDING = 128  # delta and the log-sum-exp are padded to it: a multiple of every BLOCK_Q
@@ -84,13 +85,13 @@ class _Launch:
         self.grid = owners * num_tiles
         self.sizes = owners, heads, heads // kv_heads, *lengths, num_tiles
         tile_d = block_d(head_dim)
-        key = name, tile, q.dtype, tile_d, causal, precision, heads // kv_heads, q.device, len(extent), clean
+        key = name, tile, q.dtype, head_dim, causal, precision, heads // kv_heads, q.device, len(extent), clean
         if key not in _kernels:
             q_block, k_block = ([1, 1, rows, tile_d] for rows in (tile.block_q, tile.block_k))
             blocks = {"q": q_block, "k": k_block, "vector": [tile.block_q]}
             _kernels[key] = Kernel(
                 function,
-                [TensorDescriptor(x, *geometry(x), blocks[by]) for x, by in zip(tensors, tiled_by, strict=True)],
+                [described(x, blocks[by], by_tma(q.device)) for x, by in zip(tensors, tiled_by, strict=True)],
                 [*others, *self.sizes, *extent],
                 **dict.fromkeys(EXTENT[len(extent) :]),
                 **({"CLEAN": clean} if name == "dkdv" else {}),
@@ -163,7 +164,7 @@ def _tuned(
 ) -> Tile:
     (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
     tile_d = block_d(head_dim)
-    tiles = (Tile(32, 32, 4, 1),) if INTERPRETED else candidates(name, q.dtype, tile_d, precision)
+    tiles = (Tile(32, 32, 4, 1),) if INTERPRETED else candidates(name, q.dtype, tile_d, precision, by_tma(q.device))
     owners_class = min(256, triton.next_power_of_2(batch * (kv_heads if name == "dkdv" else heads)))
     shape = tile_d, causal, _length_class(queries), _length_class(keys), owners_class
     return tune((name, q.dtype, precision, *shape, *extent), tiles, launch, q.device)
@@ -274,6 +275,10 @@ def flash_triton_supports(case: contract.AttentionCase) -> str | None:
     if case.device == "cuda":
         if case.capability is not None and case.capability < (8, 0):
             return f"needs compute capability 8.0 or later; this GPU has {case.capability[0]}.{case.capability[1]}"
+        few = case.queries <= contract.FEW_QUERIES or case.options
+        if few and case.capability is not None and case.capability[0] == 10 and version().startswith(("3.6", "3.7")):
+            told = "Triton 3.6.0 fails to compile options, and few queries, for this GPU's compute capability 10; 3.8.0"
+            return f"{told} compiles them; this is {version()}"
         return None
     if not INTERPRETED:
         return "runs on CUDA; on CPU only in Triton's interpreter (TRITON_INTERPRET=1), for verification"

@@ -24,20 +24,46 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lmsys.attention.contract import FEW_QUERIES
-from lmsys.attention.flash_triton_kernels import LN_2, LOG2_E, _has_nan, _load, _spoil, _tanh
+from lmsys.attention.flash_triton_kernels import (
+    LN_2,
+    LOG2_E,
+    _addresses,
+    _has_nan,
+    _inside,
+    _load,
+    _plain,
+    _spoil,
+    _store,
+    _tanh,
+)
 from lmsys.attention.pattern import Pattern
 from lmsys.attention.tuning import block_d
-from lmsys.kernels.launch import INTERPRETED, Kernel, describable, dot_precision, geometry, stream_of
+from lmsys.kernels.launch import INTERPRETED, Kernel, arch_of, by_tma, describable, described, dot_precision, stream_of
 
 TILE_BYTES = 1024 if INTERPRETED else 32 * 1024  # of keys, and as much of values; interpreted, few keys are many tiles
 ROOM = 200 * 1024  # shared memory in bytes from which a program has three stages of such tiles
+SOME_ROOM = 160 * 1024  # from which a multiprocessor has room for two programs with three stages of half such tiles
 MOST_ROWS = 64  # of a tile of queries
 MOST_WAVES = 8
 FULL = 0.9  # enough of the places for programs, in the last wave and those before it
 UNSPECIALISED = ["H_KV", "G", "Q", "K", "parts", "num_tiles", "first", "end", "H", "lengths_ptr"]
+UNSPECIALISED += ["q_desc", "k_desc", "v_desc", "o_desc"]
+
+
+@triton.jit
+def _load_heads(x, batch, group, first, G, HEADS: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr):
+    """The queries of HEADS heads of a group of G that begins at head `group`, from its head `first` on."""
+    if isinstance(x, tl.tensor_descriptor):
+        q = x.load([batch, group + first, 0, 0]).reshape(HEADS * QUERIES, D)
+    else:
+        rows = tl.arange(0, HEADS * QUERIES)
+        head, query = rows // QUERIES, rows % QUERIES
+        away = head * _plain(x.head).to(tl.int64) + query * _plain(x.row)
+        at = _addresses(x, batch, group + first, 0, away, D)
+        q = tl.load(at, mask=_inside(x, query, D) & (first + head < G)[:, None], other=0.0)
+    return q
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -73,7 +99,7 @@ def _split_keys_kernel(
     else:
         ratio = scale / softcap
         scale = softcap * LOG2_E
-    q = q_desc.load([batch, kv_head * G + tile * HEADS, 0, 0]).reshape(HEADS * QUERIES, D)
+    q = _load_heads(q_desc, batch, kv_head * G, tile * HEADS, G, HEADS, QUERIES, D)
     top = tl.full([HEADS * QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([HEADS * QUERIES], tl.float32)
     acc = tl.zeros([HEADS * QUERIES, D], tl.float32)
@@ -84,7 +110,7 @@ def _split_keys_kernel(
             top, total = tl.where(spoilt, float("-inf"), top), tl.where(spoilt, 0.0, total)
             begin, acc = tl.where(spoilt, begin, stop), tl.where(spoilt, 0.0, acc)
         for col in tl.range(begin, stop, BLOCK_K, num_stages=1 if again else None):
-            k = k_desc.load([batch, kv_head, col, 0]).reshape(BLOCK_K, D)
+            k = _load(k_desc, batch, kv_head, col, BLOCK_K, D)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
@@ -131,7 +157,7 @@ def _combine_kernel(
         acc = acc * rescale + tl.sum(weights[:, None] * o, 0)
         top = new_top
     total = tl.where(total == 0.0, 1.0, total)
-    o_desc.store([row // (H * Q), row // Q % H, row % Q, 0], (acc / total).to(o_desc.dtype).reshape(1, 1, 1, D))
+    _store(o_desc, row // (H * Q), row // Q % H, row % Q, acc / total, 1, D)
     tl.store(lse_ptr + row, (top + tl.log2(total)) * LN_2)
 
 
@@ -172,10 +198,13 @@ def plan_of(
     roomy = shared_bytes >= ROOM
     large = roomy and not wide and heads * tile_queries < MOST_ROWS  # else registers hold less of a tile
     row_bytes = tile_d * dtype.itemsize
-    block_k = min(128, max(16, TILE_BYTES // (1 if large else 4 if wide else 2) // row_bytes))
+    small = wide or shared_bytes < SOME_ROOM
+    block_k = min(128, max(16, TILE_BYTES // (1 if large else 4 if small else 2) // row_bytes))
     programs = 1 if block_k * row_bytes > TILE_BYTES // 2 else 2  # a multiprocessor
     parts = parts_of(owners * num_tiles, keys // block_k, processors * programs)
-    return Plan(heads, tile_queries, num_tiles, block_k, parts, 8 if wide else 4, 3 if roomy else 2)
+    many = not roomy and heads * tile_queries * tile_d > MOST_ROWS * 64  # by addresses four warps would spill
+    warps, stages = 8 if wide or many else 4, 2 if wide and not roomy else 3
+    return Plan(heads, tile_queries, num_tiles, block_k, parts, warps, stages)
 
 
 def parts_of(owners: int, most: int, places: int) -> int:
@@ -270,9 +299,8 @@ def _seen_by_the_first(pattern: Pattern, keys: int) -> tuple[int, int]:
 
 
 def _can_chain(device: torch.device) -> bool:
-    """True where a kernel may begin before the one before it has ended."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+    """True where a kernel may begin before the one before it has ended: on sm_90 and later."""
+    return arch_of(device) >= 90
 
 
 _kernels: dict[tuple[Any, ...], Any] = {}
@@ -283,12 +311,12 @@ def _split_keys(plan: Plan, tensors: tuple[Tensor, ...], others: tuple[Any, ...]
     sizes = plan.heads, plan.queries, plan.block_k, plan.num_warps, plan.num_stages
     columns, is_result = part_o.shape[-1], plan.parts == 1
     form = columns, is_result, lengths is None or lengths.dtype, softcap is None
-    key = *sizes, q.dtype, q.device, tile_d, precision, *form
+    key = *sizes, q.dtype, q.device, q.shape[-1], precision, *form
     if key not in _kernels:
         blocks = [[1, plan.heads, plan.queries, tile_d], *2 * [[1, 1, plan.block_k, tile_d]]]
         _kernels[key] = Kernel(
             _split_keys_kernel,
-            [TensorDescriptor(x, *geometry(x), block) for x, block in zip(tensors, blocks, strict=True)],
+            [described(x, block, by_tma(q.device)) for x, block in zip(tensors, blocks, strict=True)],
             list(others),
             HEADS=plan.heads,
             QUERIES=plan.queries,
@@ -305,11 +333,11 @@ def _split_keys(plan: Plan, tensors: tuple[Tensor, ...], others: tuple[Any, ...]
 
 
 def _combine(o: Tensor, others: tuple[Any, ...], tile_d: int) -> Any:
-    key = o.dtype, o.device, tile_d
+    key = o.dtype, o.device, o.shape[-1]
     if key not in _kernels:
-        described = TensorDescriptor(o, *geometry(o), [1, 1, 1, tile_d])
         options: dict[str, Any] = {"D": tile_d, "PARTS": 32, "CHAINED": _can_chain(o.device), "num_warps": 4}
         if options["CHAINED"]:
             options["launch_pdl"] = True
-        _kernels[key] = Kernel(_combine_kernel, [described], list(others), **options)
+        result = described(o, [1, 1, 1, tile_d], by_tma(o.device))
+        _kernels[key] = Kernel(_combine_kernel, [result], list(others), **options)
     return _kernels[key]

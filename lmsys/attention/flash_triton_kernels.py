@@ -20,9 +20,10 @@ import triton.language as tl
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
 HEADS_AT_ONCE = tl.constexpr(8)
+TENSORS = ["q", "k", "v", "o", "do", "dq", "dk", "dv", "lse2", "delta"]
 # One binary for all lengths and addresses.
 UNSPECIALISED = ["num_heads", "H", "Q", "Q_PADDED", "K", "num_tiles", "lse_ptr", "lse2_ptr", "delta_ptr"]
-UNSPECIALISED += ["first_ptr", "end_ptr", "bounds_stride"]
+UNSPECIALISED += ["first_ptr", "end_ptr", "bounds_stride", *(f"{x}_desc" for x in TENSORS)]
 
 
 @triton.jit
@@ -47,10 +48,52 @@ def _has_nan(x):
 
 
 @triton.jit
-def _load(desc, batch, head, start, BLOCK: tl.constexpr, D: tl.constexpr, CLEAN: tl.constexpr = False):
-    """A tile of rows; with CLEAN those that are not finite are zeros."""
-    x = desc.load([batch, head, start, 0]).reshape(BLOCK, D)
-    return tl.where(_is_finite(x)[:, None], x, 0.0) if CLEAN else x
+def _plain(number):
+    """n, of a number 2 n + 1 of `Strided`."""
+    return number >> 1
+
+
+@triton.jit
+def _addresses(x, batch, head, start, away, D: tl.constexpr):
+    """Those of rows of x, which is `Strided`: `away` times 16 bytes from row `start`.
+
+    The first moves; how far the others are from it fits 32 bits and stays: 64 bits for each would spill registers.
+    """
+    unit: tl.constexpr = 128 // x.base.dtype.element_ty.primitive_bitwidth
+    far = batch * _plain(x.batch).to(tl.int64) + head * _plain(x.head).to(tl.int64)
+    far += start * _plain(x.row).to(tl.int64)
+    return tl.multiple_of(x.base + far * unit, 16) + ((away * unit)[:, None] + tl.arange(0, D)[None, :])
+
+
+@triton.jit
+def _inside(x, rows, D: tl.constexpr):
+    """Which numbers of these rows of a tile are inside of x."""
+    inside = (rows < _plain(x.rows))[:, None]
+    if x.columns != D:
+        inside = inside & (tl.arange(0, D) < x.columns)[None, :]
+    return inside
+
+
+@triton.jit
+def _load(x, batch, head, start, BLOCK: tl.constexpr, D: tl.constexpr, CLEAN: tl.constexpr = False):
+    """A tile of rows of x, a descriptor or `Strided`; with CLEAN those that are not finite are zeros."""
+    if isinstance(x, tl.tensor_descriptor):
+        tile = x.load([batch, head, start, 0]).reshape(BLOCK, D)
+    else:
+        rows = tl.arange(0, BLOCK)
+        at = _addresses(x, batch, head, start, rows * _plain(x.row), D)
+        tile = tl.load(at, mask=_inside(x, start + rows, D), other=0.0)
+    return tl.where(_is_finite(tile)[:, None], tile, 0.0) if CLEAN else tile
+
+
+@triton.jit
+def _load_vector(x, start, BLOCK: tl.constexpr):
+    """BLOCK numbers of a vector, from `start` on, which is a multiple of BLOCK."""
+    if isinstance(x, tl.tensor_descriptor):
+        numbers = x.load([start])
+    else:
+        numbers = tl.load(tl.multiple_of(x + start, 16) + tl.arange(0, BLOCK))
+    return numbers
 
 
 @triton.jit
@@ -60,8 +103,14 @@ def _spoil(scores, v_desc, batch, head, start, BLOCK_K: tl.constexpr, D: tl.cons
 
 
 @triton.jit
-def _store(desc, batch, head, start, tile, BLOCK: tl.constexpr, D: tl.constexpr):
-    desc.store([batch, head, start, 0], tile.to(desc.dtype).reshape(1, 1, BLOCK, D))
+def _store(x, batch, head, start, tile, BLOCK: tl.constexpr, D: tl.constexpr):
+    if isinstance(x, tl.tensor_descriptor):
+        x.store([batch, head, start, 0], tile.to(x.dtype).reshape(1, 1, BLOCK, D))
+    else:
+        rows = tl.arange(0, BLOCK)
+        at = _addresses(x, batch, head, start, rows * _plain(x.row), D)
+        tile = tile.to(x.base.dtype.element_ty).reshape(BLOCK, D)
+        tl.store(at, tile, mask=_inside(x, start + rows, D))
 
 
 @triton.jit
@@ -274,6 +323,7 @@ def _dkdv_kernel(
     else:
         ratio = scale / softcap
         factor = softcap * LOG2_E
+    by_tma: tl.constexpr = isinstance(q_desc, tl.tensor_descriptor)
     start, stop, full = 0, Q, 0  # query tiles that start at `full` or later need no mask
     if CAUSAL:
         start = col // BLOCK_Q * BLOCK_Q
@@ -284,11 +334,12 @@ def _dkdv_kernel(
         )
     for group in range(G):
         head = kv_head * G + group
-        for row in range(start, stop, BLOCK_Q):
+        # By addresses, CLEAN ahead of its use would need more shared memory than the tile that was timed without.
+        for row in tl.range(start, stop, BLOCK_Q, num_stages=1 if CLEAN and not by_tma else None):
             padded = (batch * H + head) * Q_PADDED + row
             q = _load(q_desc, batch, head, row, BLOCK_Q, D, CLEAN)
             do = _load(do_desc, batch, head, row, BLOCK_Q, D, CLEAN)
-            lse = lse2_desc.load([padded])
+            lse = _load_vector(lse2_desc, padded, BLOCK_Q)
             scores = tl.dot(k, q.T, input_precision=PRECISION)  # transposed: P and dS stay in registers
             dp = tl.dot(v, do.T, input_precision=PRECISION)
             if softcap is not None:
@@ -300,7 +351,7 @@ def _dkdv_kernel(
             if first_ptr is not None:  # noqa: SIM102
                 if (row < full_from) | (row + BLOCK_Q > full_to):
                     p = tl.where(_within(row + tl.arange(0, BLOCK_Q), first, end), p, 0.0)
-            delta = delta_desc.load([padded])
+            delta = _load_vector(delta_desc, padded, BLOCK_Q)
             ds = p * (dp - delta[None, :])
             if softcap is not None:
                 ds *= 1.0 - scores * scores

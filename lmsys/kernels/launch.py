@@ -12,6 +12,7 @@ launches Triton's hooks are not told. Where another runs (a later Triton, ROCm, 
 
 import functools
 import inspect
+from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lmsys.kernels.tritons import is_known, version
 
 FUSED = {"enable_fp_fusion": True}  # Triton's default as well, which 3.9 warns that 3.10 will change
+FARTHEST_ROWS = 2**23  # in elements: a tile has 256 rows at most
 MAX_DESCRIPTORS = 8192  # about 1 KiB each
 
 _descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -51,10 +53,54 @@ def geometry(x: Tensor) -> tuple[list[int], list[int]]:
     return shape, strides
 
 
+# A tensor (B, H, S, D) as kernels take it that load by addresses: strides in 16 bytes, S, and D, which is a constant.
+# Numbers n come as 2 n + 1. Inside of a tuple Triton takes 1 for a constant, and notes multiples of 16, whatever
+# `do_not_specialize` says; then a binary of the first call would be wrong in the next.
+Strided = namedtuple("Strided", "base batch head row rows columns")
+
+
+@functools.cache
+def arch_of(device: torch.device) -> int:
+    """What Triton compiles for on an NVIDIA GPU, such as 86 for sm_86; elsewhere 0."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    override = triton.knobs.runtime.override_arch  # such as "sm80"
+    major, minor = torch.cuda.get_device_capability(device)
+    return int(override[2:]) if override else 10 * major + minor
+
+
+def by_tma(device: torch.device) -> bool:
+    """Whether kernels move tiles by descriptors: on sm_90 and sm_100, and in the interpreter, which takes both.
+
+    What Triton makes of descriptors on other GPUs is slow: without TMA 64-bit addresses, a load for each, nothing ahead
+    of its use; on sm_120, which has TMA, registers spill.
+    """
+    return device.type != "cuda" or 90 <= arch_of(device) < 110
+
+
+def described(x: Tensor, block: list[int], tma: bool) -> Any:
+    """x (B, H, S, D), or a vector, as the argument of a kernel that moves tiles of shape `block`, by TMA or without."""
+    return TensorDescriptor(x, *geometry(x), block) if tma else strided(x, x)
+
+
+def strided(x: Tensor, base: Any) -> Any:
+    """`Strided`, and for a vector its base."""
+    if x.dim() == 1:
+        return base
+    shape, strides = geometry(x)
+    unit = 16 // x.element_size()
+    batch, head, row, rows = (2 * n + 1 for n in (*(stride // unit for stride in strides[:-1]), shape[-2]))
+    return Strided(base, batch, head, row, rows, triton.language.constexpr(shape[-1]))
+
+
 def describable(x: Tensor) -> Tensor:
-    """x (B, H, S, D) itself when a descriptor can address it, else a copy whose rows start at multiples of 16 bytes."""
+    """x (B, H, S, D) itself when a descriptor can address it, else a copy whose rows start at multiples of 16 bytes.
+
+    Also where rows are so far apart that a tile of them does not fit 32 bits.
+    """
     b, h, s, d = x.stride()
-    if d == 1 and b and h and s and not (b | h | s) * x.element_size() & 15 and not x.data_ptr() & 15:
+    aligned = d == 1 and b and h and s and not (b | h | s) * x.element_size() & 15 and not x.data_ptr() & 15
+    if aligned and s < FARTHEST_ROWS:
         return x
     padding = -x.shape[-1] % (16 // x.element_size())
     return x.new_empty(*x.shape[:-1], x.shape[-1] + padding)[..., : x.shape[-1]].copy_(x)
@@ -69,9 +115,9 @@ def dot_precision(x: Tensor) -> str:
 class DirectKernel:
     """One binary of `function`, compiled for constants and for the dtypes and blocks of its descriptors.
 
-    `descriptors`: the first arguments. `others`: a value for each further argument, tensors for pointers. What they
-    are specialised on (types, and by Triton's rules alignment and divisibility) must hold in every call. `options`:
-    the constants, by name, and those of the compiler.
+    `descriptors`: the first arguments, as `described` makes them. `others`: a value for each further argument, tensors
+    for pointers. What they are specialised on (types, and by Triton's rules alignment and divisibility) must hold in
+    every call. `options`: the constants, by name, and those of the compiler.
     """
 
     def __init__(self, function: Any, descriptors: list[Any], others: list[Any], **options: Any):
@@ -95,12 +141,12 @@ class DirectKernel:
             self._head = compiled.function, *ways, compiled.packed_metadata, None, None, None, None, None, *reads
         else:
             self._launch = launcher.launch
-            if descriptors:  # inside of it is the launcher that takes encoded descriptors
+            if compiled.metadata.tensordesc_meta:  # inside of it is the launcher that takes encoded descriptors
                 self._launch = inspect.getclosurevars(self._launch).nonlocals["launcher"]
             self._encode = utils.fill_tma_descriptor
             self._head = compiled.function, *ways, None, None, compiled.packed_metadata, None, None, None
-        metas = compiled.metadata.tensordesc_meta  # empty where the GPU has no TMA
-        self._metas: list[tuple[Any, ...] | None] = [
+        metas = compiled.metadata.tensordesc_meta
+        self._metas: list[tuple[Any, ...] | None] = [  # None: `Strided`
             (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], *meta["block_size"])
             for meta in metas or ()
         ] or [None] * len(descriptors)
@@ -120,13 +166,13 @@ class DirectKernel:
         self._launch(grid, grid_y, 1, stream, *self._head, *((args,) if self._common else args))
 
     def _described(self, x: Tensor, key: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments that a kernel takes for a descriptor: a tensor map, or without TMA what Triton loads by."""
+        """The arguments that a kernel takes for x: a tensor map and what belongs to it, or without TMA `strided`."""
         address, _, _, meta = key
-        shape, strides = geometry(x)
+        found: tuple[Any, ...]
         if meta is None:
-            flags = (False, False) if self._common else (False,)  # zeros, not NaN, outside; later also: no TF32
-            found = address, *shape, *strides, *flags, *shape, *strides
+            found = (strided(x, address),)
         else:
+            shape, strides = geometry(x)
             swizzle, element_size, element_type, *block = meta
             encoded = self._encode(address, swizzle, element_size, element_type, block, shape, strides, 0)
             found = encoded, *shape, *strides
@@ -142,8 +188,8 @@ class PublicKernel:
     TypeError for a call with tensors of other dtypes than it was made with, which `DirectKernel` has no time to see.
     """
 
-    def __init__(self, function: Any, descriptors: list[TensorDescriptor], others: list[Any], **options: Any):
-        self._blocks = [descriptor.block_shape for descriptor in descriptors]
+    def __init__(self, function: Any, descriptors: list[Any], others: list[Any], **options: Any):
+        self._blocks = [getattr(descriptor, "block_shape", None) for descriptor in descriptors]
         self._constants = [options.pop(name) for name in function.arg_names[len(descriptors) + len(others) :]]
         self._dtypes = _dtypes(others)
         args = *descriptors, *others, *self._constants
@@ -163,8 +209,10 @@ def _dtypes(others: Sequence[Any]) -> list[Any]:
     return [x.dtype if isinstance(x, Tensor) else None for x in others]
 
 
-def _describe(x: Tensor, block: list[int]) -> TensorDescriptor:
+def _describe(x: Tensor, block: list[int] | None) -> Any:
     """Skips the constructor's checks, which the kernel's first call has passed: they cost more than the launch."""
+    if block is None:
+        return strided(x, x)
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     descriptor.base, (descriptor.shape, descriptor.strides), descriptor.block_shape = x, geometry(x), block
     return descriptor

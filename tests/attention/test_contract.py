@@ -132,6 +132,35 @@ def test_auto_knows_what_was_faster() -> None:
     assert set(preferred(grad=True)) == set(preferred()) and preferred()[-1] == "vectorized"
 
 
+NEVER_TIMED = [None, (7, 5), (8, 0), (8, 6), (8, 9), (9, 4), (10, 0), (12, 0)]
+
+
+@pytest.mark.parametrize("capability", NEVER_TIMED)
+def test_auto_takes_torch_s_choice_on_cards_that_nobody_timed(capability: tuple[int, int] | None) -> None:
+    """But where SDPA has nothing but a mask of Q x K, or no word for it, and a row of ours runs."""
+    case = AttentionCase(1, 2, 2, 32, 32, 64, "float16", causal=True, device="cuda", capability=capability)
+    for plain in ({}, {"grad": True}, {"queries": 1}, {"mask": True}, {"head_dim": 512}):
+        assert ATTENTION.pick("auto", replace(case, **plain)).name == "sdpa"
+    for option in ({"window": 7}, {"documents": True}, {"key_lengths": True}, {"offset": 3}):
+        runs = ATTENTION["flash_triton"].why_not(replace(case, **option)) is None
+        assert ATTENTION.pick("auto", replace(case, **option)).name == ("flash_triton" if runs else "sdpa")
+    for refused in ({"softcap": 2.0}, {"scale": -1.0}):
+        runs = ATTENTION["flash_triton"].why_not(replace(case, **refused)) is None
+        assert ATTENTION.pick("auto", replace(case, **refused)).name == ("flash_triton" if runs else "vectorized")
+
+
+def test_what_triton_cannot_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash_triton = pytest.importorskip("lmsys.attention.flash_triton")
+    blackwell = AttentionCase(1, 2, 2, 32, 32, 64, "float16", device="cuda", capability=(10, 0))
+    for version, runs in (("3.6.0", False), ("3.7.1", False), ("3.8.0", True)):
+        monkeypatch.setattr(flash_triton, "version", lambda version=version: version)
+        assert flash_triton.flash_triton_supports(blackwell) is None
+        for change in ({"window": 7, "causal": True}, {"queries": 1}):
+            reason = flash_triton.flash_triton_supports(replace(blackwell, **change))
+            assert (reason is None) == runs and (runs or f"this is {version}" in reason)
+            assert flash_triton.flash_triton_supports(replace(blackwell, capability=(8, 6), **change)) is None
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_auto_takes_nothing_that_is_interpreted(grad: bool) -> None:
     case = AttentionCase(1, 2, 2, 8, 8, 16, "float32", grad=grad)

@@ -54,6 +54,7 @@ def main(capability: int) -> None:
             print(json.dumps(line | kept), flush=True)
 
     flash_triton.Kernel = flash_triton_decode.Kernel = launch.Kernel = Both
+    flash_triton.by_tma = flash_triton_decode.by_tma = lambda device: capability >= 90
     for case in CASES:
         for transposed in (False, True):
             for length in LENGTHS:

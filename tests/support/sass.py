@@ -1,18 +1,21 @@
-"""Compiles the Triton kernels for sm_90, with or without a GPU, and reads what came out.
+"""Compiles the Triton kernels for any card, with or without a GPU, and reads what came out.
 
-`python -m tests.support.sass` prints one JSON line for each kernel, dtype, head dimension (or of the one that is
-named, as by `128`), mask and tile: registers, spills (LDL, STL), tensor-core instructions (HGMMA, and the DEPBAR that
-wait for them; HMMA) and bulk tensor loads (UTMALDG). It must run without TRITON_INTERPRET, so the tests start it in a
-process of its own.
+`python -m tests.support.sass` prints one JSON line for each kernel: registers, spills (LDL, STL), tensor-core
+instructions (HMMA; HGMMA, and the DEPBAR that wait for them; UTCHMMA), bulk tensor loads (UTMALDG), and of its loops
+the spills and asynchronous copies (LDGSTS). Arguments choose cards (`sm_86`; else sm_90), dtypes (else bfloat16),
+head dimensions (`128`) and masks (`causal`). `--table` prints the table of docs/flash_triton.md in place of lines. It
+must run without TRITON_INTERPRET, so the tests start it in a process of its own.
 """
 
+import argparse
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lmsys.attention import flash_triton, flash_triton_decode
+from lmsys.attention import AttentionCase, flash_triton, flash_triton_decode
 from lmsys.attention.tuning import Tile, candidates
-from lmsys.kernels.launch import FUSED
+from lmsys.kernels.launch import FUSED, Strided
 
 KERNELS = {name: kernel for name, (kernel, _) in flash_triton.KERNELS.items()}
 TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -33,8 +36,14 @@ TILED_BY_QUERIES = {"fwd": ("q", "o"), "dq": ("q", "o", "do", "dq"), "dkdv": ("q
 MASKS = {"full": (), "causal": (), "bounds": flash_triton.EXTENT[:3]}  # the last: a pattern's
 POINTERS = {"first_ptr": "*i32", "end_ptr": "*i32"}
 DECODING = (64, 1), (64, 16), (128, 1), (128, 16), (256, 1)  # head_dim, queries
+TMA = 90, 100  # architectures on which kernels move tiles by it
+SHARED = {arch: 1024 * kib for arch, kib in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()}  # of a block
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-MNEMONICS = {name: name for name in ("HGMMA", "HMMA", "UTMALDG", "LDL", "STL")} | {"waits": r"WARPGROUP\.DEPBAR"}
+COUNTED = "HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "LDL", "STL"
+MNEMONICS = {name: name for name in COUNTED} | {"waits": r"WARPGROUP\.DEPBAR"}
+PRODUCT = "HMMA", "HGMMA", "UTCHMMA"  # mnemonics of tensor cores
+PRODUCTS = {"fwd": 2, "dq": 3, "dkdv": 4}  # of a pair of tiles
+HMMA_MACS = 16 * 8 * 16  # multiplications with additions of an instruction
 
 
 def compile_kernel(
@@ -45,6 +54,8 @@ def compile_kernel(
     tile: Tile,
     precision: str,
     extent: tuple[str, ...] = (),
+    arch: int = 90,
+    clean: bool = False,
 ) -> Any:
     """The compiled kernel, as `flash_triton` launches it with G = 1; `extent` names what it is given of a pattern."""
     kernel = KERNELS[name]
@@ -56,42 +67,55 @@ def compile_kernel(
         "PRECISION": precision,
         "G": 1,
         **dict.fromkeys(flash_triton.EXTENT[len(extent) :]),
-        **({"CLEAN": False} if name == "dkdv" else {}),
+        **({"CLEAN": clean} if name == "dkdv" else {}),
     }
-    signature = {}
+    types: dict[str, Any] = {"scale": "fp32", "softcap": "fp32", **POINTERS}
     for argument in kernel.arg_names:
-        stem = argument.rpartition("_")[0]
+        stem, _, kind = argument.rpartition("_")
         block = tile.block_q if stem in TILED_BY_QUERIES[name] else tile.block_k
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument in ("lse2_desc", "delta_desc"):
-            signature[argument] = f"tensordesc<fp32[{tile.block_q}]>"
-        elif argument.endswith("_desc"):
-            signature[argument] = f"tensordesc<{TRITON_NAMES[dtype]}[1, 1, {block}, {block_d}]>"
-        else:
-            kind = "*fp32" if argument.endswith("_ptr") else "fp32" if argument in ("scale", "softcap") else "i32"
-            signature[argument] = POINTERS.get(argument, kind)
-    indices = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
-    source = ASTSource(kernel, signature=signature, constexprs=indices, attrs={})
-    options = FUSED | {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        if stem in ("lse2", "delta") and kind == "desc":
+            types[argument] = f"tensordesc<fp32[{tile.block_q}]>" if arch in TMA else "*fp32"
+        elif kind == "desc":
+            types[argument] = tiles(dtype, [1, 1, block, block_d], arch)
+        elif kind == "ptr":
+            types.setdefault(argument, "*fp32")
+    return compiled(kernel, types, constants, block_d, tile.num_warps, tile.num_stages, arch)
 
 
-def compile_decoding(dtype: torch.dtype, head_dim: int, queries: int) -> Any:
-    """`_split_keys_kernel` as `decode` launches it on an H200: four heads a group, caches of their own lengths."""
-    kernel, gpu = flash_triton_decode._split_keys_kernel, (132, 227 * 1024)
+def tiles(dtype: torch.dtype, block: list[int], arch: int) -> Any:
+    """The type of an argument whose tiles have that shape: a descriptor, or `Strided`."""
+    name = TRITON_NAMES[dtype]
+    return f"tensordesc<{name}{block}>" if arch in TMA else Strided(f"*{name}", *4 * ["i32"], "constexpr")
+
+
+def compiled(
+    kernel: Any, types: dict[str, Any], constants: dict[str, Any], head_dim: int, warps: int, stages: int, arch: int
+) -> Any:
+    """A kernel compiled for `arch`; arguments that have neither a type nor a value are int32."""
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
+    values = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
+    strided = [i for i, kind in enumerate(signature.values()) if isinstance(kind, Strided)]
+    values |= {(i, Strided._fields.index("columns")): head_dim for i in strided}
+    source = ASTSource(kernel, signature=signature, constexprs=values, attrs={})
+    options = FUSED | {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def compile_decoding(dtype: torch.dtype, head_dim: int, queries: int, arch: int = 90) -> Any:
+    """`_split_keys_kernel` as `decode` launches it on a GPU as large as an H200, but for its shared memory.
+
+    Four heads are a group, and caches have lengths of their own.
+    """
+    kernel, gpu = flash_triton_decode._split_keys_kernel, (132, SHARED[arch])
     plan = flash_triton_decode.plan_of(64, 4, queries, 32_768, head_dim, dtype, gpu)
     sizes = {"HEADS": plan.heads, "QUERIES": plan.queries, "BLOCK_K": plan.block_k, "D": head_dim}
-    constants = {**sizes, "COLUMNS": head_dim, "UNIT": 1.0, "PRECISION": "ieee", "CHAINED": True, "softcap": None}
-    name, types = TRITON_NAMES[dtype], {"lengths_ptr": "*i32", "scale": "fp32"}
-    types["q_desc"] = f"tensordesc<{name}[1, {plan.heads}, {plan.queries}, {head_dim}]>"
-    types |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{name}[1, 1, {plan.block_k}, {head_dim}]>")
-    types |= dict.fromkeys(("part_o_ptr", "part_lse_ptr"), "*fp32") | dict.fromkeys(constants, "constexpr")
-    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
-    indices = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
-    source = ASTSource(kernel, signature=signature, constexprs=indices, attrs={})
-    options = FUSED | {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    chained = arch >= 90
+    constants = {**sizes, "COLUMNS": head_dim, "UNIT": 1.0, "PRECISION": "ieee", "CHAINED": chained, "softcap": None}
+    types: dict[str, Any] = {"lengths_ptr": "*i32", "scale": "fp32", "part_o_ptr": "*fp32", "part_lse_ptr": "*fp32"}
+    types["q_desc"] = tiles(dtype, [1, plan.heads, plan.queries, head_dim], arch)
+    types |= dict.fromkeys(("k_desc", "v_desc"), tiles(dtype, [1, 1, plan.block_k, head_dim], arch))
+    return compiled(kernel, types, constants, head_dim, plan.num_warps, plan.num_stages, arch)
 
 
 def disassembled(kernel: Any) -> str:
@@ -126,22 +150,91 @@ def _cubin(kernel: Any) -> Iterator[str]:
         yield file.name
 
 
-def main(dtypes: list[str], head_dims: list[int]) -> None:
-    for dtype_name in dtypes:
-        dtype = getattr(torch, dtype_name)
-        for name in KERNELS:
-            for block_d in (one for one in (64, 128) if one in head_dims and (one, dtype) != (128, torch.float32)):
-                tile = candidates(name, dtype, block_d, "ieee")[0]
-                for mask, extent in MASKS.items():
-                    found = resources(compile_kernel(name, dtype, block_d, mask == "causal", tile, "ieee", extent))
-                    line = {"kernel": name, "dtype": dtype_name, "head_dim": block_d, "mask": mask, **found}
-                    print(json.dumps(line), flush=True)
-        for head_dim, queries in (one for one in DECODING if one[0] in head_dims and dtype != torch.float32):
-            found = resources(compile_decoding(dtype, head_dim, queries))
-            line = {"kernel": "split_keys", "dtype": dtype_name, "head_dim": head_dim, "mask": f"Q{queries}", **found}
-            print(json.dumps(line), flush=True)
+def loops(sass: str) -> Iterator[list[str]]:
+    """The runs of instructions from a label to a branch back to it, without their addresses."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in sass.splitlines():
+        if match := re.match(r"\s*(\.L_\w+):", line):
+            labels[match[1]] = len(code)
+        elif match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            code.append(match[1])
+            branch = re.search(r"\bBRA\S*\s.*?`\((\.L_\w+)\)", match[1])
+            if branch and branch[1] in labels:
+                yield code[labels[branch[1]] :]
+
+
+def in_loops(sass: str) -> dict[str, int]:
+    """Spills in all loops together, and of the shortest one with products these and the asynchronous copies."""
+
+    def number(loop: list[str], *mnemonics: str) -> int:
+        return sum(1 for one in loop if re.search(rf"\b({'|'.join(mnemonics)})\b", one))
+
+    every = list(loops(sass))
+    main = min((loop for loop in every if number(loop, *PRODUCT) > 1), key=len, default=[])
+    spills = sum(number(loop, "LDL", "STL") for loop in every)
+    return {"loop_spills": spills, "copies": number(main, "LDGSTS"), "products": number(main, *PRODUCT)}
+
+
+def counted(kernel: Any) -> dict[str, int]:
+    """All that a line says of a binary."""
+    sass = disassembled(kernel)
+    return resources(kernel, sass) | in_loops(sass)
+
+
+def why_not(arch: int, mask: str) -> str | None:
+    """Why the row refuses there what is compiled, such as a pattern on a card for which Triton cannot compile it."""
+    few = int(mask[1:]) if mask.startswith("Q") else 4096
+    case = AttentionCase(1, 4, 1, few, 4096, 64, "bfloat16", mask != "full", device="cuda", capability=divmod(arch, 10))
+    return flash_triton.flash_triton_supports(replace(case, window=64) if mask == "bounds" else case)
+
+
+def lines(arch: int, dtype_name: str, head_dims: list[int], masks: list[str]) -> Iterator[dict[str, Any]]:
+    """What became of the first tile of each kernel, and of decoding."""
+    dtype = getattr(torch, dtype_name)
+    card = {"arch": arch, "dtype": dtype_name, "room": SHARED[arch]}
+    for name, head_dim, mask in product(KERNELS, head_dims, masks):
+        if (head_dim, dtype) == (128, torch.float32) or why_not(arch, mask):
+            continue
+        tile = candidates(name, dtype, head_dim, "ieee", arch in TMA)[0]
+        kernel = compile_kernel(name, dtype, head_dim, mask == "causal", tile, "ieee", MASKS[mask], arch)
+        needed = PRODUCTS[name] * tile.block_q * tile.block_k * head_dim // HMMA_MACS // tile.num_warps
+        size = {"tile": f"{tile.block_q} × {tile.block_k}, {tile.num_warps}, {tile.num_stages}", "needed": needed}
+        yield {"kernel": name, "head_dim": head_dim, "mask": mask, **card, **size, **counted(kernel)}
+        if name == "dkdv" and mask == "bounds":  # the launch that follows, with the tile that was timed without it
+            kernel = compile_kernel(name, dtype, head_dim, False, tile, "ieee", MASKS[mask], arch, clean=True)
+            yield {"kernel": "clean", "head_dim": head_dim, "mask": mask, **card, **size, **counted(kernel)}
+    for head_dim, queries in DECODING:
+        if head_dim in head_dims and dtype != torch.float32 and not why_not(arch, mask := f"Q{queries}"):
+            kernel = compile_decoding(dtype, head_dim, queries, arch)
+            yield {"kernel": "split_keys", "head_dim": head_dim, "mask": mask, **card, **counted(kernel)}
+
+
+def row(line: dict[str, Any]) -> str:
+    """A row of the table in docs/flash_triton.md."""
+    moved = f"{line['copies']} LDGSTS" if line["arch"] not in TMA else f"{line['UTMALDG']} UTMALDG"
+    shared = f"{line['shared'] / 1024:.0f} of {line['room'] // 1024}"
+    names = "kernel", "head_dim", "tile", "registers"
+    cells = f"sm_{line['arch']}", *(line[name] for name in names), shared, line["loop_spills"], moved
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.support.sass", description=__doc__)
+    parser.add_argument("what", nargs="*", help="cards, dtypes, head dimensions, masks")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    archs = [int(word[3:]) for word in options.what if word.startswith("sm_")]
+    head_dims = [int(word) for word in options.what if word.isdigit()]
+    masks = [word for word in options.what if word in MASKS]
+    dtypes = [word for word in options.what if hasattr(torch, word)]
+    for arch, dtype in product(archs or [90], dtypes or ["bfloat16"]):
+        for line in lines(arch, dtype, head_dims or [64, 128], masks or list(MASKS)):
+            if not options.table:
+                print(json.dumps(line), flush=True)
+            elif "tile" in line:
+                print(row(line), flush=True)
 
 
 if __name__ == "__main__":
-    sizes, dtypes = ([name for name in sys.argv[1:] if name.isdigit() == digits] for digits in (True, False))
-    main(dtypes or ["bfloat16"], [*map(int, sizes)] or [64, 128, 256])
+    main()

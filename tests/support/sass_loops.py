@@ -10,14 +10,13 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import torch
 
 from lmsys.attention.flash_gluon.plans import BackwardPlan, backward_plan
-from tests.support.sass import TOOLS, disassembled
+from tests.support.sass import TOOLS, disassembled, loops
 from tests.support.sass_gluon import backward
 
 MATMULS = 16  # at least so many are in a loop that is a main one
@@ -26,22 +25,7 @@ LENGTH = 4096  # of keys, whose plan is read
 
 def main_loop(sass: str) -> list[str]:
     """The shortest run of instructions from a label to a branch back to it that has matmuls."""
-    return min(_loops(sass), key=len)
-
-
-def _loops(sass: str) -> Iterator[list[str]]:
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    for line in sass.splitlines():
-        if match := re.match(r"\s*(\.L_\w+):", line):
-            labels[match[1]] = len(code)
-        elif match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
-            code.append(match[1])
-            branch = re.search(r"\bBRA\S*\s.*?`\((\.L_\w+)\)", match[1])
-            if branch and branch[1] in labels:
-                loop = code[labels[branch[1]] :]
-                if sum("HGMMA" in one for one in loop) >= MATMULS:
-                    yield loop
+    return min((loop for loop in loops(sass) if sum("HGMMA" in one for one in loop) >= MATMULS), key=len)
 
 
 def kinds(loop: list[str]) -> Counter[str]:

@@ -1,0 +1,114 @@
+"""flash_triton where there is no TMA: tiles that are moved by addresses give what those by descriptors give.
+
+Bit by bit in the interpreter, as the mathematics has one source; on a GPU, where other tiles are taken, by the oracle.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+pytest.importorskip("triton", reason="pip install triton==3.6.0 to run the kernels")
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from lmsys.attention import AttentionCase, flash_triton, flash_triton_decode  # noqa: E402
+from lmsys.kernels import launch  # noqa: E402
+from lmsys.kernels.launch import Strided, describable, strided  # noqa: E402
+from lmsys.testing import Oracle, make_inputs  # noqa: E402
+from tests.support.attention_rows import Row, law  # noqa: E402
+from tests.support.patterns import make_pattern, patterned  # noqa: E402
+
+
+@contextmanager
+def by_addresses() -> Iterator[list[str]]:
+    """Kernels that are made meanwhile take no descriptor; gives the names of those that were."""
+    made: list[str] = []
+
+    def recorded(function: object, descriptors: list[object], others: list[object], **options: object) -> object:
+        assert all(isinstance(x, Tensor | Strided) for x in descriptors)
+        made.append(function.__name__)
+        return launch.Kernel(function, descriptors, others, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (flash_triton, flash_triton_decode):
+            patch.setattr(module, "by_tma", lambda device: False)
+            patch.setattr(module, "Kernel", recorded)
+            patch.setattr(module, "_kernels", {})
+        patch.setattr(flash_triton, "_launches", {})
+        yield made
+
+
+def assert_right(run: Callable[[], dict[str, Tensor]], oracle: Oracle | None, *kernels: str) -> None:
+    """By the oracle, where there is one, and beside what descriptors give."""
+    described = run()
+    with by_addresses() as made:
+        moved = run()
+    assert made and set(made) >= set(kernels)
+    if oracle is not None:
+        ratios = oracle.error_ratios(moved, rms=False)
+        assert max(ratios.values()) <= 1, ratios
+    for name, x in described.items():
+        other = moved[name]
+        assert torch.equal(x.isnan(), other.isnan()), name
+        assert x.is_cuda or torch.equal(x.nan_to_num(), other.nan_to_num()), name
+
+
+@law(only=("flash_triton",))
+def test_both_ways_give_attention(row: Row, case: AttentionCase, seed: int) -> None:
+    """At head dimensions that fill a tile or not, on views."""
+    case = replace(case, head_dim=[case.head_dim, 20, 17, 48][seed % 4])
+    inputs = make_inputs(case, seed, memory="" if seed % 2 else "transposed")
+    assert_right(lambda: row.run(case, inputs), Oracle(case, inputs))
+
+
+@law(only=("flash_triton",), of=patterned)
+def test_both_ways_give_attention_under_patterns(row: Row, case: AttentionCase, seed: int) -> None:
+    """Also where a NaN is hidden from some queries, which makes tiles walk twice."""
+    inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
+    oracle = None if seed % 2 else Oracle(case, inputs, pattern=pattern)
+    if seed % 2:
+        inputs.v[..., seed % case.keys, :1] = torch.nan
+    assert_right(lambda: row.run(case, inputs, pattern=pattern), oracle)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("queries", "group", "head_dim"), [(1, 3, 16), (5, 4, 20)])
+def test_both_ways_give_attention_of_few_queries(
+    queries: int, group: int, head_dim: int, parts: int, device: str
+) -> None:
+    row = Row("flash_triton", device)
+    case = row.case(batch=2, heads=2 * group, kv_heads=2, queries=queries, keys=70, head_dim=head_dim, causal=True)
+    if reason := row.why_not(case):
+        pytest.skip(reason)
+    case = replace(case, offset=66)
+    inputs, pattern = make_inputs(case, 0), make_pattern(case, 0)
+
+    def run() -> dict[str, Tensor]:
+        o, lse = flash_triton_decode.decode(inputs.q, inputs.k, inputs.v, head_dim**-0.5, pattern, parts)
+        return {"o": o, "lse": lse}
+
+    assert_right(run, Oracle(case, inputs, pattern=pattern), "_split_keys_kernel", *["_combine_kernel"][: parts - 1])
+
+
+def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
+    """A tile's addresses are counted in 32 bits from its first one."""
+    far = torch.empty(1, device="meta", dtype=torch.bfloat16).as_strided((1, 1, 300, 64), (64, 64, 2**23, 1))
+    near = far.as_strided(far.shape, (64, 64, 2**22, 1))
+    assert describable(near).stride() == near.stride() and describable(far).stride(2) == 64
+
+
+def test_numbers_are_such_that_no_binary_is_of_one_call() -> None:
+    """Strides of 16 bytes, as 2 n + 1: Triton makes a constant of 1, and a fact of each multiple of 16."""
+    for dtype, length in product((torch.float16, torch.float32), (1, 5, 17)):
+        x = describable(torch.zeros(2, 1, length, 20, dtype=dtype)[..., 1:])
+        base, *numbers, columns = strided(x, x)
+        steps = [step * x.element_size() // 16 for step in x.stride()[:3]]
+        assert base is x and columns.value == 19
+        if length > 1:
+            assert numbers == [2 * n + 1 for n in (steps[0], numbers[1] // 2, steps[2], length)]
+        assert all(n % 2 and n > 1 for n in numbers) and numbers[3] == 2 * length + 1
