@@ -339,7 +339,7 @@ sys.exit(verify.main())
     command = [sys.executable, "-c", interrupting, *map(str, paths)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 130 and done.stdout == f"{paths[0]}: 2 records, nothing is wrong\n"
-    assert done.stderr.startswith("python -m lmsys.verify: interrupted") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("lmsys verify: interrupted") and done.stderr.count("\n") == 1
 
 
 def test_without_folders_it_finds_the_benchmark_of_every_committed_run(monkeypatch: pytest.MonkeyPatch) -> None:

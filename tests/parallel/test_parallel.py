@@ -126,9 +126,9 @@ def _traffic(name: str, options: dict[str, Any], recipe: Recipe) -> tuple[int, i
     def counting(real: Any) -> Any:
         return lambda x, g, **options: sent.append(x.numel()) or real(x, g, **options)
 
-    from lmsys.parallel import baselines, overlapped
+    from lmsys.parallel import collectives, overlapped
 
-    places = [(module, "all_reduce_mean", counting) for module in (baselines, overlapped)]
+    places = [(module, "all_reduce_mean", counting) for module in (collectives, overlapped)]
     with on_ranks.use(*places):
         wrapper(torch.randn(3, recipe.width)).backward()
         wrapper.finish_gradient_synchronization()
