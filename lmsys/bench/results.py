@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmsys.bench import record, verdict
 from lmsys.bench.benchmark import Benchmark, Settings
-from lmsys.bench.fields import COMMON, Grid, Record, Sweep, declared
+from lmsys.bench.fields import COMMON, Grid, Record, Sweep, declared, grouped
 from lmsys.files import cache_folder, replacing, write_json
 from lmsys.values import shortly
 
@@ -117,10 +117,8 @@ class Session:
                 if key not in self.carried or other not in self.carried:
                     self.carried.pop(key, None)
             self._keep_entries_of_carried()
-        for key in keys:
-            case = self._cases[key]
-            if key not in self.carried and key[1] == case.id:
-                self._groups.setdefault(self._group_of[key], []).append(case)
+        asked = [key for key in keys if key not in self.carried and key[1] == self._cases[key].id]
+        self._groups = grouped((self._group_of[key], self._cases[key]) for key in asked)
 
     def facts(self, keys: Iterable[Key]) -> list[str]:
         """The fields that records of all these cases have and that say what was asked; of one case at least."""

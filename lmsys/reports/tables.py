@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lmsys.bench.fields import Field, Record
+from lmsys.bench.fields import Field, Record, grouped
 from lmsys.bench.verdict import undisturbed
 from lmsys.reports.cells import CEILINGS, NOT_RUN, SPEEDUP, Notes, below, cell, detail, is_compared, mark, mean_text
 from lmsys.reports.load import Machine
@@ -164,10 +164,8 @@ def pivot(
 
 def _with_something(view: View, columns: str) -> tuple[View, list[str]]:
     """The cases without columns that say of every cell that it is not supported, and a note on those."""
-    ended: dict[Any, set[str]] = {}
-    for case in view.cases:
-        ended.setdefault(case[columns], set()).add(case["outcome"])
-    without = [value for value in view.values(columns) if ended[value] == {"unsupported"}]
+    ended = grouped((case[columns], case["outcome"]) for case in view.cases)
+    without = [value for value in view.values(columns) if set(ended[value]) == {"unsupported"}]
     if columns != "impl" or len(without) in (0, len(ended)):
         return view, []
     names = ", ".join(view.text(columns, value) for value in without)

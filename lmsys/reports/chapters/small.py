@@ -6,7 +6,7 @@ Each function takes all cases of a benchmark on a machine.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lmsys.bench.fields import Field, Record
+from lmsys.bench.fields import Field, Record, grouped
 from lmsys.cost.communication import fit_latency_bandwidth
 from lmsys.reports import plots, versus
 from lmsys.reports.cells import SPEEDUP, base_of, bases_of, compared
@@ -204,10 +204,7 @@ def _losses(timed: View) -> Plot | None:
 
 def _with_peers(part: View) -> View:
     """Adds the time of the fastest row of somebody else of each model."""
-    times: dict[str, list[float]] = {}
-    for case in part.cases:
-        if case["peer"] and case["time_s"]:
-            times.setdefault(case["comparison"], []).append(case["time_s"])
+    times = grouped((case["comparison"], case["time_s"]) for case in part.cases if case["peer"] and case["time_s"])
     cases = [{**case, "peer_s": min(times.get(case["comparison"], ()), default=None)} for case in part.cases]
     return replace(part, cases=cases).with_fields(OVER_PEER)
 
