@@ -323,14 +323,14 @@ def _pairs(old: Iterable[Record], new: Iterable[Record]) -> list[tuple[Record, R
     before = _by_key(old)
     both = [(before[key], one) for key, one in _by_key(new).items() if key in before]
     of_peers = [pair for pair in both if pair[0].get("peer") and _is_timed(pair) and _together(pair)]
+    of_peers.sort(key=lambda pair: (max(map(_unsteadiness, pair)), str(pair[0]["impl"])))
     peers = grouped((_together(pair), pair) for pair in of_peers)
-    for group in peers.values():
-        group.sort(key=lambda pair: (max(map(_unsteadiness, pair)), str(pair[0]["impl"])))
-    found = []
-    for pair in both:
-        others = [one for one in peers.get(_together(pair), ()) if one[0]["impl"] != pair[0]["impl"]]
-        found.append((*pair, others[0] if others else None))
-    return found
+    return [(*pair, _other(pair, peers.get(_together(pair), ()))) for pair in both]
+
+
+def _other(pair: Pair, peers: Sequence[Pair]) -> Pair | None:
+    """The first of these that is another row."""
+    return next((one for one in peers if one[0]["impl"] != pair[0]["impl"]), None)
 
 
 def _together(pair: Pair) -> Key:

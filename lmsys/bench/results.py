@@ -88,8 +88,7 @@ class Session:
         if self.checkout and (benchmark.streams or not benchmark.opens):
             told = "its rows take no turns with those of another process; compare two result files"
             raise ValueError(f"--against {self.checkout.text}: not for the benchmark {cls.name!r}: {told}")
-        grids = self.sweep.grids.get(cls.name, (Grid("default"),))
-        found = self.runner.collect(benchmark, grids, self.texts)
+        found = self.runner.collect(benchmark, self.sweep.grids.get(cls.name, (Grid("default"),)), self.texts)
         ids: list[str] = []
         for name, case in found.cases.items():
             both = (name, f"{name}@{self.checkout.name}") if self.checkout else (name,)

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from lmsys.bench import fields
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
-from lmsys.bench.fields import Grid, Record, filled, given_axes
+from lmsys.bench.fields import COMMON, Grid, Record, declared, filled, given_axes
 from lmsys.bench.guard import Guard
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.record import seal
@@ -228,7 +227,7 @@ def _reported(row: Entry) -> Record:
 
 def _completed(record: Record, benchmark: Benchmark) -> Record:
     """Adds the fields that are functions of others. ValueError for a field that nobody has declared."""
-    known = fields.declared(fields.COMMON, benchmark.fields)
+    known = declared(COMMON, benchmark.fields)
     for field in known.values():
         if field.of is not None:
             record[field.name] = field.value(record)

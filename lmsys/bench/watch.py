@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from lmsys.bench.benchmark import Candidate, Settings
 from lmsys.bench.guard import Changed, State
@@ -101,8 +101,6 @@ class _GpuRow:
     """A number in the host's pinned memory, which the GPU writes, and a thread that copies it where the parent sees."""
 
     def __init__(self, memory: Any):
-        import torch
-
         self._memory = memory
         self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._rows: Any = torch.arange(1, 1025, device="cuda")  # 0: none yet
@@ -218,4 +216,4 @@ def copied(result: Any, key: int | None) -> Any:
     """A copy of a tensor, or of a tuple or list of them, where a key is given."""
     if key is None:
         return None
-    return result.clone() if isinstance(result, Tensor) else [copied(one, key) for one in result]
+    return result.clone() if isinstance(result, torch.Tensor) else [copied(one, key) for one in result]

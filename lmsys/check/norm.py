@@ -104,8 +104,7 @@ def _problem(asked: Asked, options: Options, with_bias: bool) -> Problem:
         inputs["bias"] = drawn(options, "bias", width)
     if asked.extreme:
         EXTREME[asked.extreme](inputs["x"])
-    settings = {"eps": EPS, "shape": (width,)}
-    return Problem.of(asked, options, inputs, settings, drawn(options, "upstream", *asked.shape))
+    return Problem.of(asked, options, inputs, {"eps": EPS, "shape": (width,)}, drawn(options, "upstream", *asked.shape))
 
 
 BLOCK_ROWS = (128, 64, 32, 16, 8, 4, 2, 1)

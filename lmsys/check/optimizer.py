@@ -302,5 +302,4 @@ def of_masters(rule: Adam | Sgd, loads: bool) -> tuple[str, Formula]:
     One that loses them without that has been refused before.
     """
     lost = "float32 masters are lost by load_state_dict" if loads else "float32 masters are lost"
-    formula = Formula(rule, weights=torch.bfloat16)
-    return f"{lost}: steps smaller than bfloat16 rounds are nothing", formula
+    return f"{lost}: steps smaller than bfloat16 rounds are nothing", Formula(rule, weights=torch.bfloat16)

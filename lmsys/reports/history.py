@@ -57,8 +57,10 @@ def _plot(benchmark: str, runs: list[Machine], since: list[list[Change]]) -> Plo
     plots.add_places(axes, ["" if at % some else str(run.runs[0].get("commit"))[:7] for at, run in enumerate(runs)])
     axes.set_ylabel("time / time in the first run")
     name, title = f"{runs[-1].slug}-history-{file_name(benchmark)}", f"{benchmark.replace('_', ' ')}: time by commit"
-    caption = (
+    return Plot(
+        name,
+        title,
         f"Times as those of the rows beside were; dotted where no row stood beside, so that the clock's moves show. "
-        f"The {NAMED} cases that changed most are named."
+        f"The {NAMED} cases that changed most are named.",
+        plots.to_svg(axes, name, title),
     )
-    return Plot(name, title, caption, plots.to_svg(axes, name, title))

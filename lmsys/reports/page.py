@@ -81,8 +81,12 @@ def _about(parts: Sequence[Part], single_file: bool) -> list[str]:
     if single_file:
         files = ["This page links to no other file: the folder that it was made in has each table and plot as a file. "]
     of_attention = any(case["benchmark"] == "attention" for machine, _, _ in parts for case in machine.records)
-    made = tag("code", "python -m lmsys.reports RESULT.json ... -o DIR")
-    return [*files, *([LETTERS] if of_attention else []), made, " builds this page."]
+    return [
+        *files,
+        *([LETTERS] if of_attention else []),
+        tag("code", "python -m lmsys.reports RESULT.json ... -o DIR"),
+        " builds this page.",
+    ]
 
 
 def _commands(parts: Sequence[Part]) -> dict[str, str]:

@@ -6,7 +6,6 @@ from lmsys.bench.fields import Field
 from lmsys.reports import plots, versus
 from lmsys.reports.cells import SPEEDUP, base_of, compared, is_compared
 from lmsys.reports.tables import Block, Chapter, Plot, Table, endings, pivot
-from lmsys.reports.versus import means
 from lmsys.reports.views import LIMIT, View
 from lmsys.reports.words import FILES, number
 
@@ -109,7 +108,7 @@ def _summary(own: View, section: str, parts: list[View]) -> Table | None:
         head = part.title if len(bases) == 1 else f"{part.title}, over {part.text('impl', part.base)}"
         cases += [{**case, "part": head} for case in part.cases]
     title = f"Speedup over {' or '.join(bases)}, geometric mean · {own.text('section', section)}"
-    return means(replace(own, cases=cases), "impl", "part", f"{section}-summary", title)
+    return versus.means(replace(own, cases=cases), "impl", "part", f"{section}-summary", title)
 
 
 def _block(part: View) -> Block:

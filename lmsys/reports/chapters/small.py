@@ -129,12 +129,17 @@ def _sums(view: View) -> Table | None:
         Field("sum", label="result", of=lambda case: f"{case['result']:.5f}"),
         Field("off", label="error", of=lambda case: f"{case['error']:+.1e}"),
     )
-    about = (
+    return listing(
+        own,
+        keys[:2],
+        ("sum", "off"),
+        "accumulation",
+        f"{addend:g} added {times:,} times",
         f"The running sum and the addend, by dtype; the sum is {addend * times:g} without rounding. What the addend "
         "lost when it was rounded no accumulator brings back; a sum that is itself rounded after each step loses far "
-        "more"
+        "more",
+        data=keys,
     )
-    return listing(own, keys[:2], ("sum", "off"), "accumulation", f"{addend:g} added {times:,} times", about, data=keys)
 
 
 # Of training steps of large models, each row alone
