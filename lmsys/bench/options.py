@@ -126,8 +126,11 @@ def wants_tables(config: pytest.Config) -> bool:
 
 
 def texts(config: pytest.Config) -> dict[str, str]:
-    named = {name.removeprefix(OPTION): text for name, text in vars(config.option).items() if name.startswith(OPTION)}
-    texts = {option: text for option, text in named.items() if text is not None}
+    texts = {
+        name.removeprefix(OPTION): text
+        for name, text in vars(config.option).items()
+        if name.startswith(OPTION) and text is not None
+    }
     for one in config.getoption("lmsys_axis"):
         name, equals, text = one.partition("=")
         if not equals:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -67,7 +67,6 @@ class Heartbeat:
     def __init__(self, file: int = -1):
         self._memory = map_file(file)
         self._number = 0
-        self._gpu: Any = None
         self.rest()
 
     def beat(self, row: int, doing: str, seconds: float) -> None:
@@ -86,9 +85,11 @@ class Heartbeat:
 
     def beat_on_gpu(self, row: int) -> None:
         """The same in the current stream: once the GPU comes to it, what is launched next is at work there."""
-        if self._gpu is None:
-            self._gpu = _GpuRow(self._memory)
         self._gpu.enqueue(row)
+
+    @cached_property
+    def _gpu(self) -> "_GpuRow":
+        return _GpuRow(self._memory)
 
 
 def read_beat(memory: Any) -> Beat:
@@ -189,8 +190,13 @@ class Watch:
                 raise Changed(left)
             return own_keep(result, key)
 
-        like = step.like and partial(at_work, step.like)
-        return replace(step, redraw=redraw, keep=keep, before=partial(at_work, step.before), like=like)
+        return replace(
+            step,
+            redraw=redraw,
+            keep=keep,
+            before=partial(at_work, step.before),
+            like=step.like and partial(at_work, step.like),
+        )
 
 
 def _with(failure: Failure | None, left: str | None) -> Failure | None:

@@ -257,9 +257,7 @@ def _of_divisors(width: int, centred: bool) -> dict[str, Formula]:
 
 def _of_dx(centred: bool) -> dict[str, Gradients]:
     """Mistakes in dx = rstd (g - mean(g) - y mean(g y)), where g = upstream · weight; mean(g) is LayerNorm's alone."""
-
-    def less(g: Tensor) -> Tensor:
-        return less_mean(g, centred)
+    less = partial(less_mean, centred=centred)
 
     def of(made: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Gradients:
         def gradients(exact: Problem, _: Outputs) -> Outputs:

@@ -140,5 +140,13 @@ def _ran(cases: Sequence[Record], runs: Container[int]) -> set[str]:
 
 def _listed(machine: Machine, word: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     data = [dict(zip(columns, row, strict=True)) for row in rows]
-    source = machine.about(machine.records)
-    return Table(f"{machine.slug}-{word}", title, "", columns, rows, data, keys=len(columns), source=source)
+    return Table(
+        f"{machine.slug}-{word}",
+        title,
+        "",
+        columns,
+        rows,
+        data,
+        keys=len(columns),
+        source=machine.about(machine.records),
+    )

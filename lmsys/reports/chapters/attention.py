@@ -107,8 +107,13 @@ def _summary(own: View, section: str, parts: list[View]) -> Table | None:
     for part in parts:
         head = part.title if len(bases) == 1 else f"{part.title}, over {part.text('impl', part.base)}"
         cases += [{**case, "part": head} for case in part.cases]
-    title = f"Speedup over {' or '.join(bases)}, geometric mean · {own.text('section', section)}"
-    return versus.means(replace(own, cases=cases), "impl", "part", f"{section}-summary", title)
+    return versus.means(
+        replace(own, cases=cases),
+        "impl",
+        "part",
+        f"{section}-summary",
+        f"Speedup over {' or '.join(bases)}, geometric mean · {own.text('section', section)}",
+    )
 
 
 def _block(part: View) -> Block:

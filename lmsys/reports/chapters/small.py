@@ -53,13 +53,14 @@ def _over_bases(
     own, (first, *others) = part, part.metrics()
     for base in bases:
         own = compared(own, base, name=f"speedup_over_{base}", same=same)
-        share = Field(
-            f"peak_of_{base}",
-            label=f"peak, share of {own.text('impl', base)}",
-            shown="%",
-            of=lambda case: case["peak_bytes"] / case["beside"]["peak_bytes"],
+        own = own.with_fields(
+            Field(
+                f"peak_of_{base}",
+                label=f"peak, share of {own.text('impl', base)}",
+                shown="%",
+                of=lambda case: case["peak_bytes"] / case["beside"]["peak_bytes"],
+            )
         )
-        own = own.with_fields(share)
     peaks = [f"peak_of_{base}" for base in bases if shares]
     return listing(own, keys, [first, *(f"speedup_over_{base}" for base in bases), *others, *peaks], "", title)
 
