@@ -62,7 +62,7 @@ class Collected:
 
     cases: "dict[str, Case]"
     groups: dict[str, str]
-    rows: dict[str, dict[str, Record]]
+    rows: dict[tuple[str, str], Record]
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ class Benchmark:
 
     def clock_name(self, case: Any, runner: "Runner") -> str:
         """How the case is timed, as its record says it."""
-        return runner.clock(self.clock).name
+        return runner.clocks[self.clock].name
 
     def inspect(self, case: Any, candidate: Candidate, setup: Any) -> Record:
         """Fields that need a run of their own, after timing: memory."""

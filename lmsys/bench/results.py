@@ -75,7 +75,7 @@ class Session:
     _took: dict[str, tuple[float, int]] = field(default_factory=dict)  # by group: seconds, and how many cases it has
     _cases: dict[Key, Any] = field(default_factory=dict)
     _group_of: dict[Key, Key] = field(default_factory=dict)
-    _rows: dict[str, dict[str, Record]] = field(default_factory=dict)
+    _rows: dict[tuple[str, str], Record] = field(default_factory=dict)  # by kind and name
     _groups: dict[Key, list[Any]] = field(default_factory=dict)
     _failed: dict[Key, str] = field(default_factory=dict)
 
@@ -95,8 +95,7 @@ class Session:
             self._cases |= {(cls.name, one): case for one in both}
             self._group_of |= {(cls.name, one): (cls.name, found.groups[name]) for one in both}
             ids += both
-        for kind, rows in found.rows.items():
-            self._rows.setdefault(kind, {}).update(rows)
+        self._rows |= found.rows
         return ids
 
     def select(self, keys: Iterable[Key]) -> None:
@@ -234,17 +233,12 @@ class Session:
             name: [one.to_json() for one in declared(COMMON, benchmark.fields).values()]
             for name, benchmark in self.benchmarks.items()
         }
-        rows: dict[str, dict[str, Record]] = {}
-        for benchmark in self.benchmarks.values():
-            for kind, table in benchmark.tables.items():
-                rows.setdefault(kind, {}).update({entry.name: entry.to_json() for entry in table.values()})
-        for kind, own in self._rows.items():
-            rows.setdefault(kind, {}).update(own)
-        tables = {kind: list(table.values()) for kind, table in rows.items()}
+        tables = [pair for benchmark in self.benchmarks.values() for pair in benchmark.tables.items()]
+        rows = {(kind, entry.name): entry.to_json() for kind, table in tables for entry in table.values()} | self._rows
         return {
             "machine": machine,
             "fields": self.carried_head["fields"] | fields,
-            "rows": self.carried_head["rows"] | tables,
+            "rows": self.carried_head["rows"] | grouped((kind, row) for (kind, _), row in rows.items()),
         }
 
     def complete(self, output_json: Record) -> None:

@@ -194,7 +194,7 @@ class Trial:
         self.watch.expected_s = math.inf
         sampled = interleave(
             steps,
-            self.runner.clock(self.benchmark.clock),
+            self.runner.clocks[self.benchmark.clock],
             seconds=self.settings.seconds_per_row,
             min_rounds=min_rounds or self.settings.min_rounds,
             trials=self.benchmark.trials,

@@ -96,8 +96,7 @@ def failure(optimizer: Any, claim: Claim, form: Form | None, asked: Asked, seed:
         if max(ratios) > 1:
             place = _place(asked, step, i, ratios, p, exact[step][i])
             mistake = explain(claim, form, asked, run, (made, exact, plain), begins)
-            pattern = f"  pattern: {mistake}" if mistake else "  no known mistake gives these steps"
-            return Fault(f"{place}\n{pattern}", mistake, max(ratios))
+            return Fault.explained(place, mistake, max(ratios))
     return None
 
 

@@ -91,9 +91,10 @@ def _no_formula(value: Any) -> Any:
 
 def data_of(view: View, *names: str) -> list[Record]:
     """A line for each case: its axes, how it ended, and these fields."""
-    declared = view.machine.fields[view.benchmark].values()
     axes = [
-        one.name for one in declared if one.role == "axis" and one.name not in ("label", "peer") and view.has(one.name)
+        one.name
+        for one in view.machine.fields[view.benchmark].values()
+        if one.role == "axis" and one.name not in ("label", "peer") and view.has(one.name)
     ]
     fields = dict.fromkeys([*axes, "outcome", *names])
     return [{name: case.get(name) for name in fields} for case in view.cases]
