@@ -254,8 +254,10 @@ def _judged(found: Iterable[Change], margin: float) -> list[Change]:
 def of_one_run(old: Iterable[Record], new: Iterable[Record]) -> tuple[list[Record], list[Record]]:
     """The cases that only the run before has, and those that only the run after has."""
     before, after = _by_key(old), _by_key(new)
-    gone = [one for key, one in before.items() if key not in after]
-    return gone, [one for key, one in after.items() if key not in before]
+    return (
+        [one for key, one in before.items() if key not in after],
+        [one for key, one in after.items() if key not in before],
+    )
 
 
 def spread_between(runs: Sequence[Iterable[Record]]) -> float:

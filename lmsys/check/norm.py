@@ -299,9 +299,8 @@ def _of_weights(x: Tensor, centred: bool) -> dict[str, Gradients]:
         return gradients
 
     count = x.numel() // x.shape[-1]
-    parts = parts_of_sum("rows", count, (x.shape[0], *BLOCK_ROWS))
     return {
         "the weight's gradient is made of x, which is not normalised": of(slice(None), normalised=False),
         "the weight's gradient is averaged over rows, not summed": of(slice(None), times=1 / count),
-        **{text: of(rows) for text, rows in parts.items()},
+        **{text: of(rows) for text, rows in parts_of_sum("rows", count, (x.shape[0], *BLOCK_ROWS)).items()},
     }

@@ -196,8 +196,7 @@ class View:
     def styled(self, name: str = "impl", row: str = "", label: str = "") -> "View":
         """Gives each value of a field a look, by the row of a table that the field `row` names."""
         row = row or name
-        styles = styles_of(self.cases, name, row, label, self.table(row))
-        return replace(self, styles={**self.styles, name: styles})
+        return replace(self, styles={**self.styles, name: styles_of(self.cases, name, row, label, self.table(row))})
 
     def table(self, row: str = "impl") -> Mapping[Any, Record]:
         """The table that the values of a field are rows of: that of its name, else the one that has most of them.

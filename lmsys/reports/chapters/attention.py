@@ -81,8 +81,8 @@ def _lines(part: View) -> Block:
 def _cut(own: View, stem: str, heading: str) -> list[View]:
     """The parts of the usual mode of torch, then those of its deterministic one."""
     fixed = own.only(lambda case: case.get("deterministic"))
-    found = own.only(lambda case: not case.get("deterministic")).cut(stem, heading)
-    return [*found, *fixed.cut(stem + "-deterministic", heading + ", {deterministic}")]
+    usual = own.only(lambda case: not case.get("deterministic"))
+    return usual.cut(stem, heading) + fixed.cut(stem + "-deterministic", heading + ", {deterministic}")
 
 
 def _compared(part: View) -> View:

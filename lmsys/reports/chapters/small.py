@@ -89,8 +89,11 @@ def _operations(part: View) -> Block:
     ranks = part.cut("W{world_size}", "{world_size} ranks")
     drawn = [plots.lines(own, BANDWIDTH, "megabytes", word="bandwidth", xlabel="message, MB") for own in ranks]
     timed = part.only(lambda case: case["time_s"] is not None)
-    rates = listing(timed, (*keys, "megabytes"), timed.metrics(), "rates", "Bandwidth by size")
-    return Block(part.title, [pivot(part, "time_s", keys, "megabytes"), table, *drawn], [rates])
+    return Block(
+        part.title,
+        [pivot(part, "time_s", keys, "megabytes"), table, *drawn],
+        [listing(timed, (*keys, "megabytes"), timed.metrics(), "rates", "Bandwidth by size")],
+    )
 
 
 def _fit(own: View) -> list[Record]:
