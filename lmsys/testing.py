@@ -39,7 +39,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -234,7 +234,6 @@ class Oracle:
             self._carried = self._carry() if self.grad else self._merged(case.queries)
         for name, bound in self._carried.items():
             self.budget[name] += _norm_max(bound)
-        self._rms_budget: dict[str, float] = {}
         self._spot_budget: dict[str, float] = {}  # in root mean square
         if spot and self.dtype != torch.float32:
             self._spot_budget = {name: rms_budget(ref, plain[name], 3) for name, ref in others.items()}
@@ -246,8 +245,7 @@ class Oracle:
 
         inf where an output holds NaN or inf. `rms` adds the root-mean-square rule, the larger ratio counts.
         """
-        picked = {name: self._pick(x) for name, x in outputs.items()}
-        ratios = self.judge(picked, rms)
+        ratios = self.judge({name: self._pick(x) for name, x in outputs.items()}, rms)
         if "lse" in outputs:
             outputs = outputs | {"lse": _finite(outputs["lse"])}
         return {name: ratio if bool(outputs[name].isfinite().all()) else math.inf for name, ratio in ratios.items()}
@@ -261,19 +259,19 @@ class Oracle:
             error = (output - reference).masked_fill(output == reference, 0)  # of -inf too
             ratio = _norm_max(error) / self.budget[name]
             if rms and name != "lse" and self.dtype != torch.float32:
-                ratio = max(ratio, norm_rms(error) / self._rms(name))
+                ratio = max(ratio, norm_rms(error) / self._rms_budget[name])
             if name in self._spot_budget:
                 ratio = max(ratio, norm_rms(error) / self._spot_budget[name])
             ratios[name] = ratio if math.isfinite(ratio) else math.inf
         return ratios
 
-    def _rms(self, name: str) -> float:
-        if not self._rms_budget:
-            mixed = self._run(torch.float32, self.dtype, partial(_mixed, dtype=self.dtype))
-            self._rms_budget = {key: rms_budget(self.reference[key], mixed[key]) for key in mixed.keys() - {"lse"}}
-            for key, bound in self._carried.items():
-                self._rms_budget[key] += norm_rms(bound)
-        return self._rms_budget[name]
+    @cached_property
+    def _rms_budget(self) -> dict[str, float]:
+        mixed = self._run(torch.float32, self.dtype, partial(_mixed, dtype=self.dtype))
+        budget = {name: rms_budget(self.reference[name], mixed[name]) for name in mixed.keys() - {"lse"}}
+        for name, bound in self._carried.items():
+            budget[name] += norm_rms(bound)
+        return budget
 
     def _recomputing(self) -> dict[str, float]:
         """Errors that a backward may add to naive's, in float32, when it keeps only the log-sum-exp."""
@@ -350,8 +348,7 @@ class Oracle:
             with torch.set_grad_enabled(self.grad):
                 o = attend(q, k, v, scale=self.scale, pattern=pattern, first_query=first_query)
             out["o"][units, :, rows] = o.detach().to(rounded).double()
-            lse = self._lse(q.detach(), k.detach(), pattern, first_query)
-            out["lse"][units, :, rows] = lse.double()
+            out["lse"][units, :, rows] = self._lse(q.detach(), k.detach(), pattern, first_query).double()
             if self.grad:
                 dq, dk, dv = torch.autograd.grad(o, (q, k, v), self._do[units, :, rows].to(compute))
                 out["dq"][units, :, rows] = dq.to(rounded).double()

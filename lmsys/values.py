@@ -76,13 +76,13 @@ def one_of(name: str, value: Any, known: Collection[Any]) -> Any:
     return value
 
 
-def choice(text: Any, known: Iterable[str]) -> str:
-    """One of the known texts; else the nearest are named."""
+def choice(text: Any, known: Iterable[str], begin: str = "") -> str:
+    """One of the known texts; else the nearest are named, in a message that begins with `begin`."""
     known = list(known)
     if text not in known:
         near = difflib.get_close_matches(str(text)[:SHORT], known, n=2)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"must be one of {', '.join(known)}{hint}")
+        raise ValueError(f"{begin}must be one of {', '.join(known)}{hint}")
     return str(text)
 
 

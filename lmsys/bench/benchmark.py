@@ -24,7 +24,7 @@ from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from lmsys.bench.fields import Axis, Field, Grid, Record
+from lmsys.bench.fields import Axis, Field, Grid, Record, grouped
 from lmsys.measure.step import Step
 from lmsys.registry import Entry, Table
 
@@ -62,7 +62,7 @@ class Collected:
 
     cases: "dict[str, Case]"
     groups: dict[str, str]
-    rows: dict[str, dict[str, Record]]
+    rows: dict[tuple[str, str], Record]
 
 
 @dataclass(frozen=True)
@@ -301,10 +301,7 @@ class Benchmark:
 
     def turns(self, cases: Cases) -> Iterable[Cases]:
         """Which cases are sampled together, one turn after another."""
-        found: dict[str, list[Any]] = {}
-        for case in cases:
-            found.setdefault(case.id if self.streams else case.comparison, []).append(case)
-        return found.values()
+        return grouped((case.id if self.streams else case.comparison, case) for case in cases).values()
 
     def step(self, case: Any, candidate: Candidate, setup: Any) -> Step:
         """The call that is timed. It may run alone here first: what runs out of memory then is `oom`."""
@@ -328,7 +325,7 @@ class Benchmark:
 
     def clock_name(self, case: Any, runner: "Runner") -> str:
         """How the case is timed, as its record says it."""
-        return runner.clock(self.clock).name
+        return runner.clocks[self.clock].name
 
     def inspect(self, case: Any, candidate: Candidate, setup: Any) -> Record:
         """Fields that need a run of their own, after timing: memory."""

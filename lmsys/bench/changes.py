@@ -16,13 +16,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from statistics import NormalDist, median
 from typing import Any
 
 import numpy as np
 
 from lmsys.bench import record
-from lmsys.bench.fields import IDENTITY, Record
+from lmsys.bench.fields import IDENTITY, Record, grouped
 
 Z = NormalDist().inv_cdf(0.975)  # of a two-sided interval of 95 %
 FEWEST = 5  # rounds; of fewer nothing is said
@@ -253,8 +254,10 @@ def _judged(found: Iterable[Change], margin: float) -> list[Change]:
 def of_one_run(old: Iterable[Record], new: Iterable[Record]) -> tuple[list[Record], list[Record]]:
     """The cases that only the run before has, and those that only the run after has."""
     before, after = _by_key(old), _by_key(new)
-    gone = [one for key, one in before.items() if key not in after]
-    return gone, [one for key, one in after.items() if key not in before]
+    return (
+        [one for key, one in before.items() if key not in after],
+        [one for key, one in after.items() if key not in before],
+    )
 
 
 def spread_between(runs: Sequence[Iterable[Record]]) -> float:
@@ -269,24 +272,22 @@ def spreads_between(runs: Sequence[Iterable[Record]]) -> dict[str, float]:
 
 def spreads_in_turns(runs: Sequence[Iterable[Record]]) -> dict[str, float]:
     """The same of rows and what they were, by today's ids."""
-    found: dict[str, list[float]] = {}
-    for run in runs:
-        for old, new in in_turns(run):
-            if shift := _change_in_turns(old, new).shift:
-                found.setdefault(new["id"], []).append(shift.estimate)
+    pairs = [pair for run in runs for pair in in_turns(run)]
+    found = _estimates(starmap(_change_in_turns, pairs))
     steps = {name: [b - a for a, b in zip(shifts, shifts[1:], strict=False)] for name, shifts in found.items()}
     return {name: _root_mean_square(one) for name, one in steps.items()}
 
 
 def _shifts(runs: Sequence[Iterable[Record]]) -> dict[str, list[float]]:
     """By how much each run differs from the one before, by a case's id."""
-    found: dict[str, list[float]] = {}
     known = [list(run) for run in runs]
-    for one, other in zip(known, known[1:], strict=False):
-        for pair in _pairs(one, other):
-            if (change := _change(*pair)).shift and change.beside:
-                found.setdefault(change.new["id"], []).append(change.shift.estimate)
-    return found
+    pairs = [pair for one, other in zip(known, known[1:], strict=False) for pair in _pairs(one, other)]
+    return _estimates(change for change in starmap(_change, pairs) if change.beside)
+
+
+def _estimates(changes: Iterable[Change]) -> dict[str, list[float]]:
+    """By the id of a case, of those that have one."""
+    return grouped((one.new["id"], one.shift.estimate) for one in changes if one.shift)
 
 
 def _root_mean_square(values: Sequence[float]) -> float:
@@ -295,10 +296,7 @@ def _root_mean_square(values: Sequence[float]) -> float:
 
 def _usual(records: Sequence[Record]) -> dict[str, float]:
     """The median, by benchmark, of what cases that were measured repeatedly differ by."""
-    found: dict[str, list[float]] = {}
-    for one in records:
-        if one.get("between_runs"):
-            found.setdefault(one["benchmark"], []).append(float(one["between_runs"]))
+    found = grouped((one["benchmark"], float(one["between_runs"])) for one in records if one.get("between_runs"))
     return {name: median(values) for name, values in found.items()}
 
 
@@ -326,17 +324,15 @@ def _pairs(old: Iterable[Record], new: Iterable[Record]) -> list[tuple[Record, R
     """Each case of both runs, with its anchor: of the peers that took turns with it both times the steadiest."""
     before = _by_key(old)
     both = [(before[key], one) for key, one in _by_key(new).items() if key in before]
-    peers: dict[Key, list[Pair]] = {}
-    for pair in both:
-        if pair[0].get("peer") and _is_timed(pair) and (together := _together(pair)):
-            peers.setdefault(together, []).append(pair)
-    for group in peers.values():
-        group.sort(key=lambda pair: (max(map(_unsteadiness, pair)), str(pair[0]["impl"])))
-    found = []
-    for pair in both:
-        others = [one for one in peers.get(_together(pair), ()) if one[0]["impl"] != pair[0]["impl"]]
-        found.append((*pair, others[0] if others else None))
-    return found
+    of_peers = [pair for pair in both if pair[0].get("peer") and _is_timed(pair) and _together(pair)]
+    of_peers.sort(key=lambda pair: (max(map(_unsteadiness, pair)), str(pair[0]["impl"])))
+    peers = grouped((_together(pair), pair) for pair in of_peers)
+    return [(*pair, _other(pair, peers.get(_together(pair), ()))) for pair in both]
+
+
+def _other(pair: Pair, peers: Sequence[Pair]) -> Pair | None:
+    """The first of these that is another row."""
+    return next((one for one in peers if one[0]["impl"] != pair[0]["impl"]), None)
 
 
 def _together(pair: Pair) -> Key:

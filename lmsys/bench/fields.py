@@ -133,6 +133,14 @@ ROLES = ("axis", "metric", "outcome", "detail")
 Record = dict[str, Any]
 
 
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """The values of each key, of (key, value), in order of appearance."""
+    found: dict[Any, list[Any]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
 @dataclass(frozen=True)
 class Field:
     """One field of a record.

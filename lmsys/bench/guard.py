@@ -20,6 +20,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,15 +126,6 @@ class Part:
     put: Callable[[Any], Any]
 
 
-def _autocast() -> list[bool]:
-    return [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
-
-
-def _set_autocast(enabled: list[bool]) -> None:
-    for device, value in zip(("cpu", "cuda"), enabled, strict=True):
-        torch.set_autocast_enabled(device, value)
-
-
 def _stream() -> Any:
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
@@ -151,21 +143,19 @@ def _folder() -> str:
         return "a folder that is gone"
 
 
-def _handlers() -> list[Any]:
-    return [signal.getsignal(number) for number in HANDLED]
-
-
-def _set_handlers(handlers: list[Any]) -> None:
-    for number, handler in zip(HANDLED, handlers, strict=True):
-        signal.signal(number, handler)
-
-
 PARTS = (
     Part("whether gradients are recorded", torch.is_grad_enabled, torch._C._set_grad_enabled),
     Part("torch.inference_mode", torch.is_inference_mode_enabled, lambda _: None),
     Part("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Part("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
-    Part("torch.autocast", _autocast, _set_autocast),
+    *(
+        Part(
+            f"torch.autocast of {device}",
+            partial(torch.is_autocast_enabled, device),
+            partial(torch.set_autocast_enabled, device),
+        )
+        for device in ("cpu", "cuda")
+    ),
     Part("the current CUDA stream", _stream, lambda stream: stream and torch.cuda.set_stream(stream)),
     Part("whether garbage is collected", gc.isenabled, lambda enabled: (gc.disable, gc.enable)[enabled]()),
     Part("torch's default device", lambda: torch.empty(0).device, _set_default_device),
@@ -173,7 +163,10 @@ PARTS = (
     Part("the precision of float32 matmuls", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     Part("deterministic mode", deterministic.mode, deterministic.set_mode),
     Part("the working directory", _folder, os.chdir),
-    Part("handlers of signals", _handlers, _set_handlers),
+    *(
+        Part(f"the handler of {number.name}", partial(signal.getsignal, number), partial(signal.signal, number))
+        for number in HANDLED
+    ),
 )
 
 

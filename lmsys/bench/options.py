@@ -117,10 +117,7 @@ def check_group_by(text: str, names: Iterable[str]) -> None:
     """ValueError for groups that pytest-benchmark cannot make of tests with these parameters: it fails over it late."""
     known = [*GROUPINGS, *(f"param:{name}" for name in names)]
     for grouping in text.split(","):
-        try:
-            choice(grouping, known)
-        except ValueError as error:
-            raise ValueError(f"--benchmark-group-by {grouping}: {error}") from None
+        choice(grouping, known, f"--benchmark-group-by {grouping}: ")
 
 
 def wants_tables(config: pytest.Config) -> bool:
@@ -129,8 +126,11 @@ def wants_tables(config: pytest.Config) -> bool:
 
 
 def texts(config: pytest.Config) -> dict[str, str]:
-    named = {name.removeprefix(OPTION): text for name, text in vars(config.option).items() if name.startswith(OPTION)}
-    texts = {option: text for option, text in named.items() if text is not None}
+    texts = {
+        name.removeprefix(OPTION): text
+        for name, text in vars(config.option).items()
+        if name.startswith(OPTION) and text is not None
+    }
     for one in config.getoption("lmsys_axis"):
         name, equals, text = one.partition("=")
         if not equals:
@@ -159,10 +159,8 @@ def min_rounds(config: pytest.Config) -> int:
 
 
 def outcomes(text: str | None) -> tuple[str, ...]:
-    try:
-        return tuple(choice(one.strip(), record.OUTCOMES[1:]) for one in text.split(",")) if text else ()
-    except ValueError as error:
-        raise ValueError(f"--fail-on {text!r}: {error}") from None
+    begin = f"--fail-on {text!r}: "
+    return tuple(choice(one.strip(), record.OUTCOMES[1:], begin) for one in text.split(",")) if text else ()
 
 
 def number(option: str, text: str, right: str, **bounds: float) -> float:

@@ -168,10 +168,7 @@ def _select(config: pytest.Config, ours: Session, items: Sequence[pytest.Item]) 
     """Has the session run what pytest has selected, into the output that it then holds. ValueError where it cannot."""
     known = {axis.name for benchmark in ours.benchmarks.values() for axis in benchmark.axes}
     for text in config.getoption("lmsys_axis"):
-        try:
-            choice(text.partition("=")[0], known)
-        except ValueError as error:
-            raise ValueError(f"--axis {text}: {error}") from None
+        choice(text.partition("=")[0], known, f"--axis {text}: ")
     keys: list[Key] = [(_benchmark_of(one).name, one.callspec.params["cell"]) for one in items if _has_case(one)]
     if ours.texts and items and not keys:
         said = " ".join(f"{name} {text}" for name, text in ours.texts.items())
@@ -275,10 +272,7 @@ def _is_timed(config: pytest.Config) -> bool:
 def _sweep(config: pytest.Config, device: str) -> Sweep:
     sweeps: Mapping[str, Mapping[str, Sweep]] = config.hook.pytest_lmsys_sweeps() or {"default": {device: Sweep()}}
     name = config.getoption("lmsys_sweep")
-    try:
-        return sweeps[choice(name, sweeps)][device]
-    except ValueError as error:
-        raise ValueError(f"--sweep {name!r}: {error}") from None
+    return sweeps[choice(name, sweeps, f"--sweep {name!r}: ")][device]
 
 
 def _resume(session: Session, path: Path) -> None:

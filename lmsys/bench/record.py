@@ -52,8 +52,7 @@ def earlier(record: Record, against: Record) -> Record:
     `against`: {"name", "commit", "margin"} of that state.
     """
     suffix = f"@{against['name']}"
-    named = {key: f"{record[key]}{suffix}" for key in ("id", "impl", "label")}
-    record = record | named | {"against": against}
+    record = record | {key: f"{record[key]}{suffix}" for key in ("id", "impl", "label")} | {"against": against}
     return record | {"seal": seal(record)}
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmsys.bench import record, verdict
 from lmsys.bench.benchmark import Benchmark, Settings
-from lmsys.bench.fields import COMMON, Grid, Record, Sweep, declared
+from lmsys.bench.fields import COMMON, Grid, Record, Sweep, declared, grouped
 from lmsys.files import cache_folder, replacing, write_json
 from lmsys.values import shortly
 
@@ -75,7 +75,7 @@ class Session:
     _took: dict[str, tuple[float, int]] = field(default_factory=dict)  # by group: seconds, and how many cases it has
     _cases: dict[Key, Any] = field(default_factory=dict)
     _group_of: dict[Key, Key] = field(default_factory=dict)
-    _rows: dict[str, dict[str, Record]] = field(default_factory=dict)
+    _rows: dict[tuple[str, str], Record] = field(default_factory=dict)  # by kind and name
     _groups: dict[Key, list[Any]] = field(default_factory=dict)
     _failed: dict[Key, str] = field(default_factory=dict)
 
@@ -88,16 +88,14 @@ class Session:
         if self.checkout and (benchmark.streams or not benchmark.opens):
             told = "its rows take no turns with those of another process; compare two result files"
             raise ValueError(f"--against {self.checkout.text}: not for the benchmark {cls.name!r}: {told}")
-        grids = self.sweep.grids.get(cls.name, (Grid("default"),))
-        found = self.runner.collect(benchmark, grids, self.texts)
+        found = self.runner.collect(benchmark, self.sweep.grids.get(cls.name, (Grid("default"),)), self.texts)
         ids: list[str] = []
         for name, case in found.cases.items():
             both = (name, f"{name}@{self.checkout.name}") if self.checkout else (name,)
             self._cases |= {(cls.name, one): case for one in both}
             self._group_of |= {(cls.name, one): (cls.name, found.groups[name]) for one in both}
             ids += both
-        for kind, rows in found.rows.items():
-            self._rows.setdefault(kind, {}).update(rows)
+        self._rows |= found.rows
         return ids
 
     def select(self, keys: Iterable[Key]) -> None:
@@ -117,10 +115,8 @@ class Session:
                 if key not in self.carried or other not in self.carried:
                     self.carried.pop(key, None)
             self._keep_entries_of_carried()
-        for key in keys:
-            case = self._cases[key]
-            if key not in self.carried and key[1] == case.id:
-                self._groups.setdefault(self._group_of[key], []).append(case)
+        asked = [key for key in keys if key not in self.carried and key[1] == self._cases[key].id]
+        self._groups = grouped((self._group_of[key], self._cases[key]) for key in asked)
 
     def facts(self, keys: Iterable[Key]) -> list[str]:
         """The fields that records of all these cases have and that say what was asked; of one case at least."""
@@ -237,17 +233,12 @@ class Session:
             name: [one.to_json() for one in declared(COMMON, benchmark.fields).values()]
             for name, benchmark in self.benchmarks.items()
         }
-        rows: dict[str, dict[str, Record]] = {}
-        for benchmark in self.benchmarks.values():
-            for kind, table in benchmark.tables.items():
-                rows.setdefault(kind, {}).update({entry.name: entry.to_json() for entry in table.values()})
-        for kind, own in self._rows.items():
-            rows.setdefault(kind, {}).update(own)
-        tables = {kind: list(table.values()) for kind, table in rows.items()}
+        tables = [pair for benchmark in self.benchmarks.values() for pair in benchmark.tables.items()]
+        rows = {(kind, entry.name): entry.to_json() for kind, table in tables for entry in table.values()} | self._rows
         return {
             "machine": machine,
             "fields": self.carried_head["fields"] | fields,
-            "rows": self.carried_head["rows"] | tables,
+            "rows": self.carried_head["rows"] | grouped((kind, row) for (kind, _), row in rows.items()),
         }
 
     def complete(self, output_json: Record) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from lmsys.bench import fields
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
-from lmsys.bench.fields import Grid, Record, filled, given_axes
+from lmsys.bench.fields import COMMON, Grid, Record, declared, filled, given_axes
 from lmsys.bench.guard import Guard
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.record import seal
@@ -73,10 +72,8 @@ class Runner:
                 raise ValueError(
                     f"a file replaces {', '.join(names)} when it is imported, by which its rows are judged"
                 )
-            rows: dict[str, dict[str, Record]] = {}
-            for case in cases.values():
-                for kind, row in benchmark.rows_of(case).items():
-                    rows.setdefault(kind, {})[row.name] = _reported(row)
+            pairs = [pair for case in cases.values() for pair in benchmark.rows_of(case).items()]
+            rows = {(kind, row.name): _reported(row) for kind, row in pairs}
             return Collected(cases, {name: case.group for name, case in cases.items()}, rows)
         finally:
             self.heartbeat.rest()
@@ -148,7 +145,7 @@ class Runner:
             self.say("measuring what this machine reaches")
             if self.settings.energy and (why := self.sensors.why_no_joules):
                 self.say(f"--energy: no energy is measured: {why}")
-        _ = self.guard, self.machine, self.clock("loop"), self.sensors
+        _ = self.guard, self.machine, self.clocks, self.sensors
         if self.settings.device == "cpu":
             cap_host_memory()
         return self.machine
@@ -158,7 +155,7 @@ class Runner:
         one = self.settings
         facts = machine.describe(one.device, command=one.command, seed=one.seed, sweep=one.sweep)
         facts["limits"] = vars(self.limits) if self.limits else None
-        clock = self.clock("device")
+        clock = self.clocks["device"]
         facts["clock_share"] = {"seconds": clock.share_s, "measured_by": clock.share_by}
         if one.timed:
             facts["ceilings"] = self._ceilings()
@@ -190,12 +187,10 @@ class Runner:
         return limits_of(self.settings.device, self.sensors.settings().get("max_sm_mhz"))
 
     @cached_property
-    def _clocks(self) -> dict[str, Clock]:
+    def clocks(self) -> dict[str, Clock]:
+        """By kind, as a benchmark's `clock` names it."""
         device = self.settings.device
         return {"device": clock_of(device), "loop": clock_of(device, ahead=False), "host": CpuClock()}
-
-    def clock(self, kind: str) -> Clock:
-        return self._clocks[kind]
 
     @cached_property
     def sensors(self) -> Sensors:
@@ -228,7 +223,7 @@ def _reported(row: Entry) -> Record:
 
 def _completed(record: Record, benchmark: Benchmark) -> Record:
     """Adds the fields that are functions of others. ValueError for a field that nobody has declared."""
-    known = fields.declared(fields.COMMON, benchmark.fields)
+    known = declared(COMMON, benchmark.fields)
     for field in known.values():
         if field.of is not None:
             record[field.name] = field.value(record)

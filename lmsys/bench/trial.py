@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmsys import draws
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, judges_calls, verdict
-from lmsys.bench.fields import Record
+from lmsys.bench.fields import Record, grouped
 from lmsys.bench.findings import energy_fields, interpreted_kernels, loaded_kernels, same_bits, source_of
 from lmsys.bench.record import rounded, summarize
 from lmsys.bench.watch import Watch, copied
@@ -65,10 +65,7 @@ class Trial:
     @property
     def ids(self) -> list[list[str]]:
         """The cases of each candidate."""
-        found: dict[int, list[str]] = {row: [] for row in self.watch.rows.values()}
-        for case in self.cases:
-            found[self.watch.rows[id(self.candidate(case))]].append(case.id)
-        return [*found.values()]
+        return [*grouped((id(self.candidate(case)), case.id) for case in self.cases).values()]
 
     def candidate(self, case: Case) -> Candidate:
         return self.candidates[self.benchmark.key(case)]
@@ -197,7 +194,7 @@ class Trial:
         self.watch.expected_s = math.inf
         sampled = interleave(
             steps,
-            self.runner.clock(self.benchmark.clock),
+            self.runner.clocks[self.benchmark.clock],
             seconds=self.settings.seconds_per_row,
             min_rounds=min_rounds or self.settings.min_rounds,
             trials=self.benchmark.trials,

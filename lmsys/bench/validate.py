@@ -155,10 +155,8 @@ def _fields(where: str, declared: Any) -> dict[str, Mapping[str, Any]]:
             check_text(f"{here}.{key}", value)
         if not re.fullmatch(NAME, one.get("name", "")):
             raise ValueError(f"{here}: its name must be letters, digits and _; got {one.get('name')!r}")
-        try:
-            choice(one.get("role", "metric"), ROLES)
-        except ValueError as error:
-            raise ValueError(f"{here}: role={one['role']!r} {error}") from None
+        role = one.get("role", "metric")
+        choice(role, ROLES, f"{here}: role={role!r} ")
         found[one["name"]] = one
     return found
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 
-from lmsys.bench.fields import Record
+from lmsys.bench.fields import Record, grouped
 from lmsys.bench.record import OUTCOMES
 
 NEAR = 1.02  # within so much of the fastest, a row is as fast
@@ -114,11 +114,9 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
 
 def failed(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Record]]:
     """The cases that were wrong or failed, by how they ended, their row and their benchmark."""
-    found: dict[tuple[str, str, str], list[Record]] = {}
-    for one in records:
-        if one["outcome"] in FAILED:
-            found.setdefault((one["outcome"], one["impl"], one["benchmark"]), []).append(one)
-    return found
+    return grouped(
+        ((one["outcome"], one["impl"], one["benchmark"]), one) for one in records if one["outcome"] in FAILED
+    )
 
 
 def _not_run(records: Sequence[Record]) -> Iterator[str]:

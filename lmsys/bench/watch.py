@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from lmsys.bench.benchmark import Candidate, Settings
 from lmsys.bench.guard import Changed, State
@@ -67,7 +67,6 @@ class Heartbeat:
     def __init__(self, file: int = -1):
         self._memory = map_file(file)
         self._number = 0
-        self._gpu: Any = None
         self.rest()
 
     def beat(self, row: int, doing: str, seconds: float) -> None:
@@ -86,9 +85,11 @@ class Heartbeat:
 
     def beat_on_gpu(self, row: int) -> None:
         """The same in the current stream: once the GPU comes to it, what is launched next is at work there."""
-        if self._gpu is None:
-            self._gpu = _GpuRow(self._memory)
         self._gpu.enqueue(row)
+
+    @cached_property
+    def _gpu(self) -> "_GpuRow":
+        return _GpuRow(self._memory)
 
 
 def read_beat(memory: Any) -> Beat:
@@ -101,8 +102,6 @@ class _GpuRow:
     """A number in the host's pinned memory, which the GPU writes, and a thread that copies it where the parent sees."""
 
     def __init__(self, memory: Any):
-        import torch
-
         self._memory = memory
         self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._rows: Any = torch.arange(1, 1025, device="cuda")  # 0: none yet
@@ -191,8 +190,13 @@ class Watch:
                 raise Changed(left)
             return own_keep(result, key)
 
-        like = step.like and partial(at_work, step.like)
-        return replace(step, redraw=redraw, keep=keep, before=partial(at_work, step.before), like=like)
+        return replace(
+            step,
+            redraw=redraw,
+            keep=keep,
+            before=partial(at_work, step.before),
+            like=step.like and partial(at_work, step.like),
+        )
 
 
 def _with(failure: Failure | None, left: str | None) -> Failure | None:
@@ -218,4 +222,4 @@ def copied(result: Any, key: int | None) -> Any:
     """A copy of a tensor, or of a tuple or list of them, where a key is given."""
     if key is None:
         return None
-    return result.clone() if isinstance(result, Tensor) else [copied(one, key) for one in result]
+    return result.clone() if isinstance(result, torch.Tensor) else [copied(one, key) for one in result]

@@ -39,8 +39,9 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
         rms = entry.why_not(replace(simple, dtype="float32")) is not None  # the stricter rule
         for about, case in cases_of_extremes.items():
             judge = partial(extremes.failure, row, case, options.grad, options.seed, rms)
-            shape = f"{about} ({Asked(about, case)})"
-            yield Question(f"{about}, {dtype}", judge, shape, entry.why_not(case), extreme=True)
+            yield Question(
+                f"{about}, {dtype}", judge, f"{about} ({Asked(about, case)})", entry.why_not(case), extreme=True
+            )
 
 
 def _cases(options: Options) -> list[Asked]:
@@ -111,7 +112,4 @@ def _fault(
         f" {ratio:.3g} times what is allowed",
         f"  wrong at: {places.where(wrong)}",
     ]
-    lines.append(f"  pattern: {mistake}" if mistake else "  no known mistake gives this result")
-    if name != "o":
-        lines.append(f"  right before it: {', '.join([*LIKE][: [*LIKE].index(name)])}")
-    return Fault("\n".join(lines), mistake, ratio)
+    return Fault.explained("\n".join(lines), mistake, ratio, [*LIKE][: [*LIKE].index(name)])

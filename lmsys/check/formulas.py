@@ -63,8 +63,9 @@ def questions_of(
     for asked in cases:
         dtype = str(asked.dtype)[6:]
         if dtype in options.dtypes:
-            about = f"{asked.about}, {dtype}"
-            yield Question(about, partial(judged, asked), str(asked), reason(asked), bool(asked.extreme))
+            yield Question(
+                f"{asked.about}, {dtype}", partial(judged, asked), str(asked), reason(asked), bool(asked.extreme)
+            )
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,4 @@ def _fault(name: str, names: Sequence[str], output: Tensor, right: Tensor, ratio
         wrong = error > error.max() / ratio if math.isfinite(ratio) else ~output.isfinite()
         kind = "wrong" if math.isfinite(ratio) else "NaN or inf"
         lines.append(f"  {kind} at: {places.where(wrong, axes)}")
-    lines.append(f"  pattern: {mistake}" if mistake else "  no known mistake gives this result")
-    if names.index(name):
-        lines.append(f"  right before it: {', '.join(map(_called, names[: names.index(name)]))}")
-    return Fault("\n".join(lines), mistake, ratio)
+    return Fault.explained("\n".join(lines), mistake, ratio, [*map(_called, names[: names.index(name)])])

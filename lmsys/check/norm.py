@@ -104,8 +104,7 @@ def _problem(asked: Asked, options: Options, with_bias: bool) -> Problem:
         inputs["bias"] = drawn(options, "bias", width)
     if asked.extreme:
         EXTREME[asked.extreme](inputs["x"])
-    settings = {"eps": EPS, "shape": (width,)}
-    return Problem.of(asked, options, inputs, settings, drawn(options, "upstream", *asked.shape))
+    return Problem.of(asked, options, inputs, {"eps": EPS, "shape": (width,)}, drawn(options, "upstream", *asked.shape))
 
 
 BLOCK_ROWS = (128, 64, 32, 16, 8, 4, 2, 1)
@@ -258,9 +257,7 @@ def _of_divisors(width: int, centred: bool) -> dict[str, Formula]:
 
 def _of_dx(centred: bool) -> dict[str, Gradients]:
     """Mistakes in dx = rstd (g - mean(g) - y mean(g y)), where g = upstream · weight; mean(g) is LayerNorm's alone."""
-
-    def less(g: Tensor) -> Tensor:
-        return less_mean(g, centred)
+    less = partial(less_mean, centred=centred)
 
     def of(made: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Gradients:
         def gradients(exact: Problem, _: Outputs) -> Outputs:
@@ -302,9 +299,8 @@ def _of_weights(x: Tensor, centred: bool) -> dict[str, Gradients]:
         return gradients
 
     count = x.numel() // x.shape[-1]
-    parts = parts_of_sum("rows", count, (x.shape[0], *BLOCK_ROWS))
     return {
         "the weight's gradient is made of x, which is not normalised": of(slice(None), normalised=False),
         "the weight's gradient is averaged over rows, not summed": of(slice(None), times=1 / count),
-        **{text: of(rows) for text, rows in parts.items()},
+        **{text: of(rows) for text, rows in parts_of_sum("rows", count, (x.shape[0], *BLOCK_ROWS)).items()},
     }

@@ -96,8 +96,7 @@ def failure(optimizer: Any, claim: Claim, form: Form | None, asked: Asked, seed:
         if max(ratios) > 1:
             place = _place(asked, step, i, ratios, p, exact[step][i])
             mistake = explain(claim, form, asked, run, (made, exact, plain), begins)
-            pattern = f"  pattern: {mistake}" if mistake else "  no known mistake gives these steps"
-            return Fault(f"{place}\n{pattern}", mistake, max(ratios))
+            return Fault.explained(place, mistake, max(ratios))
     return None
 
 
@@ -302,5 +301,4 @@ def of_masters(rule: Adam | Sgd, loads: bool) -> tuple[str, Formula]:
     One that loses them without that has been refused before.
     """
     lost = "float32 masters are lost by load_state_dict" if loads else "float32 masters are lost"
-    formula = Formula(rule, weights=torch.bfloat16)
-    return f"{lost}: steps smaller than bfloat16 rounds are nothing", formula
+    return f"{lost}: steps smaller than bfloat16 rounds are nothing", Formula(rule, weights=torch.bfloat16)

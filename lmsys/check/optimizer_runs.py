@@ -167,8 +167,8 @@ def asked_of(claim: Claim) -> list[Asked]:
     about, before_each = "float32 masters, saved and loaded before each of many tiny steps", range(1, MASTER_STEPS)
     given, dtype = ({"lr": MASTER_LR},), torch.bfloat16
     tiny = Asked("float32 masters, many tiny steps", MASTER_STEPS, given, dtype=dtype, masters=True)
-    of_masters = [tiny, replace(tiny, about=about, reloads=frozenset(before_each))]
-    return [Asked("several steps", 6), *(of_sgd if sgd else of_adam), *of_all, *of_extremes, *of_masters]
+    loaded = replace(tiny, about=about, reloads=frozenset(before_each))
+    return [Asked("several steps", 6), *(of_sgd if sgd else of_adam), *of_all, *of_extremes, tiny, loaded]
 
 
 def run_of(asked: Asked, seed: int, device: str) -> Run:

@@ -1,6 +1,6 @@
 """A question that an implementation is asked, and the fault that its answer may have."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,13 @@ class Fault:
         """The fault of an implementation that raises an exception: its kind, its first line, and where in its file."""
         lines = str(error).strip().splitlines() or ["no message"]
         return cls(f"  it raises {type(error).__name__}: {lines[0]}{place_of(error)}", raises=True)
+
+    @classmethod
+    def explained(cls, place: str, mistake: str | None, error_ratio: float, before: Sequence[str] = ()) -> "Fault":
+        """The fault of a number, with its mistake where one is known; `before`: what is right of the same answer."""
+        pattern = f"pattern: {mistake}" if mistake else "no known mistake gives this result"
+        more = f"\n  right before it: {', '.join(before)}" if before else ""
+        return cls(f"{place}\n  {pattern}{more}", mistake, error_ratio)
 
     @property
     def line(self) -> str:

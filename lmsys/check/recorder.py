@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -68,14 +69,11 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         group = dist.ProcessGroup
-        before = {name: vars(group)[name] for name in KINDS if name in vars(group)}
-        for name in before:
-            setattr(group, name, self._recorded(name, getattr(group, name)))
-        try:
+        recorded: dict[str, Any] = {
+            name: self._recorded(name, getattr(group, name)) for name in KINDS if name in vars(group)
+        }
+        with mock.patch.multiple(group, **recorded):
             yield
-        finally:
-            for name, method in before.items():
-                setattr(group, name, method)
 
     def fail(self, error: BaseException) -> None:
         """Notes that this rank comes to nothing more, so that no other waits for it."""

@@ -111,10 +111,9 @@ def fault(ask: Ask, trial: Trial, results: Sequence[Result], rules: Rules = rule
     name, mistake = max(wrong, key=lambda name: wrong[name]), explain(ask, trial, rules)
     text = (
         f"  after {trial.steps} step{'s' * (trial.steps > 1)} {len(wrong)} of {len(exact)} tensors are wrong;"
-        f" the largest error is in {name}, {wrong[name]:.3g} times what is allowed\n"
+        f" the largest error is in {name}, {wrong[name]:.3g} times what is allowed"
     )
-    text += f"  pattern: {mistake}" if mistake else "  no known mistake gives this result"
-    return Fault(text, mistake, wrong[name])
+    return Fault.explained(text, mistake, wrong[name])
 
 
 CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # options that a schedule changes

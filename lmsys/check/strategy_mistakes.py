@@ -265,7 +265,7 @@ def _fitting(
     fitting: dict[str, set[str]] = {}
     for (rule, wide), (_, narrow) in zip(rules(exact), rules(ordinary), strict=True):
         fits = {name for name in names if name in wide and len(ranks(name, wide, narrow)) == len(results)}
-        fitting[rule] = fitting.get(rule, set()) | fits
+        fitting.setdefault(rule, set()).update(fits)
     before, last = exact[-1], ordinary[-1]
     after = before.after(before.means), last.after(last.means)
     keepers: dict[str, list[str]] = {}

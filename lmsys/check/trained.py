@@ -220,8 +220,7 @@ def _gradients(module: Probe, trial: Trial, step: int) -> tuple[State, State]:
     rows = []
     for rank in range(trial.world_size):
         for micro in range(trial.micro_batches):
-            tokens = batch(trial, step, micro, rank)
-            loss = module(tokens, **trial.switches(rank, micro)) / trial.micro_batches
+            loss = module(batch(trial, step, micro, rank), **trial.switches(rank, micro)) / trial.micro_batches
             rows.append(torch.autograd.grad(loss, [*named.values()], allow_unused=True))
     shape = trial.world_size, trial.micro_batches
     grads, used = State(), State()

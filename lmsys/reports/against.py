@@ -75,10 +75,9 @@ def read_both(
             raise InputError(f"{why}: measure both alike, or ask for --anyway")
     between_runs = spread_between([one.records for one in others])
     changes = compare(before.records, after.records, margin, between_runs)
-    gone, added = of_one_run(before.records, after.records)
     if not changes:
         raise InputError("nothing to compare: no case was timed in both runs")
-    return Compared(before, after, changes, gone, added, margin, between_runs)
+    return Compared(before, after, changes, *of_one_run(before.records, after.records), margin, between_runs)
 
 
 def split(machine: Machine) -> tuple[Machine, Machine]:
@@ -110,9 +109,9 @@ def in_turns(machine: Machine, margin: float | None = None) -> Compared | None:
         return None
     before, after = split(machine)
     changes = compare_in_turns(machine.records, margin)
-    gone, added = of_one_run(before.records, after.records)
     own = max(one["against"]["margin"] for one in machine.records if one["against"])
-    return Compared(before, after, changes, gone, added, margin or own, in_turns=True)
+    alone = of_one_run(before.records, after.records)
+    return Compared(before, after, changes, *alone, margin or own, in_turns=True)
 
 
 def machine_of(paths: Sequence[Path]) -> Machine:
@@ -216,8 +215,9 @@ def _runs(found: Compared) -> Table:
         for run in side.runs
     ]
     rows = [[one["run"], one["date"][:10], one["commit"][:10], one["driver"]] for one in facts]
-    columns = ["run", "date", "commit", "driver"]
-    return Table(f"{found.after.slug}-runs", "The two runs", "", columns, rows, facts, keys=4)
+    return Table(
+        f"{found.after.slug}-runs", "The two runs", "", ["run", "date", "commit", "driver"], rows, facts, keys=4
+    )
 
 
 def _table(name: str, title: str, changes: Sequence[Change], source: str) -> Table:

@@ -7,7 +7,7 @@ reaches.
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 
-from lmsys.bench.fields import Record
+from lmsys.bench.fields import Record, grouped
 from lmsys.bench.verdict import FAILED, failed, not_run
 from lmsys.reports import own
 from lmsys.reports.fastest import QUESTIONS, fastest_of, reading_order
@@ -111,12 +111,11 @@ def _wrong(machine: Machine) -> Table:
 
 def _right(machine: Machine) -> Iterator[str]:
     """For each dtype the rows of attention that were right in all cases: of others nothing is known."""
-    ended: dict[str, dict[str, set[str]]] = {}
-    for one in machine.records:
-        if one["benchmark"] == "attention" and one.get("dtype"):
-            ended.setdefault(str(one["dtype"]), {}).setdefault(str(one["impl"]), set()).add(one["outcome"])
-    for dtype, rows in sorted(ended.items(), key=lambda one: reading_order([one[0]])):
-        names = [name for name, outcomes in rows.items() if "ok" in outcomes and not outcomes & {*FAILED}]
+    known = [one for one in machine.records if one["benchmark"] == "attention" and one.get("dtype")]
+    by_dtype = grouped((str(one["dtype"]), one) for one in known)
+    for dtype in sorted(by_dtype, key=lambda dtype: reading_order([dtype])):
+        ended = grouped((str(one["impl"]), one["outcome"]) for one in by_dtype[dtype])
+        names = [name for name, outcomes in ended.items() if "ok" in outcomes and not {*outcomes} & {*FAILED}]
         if names:
             yield f"Attention that was right in {dtype}, in every case that ran: {', '.join(names)}."
 
@@ -141,5 +140,13 @@ def _ran(cases: Sequence[Record], runs: Container[int]) -> set[str]:
 
 def _listed(machine: Machine, word: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     data = [dict(zip(columns, row, strict=True)) for row in rows]
-    source = machine.about(machine.records)
-    return Table(f"{machine.slug}-{word}", title, "", columns, rows, data, keys=len(columns), source=source)
+    return Table(
+        f"{machine.slug}-{word}",
+        title,
+        "",
+        columns,
+        rows,
+        data,
+        keys=len(columns),
+        source=machine.about(machine.records),
+    )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
-from lmsys.bench.fields import Record
+from lmsys.bench.fields import Record, grouped
 from lmsys.bench.verdict import FAILED, NEAR, NEAR_TEXT, deciding, fastest, ratio_of, time_of, undisturbed
 from lmsys.reports import standing
 from lmsys.reports.cells import DETAILS, STEADY, Notes, below, geometric_mean, mark
@@ -124,17 +124,14 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
     cases = [one for one in machine.records if one["benchmark"] == question.benchmark and question.contends(one)]
     wrong = {(one["section"], one["impl"]) for one in cases if one["outcome"] in FAILED}
     timed = [one for one in cases if one.get("time_s") and (one["section"], one["impl"]) not in wrong]
-    together: dict[tuple[object, ...], dict[str, list[Record]]] = {}
-    for one in timed:
-        key = tuple(_value(one, name) for name in question.keys)
-        together.setdefault(key, {}).setdefault(str(one["comparison"]), []).append(one)
+    settings = grouped((tuple(_value(one, name) for name in question.keys), one) for one in timed)
     data: list[Record] = []
-    for key in sorted(together, key=reading_order):
-        line = dict(zip(question.keys, key, strict=True))
-        others = [one for cases in together[key].values() for one in cases]
+    for key in sorted(settings, key=reading_order):
+        line, others = dict(zip(question.keys, key, strict=True)), settings[key]
+        together = grouped((str(one["comparison"]), one) for one in others).values()
         hidden = any(one.get(name) for one in others for name in PATTERNS)
         bases = ("flex", *question.bases) if hidden else question.bases  # what PyTorch has for patterns
-        settled = [rows for rows in together[key].values() if question.enough(rows)]
+        settled = [rows for rows in together if question.enough(rows)]
         deciders = deciding(settled, question.enough)
         comparisons = _of_one_run(deciders or settled, bases, question.way)
         if comparisons:
@@ -147,20 +144,20 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
     runs = {run: _letter(number) for number, run in enumerate(dict.fromkeys(one["run"] for one in data))}
     dates, made = run_names(machine, runs), commands(machine, runs)
     named = {name for one in data for name in one["named"]}
-    asked = {name: {key[at] for key in together} for at, name in enumerate(question.keys)}
+    asked = {name: {key[at] for key in settings} for at, name in enumerate(question.keys)}
     shown = [name for name in question.keys if len({one[name] for one in data}) > 1] or [*question.keys][:1]
     shown += [name for name in question.told if name not in shown and len(asked[name]) > 1]
     marks: Notes = {}
     shares = question.mfu and any(one["mfu"] for one in data)
-    settings = [", ".join(filter(None, (_text(name, question, one[name]) for name in shown))) for one in data]
+    heads = [", ".join(filter(None, (_text(name, question, one[name]) for name in shown))) for one in data]
     rows = []
-    for setting, one in zip(settings, data, strict=True):
+    for setting, one in zip(heads, data, strict=True):
         row, *speeds = _answer(one, marks)
         measured = one["measured"] if one["fastest"] else ["", ""]
         rows.append([setting, row, *measured, *speeds, *([_percent(one["mfu"])] * shares), runs[one["run"]]])
     columns = [*COLUMNS, *(["MFU"] if shares else []), "run"]
     name = f"{machine.slug}-fastest-{question.word}"
-    lines = {setting: one["standing"] for setting, one in zip(settings, data, strict=True)}
+    lines = {setting: one["standing"] for setting, one in zip(heads, data, strict=True)}
     return Table(
         name=name,
         title=question.title,
@@ -222,13 +219,9 @@ def _of_one_run(comparisons: Sequence[Sequence[Record]], bases: Sequence[str], w
 
     A run without what a user would otherwise take, or without rows that won elsewhere, may have left out the fastest.
     """
-    shapes: dict[str, list[Record]] = {}
-    for cases in comparisons:
-        shapes.setdefault(_shape(cases[0]), []).extend(cases)
+    shapes = grouped((_shape(one), one) for cases in comparisons for one in cases)
     winners = {_run_as(min(cases, key=time_of), way) for cases in shapes.values()}
-    runs: dict[int, list[Sequence[Record]]] = {}
-    for cases in comparisons:
-        runs.setdefault(cases[0]["run"], []).append(cases)
+    runs = grouped((cases[0]["run"], cases) for cases in comparisons)
 
     def worth(run: int) -> tuple[int, int, int, int, int]:
         found = [one for cases in runs[run] for one in cases]

@@ -94,8 +94,9 @@ class Figures:
         more = [_told_once(item, block.title, told) for item in block.items if item not in (*tables[:1], *plots[:1])]
         inside = [tag("div", *self._figures(first), class_="pair")]
         if more:
-            template = tag("template", *self._figures(more))
-            inside.append(tag("details", tag("summary", f"More: {_names(more)}"), template))
+            inside.append(
+                tag("details", tag("summary", f"More: {_names(more)}"), tag("template", *self._figures(more)))
+            )
         return joined(inside)
 
     def _figures(self, items: Sequence[Table | Plot]) -> list[Html]:
@@ -251,5 +252,8 @@ def _sustained(run: Record) -> dict[str, str]:
 
 
 def _settings(found: Record) -> dict[str, str]:
-    known = {name: words for name, words in SETTINGS.items() if found.get(name) is not None}
-    return {label: f"{digits(found[name])} {unit}".strip() for name, (label, unit) in known.items()}
+    return {
+        label: f"{digits(found[name])} {unit}".strip()
+        for name, (label, unit) in SETTINGS.items()
+        if found.get(name) is not None
+    }

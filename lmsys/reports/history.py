@@ -45,20 +45,23 @@ def _plot(benchmark: str, runs: list[Machine], since: list[list[Change]]) -> Plo
     cases = [one for one in since[-1] if one.new["benchmark"] == benchmark]
     for order, case in enumerate(cases):
         same = [(at, one.ratio) for at, changes in enumerate(since, 1) for one in changes if one.old is case.old]
-        look = {
-            "label": case.new["id"][-55:] if order < NAMED else None,  # the end of an id has the row
-            "color": f"C{order}" if order < NAMED else "0.7",
-            "linestyle": "-" if case.beside else ":",
-            "zorder": 3 - order / len(cases),
-        }
-        axes.plot(*zip((0, 1.0), *same, strict=True), marker="o", **look)
+        axes.plot(
+            *zip((0, 1.0), *same, strict=True),
+            marker="o",
+            label=case.new["id"][-55:] if order < NAMED else None,  # the end of an id has the row
+            color=f"C{order}" if order < NAMED else "0.7",
+            linestyle="-" if case.beside else ":",
+            zorder=3 - order / len(cases),
+        )
     axes.axhline(1, **plots.CEILING)
     some = 1 + len(runs) // LABELS
     plots.add_places(axes, ["" if at % some else str(run.runs[0].get("commit"))[:7] for at, run in enumerate(runs)])
     axes.set_ylabel("time / time in the first run")
     name, title = f"{runs[-1].slug}-history-{file_name(benchmark)}", f"{benchmark.replace('_', ' ')}: time by commit"
-    caption = (
+    return Plot(
+        name,
+        title,
         f"Times as those of the rows beside were; dotted where no row stood beside, so that the clock's moves show. "
-        f"The {NAMED} cases that changed most are named."
+        f"The {NAMED} cases that changed most are named.",
+        plots.to_svg(axes, name, title),
     )
-    return Plot(name, title, caption, plots.to_svg(axes, name, title))

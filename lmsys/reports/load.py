@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmsys.bench import record
-from lmsys.bench.fields import COMMON, IDENTITY, Field, Record
+from lmsys.bench.fields import COMMON, IDENTITY, Field, Record, grouped
 
 # What makes two runs runs of one machine. Versions, driver, commit and the host of a GPU may differ between runs:
 # captions name them.
@@ -65,20 +65,16 @@ class Machine:
 
     def about(self, cases: Iterable[Record]) -> str:
         """Machine, versions, commits and dates of these cases, in one sentence that says no version twice."""
-        found: dict[str, dict[str, None]] = {}
-        for run in self.runs_of(cases):
-            told = f"{commit_of(run)}, {str(run.get('date') or 'undated')[:10]}"
-            found.setdefault(_versions(run), {})[told] = None
-        parts = (", ".join(filter(None, (versions, *commits))) for versions, commits in found.items())
+        found = grouped(
+            (_versions(run), f"{commit_of(run)}, {str(run.get('date') or 'undated')[:10]}")
+            for run in self.runs_of(cases)
+        )
+        parts = (", ".join(filter(None, (versions, *dict.fromkeys(told)))) for versions, told in found.items())
         return f"{self.title}; {'; also '.join(parts)}."
 
-    def ceiling(self, cases: Iterable[Record], dtype: str | None = None) -> float | None:
-        """The best measured ceiling of these cases' runs: matmul FLOP/s in a dtype, or copy bytes/s without one."""
-        found = []
-        for run in self.runs_of(cases):
-            rates = matmul_rates(run)
-            found.append(rates.get(dtype) if dtype else (run.get("ceilings") or {}).get("copy_bytes_per_s"))
-        return max(filter(None, found), default=None)
+    def ceiling(self, cases: Iterable[Record], dtype: str) -> float | None:
+        """The best matmul that these cases' runs have measured in a dtype, FLOP/s."""
+        return max(filter(None, (matmul_rates(run).get(dtype) for run in self.runs_of(cases))), default=None)
 
 
 def read(paths: Iterable[Path]) -> list[Machine]:
@@ -203,11 +199,10 @@ def run_names(machine: Machine, runs: Iterable[int]) -> dict[int, str]:
 
 def commands(machine: Machine, runs: Iterable[int]) -> dict[int, tuple[str, str]]:
     """The date and commit of each of these runs, and the command that made it."""
-    told = {}
-    for run, name in run_names(machine, runs).items():
-        facts = machine.runs[run]
-        told[run] = f"{name}, {commit_of(facts)}", str(facts.get("command") or "an unknown command")
-    return told
+    return {
+        run: (f"{name}, {commit_of(machine.runs[run])}", str(machine.runs[run].get("command") or "an unknown command"))
+        for run, name in run_names(machine, runs).items()
+    }
 
 
 def legend(machine: Machine, kind: str, names: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lmsys.bench.fields import grouped
 from lmsys.reports import folder
 from lmsys.reports.figures import Figures, Html, facts_of, joined, runs_of, tag
 from lmsys.reports.load import InputError, file_name, run_told
@@ -80,18 +81,19 @@ def _about(parts: Sequence[Part], single_file: bool) -> list[str]:
     if single_file:
         files = ["This page links to no other file: the folder that it was made in has each table and plot as a file. "]
     of_attention = any(case["benchmark"] == "attention" for machine, _, _ in parts for case in machine.records)
-    made = tag("code", "python -m lmsys.reports RESULT.json ... -o DIR")
-    return [*files, *([LETTERS] if of_attention else []), made, " builds this page."]
+    return [
+        *files,
+        *([LETTERS] if of_attention else []),
+        tag("code", "python -m lmsys.reports RESULT.json ... -o DIR"),
+        " builds this page.",
+    ]
 
 
 def _commands(parts: Sequence[Part]) -> dict[str, str]:
     """The command of each run that has one: all of them where runs of one commit began in the same minute."""
-    found: dict[str, dict[str, None]] = {}
-    for machine, _, _ in parts:
-        for run in machine.runs:
-            if command := run.get("command"):
-                found.setdefault(run_told(run), {})[str(command)] = None
-    return {told: " or ".join(commands) for told, commands in found.items()}
+    runs = [run for machine, _, _ in parts for run in machine.runs if run.get("command")]
+    found = grouped((run_told(run), str(run["command"])) for run in runs)
+    return {told: " or ".join(dict.fromkeys(commands)) for told, commands in found.items()}
 
 
 def _contents(links: Sequence[Html], names: Sequence[str], commands: Mapping[str, str]) -> Html:

@@ -167,10 +167,17 @@ def lines(
     values = [value for _, points in series for value in points.values()]
     if ceiling:
         axes.axhline(ceiling[1], **CEILING)
-        on_axes = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         above = sum(value > ceiling[1] for value in values) if ceiling[0] else 0
         text = f"{ceiling[0]}, {above} figures above it" if above else ceiling[0]
-        axes.annotate(text, (1, ceiling[1]), (0, 3), ha="right", fontsize=9, **on_axes)
+        axes.annotate(
+            text,
+            (1, ceiling[1]),
+            (0, 3),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            ha="right",
+            fontsize=9,
+        )
     if not numbers:
         add_places(axes, [view.text(axis, place) for place in places])
     else:
@@ -223,13 +230,29 @@ def bars(
     axes = canvas(3.0)
     for at, value in enumerate(shown):
         style = view.style(by, value)
-        look = {"color": style.color, "edgecolor": "white", "linewidth": 0, "hatch": "////" if style.dashed else None}
         places = {key: groups.index(key[1]) + (at - (len(shown) - 1) / 2) * width for key in cases if key[0] == value}
         own = [key for key in places if key in heights]
-        axes.bar([places[key] for key in own], [heights[key] for key in own], 0.92 * width, label=style.label, **look)
+        axes.bar(
+            [places[key] for key in own],
+            [heights[key] for key in own],
+            0.92 * width,
+            label=style.label,
+            color=style.color,
+            edgecolor="white",
+            linewidth=0,
+            hatch="////" if style.dashed else None,
+        )
         for key in (key for key in places if key in lost):
-            under = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 7, "color": style.color}
-            axes.text(places[key], low * 0.55 if log else high / 50, OUTCOMES[lost[key]], **under)
+            axes.text(
+                places[key],
+                low * 0.55 if log else high / 50,
+                OUTCOMES[lost[key]],
+                rotation=90,
+                ha="center",
+                va="bottom",
+                fontsize=7,
+                color=style.color,
+            )
     scale_values(axes, [low / 2, high], log, 1.1)
     if log:
         axes.set_ylim(low / 2, high * 1.6)

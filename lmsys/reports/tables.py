@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lmsys.bench.fields import Field, Record
+from lmsys.bench.fields import Field, Record, grouped
 from lmsys.bench.verdict import undisturbed
 from lmsys.reports.cells import CEILINGS, NOT_RUN, SPEEDUP, Notes, below, cell, detail, is_compared, mark, mean_text
 from lmsys.reports.load import Machine
@@ -91,9 +91,10 @@ def _no_formula(value: Any) -> Any:
 
 def data_of(view: View, *names: str) -> list[Record]:
     """A line for each case: its axes, how it ended, and these fields."""
-    declared = view.machine.fields[view.benchmark].values()
     axes = [
-        one.name for one in declared if one.role == "axis" and one.name not in ("label", "peer") and view.has(one.name)
+        one.name
+        for one in view.machine.fields[view.benchmark].values()
+        if one.role == "axis" and one.name not in ("label", "peer") and view.has(one.name)
     ]
     fields = dict.fromkeys([*axes, "outcome", *names])
     return [{name: case.get(name) for name in fields} for case in view.cases]
@@ -164,10 +165,8 @@ def pivot(
 
 def _with_something(view: View, columns: str) -> tuple[View, list[str]]:
     """The cases without columns that say of every cell that it is not supported, and a note on those."""
-    ended: dict[Any, set[str]] = {}
-    for case in view.cases:
-        ended.setdefault(case[columns], set()).add(case["outcome"])
-    without = [value for value in view.values(columns) if ended[value] == {"unsupported"}]
+    ended = grouped((case[columns], case["outcome"]) for case in view.cases)
+    without = [value for value in view.values(columns) if set(ended[value]) == {"unsupported"}]
     if columns != "impl" or len(without) in (0, len(ended)):
         return view, []
     names = ", ".join(view.text(columns, value) for value in without)

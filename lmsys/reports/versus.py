@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from lmsys.bench.fields import BATCH_INVARIANT, REPEATABLE, Field, Record
+from lmsys.bench.fields import BATCH_INVARIANT, REPEATABLE, Field, Record, grouped
 from lmsys.bench.verdict import undisturbed
 from lmsys.reports.cells import SPEEDUP, Notes, below, geometric_mean, mark, mean_text
 from lmsys.reports.fastest import ratio_of_best
@@ -125,9 +125,7 @@ def _cell(cases: Sequence[Record], answer: str, tensors: str, notes: Notes) -> s
     untold = "".join(mark(notes, f"Not known of all cases: {why}.") for why in failures if why)
     if not bad:
         return (f"yes ({len(known)})" if known else "") + untold
-    most: dict[str, float] = {}
-    for case in bad:
-        for name, size in case["same_bits"][tensors].items():
-            most[name] = max(size, most.get(name, 0.0))
+    sizes = grouped(pair for case in bad for pair in case["same_bits"][tensors].items())
+    most = {name: max(found) for name, found in sizes.items()}
     told = ", ".join(f"{name} by at most {number(size)}" for name, size in most.items())
     return f"no: {', '.join(most)} ({len(bad)} of {len(known)})" + mark(notes, f"Differs: {told}.") + untold

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lmsys.bench.fields import Field, Record
+from lmsys.bench.fields import Field, Record, grouped
 from lmsys.bench.validate import check_value
 from lmsys.reports.load import InputError, Machine, file_name
 from lmsys.reports.words import NAMES, VALUES, exact, filled, label_of, scaled, sentence, span, timing, unit_of
@@ -133,9 +133,7 @@ class View:
 
     def groups(self, *names: str) -> "dict[Key, View]":
         """The cases by the values of some fields, in order of appearance."""
-        found: dict[Key, list[Record]] = {}
-        for case in self.cases:
-            found.setdefault(tuple(case[name] for name in names), []).append(case)
+        found = grouped((tuple(case[name] for name in names), case) for case in self.cases)
         return {key: replace(self, cases=cases) for key, cases in found.items()}
 
     def cut(self, stem: str, heading: str, tail: bool = False) -> "list[View]":
@@ -198,8 +196,7 @@ class View:
     def styled(self, name: str = "impl", row: str = "", label: str = "") -> "View":
         """Gives each value of a field a look, by the row of a table that the field `row` names."""
         row = row or name
-        styles = styles_of(self.cases, name, row, label, self.table(row))
-        return replace(self, styles={**self.styles, name: styles})
+        return replace(self, styles={**self.styles, name: styles_of(self.cases, name, row, label, self.table(row))})
 
     def table(self, row: str = "impl") -> Mapping[Any, Record]:
         """The table that the values of a field are rows of: that of its name, else the one that has most of them.

@@ -213,6 +213,6 @@ def stops_collection() -> None:
     gc.disable()
 
 
-@fault("handlers of signals")
+@fault("the handler of SIGTERM")
 def takes_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -97,12 +97,16 @@ def _keys(view: View) -> list[str]:
 def _shares(view: View) -> Table | None:
     """Rows: cases; columns: the time of all kernels, and the share of each kind."""
     shares = [name for name in view.metrics() if name.endswith("_share") and any(case[name] for case in view.cases)]
-    about = (
+    return listing(
+        view,
+        _keys(view),
+        ["kernel_s", *shares],
+        "anatomy-shares",
+        "Time by kind of kernel",
         "Time of all kernels of one call, and the share of each kind: an inference, or a step of training (forward, "
         "backward, optimizer). Kinds are told by the kernels' names; on a CPU a kernel is an operator, without those "
-        "that it calls"
+        "that it calls",
     )
-    return listing(view, _keys(view), ["kernel_s", *shares], "anatomy-shares", "Time by kind of kernel", about)
 
 
 def _clocks(view: View) -> Table | None:
@@ -111,25 +115,33 @@ def _clocks(view: View) -> Table | None:
         Field("slowdown", label="profiled / clocked", of=lambda case: case["profiled_s"] / case["time_s"])
     )
     metrics = [one for one in view.metrics() if not one.endswith("_share") and view.fields[one].unit != "B"]
-    about = (
+    return listing(
+        view,
+        _keys(view),
+        metrics,
+        "anatomy-clocks",
+        "Profiled against clocked",
         "Time of one call: clocked as in the tables of models, with the gaps in which a GPU waits for its next "
         "kernel; all kernels added up; and the wall time under the profiler. All but the first are means of three "
-        "calls"
+        "calls",
     )
-    return listing(view, _keys(view), metrics, "anatomy-clocks", "Profiled against clocked", about)
 
 
 def _parts(part: View, mode: str) -> Table | None:
     """Rows: parts of the model; columns: the variants of one setting."""
     own_s = Field("own_s", label=f"Parts of one {CALLS[mode]}, ms", of=_own_time)
     own = part.only(lambda case: case["mode"] == mode).unfolded("parts", *PART_FIELDS, own_s)
-    about = (
-        "Time of the kernels that each part launches, of a step also of their backward, ms. Parts nest: scores, "
+    return pivot(
+        own,
+        "own_s",
+        ["name"],
+        "variant",
+        word=f"{mode}-parts",
+        about="Time of the kernels that each part launches, of a step also of their backward, ms. Parts nest: scores, "
         "softmax and values are inside attention, and all down to head and loss inside forward. Inside compiled "
-        "blocks there are none"
+        "blocks there are none",
+        data=("name", "total_s", "backward_s"),
     )
-    data = ("name", "total_s", "backward_s")
-    return pivot(own, "own_s", ["name"], "variant", word=f"{mode}-parts", about=about, data=data)
 
 
 def _own_time(one: Record) -> str:
@@ -176,8 +188,7 @@ def _peaks(view: View) -> Table | None:
         "state. An inference is a forward without gradients; before a step there are no gradients yet"
     )
     keys = [name for name in _keys(view) if name != "mode"]
-    data = ("what", "in_use_bytes")
-    return pivot(own, "in_use_bytes", keys, "what", word="anatomy-peaks", about=about, data=data)
+    return pivot(own, "in_use_bytes", keys, "what", word="anatomy-peaks", about=about, data=("what", "in_use_bytes"))
 
 
 def _held_and_phases(case: Record) -> list[dict[str, Any]]:
@@ -197,8 +208,15 @@ def _predictions(view: View) -> Table | None:
         "what a compiler does not, is not in the prediction"
     )
     data = [f"{way}{name}_bytes" for name in MEASURED for way in ("", "predicted_")]
-    title = "What memory holds, GiB: measured / predicted (deviation)"
-    return listing(view, _keys(view), MEASURED, "anatomy-predicted", title, about, data)
+    return listing(
+        view,
+        _keys(view),
+        MEASURED,
+        "anatomy-predicted",
+        "What memory holds, GiB: measured / predicted (deviation)",
+        about,
+        data,
+    )
 
 
 def _deviation(name: str, case: Record) -> str:
@@ -214,8 +232,15 @@ def _share_bars(part: View) -> Plot | None:
     share = Field("share", "", "Time by kind of kernel", shown="%", of=lambda case: case[f"{case['kind']}_share"])
     way = Field("way", of=lambda case: f"{part.text('mode', case['mode'])}, {case['variant']}")
     own = replace(part, cases=cases).with_fields(share, way, Field("kind")).styled("way", "impl")
-    about = "Share of the time of all kernels in one call"
-    return plots.bars(own, "share", "kind", "way", "shares", head="Time by kind of kernel, %", about=about)
+    return plots.bars(
+        own,
+        "share",
+        "kind",
+        "way",
+        "shares",
+        head="Time by kind of kernel, %",
+        about="Share of the time of all kernels in one call",
+    )
 
 
 def _timeline(own: View) -> Plot | None:
@@ -240,9 +265,14 @@ def _timeline(own: View) -> Plot | None:
     axes.set(xlim=(0, end), ylim=(0, 1.14 * most), xlabel="ms", ylabel="GiB")
     axes.xaxis.set_major_formatter(FuncFormatter(plots.plain))
     axes.yaxis.set_major_formatter(FuncFormatter(plots.plain))
-    about = (
-        "Memory in use after each event of the allocator, the first at 0 ms; held before are the weights and, in a "
-        "step, the optimizer's state. Time is the host's, slowed by the recording. Of many events the extremes are "
-        "drawn"
+    return plots.drawn(
+        own,
+        axes,
+        head,
+        "timeline",
+        own.caption(
+            "Memory in use after each event of the allocator, the first at 0 ms; held before are the weights and, in a "
+            "step, the optimizer's state. Time is the host's, slowed by the recording. Of many events the extremes are "
+            "drawn"
+        ),
     )
-    return plots.drawn(own, axes, head, "timeline", own.caption(about))

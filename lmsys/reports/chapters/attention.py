@@ -6,7 +6,6 @@ from lmsys.bench.fields import Field
 from lmsys.reports import plots, versus
 from lmsys.reports.cells import SPEEDUP, base_of, compared, is_compared
 from lmsys.reports.tables import Block, Chapter, Plot, Table, endings, pivot
-from lmsys.reports.versus import means
 from lmsys.reports.views import LIMIT, View
 from lmsys.reports.words import FILES, number
 
@@ -82,8 +81,8 @@ def _lines(part: View) -> Block:
 def _cut(own: View, stem: str, heading: str) -> list[View]:
     """The parts of the usual mode of torch, then those of its deterministic one."""
     fixed = own.only(lambda case: case.get("deterministic"))
-    found = own.only(lambda case: not case.get("deterministic")).cut(stem, heading)
-    return [*found, *fixed.cut(stem + "-deterministic", heading + ", {deterministic}")]
+    usual = own.only(lambda case: not case.get("deterministic"))
+    return usual.cut(stem, heading) + fixed.cut(stem + "-deterministic", heading + ", {deterministic}")
 
 
 def _compared(part: View) -> View:
@@ -108,8 +107,13 @@ def _summary(own: View, section: str, parts: list[View]) -> Table | None:
     for part in parts:
         head = part.title if len(bases) == 1 else f"{part.title}, over {part.text('impl', part.base)}"
         cases += [{**case, "part": head} for case in part.cases]
-    title = f"Speedup over {' or '.join(bases)}, geometric mean · {own.text('section', section)}"
-    return means(replace(own, cases=cases), "impl", "part", f"{section}-summary", title)
+    return versus.means(
+        replace(own, cases=cases),
+        "impl",
+        "part",
+        f"{section}-summary",
+        f"Speedup over {' or '.join(bases)}, geometric mean · {own.text('section', section)}",
+    )
 
 
 def _block(part: View) -> Block:

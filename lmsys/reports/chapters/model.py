@@ -162,8 +162,9 @@ def _best(part: View) -> Table | None:
     best = [max(own.cases, key=lambda case: case["tokens_per_s"]) for own in last.groups("size").values()]
     metrics = [name for name in ("time_s", *OF_A_STEP) if part.has(name)]
     title, about = "Most tokens per second of each size: {mode}", "Of all that was timed, by size"
-    keys = ("size", *_shown(part), "batch", "context")
-    return listing(replace(part, cases=best), keys, metrics, "best", title, about)
+    return listing(
+        replace(part, cases=best), ("size", *_shown(part), "batch", "context"), metrics, "best", title, about
+    )
 
 
 def _listed(part: View) -> Table | None:

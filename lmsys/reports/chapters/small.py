@@ -6,7 +6,7 @@ Each function takes all cases of a benchmark on a machine.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lmsys.bench.fields import Field, Record
+from lmsys.bench.fields import Field, Record, grouped
 from lmsys.cost.communication import fit_latency_bandwidth
 from lmsys.reports import plots, versus
 from lmsys.reports.cells import SPEEDUP, base_of, bases_of, compared
@@ -53,13 +53,14 @@ def _over_bases(
     own, (first, *others) = part, part.metrics()
     for base in bases:
         own = compared(own, base, name=f"speedup_over_{base}", same=same)
-        share = Field(
-            f"peak_of_{base}",
-            label=f"peak, share of {own.text('impl', base)}",
-            shown="%",
-            of=lambda case: case["peak_bytes"] / case["beside"]["peak_bytes"],
+        own = own.with_fields(
+            Field(
+                f"peak_of_{base}",
+                label=f"peak, share of {own.text('impl', base)}",
+                shown="%",
+                of=lambda case: case["peak_bytes"] / case["beside"]["peak_bytes"],
+            )
         )
-        own = own.with_fields(share)
     peaks = [f"peak_of_{base}" for base in bases if shares]
     return listing(own, keys, [first, *(f"speedup_over_{base}" for base in bases), *others, *peaks], "", title)
 
@@ -88,8 +89,11 @@ def _operations(part: View) -> Block:
     ranks = part.cut("W{world_size}", "{world_size} ranks")
     drawn = [plots.lines(own, BANDWIDTH, "megabytes", word="bandwidth", xlabel="message, MB") for own in ranks]
     timed = part.only(lambda case: case["time_s"] is not None)
-    rates = listing(timed, (*keys, "megabytes"), timed.metrics(), "rates", "Bandwidth by size")
-    return Block(part.title, [pivot(part, "time_s", keys, "megabytes"), table, *drawn], [rates])
+    return Block(
+        part.title,
+        [pivot(part, "time_s", keys, "megabytes"), table, *drawn],
+        [listing(timed, (*keys, "megabytes"), timed.metrics(), "rates", "Bandwidth by size")],
+    )
 
 
 def _fit(own: View) -> list[Record]:
@@ -129,12 +133,17 @@ def _sums(view: View) -> Table | None:
         Field("sum", label="result", of=lambda case: f"{case['result']:.5f}"),
         Field("off", label="error", of=lambda case: f"{case['error']:+.1e}"),
     )
-    about = (
+    return listing(
+        own,
+        keys[:2],
+        ("sum", "off"),
+        "accumulation",
+        f"{addend:g} added {times:,} times",
         f"The running sum and the addend, by dtype; the sum is {addend * times:g} without rounding. What the addend "
         "lost when it was rounded no accumulator brings back; a sum that is itself rounded after each step loses far "
-        "more"
+        "more",
+        data=keys,
     )
-    return listing(own, keys[:2], ("sum", "off"), "accumulation", f"{addend:g} added {times:,} times", about, data=keys)
 
 
 # Of training steps of large models, each row alone
@@ -204,10 +213,7 @@ def _losses(timed: View) -> Plot | None:
 
 def _with_peers(part: View) -> View:
     """Adds the time of the fastest row of somebody else of each model."""
-    times: dict[str, list[float]] = {}
-    for case in part.cases:
-        if case["peer"] and case["time_s"]:
-            times.setdefault(case["comparison"], []).append(case["time_s"])
+    times = grouped((case["comparison"], case["time_s"]) for case in part.cases if case["peer"] and case["time_s"])
     cases = [{**case, "peer_s": min(times.get(case["comparison"], ()), default=None)} for case in part.cases]
     return replace(part, cases=cases).with_fields(OVER_PEER)
 

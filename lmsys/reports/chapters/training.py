@@ -50,8 +50,13 @@ def data_parallel(view: View) -> list[Chapter]:
         blocks = [_strategies(part) for part in own.cut(stem, "{size}, context {context}, {precision}{how}")]
         alike = own.only(lambda case: not case["sharded_optimizer"] and case["comm_dtype"] != "bfloat16")
         several = alike.only(lambda case: case["world_size"] > 1)
-        title = f"Speed of ours, × of the row beside it · {section}"
-        peers = rivals(several, SETTING, TRAINING, f"data-parallel-{section}-peers", title)
+        peers = rivals(
+            several,
+            SETTING,
+            TRAINING,
+            f"data-parallel-{section}-peers",
+            f"Speed of ours, × of the row beside it · {section}",
+        )
         blocks.insert(0, Block("Beside torch's own", [peers]))
         found.append(Chapter(f"Data parallel: {own.text('section', section)}", blocks))
     return found
@@ -116,8 +121,15 @@ def _memory(own: View) -> Plot | None:
     names = (*PARTS, "peak_bytes")
     cases = [{**case, "what": name.removesuffix("_bytes"), "bytes": case[name]} for name in names for case in own.cases]
     own = replace(own, cases=cases).with_fields(Field("what"), Field("bytes", "B", "Memory of a rank", shown="GiB"))
-    about = "Parameters, gradients and optimizer state after a step and activations after a forward; and a step's peak"
-    return plots.bars(own, "bytes", "what", word="memory", head="Memory of a rank by kind", about=about)
+    return plots.bars(
+        own,
+        "bytes",
+        "what",
+        word="memory",
+        head="Memory of a rank by kind",
+        about="Parameters, gradients and optimizer state after a step and activations after a forward; and a "
+        "step's peak",
+    )
 
 
 def _scaling(own: View) -> Plot | None:
@@ -135,8 +147,13 @@ def _timelines(own: View) -> Plot:
             axes.broken_barh(spans, (top, 0.34), color=color, linewidth=0, label=what if lane == 0 else None)
     axes.set_yticks(range(len(own.cases)), [case["impl"] for case in own.cases], fontsize=8)
     axes.set(ylim=(len(own.cases) - 0.5, -0.5), xlabel="ms")
-    about = "From a profiler's trace of one step on rank 0: above what computes, below what communicates"
-    return plots.drawn(own, axes, "A step's timeline", "timeline", own.caption(about))
+    return plots.drawn(
+        own,
+        axes,
+        "A step's timeline",
+        "timeline",
+        own.caption("From a profiler's trace of one step on rank 0: above what computes, below what communicates"),
+    )
 
 
 # Of whole trainings
