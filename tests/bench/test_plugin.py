@@ -200,6 +200,7 @@ def test_a_claim_to_what_cannot_be_written_ends_at_once(tmp_path: Path) -> None:
     claim(tmp_path / "out.json")()
 
 
+@pytest.mark.on_request
 def test_wide_tables_are_for_those_who_ask(folder: Path) -> None:
     """Our cases have none; other tests keep theirs. What was saved and compared is the same."""
     (folder / "test_plain.py").write_text("def test_plain(benchmark):\n    benchmark(lambda: None)\n")
@@ -216,6 +217,7 @@ def test_wide_tables_are_for_those_who_ask(folder: Path) -> None:
     assert "matmul: 4 of 4 that ran" in compared and "test_plain (NOW)" in compared, compared
 
 
+@pytest.mark.on_request
 def test_repeats_say_what_runs_differ_by(folder: Path) -> None:
     ended = run(folder, *SMALL, "--lmsys-axis", "size=16", "--lmsys-repeat", "2", "--benchmark-json", "out.json")
     assert ended.returncode == 0 and "  again, 2 of 2" in ended.stdout, ended.stdout

@@ -19,6 +19,7 @@ from lmsys.deterministic import CUBLAS_WORKSPACE
 from tests.support import processes
 from tests.support.harness import cases_of, results
 from tests.support.processes import ROOT
+from tests.support.variants import some
 
 KERNELS = '''
 import functools
@@ -204,7 +205,7 @@ REFUSED = ("beyond_128_keys", "no_scale", "other_heads", "no_tail")
 TAKEN = ("right", "of_a_course")  # the second takes no scale, and is not asked for one
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", some(["cpu", "cuda"], one_in=2))
 def test_the_smoke_sweep_refuses_what_is_wrong_beyond_one_tile(device: str) -> None:
     """Or for grouped heads, at an odd length, with a scale of its own; by the shapes of either device, on a CPU."""
     found: dict[str, set[str]] = {}
