@@ -249,8 +249,7 @@ def refused_states(strategy: str) -> list[str]:
 
 def refused_modules(strategy: str) -> list[str]:
     """At construction."""
-    with torch.device("meta"):
-        meta = nn.Linear(2, 2)
+    meta = nn.Linear(2, 2, device="meta")
     ignoring = nn.Linear(2, 2)
     ignoring._ddp_params_and_buffers_to_ignore = ["bias"]
     modules = [nn.Sequential(nn.BatchNorm1d(2)), nn.Embedding(2, 2, sparse=True), meta, ignoring]
