@@ -144,7 +144,7 @@ class Inputs:
         return torch.cat(losses), torch.cat(d_hidden), d_weight
 
     def keep(self, answer: Answer, key: int | None) -> Any:
-        """Of a timed call the loss, and the rows of both gradients that the key says; None without a key.
+        """The loss of a timed call, and the rows of both gradients that the key says; None without a key.
 
         ValueError as of `check_plain`.
         """

@@ -31,10 +31,8 @@ def main() -> int:
         missing = (error.name or "").partition(".")[0]
         if missing in ("", "lmsys"):
             raise
-        print(
-            f"lmsys{' ' if name else ''}{name or ''} needs {missing}, which is not installed here: {bringing(missing)}",
-            file=sys.stderr,
-        )
+        command = f"lmsys {name}" if name else "lmsys"
+        print(f"{command} needs {missing}, which is not installed here: {bringing(missing)}", file=sys.stderr)
         return USAGE
     return 0
 

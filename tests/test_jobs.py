@@ -21,7 +21,7 @@ STUBS = {
 
 
 def submitted(folder: Path, hosts: str, *arguments: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """What the job ends with, and the launchers that it has started."""
+    """The end of the job, and the launchers that it has started."""
     bash = shutil.which("bash")
     assert bash
     for name, body in STUBS.items():

@@ -377,7 +377,7 @@ class Session:
                 yield f"why {impl} was {outcome}: python -m lmsys.check {shlex.join([row, f'--kind={kind}', *asked])}"
 
     def contends(self, one: Record) -> bool:
-        """Whether a row does the same work as the others of its comparison, today."""
+        """True of a row of today that does the same work as the others of its comparison."""
         case = self._cases.get((one["benchmark"], one["id"]))
         return case is not None and not one.get("against") and self.benchmarks[one["benchmark"]].contends(case)
 

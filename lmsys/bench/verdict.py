@@ -30,7 +30,7 @@ def undisturbed(cases: Sequence[Record]) -> Sequence[Record]:
 def deciding(
     comparisons: Iterable[Sequence[Record]], says_something: Callable[[Sequence[Record]], bool]
 ) -> list[Sequence[Record]]:
-    """Of comparisons the cases by which a question is answered: those that were not disturbed, or all if none was.
+    """The cases of comparisons that answer a question: those that were not disturbed, or all if none was.
 
     A comparison of which too few are left to say something is left out.
     """

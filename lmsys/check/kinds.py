@@ -130,7 +130,7 @@ def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool
 
 @dataclass(frozen=True)
 class Answer:
-    """What is known of a row: how many cases are right, why others were not asked, and the fault of a wrong one."""
+    """The findings on a row: how many cases are right, why others were not asked, and the fault of a wrong one."""
 
     right: int
     refused: tuple[str, ...]

@@ -61,7 +61,7 @@ Strided = namedtuple("Strided", "base batch head row rows columns")
 
 @functools.cache
 def arch_of(device: torch.device) -> int:
-    """What Triton compiles for on an NVIDIA GPU, such as 86 for sm_86; elsewhere 0."""
+    """The architecture that Triton compiles for on an NVIDIA GPU, such as 86 for sm_86; elsewhere 0."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
     override = triton.knobs.runtime.override_arch  # such as "sm80"
@@ -70,9 +70,9 @@ def arch_of(device: torch.device) -> int:
 
 
 def by_tma(device: torch.device) -> bool:
-    """Whether kernels move tiles by descriptors: on sm_90 and sm_100, and in the interpreter, which takes both.
+    """True where kernels move tiles by descriptors: on sm_90 and sm_100, and in the interpreter, which takes both.
 
-    What Triton makes of descriptors on other GPUs is slow: without TMA 64-bit addresses, a load for each, nothing ahead
+    Descriptors are slow on other GPUs: without TMA 64-bit addresses, a load for each, nothing ahead
     of its use; on sm_120, which has TMA, registers spill.
     """
     return device.type != "cuda" or 90 <= arch_of(device) < 110

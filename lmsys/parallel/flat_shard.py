@@ -201,7 +201,7 @@ class FlatShard:
             self.shard.grad = None
 
     def kept(self, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-        """What a step must leave as it is, since no rank has used its parameter, each with a copy of it.
+        """The parts that a step must leave as they are, since no rank has used their parameters, each with a copy.
 
         state  the optimizer's of the shard. RuntimeError where one count of steps is not that of all used parameters.
         """

@@ -117,7 +117,7 @@ class Figures:
         return tag("figure", image, caption, **self._anchor(anchor))
 
     def _caption(self, caption: str, anchor: str) -> list[str]:
-        """What a figure shows, or where the page has said so; then what is held constant in it."""
+        """The caption of a figure, or a link to where the page has said it; then what is held constant in it."""
         about, _, held = caption.partition("\n")
         first = self._explained.setdefault(about, anchor)
         is_said = first != anchor and len(about) > BRIEF

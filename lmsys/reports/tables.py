@@ -85,7 +85,7 @@ def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _no_formula(value: Any) -> Any:
-    """What a spreadsheet would run is text in it: a word of a result file that begins as a formula gets a quote."""
+    """A word of a result file that begins as a formula gets a quote: a spreadsheet would run it."""
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 

@@ -88,7 +88,7 @@ def _words(own: View, case: Record, names: Iterable[str]) -> str:
 
 
 def _lines(own: View, figures: Sequence[str], most: int) -> Iterator[list[str]]:
-    """Of each row, the fastest first: its name, figures, speed over another, and whether it is right or why not."""
+    """A line for each row, the fastest first: name, figures, speed over another, and whether it is right or why not."""
     for case in sorted(own.cases, key=_place)[:most]:
         others = [one for one in own.cases if one["time_s"] and one["contends"] and one["impl"] != case["impl"]]
         base = min(undisturbed([one for one in others if one["peer"]] or others), key=time_of, default=case)

@@ -34,7 +34,7 @@ ALWAYS = (86, 100)  # one that moves tiles by addresses, and one by descriptors
 
 
 def on_card(arch: int, head_dim: int, kernel: str, mask: str) -> Any:
-    """Of two other cards what is causal, at head dimension 128, is compiled always, and the rest on request."""
+    """Causal kernels at head dimension 128 are compiled always for two other cards, and the rest on request."""
     first = arch in ALWAYS and head_dim == 128 and (mask == "causal" or kernel == "split_keys")
     return pytest.param(arch, head_dim, kernel, mask, marks=[] if first else [pytest.mark.on_request])
 

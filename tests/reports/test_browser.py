@@ -91,7 +91,7 @@ def test_every_answer_is_read_on_a_phone_without_scrolling_sideways(page: Any) -
 
 @pytest.mark.parametrize("page", [("page_file", {"viewport": PHONE})], indirect=True, ids=["phone"])
 def test_what_names_a_line_stays_beside_its_last_figure_on_a_phone(page: Any) -> None:
-    """Of a table that is scrolled to its end."""
+    """A table is scrolled to its end."""
     scroll = page.locator(f"#{RATES} .scroll.wide")
     scroll.evaluate("one => one.scrollTo(one.scrollWidth, 0)")
     line = scroll.locator("tbody tr").first

@@ -41,7 +41,7 @@ def tables(found: list[str]) -> Iterator[list[str]]:
 
 @given(DRAWN, st.sampled_from([2, MOST]))
 def test_no_question_begins_with_a_disturbed_row_where_another_was_not(drawn: Any, most: int) -> None:
-    """Of few cases each size is a question of its own; of many all sizes of a direction are one."""
+    """Each size of few cases is a question of its own; all sizes of a direction are one where there are many."""
     records = records_of(drawn)
     by_figure = {(one["impl"], number(1e3 * one["time_s"])): one for one in records}
     assume(len(by_figure) == len(records))
@@ -85,7 +85,7 @@ def can_answer(cases: list[Record]) -> bool:
 
 
 def answers(records: list[Record]) -> dict[str, Record]:
-    """What the page says of each direction."""
+    """The answer of the page for each direction."""
     content = by_name(content_of(records))
     cases = [("", ("", "{}"), one) for one in records]
     for machine in machines_of(cases, content["fields"], content["rows"]):

@@ -27,7 +27,7 @@ class Stopwatch:
         self._began, self._load = time.monotonic(), host.load(os.getppid())
 
     def keeps(self, seconds: float, since: float | None = None) -> bool:
-        """Whether it is not later yet, since it was made or another moment; True on a busy machine, whatever it is."""
+        """True while no more time has passed, since it was made or another moment, and always on a busy machine."""
         took = time.monotonic() - (self._began if since is None else since)
         share = host.others_share(self._load, host.load(os.getppid()))
         return took < seconds or share is None or share > host.BUSY

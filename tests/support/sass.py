@@ -190,7 +190,7 @@ def why_not(arch: int, mask: str) -> str | None:
 
 
 def lines(arch: int, dtype_name: str, head_dims: list[int], masks: list[str]) -> Iterator[dict[str, Any]]:
-    """What became of the first tile of each kernel, and of decoding."""
+    """A line for the first tile of each kernel, and for decoding."""
     dtype = getattr(torch, dtype_name)
     card = {"arch": arch, "dtype": dtype_name, "room": SHARED[arch]}
     for name, head_dim, mask in product(KERNELS, head_dims, masks):

@@ -50,7 +50,7 @@ def chapters(view: View) -> list[Chapter]:
 
 
 def _section(section: str, own: View) -> list[Block]:
-    """What is seen at a glance, then a block for each mode."""
+    """A glance at all modes, then a block for each."""
     glance: Items = []
     blocks = []
     several = ("-V{vocab_size}", "vocabulary {vocab_size}") if own.varies("vocab_size") else ("", "")

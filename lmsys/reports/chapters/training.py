@@ -117,7 +117,7 @@ def _pairs(part: View) -> Table | None:
 
 
 def _memory(own: View) -> Plot | None:
-    """What memory holds by kind, and the peak of a step; a bar for each strategy."""
+    """Bytes of each kind in memory, and the peak of a step; a bar for each strategy."""
     names = (*PARTS, "peak_bytes")
     cases = [{**case, "what": name.removesuffix("_bytes"), "bytes": case[name]} for name in names for case in own.cases]
     own = replace(own, cases=cases).with_fields(Field("what"), Field("bytes", "B", "Memory of a rank", shown="GiB"))
