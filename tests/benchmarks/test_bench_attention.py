@@ -167,7 +167,8 @@ def swept_rows(
 @pytest.fixture(scope="module")
 def swept(kernels: Path) -> Records:
     names = ("right", "Explicit", "wrong_dk", *CACHED, "changing", "hungry", "broken", "undefined")
-    return swept_rows(["naive", *(f"{kernels}:{name}" for name in (*names, "only_bfloat16_and_off")), "flash_attn_2"])
+    own = [f"{kernels}:{name}" for name in (*names, "only_bfloat16_and_off")]
+    return swept_rows(["naive", *own, "flash_attn_2"], checks_files=False)  # each reaches the gate of this shape
 
 
 def test_every_row_ends_as_a_cell(swept: Records) -> None:
@@ -179,9 +180,9 @@ def test_every_row_ends_as_a_cell(swept: Records) -> None:
             assert (outcome["hungry"], outcome["broken"], outcome["undefined"]) == ("oom", "error", "wrong")
             assert outcome["flash_attn_2"] == "unsupported"
             for row in CACHED:
-                assert outcome[row] in (("wrong", "error") if direction == "fwd" else ("error",))  # a graph is used up
+                assert outcome[row] == ("wrong" if direction == "fwd" else "error")  # its graph is used up
             assert outcome["changing"] == ("wrong" if direction == "fwd" else "error")  # and it has no backward
-    assert swept["changing", "float32", "fwd"]["reason"].startswith("the row changes its inputs")
+    assert swept["changing", "float32", "fwd"]["reason"] == "the row changes its inputs"
     assert swept["only_bfloat16_and_off", "bfloat16", "fwd"]["outcome"] == "wrong"  # the root-mean-square rule
 
 
