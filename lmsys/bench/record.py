@@ -1,10 +1,11 @@
 """The result schema: one flat record per case, and the file they travel in. Imports no torch.
 
 A result file is pytest-benchmark's JSON with a top-level key
-`"lmsys": {"schema": 2, "machine": {...}, "fields": {...}, "rows": {...}, "records": [...]}`.
+`"lmsys": {"schema": 2, "machine": {...}, "fields": {...}, "layouts": {...}, "rows": {...}, "records": [...]}`.
 
-    fields  for each benchmark the declarations of its records' fields (`lmsys.bench.fields`), in their order
-    rows    for each table of rows their names, labels and traits, in the table's order
+    fields   for each benchmark the declarations of its records' fields (`lmsys.bench.fields`), in their order
+    layouts  for each benchmark that says it, how a report shows them (`lmsys.reports.layout`); older files have none
+    rows     for each table of rows their names, labels and traits, in the table's order
 
 The seal of a record is the SHA-256 of all else in it. It finds what was changed by accident or without care; whoever
 seals again is found by `python -m lmsys.verify` only where the rest contradicts itself, or the oracle.
@@ -140,7 +141,7 @@ def payload(head: Record, records: Iterable[Record]) -> Record:
 
 
 def load(path: Path) -> Record:
-    """The `{"machine", "fields", "rows", "records"}` of a result file, or of its journal when the run was killed.
+    """The `{"machine", "fields", "layouts", "rows", "records"}` of a result file, or of a killed run's journal.
 
     ValueError, with the path, for a file that is absent, not JSON, not ours, or of a later schema.
     """
@@ -172,6 +173,7 @@ def load(path: Path) -> Record:
         )
     if not isinstance(found.get("fields"), dict) or not isinstance(found.get("rows"), dict):
         raise ValueError(f"{path}: not a result of this bench: fields and rows must be objects")
+    found.setdefault("layouts", {})
     try:
         for record in found["records"]:
             check_record(record)

@@ -29,7 +29,8 @@ def reported(folder: Path, benchmark: Benchmark, found: list[dict[str, Any]]) ->
     """The report of what a runner has recorded, in a result file as a session writes it."""
     fields = {benchmark.name: [one.to_json() for one in declared(COMMON, benchmark.fields).values()]}
     rows = {kind: [row.to_json() for row in table.values()] for kind, table in benchmark.tables.items()}
-    content = {"lmsys": payload({"machine": MACHINE, "fields": fields, "rows": rows}, found)}
+    layouts = {benchmark.name: benchmark.layout} if benchmark.layout else {}
+    content = {"lmsys": payload({"machine": MACHINE, "fields": fields, "layouts": layouts, "rows": rows}, found)}
     (folder / "r.json").write_text(json.dumps(content))
     return built(folder / "out", folder / "r.json")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lmsys.reports.__main__ import main
-from lmsys.reports.folder import MANIFEST
 from lmsys.reports.load import read
+from lmsys.reports.page import MANIFEST
 from tests.support.processes import ROOT
 from tests.support.records import MACHINE, built, cells, fields_of, record, rows_of, save
 
@@ -168,8 +168,11 @@ WRONG_FACTS = [
         (RESULT | {"records": [1]}, "not a result of this bench"),
         (RESULT | {"machine": []}, "not a result of this bench"),
         (RESULT | {"fields": {"attention": [{"name": "x", "units": "s"}]}}, "not a result of this bench"),
-        (RESULT | {"fields": {"attention": [{"name": "x", "role": "hero"}]}}, "role='hero'"),
-        (RESULT | {"rows": {"attention": [{"label": "x"}]}}, "rows.attention[0].name: must be text"),
+        (
+            RESULT | {"fields": {"attention": [{"name": "x", "role": "hero"}]}},
+            "fields.attention[0].role: must be one of axis, metric, outcome, detail; got 'hero'",
+        ),
+        (RESULT | {"rows": {"attention": [{"label": "x"}]}}, "rows.attention[0]={'label': 'x'} has no 'name'"),
         (RESULT, "nothing to report"),
         (RESULT | {"fields": {}, "records": [naive(1)]}, "'attention', and nothing declares their fields"),
         *((RESULT | {"records": [naive(1) | {name: value}]}, said) for name, value, said in WRONG_FIELDS),
