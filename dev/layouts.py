@@ -3,9 +3,9 @@
 All else in a file keeps its bytes: seals are of the machine and of records.
 """
 
+import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 from lmsys.verify import benchmarks_in
@@ -31,6 +31,7 @@ def with_layouts(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        path = Path(name)
+    parser = argparse.ArgumentParser(prog="python -m dev.layouts", description=__doc__)
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
+    for path in parser.parse_args().results:
         path.write_text(with_layouts(path.read_text(encoding="utf-8")), encoding="utf-8")
