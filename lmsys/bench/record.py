@@ -25,7 +25,7 @@ from typing import Any
 
 from lmsys.bench.fields import Record
 from lmsys.bench.validate import check_content
-from lmsys.files import replacing
+from lmsys.files import read_text, replacing
 from lmsys.strict_json import parse_json
 from lmsys.values import shortly
 
@@ -40,9 +40,6 @@ def check_record(record: Record) -> Record:
         raise ValueError(f"record {shortly(record.get('id'))}: {found} must be one of {OUTCOMES}")
     if record["outcome"] != "ok" and record.get("time_s") is not None:
         raise ValueError(f"record {shortly(record.get('id'))}: outcome {record['outcome']!r} cannot carry a time")
-    for key in ("id", "benchmark", "impl"):
-        if not isinstance(record.get(key), str):
-            raise ValueError(f"record {shortly(record.get('id'))}: {key}={shortly(record.get(key))} must be a string")
     json.dumps(record, allow_nan=False)
     return record
 
@@ -149,35 +146,24 @@ def load(path: Path) -> Record:
     journal = path.with_name(path.name + ".partial")
     if journal.is_file() and not (path.is_file() and path.stat().st_size):
         path = journal  # an empty result is one that a run has opened, to see that it may, and not yet written
+    text = read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot read the result file: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start:,}") from None
-    try:
-        found = _from_journal(text) if path.suffix == ".partial" else parse_json(text).get("lmsys")
+        content = {"lmsys": _from_journal(text)} if path.suffix == ".partial" else parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
-    except (AttributeError, TypeError):
-        found = None
-    if not isinstance(found, dict) or not {"schema", "machine", "records"} <= found.keys():
-        raise ValueError(f'{path}: not a result of this bench: it has no "lmsys" key with schema, machine and records')
-    records = found["records"] if isinstance(found["records"], list) else [None]
-    if not all(isinstance(one, dict) for one in (found["machine"], *records)):
-        raise ValueError(f"{path}: not a result of this bench: machine must be an object, records a list of objects")
+    found = content.get("lmsys") if isinstance(content, dict) else None
+    if not isinstance(found, dict) or "schema" not in found:
+        raise ValueError(f'{path}: not a result of this bench: it has no "lmsys" key with a schema')
     if found["schema"] != SCHEMA:
         schema = shortly(found["schema"])
         raise ValueError(
             f"{path}: schema {schema} is not the {SCHEMA} that this version reads: another version of lmsys wrote it"
         )
-    if not isinstance(found.get("fields"), dict) or not isinstance(found.get("rows"), dict):
-        raise ValueError(f"{path}: not a result of this bench: fields and rows must be objects")
     found.setdefault("layouts", {})
     try:
+        check_content(found)
         for record in found["records"]:
             check_record(record)
-        check_content(found)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return found
@@ -189,4 +175,4 @@ def _from_journal(text: str) -> Record:
     if lines and not text.endswith("\n"):
         lines.pop()
     head, *records = [parse_json(line) for line in lines] or [{}]
-    return {**head, "records": records}
+    return dict(head, records=records) if isinstance(head, dict) else {}

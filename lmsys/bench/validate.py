@@ -136,7 +136,7 @@ def matching(pattern: str, right: str) -> Callable[[str, Any], Any]:
 NAME = matching(r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _")
 COLOR = matching(r"#[0-9a-fA-F]{6}", "a color such as #2563eb")
 ROLE = matching("|".join(ROLES), f"one of {', '.join(ROLES)}")
-CONTENT: dict[str, Shape] = {  # of a file; a layout is checked further when it is drawn
+CONTENT: Shape = {  # of a file; a layout is checked further when it is drawn
     "fields": {"*": [{"name": NAME, "role?": ROLE, "*": TEXT}]},
     "layouts": {
         "*": {
@@ -148,14 +148,13 @@ CONTENT: dict[str, Shape] = {  # of a file; a layout is checked further when it 
     },
     "rows": {"*": [{"name": TEXT, "label": TEXT, "color?": COLOR, "baseline?": NUMBER, "rivals?": [TEXT]}]},
     "machine": {},
-    "records": [{}],
+    "records": [{"id": TEXT, "benchmark": TEXT, "impl": TEXT}],
 }
 
 
 def check_content(found: Record) -> None:
     """`found`: what `lmsys.bench.record.load` gives."""
-    for name, shape in CONTENT.items():
-        check_shape(name, found[name], shape)
+    check_shape("lmsys", found, CONTENT)
     fields = {benchmark: {one["name"]: one for one in own} for benchmark, own in found["fields"].items()}
     for name, value in found["machine"].items():
         if value is not None:

@@ -148,7 +148,7 @@ WRONG_FIELDS = [
     ("between_runs", -1, "between_runs=-1 must be more than 0"),
     ("p80_s", 1.6e308, "p80_s=1.6e+308 must be 0 or of a size from 1e-100 to 1e+100"),
     ("time_s", 1e-320, "time_s=1e-320 must be 0 or of a size from 1e-100 to 1e+100"),
-    ("impl", 3, "impl=3 must be a string"),
+    ("impl", 3, "records[0].impl: must be text of at most 1,000 characters; got int"),
     ("label", "x" * 10**5, "label: must be text of at most 1,000 characters; got 100,000"),
     ("x" * 10**5, 1, "must be text of at most 1,000 characters"),
 ]
@@ -165,8 +165,8 @@ WRONG_FACTS = [
         ("{}", "not a result of this bench"),
         ("[1]", "not"),
         (RESULT | {"schema": 99}, "schema 99"),
-        (RESULT | {"records": [1]}, "not a result of this bench"),
-        (RESULT | {"machine": []}, "not a result of this bench"),
+        (RESULT | {"records": [1]}, "records[0]: must be an object; got a int"),
+        (RESULT | {"machine": []}, "machine: must be an object; got a list"),
         (RESULT | {"fields": {"attention": [{"name": "x", "units": "s"}]}}, "not a result of this bench"),
         (
             RESULT | {"fields": {"attention": [{"name": "x", "role": "hero"}]}},
