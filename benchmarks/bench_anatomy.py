@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import axes, bench_model, sweeps
+from benchmarks.model.anatomy_layout import ANATOMY as LAYOUT
 from benchmarks.model.cases import FIELDS, ModelTest
 from benchmarks.model.rig import Rig
 from lmsys.attention import ATTENTION
@@ -42,6 +43,7 @@ class Anatomy(bench_model.ModelBenchmark):
     """Time by kind of kernel and by part, memory by phase and by allocation."""
 
     name = "anatomy"
+    layout = LAYOUT
     axes = (*bench_model.ModelBenchmark.axes, *axes.named("--traces"))
     fields: tuple[Field, ...] = (
         *FIELDS,

@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks import axes, models
 from benchmarks.attention import patterns
 from benchmarks.attention.check import Gate, check_float32, check_small
+from benchmarks.attention.layout import ATTENTION as LAYOUT
 from benchmarks.attention.spots import NUM_KEPT, Spots, repeat
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
 from lmsys.attention.contract import DTYPES, adapt, options_of, told, why_not_told
@@ -116,6 +117,7 @@ class Attention(Benchmark):
     """Each row is held to one float64 oracle, in float32 where it has such a form, and in the case's own dtype."""
 
     name = "attention"
+    layout = LAYOUT
     case_type = AttentionTest
     tables = {"attention": ATTENTION}
     axes: tuple[Axis, ...] = (

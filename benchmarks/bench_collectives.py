@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import axes
+from benchmarks.layouts import COLLECTIVES as LAYOUT
 from lmsys import draws
 from lmsys.bench import (
     Axis,
@@ -238,6 +239,7 @@ class Collectives(ranks.OnRanks):
     """Each operation is checked, and timed on the ranks; one after another, since they share the wires."""
 
     name = "collectives"
+    layout = LAYOUT
     case_type = CollectiveCase
     tables = {"operation": OPERATIONS}
     streams = True

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks import axes, models
 from benchmarks.data_parallel.cases import WRONG, ParallelCase, Steps, pairs, variants
 from benchmarks.data_parallel.check import gate, judge_by_trials
+from benchmarks.data_parallel.layout import DATA_PARALLEL as LAYOUT
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
 from benchmarks.data_parallel.rows import Row, communication, memory, step_rates, why_not
@@ -50,6 +51,7 @@ class DataParallel(ParallelBenchmark):
     nobody can know, that must be the model that plain steps lead to."""
 
     name = "data_parallel"
+    layout = LAYOUT
     case_type = ParallelCase
     tables = {"strategy": STRATEGIES}
     keeps_interrupted = True

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks import axes, models
+from benchmarks.layouts import LOSS as LAYOUT
 from benchmarks.loss import ODD_VOCABULARY, OUTPUTS, Inputs, odd_inputs, repeat
 from lmsys.bench import (
     Axis,
@@ -85,6 +86,7 @@ class Loss(Benchmark):
     """The head and the loss by row, at one shape and precision."""
 
     name = "loss"
+    layout = LAYOUT
     case_type = LossTest
     tables = {"loss": LOSSES}
     axes: tuple[Axis, ...] = (

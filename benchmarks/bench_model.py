@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks import models
 from benchmarks.model.cases import AXES, FIELDS, ModelTest, Row, model_of
 from benchmarks.model.check import Gate
+from benchmarks.model.layout import MODEL as LAYOUT
 from benchmarks.model.rig import Rig, cold_samples
 from benchmarks.models import matmul_rates
 from lmsys import checkpointing, processes
@@ -125,6 +126,7 @@ class Model(ModelBenchmark):
     """Every row, eager and compiled, in every mode, at one size, context, batch and precision."""
 
     name = "model"
+    layout = LAYOUT
     fields: tuple[Field, ...] = (
         *FIELDS,
         *fields.axes("warmup_steps"),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from benchmarks.layouts import PRECISION as LAYOUT
 from benchmarks.models import build
 from lmsys.bench import Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Table, bench, fields
 from lmsys.config import ModelConfig
@@ -105,6 +106,7 @@ class Precision(Benchmark):
     """Two studies that say what rounding does; nothing is timed."""
 
     name = "precision"
+    layout = LAYOUT
     fields: tuple[Field, ...] = (*fields.axes("dtype"), *fields.details("addend", "times", "sums", "tensors"))
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[Study]:

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks import axes, bench_data_parallel, models
 from benchmarks.data_parallel import alone, check
 from benchmarks.data_parallel.cases import MODELS, StepsCase
+from benchmarks.data_parallel.steps_layout import STEPS as LAYOUT
 from lmsys.bench import Axis, Candidate, Field, Grid, Record, Settings, bench, fields, one_of, positive
 from lmsys.bench.ranks import backend_of, world_sizes
 from lmsys.bench.trial import NOT_TIMED
@@ -35,6 +36,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
     """Each case alone is checked, then trains."""
 
     name = "steps"
+    layout = LAYOUT
     case_type = StepsCase
     tables = {"strategy": STRATEGIES}
     streams = True

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from benchmarks.layouts import TOKENIZER as LAYOUT
 from benchmarks.tokenizer import rows
 from lmsys import draws, registry
 from lmsys.bench import (
@@ -191,6 +192,7 @@ class Tokenizers(Benchmark):
     """
 
     name = "tokenizer"
+    layout = LAYOUT
     tables = {"tokenizer": TOKENIZERS}
     clock = "host"
     trials = 1

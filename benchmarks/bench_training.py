@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks import axes
 from benchmarks.models import AUTO, DTYPES, LLAMA, MODEL_ROWS, why_not
+from benchmarks.training.layout import TRAINING as LAYOUT
 from benchmarks.training.rank import CORPUS, Epoch, TrainingCase, begin, clear, end, epoch, inspect, tokens_of
 from lmsys.attention import ATTENTION
 from lmsys.bench import Axis, Benchmark, Candidate, Entry, Field, Grid, Record, Settings, bench, fields, positive
@@ -75,6 +76,7 @@ class Training(Benchmark):
     epoch is not timed, the others are the samples."""
 
     name = "training"
+    layout = LAYOUT
     tables = {"attention": ATTENTION, "strategy": STRATEGIES}
     clock = "host"
     opens = False

@@ -195,7 +195,9 @@ def check_requirements(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("source", OPTIONS)
 def test_every_option_is_told(source: str) -> None:
-    declared = re.findall(r"add(?:option|_argument)\(\s*(?:\"-\w\", )?\"(--[\w-]+)\"", (ROOT / source).read_text())
+    text = (ROOT / source).read_text()
+    declared = re.findall(r"add(?:option|_argument)\(\s*(?:\"-\w\", )?\"(--[\w-]+)\"", text)
+    declared += re.findall(r"^    \"(?:-\w )?(--[\w-]+)\": {(?!\"type\": partial)", text, re.MULTILINE)  # in a table
     assert declared and all(f"`{option}" in PAGES[OPTIONS[source]] for option in declared)
 
 

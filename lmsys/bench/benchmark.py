@@ -185,6 +185,7 @@ class Benchmark:
 
     case_type       the class of its cases, by which a case is made again from a record
     tables          the tables that its rows come from, by their kind
+    layout          how a report shows it, beside its fields (`lmsys.reports.layout`); empty: by its fields alone
     clock           "device": each call alone, its device time; "loop": the pace of a loop, for calls with more launches
                     than a device queues; "host": wall time
     trials          calls before sampling, from which the runner learns what one costs
@@ -198,6 +199,7 @@ class Benchmark:
     axes: tuple[Axis, ...] = ()
     fields: tuple[Field, ...] = ()
     tables: Mapping[str, Table] = {}
+    layout: Mapping[str, Any] = {}
     clock = "device"
     trials = 3
     opens = True

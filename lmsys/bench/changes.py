@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import starmap
+from itertools import pairwise, starmap
 from statistics import NormalDist, median
 from typing import Any
 
@@ -174,7 +174,7 @@ def compare_in_turns(records: Iterable[Record], margin: float | None = None) -> 
     """Verdicts for a run that measured rows as they were beside today's. `margin` overrides the margin in the file."""
     pairs = in_turns(records)
     margin = margin or max((old["against"]["margin"] for old, _ in pairs), default=0.0)
-    return _judged([_change_in_turns(old, new) for old, new in pairs], margin)
+    return _judged([_change(old, new) for old, new in pairs], margin)
 
 
 def in_turns(records: Iterable[Record]) -> list[Pair]:
@@ -187,7 +187,7 @@ def in_turns(records: Iterable[Record]) -> list[Pair]:
 
 def look_changed(records: Iterable[Record]) -> bool:
     """True where a case would count as changed if it were the only one."""
-    found = [_change_in_turns(old, new) for old, new in in_turns(records)]
+    found = [_change(old, new) for old, new in in_turns(records)]
     return any(
         one.shift.p_beyond(math.log1p(one.old["against"]["margin"])) <= FALSE_DISCOVERIES for one in found if one.shift
     )
@@ -227,14 +227,6 @@ def of_them_disturbed(count: int) -> str:
     return f" ({count} disturbed)" if count else ""
 
 
-def _change_in_turns(old: Record, new: Record) -> Change:
-    found = _ended(old, new) or Change(old, new, beside=str(old["impl"]))
-    if found.verdict != UNCLEAR or not _is_timed((old, new)):
-        return found
-    shift = paired(_ratios(new, old))
-    return replace(found, shift=shift and shift.widened(max(_spreads(old, new))))
-
-
 def _judged(found: Iterable[Change], margin: float) -> list[Change]:
     """Those that say something, with their verdicts, the most important first; among so many some differ by chance."""
     edge = math.log1p(margin)
@@ -266,22 +258,20 @@ def spread_between(runs: Sequence[Iterable[Record]]) -> float:
 
 
 def spreads_between(runs: Sequence[Iterable[Record]]) -> dict[str, float]:
-    """The same of each case, by its id."""
+    """By case id, the standard deviation of what its estimate differs by from run to run.
+
+    Of runs with `--against` the estimate is the ratio of today to earlier, under today's id.
+    """
     return {name: _root_mean_square(shifts) for name, shifts in _shifts(runs).items()}
-
-
-def spreads_in_turns(runs: Sequence[Iterable[Record]]) -> dict[str, float]:
-    """The same of rows and what they were, by today's ids."""
-    pairs = [pair for run in runs for pair in in_turns(run)]
-    found = _estimates(starmap(_change_in_turns, pairs))
-    steps = {name: [b - a for a, b in zip(shifts, shifts[1:], strict=False)] for name, shifts in found.items()}
-    return {name: _root_mean_square(one) for name, one in steps.items()}
 
 
 def _shifts(runs: Sequence[Iterable[Record]]) -> dict[str, list[float]]:
     """By how much each run differs from the one before, by a case's id."""
     known = [list(run) for run in runs]
-    pairs = [pair for one, other in zip(known, known[1:], strict=False) for pair in _pairs(one, other)]
+    if any(one.get("against") for run in known for one in run):
+        found = _estimates(_change(*pair) for run in known for pair in in_turns(run))
+        return {name: [b - a for a, b in pairwise(shifts)] for name, shifts in found.items()}
+    pairs = [pair for one, other in pairwise(known) for pair in _pairs(one, other)]
     return _estimates(change for change in starmap(_change, pairs) if change.beside)
 
 
@@ -352,21 +342,25 @@ def _unsteadiness(one: Record) -> float:
     return median(abs(sample - middle) for sample in one["samples_s"]) / middle
 
 
-def _change(old: Record, new: Record, anchor: Pair | None, between_runs: float = 0.0) -> Change:
-    """A case in both runs; the verdict is open where it was timed in both."""
-    found = _ended(old, new) or Change(old, new)
-    if found.verdict != UNCLEAR or not _is_timed((old, new)):
-        return found
-    if anchor is None:
-        return replace(found, shift=between(_logarithms(old), _logarithms(new)))
-    shift = between(_ratios(old, anchor[0]), _ratios(new, anchor[1]))
-    return replace(found, beside=str(anchor[0]["impl"]), shift=shift and shift.widened(between_runs))
-
-
-def _ended(old: Record, new: Record) -> Change | None:
-    """A case that was right in one of the two alone."""
+def _change(old: Record, new: Record, anchor: Pair | None = None, between_runs: float = 0.0) -> Change:
+    """A case in both runs; the verdict is open unless it was right in one of the two alone."""
     was, now = (one["outcome"] == "ok" for one in (old, new))
-    return None if was == now else Change(old, new, BROKEN if was else MENDED)
+    if was != now:
+        return Change(old, new, BROKEN if was else MENDED)
+    beside = old if old.get("against") else anchor[0] if anchor else {"impl": ""}
+    shift = _shift_of(old, new, anchor, between_runs) if _is_timed((old, new)) else None
+    return Change(old, new, beside=str(beside["impl"]), shift=shift)
+
+
+def _shift_of(old: Record, new: Record, anchor: Pair | None, between_runs: float) -> Shift | None:
+    """By rounds that took turns with the row as it was, else by ratios to the anchor, else by the times alone."""
+    if old.get("against"):
+        shift, between_runs = paired(_ratios(new, old)), max(_spreads(old, new))
+    elif anchor:
+        shift = between(_ratios(old, anchor[0]), _ratios(new, anchor[1]))
+    else:
+        return between(_logarithms(old), _logarithms(new))
+    return shift and shift.widened(between_runs)
 
 
 def _spreads(*records: Record) -> list[float]:

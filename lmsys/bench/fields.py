@@ -53,24 +53,16 @@ class Axis:
         return found[0] if self.single else tuple(found)
 
 
-class Grid(Mapping[str, Any]):
+class Grid(dict[str, Any]):
     """A section of a sweep: a name, which begins its ids, and values for axes. `given`: those of the command line."""
 
     def __init__(self, name: str, given: frozenset[str] = frozenset(), **values: Any):
-        self.name, self.given, self._values = name, given, values
-
-    def __getitem__(self, axis: str) -> Any:
-        return self._values[axis]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        super().__init__(values)
+        self.name, self.given = name, given
 
     def but(self, name: str = "", **values: Any) -> "Grid":
         """The same grid with other values, or another name."""
-        return Grid(name or self.name, self.given, **(self._values | values))
+        return Grid(name or self.name, self.given, **(self | values))
 
     def product(self, *axes: str) -> Iterator[tuple[Any, ...]]:
         """Every combination of the values of these axes, the last one fastest."""

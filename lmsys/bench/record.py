@@ -1,10 +1,11 @@
 """The result schema: one flat record per case, and the file they travel in. Imports no torch.
 
 A result file is pytest-benchmark's JSON with a top-level key
-`"lmsys": {"schema": 2, "machine": {...}, "fields": {...}, "rows": {...}, "records": [...]}`.
+`"lmsys": {"schema": 2, "machine": {...}, "fields": {...}, "layouts": {...}, "rows": {...}, "records": [...]}`.
 
-    fields  for each benchmark the declarations of its records' fields (`lmsys.bench.fields`), in their order
-    rows    for each table of rows their names, labels and traits, in the table's order
+    fields   for each benchmark the declarations of its records' fields (`lmsys.bench.fields`), in their order
+    layouts  for each benchmark that says it, how a report shows them (`lmsys.reports.layout`); older files have none
+    rows     for each table of rows their names, labels and traits, in the table's order
 
 The seal of a record is the SHA-256 of all else in it. It finds what was changed by accident or without care; whoever
 seals again is found by `python -m lmsys.verify` only where the rest contradicts itself, or the oracle.
@@ -24,7 +25,7 @@ from typing import Any
 
 from lmsys.bench.fields import Record
 from lmsys.bench.validate import check_content
-from lmsys.files import replacing
+from lmsys.files import read_text, replacing
 from lmsys.strict_json import parse_json
 from lmsys.values import shortly
 
@@ -39,9 +40,6 @@ def check_record(record: Record) -> Record:
         raise ValueError(f"record {shortly(record.get('id'))}: {found} must be one of {OUTCOMES}")
     if record["outcome"] != "ok" and record.get("time_s") is not None:
         raise ValueError(f"record {shortly(record.get('id'))}: outcome {record['outcome']!r} cannot carry a time")
-    for key in ("id", "benchmark", "impl"):
-        if not isinstance(record.get(key), str):
-            raise ValueError(f"record {shortly(record.get('id'))}: {key}={shortly(record.get(key))} must be a string")
     json.dumps(record, allow_nan=False)
     return record
 
@@ -140,7 +138,7 @@ def payload(head: Record, records: Iterable[Record]) -> Record:
 
 
 def load(path: Path) -> Record:
-    """The `{"machine", "fields", "rows", "records"}` of a result file, or of its journal when the run was killed.
+    """The `{"machine", "fields", "layouts", "rows", "records"}` of a result file, or of a killed run's journal.
 
     ValueError, with the path, for a file that is absent, not JSON, not ours, or of a later schema.
     """
@@ -148,34 +146,24 @@ def load(path: Path) -> Record:
     journal = path.with_name(path.name + ".partial")
     if journal.is_file() and not (path.is_file() and path.stat().st_size):
         path = journal  # an empty result is one that a run has opened, to see that it may, and not yet written
+    text = read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot read the result file: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start:,}") from None
-    try:
-        found = _from_journal(text) if path.suffix == ".partial" else parse_json(text).get("lmsys")
+        content = {"lmsys": _from_journal(text)} if path.suffix == ".partial" else parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
-    except (AttributeError, TypeError):
-        found = None
-    if not isinstance(found, dict) or not {"schema", "machine", "records"} <= found.keys():
-        raise ValueError(f'{path}: not a result of this bench: it has no "lmsys" key with schema, machine and records')
-    records = found["records"] if isinstance(found["records"], list) else [None]
-    if not all(isinstance(one, dict) for one in (found["machine"], *records)):
-        raise ValueError(f"{path}: not a result of this bench: machine must be an object, records a list of objects")
+    found = content.get("lmsys") if isinstance(content, dict) else None
+    if not isinstance(found, dict) or "schema" not in found:
+        raise ValueError(f'{path}: not a result of this bench: it has no "lmsys" key with a schema')
     if found["schema"] != SCHEMA:
         schema = shortly(found["schema"])
         raise ValueError(
             f"{path}: schema {schema} is not the {SCHEMA} that this version reads: another version of lmsys wrote it"
         )
-    if not isinstance(found.get("fields"), dict) or not isinstance(found.get("rows"), dict):
-        raise ValueError(f"{path}: not a result of this bench: fields and rows must be objects")
+    found.setdefault("layouts", {})
     try:
+        check_content(found)
         for record in found["records"]:
             check_record(record)
-        check_content(found)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return found
@@ -187,4 +175,4 @@ def _from_journal(text: str) -> Record:
     if lines and not text.endswith("\n"):
         lines.pop()
     head, *records = [parse_json(line) for line in lines] or [{}]
-    return {**head, "records": records}
+    return dict(head, records=records) if isinstance(head, dict) else {}

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from lmsys.bench import record, verdict
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Grid, Record, Sweep, declared, grouped
+from lmsys.bench.validate import TEXT, check_shape
 from lmsys.files import cache_folder, replacing, write_json
-from lmsys.values import shortly
 
 if TYPE_CHECKING:
     from lmsys.bench import isolation, paired, trial
@@ -61,7 +61,7 @@ class Session:
     say: Callable[[str], None] = lambda _: None
     carried: dict[Key, Record] = field(default_factory=dict)
     carried_entries: list[Record] = field(default_factory=list)
-    carried_head: Record = field(default_factory=lambda: {"machine": {}, "fields": {}, "rows": {}})
+    carried_head: Record = field(default_factory=lambda: {"machine": {}, "fields": {}, "rows": {}, "layouts": {}})
     results: "dict[Key, trial.Result]" = field(default_factory=dict)
     isolated: bool = False
     retries: bool = False
@@ -178,8 +178,7 @@ class Session:
                     self.say(f"  again{why}")
                 found.append([*self.runner.run(self.benchmarks[group[0]], cases)])
         finally:  # an interrupt leaves what is complete
-            spreads_of = _changes().spreads_in_turns if self.checkout else _changes().spreads_between
-            spreads = spreads_of([[result.record for result in results] for results in found])
+            spreads = _changes().spreads_between([[result.record for result in results] for results in found])
             for results in zip(*found, strict=True):
                 result = next((one for one in results if one.record["outcome"] != "ok"), results[-1])
                 if spread := spreads.get(result.record["id"]):
@@ -228,16 +227,18 @@ class Session:
         return [*self.carried.values(), *(result.record for result in self.results.values())]
 
     def _head(self, machine: Record) -> Record:
-        """A file's facts about its records: the machine, their fields by benchmark, the rows of their tables."""
+        """A file's facts about its records: the machine, fields and layouts by benchmark, the rows of their tables."""
         fields = {
             name: [one.to_json() for one in declared(COMMON, benchmark.fields).values()]
             for name, benchmark in self.benchmarks.items()
         }
+        layouts = {name: benchmark.layout for name, benchmark in self.benchmarks.items() if benchmark.layout}
         tables = [pair for benchmark in self.benchmarks.values() for pair in benchmark.tables.items()]
         rows = {(kind, entry.name): entry.to_json() for kind, table in tables for entry in table.values()} | self._rows
         return {
             "machine": machine,
             "fields": self.carried_head["fields"] | fields,
+            "layouts": self.carried_head["layouts"] | layouts,
             "rows": self.carried_head["rows"] | grouped((kind, row) for (kind, _), row in rows.items()),
         }
 
@@ -332,7 +333,7 @@ class Session:
         self.carried |= {(one["benchmark"], one["id"]): one for one in found["records"] if self._stands(one)}
         self.carried_entries += entries
         self._keep_entries_of_carried()
-        self.carried_head = {key: found[key] for key in ("machine", "fields", "rows")}
+        self.carried_head = {key: found[key] for key in ("machine", "fields", "rows", "layouts")}
 
     def _keep_entries_of_carried(self) -> None:
         ids = {key[1] for key in self.carried}
@@ -432,14 +433,9 @@ def entries_of(path: Path) -> list[Record]:
     if path.suffix == ".partial" or not (path.is_file() and path.stat().st_size):
         return []
     found = json.loads(path.read_text(encoding="utf-8")).get("benchmarks", [])
-    if not isinstance(found, list):
-        raise ValueError(f"{path}: benchmarks={shortly(found)} must be a list of pytest-benchmark's entries")
-    for number, entry in enumerate(found):
-        where = f"{path}: benchmarks[{number}]"
-        for name in ("extra_info", "stats"):
-            if not isinstance(entry, dict) or not isinstance(entry.get(name), dict):
-                raise ValueError(f"{where} must be an object with {name!r}, an object; got {shortly(entry)}")
-        for name in ("benchmark", "id"):
-            if not isinstance(value := entry["extra_info"].get(name, ""), str):
-                raise ValueError(f"{where}.extra_info: {name}={shortly(value)} must be text")
-    return found
+    try:
+        check_shape("benchmarks", found, [{"extra_info": {"benchmark?": TEXT, "id?": TEXT}, "stats": {}}])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    entries: list[Record] = found
+    return entries

@@ -199,7 +199,7 @@ class Trial:
             min_rounds=min_rounds or self.settings.min_rounds,
             trials=self.benchmark.trials,
             look=self.runner.sensors.read,
-            expect=self._expect,
+            expect=partial(setattr, self.watch, "expected_s"),
             turns=self.runner.turns,
         )
         self.watch.settle()
@@ -227,9 +227,6 @@ class Trial:
                 self.measurements[case.id].failure = failure
         self.watch.settle()
         self.watch.heartbeat.rest()
-
-    def _expect(self, seconds: float) -> None:
-        self.watch.expected_s = seconds
 
     def _step(self, case: Any, candidate: Candidate) -> tuple[Step | None, Failure | None]:
         """The case's step, with what its benchmark says once: how inputs are drawn, and that results are judged."""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from lmsys.bench.fields import ROLES, Record
-from lmsys.values import choice, flag, measured, shortly, whole
+from lmsys.values import flag, measured, shortly, whole
 
 MOST_CHARACTERS = 1000  # of a name or a label; a reason may have ten times as many
 
@@ -34,11 +34,11 @@ def check_object(where: str, value: Any) -> Record:
 
 
 # A shape is a function that checks one value; a list for any number of its one item; a tuple for items in their order;
-# an object for these keys, and any others; or, where it has the key "*", for keys of which none must be there.
+# an object for these keys, of which one that ends in "?" may be missing, and for others, which have the shape of "*".
 Shape = Callable[[str, Any], Any] | Sequence[Any] | Mapping[str, Any]
 NUMBER, TEXT, LONG_TEXT = measured, check_text, partial(check_text, most=10 * MOST_CHARACTERS)
 POSITIVE, AMOUNT, COUNT = partial(measured, above=0), partial(measured, least=0), partial(whole, least=0, most=2**63)
-RATES = {"*": AMOUNT, "matmul_flops_per_s": {"*": AMOUNT}, "flops_per_s": {"*": AMOUNT}}
+RATES = {"*": AMOUNT, "matmul_flops_per_s?": {"*": AMOUNT}, "flops_per_s?": {"*": AMOUNT}}
 SHAPES: dict[str, dict[str, Shape]] = {  # by benchmark and field; "" is of every benchmark
     "": {
         "samples_s": [POSITIVE],
@@ -67,7 +67,6 @@ SHAPES: dict[str, dict[str, Shape]] = {  # by benchmark and field; "" is of ever
         "rank_peak_bytes": [NUMBER],
     },
 }
-ROWS: dict[str, Shape] = {"baseline": NUMBER, "rivals": [TEXT]}  # of a row of a table, which may have others
 # A name with a unit is that of a number, and so are these.
 NUMBERS = re.compile(
     r".*_(s|bytes|mhz|w|j|c|fraction|ratio|share|efficiency|parameters)|rounds|bytes|flops|times|addend|other_processes"
@@ -104,10 +103,11 @@ def check_shape(where: str, value: Any, shape: Shape) -> None:
 
 def _check_keys(where: str, value: Any, shape: Mapping[str, Any]) -> None:
     for key, one in check_object(where, value).items():
-        if key in shape or "*" in shape:
-            check_shape(f"{where}.{key}", one, shape.get(key, shape.get("*")))
-    if (missing := [key for key in shape if key not in value]) and "*" not in shape:
-        raise ValueError(f"{where}={shortly(value)} has no {missing[0]!r}")
+        if known := [shape[name] for name in (key, f"{key}?", "*") if name in shape]:
+            check_shape(f"{where}.{key}", one, known[0])
+    for key in shape:
+        if key != "*" and not key.endswith("?") and key not in value:
+            raise ValueError(f"{where}={shortly(value)} has no {key!r}")
 
 
 AMOUNTS = ("B", "FLOP", "FLOP/s", "B/s", "tokens/s", "MHz", "Hz", "MiB", "W", "J")  # units of what is never negative
@@ -121,54 +121,54 @@ MACHINE: dict[
     "ceilings_moved": [TEXT],
     "dirty": flag,
 }
-NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-COLOR = r"#[0-9a-fA-F]{6}"
+
+
+def matching(pattern: str, right: str) -> Callable[[str, Any], Any]:
+    """A shape of text that a pattern matches as a whole."""
+
+    def check(where: str, value: Any) -> None:
+        if not re.fullmatch(pattern, check_text(where, value)):
+            raise ValueError(f"{where}: must be {right}; got {value!r}")
+
+    return check
+
+
+NAME = matching(r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _")
+COLOR = matching(r"#[0-9a-fA-F]{6}", "a color such as #2563eb")
+ROLE = matching("|".join(ROLES), f"one of {', '.join(ROLES)}")
+CONTENT: Shape = {  # of a file; a layout is checked further when it is drawn
+    "fields": {"*": [{"name": NAME, "role?": ROLE, "*": TEXT}]},
+    "layouts": {
+        "*": {
+            "place?": NUMBER,
+            "letters?": TEXT,
+            "words?": {"*": {"*": TEXT}},
+            "fastest?": {"word": TEXT, "title": TEXT, "keys": {"*": TEXT}, "bases": [TEXT]},
+        }
+    },
+    "rows": {"*": [{"name": TEXT, "label": TEXT, "color?": COLOR, "baseline?": NUMBER, "rivals?": [TEXT]}]},
+    "machine": {},
+    "records": [{"id": TEXT, "benchmark": TEXT, "impl": TEXT}],
+}
 
 
 def check_content(found: Record) -> None:
     """`found`: what `lmsys.bench.record.load` gives."""
-    fields = {name: _fields(f"fields.{name}", one) for name, one in check_object("fields", found["fields"]).items()}
-    for kind, rows in check_object("rows", found["rows"]).items():
-        for number, row in enumerate(_list(f"rows.{kind}", rows)):
-            _row(f"rows.{kind}[{number}]", row)
-    for name, value in check_object("machine", found["machine"]).items():
+    check_shape("lmsys", found, CONTENT)
+    fields = {benchmark: {one["name"]: one for one in own} for benchmark, own in found["fields"].items()}
+    for name, value in found["machine"].items():
         if value is not None:
             check_shape(f"machine.{name}", value, MACHINE.get(name, LONG_TEXT))
     settings = found["machine"].get("settings") or {}
     for name, value in settings.items():
         check_named(f"machine.settings.{name}", "", name, value)
         check_value(f"machine.settings.{name}", value, {"name": name, "role": "detail"})
-    for number, record in enumerate(found["records"]):
-        check_object(f"records[{number}]", record)
+    for record in found["records"]:
         declared = fields.get(record["benchmark"], {})
         for name, value in record.items():
             check_named(f"record {shortly(record['id'])}: {name}", record["benchmark"], name, value)
             if name in declared:
                 check_value(f"record {shortly(record['id'])}: {name}", value, declared[name])
-
-
-def _fields(where: str, declared: Any) -> dict[str, Mapping[str, Any]]:
-    found = {}
-    for number, one in enumerate(_list(where, declared)):
-        here = f"{where}[{number}]"
-        for key, value in check_object(here, one).items():
-            check_text(f"{here}.{key}", value)
-        if not re.fullmatch(NAME, one.get("name", "")):
-            raise ValueError(f"{here}: its name must be letters, digits and _; got {one.get('name')!r}")
-        role = one.get("role", "metric")
-        choice(role, ROLES, f"{here}: role={role!r} ")
-        found[one["name"]] = one
-    return found
-
-
-def _row(where: str, row: Any) -> None:
-    for key in ("name", "label"):
-        check_text(f"{where}.{key}", check_object(where, row).get(key))
-    for key, shape in ROWS.items():
-        if row.get(key) is not None:
-            check_shape(f"{where}.{key}", row[key], shape)
-    if "color" in row and not re.fullmatch(COLOR, check_text(f"{where}.color", row["color"])):
-        raise ValueError(f"{where}.color: must be a color such as #2563eb; got {row['color']!r}")
 
 
 def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
@@ -189,9 +189,3 @@ def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
         measured(where, value, above=0)
     else:
         measured(where, value, least=0 if unit in AMOUNTS else -math.inf)
-
-
-def _list(where: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{where}: must be a list; got a {type(value).__name__}")
-    return value

@@ -20,18 +20,48 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lmsys.bench.changes import MARGIN
 from lmsys.commands import parser as command_parser
-from lmsys.reports import against, history, page
+from lmsys.reports import against, page
 from lmsys.reports.answers import answers, step_chapters
-from lmsys.reports.chapters import CHAPTERS, ENERGY, OTHERS
+from lmsys.reports.layout import chapters
 from lmsys.reports.load import InputError, read
 from lmsys.reports.tables import csv_of
 from lmsys.reports.views import view_of
 from lmsys.values import finite
 
-RENAMED = {"against": "--before", "repeats": "--noise"}
+
+def _renamed(today: str, text: str) -> None:
+    raise argparse.ArgumentTypeError(f"it is {today} {text}: in lmsys bench this option means another thing")
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "results": {"nargs": "*", "type": Path, "metavar": "RESULT.json", "help": "result files, reported as one"},
+    "-o --output": {"type": Path, "metavar": "DIR", "help": "default: %(default)s"},
+    "--baseline": {"metavar": "NAME", "help": "the row that speeds are relative to (default: as its table says)"},
+    "--single-file": {"action": "store_true", "help": "the page holds its plots: one file to send"},
+}
+OF_TWO_RUNS: dict[str, dict[str, Any]] = {
+    "--before": {"type": Path, "metavar": "OLD.json", "help": "the run before: which cases became slower?"},
+    "--margin": {
+        "type": float,
+        "metavar": "SHARE",
+        "help": f"a smaller share of the time is no change (default: {MARGIN}, or that of the sweep)",
+    },
+    "--noise": {
+        "nargs": "+",
+        "type": Path,
+        "default": [],
+        "metavar": "RUN.json",
+        "help": "runs of one commit: how far they differ",
+    },
+    "--against": {"type": partial(_renamed, "--before"), "help": argparse.SUPPRESS},
+    "--repeats": {"type": partial(_renamed, "--noise"), "help": argparse.SUPPRESS},
+    "--anyway": {"action": "store_true", "help": "compare across machines, versions and clocks"},
+    "--history": {"type": Path, "metavar": "FOLDER", "help": "all of a folder's *.json: each case over commits"},
+}
 
 
 def main(
@@ -42,27 +72,11 @@ def main(
 ) -> int:
     """Build the report; the exit code. `results` and `output` are taken where the arguments name none."""
     parser = command_parser("report", program)
-    parser.add_argument("results", nargs="*", type=Path, metavar="RESULT.json", help="result files, reported as one")
-    parser.add_argument("-o", "--output", type=Path, default=output, metavar="DIR", help=f"default: {output}")
-    parser.add_argument(
-        "--baseline", metavar="NAME", help="the row that speeds are relative to (default: as its table says)"
-    )
-    parser.add_argument("--single-file", action="store_true", help="the page holds its plots: one file to send")
     two = parser.add_argument_group("two runs of one machine")
-    two.add_argument("--before", type=Path, metavar="OLD.json", help="the run before: which cases became slower?")
-    two.add_argument(
-        "--margin",
-        type=float,
-        metavar="SHARE",
-        help=f"a smaller share of the time is no change (default: {MARGIN}, or that of the sweep)",
-    )
-    two.add_argument(
-        "--noise", nargs="+", type=Path, default=[], metavar="RUN.json", help="runs of one commit: how far they differ"
-    )
-    for name, today in RENAMED.items():
-        two.add_argument(f"--{name}", type=partial(_renamed, today), help=argparse.SUPPRESS)
-    two.add_argument("--anyway", action="store_true", help="compare across machines, versions and clocks")
-    two.add_argument("--history", type=Path, metavar="FOLDER", help="all of a folder's *.json: each case over commits")
+    for group, options_of in ((parser, OPTIONS), (two, OF_TWO_RUNS)):
+        for name, more in options_of.items():
+            group.add_argument(*name.split(), **more)
+    parser.set_defaults(output=output)
     two_runs = {name: parser.get_default(name) for name in ("margin", "noise", "anyway")}
     options = parser.parse_args(arguments)
     try:
@@ -72,7 +86,7 @@ def main(
             others = "results", "before", "baseline", "noise", "anyway", "single_file"
             if any(getattr(options, name) for name in others):
                 raise InputError("--history takes a folder, and of the other options --output and --margin alone")
-            print(*history.write(options.history, options.output, options.margin or MARGIN), sep="\n")
+            print(*against.write_history(options.history, options.output, options.margin or MARGIN), sep="\n")
             return 0
         if options.before:
             return _compare(options)
@@ -84,10 +98,6 @@ def main(
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _renamed(today: str, text: str) -> None:
-    raise argparse.ArgumentTypeError(f"it is {today} {text}: in lmsys bench this option means another thing")
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -119,13 +129,9 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
     parts = []
     for both in machines:
         changes, machine = against.in_turns(both), against.of_today(both)
-        own = {one["benchmark"] for one in machine.records} & machine.fields.keys()
-        ordered = [name for name in (*CHAPTERS, *sorted(own - CHAPTERS.keys())) if name in own]
         found = []
-        for name in ordered:
-            view = view_of(machine, name, baseline)
-            view = view if name in CHAPTERS else view.read_as(section={})  # sections of one's own have their own names
-            found += [*CHAPTERS.get(name, OTHERS)(view), *ENERGY(view)]
+        for name in machine.benchmarks:
+            found += chapters(view_of(machine, name, baseline))
         found = [*step_chapters(machine), *found]
         answer = answers(machine)
         if changes:

@@ -9,12 +9,11 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Record, grouped
 from lmsys.bench.verdict import FAILED, failed, not_run
-from lmsys.reports import own
-from lmsys.reports.fastest import QUESTIONS, fastest_of, reading_order
-from lmsys.reports.load import Machine, commands
+from lmsys.reports.fastest import Question, fastest_of, reading_order
+from lmsys.reports.load import InputError, Machine, commands, file_name
 from lmsys.reports.tables import Block, Chapter, Table
-from lmsys.reports.views import KEPT
-from lmsys.reports.words import MEANINGS, number
+from lmsys.reports.views import UNSAID, view_of
+from lmsys.reports.words import MEANINGS, label_of, number
 
 KEYS = {  # of a row's case, and the heads of their columns
     "size": "model",
@@ -27,12 +26,13 @@ KEYS = {  # of a row's case, and the heads of their columns
     "residual": "residual",
 }
 BY = "num_parameters", *KEYS, "benchmark", "impl"  # lines stand in this order
-PLAIN = {**KEPT, "world_size": 1, "compile": "eager"}  # of a case that does not say
+PLAIN = {"checkpoint": "none", "residual": "wide", "compile": "eager", "world_size": 1}  # of a case that does not say
 SHARES = {
     "mfu": "MFU, %",
     "matmul_ceiling_fraction": "Short ceiling, %",
     "sustained_ceiling_fraction": "Sustained ceiling, %",
 }
+MOST_LINES = 24  # of an answer: of more settings, numbers count as shapes, over which a line is the mean
 MOST_AT_ONCE = 40  # lines that are read at once, about a printed page
 ABOUT = (
     "The arithmetic of a training step by the formula over its median time, as a share of three rates. MFU: of the peak"
@@ -57,7 +57,8 @@ def step_shares(machine: Machine) -> Table | None:
     cases = [one for one in steps if "mfu" in one and any(one.get(name) is not None for name in SHARES)]
     if not cases:
         return None
-    cases.sort(key=lambda one: reading_order([_value(one, name) for name in BY]))
+    words = machine.words_of(*machine.layouts)
+    cases.sort(key=lambda one: reading_order(words, [_value(one, name) for name in BY]))
     names = "benchmark", "section", *KEYS, "impl", "time_s", *SHARES
     data = [{name: _value(one, name) for name in names} for one in cases]
     shares = [name for name in SHARES if any(line[name] is not None for line in data)]
@@ -87,8 +88,41 @@ def _cells(line: Record, shown: Sequence[str], shares: Sequence[str]) -> list[st
     return [*keys, number(1e3 * line["time_s"]), *("" if line[s] is None else number(100 * line[s]) for s in shares)]
 
 
+def questions(machine: Machine) -> Iterator[Question]:
+    """That of each layout that asks one, and one for each benchmark without a layout, in the words of its fields.
+
+    InputError for a layout whose question is none.
+    """
+    for name in machine.benchmarks:
+        if name not in machine.layouts:
+            yield _of_any(machine, name)
+        elif asked := machine.layouts[name].get("fastest"):
+            try:
+                yield Question(name, **asked, words=machine.words_of(name))
+            except TypeError as error:
+                raise InputError(f"the layout of {name!r} asks no question: {error}") from error
+
+
+def _of_any(machine: Machine, name: str) -> Question:
+    """Who is fastest in each setting: the settings are the axes in which the benchmark's cases differ."""
+    view = view_of(machine, name)
+    axes = [axis for axis in view.axes() if axis not in (*UNSAID, "impl") and view.varies(axis)]
+    words = [axis for axis in axes if isinstance(view.cases[0][axis], str)]
+    keys = axes if len(view.distinct(*axes)) <= MOST_LINES else words
+    return Question(
+        benchmark=name,
+        word=file_name(name),
+        title=f"Fastest {name.replace('_', ' ')}",
+        keys={axis: label_of(view.fields[axis]) for axis in keys or ["section"]},
+        bases=[row for row, facts in view.table().items() if facts.get("baseline")],
+        kind=next((kind for kind, rows in machine.rows.items() if view.values("impl")[0] in rows), ""),
+        of_ours=True,
+        words=view.words,
+    )
+
+
 def answers(machine: Machine) -> Block:
-    tables = [fastest_of(machine, question) for question in (*QUESTIONS, *own.questions(machine))]
+    tables = [fastest_of(machine, question) for question in questions(machine)]
     return Block("", [*tables, _wrong(machine)], [_not_run(machine)])
 
 
@@ -113,7 +147,7 @@ def _right(machine: Machine) -> Iterator[str]:
     """For each dtype the rows of attention that were right in all cases: of others nothing is known."""
     known = [one for one in machine.records if one["benchmark"] == "attention" and one.get("dtype")]
     by_dtype = grouped((str(one["dtype"]), one) for one in known)
-    for dtype in sorted(by_dtype, key=lambda dtype: reading_order([dtype])):
+    for dtype in sorted(by_dtype, key=lambda dtype: reading_order({}, [dtype])):
         ended = grouped((str(one["impl"]), one["outcome"]) for one in by_dtype[dtype])
         names = [name for name, outcomes in ended.items() if "ok" in outcomes and not {*outcomes} & {*FAILED}]
         if names:

@@ -1,22 +1,23 @@
 """The fastest row of each setting, its speed over what users would otherwise take, and over the next."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from string import ascii_uppercase
+from typing import Any
 
-from lmsys.bench.fields import Record, grouped
+from lmsys.bench.fields import Field, Record, grouped
 from lmsys.bench.verdict import FAILED, NEAR, NEAR_TEXT, deciding, fastest, ratio_of, time_of, undisturbed
-from lmsys.reports import standing
+from lmsys.reports import plots
 from lmsys.reports.cells import DETAILS, STEADY, Notes, below, geometric_mean, mark
-from lmsys.reports.load import Machine, commands, legend, run_names
-from lmsys.reports.tables import Table
-from lmsys.reports.views import KEPT
-from lmsys.reports.words import VALUES, number, sentence, spread_of
+from lmsys.reports.expressions import value_of
+from lmsys.reports.load import Machine, commands, file_name, legend, run_names
+from lmsys.reports.tables import Plot, Table
+from lmsys.reports.views import styles_of
+from lmsys.reports.words import digits, label_of, number, scaled, sentence, spread_of, unit_of
 
-PATTERNS = "documents", "window", "softcap"  # which SDPA takes as a dense mask, or not at all
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
 FEW = 4  # rows: a comparison of fewer says so
-OLDER = KEPT | {"compile": "eager"}  # what files mean that do not say it
 # What the table of numbers leaves out of a line.
 INNER = ("said", "run", "named", "unsteady", "rivals", "over_as", "next_as", "measured", "standing")
 # What a line says where no two rows, one of them somebody else's, were undisturbed.
@@ -41,13 +42,12 @@ COLUMNS = ["setting", "fastest row", "time", "rate", "speed", "over the next fas
 MFU = " MFU is that of the fastest row, in the shape where it is highest."
 
 
-def several(rows: Sequence[Record]) -> bool:
-    return len({one["impl"] for one in rows}) > 1
-
-
-def beside_a_peer(rows: Sequence[Record]) -> bool:
-    """True of several rows with somebody else's among them: of ours alone the fastest may be slow."""
-    return several(rows) and any(one.get("peer") for one in rows)
+TIME = Field("time_s", "s", "time", shown="ms")
+LINE_IN = 0.29  # of a setting and its dots
+STANDING = (
+    "Speed of each row beside the fastest of the setting, %, by rounds in which both took turns; of several shapes it"
+    " is the geometric mean. Right is faster."
+)
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,16 @@ class Question:
     """Who is fastest, among cases that were sampled together; a line of the table for each value of `keys`.
 
     bases    names of rows that the fastest one is compared with: the first that was timed, else the next fastest
-    contends true of the cases that do the work in question
+    contends expression that is true of the cases that do the work in question
     about    what is said of the words of its lines
     kind     the table that the rows are in
     way      the field that says how a row was run, where its ways are compared, too, and the fastest is named
     told     of `keys` those that a line tells also where all lines have one value, and other cases another
     mfu      a column tells it
-    enough   true of rows that took turns of which a line may name the fastest
+    of_ours  a line may name the fastest of our own rows alone; else somebody else's must be among them
+    values   expressions that give fields of the cases other values, such as those that older files mean
+    before   rows that come before the `bases` where a case passes the test that stands beside them
+    words    how values of fields are read
     """
 
     benchmark: str
@@ -69,68 +72,36 @@ class Question:
     title: str
     keys: Mapping[str, str]
     bases: Sequence[str]
-    contends: Callable[[Record], bool] = lambda _: True
+    contends: str = "True"
     about: str = ""
-    kind: str = "attention"
+    kind: str = ""
     way: str = ""
     told: Sequence[str] = ()
     mfu: bool = False
-    enough: Callable[[Sequence[Record]], bool] = beside_a_peer
+    of_ours: bool = False
+    values: Mapping[str, str] = field(default_factory=dict)
+    before: Mapping[str, str] = field(default_factory=dict)
+    words: Mapping[str, Mapping[Any, str]] = field(default_factory=dict)
 
-
-ATTENTION = {"direction": "direction", "dtype": "dtype", "head_dim": "D", "causal": "mask", "kind": "kind"}
-MODEL = {"size": "model", "precision": "precision", "residual": "stream"}
-QUESTIONS = (
-    Question(
-        "attention",
-        "attention",
-        "Fastest attention",
-        ATTENTION,
-        ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_math", "naive"),
-        about=" D is the size of a head, Q the number of queries, K that of keys.",
-    ),
-    Question(
-        "model",
-        "step",
-        "Fastest training step",
-        {**MODEL, "checkpoint": "checkpointing"},
-        ("llama_tuned", "llama", "sdpa", "sdpa_flash"),
-        lambda one: one.get("mode") == "step",
-        about=" Each row counts by the fastest of the ways in which it was run, which its name tells. A narrow residual"
-        " stream is held in the dtype of matmuls, a wide one in float32. Only steps of one kind are compared, and only"
-        " where somebody else's are among them.",
-        way="compile",
-        told=("residual",),
-        mfu=True,
-    ),
-    Question(
-        "data_parallel",
-        "data-parallel",
-        "Fastest data parallelism",
-        {**MODEL, "compile": "run", "world_size": "ranks"},
-        ("torch_ddp_tuned", "torch_ddp", "torch_fsdp2", "torch_fsdp2_zero2", "torch_zero1", "naive"),
-        lambda one: (
-            one.get("strategy") != "none"
-            and one.get("world_size") not in (None, 1)
-            and one.get("comm_dtype") != "bfloat16"
-        ),
-        kind="strategy",
-    ),
-)
+    def enough(self, rows: Sequence[Record]) -> bool:
+        """True of rows that took turns of which a line may name the fastest: of ours alone the fastest may be slow."""
+        return len({one["impl"] for one in rows}) > 1 and (self.of_ours or any(one.get("peer") for one in rows))
 
 
 def fastest_of(machine: Machine, question: Question) -> Table | None:
     """A line for each setting, with the row that is fastest there; None where no rows are enough."""
-    cases = [one for one in machine.records if one["benchmark"] == question.benchmark and question.contends(one)]
+    own = (one for one in machine.records if one["benchmark"] == question.benchmark)
+    told = ((one, question.values.items()) for one in own if value_of(question.contends, one))
+    cases = [one | {name: value_of(text, one) for name, text in values} for one, values in told]
     wrong = {(one["section"], one["impl"]) for one in cases if one["outcome"] in FAILED}
     timed = [one for one in cases if one.get("time_s") and (one["section"], one["impl"]) not in wrong]
-    settings = grouped((tuple(_value(one, name) for name in question.keys), one) for one in timed)
+    settings = grouped((tuple(one.get(name) or None for name in question.keys), one) for one in timed)
     data: list[Record] = []
-    for key in sorted(settings, key=reading_order):
+    for key in sorted(settings, key=partial(reading_order, question.words)):
         line, others = dict(zip(question.keys, key, strict=True)), settings[key]
         together = grouped((str(one["comparison"]), one) for one in others).values()
-        hidden = any(one.get(name) for one in others for name in PATTERNS)
-        bases = ("flex", *question.bases) if hidden else question.bases  # what PyTorch has for patterns
+        first = [name for name, test in question.before.items() if any(value_of(test, one) for one in others)]
+        bases = [*first, *question.bases]
         settled = [rows for rows in together if question.enough(rows)]
         deciders = deciding(settled, question.enough)
         comparisons = _of_one_run(deciders or settled, bases, question.way)
@@ -156,7 +127,7 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
         measured = one["measured"] if one["fastest"] else ["", ""]
         rows.append([setting, row, *measured, *speeds, *([_percent(one["mfu"])] * shares), runs[one["run"]]])
     columns = [*COLUMNS, *(["MFU"] if shares else []), "run"]
-    name = f"{machine.slug}-fastest-{question.word}"
+    name = f"{machine.slug}-fastest-{file_name(question.word)}"
     lines = {setting: one["standing"] for setting, one in zip(heads, data, strict=True)}
     return Table(
         name=name,
@@ -174,7 +145,7 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
         source=machine.about(timed),
         best=frozenset((row, 2) for row, one in enumerate(data) if one["fastest"]),
         details={(row, column): str(one["said"]) for row, one in enumerate(data) for column in range(2, len(columns))},
-        plot=standing.drawn(machine, lines, question.title, name, question.kind),
+        plot=standing(machine, lines, question.title, name, question.kind),
         runs=[(f"Run {letter}, of {made[run][0]}", made[run][1]) for run, letter in runs.items()],
     )
 
@@ -188,29 +159,6 @@ def _ways(lines: Sequence[Record]) -> str:
 
 def _letter(number: int) -> str:
     return ascii_uppercase[number % 26] + (str(number // 26) if number >= 26 else "")
-
-
-def _value(one: Record, name: str) -> object:
-    """A case's value in a setting."""
-    return ", ".join(_kinds(one)) or None if name == "kind" else one.get(name) or OLDER.get(name)
-
-
-def _kinds(one: Record) -> Iterator[str]:
-    """Says by what a case of attention differs from one with as many keys as queries, and key heads as query heads."""
-    if one.get("documents"):
-        yield "documents"
-    if window := one.get("window"):
-        yield f"window {window:,}"
-    if one.get("softcap"):
-        yield "capped scores"
-    if one.get("deterministic"):
-        yield "deterministic"
-    if one.get("offset"):
-        yield "decoding"
-    elif one.get("queries") != one.get("keys"):
-        yield "Q\N{NO-BREAK SPACE}≠\N{NO-BREAK SPACE}K"
-    elif one.get("kv_heads") != one.get("heads"):
-        yield "grouped heads"
 
 
 def _of_one_run(comparisons: Sequence[Sequence[Record]], bases: Sequence[str], way: str) -> list[Sequence[Record]]:
@@ -239,9 +187,9 @@ def _names(one: Record) -> tuple[str, str | None]:
     return one["impl"], one.get("strategy")
 
 
-def reading_order(key: Sequence[object]) -> list[tuple[int, float, str]]:
-    """Sorts into reading order: a narrow precision first, words as the report lists them, numbers by size."""
-    known = [value for words in VALUES.values() for value in words]
+def reading_order(words: Mapping[str, Mapping[Any, str]], key: Sequence[object]) -> list[tuple[int, float, str]]:
+    """Sorts into reading order: a narrow precision first, words as these list them, numbers by size."""
+    known = [value for values in words.values() for value in values]
     found = []
     for value in key:
         first = 0 if value is None or value in NARROW else 1 + known.index(value) if value in known else 99
@@ -269,7 +217,7 @@ def _first(
     near = f"in {found.first} of {found.comparisons} {shapes} no other was more than {NEAR_TEXT} faster"
     speed = _speed(comparisons, found.row, bases)
     over, following = (_best(comparisons, speed[name]) for name in ("over", "next"))
-    measured = standing.figures(machine, best)
+    measured = _figures(machine, best)
     in_which = [f"time and rate in its longest shape: {measured['shape']}"] if measured["shape"] else []
     inner = {
         "said": DETAILS.join([machine.run_of(cases[0]), f"{', '.join(rows)} took turns", near, *in_which]),
@@ -302,7 +250,7 @@ def _best(comparisons: Iterable[Sequence[Record]], name: str | None) -> list[Rec
 
 def _run_as(one: Record, way: str) -> tuple[str, ...]:
     """A case's row, and the way in which it was run where ways are compared."""
-    return (one["impl"], str(_value(one, way))) if way else (one["impl"],)
+    return (one["impl"], str(one.get(way))) if way else (one["impl"],)
 
 
 def _as(name: str | None, best: Sequence[Record], way: str) -> str:
@@ -365,5 +313,42 @@ def _times(speed: float | None, name: str) -> str:
 
 def _text(name: str, question: Question, value: object) -> str:
     """A word as the report has it; a number says of what it is."""
-    said = str(VALUES.get(name, {}).get(value, "" if value is None else value))
+    said = str(question.words.get(name, {}).get(value, "" if value is None else value))
     return f"{question.keys[name]}\N{NO-BREAK SPACE}{said}" if type(value) in (int, float) else said
+
+
+def _figures(machine: Machine, cases: Sequence[Record]) -> Record:
+    """Time and rate of a row in the case that takes it longest, of these; `measured`: the two in words; `shape`: which.
+
+    The rate is the first that its benchmark declares; without one there is no word for it.
+    """
+    case, fields = max(cases, key=time_of), machine.fields[cases[0]["benchmark"]].values()
+    rates = [one for one in fields if one.role == "metric" and one.unit.endswith("/s") and case.get(one.name)][:1]
+    sizes = [one for one in fields if one.role == "axis" and len({case.get(one.name) for case in cases}) > 1]
+    shape = ", ".join(f"{label_of(one)} {digits(case[one.name])}" for one in sizes)
+    measured = [f"{number(scaled(one, case[one.name]))}\N{NO-BREAK SPACE}{unit_of(one)[0]}" for one in (TIME, *rates)]
+    return {one.name: case[one.name] for one in (TIME, *rates)} | {"shape": shape, "measured": [*measured, ""][:2]}
+
+
+def standing(
+    machine: Machine, lines: Mapping[str, Mapping[str, float]], title: str, name: str, kind: str
+) -> Plot | None:
+    """A strip of dots for each setting, a dot for each row; None where nobody stands beside the fastest.
+
+    `lines`: of each setting the speed of each row over that of its fastest; `kind`: the table of the rows' looks.
+    """
+    table, rows = machine.rows.get(kind, {}), {row for speeds in lines.values() for row in speeds}
+    peers = {str(case.get("strategy") or case["impl"]): bool(case.get("peer")) for case in machine.records}
+    styles = styles_of([{"row": row, "peer": peers[row]} for row in rows], "row", "row", "", table)
+    if len(rows) < 2:
+        return None
+    axes = plots.canvas(LINE_IN * len(lines) + 0.4)
+    for row, style in styles.items():
+        dots = [(100 * speeds[row], place) for place, speeds in enumerate(lines.values()) if row in speeds]
+        axes.plot(*zip(*dots, strict=True), **{**style.line(), "linestyle": "none", "alpha": 0.85}, clip_on=False)
+    for place, setting in enumerate(lines):
+        axes.text(0, place - 0.17, setting, va="bottom", fontsize=8)
+    axes.set(xlim=(0, 104), ylim=(len(lines) - 0.5, -0.9), yticks=[*range(len(lines))], yticklabels=[], xlabel="%")
+    axes.tick_params(length=0)
+    axes.spines["left"].set_visible(False)
+    return Plot(name, title, STANDING, plots.to_svg(axes, name, title))

@@ -7,16 +7,18 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lmsys.bench import record
 from lmsys.bench.fields import COMMON, IDENTITY, Field, Record, grouped
+from lmsys.reports.words import VALUES
 
 # What makes two runs runs of one machine. Versions, driver, commit and the host of a GPU may differ between runs:
 # captions name them.
 HARDWARE = ("name", "device", "gpu", "gpu_count", "capability")
+LAST = 1000  # place on the page of a benchmark that says none
 LONGEST_NAME = 120  # of a file, in characters
 FACTS = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "triton", "python": "Python"}
 EVERYWHERE = [one.name for one in COMMON]  # in each record
@@ -37,6 +39,7 @@ class Machine:
     title    its name on the page
     runs     the machine facts of each run, oldest first; a record's "run" counts into it
     records  in an order that does not depend on how they were split over files
+    layouts  how each benchmark is shown, of those that say it (`lmsys.reports.layout`)
     """
 
     slug: str
@@ -45,6 +48,21 @@ class Machine:
     records: Sequence[Record]
     fields: Fields
     rows: Rows
+    layouts: Mapping[str, Record] = field(default_factory=dict)
+
+    @property
+    def benchmarks(self) -> list[str]:
+        """Those of the records, if their fields are declared, by the place that their layout says, then by name."""
+        names = {str(one["benchmark"]) for one in self.records} & self.fields.keys()
+        return sorted(names, key=lambda name: (self.layouts.get(name, {}).get("place", LAST), name))
+
+    def words_of(self, *benchmarks: str) -> dict[str, Mapping[Any, str]]:
+        """How values of fields are read, by field, in reading order: everywhere, and by the layouts of benchmarks."""
+        words = dict(VALUES)
+        for name in benchmarks:
+            for field_name, own in self.layouts.get(name, {}).get("words", {}).items():
+                words[field_name] = {**words.get(field_name, {}), **own}
+        return words
 
     def called(self, case: Record) -> str:
         """A case's row by its name as one types it, with what it stood for: "auto: flash_gluon"."""
@@ -84,13 +102,14 @@ def read(paths: Iterable[Path]) -> list[Machine]:
 
     InputError, with the file, for one that is absent, not ours or of a later version, and when there are no records.
     """
-    paths, fields, rows = list(paths), Fields(), Rows()
+    paths, fields, rows, layouts = list(paths), Fields(), Rows(), dict[str, Record]()
     cases: dict[tuple[object, ...], tuple[str, Run, Record]] = {}
     # The sort is stable: among files of one date, such as the parts of one run, the last named wins.
     for found in sorted(map(_load, paths), key=lambda found: _date(found["machine"])):
         machine = found["machine"]
         for benchmark, declared in found["fields"].items():
             fields.setdefault(benchmark, {}).update(declared)
+        layouts |= found["layouts"]
         for kind, table in found["rows"].items():
             before = rows.get(kind, {})  # a file says less of rows that it has no cases of
             merged = {name: before.get(name, {}) | row for name, row in table.items()}
@@ -102,7 +121,7 @@ def read(paths: Iterable[Path]) -> list[Machine]:
             cases[hardware, *(case.get(name) for name in IDENTITY)] = hardware, run, case
     if not cases:
         raise InputError(f"nothing to report: no records in {', '.join(map(str, paths)) or 'no files'}")
-    return machines_of(list(cases.values()), fields, rows)
+    return machines_of(list(cases.values()), fields, rows, layouts)
 
 
 def _load(path: Path) -> Record:
@@ -129,7 +148,9 @@ def _date(machine: Mapping[str, Any]) -> str:
     return str(machine.get("date") or "")
 
 
-def machines_of(cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: Rows) -> list[Machine]:
+def machines_of(
+    cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: Rows, layouts: Mapping[str, Record]
+) -> list[Machine]:
     """`cases`: of each its hardware, which makes one machine, its run and its record."""
     taken: Counter[str] = Counter()
     machines = []
@@ -143,7 +164,7 @@ def machines_of(cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: 
         slug += f"-{taken[slug]}" if taken[slug] > 1 else ""
         records = [{**dict.fromkeys(EVERYWHERE), **case, "machine": slug, "run": runs.index(run)} for run, case in own]
         records.sort(key=lambda one: tuple(str(one.get(name)) for name in IDENTITY))
-        machines.append(Machine(slug, title, facts, records, fields, rows))
+        machines.append(Machine(slug, title, facts, records, fields, rows, layouts))
     return machines
 
 

@@ -1,16 +1,25 @@
-"""The page: answers, then chapters, as HTML, with its tables and plots in files beside it."""
+"""The page: answers, then chapters, as HTML, with its tables and plots in files beside it.
+
+The folder of these files is written again and again, and no file that this did not write is touched. `manifest.json`
+names what was written. Files beside it that others made stay as they are; one that stands where a file is to be
+written, and a link in its place or in a folder's, are refused.
+"""
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lmsys.bench.fields import grouped
-from lmsys.reports import folder
 from lmsys.reports.figures import Figures, Html, facts_of, joined, runs_of, tag
 from lmsys.reports.load import InputError, file_name, run_told
 from lmsys.reports.tables import Part
+from lmsys.strict_json import read_json
 
+MANIFEST = "manifest.json"
+NAME = r"([\w-]{1,100}/)?[\w-]{1,200}\.(html|md|csv|svg)"
 GENERATOR = '<meta name="generator" content="lmsys reports">'
 CSS, SCRIPT = ((Path(__file__).parent / name).read_text() for name in ("page.css", "page.js"))
 # Whatever a result file says, and wherever it gets: the page loads its own plots alone, and runs its own script alone.
@@ -22,7 +31,6 @@ LEAD = (
     "A figure is of a result that passed its check. A row is one implementation, such as a kernel or a strategy, named "
     "as on the command line; a case is one row in one setting."
 )
-LETTERS = "B is the batch, H the heads, Q the queries, K the keys, S the queries and keys alike, D the size of a head. "
 UP = Html(
     '<p class="up"><a href="#top">↑ Top</a> <a href="#contents">Contents</a> <a href="#only" id="asked" hidden></a></p>'
 )
@@ -36,7 +44,7 @@ def write(out: Path, parts: Sequence[Part], records_csv: str, notes: Sequence[st
             for item in block.items:
                 files |= item.files()
     try:
-        folder.write(out, files)
+        fill(out, files)
     except ValueError as error:
         raise InputError(f"cannot write the report: {error}") from error
     except OSError as error:
@@ -75,15 +83,15 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
 
 
 def _about(parts: Sequence[Part], single_file: bool) -> list[str]:
-    """Where the figures are as files, what letters mean where attention was measured, and how the page is made."""
+    """Where the figures are as files, what letters mean, and how the page is made."""
     csv = tag("a", "records.csv", href="tables/records.csv")
     files = ["Every measured case is in ", csv, "; each table and plot links to its own file. "]
     if single_file:
         files = ["This page links to no other file: the folder that it was made in has each table and plot as a file. "]
-    of_attention = any(case["benchmark"] == "attention" for machine, _, _ in parts for case in machine.records)
+    shown = [machine.layouts.get(name, {}) for machine, _, _ in parts for name in machine.benchmarks]
     return [
         *files,
-        *([LETTERS] if of_attention else []),
+        *dict.fromkeys(layout["letters"] for layout in shown if "letters" in layout),
         tag("code", "python -m lmsys.reports RESULT.json ... -o DIR"),
         " builds this page.",
     ]
@@ -116,3 +124,57 @@ def _contents(links: Sequence[Html], names: Sequence[str], commands: Mapping[str
             tag("noscript", tag("p", "Without scripts, what is behind “More” is in the folders tables/ and plots/.")),
         ]
     )
+
+
+def fill(out: Path, files: Mapping[str, str]) -> None:
+    """Make `out` hold these files, by relative name, and none of those written there before.
+
+    ValueError, before anything is changed, where that would touch what is somebody else's; OSError where it fails.
+    """
+    for name in files:
+        if not re.fullmatch(NAME, name):
+            raise ValueError(f"a file {name[:80]!r} cannot be written: its name must match {NAME}")
+    if folder := next((one for one in (out, *out.parents) if one.exists() and not one.is_dir()), None):
+        raise ValueError(f"{str(out)!r}: {folder} is a file, and a folder is needed")
+    before = _written(out)
+    for name in (*files, *before, MANIFEST):
+        _check_place(out, name)
+    for name in files:
+        if name not in before and (out / name).exists():
+            raise ValueError(f"{out / name} is there, and this did not write it: remove it, or name another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    _note(out, before | files.keys())  # before they are there: what an interrupted run leaves is known, too
+    for name, text in files.items():
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text(text, encoding="utf-8")
+    for name in before - files.keys():
+        (out / name).unlink(missing_ok=True)
+    _note(out, files)
+
+
+def _note(out: Path, names: Iterable[str]) -> None:
+    (out / MANIFEST).write_text(json.dumps({"files": sorted(names)}, indent=1) + "\n")
+
+
+def _written(out: Path) -> set[str]:
+    """The names of what was written there before."""
+    path = out / MANIFEST
+    if not path.exists():
+        return set()
+    try:
+        found = read_json(path, files=list)["files"]
+        if not all(isinstance(name, str) and re.fullmatch(NAME, name) for name in found):
+            raise ValueError("its files must be names of ours")
+    except ValueError as error:
+        cause = str(error).removeprefix(f"{path}: ")
+        raise ValueError(f"{path}: is no list of the files of a report ({cause}); name another folder") from None
+    return set(found)
+
+
+def _check_place(out: Path, name: str) -> None:
+    path = out / name
+    for one in (path, path.parent) if path.parent != out else (path,):
+        if one.is_symlink():
+            raise ValueError(f"{one} is a link, and this writes through none: remove it, or name another folder")
+    if path.parent.exists() and not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is there, and it is no folder")

@@ -272,6 +272,7 @@ def heat_map(view: View, settings: Sequence[str]) -> Plot | None:
     """
     if not is_compared(view):
         return None
+    settings = view.chosen(settings)
     cases = {(case["impl"], *(case[name] for name in settings)): case for case in view.cases}
     rows, columns = view.values("impl"), view.distinct(*settings)
     heads = [", ".join(view.text(name, value) for name, value in zip(settings, key, strict=True)) for key in columns]

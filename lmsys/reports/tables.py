@@ -15,7 +15,6 @@ from lmsys.reports.views import View
 from lmsys.reports.words import (
     FILES,
     MEANINGS,
-    filled,
     head_of,
     inside_a_sentence,
     is_clocked,
@@ -119,7 +118,7 @@ def pivot(
     one = view.fields[metric]
     if not (is_compared(view) if metric == SPEEDUP else view.has(metric) or metric == "time_s"):
         return None
-    rows = view.telling(rows, columns, inside) or ["section"]
+    rows = view.telling(view.chosen(rows), columns, inside) or ["section"]
     cases = {(*(case[name] for name in rows), case[columns], case.get(inside)): case for case in view.cases}
     view, left_out = _with_something(view, columns)
     heads, inner, notes = view.values(columns), view.values(inside) if inside else [None], Notes()
@@ -239,7 +238,8 @@ def listing(
     """Rows: cases; columns: what tells them apart, then metrics, of which the first says how a case ended."""
     if not view.cases:
         return None
-    keys, fields, notes = view.telling(keys), [view.fields[name] for name in metrics], Notes()
+    keys, metrics, notes = view.telling(view.chosen(keys)), view.chosen(metrics), Notes()
+    fields = [view.fields[name] for name in metrics]
     rows: list[list[str]] = []
     details: dict[tuple[int, int], str] = {}
     clocked = [len(keys) + at for at, one in enumerate(fields) if is_clocked(one)]
@@ -255,8 +255,8 @@ def listing(
         for at, one in enumerate(fields):
             best |= {(row, len(keys) + at) for row in _best(view, one, line)}
     return Table(
-        name=view.file(word),
-        title=titled(filled(title, view.constants(view.axes())), view),
+        name=view.file(view.filled(word)),
+        title=titled(view.filled(title), view),
         caption=view.caption(about or ". ".join(told), any(map(is_clocked, fields))),
         columns=[*(label_of(view.fields[name]) for name in keys), *map(head_of, fields)],
         rows=rows,
@@ -275,6 +275,7 @@ def _told(label: str, about: str) -> str:
 
 def endings(view: View, *keys: str, word: str, title: str) -> Table:
     """How the cases of each row ended."""
+    keys = tuple(view.chosen(keys))
     counts, data, rows = ("cases", *ENDINGS), [], []
     for key, own in view.groups(*keys).items():
         found = {"cases": len(own.cases), **Counter(map(_ending, own.cases))}

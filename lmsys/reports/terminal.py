@@ -41,7 +41,7 @@ def lines(found: Record, every: bool, contends: Callable[[Record], bool], width:
     named = by_name(found)
     run = "", json.dumps(found["machine"])
     cases = [("", run, one) for one in found["records"] if one["outcome"] not in ("unsupported", "oom")]
-    for machine in machines_of(cases, named["fields"], named["rows"]):
+    for machine in machines_of(cases, named["fields"], named["rows"], found["layouts"]):
         names = dict.fromkeys(one["benchmark"] for one in machine.records if one["time_s"])
         for name in names:
             view = view_of(machine, name).with_fields(Field("contends", role="detail", of=contends))

@@ -1,6 +1,6 @@
 """Tables that hold rows beside others: strategies beside their rivals, means of speedups, and whose bits come again."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from lmsys.bench.fields import BATCH_INVARIANT, REPEATABLE, Field, Record, grouped
 from lmsys.bench.verdict import undisturbed
@@ -20,7 +20,7 @@ def rivals(view: View, settings: Sequence[str], names: tuple[str, str], word: st
     `names` are templates of a row's name; last, geometric means of those rows whose names end alike.
     """
     pairs = [(ours, theirs) for ours, row in view.table("strategy").items() for theirs in row.get("rivals") or ()]
-    parts = view.only(lambda case: case["time_s"]).groups(*settings).values()
+    parts = view.only("time_s").groups(*settings).values()
     speeds = {pair: [ratio_of_best(own.cases, *pair) for own in parts] for pair in pairs}
     speeds = {pair: ratios for pair, ratios in speeds.items() if any(ratios)}
     found: dict[str, list[float | None]] = {}
@@ -36,8 +36,8 @@ def rivals(view: View, settings: Sequence[str], names: tuple[str, str], word: st
     rows = [[name, *("" if ratio is None else number(ratio) for ratio in ratios)] for name, ratios in found.items()]
     rows += [[f"geometric mean, {end}", *map(mean_text, zip(*lines, strict=True))] for end, lines in alike.items()]
     return Table(
-        name=view.file(word),
-        title=title,
+        name=view.file(filled(word, view.cases[0])),
+        title=filled(title, view.cases[0]),
         caption="Median of step-time ratios, steps alternating; of the best bucket size of each. Above 1: ours is "
         "faster." + ASIDE * view.has("disturbed"),
         source=view.source,
@@ -55,8 +55,8 @@ def means(view: View, row: str, column: str, word: str, title: str) -> Table | N
     if not found:
         return None
     return Table(
-        name=view.file(word),
-        title=title,
+        name=view.file(filled(word, view.cases[0])),
+        title=view.filled(title),
         caption="Geometric mean of the speedups, with how many it is of in brackets. Compare two rows only if these "
         "counts are equal." + ASIDE * view.has("disturbed"),
         source=view.source,
@@ -85,19 +85,19 @@ FLAT = (
 )
 
 
-def same_bits(view: View, word: str, by: Mapping[str, Callable[[Record], bool]] | None = None) -> Table | None:
-    """A line for each row, of what was called again; `by`: the heads of columns, and which cases each is about."""
+def same_bits(view: View, word: str, by: Sequence[Sequence[str]] = (("", "True"),)) -> Table | None:
+    """A line for each row, of what was called again; `by`: the heads of columns, and tests of the cases of each."""
     view = view.only(lambda case: case["outcome"] == "ok" and case.get("same_bits"))
     view = view.with_fields(REPEATABLE, BATCH_INVARIANT, *FLAT).ordered("impl")
     columns = [
         (f"{head}, {question}".lstrip(", "), test, answer, tensors)
-        for head, test in (by or {"": lambda _: True}).items()
+        for head, test in by
         for question, (answer, tensors) in QUESTIONS.items()
     ]
     notes: Notes = {}
     rows = [
         [view.text("impl", impl)]
-        + [_cell([*filter(test, own.cases)], answer, tensors, notes) for _, test, answer, tensors in columns]
+        + [_cell(own.only(test).cases, answer, tensors, notes) for _, test, answer, tensors in columns]
         for (impl,), own in view.groups("impl").items()
     ]
     heads = [label_of(view.fields["impl"]), *(head for head, *_ in columns)]

@@ -7,18 +7,21 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from lmsys.bench.fields import Field, Record, grouped
 from lmsys.bench.validate import check_value
+from lmsys.reports.expressions import value_of
 from lmsys.reports.load import InputError, Machine, file_name
-from lmsys.reports.words import NAMES, VALUES, exact, filled, label_of, scaled, sentence, span, timing, unit_of
+from lmsys.reports.words import NAMES, exact, filled, label_of, scaled, sentence, span, timing, unit_of
 
 PALETTE = (  # of rows whose table gives them no colour; tests hold that everybody can tell them apart
     "#99bbff #cc6611 #445511 #7700ee #ddaa00 #ff88aa #111188 #552222 #994477"
     " #442255 #9977ff #aaaa55 #4455aa #bb77bb #008855"
 ).split()
 MARKERS = "osD^vPX*<>hpd8H"
+OPTIONAL = re.compile(r"\[([^][]*\{(\w+)\}[^][]*)\]")
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,9 @@ def view_of(machine: Machine, benchmark: str, baseline: str | None = None) -> "V
                 check_value(f"record {case['id']!r}: {name}", case[name], one)
             except ValueError as error:
                 raise InputError(str(error)) from None
-    return View(machine, benchmark, fields, cases, wanted=baseline, stem=machine.slug).styled()
+    return View(
+        machine, benchmark, fields, cases, machine.words_of(benchmark), wanted=baseline, stem=machine.slug
+    ).styled()
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class View:
     benchmark: str
     fields: Fields
     cases: Sequence[Record]
-    words: Mapping[str, Mapping[Any, str]] = field(default_factory=lambda: VALUES)
+    words: Mapping[str, Mapping[Any, str]]
     styles: Mapping[str, Mapping[Any, Style]] = field(default_factory=dict)
     wanted: str | None = None
     base: str | None = None
@@ -124,12 +129,19 @@ class View:
     said: tuple[str, ...] = ()
     also: str = ""
 
-    def only(self, test: Callable[[Record], Any]) -> "View":
-        return replace(self, cases=[case for case in self.cases if test(case)])
+    def of(self, cases: Sequence[Record]) -> "View":
+        """The view with other cases."""
+        return replace(self, cases=cases)
+
+    def only(self, test: Callable[[Record], Any] | str) -> "View":
+        """The cases that pass a test: a function, or an expression (`lmsys.reports.expressions`)."""
+        passes = partial(value_of, test) if isinstance(test, str) else test
+        return self.of([case for case in self.cases if passes(case)])
 
     def ordered(self, *names: str) -> "View":
         """The cases in the reading order of these fields."""
-        return replace(self, cases=sorted(self.cases, key=lambda case: [self.place(n, case[n]) for n in names]))
+        names = tuple(self.chosen(names))
+        return self.of(sorted(self.cases, key=lambda case: [self.place(name, case[name]) for name in names]))
 
     def groups(self, *names: str) -> "dict[Key, View]":
         """The cases by the values of some fields, in order of appearance."""
@@ -139,8 +151,10 @@ class View:
     def cut(self, stem: str, heading: str, tail: bool = False) -> "list[View]":
         """The cases by the fields that stand in braces and by memory limit, each part named by their values.
 
-        The names of files get `stem` behind what they begin with, or with `tail` at their end.
+        The names of files get `stem` behind what they begin with, or with `tail` at their end. What stands in brackets
+        is left out unless the field in it varies.
         """
+        stem, heading = (OPTIONAL.sub(self._if_varies, text) for text in (stem, heading))
         told, named = ([name for name in NAMES.findall(text) if name in self.fields] for text in (heading, stem))
         limits = [] if LIMIT in self.said else [LIMIT]
         parts = []
@@ -153,9 +167,27 @@ class View:
             parts.append(replace(part, tail=self.tail + end) if tail else replace(part, stem=self.stem + end))
         return parts
 
+    def _if_varies(self, part: re.Match[str]) -> str:
+        return part[1] if self.varies(part[2]) else ""
+
     def file(self, word: str = "") -> str:
         """The stem of a file's name."""
         return file_name("-".join(filter(None, [self.stem, word])) + self.tail)
+
+    def named(self, stem: str) -> "View":
+        """Names of files begin with this, too, in which names in braces are what the first case has."""
+        return replace(self, stem=f"{self.stem}-{filled(stem, self.cases[0])}") if self.cases else self
+
+    def silent(self, *names: str) -> "View":
+        """Captions say nothing of these fields."""
+        return replace(self, said=(*self.said, *names))
+
+    def but(self, **changes: Any) -> "View":
+        return replace(self, **changes)
+
+    def said_also(self, text: str) -> "View":
+        """Captions say besides what an expression gives for the first case."""
+        return replace(self, also=value_of(text, self.cases[0])) if self.cases else self
 
     # What is known of the cases, and what is added
 
@@ -211,6 +243,9 @@ class View:
     def has(self, name: str) -> bool:
         return any(case.get(name) is not None for case in self.cases)
 
+    def has_any(self, name: str) -> bool:
+        return any(case.get(name) for case in self.cases)
+
     def varies(self, name: str) -> bool:
         return len({case[name] for case in self.cases}) > 1
 
@@ -221,6 +256,42 @@ class View:
         """The fields to show: those that were measured, and the time, whose place says how a case ended."""
         names = [name for name, one in self.fields.items() if one.role == "metric"]
         return [name for name in names if name == "time_s" or self.has(name)]
+
+    def chosen(self, names: Sequence[str]) -> list[str]:
+        """The fields that some names stand for.
+
+        "a?"  a, if it varies               "*"  all metrics that no other of these names
+        "a!"  a, if any case has it         "@"  all axes that no other of these names; "@?": those that vary
+        "a+"  a, if any case has more of it than 0
+        "-a"  nothing: left out of "*" and "@"
+        "a|"  a, if no other was chosen
+        "a~b" a, unless all cases have b of it
+        """
+        known = {name.strip("-?!+|") for name in names}
+        axes = [name for name in self.axes() if name not in {"section", "label", "peer"} | known]
+        several = {"*": [name for name in self.metrics() if name not in known], "@": axes}
+        several["@?"] = [name for name in axes if self.varies(name)]
+        found: list[str] = []
+        for name in names:
+            plain, sign = name[:-1], name[-1]
+            axis, _, usual = name.partition("~")
+            if name in several:
+                found += several[name]
+            elif sign in "?!+":
+                test = {"?": self.varies, "!": self.has, "+": self.has_any}[sign]
+                found += [plain] if test(plain) else []
+            elif sign == "|":
+                found = found or [plain]
+            elif "~" in name:
+                found += [axis] if self.values(axis) != [usual] else []
+            elif not name.startswith("-"):
+                found.append(name)
+        return found
+
+    def filled(self, text: str) -> str:
+        """The text with what all cases have alike in place of fields in braces, and with the number of {lines}."""
+        known = self.constants([name for name in NAMES.findall(text) if name in self.fields])
+        return filled(text, {"lines": len(self.cases), **known})
 
     def distinct(self, *names: str) -> list[Key]:
         """The values that some fields have together, in order of appearance."""
@@ -296,7 +367,7 @@ class View:
         """The caption, in lines: what is shown, every axis that is held, and how it was timed."""
         held = sentence("; ".join(filter(None, [self.heading, self.held(), self.also])))
         how = timing(self.cases) if clocked else ""
-        return f"{filled(about, self.constants(self.axes()))}.\n{held}.\n{how}".strip()
+        return f"{self.filled(about)}.\n{held}.\n{how}".strip()
 
     @property
     def source(self) -> str:
@@ -310,20 +381,3 @@ class View:
             if (case[metric] or 0) > 0:
                 found[case[by]][case[axis]] = scaled(self.fields[metric], case[metric])
         return found
-
-
-LEVELS = ("none", "matmuls", "attention", "whole")  # of `lmsys.checkpointing`, in its order
-KEPT = {"checkpoint": "none", "residual": "wide"}  # the defaults, which also stand for what older files do not say
-
-
-def with_kept(view: View) -> View:
-    """The view with both fields, the defaults first; captions do not tell a field that has the default throughout."""
-    view = view.with_fields(
-        Field("checkpoint", role="axis", of=lambda case: case.get("checkpoint") or KEPT["checkpoint"]),
-        Field("residual", role="axis", of=lambda case: case.get("residual") or KEPT["residual"]),
-    )
-    for name, plain in KEPT.items():
-        first = [value for value in (plain, *LEVELS) if value in view.values(name)]
-        view = view.read_as(**{name: {value: value for value in (*first, *view.values(name))}})
-        view = view.quiet(name) if view.values(name) == [plain] else view
-    return view

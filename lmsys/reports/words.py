@@ -24,11 +24,6 @@ NAMES = re.compile(r"\{(\w+)\}")
 UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")
 SHARES = ("matmul_ceiling_fraction", "sustained_ceiling_fraction")
 CLOCKED = ("time_s", "mean_s", "speedup", "mfu", *SHARES)  # come from samples, as all rates do
-HOW = {"eager": "", "graphed": ", as one CUDA graph", "fused": ", fused blocks as one CUDA graph"}
-COMPILED = (  # what names of files and headings say of the way of compiling
-    Field("way", role="detail", of=lambda case: "" if case["compile"] == "eager" else f"-{case['compile']}"),
-    Field("how", role="detail", of=lambda case: HOW.get(case["compile"], f", blocks {case['compile']}")),
-)
 OUTCOMES = {"oom": "OOM", "unsupported": "n/a", "wrong": "wrong", "error": "error"}  # as tables and plots show them
 MEANINGS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong result", "error": "error"}
 FILES = {  # how names of files call a field; others by their own names
@@ -52,50 +47,14 @@ CLOCKS = {
     "cuda_event_steps": "CUDA events, one call after another",
     "perf_counter": "wall clock",
 }
-VALUES: Mapping[str, Mapping[Any, str]] = {  # how values of fields are read, by field, in reading order
-    "section": {
-        "corpus": "All of the text",
-        "levels": "Steps by what blocks keep",
-        "8b": "8 billion parameters, and smaller models",
-        "large": "other large models, and levels of checkpointing",
-        "default": "Everyday sizes",
-        "tokens16k": "16,384 tokens, by length",
-        "dtypes": "By dtype",
-        "leaderboard": "Leaderboard workload",
-        "flash": "FlashAttention against naive, head dimension by length",
-        "eager_compiled": "Eager against compiled, head dimension by length",
-        "by_length": "By sequence length",
-        "tiers": "Rectangular tiers, Q:K",
-        "documents": "Documents packed into a sequence",
-        "window": "Sliding window",
-        "grouped": "Grouped key and value heads",
-        "decode": "Decoding: few queries, a long cache",
-        "peers": "Beside Hugging Face Llama",
-        "sizes": "Sizes",
-        "warmup": "Warm-up study",
-        "fits": "What fits a card",
-        "vocabularies": "By vocabulary",
-        "buckets": "By batch and size of buckets",
-        "sharded": "Sharded against unsharded optimizer",
-        "narrow": "Communication in lower precision",
-        "scaling": "Scaling by number of ranks",
-        "matrix": "Matrix of attention rows and strategies",
-        "reproducible": "The same weights, bit for bit, on any number of ranks",
-        "smoke": "Smoke test",
-    },
-    "mode": {
-        "forward": "Forward (inference)",
-        "train_forward": "Forward (training)",
-        "backward": "Backward",
-        "optimizer": "Optimizer",
-        "step": "Whole step",
-    },
+VALUES: Mapping[
+    str, Mapping[Any, str]
+] = {  # how values of fields are read, by field, in reading order; layouts have more
     "causal": {True: "causal", False: "not causal"},
     "deterministic": {True: "deterministic"},
     "direction": {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"},
     "precision": {name: name for name in ("fp32", "tf32", "bf16", "fp16")},
     "compile": {name: name for name in ("eager", "compiled", "graphed", "fused")},
-    "size": {name: name for name in ("tiny", "small", "medium", "large", "xl", "2.7b", "10b", "1b", "3b", "8b")},
 }
 
 

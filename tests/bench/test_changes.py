@@ -19,7 +19,7 @@ from lmsys.bench.changes import (
     look_changed,
     of_one_run,
     spread_between,
-    spreads_in_turns,
+    spreads_between,
 )
 from lmsys.bench.record import earlier, today
 
@@ -238,12 +238,12 @@ def test_what_looks_changed_once_and_not_again_is_no_change() -> None:
     first, again, lasting = in_turns(1, mine=1.0), in_turns(2, mine=1.04), in_turns(3, mine=1.04)
     assert look_changed(again) and not look_changed(first)
     assert verdicts(compare_in_turns(again))["mine"] == {SLOWER}
-    spreads = spreads_in_turns([first, again])
+    spreads = spreads_between([first, again])
     for one in again:
         one["between_runs"] = spreads.get(one["id"])
     assert SLOWER not in verdicts(compare_in_turns(again))["mine"]
     first = in_turns(4, mine=1.04)
-    spreads = spreads_in_turns([first, lasting])
+    spreads = spreads_between([first, lasting])
     for one in lasting:
         one["between_runs"] = spreads.get(one["id"])
     assert verdicts(compare_in_turns(lasting))["mine"] == {SLOWER}

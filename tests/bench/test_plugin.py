@@ -50,7 +50,7 @@ def result_of(*options: object, records: Sequence[dict[str, Any]] = (), plugin: 
     """A result file of this command."""
     given = shlex.join(command(*options, plugin=plugin)[3:])
     facts = machine.describe("cpu", command=f"python -m pytest {given}", seed=0, sweep="default")
-    head = {"machine": facts, "fields": {}, "rows": {}}
+    head = {"machine": facts, "fields": {}, "layouts": {}, "rows": {}}
     return json.dumps({"benchmarks": [], "lmsys": record.payload(head, records)})
 
 

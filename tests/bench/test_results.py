@@ -36,7 +36,7 @@ def facts() -> dict[str, object]:
 
 
 def head(**changes: object) -> dict[str, object]:
-    return {"machine": facts() | changes, "fields": {}, "rows": {}}
+    return {"machine": facts() | changes, "fields": {}, "layouts": {}, "rows": {}}
 
 
 def test_only_answers_to_the_same_question_are_resumed(tmp_path: Path) -> None:
@@ -96,13 +96,15 @@ def test_a_journal_that_goes_on_from_another_never_holds_less(
 
 
 BENCHMARKS = {
-    "null": "benchmarks=None must be a list of pytest-benchmark's entries",
-    '{"a": 1}': "benchmarks={'a': 1} must be a list of pytest-benchmark's entries",
-    "[3]": "benchmarks[0] must be an object with 'extra_info', an object; got 3",
-    "[{}]": "benchmarks[0] must be an object with 'extra_info', an object; got {}",
-    '[{"extra_info": null}]': "benchmarks[0] must be an object with 'extra_info', an object; got {'extra_info': None}",
-    '[{"extra_info": {}}]': "benchmarks[0] must be an object with 'stats', an object; got {'extra_info': {}}",
-    '[{"extra_info": {"id": []}, "stats": {}}]': "benchmarks[0].extra_info: id=[] must be text",
+    "null": "benchmarks=None must be a list",
+    '{"a": 1}': "benchmarks={'a': 1} must be a list",
+    "[3]": "benchmarks[0]: must be an object; got a int",
+    "[{}]": "benchmarks[0]={} has no 'extra_info'",
+    '[{"extra_info": null}]': "benchmarks[0].extra_info: must be an object; got a NoneType",
+    '[{"extra_info": {}}]': "benchmarks[0]={'extra_info': {}} has no 'stats'",
+    '[{"extra_info": {"id": []}, "stats": {}}]': (
+        "benchmarks[0].extra_info.id: must be text of at most 1,000 characters; got list"
+    ),
 }
 
 

@@ -23,8 +23,8 @@ from lmsys.attention import tuning
 from lmsys.bench import record
 from lmsys.kernels import trial
 from lmsys.reports.__main__ import build
-from lmsys.reports.folder import MANIFEST, write
 from lmsys.reports.load import InputError
+from lmsys.reports.page import MANIFEST, fill
 from lmsys.strict_json import parse_setting
 from lmsys.tokenizer import Tokenizer, train
 from lmsys.training import checkpoint
@@ -118,7 +118,7 @@ def log(folder: Path) -> Path:
 
 
 def manifest(folder: Path) -> Path:
-    write(folder / "report", {"index.html": "x", "tables/a.csv": "x"})
+    fill(folder / "report", {"index.html": "x", "tables/a.csv": "x"})
     return folder / "report" / MANIFEST
 
 
@@ -169,7 +169,7 @@ READERS = {
     "checkpoint": Reader(saved, lambda path: checkpoint.read(path).verify()),
     "signed checkpoint": Reader(saved, signed),
     "log": Reader(log, lambda path: JsonLines(path, 3).close()),
-    "manifest of a report": Reader(manifest, lambda path: write(path.parent, {"index.html": "y"})),
+    "manifest of a report": Reader(manifest, lambda path: fill(path.parent, {"index.html": "y"})),
     "report": Reader(result, undrawn, refuses_by=InputError),
     "report with plots": Reader(result, report, one_in=100, refuses_by=InputError),
     "tuning cache": Reader(tuned, in_cache(tuning._read)),

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.layouts import WORDS
 from benchmarks.sweeps import SWEEPS
 from lmsys.parallel import STRATEGIES
 from lmsys.reports.load import Machine, run_names
-from lmsys.reports.words import VALUES, number
+from lmsys.reports.words import number
 from tests.support.records import Record, built, cells, numbers, record, save
 
 LENGTHS = (1024, 2048, 4096)
@@ -270,7 +271,7 @@ def test_each_kind_of_attention_has_an_answer_of_its_own(tmp_path: Path) -> None
 
 def test_each_section_has_a_title() -> None:
     grids = [grid for sweep in SWEEPS.values() for one in sweep.values() for grid in chain(*one.grids.values())]
-    assert {grid.name for grid in grids} - {"anatomy"} <= VALUES["section"].keys()  # anatomy is a chapter
+    assert {grid.name for grid in grids} - {"anatomy"} <= WORDS["section"].keys()  # anatomy is a chapter
 
 
 def test_a_limit_of_memory_is_told_with_what_did_not_run(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.layouts import KEPT
 from lmsys import checkpointing
 from lmsys.reports.answers import MOST_AT_ONCE
-from lmsys.reports.views import LEVELS
 from lmsys.reports.words import number
 from tests.support.records import GIB, built, cells, numbers, part, record, save, sums
 
@@ -181,7 +181,7 @@ def by_way(context: int) -> list[dict[str, Any]]:
 
 
 def test_what_is_kept_and_the_stream_are_one_table_of_a_single_shape(tmp_path: Path) -> None:
-    assert LEVELS == checkpointing.LEVELS
+    assert ["defaulted", "checkpoint", checkpointing.LEVELS[0], [*checkpointing.LEVELS[1:]]] in KEPT
     files = report(tmp_path, by_way(128))
     found = cells(files, "model-levels-step-all")
     assert [(row["checkpoint"], row["residual"]) for row in found] == WAYS

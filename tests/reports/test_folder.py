@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmsys.reports import folder
+from lmsys.reports import page
 from lmsys.reports.page import POLICY, SCRIPT, html
 
 REPORT = {"index.html": "page", "tables/a.md": "a", "plots/b.svg": "b"}
@@ -20,11 +20,11 @@ def tree(root: Path) -> dict[str, str]:
 
 
 def test_a_report_takes_the_place_of_the_one_before_and_of_nothing_else(tmp_path: Path) -> None:
-    folder.write(tmp_path, REPORT)
+    page.fill(tmp_path, REPORT)
     (tmp_path / "tables" / "mine.md").write_text("mine")
-    folder.write(tmp_path, {"index.html": "later", "plots/c.svg": "c"})
+    page.fill(tmp_path, {"index.html": "later", "plots/c.svg": "c"})
     found = tree(tmp_path)
-    del found[folder.MANIFEST]
+    del found[page.MANIFEST]
     assert found == {"index.html": "later", "plots/c.svg": "c", "tables/mine.md": "mine"}
 
 
@@ -37,7 +37,7 @@ def test_what_others_made_stays_as_it_is(before: dict[str, str], tmp_path_factor
             (root / name).write_text(text, newline="")
     old = tree(root)
     try:
-        folder.write(root, REPORT)
+        page.fill(root, REPORT)
     except ValueError as error:
         assert tree(root) == old and re.search("did not write it|no folder", str(error))
     else:
@@ -45,10 +45,10 @@ def test_what_others_made_stays_as_it_is(before: dict[str, str], tmp_path_factor
         assert {name: new[name] for name in old} == old and {name: new[name] for name in REPORT} == REPORT
 
 
-@pytest.mark.parametrize("name", ["tables", "index.html", "plots/b.svg", folder.MANIFEST])
+@pytest.mark.parametrize("name", ["tables", "index.html", "plots/b.svg", page.MANIFEST])
 def test_nothing_is_written_or_removed_through_a_link(name: str, tmp_path: Path) -> None:
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
-    folder.write(out, REPORT)
+    page.fill(out, REPORT)
     elsewhere.mkdir()
     (elsewhere / "a.md").write_text("precious")
     place = out / name
@@ -63,7 +63,7 @@ def test_nothing_is_written_or_removed_through_a_link(name: str, tmp_path: Path)
         place.symlink_to(elsewhere / "one")
     before = tree(elsewhere)
     with pytest.raises(ValueError, match="is a link, and this writes through none"):
-        folder.write(out, {"index.html": "later"})
+        page.fill(out, {"index.html": "later"})
     assert tree(elsewhere) == before
 
 
@@ -73,38 +73,38 @@ def test_nothing_is_written_or_removed_through_a_link(name: str, tmp_path: Path)
 def test_a_manifest_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (tmp_path / "a").write_text("precious")
-    folder.write(out, REPORT)
-    (out / folder.MANIFEST).write_text(content)
+    page.fill(out, REPORT)
+    (out / page.MANIFEST).write_text(content)
     with pytest.raises(ValueError, match="is no list of the files of a report"):
-        folder.write(out, {"index.html": "later"})
+        page.fill(out, {"index.html": "later"})
     assert (tmp_path / "a").exists() and (out / "index.html").read_text() == "page"
 
 
 def test_a_folder_in_the_manifests_place_is_refused(tmp_path: Path) -> None:
-    (tmp_path / folder.MANIFEST).mkdir()
-    with pytest.raises(ValueError, match=rf"{folder.MANIFEST}: is no list of the files .*\(cannot be read: Is a dir"):
-        folder.write(tmp_path, REPORT)
+    (tmp_path / page.MANIFEST).mkdir()
+    with pytest.raises(ValueError, match=rf"{page.MANIFEST}: is no list of the files .*\(cannot be read: Is a dir"):
+        page.fill(tmp_path, REPORT)
     assert not tree(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../a.md", "/a.md", "tables/../../a.md", "a\0.md", "x" * 300 + ".md", ".md", "a.sh"])
 def test_names_that_lead_elsewhere_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be written"):
-        folder.write(tmp_path / "out", {name: ""})
+        page.fill(tmp_path / "out", {name: ""})
     assert not tree(tmp_path)
 
 
 def test_what_was_interrupted_is_written_over(tmp_path: Path) -> None:
-    folder.write(tmp_path, REPORT)
-    known = json.loads((tmp_path / folder.MANIFEST).read_text())["files"]
+    page.fill(tmp_path, REPORT)
+    known = json.loads((tmp_path / page.MANIFEST).read_text())["files"]
     assert known == sorted(REPORT)
     (tmp_path / "plots" / "b.svg").unlink()
     (tmp_path / "index.html").write_text("half of a p")
-    folder.write(tmp_path, REPORT)
+    page.fill(tmp_path, REPORT)
     assert tree(tmp_path).items() >= REPORT.items()
 
 
 def test_the_page_runs_no_script_but_its_own_and_loads_nothing() -> None:
-    page = html([], [])
-    assert f'http-equiv="Content-Security-Policy" content="{POLICY}"' in page and "default-src 'none'" in POLICY
-    assert page.count("<script") == 1 and f"<script>{SCRIPT}</script>" in page
+    text = html([], [])
+    assert f'http-equiv="Content-Security-Policy" content="{POLICY}"' in text and "default-src 'none'" in POLICY
+    assert text.count("<script") == 1 and f"<script>{SCRIPT}</script>" in text

@@ -1,9 +1,13 @@
 """Another metric of attention, and a benchmark of one's own, which have no chapter. Both are really run."""
 
+import ast
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from benchmarks.bench_attention import Attention
 from lmsys.bench.benchmark import Benchmark
@@ -29,7 +33,8 @@ def reported(folder: Path, benchmark: Benchmark, found: list[dict[str, Any]]) ->
     """The report of what a runner has recorded, in a result file as a session writes it."""
     fields = {benchmark.name: [one.to_json() for one in declared(COMMON, benchmark.fields).values()]}
     rows = {kind: [row.to_json() for row in table.values()] for kind, table in benchmark.tables.items()}
-    content = {"lmsys": payload({"machine": MACHINE, "fields": fields, "rows": rows}, found)}
+    layouts = {benchmark.name: benchmark.layout} if benchmark.layout else {}
+    content = {"lmsys": payload({"machine": MACHINE, "fields": fields, "layouts": layouts, "rows": rows}, found)}
     (folder / "r.json").write_text(json.dumps(content))
     return built(folder / "out", folder / "r.json")
 
@@ -84,3 +89,26 @@ def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(tmp_path: Path)
         files[f"tables/synthetic-gpu-matmul-s-{name}.md"].decode().splitlines()[0][4:].split(" · ")[0]
         for name in ("error", "tflops")
     }
+
+
+def test_a_layout_of_ones_own_travels_with_the_result(tmp_path: Path) -> None:
+    """Sections with titles, a table with a baseline and a plot; what is no step is named, with the benchmark."""
+    matmul = runpy.run_path(str(ROOT / "docs" / "examples" / "bench_matmul.py"))["Matmul"]
+    told = re.search(r"layout = (\{.*?^\})", (ROOT / "docs" / "report.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert told
+    layout = ast.literal_eval(told[1])
+    benchmark = type("Shown", (matmul,), {"layout": layout})()
+    found = [
+        one.record | {"section": "large"}
+        for size in (8, 16)
+        for one in results(benchmark, cases_of(benchmark, size=(size,), dtype=("float32",))[:1])
+    ]
+    found += [one | {"impl": "mine", "label": "mine", "id": f"{one['id']}-mine"} for one in found]
+    files = reported(tmp_path, benchmark, found)
+    assert "Matmul: Large matrices</h3>" in files["index.html"].decode()
+    assert [row["size"] for row in cells(files, "matmul-float32-speedup")] == ["8", "16", "geometric mean (cells)"]
+    assert "plots/synthetic-gpu-matmul-float32-tflops.svg" in files
+    layout["chapters"][0]["blocks"][0]["lead"][0][0] = "pivvot"
+    (tmp_path / "wrong").mkdir()
+    with pytest.raises(AssertionError):
+        reported(tmp_path / "wrong", benchmark, found)

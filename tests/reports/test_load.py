@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lmsys.reports.__main__ import main
-from lmsys.reports.folder import MANIFEST
 from lmsys.reports.load import read
+from lmsys.reports.page import MANIFEST
 from tests.support.processes import ROOT
 from tests.support.records import MACHINE, built, cells, fields_of, record, rows_of, save
 
@@ -148,7 +148,7 @@ WRONG_FIELDS = [
     ("between_runs", -1, "between_runs=-1 must be more than 0"),
     ("p80_s", 1.6e308, "p80_s=1.6e+308 must be 0 or of a size from 1e-100 to 1e+100"),
     ("time_s", 1e-320, "time_s=1e-320 must be 0 or of a size from 1e-100 to 1e+100"),
-    ("impl", 3, "impl=3 must be a string"),
+    ("impl", 3, "records[0].impl: must be text of at most 1,000 characters; got int"),
     ("label", "x" * 10**5, "label: must be text of at most 1,000 characters; got 100,000"),
     ("x" * 10**5, 1, "must be text of at most 1,000 characters"),
 ]
@@ -165,11 +165,14 @@ WRONG_FACTS = [
         ("{}", "not a result of this bench"),
         ("[1]", "not"),
         (RESULT | {"schema": 99}, "schema 99"),
-        (RESULT | {"records": [1]}, "not a result of this bench"),
-        (RESULT | {"machine": []}, "not a result of this bench"),
+        (RESULT | {"records": [1]}, "records[0]: must be an object; got a int"),
+        (RESULT | {"machine": []}, "machine: must be an object; got a list"),
         (RESULT | {"fields": {"attention": [{"name": "x", "units": "s"}]}}, "not a result of this bench"),
-        (RESULT | {"fields": {"attention": [{"name": "x", "role": "hero"}]}}, "role='hero'"),
-        (RESULT | {"rows": {"attention": [{"label": "x"}]}}, "rows.attention[0].name: must be text"),
+        (
+            RESULT | {"fields": {"attention": [{"name": "x", "role": "hero"}]}},
+            "fields.attention[0].role: must be one of axis, metric, outcome, detail; got 'hero'",
+        ),
+        (RESULT | {"rows": {"attention": [{"label": "x"}]}}, "rows.attention[0]={'label': 'x'} has no 'name'"),
         (RESULT, "nothing to report"),
         (RESULT | {"fields": {}, "records": [naive(1)]}, "'attention', and nothing declares their fields"),
         *((RESULT | {"records": [naive(1) | {name: value}]}, said) for name, value, said in WRONG_FIELDS),

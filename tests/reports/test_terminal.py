@@ -7,7 +7,8 @@ from unittest import mock
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lmsys.reports.fastest import QUESTIONS, fastest_of
+from lmsys.reports.answers import questions
+from lmsys.reports.fastest import fastest_of
 from lmsys.reports.load import by_name, machines_of
 from lmsys.reports.terminal import MOST, lines
 from lmsys.reports.words import number
@@ -88,8 +89,8 @@ def answers(records: list[Record]) -> dict[str, Record]:
     """The answer of the page for each direction."""
     content = by_name(content_of(records))
     cases = [("", ("", "{}"), one) for one in records]
-    for machine in machines_of(cases, content["fields"], content["rows"]):
-        table = fastest_of(machine, QUESTIONS[0])
+    for machine in machines_of(cases, content["fields"], content["rows"], content["layouts"]):
+        table = fastest_of(machine, next(questions(machine)))
         return {str(one["direction"]): dict(one) for one in table.data} if table else {}
     return {}
 
@@ -99,8 +100,10 @@ def test_where_all_were_disturbed_the_line_says_so() -> None:
     (table,) = tables(told(records))
     assert all(line.endswith("disturbed") for line in table) and len(table) == len(ROWS)
     content = by_name(content_of(records))
-    (machine,) = machines_of([("", ("", "{}"), one) for one in records], content["fields"], content["rows"])
-    page = fastest_of(machine, QUESTIONS[0])
+    (machine,) = machines_of(
+        [("", ("", "{}"), one) for one in records], content["fields"], content["rows"], content["layouts"]
+    )
+    page = fastest_of(machine, next(questions(machine)))
     assert page and page.rows[0][1] == "flash_triton, all of them disturbed"
 
 

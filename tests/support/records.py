@@ -23,7 +23,7 @@ from lmsys.bench.record import summarize
 from lmsys.bench.runner import REPORTED
 from lmsys.config import SIZES
 from lmsys.reports.__main__ import main
-from lmsys.reports.folder import MANIFEST
+from lmsys.reports.page import MANIFEST
 
 Record = dict[str, Any]
 ALL = (Attention, Model, Loss, Anatomy, Precision, Collectives, DataParallel, TrainingSteps, Tokenizers, Training)
@@ -199,7 +199,8 @@ def content_of(records: list[Record], **machine: Any) -> Record:
     names = {one["benchmark"] for one in records} & BENCHMARKS.keys()
     fields = {name: [one.to_json() for one in fields_of(name).values()] for name in sorted(names)}
     rows = {kind: list(rows_of(kind).values()) for kind in ("attention", "strategy", "loss", "tokenizer", "operation")}
-    head = {"fields": fields, "rows": rows}
+    layouts = {name: BENCHMARKS[name].layout for name in sorted(names)}
+    head = {"fields": fields, "layouts": layouts, "rows": rows}
     return {"schema": 2, "machine": MACHINE | machine, **head, "records": records}
 
 

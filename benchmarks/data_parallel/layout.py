@@ -1,0 +1,194 @@
+"""The layout of data parallelism: steps by strategy, what communication costs, memory, and ours beside torch's."""
+
+from benchmarks.layouts import COMPILED, KEPT, LIMIT, WORDS, Layout
+
+SIZES = [
+    *("init_bytes!", "before_step_peak_bytes!", "after_step_peak_bytes!", "parameters_bytes!", "gradients_bytes!"),
+    *("optimizer_bytes!", "activations_bytes!", "optimizer_fraction!", "peak_bytes!"),
+]
+SETTING = ["size", "batch", "context", "precision", "compile", "world_size", "checkpoint", "residual", LIMIT]
+PREDICTED = "predicted_parameters_bytes + predicted_gradients_bytes + predicted_optimizer_bytes"
+HELD_BY = '"the same bits" if how == "bits" else "not known" if how == "unknown" else how'
+RANK_KEYS = ["batch", "world_size", "impl"]
+DATA_PARALLEL: Layout = {
+    "place": 70,
+    "words": WORDS,
+    "fastest": {
+        "word": "data-parallel",
+        "title": "Fastest data parallelism",
+        "keys": {
+            "size": "model",
+            "precision": "precision",
+            "residual": "stream",
+            "compile": "run",
+            "world_size": "ranks",
+        },
+        "values": {
+            "residual": 'residual or "wide"',
+            "checkpoint": 'checkpoint or "none"',
+            "compile": 'compile or "eager"',
+        },
+        "bases": ["torch_ddp_tuned", "torch_ddp", "torch_fsdp2", "torch_fsdp2_zero2", "torch_zero1", "naive"],
+        "contends": 'strategy != "none" and world_size not in (None, 1) and comm_dtype != "bfloat16"',
+        "kind": "strategy",
+    },
+    "prepare": [
+        *KEPT,
+        ["checked", ["context", "batch", "world_size"], ["section", "size", "precision", "strategy"]],
+        ["traits", "strategy", "all_reduce_model"],  # of copy engines older files predict by the times of NCCL
+        [
+            "computed",
+            {
+                "compile": 'compile or "eager"',
+                "predicted_exposed_s": "None if strategy_all_reduce_model is False else predicted_exposed_s",
+            },
+        ],
+        [
+            "fields",
+            [
+                {
+                    "name": "predicted_bytes",
+                    "unit": "B",
+                    "label": "predicted without activations",
+                    "role": "detail",
+                    "shown": "GiB",
+                    "of": PREDICTED,
+                },
+                *COMPILED,
+            ],
+        ],
+        ["row_labels", "none"],
+        ["labelled", {"impl": "strategy", "mean_s": "step, mean ± std"}],
+        ["styled", "impl", "strategy", "called"],
+        *[["ordered", "section", "num_parameters", "precision", "context", "compile", "batch", "world_size", "impl"]],
+    ],
+    "chapters": [
+        {
+            "title": "Data parallel: {section}",
+            "blocks": [
+                {
+                    "title": "Beside torch's own",
+                    "lead": [
+                        [
+                            ["only", 'not sharded_optimizer and comm_dtype != "bfloat16" and world_size > 1'],
+                            [
+                                "rivals",
+                                SETTING,
+                                ["{size} b{batch} s{context}, {precision}, ", "{world_size} ranks{how}"],
+                                "data-parallel-{section}-peers",
+                                "Speed of ours, × of the row beside it · {section}",
+                            ],
+                        ]
+                    ],
+                },
+                {
+                    "of": [
+                        [
+                            "cut",
+                            "data-parallel-{section}-{size}-S{context}-{precision}{way}",
+                            "{size}, context {context}, {precision}{how}",
+                        ],
+                        [
+                            "said_also",
+                            '"batch is that of each rank" + ("; memory is that of a step launched call by call, before'
+                            ' one is recorded" if compile == "graphed" else "")',
+                        ],
+                    ],
+                    "lead": [
+                        [
+                            ["last_of", "world_size"],
+                            ["if_varies", "batch"],
+                            ["pivot", ["time_s"], ["batch"], {"word": "by-batch"}],
+                        ],
+                        [
+                            "listing",
+                            RANK_KEYS,
+                            ["mean_s", "*", "-time_s", *(f"-{name[:-1]}" for name in SIZES)],
+                            "step",
+                            "Step by strategy",
+                        ],
+                        [["last_of", "world_size"], ["bars", ["tokens_per_s"], "batch", {"word": "rate"}]],
+                        [["last_of", "world_size"], ["bars", ["exposed_s"], "batch", {"word": "exposed"}]],
+                    ],
+                    "more": [
+                        [
+                            ["only", "peak_bytes"],
+                            ["listing", RANK_KEYS, [*SIZES, "predicted_bytes"], "memory", "Memory of a rank"],
+                        ],
+                        [
+                            ["pairs", "held_by", "other", "how"],
+                            [
+                                "fields",
+                                [
+                                    {"name": "other", "label": "beside"},
+                                    {"name": "held", "label": "Held by", "of": HELD_BY},
+                                ],
+                            ],
+                            [
+                                "pivot",
+                                ["held"],
+                                RANK_KEYS,
+                                "other",
+                                {
+                                    "word": "pairs",
+                                    "about": "What holds two strategies together after the steps of one pass: the same"
+                                    " bits, in the rows of the weights that were looked at, or the tolerance, by which"
+                                    " each of them is held to plain steps in float64",
+                                },
+                            ],
+                        ],
+                        [
+                            ["last_of", "world_size"],
+                            ["only", "peak_bytes"],
+                            ["picked", -1, "", "batch {batch}"],
+                            [
+                                "melted",
+                                "what",
+                                "bytes",
+                                {
+                                    "parameters_bytes": "parameters",
+                                    "gradients_bytes": "gradients",
+                                    "optimizer_bytes": "optimizer",
+                                    "activations_bytes": "activations",
+                                    "peak_bytes": "peak",
+                                },
+                            ],
+                            [
+                                "fields",
+                                [
+                                    {"name": "what"},
+                                    {"name": "bytes", "unit": "B", "label": "Memory of a rank", "shown": "GiB"},
+                                ],
+                            ],
+                            [
+                                "bars",
+                                ["bytes"],
+                                "what",
+                                {
+                                    "word": "memory",
+                                    "head": "Memory of a rank by kind",
+                                    "about": "Parameters, gradients and optimizer state after a step and activations"
+                                    " after a forward; and a step's peak",
+                                },
+                            ],
+                        ],
+                        [
+                            ["only", "scaling_efficiency and world_size > 1"],
+                            ["picked", -1, "", "batch {batch}"],
+                            ["repeated", {"world_size": 1, "scaling_efficiency": 1.0}],
+                            ["lines", ["scaling_efficiency"], "world_size", {"word": "scaling"}],
+                        ],
+                        [
+                            ["last_of", "world_size"],
+                            [
+                                "overlap",
+                                "From a profiler's trace of one step on rank 0: above what computes, below what"
+                                " communicates",
+                            ],
+                        ],
+                    ],
+                },
+            ],
+        }
+    ],
+}

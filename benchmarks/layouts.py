@@ -1,0 +1,259 @@
+"""Layouts of benchmarks that are one file, and the words and steps that several layouts share.
+
+What a layout is says `lmsys.reports.layout`.
+"""
+
+from typing import Any
+
+Layout = dict[str, Any]
+WORDS = {  # how values of fields are read, by field, in reading order
+    "section": {
+        "corpus": "All of the text",
+        "levels": "Steps by what blocks keep",
+        "8b": "8 billion parameters, and smaller models",
+        "large": "other large models, and levels of checkpointing",
+        "default": "Everyday sizes",
+        "tokens16k": "16,384 tokens, by length",
+        "dtypes": "By dtype",
+        "leaderboard": "Leaderboard workload",
+        "flash": "FlashAttention against naive, head dimension by length",
+        "eager_compiled": "Eager against compiled, head dimension by length",
+        "by_length": "By sequence length",
+        "tiers": "Rectangular tiers, Q:K",
+        "documents": "Documents packed into a sequence",
+        "window": "Sliding window",
+        "grouped": "Grouped key and value heads",
+        "decode": "Decoding: few queries, a long cache",
+        "peers": "Beside Hugging Face Llama",
+        "sizes": "Sizes",
+        "warmup": "Warm-up study",
+        "fits": "What fits a card",
+        "vocabularies": "By vocabulary",
+        "buckets": "By batch and size of buckets",
+        "sharded": "Sharded against unsharded optimizer",
+        "narrow": "Communication in lower precision",
+        "scaling": "Scaling by number of ranks",
+        "matrix": "Matrix of attention rows and strategies",
+        "reproducible": "The same weights, bit for bit, on any number of ranks",
+        "smoke": "Smoke test",
+    },
+    "mode": {
+        "forward": "Forward (inference)",
+        "train_forward": "Forward (training)",
+        "backward": "Backward",
+        "optimizer": "Optimizer",
+        "step": "Whole step",
+    },
+    "size": {name: name for name in ("tiny", "small", "medium", "large", "xl", "2.7b", "10b", "1b", "3b", "8b")},
+}
+# The words that names of files and headings have for the way of compiling.
+HOW = (
+    '"" if compile == "eager" else ", as one CUDA graph" if compile == "graphed" else'
+    ' ", fused blocks as one CUDA graph" if compile == "fused" else f", blocks {compile}"'
+)
+COMPILED = [
+    {"name": "way", "role": "detail", "of": '"" if compile == "eager" else f"-{compile}"'},
+    {"name": "how", "role": "detail", "of": HOW},
+]
+KEPT = [  # older files say neither
+    ["defaulted", "checkpoint", "none", ["matmuls", "attention", "whole"]],
+    ["defaulted", "residual", "wide"],
+]
+LIMIT = "memory_limit_bytes"
+LOSS: Layout = {
+    "place": 30,
+    "words": WORDS,
+    "prepare": [
+        ["checked", ["tokens", "d_model", "vocab_size"], ["section", "precision"]],
+        ["labelled", {"impl": "implementation", "vocab_size": "vocabulary"}],
+        ["ordered", "section", "precision", "tokens", "d_model", "vocab_size", "impl"],
+    ],
+    "chapters": [
+        {
+            "title": "Head and loss",
+            "blocks": [
+                {
+                    "of": [
+                        [
+                            "cut",
+                            "loss-{section}-{precision}-N{tokens}-M{d_model}",
+                            "{section}, {precision}, {tokens} tokens, d_model {d_model}",
+                        ]
+                    ],
+                    "lead": [
+                        ["over_bases", ["vocab_size", "impl"], "Time, speed and peak memory", {"shares": True}],
+                        ["bars", ["time_s", "peak_bytes"], "vocab_size"],
+                    ],
+                },
+                {"lead": [["same_bits", "loss-same-bits"]]},
+            ],
+        }
+    ],
+}
+TOKENIZER: Layout = {
+    "place": 90,
+    "words": WORDS,
+    "prepare": [
+        ["checked", ["vocab_size", "processes"], ["section", "task"]],
+        ["read_as", "task", [["train", "training"], ["encode", "encoding"]]],
+        ["labelled", {"impl": "implementation"}],
+        ["ordered", "section", "vocab_size", "text_bytes", "task", "impl"],
+    ],
+    "chapters": [
+        {
+            "title": "Tokenizers",
+            "blocks": [
+                {
+                    "of": [
+                        [
+                            "cut",
+                            "tokenizer-{section}-V{vocab_size}-{text_bytes}B",
+                            "{section}, vocabulary {vocab_size}, {text_bytes}",
+                        ]
+                    ],
+                    "lead": [
+                        [
+                            "over_bases",
+                            ["task", "impl", "processes"],
+                            "Time, rate, speed and memory",
+                            {"same": ["task"], "otherwise": "peer"},
+                        ],
+                        ["bars", ["bytes_per_s"], "task", {"word": "rate"}],
+                    ],
+                }
+            ],
+        }
+    ],
+}
+COLLECTIVES: Layout = {
+    "place": 60,
+    "words": WORDS,
+    "prepare": [
+        ["checked", ["megabytes", "world_size"], ["section", "backend"]],
+        ["labelled", {"impl": "operation"}],
+        ["worded", "megabytes", [], 'f"{megabytes:,} MB"'],
+        ["ordered", "section", "backend", "impl", "world_size", "megabytes"],
+    ],
+    "chapters": [
+        {
+            "title": "Collectives",
+            "blocks": [
+                {
+                    "of": [["cut", "collectives-{section}-{backend}", "{section}, {backend}"]],
+                    "lead": [
+                        ["pivot", ["time_s"], ["impl", "world_size"], "megabytes"],
+                        [
+                            ["latency_and_bandwidth", ["impl", "world_size"]],
+                            [
+                                "fields",
+                                [
+                                    {"name": "latency_s", "unit": "s", "label": "o", "shown": "µs"},
+                                    {"name": "bytes_per_s", "unit": "B/s", "label": "w", "shown": "GB/s"},
+                                ],
+                            ],
+                            ["silent", "megabytes"],
+                            [
+                                "listing",
+                                ["impl", "world_size"],
+                                ["latency_s", "bytes_per_s"],
+                                "fit",
+                                "Fitted latency and bandwidth",
+                                "o and w of t = o + bytes / w, least squares of relative errors over the sizes that"
+                                " were timed",
+                            ],
+                        ],
+                        [
+                            ["cut", "W{world_size}", "{world_size} ranks"],
+                            [
+                                "lines",
+                                ["algorithm_bytes_per_s"],
+                                "megabytes",
+                                {"word": "bandwidth", "xlabel": "message, MB"},
+                            ],
+                        ],
+                    ],
+                    "more": [
+                        [
+                            ["only", "time_s is not None"],
+                            ["listing", ["impl", "world_size", "megabytes"], ["*"], "rates", "Bandwidth by size"],
+                        ]
+                    ],
+                }
+            ],
+        }
+    ],
+}
+SUMS = [{"name": "accumulator", "label": "sum"}, {"name": "addend"}, {"name": "result"}, {"name": "error"}]
+PRECISION: Layout = {
+    "place": 50,
+    "words": WORDS,
+    "prepare": [
+        ["read_as", "impl", [["float32", "float32"], ["float16", "float16"], ["bfloat16", "bfloat16"]]],
+        ["unstyled"],
+        ["named", "precision"],
+        ["ordered", "impl"],
+    ],
+    "chapters": [
+        {
+            "title": "Mixed precision",
+            "blocks": [
+                {
+                    "lead": [
+                        [
+                            ["only", "sums"],
+                            [
+                                "fields",
+                                [
+                                    {"name": "added", "role": "detail", "of": 'f"{addend:g} added {times:,} times"'},
+                                    {"name": "exact", "role": "detail", "of": 'f"{addend * times:g}"'},
+                                ],
+                            ],
+                            ["unfolded", "sums", SUMS],
+                            ["one_of_each", ["accumulator", "addend", "result", "error"]],
+                            [
+                                "fields",
+                                [
+                                    {"name": "sum", "label": "result", "of": 'f"{result:.5f}"'},
+                                    {"name": "off", "label": "error", "of": 'f"{error:+.1e}"'},
+                                ],
+                            ],
+                            [
+                                "listing",
+                                ["accumulator", "addend"],
+                                ["sum", "off"],
+                                "accumulation",
+                                "{added}",
+                                "The running sum and the addend, by dtype; the sum is {exact} without rounding. What"
+                                " the addend lost when it was rounded no accumulator brings back; a sum that is itself"
+                                " rounded after each step loses far more",
+                                ["accumulator", "addend", "result", "error"],
+                            ],
+                        ],
+                        [
+                            [
+                                "unfolded",
+                                "tensors",
+                                [
+                                    {"name": "name", "label": "tensor"},
+                                    {"name": "dtype", "label": "Dtypes under autocast"},
+                                ],
+                            ],
+                            ["labelled", {"impl": "autocast to"}],
+                            [
+                                "pivot",
+                                ["dtype"],
+                                ["name"],
+                                {
+                                    "word": "autocast",
+                                    "about": "Tensors of one training step of a model of one block, and the dtype that"
+                                    " each has under autocast",
+                                    "data": ["name", "dtype"],
+                                },
+                            ],
+                        ],
+                    ]
+                }
+            ],
+        }
+    ],
+}

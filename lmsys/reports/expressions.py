@@ -1,0 +1,109 @@
+"""Expressions over the fields of a case, such as "held_bytes + peak_bytes": text, so that layouts travel in files.
+
+A name is a field's value, None where the case has none. There are numbers and texts, f-strings, arithmetic,
+comparisons, `and`, `or`, `not`, `a if b else c`, `field["key"]`, and calls of FUNCTIONS: nothing else of Python.
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from lmsys.reports.load import InputError
+from lmsys.reports.words import OUTCOMES, number
+from lmsys.values import shortly
+
+MOST_CHARACTERS = 1000
+FORMAT = r"[+,]{0,2}(\.\d)?[feg%]?"  # of numbers: a longer one could fill the memory
+
+
+def product(a: Any, b: Any) -> Any:
+    """The product of two numbers; TypeError for a text that would be repeated."""
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return a * b
+    raise TypeError("only numbers are multiplied")
+
+
+FUNCTIONS: dict[str, Any] = {
+    "abs": abs,
+    "ended": OUTCOMES.get,
+    "int": int,
+    "joined": lambda *parts: ", ".join(filter(None, parts)),
+    "number": number,
+    "ends": str.endswith,
+    "without": str.removesuffix,
+}
+OPERATORS: dict[type, Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: product,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda part, whole: part in whole,
+    ast.NotIn: lambda part, whole: part not in whole,
+    ast.Not: operator.not_,
+    ast.USub: operator.neg,
+}
+
+
+def value_of(text: str, case: Mapping[str, Any]) -> Any:
+    """The expression's value for a case; TypeError, KeyError or ZeroDivisionError where the case lacks what it needs.
+
+    InputError for a text that is no such expression.
+    """
+    return _value(_parsed(text), case)
+
+
+@cache
+def _parsed(text: str) -> ast.expr:
+    try:
+        if len(text) <= MOST_CHARACTERS:
+            return ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        pass
+    raise InputError(f"{shortly(text)} must be an expression of at most {MOST_CHARACTERS:,} characters")
+
+
+def _value(node: ast.expr, case: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return case.get(name)
+        case ast.Tuple(elts=parts):
+            return tuple(_value(part, case) for part in parts)
+        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in OPERATORS:
+            return OPERATORS[type(sign)](_value(operand, case))
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATORS:
+            return OPERATORS[type(sign)](_value(left, case), _value(right, case))
+        case ast.Compare(left=left, ops=[sign], comparators=[right]):
+            return OPERATORS[type(sign)](_value(left, case), _value(right, case))
+        case ast.BoolOp(op=sign, values=[first, *others]):
+            value = _value(first, case)
+            for part in others:
+                if bool(value) == isinstance(sign, ast.And):
+                    value = _value(part, case)
+            return value
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            return _value(body if _value(test, case) else orelse, case)
+        case ast.Subscript(value=whole, slice=key):
+            return _value(whole, case)[_value(key, case)]
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+            return FUNCTIONS[name](*[_value(arg, case) for arg in args])
+        case ast.JoinedStr(values=parts):
+            return "".join(str(_value(part, case)) for part in parts)
+        case ast.FormattedValue(value=inside, format_spec=spec):
+            style = str(_value(spec, case)) if spec else ""
+            if re.fullmatch(FORMAT, style):
+                return format(_value(inside, case), style)
+    raise InputError(f"an expression of a layout cannot hold {shortly(ast.unparse(node))}")

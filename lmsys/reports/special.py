@@ -1,0 +1,246 @@
+"""Steps of layouts that are special: sizes by ways of running a model, timelines, a fitted line, labels of rows.
+
+WAYS are the axes that say how a model is run. Each table of sizes holds all of them constant but one, and its file is
+named by those.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.ticker import FuncFormatter
+
+from lmsys.bench.fields import Field, Record
+from lmsys.cost.communication import fit_latency_bandwidth
+from lmsys.reports import plots
+from lmsys.reports.cells import SPEEDUP, base_of, compared
+from lmsys.reports.tables import Items, Plot, Table, listing, pivot
+from lmsys.reports.views import View
+from lmsys.reports.words import number
+
+WAYS = ("precision", "compile", "checkpoint", "residual", "impl")
+PLAIN = {"checkpoint": "none", "residual": "wide"}  # which names of files leave out where nothing else was run
+VERDICTS = {True: "fits", False: "too large"}
+GIB = 2**30
+PHASES = {"forward": "#2563eb", "backward": "#dc2626", "optimizer": "#16a34a"}
+HELD = "#9ca3af"
+COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}
+
+
+def one_shape(view: View, name: str, shape: Sequence[str], ways: Sequence[str]) -> View:
+    """Adds whether there is one shape alone, run in several of these ways: a table of each way would have one line."""
+    is_one = len(view.distinct(*shape)) == 1 and any(view.varies(way) for way in ways)
+    return view.of([case | {name: is_one} for case in view.cases])
+
+
+def each_way(view: View) -> list[View]:
+    """The cases of each way of running, named by what they have alike."""
+    return [_named(part, part) for part in view.groups(*WAYS).values()]
+
+
+def _but(view: View, axis: str) -> list[View]:
+    """The cases that differ in no other way than this."""
+    return list(view.groups(*(name for name in WAYS if name != axis)).values())
+
+
+def _named(whole: View, part: View) -> View:
+    """The part, whose files are named by the ways it holds constant; its heading names those that the whole varies."""
+    plain = [name for name, value in PLAIN.items() if not whole.varies(name) and part.cases[0][name] == value]
+    fixed = [f"{{{name}}}" for name in WAYS if not part.varies(name) and name not in plain]
+    return part.cut("-".join(fixed), ", ".join(name for name in fixed if whole.varies(name[1:-1])), tail=True)[0]
+
+
+def _grid(whole: View, part: View, metric: str, inside: str = "compile", word: str = "") -> Table | None:
+    """Rows: contexts; columns: sizes."""
+    return pivot(_named(whole, part), metric, ["context", "batch?"], "size", inside, word)
+
+
+def by_size(view: View, metrics: Sequence[str], drawn: Sequence[str] = ()) -> Items:
+    """Tables of each metric, and of some also plots by context: a line for each size and way of compiling."""
+    found: Items = []
+    for metric in view.chosen(metrics):
+        for part in _but(view, "compile"):
+            found.append(_grid(view, part, metric))
+            named = joined(_named(view, part), "line", ["size", "compile?"]).styled("line", row="size")
+            facets = named.cut("B{batch}", "batch {batch}", tail=True) if part.varies("batch") else [named]
+            found += [plots.lines(facet, metric, "context", "line") for facet in facets if metric in drawn]
+    return found
+
+
+def joined(view: View, name: str, names: Sequence[str]) -> View:
+    """Adds the words of several fields as one."""
+    names = view.chosen(names)
+    return view.with_fields(
+        Field(name, role="detail", of=lambda case: ", ".join(view.text(one, case[one]) for one in names))
+    )
+
+
+def times_by_size(view: View) -> Items:
+    """The times and speedups of every part in which one way varies alone; then the times of all other cases."""
+    varied = [(axis, part) for axis in WAYS for part in _but(view, axis) if part.varies(axis)]
+    seen = {case["id"] for _, part in varied for case in part.cases}
+    found: Items = []
+    for axis, part in varied:
+        found += [_grid(view, part, "time_s", axis), _speeds(view, part, axis)]
+    alone = view.only(lambda case: case["id"] not in seen)
+    return [*found, *(_grid(view, part, "time_s") for part in _but(alone, "compile"))]
+
+
+def _speeds(whole: View, part: View, axis: str) -> Table | None:
+    """Speedups over the first word of an axis, such as eager, or over a row of the table, else over somebody else's."""
+    peers = [case["impl"] for case in part.cases if case["peer"]]
+    base = base_of(part, otherwise=peers) if axis == "impl" else next(iter(part.words[axis]))
+    part = compared(part, base, axis, medians=True).only(lambda case: case[axis] != base)
+    return _grid(whole, part, SPEEDUP, axis, f"speedup-over-{base}")
+
+
+def best(
+    view: View, of: str, mode: str, by: str, keys: Sequence[str], metrics: Sequence[str], title: str
+) -> Table | None:
+    """The case with most of a field, of each value of `by`: in the last of the modes that was timed."""
+    timed = view.only(of)
+    last = timed.only(lambda case: case[mode] == timed.values(mode)[-1])
+    cases = [max(own.cases, key=lambda case: case[of]) for own in last.groups(by).values()]
+    keys, metrics = view.chosen(keys), view.chosen(metrics)
+    return listing(view.of(cases), keys, metrics, "best", title, f"Of all that was timed, by {by}")
+
+
+def beside_fastest(view: View, ways: Sequence[str]) -> list[View]:
+    """Our cases beside those of somebody else's model, in the way of running it that is its fastest; none without one.
+
+    Adds the speedup, and as `theirs`, `their_label` and `their_about` what captions say of that model.
+    """
+    theirs = next((case["impl"] for case in view.cases if case["peer"]), "")
+    same = [name for name in view.axes() if name not in (*ways, "impl", "label", "peer")]
+    groups = view.only(lambda case: case["impl"] == theirs).groups(*same).values()
+    fastest = [min(one.cases, key=lambda case: case["time_s"] or math.inf)["id"] for one in groups]
+    view = view.only(lambda case: case["impl"] != theirs or case["id"] in fastest)
+    own = compared(view, theirs, same=same, medians=True)
+    about = own.fields[SPEEDUP].about
+    facts = {"theirs": theirs, "their_label": view.text("impl", theirs), "their_about": about}
+    facts["peers"] = theirs.capitalize()
+    return [own.of([case | facts for case in own.cases if not case["peer"]])] if theirs else []
+
+
+def predicted(view: View, metric: str, expected: str, asks: Sequence[str], title: str, about: str) -> Table | None:
+    """A metric as measured and as predicted; under a memory limit, and in sections that ask it, also what was to fit.
+
+    Where a section asks, the room is that of the machine.
+    """
+    limit = view.cases[0]["memory_limit_bytes"]
+    room = limit or min(run.get("memory_bytes") or 0 for run in view.machine.runs_of(view.cases))
+    own = view.only(expected).ordered("size", "batch")
+    own = own.with_fields(
+        Field("share", "", "measured / predicted", shown="%", of=lambda case: case[metric] / case[expected]),
+        Field("on_paper", label="on paper", of=lambda case: VERDICTS[case[expected] <= room]),
+        Field("tried", of=lambda case: VERDICTS[case["outcome"] != "oom" and case[metric] > 0]),
+    )
+    columns = [metric, expected, "share"]
+    if limit or (view.cases[0]["section"] in asks and room):
+        columns += ["on_paper", "tried"]
+        right = [case["on_paper"] == case["tried"] for case in own.cases if case["tried"]]
+        about += f". Room for {number(room / 2**30)} GiB: {sum(right)} of {len(right)} cases ended as predicted"
+    own = own.labelled(**{metric: "measured", expected: "predicted"})
+    return listing(own, ("size", "batch"), columns, "predicted", title, about)
+
+
+def memory_timeline(view: View, about: str) -> Plot | None:
+    """Memory in use in the course of a call, a colour for each phase; None where none was recorded."""
+    case, phases = view.cases[0], view.cases[0]["timeline"] or ()
+    points = [point for phase in phases for point in phase["points"]]
+    if len(points) < 2:
+        return None
+    held = (case["held_bytes"] or 0) / GIB
+    most, end = held + max(size for _, size in points) / GIB, 1e3 * points[-1][0]
+    head = f"Memory in the course of one {view.text('mode', case['mode'])}, GiB"
+    axes = plots.canvas(2.6)
+    axes.fill_between([0, end], held, color=HELD, alpha=0.55, linewidth=0, label="held before")
+    last = (0.0, held)
+    for phase in phases:
+        xs, ys = zip(last, *((1e3 * at, held + size / GIB) for at, size in phase["points"]), strict=True)
+        color, last = PHASES.get(phase["name"], plots.INK), (xs[-1], ys[-1])
+        axes.plot(xs, ys, drawstyle="steps-post", linewidth=1.0, color=color)
+        axes.fill_between(xs, held, ys, step="post", alpha=0.3, linewidth=0, color=color, label=phase["name"])
+    axes.axhline(most, **plots.CEILING)
+    axes.text(0, most, f" peak {number(most)} GiB", va="bottom", fontsize=9)
+    axes.set(xlim=(0, end), ylim=(0, 1.14 * most), xlabel="ms", ylabel="GiB")
+    axes.xaxis.set_major_formatter(FuncFormatter(plots.plain))
+    axes.yaxis.set_major_formatter(FuncFormatter(plots.plain))
+    return plots.drawn(view, axes, head, "timeline", view.caption(about))
+
+
+def overlap(view: View, about: str) -> list[Plot]:
+    """Draws when a step computes and when it communicates, a pair of lanes for each row of the first batch."""
+    traced = view.only(lambda case: any(kind == "communication" for kind, _, _ in case["timeline"] or ()))
+    return [_lanes(part, about) for part in traced.cut("", "batch {batch}")[:1]]
+
+
+def _lanes(view: View, about: str) -> Plot:
+    axes = plots.canvas(0.45 * len(view.cases) + 0.6)
+    for lane, case in enumerate(view.cases):
+        for (what, color), top in zip(COLOURS.items(), (lane - 0.36, lane - 0.02), strict=True):
+            spans = [(1e3 * start, 1e3 * (end - start)) for kind, start, end in case["timeline"] if kind == what]
+            axes.broken_barh(spans, (top, 0.34), color=color, linewidth=0, label=what if lane == 0 else None)
+    axes.set_yticks(range(len(view.cases)), [case["impl"] for case in view.cases], fontsize=8)
+    axes.set(ylim=(len(view.cases) - 0.5, -0.5), xlabel="ms")
+    return plots.drawn(view, axes, "A step's timeline", "timeline", view.caption(about))
+
+
+def with_held(view: View) -> View:
+    """Puts what was held before a call before its phases; those of a case that was not opened have no peaks."""
+    return view.of([case | {"phases": _held_and_phases(case)} for case in view.cases])
+
+
+def _held_and_phases(case: Record) -> list[dict[str, Any]]:
+    names = PHASES if case["mode"] == "step" else ("forward",)
+    phases = case["phases"] or [{"name": name, "peak_bytes": None} for name in names]
+    return [{"name": "held", "peak_bytes": 0 if case["phases"] else None}, *phases]
+
+
+def latency_and_bandwidth(view: View, names: Sequence[str]) -> View:
+    """A case for each value of some fields: the latency and bandwidth of the line through its times by bytes.
+
+    None where fewer than two sizes were timed, or the larger takes no longer.
+    """
+    cases = []
+    for part in view.groups(*names).values():
+        timed = [case for case in part.cases if case["time_s"]]
+        try:
+            line = fit_latency_bandwidth(*([case[key] for case in timed] for key in ("bytes", "time_s")))
+        except ValueError:
+            continue
+        cases.append(part.cases[0] | dict(zip(("latency_s", "bytes_per_s"), line, strict=True)))
+    return view.of(cases)
+
+
+def row_labels(view: View, plain: str) -> View:
+    """Adds, as `called`, a strategy's name, the size of its buckets, and what blocks keep where that is not `plain`."""
+    return view.of([case | {"called": _called(case, plain)} for case in view.cases])
+
+
+def _called(case: Record, plain: str) -> str:
+    extra = case["impl"].removeprefix(case["strategy"])
+    if case["checkpoint"] != plain:
+        extra = re.sub(r"-C\w+", f"-{case['checkpoint']}", extra)
+    extra = extra.strip("-").replace("-", ", ").replace("MiB", " MiB")
+    if extra.startswith("auto"):
+        extra = extra.replace("auto", f"auto ({case['bucket_mb'] or 0:.0f} MiB)", 1)
+    return ", ".join(filter(None, [case["strategy"], extra]))
+
+
+STEPS = (
+    one_shape,
+    each_way,
+    by_size,
+    joined,
+    times_by_size,
+    best,
+    beside_fastest,
+    predicted,
+    memory_timeline,
+    overlap,
+    with_held,
+    latency_and_bandwidth,
+    row_labels,
+)

@@ -1,0 +1,353 @@
+"""The steps of layouts: each makes views of a view, or draws tables and plots (`lmsys.reports.layout`)."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+from lmsys.bench.fields import Field
+from lmsys.reports import plots, special, tables, versus
+from lmsys.reports.cells import base_of, bases_of, beside, compared, is_compared
+from lmsys.reports.expressions import value_of
+from lmsys.reports.tables import Items, Table
+from lmsys.reports.views import View
+from lmsys.reports.words import filled, number
+from lmsys.values import choice
+
+Steps = Sequence[Any]
+STEPS: dict[str, Any] = {
+    "checked": View.checked,
+    "cut": View.cut,
+    "endings": tables.endings,
+    "heat_map": plots.heat_map,
+    "labelled": View.labelled,
+    "listing": tables.listing,
+    "means": versus.means,
+    "named": View.named,
+    "only": View.only,
+    "ordered": View.ordered,
+    "quiet": View.quiet,
+    "rivals": versus.rivals,
+    "said_also": View.said_also,
+    "same_bits": versus.same_bits,
+    "silent": View.silent,
+    "styled": View.styled,
+    **{made.__name__: made for made in special.STEPS},
+}
+
+
+def step(function: Any) -> Any:
+    """Declares a step by the name of its function."""
+    STEPS[function.__name__] = function
+    return function
+
+
+def figures(view: View, item: Steps) -> Items:
+    """The tables and plots of an item: a list of steps, or one step alone."""
+    return applied(view, [item] if isinstance(item[0], str) else item)
+
+
+def applied(view: View, steps: Steps) -> list[Any]:
+    """What the steps make of a view, one after another."""
+    found = [view]
+    for name, *args in steps:
+        step = STEPS[choice(name, STEPS, f"a step {name!r} of the layout of {view.benchmark!r}: ")]
+        options = args.pop() if args and isinstance(args[-1], Mapping) else {}
+        made = [step(one, *args, **options) for one in found]
+        found = [one for each in made for one in (each if isinstance(each, list) else [each])]
+    return found
+
+
+# Steps that choose cases
+
+
+@step
+def if_varies(view: View, name: str, varies: bool = True) -> list[View]:
+    """The view, if a field varies in it, or if it does not; else none."""
+    return [view] if view.cases and view.varies(name) == varies else []
+
+
+@step
+def where(view: View, test: str, steps: Steps) -> list[View]:
+    """Takes more steps where a case passes the test."""
+    return applied(view, steps) if view.only(test).cases else [view]
+
+
+@step
+def with_any(view: View, by: str, name: str) -> View:
+    """The cases of those values of `by` of which any case has a value of a field."""
+    kept = {case[by] for case in view.cases if case[name] is not None}
+    return view.only(lambda case: case[by] in kept)
+
+
+@step
+def one_of_each(view: View, names: Sequence[str], most: str = "") -> View:
+    """The first case of each group by these fields, or that with the most of a field."""
+    groups = [own.cases for own in view.groups(*names).values()]
+    return view.of([max(cases, key=lambda case: case[most]) if most else cases[0] for cases in groups])
+
+
+@step
+def picked(view: View, place: int, stem: str, heading: str) -> list[View]:
+    """One of the parts that `View.cut` makes: the first is 0, the last -1."""
+    return view.cut(stem, heading)[place:][:1]
+
+
+@step
+def facets(view: View, names: Sequence[str], others: Sequence[str] = (), stem: bool = True) -> list[View]:
+    """Parts by these fields, and by axes that tell apart what the others do not; `stem`: files say their names."""
+    told = view.telling(view.chosen(names), *others)
+    ends = [f"{name * stem}{{{name}}}" for name in told]
+    return view.cut("-".join(ends), ", ".join(f"{name} {{{name}}}" for name in told), tail=True)
+
+
+@step
+def last_of(view: View, name: str) -> View:
+    """The cases with the last value of a field, in reading order."""
+    last = view.values(name)[-1:]
+    return view.only(lambda case: case[name] in last)
+
+
+# Steps that add cases and fields
+
+
+@step
+def read_as(view: View, name: str, words: Sequence[Sequence[Any]]) -> View:
+    return view.read_as(**{name: dict(map(tuple, words))})
+
+
+@step
+def unstyled(view: View) -> View:
+    return view.but(styles={})
+
+
+@step
+def unfolded(view: View, name: str, declared: Sequence[Mapping[str, Any]]) -> View:
+    """A case for each line of a list that the cases hold, with fields of these lines."""
+    return fields(view.unfolded(name), declared)
+
+
+@step
+def matched(view: View, name: str, axis: str, of: str, same: Sequence[str]) -> View:
+    """Adds the case that has this case's value of the field `of` on an axis, and is alike on the axes `same`."""
+    known = {(case[axis], *(case[each] for each in same)): case for case in view.cases}
+    return view.of([case | {name: known.get((case[of], *(case[each] for each in same)))} for case in view.cases])
+
+
+@step
+def fields(view: View, declared: Sequence[Mapping[str, Any]]) -> View:
+    """Adds fields; a name in braces in a label is what the first case has of it."""
+    for one in declared:
+        first = view.cases[0] if view.cases else {}
+        told = {key: filled(one[key], first) for key in ("label", "about") if key in one}
+        of = partial(value_of, one["of"]) if "of" in one else None
+        view = view.with_fields(Field(**{**one, **told, "of": of}))
+    return view
+
+
+@step
+def computed(view: View, **expressions: str) -> View:
+    """Gives declared fields other values."""
+    return view.with_fields(*(view.fields[name].called(of=partial(value_of, e)) for name, e in expressions.items()))
+
+
+@step
+def defaulted(view: View, name: str, plain: str, order: Sequence[str] = (), quiet: bool = True) -> View:
+    """An axis that older files do not say: its default for these, which comes first in reading order; captions leave it
+    out where it has the default throughout."""
+    view = view.with_fields(Field(name, role="axis", of=lambda case: case.get(name) or plain))
+    first = [value for value in (plain, *order) if value in view.values(name)]
+    view = view.read_as(**{name: {value: value for value in (*first, *view.values(name))}})
+    return view.quiet(name) if quiet and view.values(name) == [plain] else view
+
+
+@step
+def worded(view: View, name: str, by: Sequence[str] = (), of: str = "") -> View:
+    """Words for the values of a field, an expression of the field, in the reading order of the fields `by`."""
+    values = [value for (value,) in view.ordered(*(by or [name])).distinct(name)]
+    words = {value: value_of(of, {name: value}) if of else view.text(name, value) for value in values}
+    return view.read_as(**{name: words})
+
+
+@step
+def traits(view: View, row: str, trait: str) -> View:
+    """Adds a trait of the row that a field names."""
+    table = view.table(row)
+    return view.with_fields(Field(f"{row}_{trait}", role="detail", of=lambda case: table[case[row]].get(trait)))
+
+
+@step
+def over(view: View, base: str = "", axis: str = "impl", otherwise: str = "", **options: Any) -> View:
+    """Adds speedups over a base: that of the name, else the row that the table says; `otherwise` "peer": else somebody
+    else's; "any": else any row, somebody else's first."""
+    return compared(view, base or base_of(view, _others(view, otherwise)), axis, **options)
+
+
+def _others(view: View, otherwise: str) -> list[str]:
+    rows = view.values("impl") if otherwise else []
+    peers = [row for row in rows if view.styles["impl"][row].dashed]
+    return [*peers, *rows] if otherwise == "any" else peers
+
+
+@step
+def beside_baseline(view: View, axis: str, same: Sequence[str], base: str = "") -> View:
+    """Adds, as `beside`, the case of the baseline of a table, or of the `base`, and its name as `base`."""
+    base = base or next((name for name, row in view.table(axis).items() if row.get("baseline")), "")
+    found = beside(view, base, axis, same)
+    return found.of([case | {"base": base} for case in found.cases])
+
+
+@step
+def least(view: View, name: str, of: str, by: str, among: str) -> View:
+    """Adds the least value of a field among the cases that have `among`, by another field."""
+    groups = view.only(lambda case: case[among] and case[of]).groups(by)
+    known = {key: min(case[of] for case in own.cases) for (key,), own in groups.items()}
+    return view.of([case | {name: known.get(case[by])} for case in view.cases])
+
+
+@step
+def greatest(view: View, name: str, of: str) -> View:
+    """Adds the greatest value of a field; 0 where no case has any."""
+    most = max((case[of] or 0 for case in view.cases), default=0)
+    return view.of([case | {name: most} for case in view.cases])
+
+
+@step
+def points(view: View, step: str, value: str, values: str, at: str = "") -> View:
+    """A case for each point of a curve that the cases hold, at the places of another list, else 1, 2, ..."""
+    return view.of(
+        [
+            case | {step: place, value: height}
+            for case in view.cases
+            for place, height in zip((case[at] or ()) if at else count(1), case[values] or (), strict=False)
+        ]
+    )
+
+
+@step
+def pairs(view: View, name: str, other: str, how: str) -> View:
+    """A case for each other row that a mapping of the cases names, and one for the row itself."""
+    return view.of(
+        [
+            case | {other: row, how: word}
+            for case in view.cases
+            if case.get(name)
+            for row, word in {case["impl"]: "itself", **case[name]}.items()
+        ]
+    )
+
+
+@step
+def melted(view: View, what: str, value: str, **names: str) -> View:
+    """A case for each of several fields, with its word and its value."""
+    return view.of([case | {what: word, value: case[name]} for case in view.cases for name, word in names.items()])
+
+
+@step
+def repeated(view: View, **facts: Any) -> View:
+    """The cases twice: first with these facts in place of their own."""
+    return view.of([*(case | facts for case in view.cases), *view.cases])
+
+
+@step
+def products(view: View, names: Sequence[Sequence[str]]) -> View:
+    """Captions say which products of two fields are constant while the first of the two varies."""
+    held = []
+    for one, other in names:
+        known = {case[one] * case[other] for case in view.cases if type(case[one]) is type(case[other]) is int}
+        held += [f"{one}·{other} = {known.pop():,}"] if view.varies(one) and len(known) == 1 else []
+    return view.but(also=", ".join(held))
+
+
+@step
+def peak(view: View, dtype: str) -> View:
+    """Adds the best matmul of these runs in the dtype that a field names, TFLOP/s, and words for it."""
+    rate = view.machine.ceiling(view.cases, view.cases[0][dtype])
+    facts = {"peak": rate and rate / 1e12, "peak_text": rate and f"matmul {number(rate / 1e12)} TFLOP/s"}
+    return view.of([case | facts for case in view.cases])
+
+
+# Steps that make tables and plots
+
+
+@step
+def pivot(view: View, metrics: Sequence[str], *args: Any, **options: Any) -> Items:
+    return [tables.pivot(view, metric, *args, **options) for metric in view.chosen(metrics)]
+
+
+@step
+def bars(view: View, metrics: Sequence[str], *args: Any, **options: Any) -> Items:
+    return [plots.bars(view, metric, *args, **options) for metric in view.chosen(metrics)]
+
+
+@step
+def lines(
+    view: View, metrics: Sequence[str], *args: Any, ceilings: Mapping[str, Any] | None = None, **options: Any
+) -> Items:
+    """`ceilings`: by metric the words and the height of a line, or the fields that say them."""
+    first = view.cases[0] if view.cases else {}
+    found: Items = []
+    for metric in view.chosen(metrics):
+        words, height = (ceilings or {}).get(metric, (None, None))
+        ceiling = first.get(words, words), first.get(height, height)
+        found.append(plots.lines(view, metric, *args, **options | {"ceiling": ceiling if ceiling[1] else None}))
+    return found
+
+
+@step
+def number_lines(view: View, metrics: Sequence[str]) -> Items:
+    """Each metric against the axis that has most numbers, a plot for each setting of the others."""
+    axes = view.chosen(["@?", "-impl"])
+    numbers = [name for name in axes if all(type(value) in (int, float) for value in view.values(name))]
+    if not numbers:
+        return []
+    axis = max(numbers, key=lambda name: len(view.values(name)))
+    parts = facets(view, ["@?", "-impl", f"-{axis}"], [axis, "impl"], stem=False)
+    return [plots.lines(part, metric, axis) for metric in view.chosen(metrics) for part in parts]
+
+
+@step
+def over_bases(
+    view: View, keys: Steps, title: str, same: Steps = (), otherwise: str = "", shares: bool = False
+) -> Table | None:
+    """All metrics, with the speed over each base; with `shares` also the peak of memory beside that of the base."""
+    first, *others = view.metrics()
+    speeds, peaks = list[str](), list[str]()
+    for base in bases_of(view, _others(view, otherwise)):
+        view = compared(view, base, name=f"speedup_over_{base}", same=same)
+        share = {"name": f"peak_of_{base}", "label": f"peak, share of {view.text('impl', base)}", "shown": "%"}
+        view = fields(view, [share | {"of": 'peak_bytes / beside["peak_bytes"]'}])
+        speeds.append(f"speedup_over_{base}")
+        peaks += [f"peak_of_{base}"] * shares
+    return tables.listing(view, keys, [first, *speeds, *others, *peaks], "", title)
+
+
+@step
+def parts_summary(view: View, parts: Steps, word: str, title: str) -> Table | None:
+    """Geometric means of the speedups of each part that some steps make, by row."""
+    compared_parts = [part for steps in parts for part in applied(view, steps) if is_compared(part)]
+    bases = list(dict.fromkeys(part.text("impl", part.base) for part in compared_parts))
+    cases = []
+    for part in compared_parts:
+        head = part.title if len(bases) == 1 else f"{part.title}, over {part.text('impl', part.base)}"
+        cases += [case | {"part": head} for case in part.cases]
+    title = title.replace("{bases}", " or ".join(bases))
+    return versus.means(view.of(cases), "impl", "part", word, title)
+
+
+@step
+def either(view: View, *items: Steps) -> Items:
+    """The first of these that draws anything."""
+    return next((found for item in items if any(found := figures(view, item))), [])
+
+
+@step
+def each(view: View, *items: Steps) -> Items:
+    """What all of these draw."""
+    return [one for item in items for one in figures(view, item)]
+
+
+@step
+def if_drawn(view: View, first: Steps, then: Steps) -> Items:
+    """What the second draws, where the first draws anything."""
+    return figures(view, then) if any(figures(view, first)) else []
