@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from lmsys import config, values
 from lmsys.bench.fields import Axis, Parse, one_of, positive, yes_no
@@ -230,7 +229,7 @@ NAMED = (
 )
 
 
-def named(*options: str, **defaults: Any) -> tuple[Axis, ...]:
+def named(*options: str, **defaults: object) -> tuple[Axis, ...]:
     """The axes of these options, with defaults by the axis's name where a benchmark has its own."""
     found = {axis.option: axis for axis in NAMED}
     return tuple(replace(found[one], default=defaults.get(found[one].name, found[one].default)) for one in options)

@@ -3,7 +3,6 @@
 What is profiled is not what is timed: a profiler slows the host.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,8 +109,15 @@ def anatomy_of(case: AnatomyTest, setup: bench_model.Setup) -> Record:
             with part(name):
                 phase()
 
-    found = times_of(call, case.device, case.traces / f"{case.id}.json" if case.traces else None)
-    found |= memory_of(case, rig, phases)
+    profile = profile_call(call, case.device, trace=case.traces / f"{case.id}.json" if case.traces else None)
+    found = memory_of(case, rig, phases) | {
+        "profiled_s": profile.profiled_s,
+        "kernel_s": profile.kernel_s,
+        "num_launches": sum(kernel.count for kernel in profile.kernels),
+        **{f"{kind}_share": profile.shares[kind] for kind in KINDS},
+        "kernels": [asdict(one) | {"name": shortened(one.name)} for one in profile.kernels[:NUM_KERNELS]],
+        "parts": [asdict(one) for one in profile.parts],
+    }
     rig.base.zero_grad(set_to_none=True)
     found["allocations"] = [asdict(one) for one in largest_allocations(call, case.device, top=NUM_ALLOCATIONS)]
     if case.traces and case.device == "cuda":
@@ -129,19 +135,6 @@ def phases_of(case: AnatomyTest, rig: Rig) -> Phases:
         "forward": lambda: losses.append(rig.scaler.scale(rig.forward(case))),
         "backward": lambda: losses.pop().backward(),
         "optimizer": lambda: rig.update(case),
-    }
-
-
-def times_of(call: Callable[[], Any], device: str, trace: Path | None) -> Record:
-    profile = profile_call(call, device, trace=trace)
-    kernels = [asdict(one) | {"name": shortened(one.name)} for one in profile.kernels[:NUM_KERNELS]]
-    return {
-        "profiled_s": profile.profiled_s,
-        "kernel_s": profile.kernel_s,
-        "num_launches": sum(kernel.count for kernel in profile.kernels),
-        **{f"{kind}_share": profile.shares[kind] for kind in KINDS},
-        "kernels": kernels,
-        "parts": [asdict(one) for one in profile.parts],
     }
 
 
@@ -181,7 +174,7 @@ def thinned(points: Sequence[tuple[float, int]], keep: int) -> list[tuple[float,
     """At most `keep` (two or more) of the points (time_s, bytes): of each stretch the least and the most bytes."""
     if len(points) <= keep:
         return list(points)
-    stretch, kept = math.ceil(len(points) / (keep // 2)), []
+    stretch, kept = -(-len(points) // (keep // 2)), []
     for start in range(0, len(points), stretch):
         by_bytes = sorted(points[start : start + stretch], key=lambda point: point[1])
         kept += sorted({by_bytes[0], by_bytes[-1]})

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import axes, models
-from benchmarks.attention import patterns
-from benchmarks.attention.check import Gate, check_float32, check_small
+from benchmarks.attention import check, patterns
 from benchmarks.attention.layout import ATTENTION as LAYOUT
-from benchmarks.attention.spots import NUM_KEPT, Spots, repeat
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
 from lmsys.attention.contract import DTYPES, adapt, options_of, told, why_not_told
 from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, bench, fields
@@ -110,7 +108,7 @@ class Setup:
     pattern: Pattern
     inputs: Inputs
     draws: AttentionDraws
-    spots: Spots
+    spots: check.Spots
 
 
 class Attention(Benchmark):
@@ -164,8 +162,11 @@ class Attention(Benchmark):
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[AttentionTest]:
-        asked = grid.product("dtype", "causal", "direction", *patterns.OPTIONS, "deterministic")
-        for shape, what, entry in product(shapes(grid), asked, rows_of(grid)):
+        for shape, what, entry in product(
+            shapes(grid),
+            grid.product("dtype", "causal", "direction", *patterns.OPTIONS, "deterministic"),
+            rows_of(grid),
+        ):
             case = AttentionTest(grid.name, entry, settings.device, *shape, *what)
             yield replace(case, offset=max(0, case.keys - case.queries)) if case.offset == axes.END else case
 
@@ -184,7 +185,7 @@ class Attention(Benchmark):
         inputs = make_inputs(case, settings.seed)
         pattern = cases[0].pattern
         draws = AttentionDraws(inputs.tensors, settings.seed, pattern.causal)
-        return Setup(case, pattern, inputs, draws, Spots(case, draws, inputs, pattern))
+        return Setup(case, pattern, inputs, draws, check.Spots(case, draws, inputs, pattern))
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         candidate.call = adapt(candidate.entry.load())
@@ -198,15 +199,15 @@ class Attention(Benchmark):
         if setup.inputs.seed == seed:  # as they were drawn
             setup.inputs.redraw_(seed + 1)
             if setup.case.dtype != "float32":
-                check_float32(candidates, replace(setup.case, dtype="float32"), setup.pattern, seed + 1)
+                check.check_float32(candidates, replace(setup.case, dtype="float32"), setup.pattern, seed + 1)
                 compare.release_memory()
         elif setup.draws.extreme is not None:  # one oracle judges all of the inputs
             setup.inputs.redraw_(seed + 2)
-        in_own_dtype = Gate(setup.inputs, setup.case, setup.pattern)
+        in_own_dtype = check.Gate(setup.inputs, setup.case, setup.pattern)
         for candidate in candidates:
             if candidate.outcome == "ok" and (failure := in_own_dtype.check(candidate)):
                 candidate.failed(*failure)
-        check_small([one for one in candidates if runner.settings.checks_files or ".py:" not in one.entry.target])
+        check.check_small([one for one in candidates if runner.settings.checks_files or ".py:" not in one.entry.target])
 
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)
@@ -218,8 +219,12 @@ class Attention(Benchmark):
         asked = {name: record[name] for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")}
         case = AttentionCase(**asked, dtype=record["dtype"], causal=record["causal"], grad=False, device="cpu")
         options = {name: record[name] for name in patterns.OPTIONS if record.get(name)}
-        pattern = patterns.make(case.batch, case.queries, case.keys, "cpu", causal=case.causal, **options)
-        yield from repeat(case, record["proof"], call, pattern)
+        yield from check.repeat(
+            case,
+            record["proof"],
+            call,
+            patterns.make(case.batch, case.queries, case.keys, "cpu", causal=case.causal, **options),
+        )
 
     def step(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Step:
         """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""
@@ -241,7 +246,7 @@ class Attention(Benchmark):
         }[case.direction]
         keep = partial(setup.spots.keep, case.direction != "fwd")
         redraw, redraw_late = (partial(setup.draws.fill, names=names) for names in (("q", "k", "v"), ("do",)))
-        return Step(**parts, redraw=redraw, redraw_late=redraw_late, keep=keep, num_kept=NUM_KEPT)
+        return Step(**parts, redraw=redraw, redraw_late=redraw_late, keep=keep, num_kept=check.NUM_KEPT)
 
     def outputs(self, candidate: Candidate, setup: Setup, element: int | None = None) -> Mapping[str, Tensor]:
         inputs, pattern = setup.inputs, setup.pattern
@@ -251,8 +256,10 @@ class Attention(Benchmark):
 
     def batch_of(self, candidate: Candidate) -> int:
         """1 for rows that would compile for another batch, or cannot run one of 1."""
-        alone = replace(candidate.case.asked, batch=1)
-        is_asked = not candidate.entry.trait("compiles") and candidate.entry.why_not(alone) is None
+        is_asked = (
+            not candidate.entry.trait("compiles")
+            and candidate.entry.why_not(replace(candidate.case.asked, batch=1)) is None
+        )
         return candidate.case.batch if is_asked else 1
 
     def least_work(self, case: AttentionTest) -> tuple[float, str, float]:
@@ -273,8 +280,7 @@ class Attention(Benchmark):
         if case.direction != "fwd":
             backward = self.step(replace(case, direction="bwd"), candidate, setup)
             found["saved_bytes"] = compare.attempt(lambda: memory.saved_bytes(backward.prepare))[0]
-        sizes = case.queries, case.keys, case.device
-        return found | patterns.made_before_calls(candidate.entry, setup.pattern, *sizes)
+        return found | patterns.made_before_calls(candidate.entry, setup.pattern, case.queries, case.keys, case.device)
 
     def tokens(self, case: AttentionTest) -> int:
         """Queries."""
@@ -291,8 +297,10 @@ class Attention(Benchmark):
         if case.pairs is not None:
             found["visible_share"] = case.pairs / (case.queries * case.keys)
         if time_s := record.get("time_s"):
-            share = moved / time_s / machine["ceilings"]["copy_bytes_per_s"]
-            found |= {"bytes_per_s": moved / time_s, "copy_ceiling_fraction": share}
+            found |= {
+                "bytes_per_s": moved / time_s,
+                "copy_ceiling_fraction": moved / time_s / machine["ceilings"]["copy_bytes_per_s"],
+            }
             found |= models.matmul_rates(flops, time_s, case.dtype, machine)
         return found
 

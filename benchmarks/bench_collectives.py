@@ -284,8 +284,9 @@ class Collectives(ranks.OnRanks):
         """Two ranks or more, for each backend of the grid, else for each that this machine has."""
         for backend in grid["backend"] or (("nccl", "gloo") if settings.device == "cuda" else ("gloo",)):
             on, sizes = "cuda" if backend == "nccl" else "cpu", ranks.world_sizes(grid, backend)
-            rows = OPERATIONS.select(grid["operation"])
-            for size, operation, megabytes in product([one for one in sizes if one > 1], rows, grid["megabytes"]):
+            for size, operation, megabytes in product(
+                [one for one in sizes if one > 1], OPERATIONS.select(grid["operation"]), grid["megabytes"]
+            ):
                 yield CollectiveCase(grid.name, operation, on, megabytes, size, backend)
 
     def contends(self, case: CollectiveCase) -> bool:

@@ -1,7 +1,6 @@
 """Data parallel training of the language model: a step, by strategy, size, batch, number of ranks and bucket size."""
 
 import math
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -9,14 +8,23 @@ from itertools import product
 from typing import Any
 
 from benchmarks import axes, models
-from benchmarks.data_parallel.cases import WRONG, ParallelCase, Steps, pairs, variants
-from benchmarks.data_parallel.check import gate, judge_by_trials
+from benchmarks.data_parallel import check
+from benchmarks.data_parallel.cases import (
+    WRONG,
+    ParallelCase,
+    Row,
+    Steps,
+    communication,
+    memory,
+    pairs,
+    step_rates,
+    variants,
+    why_not,
+)
 from benchmarks.data_parallel.layout import DATA_PARALLEL as LAYOUT
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
-from benchmarks.data_parallel.rows import Row, communication, memory, step_rates, why_not
-from lmsys.bench import Axis, Candidate, Field, Grid, Record, Settings, bench, fields
-from lmsys.bench.ranks import OnRanks, backend_of, num_nodes, world_sizes
+from lmsys.bench import Axis, Candidate, Field, Grid, Record, Settings, bench, fields, ranks
 from lmsys.cost.operations import model_parameters
 from lmsys.parallel import STRATEGIES
 
@@ -31,7 +39,7 @@ def held(name: str, label: str, about: str, role: str = "metric") -> Field:
     return Field(name, "B", label, role, f"{about}, on the rank with most", "GiB")
 
 
-class ParallelBenchmark(OnRanks):
+class ParallelBenchmark(ranks.OnRanks):
     """Steps of models that strategies train on ranks."""
 
     def why_not(self, case: ParallelCase) -> str | None:
@@ -39,7 +47,7 @@ class ParallelBenchmark(OnRanks):
 
     def metrics(self, case: ParallelCase, record: Record, machine: Record) -> Record:
         """Work of all ranks, and with a time the rates, and a rank's share of what its device reaches."""
-        found: Record = {"num_parameters": model_parameters(case.config), "num_nodes": num_nodes()}
+        found: Record = {"num_parameters": model_parameters(case.config), "num_nodes": ranks.num_nodes()}
         if time_s := record.get("time_s"):
             found |= step_rates(case, time_s, machine)
         return found
@@ -167,13 +175,13 @@ class DataParallel(ParallelBenchmark):
         """On one rank there is only the row that does not synchronize, which the others are compared with."""
         works = product(
             grid.product("size", "context", "batch", "precision", "compile"),
-            world_sizes(grid, backend_of(settings.device)),
+            ranks.world_sizes(grid, ranks.backend_of(settings.device)),
             STRATEGIES.select(grid["strategy"] or STRATEGIES),
         )
         for model, world_size, entry in works:
             ways = product(variants(grid, entry), grid.product("checkpoint", "residual"))
             for variant, (kept, stream) in ways if world_size > 1 or not entry.trait("synchronizes", True) else ():
-                asked = (*model, world_size, *variant)
+                asked = *model, world_size, *variant
                 yield ParallelCase(grid.name, entry, settings.device, *asked, checkpoint=kept, residual=stream)
 
     def contends(self, case: ParallelCase) -> bool:
@@ -192,15 +200,15 @@ class DataParallel(ParallelBenchmark):
         case, settings, run = candidate.case, runner.settings, runner.ranks.run
         start = case.world_size, case.backend
         if case.world_size > 1 and case.synchronizes:
-            candidate.judge(run(*start, gate, case, settings.seed)[0], "float32")
-            judge_by_trials(candidate, run, settings.seed)
+            candidate.judge(run(*start, check.gate, case, settings.seed)[0], "float32")
+            check.judge_by_trials(candidate, run, settings.seed)
         if candidate.outcome != "ok" or not settings.timed:
             return
         if case.entry.trait("tuned_bucket_mb", False):
             sized = [replace(case, asked_bucket_mb=mb) for mb in TUNED_MB[case.backend]]
             tried = Pass(settings.seed, settings.seed, 0, TUNING_STEPS)
             passes = {one: run(*start, take_pass, one, tried) for one in sized}
-            case = min(sized, key=lambda one: max(statistics.fmean(taken.samples) for taken in passes[one]))
+            case = min(sized, key=lambda one: max(sum(taken.samples) for taken in passes[one]))
         candidate.state = Row(case, run(*start, inspect, case, settings.seed))
         if not all(seen.finite for seen in candidate.state.seen):
             candidate.failed("wrong", "the loss holds NaN or inf after a few steps")
@@ -211,7 +219,9 @@ class DataParallel(ParallelBenchmark):
         number_of_passes = PASSES[turn[0].backend]
         steps = min(trial.candidate(case).state.steps(trial.settings, number_of_passes) for case in turn)  # are paired
         try:
-            passes = _passes(turn, steps, number_of_passes, trial)
+            # All rows begin alike: with weights by the seed, and batches and rows to look at that nobody can foresee.
+            draw, key = _entropy(turn, trial), _entropy(turn, trial)
+            passes = [Pass(trial.settings.seed + number, draw, key, steps) for number in range(number_of_passes)]
             for (number, one), case in product(enumerate(passes), turn):
                 candidate = trial.candidate(case)
                 if candidate.outcome == "ok":
@@ -281,8 +291,9 @@ class DataParallel(ParallelBenchmark):
             return None
         named = [pair for ratios in ranks for pair in ratios.items()]
         worst = dict([max(named, key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1])])
-        call = {"call": one.steps * len(row.passes) - len(row.passes) + number, "error_ratios": worst}
-        trial.measurements[case.id].proof.append(call | asdict(one))
+        trial.measurements[case.id].proof.append(
+            {"call": one.steps * len(row.passes) - len(row.passes) + number, "error_ratios": worst} | asdict(one)
+        )
         before = candidate.error_ratio or 0.0
         candidate.judge(worst)
         candidate.error_ratio = max(before, candidate.error_ratio or 0.0)
@@ -295,12 +306,6 @@ class DataParallel(ParallelBenchmark):
 
 def _entropy(turn: Sequence[ParallelCase], trial: Any) -> int:
     return int(trial.runner.ranks.entropy(max(case.world_size for case in turn), turn[0].backend))
-
-
-def _passes(turn: Sequence[ParallelCase], steps: int, count: int, trial: Any) -> list[Pass]:
-    """The beginning of all rows: weights by the seed; batches and rows to look at that nobody can foresee."""
-    draw, key = _entropy(turn, trial), _entropy(turn, trial)
-    return [Pass(trial.settings.seed + number, draw, key, steps) for number in range(count)]
 
 
 test_data_parallel = bench(DataParallel)

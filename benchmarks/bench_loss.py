@@ -114,13 +114,15 @@ class Loss(Benchmark):
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[LossTest]:
-        shapes = grid.product("tokens", "d_model", "vocab_size", "precision")
-        for shape, entry in product(shapes, LOSSES.select(grid["row"])):
+        for shape, entry in product(
+            grid.product("tokens", "d_model", "vocab_size", "precision"), LOSSES.select(grid["row"])
+        ):
             yield LossTest(grid.name, entry, settings.device, *shape)
 
     def why_not(self, case: LossTest) -> str | None:
-        arithmetic = case.precision, case.device, case.entry.trait("compiles", False)
-        return models.why_no_arithmetic(*arithmetic) or case.entry.why_not(case)
+        return models.why_no_arithmetic(
+            case.precision, case.device, case.entry.trait("compiles", False)
+        ) or case.entry.why_not(case)
 
     def context(self, cases: Sequence[LossTest]) -> AbstractContextManager[None]:
         return models.arithmetic(cases[0].precision)
@@ -134,8 +136,9 @@ class Loss(Benchmark):
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         call = candidate.entry.load()
-        compiles = candidate.entry.trait("compiles", False)
-        candidate.call = torch.compile(call, dynamic=False, fullgraph=True) if compiles else call
+        candidate.call = (
+            torch.compile(call, dynamic=False, fullgraph=True) if candidate.entry.trait("compiles", False) else call
+        )
         setup.inputs.run(candidate.call)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
@@ -172,8 +175,11 @@ class Loss(Benchmark):
 
     def least_work(self, case: LossTest) -> tuple[float, str, float]:
         """Three matmuls; hidden states and weight are read once."""
-        elements = (case.tokens + case.vocab_size) * case.d_model
-        return 6 * case.tokens * case.d_model * case.vocab_size, models.DTYPES[case.precision], 4 * elements
+        return (
+            6 * case.tokens * case.d_model * case.vocab_size,
+            models.DTYPES[case.precision],
+            4 * (case.tokens + case.vocab_size) * case.d_model,
+        )
 
     def inspect(self, case: LossTest, candidate: Candidate, setup: Setup) -> Record:
         x = setup.inputs
@@ -187,8 +193,9 @@ class Loss(Benchmark):
         """The operations of three matmuls, and with a time the rates and their share of what this machine reaches."""
         found: Record = {"flops": 6 * case.tokens * case.d_model * case.vocab_size}
         if time_s := record.get("time_s"):
-            rates = models.matmul_rates(found["flops"], time_s, case.precision, machine)
-            found |= {"tokens_per_s": case.tokens / time_s} | rates
+            found |= {"tokens_per_s": case.tokens / time_s} | models.matmul_rates(
+                found["flops"], time_s, case.precision, machine
+            )
         return found
 
 

@@ -9,11 +9,9 @@ from itertools import product
 from typing import Any
 
 from benchmarks import models
-from benchmarks.model.cases import AXES, FIELDS, ModelTest, Row, model_of
-from benchmarks.model.check import Gate
+from benchmarks.model.cases import AXES, FIELDS, Gate, ModelTest, Row, model_of
 from benchmarks.model.layout import MODEL as LAYOUT
 from benchmarks.model.rig import Rig, cold_samples
-from benchmarks.models import matmul_rates
 from lmsys import checkpointing, processes
 from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, Step, bench, fields
 from lmsys.cost import memory, operations
@@ -50,8 +48,7 @@ class ModelBenchmark(Benchmark):
         rows = models.MODEL_ROWS.select(grid["attention"])
         against = not grid["against"] or grid["against"] in (entry.name for entry in rows)
         setups = grid.product("size", "context", "batch", "precision", "warmup", "mode", "compile")
-        ways = list(grid.product("checkpoint", "residual"))
-        works = product(setups, rows if against else (), ways)
+        works = product(setups, rows if against else (), list(grid.product("checkpoint", "residual")))
         for (*shape, warmup, mode, compile), entry, (checkpoint, residual) in works:
             if checkpoint == "none" or mode in RECOMPUTING:
                 asked = *shape, compile, mode, warmup
@@ -183,17 +180,16 @@ class Model(ModelBenchmark):
     def metrics(self, case: ModelTest, record: Record, machine: Record) -> Record:
         """Work, and with a time the rates and their share of what this machine reaches and what its maker states."""
         tokens, time_s = case.batch * case.context, record.get("time_s")
-        counted = case.mode in operations.FLOPS_OF_STEP
         flops = (
             operations.model_flops(case.config, tokens=tokens, context=case.context, mode=case.mode)
-            if counted
+            if case.mode in operations.FLOPS_OF_STEP
             else None
         )
         found: Record = {"predicted_bytes": predicted_bytes(case, record), "flops": flops}
         if time_s:
             found["tokens_per_s"] = tokens / time_s
         if time_s and flops:
-            found |= matmul_rates(flops, time_s, case.precision, machine)
+            found |= models.matmul_rates(flops, time_s, case.precision, machine)
             stated = peak_flops_per_s(machine["gpu"], case.precision)
             found["mfu"] = found["flops_per_s"] / stated if stated else None
         return found

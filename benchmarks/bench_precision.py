@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from benchmarks.layouts import PRECISION as LAYOUT
 from benchmarks.models import build
@@ -53,7 +51,7 @@ def sums(low: torch.dtype, settings: Settings) -> Record:
     }
 
 
-def _total(accumulator: torch.dtype, addend: Tensor) -> float:
+def _total(accumulator: torch.dtype, addend: torch.Tensor) -> float:
     running = torch.zeros((), dtype=accumulator)
     for _ in range(TIMES):
         running += addend
@@ -67,11 +65,11 @@ def tensors(dtype: torch.dtype, settings: Settings) -> Record:
     names = {model.get_submodule(name): name for name in WATCHED}
     outputs: dict[str, torch.dtype] = {}
 
-    def note(module: nn.Module, _: Any, output: Any) -> None:
+    def note(module: torch.nn.Module, _: Any, output: Any) -> None:
         if module in names:
             outputs[names[module]] = output.dtype
 
-    with register_module_forward_hook(note):
+    with torch.nn.modules.module.register_module_forward_hook(note):
         with torch.autocast(settings.device, dtype):
             model(tokens)
             loss = model.loss(tokens, tokens)

@@ -2,27 +2,39 @@
 
 Two rows of a model of 8 billion parameters do not fit beside each other, so each is measured alone, in its turn. It is
 first held to one process, as in `benchmarks/bench_data_parallel.py`. Then it trains on one batch, step after step, and
-must bring the loss down.
+must bring the loss down: what is timed trains. It clips, and its learning rate goes by width. Time, memory and kernels
+are those of the same model, one run after another.
 """
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from benchmarks import axes, bench_data_parallel, models
-from benchmarks.data_parallel import alone, check
-from benchmarks.data_parallel.cases import MODELS, StepsCase
+from benchmarks.data_parallel import check, passes, rank
+from benchmarks.data_parallel.cases import MODELS, ParallelCase, StepsCase
 from benchmarks.data_parallel.steps_layout import STEPS as LAYOUT
-from lmsys.bench import Axis, Candidate, Field, Grid, Record, Settings, bench, fields, one_of, positive
-from lmsys.bench.ranks import backend_of, world_sizes
+from lmsys.attention import ATTENTION
+from lmsys.bench import Axis, Candidate, Field, Grid, Record, Settings, Step, bench, fields, one_of, positive, ranks
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.checkpointing import FIT
-from lmsys.measure.sensors import state_of
+from lmsys.measure import memory
+from lmsys.measure.profile import KINDS, Profile, communication_of, part, profile_call, register_kernels
+from lmsys.measure.sensors import Reading, sensors_of, state_of
 from lmsys.parallel import STRATEGIES
+from lmsys.parallel.group import device
+from lmsys.training.optimizer import clip_factor, scale_gradients, whole_norm
 
 STEPS = 20
-KINDS = {  # of a step's time, beside the optimizer's
+KERNELS = {  # of a step's time, beside the optimizer's
     "matmul": "matmuls",
     "attention": "attention",
     "elementwise": "elementwise",
@@ -30,6 +42,136 @@ KINDS = {  # of a step's time, beside the optimizer's
     "copy": "copies",
     "other": "other kernels",
 }
+MAX_NORM = 1.0
+LR_SHARE = 0.25  # of the rate by width: there is no warm-up
+UPDATE = "optimizer"  # a part of the step: clipping too
+STAGES = 4  # of the losses' fall
+
+
+class TrainingRig(rank.Rig):
+    """A rig that clips, and trains on its first batch."""
+
+    def __init__(self, case: ParallelCase, seed: int):
+        super().__init__(
+            case,
+            passes.Pass(seed, seed, 0, 0),
+            {"lr": LR_SHARE * models.LR_BY_WIDTH / case.config.d_model, "betas": (0.9, 0.95)},
+        )
+        self.divided = case.entry.trait("shards_gradients", False) and case.world_size > 1
+        self.group = ranks.subgroup(case.world_size)
+
+    def update(self) -> None:
+        with part(UPDATE):
+            if self.case.entry.trait("fused_adamw", False):  # DTensors, whose norm torch knows
+                torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
+            else:
+                scale_gradients(
+                    self.optimizer, clip_factor(whole_norm(self.parameters, self.group, self.divided), MAX_NORM)
+                )
+            super().update()
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def finite(self) -> bool:
+        """True where no weight of this rank's is NaN or inf."""
+        own = (p.to_local() if hasattr(p, "to_local") else p for p in map(Tensor.detach, self.parameters))
+        return all(math.isfinite(torch.linalg.vector_norm(p, math.inf).item()) for p in own if p.numel())
+
+
+@dataclass
+class Alone:
+    """Findings on this rank.
+
+    levels          of checkpointing, as the model has them
+    most            first_step_s, with compiling and tuning; held_bytes, weights and optimizer state before a step;
+                    total_bytes, the most that is live in one: a record has the largest of any rank
+    samples, losses of each step: seconds, and the loss of all ranks
+    times           fields of a record: seconds of a step's kernels by kind, without those of the optimizer, and others
+    readings        of the device's sensors, of a GPU while it is at work on the timed steps
+    """
+
+    levels: str
+    most: dict[str, float]
+    samples: list[float]
+    losses: list[float]
+    finite: bool
+    times: dict[str, float]
+    readings: list[Reading]
+
+
+@ranks.on_part
+def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
+    """Builds the row, takes its steps, and looks into some more."""
+    for row in ATTENTION.values():
+        register_kernels(row.trait("kernels", ""), "attention")
+    register_kernels(case.entry.trait("kernels", ""), "communication")
+    kind, group = device().type, ranks.subgroup(case.world_size)
+    with rank.prepared(case):
+        rigs: list[TrainingRig] = []
+
+        def step() -> None:
+            rigs[0].step()
+            rigs[0].finish()
+
+        first_step_s, phases = memory.first_steps(lambda: rigs.append(TrainingRig(case, seed)), step, kind)
+        (rig,) = rigs
+        inner = getattr(rig.optimizer, "optim", rig.optimizer)  # where ZeroRedundancyOptimizer keeps its share
+        held = sum(memory.breakdown(rig.strategy.wrapper, inner).values())
+        ranks.release()
+        losses, readings, sensors = list[Tensor](), list[Reading](), sensors_of(kind)
+
+        def timed(_: object) -> None:
+            losses.append(rig.step())
+            if kind == "cuda":  # the host is ahead of it; on a CPU reading would count as a part of the step
+                readings.append(sensors.read())
+
+        samples, _ = ranks.times(Step(timed), range(steps), group, finish=rig.finish)
+        if kind == "cpu":
+            readings.append(sensors.read())
+        told = torch.stack(losses).double()
+        dist.all_reduce(told, group=group)
+        finite = rig.finite()
+        sent = communication_of(rig.step, rig.finish, partial(dist.barrier, group), kind)
+        dist.barrier(group)
+        profile = profile_call(step, kind, steps=1)
+    kinds, optimizer_s = by_kind(profile)
+    most = {
+        "first_step_s": first_step_s,
+        "held_bytes": held + rig.outside_bytes,
+        "total_bytes": phases["step"]["peak_bytes"] + rig.outside_bytes,
+    }
+    times_s = {f"{name}_s": seconds for name, seconds in kinds.items()} | {
+        "optimizer_s": optimizer_s,
+        "profiled_s": profile.profiled_s,
+        "communication_s": sent.time_s,
+        "exposed_s": sent.time_s * (1 - (sent.overlap_fraction or 0.0)),
+    }
+    levels = str(rank.config_of(case).checkpoint_blocks)
+    return Alone(levels, most, samples, (told / case.world_size).tolist(), finite, times_s, readings)
+
+
+def by_kind(profile: Profile) -> tuple[dict[str, float], float]:
+    """(seconds by kind without the optimizer's, the optimizer's), of one step."""
+    total = {kind: profile.shares[kind] * profile.kernel_s for kind in KINDS}
+    own: dict[str, float] = next((one.kinds for one in profile.parts if one.name == UPDATE), {})
+    return {kind: max(0.0, total[kind] - own.get(kind, 0.0)) for kind in KINDS}, sum(own.values())
+
+
+def why_wrong(ranks: list[Alone]) -> str | None:
+    """None, or why these steps do not train: a weight or loss that is no number, or losses that do not fall."""
+    if not all(one.finite for one in ranks):
+        return "after the timed steps a weight is NaN or inf"
+    losses = ranks[0].losses
+    if bad := [number for number, loss in enumerate(losses, start=1) if not math.isfinite(loss)]:
+        return f"the loss of timed step {bad[0]} is NaN or inf"
+    size = -(-len(losses) // STAGES)
+    means = [math.fsum(part) / len(part) for part in (losses[at : at + size] for at in range(0, len(losses), size))]
+    if not all(later < earlier for earlier, later in zip(means, means[1:], strict=False)):
+        told = ", ".join(f"{mean:.4f}" for mean in means)
+        return f"on one batch the loss must fall, and its means over {size} steps each are {told}"
+    return None
 
 
 class TrainingSteps(bench_data_parallel.ParallelBenchmark):
@@ -86,7 +228,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         Field("last_loss", "nats", "Last loss", about="Loss of the last timed step"),
         *(
             Field(f"{kind}_s", "s", label, about=f"Time of {label} in a step, without the optimizer's", shown="ms")
-            for kind, label in KINDS.items()
+            for kind, label in KERNELS.items()
         ),
         Field("optimizer_s", "s", "optimizer", about="Time of clipping and the optimizer's kernels", shown="ms"),
         Field(
@@ -106,14 +248,18 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[StepsCase]:
         """Rows that synchronize, on two ranks or more."""
-        sizes = [size for size in world_sizes(grid, backend_of(settings.device)) if size > 1]
+        sizes = [size for size in ranks.world_sizes(grid, ranks.backend_of(settings.device)) if size > 1]
         rows = [row for row in STRATEGIES.select(grid["strategy"]) if row.trait("synchronizes", True)]
-        works = grid.product("size", "context", "batch", "precision", "compile")
         for work, world_size, row, model, kept, residual in product(
-            works, sizes, rows, grid["model"], grid["checkpoint"], grid["residual"]
+            grid.product("size", "context", "batch", "precision", "compile"),
+            sizes,
+            rows,
+            grid["model"],
+            grid["checkpoint"],
+            grid["residual"],
         ):
             if row.peer or model == "ours":  # somebody else's model is there as its users train it
-                asked = (grid.name, row, settings.device, *work, world_size)
+                asked = grid.name, row, settings.device, *work, world_size
                 yield StepsCase(*asked, checkpoint=kept, residual=residual, steps=grid["steps"], model=model)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
@@ -134,11 +280,10 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         trial.runner.say(f"  {place} {case.impl}: {self._told(case, candidate, trial)}")
 
     def _train(self, case: StepsCase, candidate: Candidate, trial: Any) -> None:
-        start = case.world_size, case.backend
-        ranks: list[alone.Alone] = trial.runner.ranks.run(
-            *start, alone.train_alone, case, trial.settings.seed, case.steps
+        ranks: list[Alone] = trial.runner.ranks.run(
+            case.world_size, case.backend, train_alone, case, trial.settings.seed, case.steps
         )
-        if reason := alone.why_wrong(ranks):
+        if reason := why_wrong(ranks):
             candidate.failed("wrong", reason)
             return
         measurement = trial.measurements[case.id]
@@ -150,13 +295,11 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         one = trial.measurements[case.id]
         if candidate.outcome != "ok" or not one.samples:
             return f"{candidate.outcome}: {candidate.reason or NOT_TIMED}"
-        losses, memory = one.record["losses"], one.record["total_bytes"] / 2**30
-        return (
-            f"{statistics.median(one.samples):.4g} s a step, {memory:.3g} GiB, loss {losses[0]:.4f} to {losses[-1]:.4f}"
-        )
+        losses, gib = one.record["losses"], one.record["total_bytes"] / 2**30
+        return f"{statistics.median(one.samples):.4g} s a step, {gib:.3g} GiB, loss {losses[0]:.4f} to {losses[-1]:.4f}"
 
 
-def found_by(ranks: Sequence[alone.Alone]) -> Record:
+def found_by(ranks: Sequence[Alone]) -> Record:
     """The fields of what the ranks have found; kernels are those of the rank that waits least for the others."""
     one = min(ranks, key=lambda rank: rank.times["communication_s"])
     most = {name: max(rank.most[name] for rank in ranks) for name in one.most}

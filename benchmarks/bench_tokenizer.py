@@ -34,8 +34,7 @@ from lmsys.bench import (
     plain,
     positive,
 )
-from lmsys.measure.compare import Kept
-from lmsys.measure.memory import peak_resident_bytes
+from lmsys.measure import compare, memory
 from lmsys.tokenizer import Tokenizer, chunks, naive, pretokens, train, training
 from lmsys.training.corpora import END_OF_TEXT, stdlib
 
@@ -64,8 +63,7 @@ class Texts:
     def write(self, draw: int) -> None:
         """The text of a draw, into the file."""
         words = draws.philox(draw, 0, -(-len(self._lines) // 4))[: len(self._lines)]
-        order = words.argsort(stable=True)[: self._num_lines].tolist()
-        text = b"\n".join(map(self._lines.__getitem__, order))
+        text = b"\n".join(map(self._lines.__getitem__, words.argsort(stable=True)[: self._num_lines].tolist()))
         self.path.write_bytes(text)
         self.drawn = Drawn(draw, text, self)
 
@@ -118,8 +116,7 @@ class Drawn:
 
     @cached_property
     def first_merges(self) -> list[naive.Pair]:
-        count = MERGED_BYTES // sum(map(len, self.counts))
-        return naive.learn_merges(self.counts, max(1, min(FIRST_MERGES, count)))
+        return naive.learn_merges(self.counts, max(1, min(FIRST_MERGES, MERGED_BYTES // sum(map(len, self.counts)))))
 
 
 def first_difference(what: str, found: Sequence[Any], expected: Sequence[Any]) -> str | None:
@@ -178,8 +175,9 @@ def _beginning(parts: tuple[chunks.Chunk, ...], num_bytes: int | None, path: Pat
         for part in parts:
             with part.path.open("rb") as file:
                 after = part.stop if num_bytes is None else num_bytes
-                stop = chunks.cut_file(file.fileno(), pretokens.Pretokenizer([END_OF_TEXT]), after, part.stop)
-                out.write(file.read(stop))
+                out.write(
+                    file.read(chunks.cut_file(file.fileno(), pretokens.Pretokenizer([END_OF_TEXT]), after, part.stop))
+                )
     return path
 
 
@@ -222,8 +220,16 @@ class Tokenizers(Benchmark):
     def cases(self, grid: Grid, settings: Settings) -> Iterator[TokenizerCase]:
         for task, name in grid.product("task", "tokenizer"):
             entry = TOKENIZERS[name]
-            asked = grid["text_bytes"], grid["vocab_size"], entry.trait("processes", grid["processes"]), grid["rounds"]
-            yield TokenizerCase(grid.name, entry, "cpu", task, *asked)
+            yield TokenizerCase(
+                grid.name,
+                entry,
+                "cpu",
+                task,
+                grid["text_bytes"],
+                grid["vocab_size"],
+                entry.trait("processes", grid["processes"]),
+                grid["rounds"],
+            )
 
     @contextmanager
     def context(self, cases: Sequence[TokenizerCase]) -> Iterator[None]:
@@ -273,7 +279,7 @@ class Tokenizers(Benchmark):
 
         return Step(lambda call: call(), lambda: rows.call_of(*arguments), redraw=setup.write, keep=keep)
 
-    def judge(self, case: TokenizerCase, candidate: Candidate, setup: Texts, kept: Kept) -> Mapping[str, float]:
+    def judge(self, case: TokenizerCase, candidate: Candidate, setup: Texts, kept: compare.Kept) -> Mapping[str, float]:
         if kept.result is None:
             return {}
         if case.task == "encode":
@@ -292,7 +298,7 @@ class Tokenizers(Benchmark):
 
     def inspect(self, case: TokenizerCase, candidate: Candidate, setup: Texts) -> Record:
         what = case.task, case.entry.target, case.processes, setup.path, setup.path.parent, case.vocab_size
-        return {"peak_bytes": peak_resident_bytes([sys.executable, "-m", rows.__name__, *map(str, what)])}
+        return {"peak_bytes": memory.peak_resident_bytes([sys.executable, "-m", rows.__name__, *map(str, what)])}
 
     def metrics(self, case: TokenizerCase, record: Record, machine: Record) -> Record:
         text_bytes = record.get("text_bytes", self.text_bytes)

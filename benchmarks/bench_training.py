@@ -18,8 +18,7 @@ from benchmarks.models import AUTO, DTYPES, LLAMA, MODEL_ROWS, why_not
 from benchmarks.training.layout import TRAINING as LAYOUT
 from benchmarks.training.rank import CORPUS, Epoch, TrainingCase, begin, clear, end, epoch, inspect, tokens_of
 from lmsys.attention import ATTENTION
-from lmsys.bench import Axis, Benchmark, Candidate, Entry, Field, Grid, Record, Settings, bench, fields, positive
-from lmsys.bench.ranks import backend_of, num_nodes, world_sizes
+from lmsys.bench import Axis, Benchmark, Candidate, Entry, Field, Grid, Record, Settings, bench, fields, positive, ranks
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.compare import attempt
@@ -51,8 +50,7 @@ class Curve:
     def fields(self, reference: "Curve", dtype: str) -> Record:
         """At most CURVE_POINTS losses, each with its difference to the reference's as far as that goes."""
         apart = [a - b for a, b in zip(self.losses[:CURVE_STEPS], reference.losses, strict=False)]
-        every = -(-len(self.losses) // CURVE_POINTS)
-        places = sorted({*range(0, len(self.losses), every), len(self.losses) - 1})
+        places = sorted({*range(0, len(self.losses), -(-len(self.losses) // CURVE_POINTS)), len(self.losses) - 1})
         return {
             "steps": len(self.losses),
             "curve_steps": [place + 1 for place in places],
@@ -139,15 +137,18 @@ class Training(Benchmark):
         ValueError for numbers of tokens on the command line that fill no step or window.
         """
         attention = [row for row in MODEL_ROWS.select(grid["attention"] or [AUTO.name]) if row != LLAMA]
-        ranks, strategies = world_sizes(grid, backend_of(settings.device)), STRATEGIES.select(grid["strategy"])
+        sizes = ranks.world_sizes(grid, ranks.backend_of(settings.device))
         text = [grid[name] for name in ("epochs", "train_tokens", "val_tokens", "vocab_size")]
-        works = product(grid.product("size", "context", "batch", "precision", "compile"), ranks)
-        for (model, num_ranks), row, entry in product(works, attention, strategies):
+        for (model, num_ranks), row, entry in product(
+            product(grid.product("size", "context", "batch", "precision", "compile"), sizes),
+            attention,
+            STRATEGIES.select(grid["strategy"]),
+        ):
             sets_buckets = entry.trait("takes_bucket_mb", False) or entry.trait("tuned_bucket_mb", False)
             buckets = grid["bucket_mb"] if sets_buckets else (None,)
             ways = product(buckets, grid["reproducible"])
             for bucket_mb, same in ways if num_ranks > 1 or not entry.trait("synchronizes", True) else ():
-                asked = (*model, row, num_ranks, bucket_mb, *text, same, len(buckets) > 1)
+                asked = *model, row, num_ranks, bucket_mb, *text, same, len(buckets) > 1
                 case = TrainingCase(grid.name, entry, settings.device, *asked)
                 if grid.given & {"train_tokens", "val_tokens"}:
                     _ = case.steps, case.windows
@@ -245,12 +246,21 @@ class Training(Benchmark):
         )
 
     def metrics(self, case: TrainingCase, record: Record, machine: Record) -> Record:
-        sizes = {"num_parameters": model_parameters(case.config), "num_nodes": num_nodes()}
-        found: Record = {**sizes, "corpus": CORPUS, "lr": case.lr}
+        found: Record = {
+            "num_parameters": model_parameters(case.config),
+            "num_nodes": ranks.num_nodes(),
+            "corpus": CORPUS,
+            "lr": case.lr,
+        }
         if time_s := record.get("time_s"):
             flops = model_flops(case.config, tokens=case.tokens, context=case.context, mode="step")
-            rates = {"tokens_per_s": case.tokens / time_s, "flops_per_s": flops / time_s}
-            found |= {"steps_per_epoch": case.steps, "tokens": case.tokens, "flops": flops, **rates}
+            found |= {
+                "steps_per_epoch": case.steps,
+                "tokens": case.tokens,
+                "flops": flops,
+                "tokens_per_s": case.tokens / time_s,
+                "flops_per_s": flops / time_s,
+            }
         return found
 
 

@@ -30,8 +30,7 @@ from benchmarks.models import (
     widened,
 )
 from lmsys import draws
-from lmsys.bench import Record
-from lmsys.bench.plain import check_plain
+from lmsys.bench import Record, plain
 from lmsys.extremes import has_extremes
 from lmsys.extremes.loss import WIDTH, ExtremeTokens, is_extreme, write_head, write_kind
 from lmsys.measure.compare import Kept
@@ -56,8 +55,9 @@ def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     hidden then errs several times as much as that of the usual loss, and the bench calls it wrong.
     """
     dtype = matmul_dtype(hidden)
-    tensors = hidden.to(dtype), weight.to(dtype), targets
-    return F.linear_cross_entropy(*tensors, options=torch.nn.LinearCrossEntropyOptions())
+    return F.linear_cross_entropy(
+        hidden.to(dtype), weight.to(dtype), targets, options=torch.nn.LinearCrossEntropyOptions()
+    )
 
 
 def torch_chunked_supports(_: object) -> str | None:
@@ -107,8 +107,10 @@ class Inputs:
     def choose_extreme(self, draw: int) -> None:
         """Says which tokens of a draw are extreme; they and their classes are a group of their own."""
         self.extreme = ExtremeTokens.of(draw, len(self.targets), len(self.weight))
-        of_tokens = is_extreme(self.extreme.tokens, len(self.targets))
-        self.groups = of_tokens, is_extreme(self.extreme.classes, len(self.weight))
+        self.groups = (
+            is_extreme(self.extreme.tokens, len(self.targets)),
+            is_extreme(self.extreme.classes, len(self.weight)),
+        )
 
     def check(self, call: Callable[..., Tensor]) -> dict[str, float]:
         """The error over its budget of each output of a row; `exact` and `plain` are made before.
@@ -148,9 +150,10 @@ class Inputs:
 
         ValueError as of `check_plain`.
         """
-        like = self.hidden.new_empty(()), self.hidden, self.weight
-        for name, found, one in zip(OUTPUTS, answer, like, strict=True):
-            check_plain(name, found, one, self.tensors.values())
+        for name, found, one in zip(
+            OUTPUTS, answer, (self.hidden.new_empty(()), self.hidden, self.weight), strict=True
+        ):
+            plain.check_plain(name, found, one, self.tensors.values())
         if key is None:
             return None
         blocks = zip(answer[1:], blocks_of(self, key), strict=True)
@@ -179,8 +182,9 @@ class LossDraws(draws.Draws):
     """Draws of these inputs: logits are about standard normal, but for the extreme tokens."""
 
     def __init__(self, inputs: Inputs, seed: int):
-        std = {"weight": std_of(inputs.weight)}
-        super().__init__(inputs.tensors, seed, std=std, below={"targets": len(inputs.weight)})
+        super().__init__(
+            inputs.tensors, seed, std={"weight": std_of(inputs.weight)}, below={"targets": len(inputs.weight)}
+        )
         self.inputs = inputs
 
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
@@ -284,8 +288,7 @@ def parts(inputs: Inputs, tokens: list[int], classes: list[int], exact: bool) ->
 def _evidence(key: int, groups: Tensor, found: Tensor, exact: Tensor) -> Record:
     """One row of the gradients of hidden states, as often of an extreme token as not: its values, the largest error."""
     chance = random.Random(key)
-    group = chance.choice(groups.unique().tolist())
-    row = chance.choice((groups == group).nonzero().flatten().tolist())
+    row = chance.choice((groups == chance.choice(groups.unique().tolist())).nonzero().flatten().tolist())
     return {
         "tensor": D_HIDDEN,
         "row": row,
@@ -342,5 +345,11 @@ def _inputs_of(record: Record, call: Record) -> Inputs:
             whole.extreme.write_tokens(hidden, weight, targets, rows.start)
         blocks.append((hidden, targets))
     hidden, targets = (torch.cat(x) for x in zip(*blocks, strict=True))
-    groups = whole.groups[0][indices(tokens)], whole.groups[1]
-    return Inputs(hidden, weight, targets, whole.precision, whole.scale * len(targets) / num_tokens, groups)
+    return Inputs(
+        hidden,
+        weight,
+        targets,
+        whole.precision,
+        whole.scale * len(targets) / num_tokens,
+        (whole.groups[0][indices(tokens)], whole.groups[1]),
+    )

@@ -16,14 +16,11 @@ import torch
 from torch import Tensor
 
 from lmsys import checkpointing, testing
-from lmsys.attention import ATTENTION, AttentionCase
-from lmsys.attention.compiled import why_no_compiler
-from lmsys.bench import Case, Entry, Field, Record, Table
-from lmsys.bench.ranks import backend_of
+from lmsys.attention import ATTENTION, AttentionCase, compiled
+from lmsys.bench import Case, Entry, Field, Record, Table, ranks
 from lmsys.config import ModelConfig, model_config
 from lmsys.cost.memory import fit
-from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM
-from lmsys.model.transformer import attention_case as case_in_model
+from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM, transformer
 
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of the matmuls
 MEASURED = DTYPES | {"tf32": None}  # of the large matmuls
@@ -38,7 +35,7 @@ def why_no_arithmetic(precision: str, device: str, compiles: bool) -> str | None
     """None, or why the device has no such arithmetic, or no code can be compiled for it."""
     if precision == "tf32" and device == "cpu":
         return "TF32 is an arithmetic of CUDA devices"
-    return why_no_compiler(device) if compiles else None
+    return compiled.why_no_compiler(device) if compiles else None
 
 
 @contextmanager
@@ -117,7 +114,6 @@ MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
 # Learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466).
 LR_BY_WIDTH = 0.256
 VOCABULARIES = {"tiny": 1000}  # of other sizes as of any model: of tiny that would be five sixths of its parameters
-LEARNING_RATE = 1e-6  # so small that hundreds of timed steps leave the weights as they were checked
 
 # What stands for an attention row in a model only: the choice of one, and a whole model of its own.
 AUTO = Entry("auto", "lmsys.attention:attention", "the fastest attention row that can run it")
@@ -142,7 +138,9 @@ def config_of(size: str, context: int) -> ModelConfig:
 
 def attention_case(config: ModelConfig, batch: int, precision: str, device: str, grad: bool = True) -> AttentionCase:
     """The case that a model makes for its attention row."""
-    return case_in_model(config, batch, config.context_length, DTYPES[precision], torch.device(device), grad=grad)
+    return transformer.attention_case(
+        config, batch, config.context_length, DTYPES[precision], torch.device(device), grad=grad
+    )
 
 
 def attention_row(entry: Entry, case: AttentionCase) -> Entry:
@@ -228,7 +226,7 @@ class TrainedCase(ModelCase):
 
     @property
     def backend(self) -> str:
-        return backend_of(self.device)
+        return ranks.backend_of(self.device)
 
     @property
     def synchronizes(self) -> bool:
@@ -245,8 +243,9 @@ class Batch:
     @classmethod
     def draw(cls, config: ModelConfig, batch: int, device: str, seed: int) -> "Batch":
         generator = torch.Generator(device).manual_seed(seed)
-        shape = (batch, config.context_length + 1)
-        tokens = torch.randint(config.vocab_size, shape, device=device, generator=generator)
+        tokens = torch.randint(
+            config.vocab_size, (batch, config.context_length + 1), device=device, generator=generator
+        )
         return cls(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
@@ -262,8 +261,11 @@ def gpu_memory() -> float:
     """Bytes that a model may take of this process's GPU."""
     from lmsys.training.possible import MEMORY_SHARE  # which an earlier state of the code may not have
 
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return MEMORY_SHARE * total * torch.cuda.get_per_process_memory_fraction()
+    return (
+        MEMORY_SHARE
+        * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        * torch.cuda.get_per_process_memory_fraction()
+    )
 
 
 def build(config: ModelConfig, device: str, seed: int) -> TransformerLM:

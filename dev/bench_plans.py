@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import axes
-from benchmarks.attention.spots import Spots, repeat
+from benchmarks.attention.check import Spots, repeat
 from benchmarks.models import matmul_rates
 from dev.plan_cases import DETERMINISTIC, FORMS, PLAIN, TRANSPOSED, PlanCase, plan_called, plans_of
 from lmsys.attention import ATTENTION

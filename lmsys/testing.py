@@ -154,8 +154,10 @@ def _laid_out(layout: str, batch: int, heads: int, length: int, width: int, **op
     if layout == "unaligned":  # as a part of a projection of one more column
         rows = torch.empty(batch, length, heads * width + 1, **options)[..., 1:]
         return rows.unflatten(-1, (heads, width)).transpose(1, 2)
-    own = {"expanded": (1, 1, length, width), "constant": (1, 1, 1, 1)}.get(layout, (batch, heads, length, width))
-    return torch.empty(own, **options).expand(batch, heads, length, width)
+    return torch.empty(
+        {"expanded": (1, 1, length, width), "constant": (1, 1, 1, 1)}.get(layout, (batch, heads, length, width)),
+        **options,
+    ).expand(batch, heads, length, width)
 
 
 def run(
@@ -230,8 +232,11 @@ class Oracle:
             for name, more in self._recomputing().items():
                 self.budget[name] += more
         self._carried: dict[str, Tensor] = {}
-        if spot and spot.extreme:
-            self._carried = self._carry() if self.grad else self._merged(case.queries)
+        if spot and spot.extreme and self.grad:
+            self._carried = self._carry()
+        elif spot and spot.extreme and case.queries <= FEW_QUERIES:  # merging results by their log-sum-exp
+            lse = _finite(self.reference["lse"]).abs().unsqueeze(-1)
+            self._carried["o"] = torch.finfo(torch.float32).eps * lse * self.reference["o"].abs()
         for name, bound in self._carried.items():
             self.budget[name] += _norm_max(bound)
         self._spot_budget: dict[str, float] = {}  # in root mean square
@@ -312,12 +317,6 @@ class Oracle:
         bounds["dv"] = bounds["dv"].sqrt() + eps / 2 * self.reference["dv"].abs()
         return bounds
 
-    def _merged(self, queries: int) -> dict[str, Tensor]:
-        """Bounds of what merging by a log-sum-exp makes in o (U, G, Q, D), by element; none where queries are many."""
-        lse = _finite(self.reference["lse"]).abs().unsqueeze(-1)
-        bound = torch.finfo(torch.float32).eps * lse * self.reference["o"].abs()
-        return {"o": bound} if queries <= FEW_QUERIES else {}
-
     def _exponent(self, name: str) -> float:
         """An error of 4 eps32 in the exponents, which are as large as the log-sum-exp."""
         lse = _norm_max(_finite(self.reference["lse"]))
@@ -331,8 +330,9 @@ class Oracle:
         found = replace(pattern, mask=None).of_entries(self._batch)
         if pattern.mask is None:
             return found
-        whole = pattern.mask.expand(case.batch, case.heads, case.queries, case.keys)
-        return replace(found, mask=self._pick(whole))  # (U, G, Q, K)
+        return replace(
+            found, mask=self._pick(pattern.mask.expand(case.batch, case.heads, case.queries, case.keys))
+        )  # (U, G, Q, K)
 
     def _run(self, compute: torch.dtype, rounded: torch.dtype, attend: Callable[..., Tensor]) -> dict[str, Tensor]:
         """`attend` in dtype `compute`, block by block, its results rounded once to `rounded` and held in float64."""
@@ -348,7 +348,11 @@ class Oracle:
             with torch.set_grad_enabled(self.grad):
                 o = attend(q, k, v, scale=self.scale, pattern=pattern, first_query=first_query)
             out["o"][units, :, rows] = o.detach().to(rounded).double()
-            out["lse"][units, :, rows] = self._lse(q.detach(), k.detach(), pattern, first_query).double()
+            wide = torch.promote_types(compute, torch.float32)
+            scores, blind = masked_scores(q.detach().to(wide), k.detach().to(wide), pattern, self.scale, first_query)
+            lse = scores.logsumexp(dim=-1)
+            lse = lse if blind is None else lse.masked_fill(blind.squeeze(-1), -math.inf)
+            out["lse"][units, :, rows] = lse.double()
             if self.grad:
                 dq, dk, dv = torch.autograd.grad(o, (q, k, v), self._do[units, :, rows].to(compute))
                 out["dq"][units, :, rows] = dq.to(rounded).double()
@@ -357,12 +361,6 @@ class Oracle:
         for name in out.keys() & {"dk", "dv"}:
             out[name] = out[name].to(rounded).double()
         return out
-
-    def _lse(self, q: Tensor, k: Tensor, pattern: Pattern, first_query: int) -> Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        scores, blind = masked_scores(q.to(wide), k.to(wide), pattern, self.scale, first_query)
-        lse = scores.logsumexp(dim=-1)
-        return lse if blind is None else lse.masked_fill(blind.squeeze(-1), -math.inf)
 
     def _blocks(self) -> Iterator[tuple[slice, slice, slice]]:
         """(units, query rows, the keys that those rows can see), with at most BLOCK_SCORES scores if one row allows."""

@@ -1,19 +1,32 @@
-"""The check of an attention row, asked in a way that a cache, a changed input or a lost stream cannot answer."""
+"""The checks of an attention row: before it is timed, and of timed calls at spots that no row can know.
 
-from collections.abc import Sequence
+Before, it is asked in a way that a cache, a changed input or a lost stream cannot answer.
+
+Of a timed forward some rows of some heads are looked at; of a backward some whole heads, since each row of dk and dv is
+a sum over all queries. What is copied behind the clock is these parts alone. Of each part a row goes into the record,
+by which others can repeat the check on a machine without a GPU: `repeat`. Where a draw has an extreme unit
+(`lmsys.extremes.attention`), a part is of that unit, and is judged alone.
+"""
+
+import base64
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.attention.spots import LIKE
-from lmsys.attention import AttentionCase, Pattern
-from lmsys.bench import Candidate, benchmark, plain
+from benchmarks.models import BUDGET_RTOL, ERROR_RTOL
+from lmsys.attention import AttentionCase, Pattern, contract
+from lmsys.attention.pattern import PLAIN
+from lmsys.bench import Candidate, Record, benchmark, plain
 from lmsys.check import kinds, question
+from lmsys.extremes.attention import AttentionDraws, Unit, drawn_unit, extreme_of
 from lmsys.measure import clock, compare
 from lmsys.registry import Entry
-from lmsys.testing import Inputs, Oracle, make_inputs, run
+from lmsys.testing import Inputs, Oracle, Spot, make_inputs, pick, run
 
 SLEEP_CYCLES = 4 * 10**7  # about 20 ms, longer than a warm call takes to launch its first kernel
 
@@ -132,3 +145,134 @@ class Gate:
         )
         assert not (failure and failure[0] == "oom"), f"the oracle does not fit beside {self.case}: {failure}"
         return judged, failure
+
+
+NUM_KEPT = 8  # timed calls of a row
+NUM_SPOTS, SPOT_ROWS = 2, 16  # of a forward
+NUM_HEADS, SPOT_SCORES = 2, 2**27  # of a backward: so many heads, fewer where they have more scores
+GRADIENTS = ("dq", "dk", "dv")
+LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
+MOST_SCORES = 2**25  # of a part that `repeat` makes again: seconds on a CPU
+
+
+class Spots:
+    """Copies and judges parts of timed calls, by the key of each."""
+
+    def __init__(self, case: AttentionCase, draws: AttentionDraws, inputs: Inputs, pattern: Pattern | None = None):
+        self.case, self.draws, self.inputs, self.pattern = case, draws, inputs, pattern
+
+    def keep(self, backward: bool, result: Any, key: int | None) -> Any:
+        """The parts of what a row returned that the key says, by name; None without a key. See `check_plain`."""
+        outputs = dict(zip(GRADIENTS, result, strict=True)) if backward else {"o": result}
+        tensors = self.inputs.tensors
+        for name, x in outputs.items():
+            plain.check_plain(name, x, tensors[LIKE[name]], tensors.values())
+        if key is None:
+            return None
+        return [
+            {name: pick(x, spot, self.case.kv_heads) for name, x in outputs.items()}
+            for spot in self._spots(backward, key)
+        ]
+
+    def _spots(self, backward: bool, key: int) -> list[Spot]:
+        """Those of the draw that the inputs hold."""
+        return spots_of(self.case, backward, key, self.draws.extreme and self.draws.extreme[0])
+
+    def judge(self, backward: bool, kept: compare.Kept, rms: bool) -> Mapping[str, float]:
+        """The worst error over its budget of each tensor; leaves one row of each part as evidence."""
+        worst: dict[str, float] = {}
+        parts = kept.evidence.setdefault("parts", [])
+        for spot, found in zip(self._spots(backward, kept.key), kept.result, strict=True):
+            oracle = Oracle(self.case, self.inputs, grad=backward, spot=spot, pattern=self.pattern)
+            for name, ratio in oracle.judge(found, rms).items():
+                worst[name] = max(ratio, worst.get(name, 0.0))
+            chance = random.Random(kept.key)
+            parts += [_evidence(name, x, spot, oracle, chance) for name, x in found.items()]
+        return worst
+
+
+def spots_of(case: AttentionCase, backward: bool, key: int, extreme: Unit | None) -> list[Spot]:
+    """The parts that a key says; the last is of the draw's extreme unit, where there is one."""
+    chance, rows = random.Random(key), list[slice | None]()
+    units = [(batch, head) for batch in range(case.batch) for head in range(case.kv_heads)]
+    if backward:
+        scores = case.heads // case.kv_heads * case.queries * case.keys
+        chosen = chance.sample(units, min(len(units), max(1, min(NUM_HEADS, SPOT_SCORES // scores))))
+        rows = [None] * len(chosen)  # all
+    else:
+        starts = [chance.randrange(max(1, case.queries - SPOT_ROWS + 1)) for _ in range(NUM_SPOTS)]
+        rows = [slice(start, min(start + SPOT_ROWS, case.queries)) for start in starts]
+        chosen = [chance.choice(units) for _ in rows]
+    if extreme is not None and not (backward and extreme in chosen):
+        chosen[-1] = extreme
+    return [Spot((unit,), part, unit == extreme) for unit, part in zip(chosen, rows, strict=True)]
+
+
+def _evidence(name: str, found: Tensor, spot: Spot, oracle: Oracle, chance: random.Random) -> Record:
+    """One row of a part: its values, its largest error, and the part's budget."""
+    group, row = chance.randrange(found.shape[-3]), chance.randrange(found.shape[-2])
+    values = found[..., group, row, :].reshape(-1)
+    error = values.double() - oracle.reference[name][..., group, row, :].reshape(-1)
+    return {
+        "tensor": name,
+        "unit": list(spot.units[0]),
+        "rows": None if spot.rows is None else [spot.rows.start, spot.rows.stop],
+        "at": [group, row],
+        "values": base64.b64encode(values.cpu().view(torch.uint8).numpy().tobytes()).decode(),
+        "error": error.abs().max().item(),
+        "budget": oracle.budget[name],
+    }
+
+
+def repeat(case: AttentionCase, proof: Record, call: Record, pattern: Pattern | None = None) -> Iterator[str]:
+    """Sentences on what is wrong with a call of a record, or could not be made again: inputs, oracle and errors."""
+    backward, oracles = "o" not in call["error_ratios"], dict[str, Oracle]()
+    extreme = extreme_of(case, proof["seed"], call["draw"], proof["generator"])
+    spots = spots_of(case, backward, call["key"], extreme and extreme[0])
+    expected = {str((list(spot.units[0]), spot.rows)): spot for spot in spots}
+    for part in call["parts"]:
+        rows = None if part["rows"] is None else slice(*part["rows"])
+        spot = expected.get(place := str((part["unit"], rows)))
+        if spot is None:
+            yield f"its part {part['unit']}, rows {part['rows']}, is not one that its key says"
+            continue
+        scores = case.heads // case.kv_heads * (case.queries if rows is None else rows.stop - rows.start) * case.keys
+        if scores > MOST_SCORES:
+            yield f"not recomputed: {part['tensor']} of a head with {scores:,} scores (at most {MOST_SCORES:,} here)"
+            continue
+        if place not in oracles:
+            oracles[place] = _oracle(case, proof, call["draw"], spot, backward, pattern)
+        yield from _differences(case, part, oracles[place], call["error_ratios"][part["tensor"]])
+
+
+def _differences(case: AttentionCase, part: Record, oracle: Oracle, ratio: float) -> Iterator[str]:
+    name, (group, row) = part["tensor"], part["at"]
+    values = torch.frombuffer(bytearray(base64.b64decode(part["values"])), dtype=contract.DTYPES[case.dtype])
+    reference = oracle.reference[name][0, group, row]
+    if values.shape != reference.shape:
+        yield f"{name}: {values.numel()} values were recorded of a row of {reference.numel()}"
+        return
+    error = (values.double() - reference).abs().max().item()
+    if not abs(error - part["error"]) <= ERROR_RTOL * oracle.budget[name]:
+        yield f"{name}: its recorded values are off by {error:.4g} from the oracle, and it says {part['error']:.4g}"
+    if not 0 < part["budget"] <= oracle.budget[name] * (1 + BUDGET_RTOL):  # a smaller one is to its own harm
+        yield f"{name}: its budget should be at most about {oracle.budget[name]:.3g}, and it says {part['budget']:.3g}"
+    if ratio < (own := part["error"] / part["budget"]) * (1 - ERROR_RTOL):
+        yield f"{name}: its error ratio {ratio:.4g} is less than that of its own row, {own:.4g}"
+
+
+def _oracle(
+    case: AttentionCase, proof: Record, draw: int, spot: Spot, backward: bool, pattern: Pattern | None
+) -> Oracle:
+    """The oracle of one head, whose inputs alone are drawn again."""
+    (unit,) = spot.units
+    tensors = drawn_unit(case, proof["seed"], draw, unit, (pattern or PLAIN[case.causal]).causal, proof["generator"])
+    alone = replace(case, batch=1, heads=case.heads // case.kv_heads, kv_heads=1, grad=backward, device="cpu")
+    inputs = Inputs(**tensors, seed=proof["seed"])
+    return Oracle(
+        alone,
+        inputs,
+        grad=backward,
+        spot=replace(spot, units=((0, 0),)),
+        pattern=pattern and pattern.of_entries([unit[0]]),
+    )

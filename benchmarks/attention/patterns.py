@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -79,14 +78,12 @@ def made_before_calls(entry: Entry, pattern: Pattern, queries: int, keys: int, d
 
 def _seconds(make: Callable[[], Any], device: str) -> float:
     """The median of several calls, until the device has done what they ask for; one before them is not timed."""
-    times = []
-    for _ in range(1 + MADE_TIMES):
-        clock.synchronize(device)
-        begin = perf_counter()
+
+    def made() -> None:
         make()
         clock.synchronize(device)
-        times.append(perf_counter() - begin)
-    return median(times[1:])
+
+    return median(clock.timed(clock.CpuClock(), made, 1 + MADE_TIMES)[1:])
 
 
 def name_of(options: Mapping[str, Any]) -> str:

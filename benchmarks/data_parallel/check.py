@@ -27,8 +27,7 @@ from benchmarks.data_parallel.rank import Gradients, blocks_of, make_optimizer, 
 from benchmarks.models import NUM_BLOCKS, Batch, build, matmuls
 from lmsys import processes, testing
 from lmsys.bench import Candidate, ranks
-from lmsys.check.strategy import blamed, fault
-from lmsys.check.trained import Failure, Result, train, why_not
+from lmsys.check import strategy, trained
 from lmsys.config import ModelConfig
 from lmsys.cost.operations import model_parameters
 from lmsys.extremes.strategy import Trial, trials
@@ -58,8 +57,13 @@ def gate(case: ParallelCase, seed: int) -> dict[str, float]:
 
 def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: Narrow) -> dict[str, float]:
     layers, context = min(case.config.num_layers, NUM_BLOCKS), min(case.context, CONTEXT)
-    vocabulary = min(case.config.vocab_size, VOCABULARY)
-    config = replace(case.config, num_layers=layers, context_length=context, vocab_size=vocabulary, attention="naive")
+    config = replace(
+        case.config,
+        num_layers=layers,
+        context_length=context,
+        vocab_size=min(case.config.vocab_size, VOCABULARY),
+        attention="naive",
+    )
     alone = partial(_alone, config, case.world_size, seed)
     config = replace(config, checkpoint_blocks=blocks_of(case, layers), residual=case.residual)
     start, exact, plain = alone(None, torch.float32, 0), alone(None, torch.float64), alone(narrow, torch.float32)
@@ -142,9 +146,9 @@ _ASKED: set[Any] = set()  # right rows, with their options and ranks
 
 
 @ranks.on_part
-def small_training(case: ParallelCase, trial: Trial, number: int) -> Result:
+def small_training(case: ParallelCase, trial: Trial, number: int) -> trained.Result:
     """On a rank: the result of the trial."""
-    return train(case.entry, trial, number, _options(case), ranks.subgroup(case.world_size))
+    return trained.train(case.entry, trial, number, _options(case), ranks.subgroup(case.world_size))
 
 
 def judge_by_trials(candidate: Candidate, run: Run, seed: int) -> None:
@@ -160,13 +164,13 @@ def judge_by_trials(candidate: Candidate, run: Run, seed: int) -> None:
         _ASKED.add(key)
     row, ask = case.entry.load(), partial(_ask, case, run)
     for trial in trials(case.world_size, seed):
-        if why_not(case.entry, trial, row) is not None or (right and not trial.extreme):
+        if trained.why_not(case.entry, trial, row) is not None or (right and not trial.extreme):
             continue
         results = ask(trial)
-        failure = blamed(results)
+        failure = strategy.blamed(results)
         if failure is not None and failure.kind == processes.DIED:
             return
-        wrong = None if right and failure is not None else fault(ask, trial, results)
+        wrong = None if right and failure is not None else strategy.fault(ask, trial, results)
         if wrong is None:
             continue
         if right:
@@ -176,12 +180,12 @@ def judge_by_trials(candidate: Candidate, run: Run, seed: int) -> None:
         return
 
 
-def _ask(case: ParallelCase, run: Run, trial: Trial) -> Sequence[Result]:
+def _ask(case: ParallelCase, run: Run, trial: Trial) -> Sequence[trained.Result]:
     """The results by rank; where ranks have ended without any, that they died."""
     try:
         return run(case.world_size, case.backend, small_training, case, trial, next(_NUMBERS))
     except WorkerError as error:
-        return [Result(failure=Failure(error.rank, processes.DIED, str(error), ""))]
+        return [trained.Result(failure=trained.Failure(error.rank, processes.DIED, str(error), ""))]
 
 
 def _options(case: ParallelCase) -> dict[str, Any]:

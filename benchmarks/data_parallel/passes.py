@@ -9,11 +9,9 @@ parameter have moved. Steps of a large model soon part, and in one parameter pla
 chance: none has less of a budget, as a share of its way, than all parameters together.
 """
 
-import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +29,7 @@ from lmsys.training.reproducible import weights_sha256
 
 # With eps far above a gradient's size AdamW moves by the gradient's size: it sees one that is halved, and where a
 # gradient is near zero no rounding turns the step around. Of these rates hundreds of steps train, and do not diverge.
-ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-2}
+ADAMW: dict[str, object] = {"lr": 1e-3, "eps": 1e-2}
 WARM_STEPS = {"cpu": 2, "cuda": 3}  # the first plans buckets, the second runs with them
 # ROWS rows of each parameter are looked at: fewer, but at least one, where all together would have more than NUMBERS
 # numbers. One row says little: by one row of each parameter, right steps of xl were called wrong.
@@ -58,7 +56,7 @@ class Pass:
 
 
 _LEFT: dict[tuple[str, Pass], Rows] = {}  # what the steps of a case, by its id, have led to
-_RIGHT: dict[int, tuple[Pass, dict[Any, tuple[Rows, Rows]]]] = {}  # plain steps, of the last pass, by world size
+_RIGHT: dict[int, tuple[Pass, dict[object, tuple[Rows, Rows]]]] = {}  # plain steps, of the last pass, by world size
 
 
 class Batches:
@@ -67,8 +65,9 @@ class Batches:
     def __init__(self, config: ModelConfig, batch: int, one: Pass):
         number, length = WARM_STEPS[device().type] + one.steps, config.context_length + 1
         stream = draws.key(one.draw, f"{one.seed} rank {dist.get_rank()}")
-        tokens = draws.whole_numbers(stream, 0, number * batch * length, config.vocab_size, device())
-        rows = tokens.view(number, batch, length)
+        rows = draws.whole_numbers(stream, 0, number * batch * length, config.vocab_size, device()).view(
+            number, batch, length
+        )
         self.all = [Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in rows]
         self.now = Batch(self.all[0].tokens.clone(), self.all[0].targets.clone())
         self._drawn = 0
@@ -138,7 +137,7 @@ def _moved(start: Rows, end: Rows) -> Rows:
 
 
 def _norm(parts: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(x.square().sum().item() for x in parts))
+    return float(sum(x.square().sum().item() for x in parts) ** 0.5)
 
 
 def _rows_of(state: Mapping[str, Tensor], key: int) -> Rows:
@@ -174,8 +173,9 @@ def _have_room(case: ParallelCase) -> bool:
     if device().type == "cpu":
         return True
     total = torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction()
-    fits = total >= 8 * (1.25 * 4 * model_parameters(case.config) + 3 * MAX_SCORES)
-    found = torch.tensor(float(fits), device=device())
+    found = torch.tensor(
+        float(total >= 8 * (1.25 * 4 * model_parameters(case.config) + 3 * MAX_SCORES)), device=device()
+    )
     dist.all_reduce(found, dist.ReduceOp.MIN, group=subgroup(case.world_size))
     return bool(found.item())
 

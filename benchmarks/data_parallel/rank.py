@@ -7,7 +7,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.data_parallel import cases, passes
@@ -53,8 +52,9 @@ def blocks_of(case: cases.ParallelCase, num_layers: int) -> int | str:
             "gradients_stay": case.synchronizes and stage < 3,
         }
         config = replace(case.config, **case.runtime)
-        memory = min(collectives.gather_objects(gpu_memory(), group))
-        setting = fitted(config, case.batch, case.precision, memory, **ranks).checkpoint_blocks
+        setting = fitted(
+            config, case.batch, case.precision, min(collectives.gather_objects(gpu_memory(), group)), **ranks
+        ).checkpoint_blocks
     return for_fewer(setting, case.config.num_layers, num_layers)
 
 
@@ -103,8 +103,9 @@ class Gradients:
 
     def record(self) -> None:
         """Makes the next call record a graph, which later calls replay."""
-        parameters = self.strategy.module.parameters()
-        self.graph = gradients.GraphedGradients(self.compute, parameters, gradients.warm_ups_of(self.strategy.wrapper))
+        self.graph = gradients.GraphedGradients(
+            self.compute, self.strategy.module.parameters(), gradients.warm_ups_of(self.strategy.wrapper)
+        )
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The loss; the gradients are there and are the mean over ranks."""
@@ -125,7 +126,7 @@ class Rig:
     """A model, its strategy, its optimizer and this rank's batches. Ranks begin with weights of their own."""
 
     def __init__(self, case: cases.ParallelCase, one: passes.Pass, adamw: dict[str, Any] = passes.ADAMW):
-        self.case, on, rank = case, str(device()), dist.get_rank()
+        self.case, on, rank = case, str(device()), torch.distributed.get_rank()
         self.strategy = wrap(case, model_of(case, config_of(case), one.seed + rank), case.options)
         self.batches = passes.Batches(case.config, case.batch, one)
         self.data = self.batches.now
@@ -186,24 +187,8 @@ class Rig:
         return times(one, range(count), subgroup(self.case.world_size), finish=self.finish)[0]
 
 
-@dataclass
-class Inspection:
-    """Findings about a row on this rank.
-
-    network  (latency, bandwidth) of an all-reduce of the ranks, None for one rank
-    """
-
-    memory: dict[str, int]
-    communication: profile.Communication
-    step_s: float
-    bucket_mb: float | None
-    num_buckets: int | None
-    finite: bool
-    network: tuple[float, float] | None = None
-
-
 @on_part
-def inspect(case: cases.ParallelCase, seed: int) -> Inspection:
+def inspect(case: cases.ParallelCase, seed: int) -> cases.Inspection:
     """The network; memory, phase by phase, of a training from its beginning; a step's time and its communication."""
     group = subgroup(case.world_size)
     with prepared(case):
@@ -212,11 +197,11 @@ def inspect(case: cases.ParallelCase, seed: int) -> Inspection:
         rig.warm()
         seconds = min(rig.times(rig.step, INSPECTED))
         profile.register_kernels(case.entry.trait("kernels", ""), "communication")
-        sent = profile.communication_of(rig.step, rig.finish, lambda: dist.barrier(group), device().type)
+        sent = profile.communication_of(rig.step, rig.finish, lambda: torch.distributed.barrier(group), device().type)
         finite = bool(rig.step().isfinite())
     buckets, size = (getattr(rig.strategy.wrapper, name, None) for name in ("buckets", "bucket_mb"))
     mb, count = float(size) if size else None, len(buckets) if buckets else None
-    return Inspection(found, sent, seconds, mb, count, finite, network)
+    return cases.Inspection(found, sent, seconds, mb, count, finite, network)
 
 
 def _phases(case: cases.ParallelCase, one: passes.Pass) -> tuple[Rig, dict[str, int]]:
@@ -250,8 +235,12 @@ def _phases(case: cases.ParallelCase, one: passes.Pass) -> tuple[Rig, dict[str, 
         for step in (forward, backward, update):
             step()
 
-    steps = {"init": init, "first": first, "forward": forward, "backward": backward, "optimizer": update}
-    phases, (rig,) = memory.phases(steps, device().type), rigs
+    phases, (rig,) = (
+        memory.phases(
+            {"init": init, "first": first, "forward": forward, "backward": backward, "optimizer": update}, device().type
+        ),
+        rigs,
+    )
     live, peak = ({name: levels[kind] for name, levels in phases.items()} for kind in ("live_bytes", "peak_bytes"))
     for levels in (live, peak):
         for name in levels:

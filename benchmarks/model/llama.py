@@ -6,7 +6,6 @@ around each layer; torch.compile around that; `fully_shard` around both. What is
 `lmsys.checkpointing` says.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lmsys.config import ModelConfig
 
-LAYER_NAMES = {
+NAMES = {  # of modules, in its layers and around them, by those of ours
+    "token_embeddings": "model.embed_tokens",
+    "ln_final": "model.norm",
+    "lm_head": "lm_head",
     "ln1": "input_layernorm",
     "ln2": "post_attention_layernorm",
     "attn.q_proj": "self_attn.q_proj",
@@ -33,7 +35,6 @@ LAYER_NAMES = {
 CAUSAL = "sdpa_causal"  # an attention of transformers that is told `is_causal` in place of a mask
 AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 AttentionMaskInterface.register(CAUSAL, lambda *_, **__: None)
-NAMES = {"token_embeddings": "model.embed_tokens", "ln_final": "model.norm", "lm_head": "lm_head"}
 
 
 class Llama(nn.Module):
@@ -102,7 +103,7 @@ class Llama(nn.Module):
         self.names = {_theirs(name): name for name in ours.state_dict()}
         return self
 
-    def as_ours(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def as_ours(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gradients of its parameters, by their names, as gradients of ours: the mapping of weights undone."""
         return {self.names[name.removeprefix("wrapped.")]: self.meant(name, x) for name, x in gradients.items()}
 
@@ -130,7 +131,7 @@ def _theirs(name: str) -> str:
     """Llama's name of a parameter of ours."""
     layer, _, part = name.removesuffix(".weight").partition(".")[2].partition(".")
     known = NAMES.get(name.removesuffix(".weight"))
-    return f"{known or f'model.layers.{layer}.{LAYER_NAMES[part]}'}.weight"
+    return f"{known or f'model.layers.{layer}.{NAMES[part]}'}.weight"
 
 
 ATEN = torch.ops.aten
@@ -155,8 +156,9 @@ class ShardedLlama(Llama):
         for group in config.groups:
             for number in range(group.first, group.stop):
                 if group.level != "none":
-                    contexts = partial(_contexts, group.level)
-                    layers[number] = checkpoint_wrapper(layers[number], context_fn=contexts, preserve_rng_state=False)
+                    layers[number] = checkpoint_wrapper(
+                        layers[number], context_fn=partial(_contexts, group.level), preserve_rng_state=False
+                    )
 
     def compile_blocks(self) -> "ShardedLlama":
         """Compiles each layer, and the loss, so that logits stay in the precision of the matmuls."""

@@ -1,7 +1,7 @@
 """The whole language models of a group on their device, ready to be timed in every mode, and their updates checked.
 
 A timed update of some weights is checked by the formula, also where gradients are zero, tiny and huge. Such gradients
-are planted in rows of one matrix: `lmsys.extremes.optimizer`. Every row is judged alone, in units of its own largest
+are planted in rows of one matrix: `lmsys.extremes.model`. Every row is judged alone, in units of its own largest
 value, for beside the moments of a huge gradient all others are nothing. A row whose values all lie below the smallest
 normal number of float32, as the second moment of a tiny gradient does, is judged in units of that number: below it
 float32 rounds to multiples of 2**-149, whatever the size.
@@ -23,12 +23,10 @@ from benchmarks.model.spots import NUM_ROWS, OUTPUTS, UPDATE, UPDATES, Spots
 from benchmarks.models import LOSS_SCALE, Batch, arithmetic, autocast, build
 from lmsys import draws, testing
 from lmsys.bench import Settings, Step, benchmark
-from lmsys.extremes.model import FIRST_ID, write_model
-from lmsys.extremes.optimizer import plant, planted
+from lmsys.extremes.model import FIRST_ID, plant, planted, write_model
 from lmsys.measure import compare, memory
 from lmsys.measure.clock import clock_of, synchronize, timed
-from lmsys.training.gradients import GraphedGradients, backward_of
-from lmsys.training.optimizer import HAS_TRITON, AdamW
+from lmsys.training import gradients, optimizer
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -174,8 +172,9 @@ class Rig:
         """No gradients and no optimizer: only the weights are left."""
         self.base.zero_grad(set_to_none=True)
         self.optimizers: dict[bool, torch.optim.Optimizer] = {}  # by ModelTest.peer
-        options = {"growth_interval": 2**31 - 1, "enabled": self.precision == "fp16"}
-        self.scaler = torch.amp.GradScaler(self.device, LOSS_SCALE, **options)
+        self.scaler = torch.amp.GradScaler(
+            self.device, LOSS_SCALE, growth_interval=2**31 - 1, enabled=self.precision == "fp16"
+        )
 
     def model(self, case: ModelTest) -> nn.Module:
         if case.row not in self.models:
@@ -207,7 +206,7 @@ class Rig:
         peer = case.peer
         if peer not in self.optimizers:
             theirs = partial(torch.optim.AdamW, fused=True if self.device == "cuda" else None)
-            self.optimizers[peer] = (theirs if peer else AdamW)(self.base.parameters(), lr=LEARNING_RATE)
+            self.optimizers[peer] = (theirs if peer else optimizer.AdamW)(self.base.parameters(), lr=LEARNING_RATE)
         if not peer:
             self.optimizers[peer].rounded = self.model(case).rounded  # of this row alone
         self.scaler.step(self.optimizers[peer])
@@ -248,7 +247,7 @@ class Rig:
 
     def _extremes(self, case: ModelTest) -> Sequence[float]:
         """The values that the case's optimizer must hold: on a GPU torch's does not hold all that ours does."""
-        return planted(held_by_torch=self.device == "cuda" and (case.peer or not HAS_TRITON))
+        return planted(held_by_torch=self.device == "cuda" and (case.peer or not optimizer.HAS_TRITON))
 
     def _redraw(self, case: ModelTest, draw: int) -> None:
         self.draws.fill(draw)
@@ -271,8 +270,10 @@ class Rig:
         meant = self.model(case).meant if case.peer else lambda name, weight: weight
         return self.spots.judge(case, kept, meant)
 
-    def graph_of(self, case: ModelTest) -> GraphedGradients:
-        return GraphedGradients(backward_of(lambda: self.scaler.scale(self.forward(case))), self.base.parameters())
+    def graph_of(self, case: ModelTest) -> gradients.GraphedGradients:
+        return gradients.GraphedGradients(
+            gradients.backward_of(lambda: self.scaler.scale(self.forward(case))), self.base.parameters()
+        )
 
     def alone(self, case: ModelTest) -> float:
         """Seconds of the case's first call, with nothing else live and nothing left afterwards, even where it fails.
@@ -286,37 +287,30 @@ class Rig:
             step.run(step.prepare())
             synchronize(self.device)
             seconds = time.perf_counter() - start
-            if case.mode in UPDATES:
-                self.check_update(case)
+            if (
+                case.mode in UPDATES
+            ):  # the first steps, with extreme gradients in rows of a matrix, and others as they are
+                self.optimizers.pop(case.peer, None)
+                for draw in range(CHECKED_UPDATES):
+                    update = Update.of(self.spots.parameters, NUM_ROWS, draw, self.optimizers.get(case.peer))
+                    update.plant(self._extremes(case), self.scaler.get_scale())
+                    self.update(case)
+                    ratios = update.done(self.optimizers[case.peer]).ratios()
+                    _, wrong = benchmark.verdict(ratios, "before any timed call")
+                    if wrong:
+                        raise WrongCall(wrong[1])
             del step  # with the memory of its graph
             if case.replayed:
-                self.check_graph(case)
+                self.loss(case).backward()
+                launched = [p.grad for p in self.base.parameters()]
+                self.graph_of(case)()
+                pairs = zip(self.base.parameters(), launched, strict=True)
+                worst = max(testing.norm_rms(p.grad - x) / testing.norm_rms(x) for p, x in pairs)
+                if not worst <= GRAPH_BUDGET:
+                    raise WrongCall(f"a gradient of the graph is off by {worst:.2g} of its size")
             return seconds
         finally:
             self.clear()
-
-    def check_graph(self, case: ModelTest) -> None:
-        self.loss(case).backward()
-        launched = [p.grad for p in self.base.parameters()]
-        self.graph_of(case)()
-        pairs = zip(self.base.parameters(), launched, strict=True)
-        worst = max(testing.norm_rms(p.grad - x) / testing.norm_rms(x) for p, x in pairs)
-        if not worst <= GRAPH_BUDGET:
-            raise WrongCall(f"a gradient of the graph is off by {worst:.2g} of its size")
-
-    def check_update(self, case: ModelTest) -> None:
-        """The first two steps of an optimizer, with extreme gradients in rows of a matrix; all others are as they are.
-
-        WrongCall where they are not the formula's.
-        """
-        self.optimizers.pop(case.peer, None)
-        for draw in range(CHECKED_UPDATES):
-            update = Update.of(self.spots.parameters, NUM_ROWS, draw, self.optimizers.get(case.peer))
-            update.plant(self._extremes(case), self.scaler.get_scale())
-            self.update(case)
-            _, wrong = benchmark.verdict(update.done(self.optimizers[case.peer]).ratios(), "before any timed call")
-            if wrong:
-                raise WrongCall(wrong[1])
 
     def memory_of(self, case: ModelTest) -> tuple[int, int]:
         """Bytes live before what is timed (weights, gradients, optimizer state), and the peak above all that was."""

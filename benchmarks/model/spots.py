@@ -13,17 +13,14 @@ Half of the tokens are drawn among the first ones, most of them: there attention
 embedding of a token that only one sequence holds has its gradient from that sequence alone: no other is run for it.
 """
 
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.model.cases import ModelTest
@@ -42,8 +39,7 @@ from lmsys.attention.naive import naive
 from lmsys.bench.plain import check_plain
 from lmsys.extremes.model import group_of
 from lmsys.measure.compare import Kept
-from lmsys.model import TransformerLM
-from lmsys.model.linear import linear
+from lmsys.model import TransformerLM, linear
 from lmsys.testing import BLOCK_SCORES
 
 EMBEDDINGS, HEAD = "token_embeddings.weight", "lm_head.weight"
@@ -78,7 +74,10 @@ class Reference:
         """The loss of each token (B S), from hidden states (B, S, M) that somebody else has made."""
         with self._arithmetic():
             logits = (self._logits(one.to(self.dtype) if self.exact else one) for one in hidden)
-            found = [F.cross_entropy(widened(x), y, reduction="none") for x, y in zip(logits, targets, strict=True)]
+            found = [
+                torch.nn.functional.cross_entropy(widened(x), y, reduction="none")
+                for x, y in zip(logits, targets, strict=True)
+            ]
         return torch.cat(found)
 
     def gradients(self, data: Batch, sequences: Sequence[int], names: Sequence[str]) -> dict[str, Tensor]:
@@ -90,7 +89,7 @@ class Reference:
             x = self._embedded(tokens).requires_grad_()
             with self._arithmetic():
                 logits = widened(self._logits(self._hidden(x)))
-                loss = F.cross_entropy(logits, targets, reduction="sum") / data.targets.numel()
+                loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / data.targets.numel()
                 found = torch.autograd.grad(loss * scale, (x, *self.leaves.values()))
             total[EMBEDDINGS].index_add_(0, tokens, found[0])
             for name, gradient in zip(names, found[1:], strict=True):
@@ -100,10 +99,7 @@ class Reference:
 
     @contextmanager
     def _arithmetic(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self.exact:
-                stack.enter_context(matmuls("fp32"))
-            stack.enter_context(autocast(self.precision, self.device))
+        with matmuls("fp32") if self.exact else nullcontext(), autocast(self.precision, self.device):
             yield
 
     def _weight(self, name: str) -> Tensor:
@@ -121,15 +117,15 @@ class Reference:
         x = x[None].to(self.stream or x.dtype)
         for index in range(len(self.base.layers)):
             x = checkpoint(self._block, index, x, use_reentrant=False, preserve_rng_state=False)
-        return functional_call(self.base.ln_final, {"weight": self._used("ln_final.weight")}, (x,))[0]
+        return torch.func.functional_call(self.base.ln_final, {"weight": self._used("ln_final.weight")}, (x,))[0]
 
     def _block(self, index: int, x: Tensor) -> Tensor:
         layer = self.base.layers[index]
         weights = {name: self._used(f"layers.{index}.{name}") for name, _ in layer.named_parameters()}
-        return functional_call(layer, weights, (x, attend, self.base.rope, None))
+        return torch.func.functional_call(layer, weights, (x, attend, self.base.rope, None))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self._used(HEAD))
+        return linear.linear(hidden, self._used(HEAD))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -206,8 +202,9 @@ class Spots:
         if name == LOSS:
             return torch.empty((), device=tokens.device)
         width = config.vocab_size if name == LOGITS else config.d_model
-        dtype = AUTOCAST.get(self.precision, torch.float32)
-        return torch.empty((), dtype=dtype, device=tokens.device).expand(*tokens.shape, width)
+        return torch.empty((), dtype=AUTOCAST.get(self.precision, torch.float32), device=tokens.device).expand(
+            *tokens.shape, width
+        )
 
     def gradients(self, key: int, scale: float) -> Parts:
         """Copies of the gradients as they stand, of a loss times `scale`, where the key says."""
@@ -225,7 +222,7 @@ class Spots:
         found, spot = dict(kept.result), self.spot(kept.key)
         update = found.pop(UPDATE, None)
         if broken := [name for name, x in found.items() if not x.isfinite().all()]:
-            return dict.fromkeys(broken, math.inf)
+            return dict.fromkeys(broken, float("inf"))
         narrow = case.residual == "narrow"
         references = [Reference(self.base, self.precision, exact, meant, narrow) for exact in (True, False)]
         ratios = update.ratios() if update else {}
@@ -237,8 +234,9 @@ class Spots:
         if EMBEDDINGS in found:
             found[EMBEDDINGS] = found[EMBEDDINGS][self._sequences(spot)[1]]
         for name in found.keys() - {LOSS, ALL_STATES}:
-            parts = found[name], rights[0][name], rights[1][name]
-            ratios[name] = ratio_by_group(*parts, ROUNDING[self.precision], self._group(name, spot))
+            ratios[name] = ratio_by_group(
+                found[name], rights[0][name], rights[1][name], ROUNDING[self.precision], self._group(name, spot)
+            )
         return ratios
 
     def _group(self, name: str, spot: Spot) -> Tensor:

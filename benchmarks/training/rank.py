@@ -12,22 +12,19 @@ from time import perf_counter
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from benchmarks.models import COMPILED, LR_BY_WIDTH, MAX_SCORES, TrainedCase, attention_case, attention_row
+from lmsys import config, values
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.bench import Entry, Record, findings, ranks
-from lmsys.config import ModelConfig
 from lmsys.measure import memory
 from lmsys.measure.clock import synchronize
 from lmsys.measure.sensors import sensors_of
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
-from lmsys.tokenizer import Tokenizer, pretokens, train
-from lmsys.tokenizer.chunks import Chunk, chunks
-from lmsys.training import corpora, data, loop
+from lmsys.tokenizer import Tokenizer, chunks, pretokens, train
+from lmsys.training import corpora, data, loop, reproducible
 from lmsys.training.config import RunConfig, TrainConfig
-from lmsys.training.reproducible import weights_sha256
 
 LEAST_LR, WARMUP = 0.1, 0.1  # of the learning rate; of all steps
 
@@ -124,7 +121,7 @@ class TrainingCase(TrainedCase):
         return self.tokens, self.val_tokens, self.vocab_size
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> config.ModelConfig:
         return replace(super().config, vocab_size=self.vocab_size)
 
     @property
@@ -156,10 +153,9 @@ class TrainingCase(TrainedCase):
         """The case as the training loop takes it. ValueError for an option that the loop does not have."""
         if isinstance(self.bucket_mb, str):
             raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
-        if self.compile == "fused" and (reason := self.entry.trait("why_not_fused", "")):
-            raise ValueError(reason)
-        if self.reproducible and (reason := self.entry.trait("why_not_reproducible", "")):
-            raise ValueError(reason)
+        not_fused = self.compile == "fused" and self.entry.trait("why_not_fused", "")
+        not_reproducible = self.reproducible and self.entry.trait("why_not_reproducible", "")
+        values.hold((not not_fused, str(not_fused)), (not not_reproducible, str(not_reproducible)))
         steps = self.steps * self.epochs
         train = TrainConfig(
             steps=steps,
@@ -203,7 +199,7 @@ def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
     """
     corpus = corpora.stdlib()
     size = max(LEAST_BYTES, BYTES_PER_TOKEN * train_tokens)
-    beginning = next(chunks(corpus.train[:1], pretokens.Pretokenizer([corpora.END_OF_TEXT]), size))
+    beginning = next(chunks.chunks(corpus.train[:1], pretokens.Pretokenizer([corpora.END_OF_TEXT]), size))
     tokenizer = train([beginning], vocab_size, [corpora.END_OF_TEXT], len(os.sched_getaffinity(0)))
     place = Path(folder().name) / f"{train_tokens}-{val_tokens}-{vocab_size}"
     place.mkdir(exist_ok=True)
@@ -213,10 +209,10 @@ def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
     return found
 
 
-def _first(tokenizer: Tokenizer, parts: tuple[Chunk, ...], count: int, option: str) -> np.ndarray:
+def _first(tokenizer: Tokenizer, parts: tuple[chunks.Chunk, ...], count: int, option: str) -> np.ndarray:
     """`count` ids and the one that follows them."""
     found: list[np.ndarray] = []
-    for chunk in chunks(
+    for chunk in chunks.chunks(
         parts, pretokens.Pretokenizer([corpora.END_OF_TEXT]), max(LEAST_BYTES, BYTES_PER_TOKEN * count)
     ):
         found += data.encode_files(tokenizer, [chunk], 1)
@@ -260,28 +256,22 @@ def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> tuple[str | None, 
     In a run of their own.
     """
     clear(case)
-    took: list[float] = []
-
-    def first() -> None:
-        start = perf_counter()
-        _TRAINER[0].train_step()
-        synchronize(device().type)
-        took.append(perf_counter() - start)
 
     def step() -> None:
         if not launched:
             _TRAINER[0].train_step()
 
-    phases = {"init": lambda: _TRAINER.append(trainer(case, tokens, seed)), "first": first, "step": step}
     try:
         with findings.interpreted_kernels() as launched:
-            found = memory.phases(phases, device().type)
+            first_step_s, phases = memory.first_steps(
+                lambda: _TRAINER.append(trainer(case, tokens, seed)), step, device().type
+            )
     except ValueError as error:
         if _TRAINER:
             raise
         return str(error), 0.0, 0
     _TRAINER.clear()
-    return INTERPRETED if launched else None, took[0], found["step"]["peak_bytes"]
+    return INTERPRETED if launched else None, first_step_s, phases["step"]["peak_bytes"]
 
 
 @ranks.on_part
@@ -295,21 +285,22 @@ def epoch(case: TrainingCase, steps: int) -> Epoch:
     """The next steps, which ranks begin together."""
     (one,) = _TRAINER
     if one.world_size > 1:
-        dist.barrier(one.group)
+        torch.distributed.barrier(one.group)
     synchronize(device().type)
     start = perf_counter()
     taken = [one.train_step()[0] for _ in range(steps)]
     clock = sensors(device().type).read().sm_clock_mhz
     synchronize(device().type)
-    seconds = perf_counter() - start
-    return Epoch(seconds, [step.loss for step in taken], [step.norm for step in taken], clock)
+    return Epoch(perf_counter() - start, [step.loss for step in taken], [step.norm for step in taken], clock)
 
 
 @ranks.on_part
 def end(case: TrainingCase) -> tuple[float, str]:
     """(the loss on held-out text, what tells whether ranks have one model)."""
     (one,) = _TRAINER
-    same = weights_sha256(one.strategy.full_state_dict()) if case.reproducible else one.strategy.fingerprint()
+    same = (
+        reproducible.weights_sha256(one.strategy.full_state_dict()) if case.reproducible else one.strategy.fingerprint()
+    )
     found = one.evaluate().loss, same
     clear(case)
     return found

@@ -17,11 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys import draws
-from lmsys.check import places
+from lmsys import draws, testing
+from lmsys.check import places, signature
 from lmsys.check.question import Fault, Options, Question
-from lmsys.check.signature import Called
-from lmsys.testing import ratio_of
 
 Inputs = Mapping[str, Tensor]
 Settings = Mapping[str, Any]
@@ -175,7 +173,7 @@ def parts_of_sum(rows: str, count: int, sizes: Iterable[int]) -> dict[str, slice
 
 
 def judge(
-    call: Called,
+    call: signature.Called,
     formula: Formula,
     mistakes: Callable[[Problem], Mistakes],
     problem: Problem,
@@ -207,12 +205,18 @@ def judge(
             return Fault(f"  {_called(name)} is {given}; expected {problem.dtype} of shape {tuple(right.shape)}")
         ratio = _ratio(outputs[name], right, plain[name], mean=not problem.extreme)
         if ratio > 1:
-            mistake = explain(outputs, name, reference, plain, problem, mistakes(problem))
-            return _fault(name, list(reference), outputs[name], right, ratio, mistake)
+            return _fault(
+                name,
+                list(reference),
+                outputs[name],
+                right,
+                ratio,
+                explain(outputs, name, reference, plain, problem, mistakes(problem)),
+            )
     return None
 
 
-def run(call: Called, problem: Problem) -> Outputs:
+def run(call: signature.Called, problem: Problem) -> Outputs:
     """The result of a function, and the gradients that reach its inputs."""
     grad = problem.grad_output is not None
     leaves = {name: x.detach().requires_grad_(grad) for name, x in problem.inputs.items()}
@@ -229,7 +233,7 @@ def run(call: Called, problem: Problem) -> Outputs:
 
 def _ratio(output: Tensor, reference: Tensor, plain: Tensor, mean: bool = False) -> float:
     """`ratio_of` in the dtype of `plain`; with `mean`, tensors of a narrow one in root mean square as well."""
-    return ratio_of(output, reference, plain, plain.dtype, mean and plain.dtype != torch.float32)
+    return testing.ratio_of(output, reference, plain, plain.dtype, mean and plain.dtype != torch.float32)
 
 
 def explain(

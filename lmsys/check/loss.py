@@ -11,18 +11,15 @@ Legend: N tokens, V vocabulary, M d_model.
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
-from lmsys import draws
+from lmsys import config, draws, registry
 from lmsys.check.formulas import DTYPES, NARROW, RESULT, Asked, Problem, drawn, judge, questions_of, run
 from lmsys.check.loss_mistakes import OPTIONS, mistakes, plain, right
 from lmsys.check.question import Fault, Options, Question
 from lmsys.check.signature import Called, Roles, built, called, is_function, is_module, names_of, parameters_of
-from lmsys.config import IGNORED
 from lmsys.extremes.loss import KINDS, WIDTH, write_head, write_kind
-from lmsys.registry import Entry
 
 ROLES: Roles = {
     "hidden": ("hidden", "input", "inputs", "x", "h", "hidden_states"),
@@ -51,20 +48,21 @@ CASES = (
     Asked("a few tokens", (TOKENS, 96)),
     Asked("a vocabulary that no block divides", ODD),
     Asked("more tokens than a chunk", LONG),
-    Asked("ignored tokens", LONG, more={"ignored": 101, "ignore_index": IGNORED}),
+    Asked("ignored tokens", LONG, more={"ignored": 101, "ignore_index": config.IGNORED}),
     Asked("another ignore_index", ODD, more={"ignored": 33, "ignore_index": 7}),
     *OPTION_CASES,
     *(Asked("a vocabulary that no block divides", ODD, dtype) for dtype in NARROW),
     *(Asked(about, ODD, dtype, about) for dtype in DTYPES[:2] for about in KINDS),
-    Asked("all tokens ignored", (TOKENS, 96), more={"ignored": TOKENS, "ignore_index": IGNORED}),
+    Asked("all tokens ignored", (TOKENS, 96), more={"ignored": TOKENS, "ignore_index": config.IGNORED}),
 )
 
 
-def questions(entry: Entry, options: Options, cases: Iterable[Asked] = CASES) -> Iterator[Question]:
+def questions(entry: registry.Entry, options: Options, cases: Iterable[Asked] = CASES) -> Iterator[Question]:
     """The cases that the function can be asked."""
     implementation = entry.load()
-    roles = roles_of(implementation)
-    call = called(built(implementation, {}, {}) if is_module(implementation) else implementation, roles)
+    call = called(
+        built(implementation, {}, {}) if is_module(implementation) else implementation, roles_of(implementation)
+    )
 
     def reason(asked: Asked) -> str | None:
         missing = (name for name in asked.more if name != "ignored" and not call.has(name))
@@ -73,7 +71,7 @@ def questions(entry: Entry, options: Options, cases: Iterable[Asked] = CASES) ->
     return questions_of(cases, partial(_judged, call, options), options, reason)
 
 
-def faults_of_options(entry: Entry) -> dict[str, float]:
+def faults_of_options(entry: registry.Entry) -> dict[str, float]:
     """The error over its budget of each option that a function has a parameter for and gets wrong, and of what else
     `lmsys check` asks, of one from a file; inf: no answer."""
     cases = CASES if ".py:" in entry.target else OPTION_CASES
@@ -83,12 +81,11 @@ def faults_of_options(entry: Entry) -> dict[str, float]:
     return {about: fault.error_ratio or math.inf for about, fault in judged.items() if fault}
 
 
-def roles_of(implementation: Any) -> Roles:
+def roles_of(implementation: object) -> Roles:
     """The roles by names; an input without a weight beside it is logits."""
     parameters = parameters_of(implementation)
     roles = {name: ROLES[name] for name in ROLES if name not in OPTIONS or not is_function(implementation)}
-    needed = names_of(name for name, x in parameters.items() if x.default is x.empty)
-    if needed & set(ROLES["weight"]):
+    if names_of(name for name, x in parameters.items() if x.default is x.empty) & set(ROLES["weight"]):
         return roles
     both = (*ROLES["logits"], *ROLES["hidden"])
     return {"logits": both} | {name: roles[name] for name in roles if name not in ("logits", "hidden", "weight")}
@@ -97,7 +94,9 @@ def roles_of(implementation: Any) -> Roles:
 def _problem(call: Called, asked: Asked, options: Options) -> Problem:
     """The inputs of a case."""
     tokens, vocabulary = asked.shape
-    ignored, ignore_index = (asked.more.get(name, usual) for name, usual in (("ignored", 0), ("ignore_index", IGNORED)))
+    ignored, ignore_index = (
+        asked.more.get(name, usual) for name, usual in (("ignored", 0), ("ignore_index", config.IGNORED))
+    )
     hidden = drawn(options, "hidden", tokens, WIDTH)
     weight = drawn(options, "weight", vocabulary, WIDTH) * WIDTH**-0.5
     targets = draws.whole_numbers(draws.key(options.seed, "targets"), 0, tokens, vocabulary - 1)

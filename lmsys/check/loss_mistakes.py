@@ -4,7 +4,7 @@ Legend: N tokens, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -32,7 +32,6 @@ OPTIONS = "reduction", "token_weights", "label_smoothing", "z_loss", "softcap"
 CHUNKS = (16, 32, 50, 64, 100, 128, 256)
 FINITE = (0.0, -10.0, -15.0, -20.0, -30.0, -50.0, -100.0)  # what stands for -inf
 SMOOTHINGS = (0.1, 0.05, 0.01, 0.2)
-OfLogits = Callable[[Tensor, Tensor], Tensor]  # the gradients (N, V) of the logits from p and targets as one-hot rows
 
 
 def right(inputs: Inputs, settings: Settings) -> Tensor:
@@ -89,7 +88,12 @@ def losses(inputs: Inputs, settings: Settings) -> Tensor:
 def mistakes(problem: Problem) -> Mistakes:
     """The plainest first. Where there are options, those that are made with them."""
     if options := options_of(problem.settings):
-        return _of_options(options)
+        without = {
+            f"{name} is ignored": lambda x, s, name=name: right(x, {each: s[each] for each in s if each != name})
+            for name in options
+            if name != "reduction"
+        }
+        return forwards(without | (BY_COUNT if "token_weights" in options else {})) | backwards(right, FIRST_FOR_ALL)
     counted = counts(problem.settings)
     tokens, vocabulary = logits_of(problem.inputs).shape
     smoothed: dict[str, Formula] = {}
@@ -112,20 +116,11 @@ def mistakes(problem: Problem) -> Mistakes:
     }
 
 
-def _of_options(options: Sequence[str]) -> Mistakes:
-    ignored = {
-        f"{name} is ignored": lambda x, s, name=name: right(x, {each: s[each] for each in s if each != name})
-        for name in options
-        if name != "reduction"
-    }
-    by_count = {
-        "the weighted sum is divided by the number of tokens, not by the sum of weights": (
-            lambda x, s: right(x, {**s, "reduction": "sum"}) / counts(s).sum()
-        )
-    }
-    return forwards(ignored | (by_count if "token_weights" in options else {})) | backwards(right, FIRST_FOR_ALL)
-
-
+BY_COUNT: dict[str, Formula] = {
+    "the weighted sum is divided by the number of tokens, not by the sum of weights": (
+        lambda x, s: right(x, {**s, "reduction": "sum"}) / counts(s).sum()
+    )
+}
 FIRST_FOR_ALL: dict[str, Gradients] = {
     "the gradient of the first token stands for those of all": (
         lambda problem, _: outputs_of(
@@ -249,8 +244,13 @@ def _of_gradients(counted: Tensor) -> dict[str, Gradients]:
     return {text: made for text, made in gradients.items() if not (all_counted and "ignored" in text)}
 
 
-def _through_the_head(of_logits: OfLogits, tokens: Tensor, names: tuple[str, ...] = ("hidden", "weight")) -> Gradients:
-    """The gradients of some inputs, to which these tokens (N,) of bool add."""
+def _through_the_head(
+    of_logits: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, names: tuple[str, ...] = ("hidden", "weight")
+) -> Gradients:
+    """The gradients of some inputs, to which these tokens (N,) of bool add.
+
+    of_logits  the gradients (N, V) of the logits from p and targets as one-hot rows
+    """
 
     def gradients(problem: Problem, _: Outputs) -> Outputs:
         inputs, counted, logits = problem.inputs, counts(problem.settings), logits_of(problem.inputs)

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lmsys.check.formulas import (
@@ -114,7 +113,7 @@ Divisor = Callable[[Tensor, float], Tensor]
 
 def rms_norm(inputs: Inputs, settings: Settings) -> Tensor:
     """x / sqrt(mean(x^2) + eps) · weight."""
-    return F.rms_norm(inputs["x"], settings["shape"], inputs["weight"], settings["eps"])
+    return torch.nn.functional.rms_norm(inputs["x"], settings["shape"], inputs["weight"], settings["eps"])
 
 
 def plain_rms_norm(inputs: Inputs, settings: Settings) -> Tensor:
@@ -129,7 +128,9 @@ def plain_rms_norm(inputs: Inputs, settings: Settings) -> Tensor:
 
 def layer_norm(inputs: Inputs, settings: Settings) -> Tensor:
     """(x - mean) / sqrt(var + eps) · weight + bias."""
-    return F.layer_norm(inputs["x"], settings["shape"], inputs["weight"], inputs["bias"], settings["eps"])
+    return torch.nn.functional.layer_norm(
+        inputs["x"], settings["shape"], inputs["weight"], inputs["bias"], settings["eps"]
+    )
 
 
 def of_parts(
@@ -210,8 +211,9 @@ def _one_pass(inputs: Inputs, settings: Settings) -> Tensor:
     x = inputs["x"].float()
     mean = mean_of(x)
     variance = mean_of(x * x) - mean * mean
-    y = (x - mean) * (variance + settings["eps"]).rsqrt() * inputs["weight"].float() + inputs["bias"].float()
-    return y.to(inputs["x"].dtype)
+    return ((x - mean) * (variance + settings["eps"]).rsqrt() * inputs["weight"].float() + inputs["bias"].float()).to(
+        inputs["x"].dtype
+    )
 
 
 def _over(width: int, columns: int) -> Divisor:

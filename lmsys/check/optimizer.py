@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys import registry, testing
 from lmsys.check import places
 from lmsys.check.optimizer_formula import FORMS, Adam, Form, Formula, Run, Sgd, Trace
 from lmsys.check.optimizer_runs import Asked, Claim, asked_of, claim_of, run_of, trace_of
 from lmsys.check.question import Fault, Options, Question
-from lmsys.registry import Entry
-from lmsys.testing import error_ratio
 
 
-def questions(entry: Entry, options: Options) -> Iterator[Question]:
+def questions(entry: registry.Entry, options: Options) -> Iterator[Question]:
     """The runs, from the first step to the rarest inputs. ValueError for what claims to be no known algorithm."""
     optimizer = entry.load()
     claim, device = claim_of(optimizer), _device()
@@ -31,11 +30,16 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
     held_to = f"{claim}\n  its first steps are those of {form}" if form and form.differs else str(claim)
     for asked in asked_of(claim):
         about = f"{asked.about}, {str(asked.dtype).removeprefix('torch.')}"
-        judge = partial(failure, optimizer, claim, form, asked, options.seed, device)
-        yield Question(about, judge, f"{about}\n  {held_to}", asked.why_not(claim), extreme=bool(asked.sizes))
+        yield Question(
+            about,
+            partial(failure, optimizer, claim, form, asked, options.seed, device),
+            f"{about}\n  {held_to}",
+            asked.why_not(claim),
+            extreme=bool(asked.sizes),
+        )
 
 
-def remark(entry: Entry, options: Options) -> str:
+def remark(entry: registry.Entry, options: Options) -> str:
     """The form that the optimizer follows, in words."""
     optimizer = entry.load()
     claim = claim_of(optimizer)
@@ -69,7 +73,7 @@ def _followed(form: Form, run: Run, begins: Trace, made: Trace) -> int:
     """The number of steps before the first that is not the form's."""
     exact, plain = (Formula(form.rule).trace(run, begins, dtype) for dtype in (torch.float64, torch.float32))
     pairs = [zip(*of_step, strict=True) for of_step in zip(made, exact, plain, strict=True)]
-    right = [all(error_ratio(*of) <= 1 for of in of_step) for of_step in pairs]
+    right = [all(testing.error_ratio(*of) <= 1 for of in of_step) for of_step in pairs]
     return [*right, False].index(False)
 
 
@@ -95,8 +99,7 @@ def failure(optimizer: Any, claim: Claim, form: Form | None, asked: Asked, seed:
         ratios = _ratios(p, exact[step][i], plain[step][i])
         if max(ratios) > 1:
             place = _place(asked, step, i, ratios, p, exact[step][i])
-            mistake = explain(claim, form, asked, run, (made, exact, plain), begins)
-            return Fault.explained(place, mistake, max(ratios))
+            return Fault.explained(place, explain(claim, form, asked, run, (made, exact, plain), begins), max(ratios))
     return None
 
 
@@ -116,7 +119,7 @@ def _plain(claim: Claim, form: Form | None, run: Run, begins: Trace | None) -> T
 def _ratios(made: Tensor, exact: Tensor, plain: Tensor) -> list[float]:
     """The error of each row, of a vector as a whole, over its budget."""
     rows = zip(*(x.reshape(-1, x.shape[-1]) for x in (made, exact, plain)), strict=True)
-    return [error_ratio(*row) for row in rows]
+    return [testing.error_ratio(*row) for row in rows]
 
 
 def _place(asked: Asked, step: int, i: int, ratios: list[float], made: Tensor, exact: Tensor) -> str:
@@ -139,8 +142,10 @@ def explain(
     A mistake may hide the form: where the first steps follow none, it is sought in all.
     """
     for rule in [of.rule for of in ([form] if form else FORMS[claim.algorithm])]:
-        masters = [of_masters(rule, bool(asked.reloads))] if asked.masters else []
-        for mistake, formula in chain(masters, mistakes(claim.algorithm, rule)):
+        # Masters that are lost without a state dict have been refused before.
+        lost = "float32 masters are lost by load_state_dict" if asked.reloads else "float32 masters are lost"
+        unkept = f"{lost}: steps smaller than bfloat16 rounds are nothing", Formula(rule, weights=torch.bfloat16)
+        for mistake, formula in chain([unkept] if asked.masters else [], mistakes(claim.algorithm, rule)):
             if _gives(formula.trace(run, begins), traces):
                 return mistake
     return None
@@ -168,24 +173,6 @@ Changes = dict[str, dict[str, Any]]
 DECOUPLED: dict[str, Any] = {"in_gradient": 0.0, "taken": lambda lr, decay, p: lr * decay * p}
 IGNORED: Changes = {"weight_decay is ignored": {"in_gradient": 0.0, "taken": lambda lr, decay, p: 0.0}}
 
-DECAY_OF_ADAMW: Changes = IGNORED | {
-    "weight decay is coupled: it is added to the gradient, as in Adam, not taken from the weights": {
-        "in_gradient": 1.0,
-        "taken": lambda lr, decay, p: 0.0,
-    },
-    "weight decay is taken from the weights and added to the gradient as well": {"in_gradient": 1.0},
-    "weights decay twice in a step": {"taken": lambda lr, decay, p: (1 - (1 - lr * decay) ** 2) * p},
-    "weight decay is not scaled by lr": {"taken": lambda lr, decay, p: decay * p},
-    "weight decay is scaled by lr twice": {"taken": lambda lr, decay, p: lr * lr * decay * p},
-    "lr weight_decay itself is taken from the weights, not its product with them": {
-        "taken": lambda lr, decay, p: lr * decay,
-    },
-    "weights grow: weight decay is added to them": {"taken": lambda lr, decay, p: -lr * decay * p},
-}
-DECAY_OF_ADAM: Changes = IGNORED | {
-    "weight decay is decoupled, as in AdamW: Adam adds it to the gradient": DECOUPLED,
-    "weight decay is added to the gradient twice": {"in_gradient": 2.0},
-}
 MOMENTS: Changes = {
     "bias correction is forgotten": {"corrections": lambda c1, c2: (1.0, 1.0)},
     "bias correction of the first moment is forgotten": {"corrections": lambda c1, c2: (1.0, c2)},
@@ -210,22 +197,46 @@ MOMENTS: Changes = {
     "moments are kept in float16": {"keep": lambda moment: moment.half().double()},
     "moments are kept in bfloat16": {"keep": lambda moment: moment.bfloat16().double()},
 }
-OF_SGD: Changes = IGNORED | {
-    "weight decay is ignored where momentum is 0": {"only_with_momentum": True},
-    "weight decay is added to the gradient twice": {"in_gradient": 2.0},
-    "weight decay is decoupled: SGD adds it to the gradient": DECOUPLED,
-    "weight decay is not scaled by lr": {"in_gradient": 0.0, "taken": lambda lr, decay, p: decay * p},
-    "the first gradient is damped too: torch begins with the gradient itself": {
-        "buffer": lambda b, g, momentum, dampening: (0 if b is None else momentum * b) + (1 - dampening) * g,
+RULES: Mapping[str, Changes] = {
+    "AdamW": IGNORED
+    | {
+        "weight decay is coupled: it is added to the gradient, as in Adam, not taken from the weights": {
+            "in_gradient": 1.0,
+            "taken": lambda lr, decay, p: 0.0,
+        },
+        "weight decay is taken from the weights and added to the gradient as well": {"in_gradient": 1.0},
+        "weights decay twice in a step": {"taken": lambda lr, decay, p: (1 - (1 - lr * decay) ** 2) * p},
+        "weight decay is not scaled by lr": {"taken": lambda lr, decay, p: decay * p},
+        "weight decay is scaled by lr twice": {"taken": lambda lr, decay, p: lr * lr * decay * p},
+        "lr weight_decay itself is taken from the weights, not its product with them": {
+            "taken": lambda lr, decay, p: lr * decay,
+        },
+        "weights grow: weight decay is added to them": {"taken": lambda lr, decay, p: -lr * decay * p},
+    }
+    | MOMENTS,
+    "Adam": IGNORED
+    | {
+        "weight decay is decoupled, as in AdamW: Adam adds it to the gradient": DECOUPLED,
+        "weight decay is added to the gradient twice": {"in_gradient": 2.0},
+    }
+    | MOMENTS,
+    "SGD": IGNORED
+    | {
+        "weight decay is ignored where momentum is 0": {"only_with_momentum": True},
+        "weight decay is added to the gradient twice": {"in_gradient": 2.0},
+        "weight decay is decoupled: SGD adds it to the gradient": DECOUPLED,
+        "weight decay is not scaled by lr": {"in_gradient": 0.0, "taken": lambda lr, decay, p: decay * p},
+        "the first gradient is damped too: torch begins with the gradient itself": {
+            "buffer": lambda b, g, momentum, dampening: (0 if b is None else momentum * b) + (1 - dampening) * g,
+        },
+        "the buffer is a mean: momentum b + (1 - momentum) g": {
+            "buffer": lambda b, g, momentum, dampening: (0 if b is None else momentum * b) + (1 - momentum) * g,
+        },
+        "lr is multiplied into the buffer: a change of lr comes late": {"rate_within": True},
+        "nesterov is ignored": {"nesterov": lambda g, b, momentum: b},
+        "nesterov looks ahead from the old buffer": {"nesterov": lambda g, b, momentum: b + momentum * (b - g)},
     },
-    "the buffer is a mean: momentum b + (1 - momentum) g": {
-        "buffer": lambda b, g, momentum, dampening: (0 if b is None else momentum * b) + (1 - momentum) * g,
-    },
-    "lr is multiplied into the buffer: a change of lr comes late": {"rate_within": True},
-    "nesterov is ignored": {"nesterov": lambda g, b, momentum: b},
-    "nesterov looks ahead from the old buffer": {"nesterov": lambda g, b, momentum: b + momentum * (b - g)},
 }
-RULES: Mapping[str, Changes] = {"AdamW": DECAY_OF_ADAMW | MOMENTS, "Adam": DECAY_OF_ADAM | MOMENTS, "SGD": OF_SGD}
 
 COUNTING: Changes = {
     "steps are not counted: bias correction stays that of the first step": {"count": lambda steps, calls, of_all: 1},
@@ -272,9 +283,11 @@ KEEPING_OF_ADAM: Changes = {
         "restores": lambda loaded, made: loaded | {"corrected_by": made["betas"]},
     },
 }
-UNUSED_DECAY: Changes = {"parameters without a gradient decay": {"without_gradient": "decay"}}
 KEEPINGS: Mapping[str, Changes] = {
-    "AdamW": COUNTING | UNUSED_DECAY | KEEPING | KEEPING_OF_ADAM,
+    "AdamW": COUNTING
+    | {"parameters without a gradient decay": {"without_gradient": "decay"}}
+    | KEEPING
+    | KEEPING_OF_ADAM,
     "Adam": COUNTING | KEEPING | KEEPING_OF_ADAM,
     "SGD": {"momentum is forgotten": {"forgets": True}} | KEEPING,
 }
@@ -293,12 +306,3 @@ def mistakes(algorithm: str, rule: Adam | Sgd) -> Iterator[tuple[str, Formula]]:
     for form in FORMS[algorithm]:
         if form.rule is not rule:
             yield f"the form is not that of the first steps: here it is {form.words}", Formula(form.rule)
-
-
-def of_masters(rule: Adam | Sgd, loads: bool) -> tuple[str, Formula]:
-    """The mistake of an optimizer that is to keep float32 masters of bfloat16 weights; `loads`: in a run that loads.
-
-    One that loses them without that has been refused before.
-    """
-    lost = "float32 masters are lost by load_state_dict" if loads else "float32 masters are lost"
-    return f"{lost}: steps smaller than bfloat16 rounds are nothing", Formula(rule, weights=torch.bfloat16)

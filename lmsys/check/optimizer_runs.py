@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lmsys import draws
 from lmsys.check.optimizer_formula import DEFAULTS, Run, Settings, Trace
-from lmsys.extremes.optimizer import SIZES, extreme
+from lmsys.extremes.model import SIZES, extreme
 
 OTHERS = "AdaBelief", "Adafactor", "Adamax", "Adan", "Lamb", "LAMB", "Lion", "NAdam", "RAdam", "SparseAdam"
 
@@ -99,7 +98,7 @@ class Asked:
     changes  by step: settings that all groups have from then on
     missing  by step: the parameters without a gradient
     reloads  the steps before which the state is saved and loaded
-    sizes    by step: the size of its gradients, as `lmsys.extremes.optimizer` has it; others are drawn near-normal
+    sizes    by step: the size of its gradients, as `lmsys.extremes.model` has it; others are drawn near-normal
     masters  asks for float32 masters
     in_place  a step may change gradients
     """
@@ -145,12 +144,13 @@ def asked_of(claim: Claim) -> list[Asked]:
     ]
     apart = kept | {"lr": 0.1}, claim.taken({"lr": 0.025, "weight_decay": 0.0})
     missing = {0: frozenset({1, 2}), 1: frozenset({2}), 3: frozenset({0})}
-    both = {"lr": 0.05, "weight_decay": 0.125}
     of_all = [
         Asked("two param groups, of different settings", 4, apart, ((0,), (1, 2))),
         Asked("parameters without a gradient in some steps", 6, (kept,), missing=missing),
         Asked("lr changed between steps", 6, (kept,), changes={2: {"lr": 0.05}, 4: {"lr": 0.2}}),
-        Asked("lr and weight decay changed between steps", 4, (kept,), changes={2: both}),
+        Asked(
+            "lr and weight decay changed between steps", 4, (kept,), changes={2: {"lr": 0.05, "weight_decay": 0.125}}
+        ),
         Asked("saved and loaded between steps", 6, (kept,), changes={1: {"lr": 0.05}}, reloads=frozenset({3, 4})),
         Asked("several steps", 6, (kept,), dtype=torch.bfloat16),
         Asked("saved and loaded between steps", 6, (kept,), reloads=frozenset({3}), dtype=torch.bfloat16),
@@ -174,7 +174,7 @@ def asked_of(claim: Claim) -> list[Asked]:
 def run_of(asked: Asked, seed: int, device: str) -> Run:
     """Its parameters, settings and gradients: the same bits on any machine."""
 
-    def drawn(name: str) -> list[Tensor]:
+    def drawn(name: str) -> list[torch.Tensor]:
         keys = [draws.key(seed, f"{name} {i}") for i in range(len(SHAPES))]
         pairs = zip(keys, SHAPES, strict=True)
         return [draws.values(key, 0, torch.Size(shape).numel()).view(shape).to(device) for key, shape in pairs]

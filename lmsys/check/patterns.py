@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lmsys.attention.contract import AttentionCase, repeat_heads
 from lmsys.testing import Inputs
@@ -24,7 +23,6 @@ ONLINE_TILES = (8, *TILES, 48, 96, 192)  # of keys
 UNEXPLAINED = 0.25  # of an error, at most: tiles and sums differ, and a number at a half may be rounded either way
 GRADIENTS = ("dq", "dk", "dv")
 Outputs = Mapping[str, Tensor]
-Round = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def online(
     detached: str = "",
     divided: bool = True,
     rounded: str = "",
-    near: Round = torch.clone,
+    near: Callable[[Tensor], Tensor] = torch.clone,
 ) -> Tensor:
     """The formula by tiles of keys, which are rescaled when the maximum of a row grows.
 
@@ -122,7 +120,9 @@ def mistakes(case: AttentionCase) -> dict[str, Formula]:
         if 0 < keys < case.keys:
             changes[f"keys from {keys} on are ignored"] = {"read": lambda x, n=keys: x[:, :, :n]}
     for more in sorted({-case.keys % tile for tile in TILES} - {0}):
-        changes[f"{more} keys behind the last one are read as zeros"] = {"read": partial(pad, pad=(0, 0, 0, more))}
+        changes[f"{more} keys behind the last one are read as zeros"] = {
+            "read": partial(torch.nn.functional.pad, pad=(0, 0, 0, more))
+        }
     if case.heads != case.kv_heads:
         modulo = "query head h reads key head h % kv_heads, not h // group"
         changes[modulo] = {"heads": lambda head: head % case.kv_heads}
@@ -179,8 +179,7 @@ def outputs_of(forward: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inpu
     """o = forward(q, k, v), dq, dk, dv, in float64."""
     q, k, v = (x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     o = forward(q, k, v)
-    gradients = torch.autograd.grad(o, (q, k, v), inputs.do.double())
-    return {"o": o.detach(), **dict(zip(GRADIENTS, gradients, strict=True))}
+    return {"o": o.detach(), **dict(zip(GRADIENTS, torch.autograd.grad(o, (q, k, v), inputs.do.double()), strict=True))}
 
 
 def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Tensor]:
@@ -295,8 +294,7 @@ def _elsewhere(case: AttentionCase, inputs: Inputs, good: Tensor, name: str) -> 
             right(case).forward, Inputs(q, k, v, do, inputs.seed)
         )[name],
     }
-    exchanged = {"batches and heads are exchanged": good.transpose(0, 1)}
-    return made | (exchanged if good.shape[0] == good.shape[1] else {})
+    return made | ({"batches and heads are exchanged": good.transpose(0, 1)} if good.shape[0] == good.shape[1] else {})
 
 
 def _of_online_softmax(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Tensor]:
@@ -342,8 +340,7 @@ def _nearest(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """x rounded to `dtype`, in float64; None: to ten bits behind the point, which TF32 and float16 have."""
     if dtype is not None:
         return x.to(dtype).double()
-    bits = x.float().contiguous().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).double()
+    return ((x.float().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).double()
 
 
 def _rows_of(kind: str, at: Tensor) -> str | None:
@@ -352,7 +349,6 @@ def _rows_of(kind: str, at: Tensor) -> str | None:
     if not rows.any() or not torch.equal(at.any(dim=-1), rows):
         return None
     size, count = rows.shape[-1], int(rows[0, 0].sum())
-    last = torch.arange(size, device=rows.device) >= size - count
-    if bool((rows == last).all()):
+    if bool((rows == (torch.arange(size, device=rows.device) >= size - count)).all()):
         return f"all of it is {kind}" if count == size else f"the last {count} rows are {kind}"
     return f"{int(rows.sum())} of {rows.numel()} rows are {kind}"

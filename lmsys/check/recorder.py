@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lmsys import doing
 
@@ -93,7 +92,9 @@ class Recorder:
             delayed = written is not None and group.name() == "gloo" and _caller_is_a_users()
             if not (delayed and tensors and all(x.is_contiguous() for x in _tensors(args))):
                 return method(group, *args, **kwargs)
-            copies, before = (tree_map_only(Tensor, lambda x: x.detach().clone(), args) for _ in range(2))
+            copies, before = (
+                torch.utils._pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), args) for _ in range(2)
+            )
             work = method(group, *copies, **kwargs)
             self.unwaited[work] = what
 
@@ -190,7 +191,7 @@ def _read(keys: list[str], timeout_s: float) -> list[str] | None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:

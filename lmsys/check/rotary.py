@@ -101,8 +101,9 @@ def _call_of(implementation: Any, problem: Problem) -> Called:
     """The function; of a class a module with the problem's theta."""
     if is_module(implementation):
         x = problem.inputs["x"]
-        values = {"theta": problem.settings["theta"], "head_dim": x.shape[-1], "length": LONGEST}
-        implementation = built(implementation, BUILT, values).to(x.device)
+        implementation = built(
+            implementation, BUILT, {"theta": problem.settings["theta"], "head_dim": x.shape[-1], "length": LONGEST}
+        ).to(x.device)
     return called(implementation, ROLES)
 
 
@@ -127,7 +128,6 @@ def _problem(asked: Asked, options: Options, pairs: str) -> Problem:
 
 NEIGHBOURS, HALVES = "neighbours (2i, 2i + 1)", "halves (i, i + D / 2)"
 THETAS = (100.0, 1000.0, 10_000.0, 500_000.0, 1_000_000.0)
-Angles = Callable[[Tensor, Settings], Tensor]  # of x and settings: (S, D / 2)
 
 
 def angles_of(x: Tensor, settings: Settings) -> Tensor:
@@ -152,7 +152,8 @@ def turned(x: Tensor, angles: Tensor, pairs: str, columns: str = "") -> Tensor:
     return x * both.cos().to(x.dtype) + across * both.sin().to(x.dtype)
 
 
-def by(angles: Angles) -> Formula:
+def by(angles: Callable[[Tensor, Settings], Tensor]) -> Formula:
+    """x turned by angles (S, D / 2), made of x and the settings."""
     return lambda inputs, settings: turned(inputs["x"], angles(inputs["x"], settings), settings["pairs"])
 
 
@@ -165,8 +166,9 @@ def plain(inputs: Inputs, settings: Settings) -> Tensor:
     A frequency is a power or an exponential, which rounds by one of them at most, mostly inverted; the product with the
     position rounds once more.
     """
-    angles = angles_of(inputs["x"], settings)
-    return turned(inputs["x"], angles * (1 + torch.finfo(torch.float32).eps), settings["pairs"])
+    return turned(
+        inputs["x"], angles_of(inputs["x"], settings) * (1 + torch.finfo(torch.float32).eps), settings["pairs"]
+    )
 
 
 def mistakes(call: Called, problem: Problem) -> Mistakes:
@@ -192,8 +194,9 @@ def _turning(times: float) -> Gradients:
     """A backward that turns by so many times the angles."""
 
     def gradients(exact: Problem, _: Outputs) -> Outputs:
-        angles = times * angles_of(exact.inputs["x"], exact.settings)
-        return {"x": turned(exact.upstream, angles, exact.settings["pairs"])}
+        return {
+            "x": turned(exact.upstream, times * angles_of(exact.inputs["x"], exact.settings), exact.settings["pairs"])
+        }
 
     return gradients
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from lmsys.check.question import Fault, Options, Question
 from lmsys.check.recorder import Mismatch, PeerFailed
 from lmsys.check.strategy_mistakes import Ask, Rule, Rules, explain, rules
 from lmsys.check.trained import Before, Failure, Result, plain, prepare, train, why_not, wrong_parameters
-from lmsys.extremes.strategy import OPTIMIZERS, Trial, optimizer_trials, trials
+from lmsys.extremes.strategy import OPTIMIZERS, Trial, trials
 from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.registry import Entry
 
@@ -53,13 +52,18 @@ def questions(
             may_refuse = trial.extreme or trial.micro_batches > 1  # what not every strategy takes
             if may_refuse and failure is not None and failure.refuses:
                 reason = f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
-            judge = partial(fault, partial(running.ask, entry), trial, results, rules)
-            yield Question(trial.about, judge, f"{trial.about}, {WORLD_SIZE} ranks", reason, trial.extreme)
+            yield Question(
+                trial.about,
+                partial(fault, partial(running.ask, entry), trial, results, rules),
+                f"{trial.about}, {WORLD_SIZE} ranks",
+                reason,
+                trial.extreme,
+            )
 
 
 def optimizer_questions(entry: Entry, options: Options, ranks: "Ranks | None" = None) -> Iterator[Question]:
     """The trials of a sharded optimizer."""
-    return questions(entry, options, ranks, optimizer_trials, optimizer_rules)
+    return questions(entry, options, ranks, partial(trials, sharded=True), optimizer_rules)
 
 
 class Ranks(AbstractContextManager["Ranks"]):
@@ -80,8 +84,9 @@ class Ranks(AbstractContextManager["Ranks"]):
             first, *trace = str(error).strip().splitlines()
             kinds = f"{error.kind}: ", f"torch.distributed.{error.kind}: "
             texts = [first, *(line.partition(": ")[2] for line in trace if line.startswith(kinds))]
-            doing = first.partition(" failed ")[2].rstrip(":")
-            return [Result(failure=Failure(error.rank, error.kind, texts[-1], doing))]
+            return [
+                Result(failure=Failure(error.rank, error.kind, texts[-1], first.partition(" failed ")[2].rstrip(":")))
+            ]
 
     def __exit__(self, *_: object) -> None:
         if self._group is not None:
@@ -133,7 +138,7 @@ def optimizer_rules(steps: Sequence[Before]) -> Iterator[Rule]:
         now.after({name: x / world_size for name, x in g.items()}),
     )
     theirs = getattr(torch.optim, trial.optimizer)([torch.zeros(1)]).defaults
-    lost: dict[str, dict[str, Any]] = {
+    lost: dict[str, dict[str, object]] = {
         "the options of a group are lost: it has those of the first group": now.optimizer.param_groups[0],
         "the options of a group are lost: it has the optimizer's": now.optimizer.defaults,
         "the optimizer's options are lost: it has torch's defaults": theirs,

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lmsys.check import question, signature
 from lmsys.check.formulas import (
     DTYPES,
     NARROW,
@@ -30,12 +31,10 @@ from lmsys.check.formulas import (
     judge,
     questions_of,
 )
-from lmsys.check.question import Fault, Options, Question
-from lmsys.check.signature import Called, Roles, called
 from lmsys.extremes.model import GATES
 from lmsys.registry import Entry
 
-ROLES: Roles = {
+ROLES: signature.Roles = {
     "x": ("x", "input", "hidden", "hidden_states"),
     "gate": ("gate", "a", "e"),
     "up": ("up", "value", "b", "g"),
@@ -53,16 +52,16 @@ CASES = (
 )
 
 
-def questions(entry: Entry, options: Options) -> Iterator[Question]:
+def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
     """The cases."""
-    return questions_of(CASES, partial(_judged, called(entry.load(), ROLES), options), options)
+    return questions_of(CASES, partial(_judged, signature.called(entry.load(), ROLES), options), options)
 
 
-def _judged(call: Called, options: Options, asked: Asked) -> Fault | None:
+def _judged(call: signature.Called, options: question.Options, asked: Asked) -> question.Fault | None:
     return judge(call, right, mistakes, _problem(call, asked, options))
 
 
-def _problem(call: Called, asked: Asked, options: Options) -> Problem:
+def _problem(call: signature.Called, asked: Asked, options: question.Options) -> Problem:
     """The inputs of a case. Gates of the whole feed-forward are made extreme by x, of one feature, and by w1."""
     rows, columns = asked.shape
     if call.has("gate"):

@@ -13,16 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lmsys import doing
+from lmsys import doing, processes, registry, testing
 from lmsys.check.question import poison
 from lmsys.check.recorder import Recorder
 from lmsys.extremes.strategy import Probe, Trial, batch, change_options, made_optimizer, probe
-from lmsys.parallel.adapter import Adapter
-from lmsys.parallel.baselines import Naive
+from lmsys.parallel import adapter, baselines
 from lmsys.parallel.group import STOPPED, device, is_lost_peer
-from lmsys.processes import DIED, TIMEOUT
-from lmsys.registry import Entry, place_of
-from lmsys.testing import ratio_of
 
 OTHERS_S = 2.0  # for the other ranks to end, once this one has raised
 SMALL_MB = 2.0**-13  # 32 float32: a layer has more
@@ -45,8 +41,11 @@ class Failure:
         return self.kind in REFUSALS and not is_lost_peer(self.kind, self.text)
 
     def __str__(self) -> str:
-        ended = self.kind in (DIED, STOPPED, TIMEOUT)
-        return self.text if ended else f"rank {self.rank} raises {self.kind} {self.doing}: {self.text}"
+        return (
+            self.text
+            if self.kind in (processes.DIED, STOPPED, processes.TIMEOUT)
+            else f"rank {self.rank} raises {self.kind} {self.doing}: {self.text}"
+        )
 
 
 @dataclass(frozen=True)
@@ -63,21 +62,23 @@ class Result:
     failure: Failure | None = None
 
 
-def prepare(entry: Entry) -> None:
+def prepare(entry: registry.Entry) -> None:
     """Imports what a rank needs, torch's compiler for the first optimizer too, and makes uninitialised memory NaN."""
     poison(setattr)
     entry.load()
     torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
 
 
-def train(entry: Entry, trial: Trial, number: int, options: Mapping[str, Any], group: Any = None) -> Result:
+def train(entry: registry.Entry, trial: Trial, number: int, options: Mapping[str, Any], group: Any = None) -> Result:
     """On a rank: the trial by the row, built with `options`. `number` is of this training alone.
 
     A failure is a result where all ranks have ended with it, and is raised where another rank still waits.
     """
     group = dist.group.WORLD if group is None else group
     module = probe(trial, dist.get_rank(group)).to(device())
-    recorder = Recorder(number, group, _by_numel(module))
+    counts = Counter(p.numel() for p in module.parameters())
+    alone = {p.numel(): name for name, p in module.named_parameters() if counts[p.numel()] == 1}
+    recorder = Recorder(number, group, alone)
     try:
         with recorder.recording():
             result = _trained(entry, trial, module, recorder, options)
@@ -88,15 +89,19 @@ def train(entry: Entry, trial: Trial, number: int, options: Mapping[str, Any], g
         if not recorder.others_end(OTHERS_S):
             raise
         text = str(error).strip().partition("\n")[0] or "no message"
-        return Result(failure=Failure(dist.get_rank(group), type(error).__name__, text + place_of(error), doing.last()))
+        return Result(
+            failure=Failure(dist.get_rank(group), type(error).__name__, text + registry.place_of(error), doing.last())
+        )
 
 
-def _trained(entry: Entry, trial: Trial, module: Probe, recorder: Recorder, options: Mapping[str, Any]) -> Result:
+def _trained(
+    entry: registry.Entry, trial: Trial, module: Probe, recorder: Recorder, options: Mapping[str, Any]
+) -> Result:
     """A sharded optimizer is given the means of gradients, by a strategy that does no more."""
     asked, rank, unwaited = entry.load(), dist.get_rank(recorder.group), list[str]()
     doing.now("as it wraps the module")
     options = {**options, "bucket_mb": SMALL_MB} if trial.small_buckets else options
-    strategy = Adapter(Naive if trial.sharded else asked, module, recorder.group, **options)
+    strategy = adapter.Adapter(baselines.Naive if trial.sharded else asked, module, recorder.group, **options)
     doing.now("as it makes the optimizer")
     make = (
         asked if trial.sharded else lambda _, optimizer_cls, **kwargs: strategy.make_optimizer(optimizer_cls, **kwargs)
@@ -105,8 +110,7 @@ def _trained(entry: Entry, trial: Trial, module: Probe, recorder: Recorder, opti
     recorder.mark("the end of the constructor")
     for step in range(trial.steps):
         for micro in range(trial.micro_batches):
-            last = micro == trial.micro_batches - 1
-            with nullcontext() if last else strategy.no_sync():
+            with nullcontext() if micro == trial.micro_batches - 1 else strategy.no_sync():
                 doing.now(f"in the forward of step {step + 1}")
                 tokens = batch(trial, step, micro, rank).to(device())
                 loss = strategy(tokens, **trial.switches(rank, micro)) / trial.micro_batches
@@ -126,19 +130,12 @@ def _trained(entry: Entry, trial: Trial, module: Probe, recorder: Recorder, opti
     return Result(state, tuple(unwaited), tuple(recorder.raced))
 
 
-def _by_numel(module: Probe) -> dict[int, str]:
-    """The names of parameters that no other has as many elements as."""
-    counts = Counter(p.numel() for p in module.parameters())
-    return {p.numel(): name for name, p in module.named_parameters() if counts[p.numel()] == 1}
-
-
-def why_not(entry: Entry, trial: Trial, asked: Any) -> str | None:
+def why_not(entry: registry.Entry, trial: Trial, asked: Any) -> str | None:
     """None, or why what the row loads, `asked`, cannot be asked the trial."""
     if not entry.trait("synchronizes", True):
         return "it synchronizes nothing"
     with suppress(TypeError, ValueError):
-        taken = inspect.signature(asked).parameters
-        if trial.small_buckets and not {"bucket_mb", "bucket_size_mb"} & taken.keys():
+        if trial.small_buckets and not {"bucket_mb", "bucket_size_mb"} & inspect.signature(asked).parameters.keys():
             return "it takes no size of buckets"
     if trial.micro_batches > 1 and not hasattr(asked, "no_sync"):
         return "it has no no_sync()"
@@ -239,4 +236,4 @@ def wrong_parameters(results: Sequence[Result], exact: State, ordinary: State) -
 
 def ratio(x: Tensor, exact: Tensor, ordinary: Tensor) -> float:
     """`ratio_of` of weights in float32: those of 1e-20 are judged as those of 1 are."""
-    return ratio_of(x, exact, ordinary, torch.float32, mean=False)
+    return testing.ratio_of(x, exact, ordinary, torch.float32, mean=False)

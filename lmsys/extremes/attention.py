@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lmsys import draws
 from lmsys.attention.contract import DTYPES, AttentionCase
-from lmsys.draws import Draws
 from lmsys.extremes import has_extremes
 
 KINDS = {
@@ -90,7 +89,7 @@ def unit_tensors(tensors: Mapping[str, Tensor], unit: Unit) -> tuple[Tensor, Ten
     return q.unflatten(0, (len(k), -1))[head], k[head], v[head]
 
 
-class AttentionDraws(Draws):
+class AttentionDraws(draws.Draws):
     """`Draws` of q (B, H, Q, D), k, v and do in which one unit is extreme now and then: see `planted`.
 
     extreme  the unit of the draw that the tensors hold, and its kind
@@ -123,8 +122,7 @@ def drawn_unit(
     made = {}
     for name, (heads, length) in shapes.items():
         count = heads * length * case.head_dim
-        first = (unit[0] * case.kv_heads + unit[1]) * count
-        part = draws.part(seed, draw, name, first, count, DTYPES[case.dtype])
+        part = draws.part(seed, draw, name, (unit[0] * case.kv_heads + unit[1]) * count, count, DTYPES[case.dtype])
         made[name] = part.view(1, heads, length, case.head_dim)
     extreme = extreme_of(case, seed, draw, generator)
     if extreme is not None and extreme[0] == unit:

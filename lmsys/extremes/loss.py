@@ -39,8 +39,7 @@ class ExtremeTokens:
         if vocab_size < 2:
             raise ValueError(f"{vocab_size=} must be at least 2: a lowest and a highest logit")
         chance = random.Random(f"{draw} extreme tokens")
-        every = range(chance.randrange(min(EVERY, num_tokens)), num_tokens, EVERY)
-        tokens = every[: vocab_size - 1]
+        tokens = range(chance.randrange(min(EVERY, num_tokens)), num_tokens, EVERY)[: vocab_size - 1]
         first = chance.randrange(vocab_size - len(tokens))
         top = first + len(tokens)
         return cls(tokens, range(first, top), top)

@@ -92,9 +92,10 @@ TRIALS = (
 )
 
 
-def trials(world_size: int, seed: int) -> list[Trial]:
-    """All trials, from the simplest to the rarest."""
-    return [replace(trial, world_size=world_size, seed=seed) for trial in TRIALS]
+def trials(world_size: int, seed: int, sharded: bool = False) -> list[Trial]:
+    """All trials of a strategy, or of a sharded optimizer, from the simplest to the rarest."""
+    asked = OPTIMIZER_TRIALS if sharded else TRIALS
+    return [replace(trial, sharded=sharded, world_size=world_size, seed=seed) for trial in asked]
 
 
 class Probe(nn.Module):
@@ -198,11 +199,6 @@ OPTIMIZER_TRIALS = (
     Trial("parameters without a gradient", ("idle",), optimizer="AdamW", extreme=True),
     Trial("fewer parameters than ranks", single=True, extreme=True),
 )
-
-
-def optimizer_trials(world_size: int, seed: int) -> list[Trial]:
-    """All trials, from the simplest to the rarest."""
-    return [replace(trial, sharded=True, world_size=world_size, seed=seed) for trial in OPTIMIZER_TRIALS]
 
 
 def made_optimizer(trial: Trial, module: nn.Module, make: Callable[..., Any]) -> Any:

@@ -112,8 +112,7 @@ def outcome_of(error: BaseException) -> Failure:
         text = str(error).strip()
     except BaseException:
         return "error", f"{type(error).__name__}, which cannot be printed"
-    no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_CPU_MEMORY in text
-    if no_memory:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_CPU_MEMORY in text:
         return "oom", ". ".join(text.splitlines()[0].split(". ")[:2]) if text else "out of memory"
     return "error", f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
 

@@ -104,8 +104,7 @@ def of_call(
         begin_s = perf_counter() + warm_s
         for at_s in repeated(call, synchronize, marks):
             moves = moves_of(_samples(sampler), begin_s)
-            is_enough = len(moves) > 1 and moves[-1][0] - moves[0][0] >= seconds
-            if is_enough or at_s > begin_s + MOST_TIMES * seconds:
+            if (len(moves) > 1 and moves[-1][0] - moves[0][0] >= seconds) or at_s > begin_s + MOST_TIMES * seconds:
                 break
     return energy_of(_samples(sampler), marks, begin_s, sensors.limit_w)
 

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,11 +69,15 @@ def load(parent: int, root: Path = Path("/")) -> Load | None:
         ticks, processes = os.sysconf("SC_CLK_TCK"), processes_in(root / "proc")
         family = family_of(parent, processes)
         own = sum(processes[pid][1] for pid in family if pid in processes)
-        return Load(time.monotonic(), _busy_ticks(root / "proc/stat") / ticks, own / ticks, frozenset(family))
+        cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        lines = [words for words in map(str.split, (root / "proc/stat").read_text().splitlines()) if words]
+        # All but idling and waiting for a disk: user, nice, system, irq, softirq and steal.
+        busy = sum(int(words[at]) for words in lines if words[0] in cores for at in (1, 2, 3, 6, 7, 8))
+        return Load(time.monotonic(), busy / ticks, own / ticks, frozenset(family))
     return None
 
 
-def family_of(parent: int, processes: Mapping[int, tuple[int, int]]) -> set[int]:
+def family_of(parent: int, processes: dict[int, tuple[int, int]]) -> set[int]:
     """`parent` and all that it has started, of what `processes_in` tells."""
     family = {parent}
     while more := {pid for pid, (above, _) in processes.items() if above in family} - family:
@@ -98,13 +101,6 @@ def others_now(seconds: float = 1.25 * LEAST_LOAD_S) -> float | None:
     before = load(os.getpid())
     time.sleep(seconds)
     return others_share(before, load(os.getpid()))
-
-
-def _busy_ticks(stat: Path) -> int:
-    """Ticks of our cores in all but idling and waiting for a disk: user, nice, system, irq, softirq and steal."""
-    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    lines = [words for words in map(str.split, stat.read_text().splitlines()) if words and words[0] in cores]
-    return sum(int(words[at]) for words in lines for at in (1, 2, 3, 6, 7, 8))
 
 
 def processes_in(proc: Path) -> dict[int, tuple[int, int]]:

@@ -25,10 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from lmsys.measure.host import available_bytes, family_of, processes_in, resident_bytes
+from lmsys.measure import clock, host
 from lmsys.values import one_of, shortly
 
 UNITS = {
@@ -65,7 +63,7 @@ def cap_host_memory() -> None:
     """Makes what is too large for a CPU fail as the GPU's allocator does, rather than bring the machine down."""
     if sys.platform != "linux":
         return
-    available = int(available_bytes())
+    available = int(host.available_bytes())
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (available if hard < 0 else min(available, hard), hard))
 
@@ -94,13 +92,12 @@ def peak_resident_bytes(command: Sequence[str], interval_s: float = 0.01) -> int
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     peak = 0
     while process.poll() is None:
-        peak = max(peak, sum(map(resident_bytes, family_of(process.pid, processes_in(Path("/proc"))))))
+        peak = max(peak, sum(map(host.resident_bytes, host.family_of(process.pid, host.processes_in(Path("/proc"))))))
         time.sleep(interval_s)
-    assert process.stderr is not None
-    with process.stderr:
-        said = process.stderr.read().decode(errors="replace").strip()
+    _, errors = process.communicate()
     if process.returncode:
-        raise RuntimeError(f"{shlex.join(command)} ended with {process.returncode}: {said.splitlines()[-1:]}")
+        last = errors.decode(errors="replace").strip().splitlines()[-1:]
+        raise RuntimeError(f"{shlex.join(command)} ended with {process.returncode}: {last}")
     return peak
 
 
@@ -127,13 +124,16 @@ def phases(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, dic
     backward needs and the output: the activations.
     """
     gc.collect()
-    return _phases_on_cuda(steps) if device == "cuda" else _phases_on_cpu(steps)
-
-
-def _phases_on_cuda(steps: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    live = 0
+    if device != "cuda":
+        for name, points in timeline(steps, "cpu").items():
+            levels = [live, *(level for _, level in points)]
+            live = levels[-1]
+            found[name] = {"peak_bytes": max(levels), "live_bytes": live}
+        return found
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    found = {}
     for name, step in steps.items():
         torch.cuda.reset_peak_memory_stats()
         step()
@@ -142,13 +142,23 @@ def _phases_on_cuda(steps: Mapping[str, Callable[[], Any]]) -> dict[str, dict[st
     return found
 
 
-def _phases_on_cpu(steps: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, int]]:
-    found, live = {}, 0
-    for name, points in timeline(steps, "cpu").items():
-        levels = [live, *(level for _, level in points)]
-        live = levels[-1]
-        found[name] = {"peak_bytes": max(levels), "live_bytes": live}
-    return found
+def first_steps(
+    make: Callable[[], Any], step: Callable[[], Any], device: str
+) -> tuple[float, dict[str, dict[str, int]]]:
+    """(seconds of a training's first step, which compiles and tunes; `phases`: "make", "first" step, next "step").
+
+    make  builds what `step` trains
+    """
+    took: list[float] = []
+
+    def first() -> None:
+        start = time.perf_counter()
+        step()
+        clock.synchronize(device)
+        took.append(time.perf_counter() - start)
+
+    found = phases({"make": make, "first": first, "step": step}, device)
+    return took[0], found
 
 
 def breakdown(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
@@ -159,7 +169,9 @@ def breakdown(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
     groups = {
         "parameters_bytes": module.parameters(),
         "gradients_bytes": (x.grad for x in module.parameters() if x.grad is not None),
-        "optimizer_bytes": filter(torch.is_tensor, tree_leaves(dict(optimizer.state))) if optimizer else (),
+        "optimizer_bytes": filter(torch.is_tensor, torch.utils._pytree.tree_leaves(dict(optimizer.state)))
+        if optimizer
+        else (),
         "buffers_bytes": module.buffers(),
     }
     seen: set[int] = set()
@@ -215,10 +227,19 @@ def allocator_events(call: Callable[[], Any], device: str, *, lines: bool = Fals
     """
     one_of("device", device, ("cpu", "cuda"))
     gc.collect()
-    return _events_on_cuda(call, lines) if device == "cuda" else _events_on_cpu(call, lines)
-
-
-def _events_on_cuda(call: Callable[[], Any], lines: bool) -> list[AllocatorEvent]:
+    if device == "cpu":
+        with _Lines() if lines else nullcontext():
+            recorded = _profiled(call)  # held until the lines are read: an event does not keep the one around it alive
+        found = [e for e in recorded if e.tag.name == "Allocation" and e.extra_fields.device.type == "cpu"]
+        return [
+            AllocatorEvent(
+                event.start_time_ns,
+                event.extra_fields.alloc_size,
+                event.extra_fields.ptr,
+                *(_marked_source(event) if lines else ()),
+            )
+            for event in sorted(found, key=lambda event: event.start_time_ns)
+        ]
     trace = _history(call, "alloc" if lines else None)["device_traces"][torch.cuda.current_device()]
     sign = {"alloc": 1, "free_requested": -1}  # from then on memory_allocated() does not count it
     return [
@@ -258,21 +279,6 @@ def _source(frames: list[dict[str, Any]]) -> tuple[str, str]:
     return ("(backward)", nodes[0]) if nodes else ("", "")
 
 
-def _events_on_cpu(call: Callable[[], Any], lines: bool) -> list[AllocatorEvent]:
-    with _Lines() if lines else nullcontext():
-        recorded = _profiled(call)  # held until the lines are read: an event does not keep the one around it alive
-    found = [e for e in recorded if e.tag.name == "Allocation" and e.extra_fields.device.type == "cpu"]
-    return [
-        AllocatorEvent(
-            event.start_time_ns,
-            event.extra_fields.alloc_size,
-            event.extra_fields.ptr,
-            *(_marked_source(event) if lines else ()),
-        )
-        for event in sorted(found, key=lambda event: event.start_time_ns)
-    ]
-
-
 def _profiled(call: Callable[[], Any]) -> list[Any]:
     """All events of a profiler that also hears of memory; the result of `call` lives until the end."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -286,7 +292,7 @@ def _profiled(call: Callable[[], Any]) -> list[Any]:
     return found
 
 
-class _Lines(TorchDispatchMode):
+class _Lines(torch.utils._python_dispatch.TorchDispatchMode):
     """Each operator in a range that names the line which called it: the profiler's own stacks miss `a @ b`."""
 
     supports_higher_order_operators = True

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from lmsys.measure.clock import CpuClock, synchronize, timed
-from lmsys.measure.memory import allocator_events
+from lmsys.measure import clock, memory
 from lmsys.measure.step import Step
 from lmsys.values import one_of, whole
 
@@ -187,12 +186,12 @@ def _recorded(call: Callable[[], Any], device: str, steps: int, trace: Path | No
 
     def run() -> Any:
         result = call()
-        synchronize(device)
+        clock.synchronize(device)
         return result
 
     with parts_on(), profile(activities=activities, schedule=plan) as recorded:
         for _ in range(1 + steps):
-            samples += timed(CpuClock(), run)
+            samples += clock.timed(clock.CpuClock(), run)
             recorded.step()
     return statistics.fmean(samples[1:]), _events_of(recorded, trace)
 
@@ -220,23 +219,22 @@ def read_trace(events: Iterable[dict[str, Any]], device: str, steps: int) -> tup
     by_category: defaultdict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         by_category[event.get("cat")].append({**event, "end": event.get("ts", 0) + event.get("dur", 0)})
-    work = _device_work(by_category) if device == "cuda" else _self_times(by_category["cpu_op"])
+    if device == "cuda":
+        host = by_category["cuda_driver"] + by_category["cuda_runtime"]
+        launches = {e["args"]["correlation"]: (e["tid"], e["ts"]) for e in host if "correlation" in e.get("args", {})}
+        work = [
+            _Work(event["name"], event["dur"] / 1e6, launches.get(event["args"].get("correlation")))
+            for category in ("kernel", "gpu_memcpy", "gpu_memset")
+            for event in by_category[category]
+        ]
+    else:
+        work = _self_times(by_category["cpu_op"])
     total: dict[str, float] = defaultdict(float)
     for item in work:
         total[item.name] += item.duration_s
     count, longest = Counter(item.name for item in work), sorted(total.items(), key=lambda one: -one[1])
     kernels = [Kernel(name, kind_of(name), s / steps, count[name] / steps) for name, s in longest]
     return kernels, _parts(by_category, work, steps)
-
-
-def _device_work(events: dict[str, list[dict[str, Any]]]) -> list[_Work]:
-    host = events["cuda_driver"] + events["cuda_runtime"]
-    launches = {e["args"]["correlation"]: (e["tid"], e["ts"]) for e in host if "correlation" in e.get("args", {})}
-    return [
-        _Work(event["name"], event["dur"] / 1e6, launches.get(event["args"].get("correlation")))
-        for category in ("kernel", "gpu_memcpy", "gpu_memset")
-        for event in events[category]
-    ]
 
 
 def _self_times(operators: list[dict[str, Any]]) -> list[_Work]:
@@ -259,7 +257,14 @@ def _parts(events: dict[str, list[dict[str, Any]]], work: list[_Work], steps: in
     spans = [(None, range_["ts"], range_["end"], range_["name"].removeprefix(PART)) for range_ in ranges]
     launched = [(item, item.launch) for item in work if item.launch]
     inside = _enclosing(spans, [(None, time) for _, (_, time) in launched])
-    nodes = _enclosing(_backward_spans(events), [launch for _, launch in launched])
+    # (thread, start, end, when its forward ran) of the nodes of the backward, which a trace links to their forward.
+    forward_at = {flow["id"]: flow["ts"] for flow in events["fwdbwd"] if flow["ph"] == "s"}
+    node = {(op["tid"], op["ts"]): op for op in sorted(events["cpu_op"], key=lambda op: op["dur"])}
+    ends = [flow for flow in events["fwdbwd"] if flow["ph"] == "f" and (flow["tid"], flow["ts"]) in node]
+    backward_spans = [
+        (e["tid"], e["ts"], node[e["tid"], e["ts"]]["end"], forward_at[e["id"]]) for e in ends if e["id"] in forward_at
+    ]
+    nodes = _enclosing(backward_spans, [launch for _, launch in launched])
     origins = _enclosing(spans, [(None, max(forward, default=-1.0)) for forward in nodes])
     count = Counter(name for *_, name in spans)
     total, backward = dict.fromkeys(count, 0.0), dict.fromkeys(count, 0.0)
@@ -272,14 +277,6 @@ def _parts(events: dict[str, list[dict[str, Any]]], work: list[_Work], steps: in
             kinds[name][kind_of(item.name)] += item.duration_s / steps
     found = [Part(n, total[n] / steps, backward[n] / steps, count[n] / steps, dict(kinds[n])) for n in count]
     return sorted(found, key=lambda part: -(part.total_s + part.backward_s))
-
-
-def _backward_spans(events: dict[str, list[dict[str, Any]]]) -> list[tuple[Any, float, float, float]]:
-    """(thread, start, end, when its forward ran) of the nodes of the backward, which a trace links to their forward."""
-    forward = {flow["id"]: flow["ts"] for flow in events["fwdbwd"] if flow["ph"] == "s"}
-    node = {(op["tid"], op["ts"]): op for op in sorted(events["cpu_op"], key=lambda op: op["dur"])}
-    ends = [flow for flow in events["fwdbwd"] if flow["ph"] == "f" and (flow["tid"], flow["ts"]) in node]
-    return [(e["tid"], e["ts"], node[e["tid"], e["ts"]]["end"], forward[e["id"]]) for e in ends if e["id"] in forward]
 
 
 def _enclosing(spans: list[tuple[Any, float, float, Any]], points: list[tuple[Any, float]]) -> list[set[Any]]:
@@ -311,7 +308,7 @@ class Allocation:
 def largest_allocations(call: Callable[[], Any], device: str, *, top: int = 10) -> list[Allocation]:
     """The largest allocations during `call`, with the line that asked for them: see `allocator_events`."""
     whole("top", top, least=1)
-    events = allocator_events(call, device, lines=True)
+    events = memory.allocator_events(call, device, lines=True)
     levels = [0, *itertools.accumulate(event.bytes for event in events)]
     live: dict[int, tuple[int, str, str]] = {}
     for event in events[: levels.index(max(levels))]:
@@ -356,27 +353,20 @@ def communication_of(
     with profile(activities=[activity], schedule=schedule(wait=0, warmup=1, active=1)) as recorded:
         step()
         finish()
-        synchronize(device)
+        clock.synchronize(device)
         begin()
         recorded.step()
         for _ in range(PROFILED_STEPS):
             step()
         finish()
-        synchronize(device)
+        clock.synchronize(device)
     return read_overlap(_events_of(recorded), device, PROFILED_STEPS)
 
 
 def read_overlap(events: list[dict[str, Any]], device: str, steps: int) -> Communication:
     """The communication of a step in the `traceEvents` of a trace over so many."""
-    sending, computing = _intervals(events, device)
-    total = sum(end - start for start, end in sending)
-    hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in sending for c, d in computing if c < b and d > a)
-    return Communication(total / steps, hidden / total if total else None, _timeline(sending, computing, steps))
-
-
-def _intervals(events: list[dict[str, Any]], device: str) -> tuple[Intervals, Intervals]:
-    """When anything communicates and when anything computes, in seconds."""
-    sending, computing = [], []
+    sending: Intervals = []
+    computing: Intervals = []
     for event in events:
         if event.get("cat") not in WORK[device] or not event.get("dur"):
             continue
@@ -386,7 +376,10 @@ def _intervals(events: list[dict[str, Any]], device: str) -> tuple[Intervals, In
                 computing.append(span)
         elif device == "cuda" or event["name"].startswith("gloo:"):  # on a CPU not the call, but what its thread does
             sending.append(span)
-    return merged(sending), merged(computing)
+    sending, computing = merged(sending), merged(computing)
+    total = sum(end - start for start, end in sending)
+    hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in sending for c, d in computing if c < b and d > a)
+    return Communication(total / steps, hidden / total if total else None, _timeline(sending, computing, steps))
 
 
 def merged(intervals: Intervals, gap: float = 0.0) -> Intervals:
@@ -426,12 +419,12 @@ def call_in_ranges(name: str, step: Step, device: str) -> None:
         step.redraw(draw)
         prepared = step.prepare()
         step.redraw_late(draw)
-        synchronize(device)
+        clock.synchronize(device)
         torch.cuda.nvtx.range_push(name)
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 found = step.run(prepared)
-            synchronize(device)
+            clock.synchronize(device)
         finally:
             torch.cuda.nvtx.range_pop()
         step.keep(found, None)

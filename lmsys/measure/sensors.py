@@ -5,7 +5,6 @@ a device does not tell is None, and `why_no_joules` says why its energy cannot b
 which rows were sampled. Knows no kernel.
 """
 
-import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +17,6 @@ import torch
 
 from lmsys.measure import host
 
-NO_NVML = "nvidia-ml-py reads the GPU's energy and cannot here: python -m pip install nvidia-ml-py"
-NO_NVML_COUNTER = "this GPU has no counter of energy: NVML has one from Volta on, and none for a part of a GPU (MIG)"
-NO_RAPL = "this machine shows no counters of a CPU's energy (RAPL) in {place}: most virtual machines do not"
-NOT_READABLE = "the counter of this CPU's energy cannot be read: {error}; most systems let root alone read it"
 MOST_CORES = 4  # whose frequency is read
 
 
@@ -76,17 +71,20 @@ class Gpu(Sensors):
         self.limit_w = _scaled(1e-3, self._ask("nvmlDeviceGetEnforcedPowerLimit"))
         self._is_instant = self._instant() is not None
         counts = self._ask("nvmlDeviceGetTotalEnergyConsumption") is not None
-        self.why_no_joules = None if counts else NO_NVML_COUNTER
+        self.why_no_joules = (
+            None
+            if counts
+            else "this GPU has no counter of energy: NVML has one from Volta on, and none for a part of a GPU (MIG)"
+        )
 
     def read(self) -> Reading:
         nvml = self._nvml
-        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
         return Reading(
             sm_clock_mhz=_scaled(1.0, self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)),
             memory_clock_mhz=_scaled(1.0, self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM)),
             temperature_c=_scaled(1.0, self._ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)),
             power_w=self.watts(),
-            reasons=int(reasons or 0),
+            reasons=int(self._ask("nvmlDeviceGetCurrentClocksEventReasons") or 0),
         )
 
     def watts(self) -> float | None:
@@ -136,12 +134,18 @@ class Cpu(Sensors):
         counters = [path for path in sorted(packages.glob("intel-rapl:*")) if path.name.count(":") == 1]
         self._counters: dict[Path, tuple[int, int]] = {}  # what each counted last, and where it begins anew
         self._used_uj = 0
-        self.why_no_joules = None if counters else NO_RAPL.format(place=packages)
+        self.why_no_joules = (
+            None
+            if counters
+            else f"this machine shows no counters of a CPU's energy (RAPL) in {packages}: most virtual machines do not"
+        )
         try:
             self._counters = {one: (_whole(one / "energy_uj"), _whole(one / "max_energy_range_uj")) for one in counters}
             self.limit_w = sum(_whole(one / "constraint_0_power_limit_uw") for one in counters) / 1e6 or None
         except OSError as error:
-            self.why_no_joules = NOT_READABLE.format(error=error)
+            self.why_no_joules = (
+                f"the counter of this CPU's energy cannot be read: {error}; most systems let root alone read it"
+            )
 
     def read(self) -> Reading:
         with suppress(OSError, ValueError):
@@ -173,7 +177,7 @@ def sensors_of(device: str) -> Sensors:
     if found := nvml(lambda nvml: Gpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))):
         return found
     nothing = Sensors()
-    nothing.why_no_joules = NO_NVML
+    nothing.why_no_joules = "nvidia-ml-py reads the GPU's energy and cannot here: python -m pip install nvidia-ml-py"
     return nothing
 
 
@@ -230,11 +234,10 @@ class Conditions:
         load, counts = host.load(self._parent), [self._strangers, self._count()]
         strangers = max(_known(counts), default=None)
         share = host.others_share(self._load, load)
-        reasons = _reasons(readings)
         return state_of(readings) | {
             "other_processes": strangers,
             "others_cpu_share": share,
-            "disturbed": disturbance(reasons, strangers, share if self._device == "cpu" else None),
+            "disturbed": disturbance(_reasons(readings), strangers, share if self._device == "cpu" else None),
         }
 
     def _count(self) -> int | None:
@@ -269,7 +272,7 @@ def disturbance(reasons: Iterable[int], strangers: int | None, share: float | No
     reasons  bits of REASONS; share: of the CPU's time, that others took
     """
     unexpected, strangers, share = [bit for bit in reasons if not bit & EXPECTED], strangers or 0, share or 0.0
-    tens = math.floor(10 * share) / 10  # few sentences for many cases
+    tens = int(10 * share) / 10  # few sentences for many cases
     clauses = (
         (unexpected, f"the device was throttled ({told(unexpected)})"),
         (strangers, f"{strangers} other process{'es' if strangers > 1 else ''} had the device, too"),

@@ -1,18 +1,14 @@
 """Activation and softmax as functions of tensors, and checks of ids from outside: tokens, class indices, positions."""
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys.autograd import is_watched
-from lmsys.values import shortly
+from lmsys import autograd, values
 
 
 def silu(x: Tensor) -> Tensor:
     """x · sigmoid(x), element by element (Elfwing et al. 2017, arXiv 1702.03118)."""
-    return F.silu(x)
+    return torch.nn.functional.silu(x)
 
 
 def softmax(x: Tensor, dim: int) -> Tensor:
@@ -26,20 +22,20 @@ def softmax(x: Tensor, dim: int) -> Tensor:
 Shape = tuple[int | str, ...]
 
 
-def check_ids(name: str, x: Any, kind: str, shapes: list[Shape] | None, below: int, but: int | None = None) -> None:
+def check_ids(name: str, x: object, kind: str, shapes: list[Shape] | None, below: int, but: int | None = None) -> None:
     """ValueError for anything but whole numbers from 0 to below - 1, or `but`, of one of these shapes; None: of any.
 
     A name in a shape stands for any size; `kind` says in a message what the numbers are. Their values are looked at on
     a CPU only: a GPU would have to be waited for, and neither a compiler nor torch.func can read them.
     """
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor of {kind}; got {shortly(x)}")
+        raise ValueError(f"{name} must be a tensor of {kind}; got {values.shortly(x)}")
     if x.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be {kind} in int64 or int32; got {x.dtype}")
     if shapes is not None and not any(_fits(x.shape, shape) for shape in shapes):
         told = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
         raise ValueError(f"{name} must be {kind} of shape {told}; got shape {tuple(x.shape)}")
-    if x.device.type != "cpu" or is_watched():
+    if x.device.type != "cpu" or autograd.is_watched():
         return
     known = x if but is None else x[x != but]
     if known.numel():

@@ -12,7 +12,6 @@ On a CPU, in float64 and without Triton, the same functions are compositions of 
 Legend: B batch, S sequence length, M d_model, F d_ff.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,11 +63,12 @@ def why_not(device: torch.device) -> str:
 def check_levels(config: ModelConfig) -> None:
     """ValueError where the blocks of this model are to keep less than fused blocks do."""
     if any(group.level != "none" for group in config.groups):
-        given = config.checkpoint_blocks
-        raise ValueError(f"fused blocks keep what their backward reads: checkpoint_blocks={given!r} must be 0")
+        raise ValueError(
+            f"fused blocks keep what their backward reads: checkpoint_blocks={config.checkpoint_blocks!r} must be 0"
+        )
 
 
-def run(layers: Sequence[Any], last: Any, x: Tensor, attend: Sequence[Any], rope: Any, positions: Any) -> Tensor:
+def run(layers: list[Any], last: Any, x: Tensor, attend: list[Any], rope: Any, positions: Any) -> Tensor:
     """Blocks in a row and the norm behind them: x (B, S, M) -> (B, S, M), in the dtype that matmuls read.
 
     The blocks are not called as modules, nor are their attention, their first feed-forward layers and, on CUDA, norms.

@@ -20,7 +20,6 @@ from itertools import chain, pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lmsys.autograd import is_transformed, once_differentiable
@@ -35,7 +34,11 @@ def linear(x: Tensor, *weights: Tensor) -> Tensor:
     dtype = None if x.dtype == torch.float64 else _cast_to(weights)  # autocast, too, leaves float64 alone
     if dtype is not None and not is_transformed():
         return _NarrowLinear.apply(x, dtype, [rounded(w, dtype) for w in weights], *weights)
-    return F.linear(x, *weights) if len(weights) == 1 else torch.cat([F.linear(x, w) for w in weights], dim=-1)
+    return (
+        torch.nn.functional.linear(x, *weights)
+        if len(weights) == 1
+        else torch.cat([torch.nn.functional.linear(x, w) for w in weights], dim=-1)
+    )
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -80,7 +83,9 @@ class _NarrowLinear(torch.autograd.Function):
             weight = _side_by_side(kept, grad.dtype)
             dx = (grad @ weight).to(ctx.wide).view(*grads[0].shape[:-1], weight.shape[-1])
         if any(needs_weights):
-            d_weights = wide_mm(grad.mT, narrow).split(ctx.rows)
+            # Float32 sums of narrow factors, on CUDA rounded nowhere on the way.
+            wide = torch.mm(grad.mT, narrow, out_dtype=torch.float32) if grad.is_cuda else (grad.mT @ narrow).float()
+            d_weights = wide.split(ctx.rows)
         return dx, None, None, *(d if need else None for d, need in zip(d_weights, needs_weights, strict=True))
 
 
@@ -104,11 +109,6 @@ def _follow_each_other(weights: Sequence[Tensor]) -> bool:
         and all(w.is_contiguous() for w in weights)
         and all(after.data_ptr() - before.data_ptr() == before.nbytes for before, after in pairwise(weights))
     )
-
-
-def wide_mm(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32 of bfloat16 or float16 a (I, J) and b (J, K); on CUDA rounded nowhere on the way."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b).float()
 
 
 _recordings: list[set["RoundedWeights"]] = []
@@ -155,7 +155,12 @@ class RoundedWeights:
             yield  # nothing is cast, or a weight does not count its changes
             return
         if not self._are_of(weights, dtype):
-            self._make(groups, dtype)
+            self._weights, self._copies = weights, []
+            for group in groups:
+                rows, device = [len(weight) for weight in group], group[0].device
+                self._copies += torch.empty(sum(rows), group[0].shape[-1], dtype=dtype, device=device).split(rows)
+            self._numbers = {id(weight): number for number, weight in enumerate(weights)}
+            self._made_of = [None] * len(weights)
         self.refresh()
         for found in _recordings:
             found.add(self)
@@ -198,12 +203,3 @@ class RoundedWeights:
         return len(weights) == len(self._weights) and all(
             one is other and copy.dtype == dtype and copy.device == one.device for one, other, copy in pairs
         )
-
-    def _make(self, groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
-        self._weights, self._copies = list(chain(*groups)), []
-        for group in groups:
-            rows = [len(weight) for weight in group]
-            together = torch.empty(sum(rows), group[0].shape[-1], dtype=dtype, device=group[0].device)
-            self._copies += together.split(rows)
-        self._numbers = {id(weight): number for number, weight in enumerate(self._weights)}
-        self._made_of = [None] * len(self._weights)

@@ -12,7 +12,6 @@ Legend: N tokens, C tokens of a chunk, V vocabulary, M d_model.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,12 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys.autograd import is_transformed, once_differentiable
+from lmsys import autograd, values
 from lmsys.config import IGNORED
 from lmsys.kernels import HAS_TRITON
-from lmsys.model.functions import check_ids
-from lmsys.model.linear import matmul_dtype, rounded
-from lmsys.values import finite, one_of, shortly, whole
+from lmsys.model import functions, linear
 
 CHUNK_LOGITS = 2**28  # at once: 512 MiB in bfloat16
 CHUNK_MULTIPLE = 128  # tokens: tiles of matmuls come out even
@@ -53,11 +50,13 @@ class LossOptions:
     ignore_index: int = IGNORED
 
     def __post_init__(self) -> None:
-        one_of("reduction", self.reduction, REDUCTIONS)
-        finite("label_smoothing", self.label_smoothing, least=0, most=1)
-        finite("z_loss", self.z_loss, least=0)
-        finite("softcap", 1.0 if self.softcap is None else self.softcap, least=1 / MOST_SOFTCAP, most=MOST_SOFTCAP)
-        whole("ignore_index", self.ignore_index)
+        values.one_of("reduction", self.reduction, REDUCTIONS)
+        values.finite("label_smoothing", self.label_smoothing, least=0, most=1)
+        values.finite("z_loss", self.z_loss, least=0)
+        values.finite(
+            "softcap", 1.0 if self.softcap is None else self.softcap, least=1 / MOST_SOFTCAP, most=MOST_SOFTCAP
+        )
+        values.whole("ignore_index", self.ignore_index)
 
 
 def cross_entropy(
@@ -81,7 +80,9 @@ def cross_entropy(
     if logits.dim() < 1:
         raise ValueError("logits (..., V) must have at least one dimension; got a scalar")
     options = LossOptions(reduction, label_smoothing, z_loss, softcap, ignore_index)
-    check_ids("targets", targets, "class indices", [tuple(logits.shape[:-1])], logits.shape[-1], but=ignore_index)
+    functions.check_ids(
+        "targets", targets, "class indices", [tuple(logits.shape[:-1])], logits.shape[-1], but=ignore_index
+    )
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
     counts = counts_of(token_weights, targets, options, wide.dtype)
     wide = wide if softcap is None else softcap * torch.tanh(wide / softcap)
@@ -134,17 +135,22 @@ def linear_cross_entropy(
             f" got shapes {tuple(hidden.shape)}, {tuple(weight.shape)}"
         )
     options = LossOptions(reduction, label_smoothing, z_loss, softcap, ignore_index)
-    check_ids("targets", targets, "class indices", [tuple(hidden.shape[:-1])], len(weight), but=ignore_index)
-    chunk = _even_chunk(targets.numel(), len(weight)) if chunk is None else whole("chunk", chunk, least=1)
-    dtype = matmul_dtype(hidden)
-    if is_transformed():
-        asked = {"token_weights": token_weights, "return_z_loss": return_z_loss, **asdict(options)}
-        return cross_entropy(F.linear(hidden.to(dtype), weight.to(dtype)), targets, **asked)
+    functions.check_ids("targets", targets, "class indices", [tuple(hidden.shape[:-1])], len(weight), but=ignore_index)
+    chunk = _even_chunk(targets.numel(), len(weight)) if chunk is None else values.whole("chunk", chunk, least=1)
+    dtype = linear.matmul_dtype(hidden)
+    if autograd.is_transformed():
+        return cross_entropy(
+            F.linear(hidden.to(dtype), weight.to(dtype)),
+            targets,
+            token_weights=token_weights,
+            return_z_loss=return_z_loss,
+            **asdict(options),
+        )
     counts = counts_of(token_weights, targets, options, torch.promote_types(dtype, torch.float32))
     loss, z_losses = _LinearCrossEntropy.apply(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
-        rounded(weight, dtype),
+        linear.rounded(weight, dtype),
         targets.flatten().long(),
         counts.detach().flatten(),
         *(options, chunk, dtype),
@@ -163,7 +169,9 @@ def counts_of(token_weights: Tensor | None, targets: Tensor, options: LossOption
     if not (
         isinstance(x, Tensor) and x.is_floating_point() and x.shape == targets.shape and x.device == targets.device
     ):
-        raise ValueError(f"token_weights must be floating-point numbers beside targets, {shape}; got {shortly(x)}")
+        raise ValueError(
+            f"token_weights must be floating-point numbers beside targets, {shape}; got {values.shortly(x)}"
+        )
     return x.to(dtype).where(counted, 0)
 
 
@@ -217,7 +225,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (losses * factors).sum() if at_once else losses, z_losses  # autocast would narrow a product of vectors
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # Only here do 1 / N and a loss scale meet the gradients: before, float16 would round the small ones to zero.
         if grads[0].dim():
@@ -230,7 +238,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _walk(
-    needs: Sequence[bool],
+    needs: tuple[bool, ...],
     factors: Tensor,
     hidden: Tensor,
     weight: Tensor,
@@ -272,8 +280,7 @@ def _rows(num_rows: int, width: int, like: Tensor) -> Tensor:
     Between the rows there are zeros: bfloat16 products of oneDNN with AMX read on there, and zero times what was in
     fresh memory may be NaN (https://github.com/uxlfoundation/oneDNN/issues/5717).
     """
-    stride = math.ceil(width / STRIDE_MULTIPLE) * STRIDE_MULTIPLE
-    rows = like.new_empty(num_rows, stride)
+    rows = like.new_empty(num_rows, math.ceil(width / STRIDE_MULTIPLE) * STRIDE_MULTIPLE)
     rows[:, width:] = 0
     return rows[:, :width]
 

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lmsys import autograd, values
 from lmsys.attention.side_by_side import whole_of
-from lmsys.autograd import is_transformed, once_differentiable
-from lmsys.kernels import HAS_TRITON
-from lmsys.kernels.custom_op import define
-from lmsys.model.functions import check_ids
-from lmsys.model.fused import kernels
-from lmsys.values import broadcasts
+from lmsys.kernels import HAS_TRITON, custom_op
+from lmsys.model import functions, fused
 
 
 class RotaryEmbedding(nn.Module):
@@ -55,7 +52,7 @@ class RotaryEmbedding(nn.Module):
         a backward that needs projected as it was. ValueError on a CPU for positions outside the context.
         """
         if positions is not None:
-            check_ids("positions", positions, "positions in the context", None, len(self.cos))
+            functions.check_ids("positions", positions, "positions in the context", None, len(self.cos))
         cos, sin = (t[: projected.shape[1]] if positions is None else t[positions] for t in (self.cos, self.sin))
         heads = projected.unflatten(-1, (-1, 2 * cos.shape[-1]))  # (B, S, N, D)
         if not _plain(projected):
@@ -78,31 +75,30 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"x must be (..., S, {width}) with S <= {context}; got shape {tuple(x.shape)}")
         if positions is None:
             return _turn(x, self.cos[:length], self.sin[:length])
-        check_ids("positions", positions, "positions in the context", None, context)
-        if not broadcasts(positions.shape, x.shape[:-1]):
+        functions.check_ids("positions", positions, "positions in the context", None, context)
+        if not values.broadcasts(positions.shape, x.shape[:-1]):
             raise ValueError(f"positions must broadcast to {tuple(x.shape[:-1])}; got shape {tuple(positions.shape)}")
         return _turn(x, self.cos[positions], self.sin[positions])
 
 
 def _plain(x: Tensor) -> bool:
-    return not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64) or is_transformed()
+    return not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64) or autograd.is_transformed()
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     parts = _like_parts(heads, cos, sin, num_heads)
-    kernels().turn(heads.contiguous(), parts, cos.contiguous(), sin.contiguous(), num_heads, backward=False)
+    fused.kernels().turn(heads.contiguous(), parts, cos.contiguous(), sin.contiguous(), num_heads, backward=False)
     return parts
 
 
 def _rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     heads, parts = _like_heads(dq, dk, dv, cos, sin), (dq.contiguous(), dk.contiguous(), dv.contiguous())
-    kernels().turn(heads, parts, cos.contiguous(), sin.contiguous(), dq.shape[2], backward=True)
+    fused.kernels().turn(heads, parts, cos.contiguous(), sin.contiguous(), dq.shape[2], backward=True)
     return heads
 
 
@@ -123,27 +119,27 @@ class _RotateInPlace(torch.autograd.Function):
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         heads = heads.detach().contiguous()
-        kernels().turn(heads, None, cos.contiguous(), sin.contiguous(), num_heads, backward=False)
+        fused.kernels().turn(heads, None, cos.contiguous(), sin.contiguous(), num_heads, backward=False)
         torch.autograd.graph.increment_version(heads)  # a kernel's writes are counted by nothing
         kv_heads = (heads.shape[2] - num_heads) // 2
         return heads.split([num_heads, kv_heads, kv_heads], dim=2)
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dq, dk, dv = grads
         cos, sin = ctx.saved_tensors
         together = whole_of(*(g.transpose(1, 2) for g in grads))
         if together is None:
             return _rotate_backward(dq, dk, dv, cos, sin), None, None, None
-        kernels().turn(together, None, cos.contiguous(), sin.contiguous(), dq.shape[2], backward=True)
+        fused.kernels().turn(together, None, cos.contiguous(), sin.contiguous(), dq.shape[2], backward=True)
         return together, None, None, None
 
 
 # heads (B, S, N, D), cos and sin (S, D / 2) or (B, S, D / 2) -> q, k, v, by the kernel of fused_triton.py; and back.
 ANGLES, THREE = "Tensor cos, Tensor sin", "(Tensor, Tensor, Tensor)"
-rotate = define("rotate", f"(Tensor heads, {ANGLES}, int num_heads) -> {THREE}", _rotate, _like_parts)
-rotate_backward = define(
+rotate = custom_op.define("rotate", f"(Tensor heads, {ANGLES}, int num_heads) -> {THREE}", _rotate, _like_parts)
+rotate_backward = custom_op.define(
     "rotate_backward", f"(Tensor dq, Tensor dk, Tensor dv, {ANGLES}) -> Tensor", _rotate_backward, _like_heads
 )
 
@@ -157,7 +153,7 @@ class _Rotate(torch.autograd.Function):
         return (rotate if torch.compiler.is_compiling() else _rotate)(heads, cos, sin, num_heads)
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         backward = rotate_backward if torch.compiler.is_compiling() else _rotate_backward
         return backward(*grads, *ctx.saved_tensors), None, None, None

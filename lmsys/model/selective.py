@@ -7,21 +7,17 @@ modules rather than between operators, any row does, whatever it launches.
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-if TYPE_CHECKING:
-    from lmsys.model.transformer import Block
 
 MATMUL = torch.ops.aten.mm.default
 
 
-def run_selectively(block: "Block", level: str, x: Tensor, *attend: Any) -> Tensor:
-    """block(x, *attend), which keeps what `level` says: "matmuls" or "attention" of `lmsys.checkpointing`."""
+def run_selectively(block: Any, level: str, x: Tensor, *attend: Any) -> Tensor:
+    """A `Block` of (x, *attend) that keeps what `level` says: "matmuls" or "attention" of `lmsys.checkpointing`."""
     attn, ffn = block.attn, block.ffn
 
     def up(x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,7 +58,7 @@ def _left_out_matmuls() -> tuple[Any, Any]:
     return nullcontext(), _WithoutMatmuls()
 
 
-class _WithoutMatmuls(TorchDispatchMode):
+class _WithoutMatmuls(torch.utils._python_dispatch.TorchDispatchMode):
     """Leaves matmuls out. Autograd by itself would stop before the last one, but not before that of a Function."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

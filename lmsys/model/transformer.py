@@ -13,18 +13,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lmsys import checkpointing, values
 from lmsys.attention import ATTENTION, Documents, Pattern, attention, row_of
 from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, capability_of, told
-from lmsys.checkpointing import Group
 from lmsys.config import ModelConfig
 from lmsys.measure.profile import part
-from lmsys.model import functions, fused, rotary, selective
-from lmsys.model.linear import RoundedWeights, linear, matmul_dtype
+from lmsys.model import functions, fused, linear, rotary, selective
 from lmsys.model.loss import linear_cross_entropy
-from lmsys.values import whole
 
 BLOCKS_PER_GRAPH = (
     4  # blocks of a compiled graph, where none needs to be a module: more gain little and compile for longer
@@ -44,14 +41,14 @@ class Linear(nn.Linear):
         nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return linear.linear(x, self.weight)
 
 
 class SideBySide(nn.Module):
     """Linear layers that read one input, in one matmul: (..., the features of all). A module, so that hooks see it."""
 
     def forward(self, x: Tensor, *layers: Linear) -> Tensor:
-        return linear(x, *(layer.weight for layer in layers))
+        return linear.linear(x, *(layer.weight for layer in layers))
 
 
 class Embedding(nn.Embedding):
@@ -75,8 +72,9 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         with part("norms"):
             weight = None if self.weight is None else _wide(self.weight)  # without elementwise_affine
-            normalised = F.rms_norm(_wide(x), self.normalized_shape, weight, self.eps)
-            return normalised.to(matmul_dtype(x))
+            return torch.nn.functional.rms_norm(_wide(x), self.normalized_shape, weight, self.eps).to(
+                linear.matmul_dtype(x)
+            )
 
 
 class Attention(nn.Module):
@@ -126,8 +124,9 @@ class Attention(nn.Module):
             if rope is not None:
                 q, k, v = rope(projected, self.num_heads, positions, in_place)
             else:
-                heads = self.num_heads, self.kv_heads, self.kv_heads
-                q, k, v = projected.unflatten(-1, (-1, self.head_dim)).split(heads, dim=-2)
+                q, k, v = projected.unflatten(-1, (-1, self.head_dim)).split(
+                    (self.num_heads, self.kv_heads, self.kv_heads), dim=-2
+                )
         with part("attention"):
             o = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)  # (B, H, S, D)
         with part("projections"):
@@ -146,8 +145,20 @@ def attention_case(
 ) -> AttentionCase:
     """The case that a model makes for its attention row, of `batch` sequences of `length` tokens."""
     capability = capability_of(device.index) if device.type == "cuda" else None
-    shape = batch, config.num_heads, config.kv_heads, length, length, config.head_dim
-    return AttentionCase(*shape, dtype, True, grad, device.type, capability, documents=documents)
+    return AttentionCase(
+        batch,
+        config.num_heads,
+        config.kv_heads,
+        length,
+        length,
+        config.head_dim,
+        dtype,
+        True,
+        grad,
+        device.type,
+        capability,
+        documents=documents,
+    )
 
 
 class FeedForward(nn.Module):
@@ -219,7 +230,7 @@ class TransformerLM(nn.Module):
         self.rope = rotary.RotaryEmbedding(config.head_dim, config.context_length, config.rope_theta, device)
         _ = ATTENTION[config.attention] if config.attention != "auto" else None  # an unknown name fails here
         self._together, self._run, self._fused = 1, _run, False
-        self.rounded: RoundedWeights | None = None
+        self.rounded: linear.RoundedWeights | None = None
 
     def compile_blocks(self, together: int = 1, **options: Any) -> "TransformerLM":
         """Compile `together` blocks as one graph: as blocks share their code, all later graphs of a size are free.
@@ -229,7 +240,7 @@ class TransformerLM(nn.Module):
         `options` are torch.compile's. Unless they say otherwise, compiled code does not check shapes that its guards
         have checked. ValueError for less than one block.
         """
-        whole("together", together, least=1)
+        values.whole("together", together, least=1)
         if "backend" not in options and "mode" not in options:
             options["options"] = {"size_asserts": False} | options.get("options", {})
         options = {"fullgraph": True, "dynamic": False} | options
@@ -255,7 +266,7 @@ class TransformerLM(nn.Module):
         for layer in self.layers:
             attn, ffn = layer.attn, layer.ffn
             groups += [[attn.q_proj, attn.k_proj, attn.v_proj], [attn.output_proj], [ffn.w1, ffn.w3], [ffn.w2]]
-        self.rounded = RoundedWeights(groups)
+        self.rounded = linear.RoundedWeights(groups)
         return self
 
     def hidden(
@@ -280,7 +291,7 @@ class TransformerLM(nn.Module):
         self._check(tokens, positions, documents)
         x = self.token_embeddings(tokens)
         if self.config.residual == "narrow":  # and so it stays, as blocks add what matmuls give
-            x = x.to(matmul_dtype(x))
+            x = x.to(linear.matmul_dtype(x))
         if documents is not None and positions is None:
             positions = documents.positions
         attend = (
@@ -290,7 +301,7 @@ class TransformerLM(nn.Module):
             with self._rounded_shown():
                 return fused.run(list(self.layers), self.ln_final, x, attend, self.rope, positions)
         if not torch.is_grad_enabled():
-            return self.ln_final(self._blocks(x, Group(0, len(self.layers), "none"), attend, positions))
+            return self.ln_final(self._blocks(x, checkpointing.Group(0, len(self.layers), "none"), attend, positions))
         for group in self.config.groups:
             if group.level == "whole":
                 x = selective.run_again(self._blocks, x, group._replace(level="none"), attend, positions)
@@ -334,7 +345,7 @@ class TransformerLM(nn.Module):
         """A copy, and what `torch.save` writes, is not compiled, as is torch's way with modules."""
         return super().__getstate__() | {"_run": _run}
 
-    def _blocks(self, x: Tensor, group: Group, attend: list[Any], positions: Tensor | None) -> Tensor:
+    def _blocks(self, x: Tensor, group: checkpointing.Group, attend: list[Any], positions: Tensor | None) -> Tensor:
         layers = list(self.layers)
         for start in range(group.first, group.stop, self._together):
             some = slice(start, min(start + self._together, group.stop))
@@ -363,9 +374,11 @@ class TransformerLM(nn.Module):
     def _attend(self, x: Tensor, documents: Documents | None = None) -> Any:
         """The row's function for this shape, dtype and mode, looked up outside of compiled blocks."""
         batch, length, _ = x.shape
-        dtype, grad, packed = DTYPE_NAMES[matmul_dtype(x)], torch.is_grad_enabled(), documents is not None
-        case = attention_case(self.config, batch, length, dtype, x.device, grad=grad, documents=packed)
-        row, _ = row_of(self.config.attention, case)
+        dtype, grad, packed = DTYPE_NAMES[linear.matmul_dtype(x)], torch.is_grad_enabled(), documents is not None
+        row, _ = row_of(
+            self.config.attention,
+            attention_case(self.config, batch, length, dtype, x.device, grad=grad, documents=packed),
+        )
         if documents is None:
             return row
         options = told(row, Pattern(True, documents=documents))

@@ -36,8 +36,9 @@ class Chunk:
         try:
             data.decode()
         except UnicodeDecodeError as error:
-            place = self.start + error.start
-            raise ValueError(f"{self.path} is not UTF-8 text: {error.reason} at byte {place:,}") from None
+            raise ValueError(
+                f"{self.path} is not UTF-8 text: {error.reason} at byte {(self.start + error.start):,}"
+            ) from None
         return data
 
 
@@ -100,8 +101,7 @@ def cut_file(file: int, pretokenizer: Pretokenizer, after: int, end: int) -> int
     window, context = _WINDOW, pretokenizer.context
     while after < end:
         begin = max(0, after - context)
-        data = os.pread(file, window + 2 * context, begin)
-        place = pretokenizer.cut(data, after - begin)
+        place = pretokenizer.cut(os.pread(file, window + 2 * context, begin), after - begin)
         if place is not None:
             return begin + place
         after += window

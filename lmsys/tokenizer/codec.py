@@ -25,10 +25,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from lmsys.files import read_text, replacing
-from lmsys.strict_json import read_json
+from lmsys import files, strict_json, values
 from lmsys.tokenizer.pretokens import Pretokenizer, Words
-from lmsys.values import shortly, whole
 
 _PIECE = 1 << 18  # characters that `encode_iterable` gathers before it encodes
 _LONG = 100  # bytes of a pre-token that is merged with a queue
@@ -60,7 +58,12 @@ class Tokenizer:
         self._check()
         self._special_ids = {token.encode(): self._ids[token.encode()] for token in self.special_tokens}
         self._pretokenizer = Pretokenizer(self.special_tokens)
-        chars, self._steps = _as_chars(self.merges)
+        chars = {
+            bytes([byte]): chr(byte) for byte in range(256)
+        }  # a character for each token, in which words are merged
+        for left, right in self.merges:
+            chars.setdefault(left + right, chr(len(chars)))
+        self._steps = [(chars[left] + chars[right], chars[left + right]) for left, right in self.merges]
         self._ranks = {pair: rank for rank, (pair, _) in enumerate(self._steps)}
         self._ids_of_chars = {char: self._ids[token] for token, char in chars.items()}
         self._lock = threading.Lock()
@@ -112,24 +115,45 @@ class Tokenizer:
         """ValueError for an id outside the vocabulary, and for what is no whole number."""
         numbers = list(ids)
         if not {int}.issuperset(map(type, numbers)):  # which is quick
-            numbers = [whole("id", number) for number in numbers]
+            numbers = [values.whole("id", number) for number in numbers]
         try:
             return b"".join([self.vocab[number] for number in numbers])
         except KeyError as error:
             raise ValueError(f"id {error} is not in the vocabulary: 0 to {self.vocab_size - 1}") from None
 
     def save(self, folder: str | Path) -> None:
-        """vocab.json and merges.txt, as GPT-2's: other tokenizers read them too."""
-        write_files(Path(folder), self.vocab, self.merges, self.special_tokens)
+        """vocab.json and merges.txt, as GPT-2's: other tokenizers read them too. Special tokens stand as they are.
+
+        ValueError for one that an ordinary token is written as, and for a token that is neither a byte, made by a merge
+        nor special: it would be read as special.
+        """
+        ordinary = {bytes([byte]) for byte in range(256)} | {left + right for left, right in self.merges}
+        specials = {token.encode(): token for token in self.special_tokens}
+        if strange := set(self.vocab.values()) - ordinary - specials.keys():
+            raise ValueError(f"token {min(strange)!r} cannot be saved: no byte, made by no merge, and not special")
+        if clash := {as_written(token) for token in ordinary}.intersection(self.special_tokens):
+            raise ValueError(f"special token {min(clash)!r} cannot be saved: an ordinary token is written so")
+        written = {specials.get(token) or as_written(token): number for number, token in sorted(self.vocab.items())}
+        content = json.dumps(written, ensure_ascii=False).encode()
+        merges = (f"{as_written(left)} {as_written(right)}" for left, right in self.merges)
+        vocab_name, merges_name = NAMES[0]
+        with files.replacing(Path(folder) / merges_name) as file:
+            file.write("\n".join([f"{_VERSION} {_told(len(self.merges), content)}", *merges, ""]).encode())
+        with files.replacing(Path(folder) / vocab_name) as file:
+            file.write(content)
 
     @classmethod
     def load(cls, folder: str | Path, special_tokens: Iterable[str] | None = None) -> Self:
         """Loads from a folder with vocab.json and merges.txt, or GPT-2's encoder.json and vocab.bpe.
 
         Tokens of the vocabulary that are no bytes and no merge makes are special; `special_tokens` are added.
-        ValueError for files that are not whole: `read_files` says how that is known.
+        ValueError for a folder without such a pair, and for files that are not whole: `read_files` says how that is
+        known.
         """
-        return cls.from_files(*files_in(Path(folder)), special_tokens)
+        for vocab, merges in NAMES:
+            if (Path(folder) / vocab).is_file() and (Path(folder) / merges).is_file():
+                return cls.from_files(Path(folder) / vocab, Path(folder) / merges, special_tokens)
+        raise ValueError(f"{folder}: has neither {' nor '.join(' with '.join(pair) for pair in NAMES)}")
 
     @classmethod
     def from_files(cls, vocab: str | Path, merges: str | Path, special_tokens: Iterable[str] | None = None) -> Self:
@@ -148,24 +172,28 @@ class Tokenizer:
         return type(self), (self.vocab, self.merges, self.special_tokens)
 
     def _check(self) -> None:
-        if set(self.vocab) != set(range(len(self.vocab))):
-            odd = sorted(set(self.vocab) - set(range(len(self.vocab))))
-            raise ValueError(f"ids must be 0 to {len(self.vocab) - 1}; got {odd[:5]} in place of some")
-        if len(self._ids) != len(self.vocab):
-            twice = next(token for number, token in self.vocab.items() if self._ids[token] != number)
-            raise ValueError(f"two ids have the bytes {twice!r}")
-        if missing := [byte for byte in range(256) if bytes([byte]) not in self._ids]:
-            raise ValueError(f"the vocabulary lacks {len(missing)} of the 256 bytes, such as {bytes(missing[:1])!r}")
-        if len(set(self.merges)) != len(self.merges):
-            pair = next(pair for pair, count in Counter(self.merges).items() if count > 1)
-            raise ValueError(f"merge {pair} is listed twice")
+        ids = set(range(len(self.vocab)))
+        twice = next((token for number, token in self.vocab.items() if self._ids[token] != number), None)
+        missing = [byte for byte in range(256) if bytes([byte]) not in self._ids]
+        listed_twice = next((pair for pair, count in Counter(self.merges).items() if count > 1), None)
+        values.hold(
+            (
+                ids == set(self.vocab),
+                f"ids must be 0 to {len(ids) - 1}; got {sorted(set(self.vocab) - ids)[:5]} in place of some",
+            ),
+            (twice is None, f"two ids have the bytes {twice!r}"),
+            (not missing, f"the vocabulary lacks {len(missing)} of the 256 bytes, such as {bytes(missing[:1])!r}"),
+            (listed_twice is None, f"merge {listed_twice} is listed twice"),
+        )
         made = {left + right for left, right in self.merges}
         for left, right in self.merges:
             for token in (left, right, left + right):
                 if token not in self._ids:
-                    raise ValueError(f"merge {shortly((left, right))}: {shortly(token)} is not in the vocabulary")
+                    raise ValueError(
+                        f"merge {values.shortly((left, right))}: {values.shortly(token)} is not in the vocabulary"
+                    )
                 if len(token) > 1 and token not in made:
-                    raise ValueError(f"merge {shortly((left, right))}: no merge makes {shortly(token)}")
+                    raise ValueError(f"merge {values.shortly((left, right))}: no merge makes {values.shortly(token)}")
         for special in self.special_tokens:
             if len(special.encode()) == 1 or special.encode() in made:
                 raise ValueError(f"special token {special!r} is an ordinary token of this vocabulary")
@@ -238,56 +266,12 @@ def _utf8(text: str) -> bytes:
         raise ValueError(f"character {error.start} is {text[error.start]!r}, half of a surrogate pair") from None
 
 
-def _as_chars(merges: Sequence[tuple[bytes, bytes]]) -> tuple[dict[bytes, str], list[tuple[str, str]]]:
-    """A character for each token, in which words are merged, and each merge as (pair of characters, merged)."""
-    chars = {bytes([byte]): chr(byte) for byte in range(256)}
-    for left, right in merges:
-        chars.setdefault(left + right, chr(len(chars)))
-    return chars, [(chars[left] + chars[right], chars[left + right]) for left, right in merges]
-
-
 NAMES = ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")
 _VERSION = "#version: 0.2"
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _CHAR_OF = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
 _BYTE_OF = {char: byte for byte, char in _CHAR_OF.items()}
-
-
-def files_in(folder: Path) -> tuple[Path, Path]:
-    """The vocabulary's and the merges' file. ValueError when the folder has no such pair."""
-    for vocab, merges in NAMES:
-        if (folder / vocab).is_file() and (folder / merges).is_file():
-            return folder / vocab, folder / merges
-    raise ValueError(f"{folder}: has neither {' nor '.join(' with '.join(pair) for pair in NAMES)}")
-
-
-def write_files(
-    folder: Path, vocab: Mapping[int, bytes], merges: Sequence[tuple[bytes, bytes]], special_tokens: Sequence[str]
-) -> None:
-    """Special tokens stand as they are.
-
-    ValueError for one that an ordinary token is written as, and for a token that is neither a byte, made by a merge
-    nor special: it would be read as special.
-    """
-    ordinary = {bytes([byte]) for byte in range(256)} | {left + right for left, right in merges}
-    specials = {token.encode(): token for token in special_tokens}
-    if strange := set(vocab.values()) - ordinary - specials.keys():
-        raise ValueError(f"token {min(strange)!r} cannot be saved: no byte, made by no merge, and not special")
-    if clash := {as_written(token) for token in ordinary}.intersection(special_tokens):
-        raise ValueError(f"special token {min(clash)!r} cannot be saved: an ordinary token is written so")
-    written = {specials.get(token) or as_written(token): number for number, token in sorted(vocab.items())}
-    vocab_name, merges_name = NAMES[0]
-    content = json.dumps(written, ensure_ascii=False).encode()
-    lines = [
-        f"{_VERSION} {_told(len(merges), content)}",
-        *(f"{as_written(left)} {as_written(right)}" for left, right in merges),
-        "",
-    ]
-    with replacing(folder / merges_name) as file:
-        file.write("\n".join(lines).encode())
-    with replacing(folder / vocab_name) as file:
-        file.write(content)
 
 
 def read_files(
@@ -300,15 +284,16 @@ def read_files(
     special token hardly ever is: no ordinary token has letters beside signs, as <|endoftext|> has. One that is, such as
     </, is taken where it is `named`. A lost merge is not missed where another makes the same token.
     """
-    head, lines = _lines(merges)
-    pairs = [_read_merge(merges, number, line) for number, line in lines]
+    # splitlines would also split at characters that stand for bytes
+    lines = list(enumerate(files.read_text(merges).split("\n"), 1))
+    head = lines.pop(0)[1] if lines[0][1].startswith("#version") else ""
+    pairs = [_read_merge(merges, number, line) for number, line in lines if line]
     ordinary = {*_BYTE_OF, *(left + right for left, right in pairs)}
-    written = read_json(vocab)
+    written = strict_json.read_json(vocab)
     if not isinstance(written, dict) or not all(type(number) is int for number in written.values()):
         raise ValueError(f'{vocab}: must be an object of token: id, as {{"!": 0, ...}}')
-    if len(set(written.values())) != len(written):
-        twice = next(number for number, count in Counter(written.values()).items() if count > 1)
-        raise ValueError(f"{vocab}: id {twice} is given twice")
+    twice = next((number for number, count in Counter(written.values()).items() if count > 1), None)
+    values.hold((twice is None, f"{vocab}: id {twice} is given twice"))
     found = {number: _bytes(text) if text in ordinary else text.encode() for text, number in written.items()}
     special_tokens = [text for text in sorted(written, key=written.__getitem__) if text not in ordinary]
     told = re.fullmatch(rf"{_VERSION} (merges: .+)", head.rstrip("\r"))
@@ -316,7 +301,7 @@ def read_files(
         raise ValueError(f"{merges}: cut, or not of the tokenizer that {vocab} is of: make both anew")
     lost = [] if told else [text for text in special_tokens if text not in named and _is_pair(text, written)]
     if lost:
-        such = f"{len(lost):,} of the tokens in {vocab}, such as {shortly(lost[0])}"
+        such = f"{len(lost):,} of the tokens in {vocab}, such as {values.shortly(lost[0])}"
         raise ValueError(f"{merges}: lacks the merges of {such}: it is cut; or name them as special tokens")
     return found, [(_bytes(left), _bytes(right)) for left, right in pairs], special_tokens
 
@@ -330,18 +315,12 @@ def _told(num_merges: int, vocab: bytes) -> str:
     return f"merges: {num_merges} vocab: {hashlib.sha256(vocab).hexdigest()[:16]}"
 
 
-def _lines(path: Path) -> tuple[str, list[tuple[int, str]]]:
-    """The first line, where it tells a version, and all others that are not empty, numbered."""
-    # splitlines would also split at characters that stand for bytes
-    lines = list(enumerate(read_text(path).split("\n"), 1))
-    head = lines.pop(0)[1] if lines[0][1].startswith("#version") else ""
-    return head, [(number, line) for number, line in lines if line]
-
-
 def _read_merge(path: Path, number: int, line: str) -> tuple[str, str]:
     left, _, right = line.rstrip("\r").partition(" ")
     if not left or not right or not all(char in _BYTE_OF for char in left + right):
-        raise ValueError(f"{path}, line {number}: {shortly(line)} is no merge; one is written as two tokens: 'Ġ t'")
+        raise ValueError(
+            f"{path}, line {number}: {values.shortly(line)} is no merge; one is written as two tokens: 'Ġ t'"
+        )
     return left, right
 
 

@@ -9,8 +9,7 @@ from itertools import pairwise
 
 import regex
 
-from lmsys.tokenizer.codec import Tokenizer
-from lmsys.tokenizer.pretokens import PATTERN
+from lmsys.tokenizer import codec, pretokens
 
 Pair = tuple[bytes, bytes]
 
@@ -22,7 +21,7 @@ def split(text: str, special_tokens: Sequence[str] = ()) -> list[str]:
     while start < len(text):
         places = [(at, -len(token), token) for token in special_tokens if (at := text.find(token, start)) >= 0]
         at, _, token = min(places, default=(len(text), 0, ""))
-        found += regex.findall(PATTERN, text[start:at]) + ([token] if token else [])
+        found += regex.findall(pretokens.PATTERN, text[start:at]) + ([token] if token else [])
         start = at + len(token)
     return found
 
@@ -73,7 +72,7 @@ def merge(tokens: Sequence[bytes], pair: Pair) -> list[bytes]:
     return out
 
 
-def encode(text: str, tokenizer: Tokenizer) -> list[int]:
+def encode(text: str, tokenizer: codec.Tokenizer) -> list[int]:
     """Merges, in each pre-token, the pair whose merge is the earliest, until no pair has one."""
     ids = {token: number for number, token in tokenizer.vocab.items()}
     ranks = {pair: rank for rank, pair in enumerate(tokenizer.merges)}

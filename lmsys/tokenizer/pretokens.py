@@ -67,11 +67,22 @@ class Pretokenizer:
         begins = np.ones(n + 1, bool)
         np.not_equal(kinds[1:n], kinds[: n - 1], out=begins[1:n])
         begins[[start for start, _ in specials]] = True
-        _split_spaces(begins, bytes_, kinds, n)
-        _join_contractions(begins, bytes_, kinds, n)
+        # The last of several spaces leaves the others; a blank joins the word behind it, anything else stands alone.
+        before_word = begins[1:n] & (kinds[: n - 1] == SPACE) & (kinds[1:n] <= OTHER)
+        begins[: n - 1] |= before_word
+        begins[1:n] ^= before_word & (bytes_[: n - 1] == _SPACE)
+        # 's 't 'm 'd 're 've 'll where a pre-token begins with the apostrophe.
+        at = np.flatnonzero((bytes_[:n] == _APOSTROPHE) & begins[:n])
+        at = at[kinds[at + 1] == LETTER]  # in a special token it would be SPECIAL
+        one, two = bytes_[at + 1], bytes_[at + 2]
+        is_two = np.isin(one.astype(np.uint16) << 8 | two, _ENDS_TWO) & (kinds[at + 2] == LETTER)
+        ends = _ENDS_ONE[one] | is_two
+        begins[at[ends] + 1] = False
+        begins[at[ends] + 2 + is_two[ends]] = True
         if not padded.isascii():
             for start, end in _wide_pieces(kinds[:n]):
-                lengths = [len(found) for found in _split_by_pattern(padded[start:end])]
+                words = _PRETOKEN.findall(padded[start:end].decode(errors="surrogateescape"))
+                lengths = [len(word.encode(errors="surrogateescape")) for word in words]
                 begins[start:end] = False
                 begins[start + np.cumsum([0, *lengths])] = True
         return np.flatnonzero(begins)
@@ -108,25 +119,6 @@ def _may_overlap(one: bytes, other: bytes) -> bool:
     return any(one.endswith(other[:size]) for size in range(1, min(len(one), len(other))))
 
 
-def _split_spaces(begins: np.ndarray, bytes_: np.ndarray, kinds: np.ndarray, n: int) -> None:
-    """The last of several spaces leaves the others; a blank joins the word behind it, anything else stands alone."""
-    before_word = begins[1:n] & (kinds[: n - 1] == SPACE) & (kinds[1:n] <= OTHER)
-    begins[: n - 1] |= before_word
-    begins[1:n] ^= before_word & (bytes_[: n - 1] == _SPACE)
-
-
-def _join_contractions(begins: np.ndarray, bytes_: np.ndarray, kinds: np.ndarray, n: int) -> None:
-    """'s 't 'm 'd 're 've 'll where a pre-token begins with the apostrophe."""
-    at = np.flatnonzero((bytes_[:n] == _APOSTROPHE) & begins[:n])
-    at = at[kinds[at + 1] == LETTER]  # in a special token it would be SPECIAL
-    one, two = bytes_[at + 1], bytes_[at + 2]
-    is_two = np.isin(one.astype(np.uint16) << 8 | two, _ENDS_TWO) & (kinds[at + 2] == LETTER)
-    is_one = _ENDS_ONE[one]
-    at, length = at[is_one | is_two], 1 + is_two[is_one | is_two]
-    begins[at + 1] = False
-    begins[at + 1 + length] = True
-
-
 def _wide_pieces(kinds: np.ndarray) -> Iterator[tuple[int, int]]:
     """(start, end) of what holds characters beyond ASCII, from one safe cut to another."""
     before, after = kinds[:-1], kinds[1:]
@@ -140,12 +132,6 @@ def _wide_pieces(kinds: np.ndarray) -> Iterator[tuple[int, int]]:
         apart = (starts[1:] - ends[:-1] > _NEAR) | (crossed[0] != crossed[1])
         starts, ends = starts[np.append(True, apart)], ends[np.append(apart, True)]
     yield from zip(starts.tolist(), ends.tolist(), strict=True)
-
-
-def _split_by_pattern(text: bytes) -> list[bytes]:
-    """The pre-tokens of a text without special tokens."""
-    found = _PRETOKEN.findall(text.decode(errors="surrogateescape"))
-    return [one.encode(errors="surrogateescape") for one in found]
 
 
 _LONGEST = 15  # bytes of a key: its length stands in the sixteenth; PAD is no less
@@ -206,7 +192,12 @@ class Words:
             self.num_bytes += int((ends - begins).sum())
             return np.arange(len(self.list) - len(new), len(self.list))
 
-        self._reserve(len(self.list) + len(which))
+        count = len(self.list) + len(which)
+        if 2 * count > len(self._number):  # every second slot is to be free
+            short = np.flatnonzero(self._number >= 0)
+            keys, number = (self._low[short], self._high[short]), self._number[short]
+            self._resize((4 * count - 1).bit_length())
+            self._place(*keys, number.__getitem__)
         return self._place(low, high, added)
 
     def _place(self, low: np.ndarray, high: np.ndarray, numbered: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -227,14 +218,6 @@ class Words:
     def _slots(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         mixed = (low ^ high * _MIX_HIGH) * _MIX_LOW
         return (mixed >> self._shift).view(np.int64)
-
-    def _reserve(self, count: int) -> None:
-        """Room for so many words with every second slot free."""
-        if 2 * count > len(self._number):
-            short = np.flatnonzero(self._number >= 0)
-            low, high, number = self._low[short], self._high[short], self._number[short]
-            self._resize((4 * count - 1).bit_length())
-            self._place(low, high, number.__getitem__)
 
     def _resize(self, bits: int) -> None:
         self._shift = np.uint64(64 - bits)

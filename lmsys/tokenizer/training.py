@@ -13,19 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
-from lmsys.tokenizer.chunks import Chunk, each_chunk, no_text, whole
-from lmsys.tokenizer.codec import Tokenizer
-from lmsys.tokenizer.pretokens import Pretokenizer, Words
+from lmsys.tokenizer import chunks, codec, pretokens
 
 _NUM_BYTES = 256
 
 
 def train(
-    files: str | Path | Sequence[str | Path | Chunk],
+    files: str | Path | Sequence[str | Path | chunks.Chunk],
     vocab_size: int,
     special_tokens: Sequence[str] | None = None,
     processes: int = 1,
-) -> Tokenizer:
+) -> codec.Tokenizer:
     """A tokenizer of `vocab_size` tokens: the bytes (ids 0 to 255), the merges in their order, the special tokens.
 
     `files` is a path, or several. There are fewer tokens when the text is used up before. The result does not depend on
@@ -42,21 +40,21 @@ def train(
         )
     counts = count_pretokens(files, special_tokens, processes)
     if not counts:
-        raise no_text(map(whole, files))
+        raise chunks.no_text(map(chunks.whole, files))
     merges = learn_merges(counts, vocab_size - smallest)
     vocab = [bytes([byte]) for byte in range(_NUM_BYTES)]
     vocab += dict.fromkeys(left + right for left, right in merges)
     vocab += [token.encode() for token in special_tokens]
-    return Tokenizer(dict(enumerate(vocab)), merges, special_tokens)
+    return codec.Tokenizer(dict(enumerate(vocab)), merges, special_tokens)
 
 
 def count_pretokens(
-    files: Sequence[str | Path | Chunk], special_tokens: Sequence[str] = (), processes: int = 1
+    files: Sequence[str | Path | chunks.Chunk], special_tokens: Sequence[str] = (), processes: int = 1
 ) -> dict[bytes, int]:
     """How often each pre-token stands in the files; special tokens are none."""
     counts: defaultdict[bytes, int] = defaultdict(int)
-    count_in = partial(_count, Pretokenizer(special_tokens))
-    for text, lengths, found in each_chunk(count_in, files, special_tokens, processes):
+    count_in = partial(_count, pretokens.Pretokenizer(special_tokens))
+    for text, lengths, found in chunks.each_chunk(count_in, files, special_tokens, processes):
         start = 0
         for length, count in zip(lengths.tolist(), found.tolist(), strict=True):
             counts[text[start : start + length]] += count
@@ -66,9 +64,9 @@ def count_pretokens(
     return dict(counts)
 
 
-def _count(pretokenizer: Pretokenizer, chunk: Chunk) -> tuple[bytes, np.ndarray, np.ndarray]:
+def _count(pretokenizer: pretokens.Pretokenizer, chunk: chunks.Chunk) -> tuple[bytes, np.ndarray, np.ndarray]:
     """The distinct pre-tokens of a chunk, in one string of bytes, with their lengths and counts."""
-    words, counts = Words(), np.zeros(0, np.int64)
+    words, counts = pretokens.Words(), np.zeros(0, np.int64)
     for block in pretokenizer.blocks(chunk.read()):
         numbers = words.numbers(block, pretokenizer.starts(block))
         counts = np.pad(counts, (0, len(words) - len(counts))) + np.bincount(numbers, minlength=len(words))
@@ -136,7 +134,9 @@ class _Learner:
     def _merge(self, pair: str) -> tuple[bytes, bytes]:
         first, second = pair[0], pair[1]
         merge = self.bytes_of[first], self.bytes_of[second]
-        char = self._token(merge[0] + merge[1])
+        token = merge[0] + merge[1]
+        char = self.tokens.setdefault(token, chr(len(self.tokens)))
+        self.bytes_of[char], self.order[char] = token, _descending(token)
         lefts: defaultdict[str, int] = defaultdict(int)  # how often each token stands in front of the pair
         rights: defaultdict[str, int] = defaultdict(int)
         chars, counts, homes, before, behind = self.chars, self.counts, self.homes, self.before, self.behind
@@ -163,11 +163,6 @@ class _Learner:
                 heapq.heappush(self.queue, self._entry(new, count))
         del self.pairs[pair]
         return merge
-
-    def _token(self, token: bytes) -> str:
-        char = self.tokens.setdefault(token, chr(len(self.tokens)))
-        self.bytes_of[char], self.order[char] = token, _descending(token)
-        return char
 
 
 def _descending(token: bytes) -> str:

@@ -13,9 +13,8 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
-from lmsys import commands, doing, watchdog
+from lmsys import commands, doing, files, watchdog
 
 if __name__ == "__main__" and watchdog.under_torchrun():
     watchdog.begin()  # before torch is imported, which takes seconds
@@ -26,7 +25,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; without a GPU it can only interpret
 
 from lmsys.config import SIZES
-from lmsys.files import read_text
 from lmsys.parallel.group import ERRORS_S, TorchrunGroup, WorkerError, WorkerGroup, is_lost_peer
 from lmsys.training import checkpoint, loop, pipeline
 from lmsys.training.config import RunConfig
@@ -68,7 +66,7 @@ def read_config(arguments: argparse.Namespace) -> RunConfig:
     """The file's settings, then the size's, then those of the command line, of which the last holds."""
     config = RunConfig()
     if arguments.config is not None:
-        text = read_text(arguments.config)
+        text = files.read_text(arguments.config)
         try:
             config = RunConfig.from_json(text)
         except ValueError as error:
@@ -129,7 +127,7 @@ def _backend(config: RunConfig) -> str | None:
     return {"cpu": "gloo", "cuda": "nccl"}.get(config.train.device or "")
 
 
-def _pass_on(group: WorkerGroup, received: list[int], number: int, _: FrameType | None) -> None:
+def _pass_on(group: WorkerGroup, received: list[int], number: int, _: object) -> None:
     """Sends SIGTERM to the ranks: they save and end, and this process with them."""
     received.append(number)
     for pid in group.pids:

@@ -20,19 +20,16 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from lmsys.files import replacing, sha256_of, write_json
-from lmsys.parallel.adapter import Adapter
-from lmsys.parallel.fsdp import Fsdp
-from lmsys.parallel.sharded_optimizer import ShardedOptimizer, flat_share, merge_shares, whole_state
-from lmsys.strict_json import read_json
-from lmsys.values import hold, shortly, whole
+from lmsys import files, strict_json, values
+from lmsys.parallel import adapter, fsdp, sharded_optimizer
 
 State = dict[str, Any]  # tensors, numbers, strings, and dicts, lists and tuples of them
 _MANIFEST = re.compile(r"step-(\d{8,})\.json")
-_WRITTEN = re.compile(r"step-(\d{8,})(-(shared|rank-\d+)-[0-9a-f]{8}\.pt|\.json\.[0-9a-f]{8}\.tmp)")
+_WRITTEN = re.compile(
+    r"step-(\d{8,})(-(shared|rank-\d+)-[0-9a-f]{8}\.pt(\.[0-9a-f]{8}\.tmp)?|\.json\.[0-9a-f]{8}\.tmp)"
+)
 _FORMAT = 1
 
 
@@ -93,7 +90,7 @@ class Checkpoint:
             raise ValueError(f"{path}: is missing")
         if (size := path.stat().st_size) != entry["bytes"]:
             raise ValueError(f"{path}: has {size:,} bytes and was saved with {entry['bytes']:,}")
-        if sha256_of(path) != entry["sha256"]:
+        if files.sha256_of(path) != entry["sha256"]:
             raise ValueError(f"{path}: its SHA-256 is not the one that it was saved with")
         return path
 
@@ -156,31 +153,31 @@ def newest(folder: Path) -> Checkpoint | None:
 
 def read(manifest: Path) -> Checkpoint:
     """The checkpoint that a manifest describes. ValueError for what is no manifest, or of a later format."""
-    found = read_json(Path(manifest), sha256=str, format=int, step=int, world_size=int, facts=dict, files=dict)
-    hold(
+    found = strict_json.read_json(
+        Path(manifest), sha256=str, format=int, step=int, world_size=int, facts=dict, files=dict
+    )
+    values.hold(
         (found.pop("sha256") == _digest(found), f"{manifest}: its SHA-256 is not the one that it was saved with"),
         (
             found["format"] == _FORMAT,
             f"{manifest}: format {found['format']} is not the {_FORMAT} of this version; update lmsys",
         ),
     )
-    for name, entry in found["files"].items():
-        _check_entry(f"{manifest}: files.{name}", entry)
-    return Checkpoint(Path(manifest), found["step"], found["world_size"], found["facts"], found["files"])
-
-
-def _check_entry(where: str, entry: Any) -> None:
     kinds = {"file": str, "bytes": int, "sha256": str}
-    if not isinstance(entry, dict) or not all(type(entry.get(name)) is kind for name, kind in kinds.items()):
-        raise ValueError(f"{where}: must be an object with file, bytes and sha256; got {shortly(entry)}")
-    if not re.fullmatch(r"[\w.-]{1,200}", entry["file"]):
-        raise ValueError(f"{where}: must be a file beside the manifest; got {shortly(entry['file'])}")
+    for part, entry in found["files"].items():
+        where = f"{manifest}: files.{part}: must be"
+        if not isinstance(entry, dict) or not all(type(entry.get(name)) is kind for name, kind in kinds.items()):
+            raise ValueError(f"{where} an object with file, bytes and sha256; got {values.shortly(entry)}")
+        if not re.fullmatch(r"[\w.-]{1,200}", entry["file"]):
+            raise ValueError(f"{where} a file beside the manifest; got {values.shortly(entry['file'])}")
+    return Checkpoint(Path(manifest), found["step"], found["world_size"], found["facts"], found["files"])
 
 
 def rng_state(device: str | torch.device = "cpu") -> State:
     """torch's random numbers, of the CPU and, for a CUDA device, of that."""
-    found = {"cpu": torch.get_rng_state()}
-    return found | ({"cuda": torch.cuda.get_rng_state(device)} if torch.device(device).type == "cuda" else {})
+    return {"cpu": torch.get_rng_state()} | (
+        {"cuda": torch.cuda.get_rng_state(device)} if torch.device(device).type == "cuda" else {}
+    )
 
 
 def set_rng_state(state: State, device: str | torch.device = "cpu") -> None:
@@ -195,16 +192,14 @@ def _write_parts(folder: Path, step: int, parts: Mapping[str, State], written: d
     for name, state in parts.items():
         path = folder / f"step-{step:08}-{name}-{secrets.token_hex(4)}.pt"
         written[name] = {"file": path.name}
-        with path.open("xb") as file:
+        with files.replacing(path) as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        written[name] |= {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        written[name] |= {"bytes": path.stat().st_size, "sha256": files.sha256_of(path)}
 
 
 def _commit(manifest: Path, content: Mapping[str, Any]) -> None:
     _sync_folder(manifest.parent)  # the names of the parts, before that of the manifest
-    write_json(manifest, {**content, "sha256": _digest(content)})
+    files.write_json(manifest, {**content, "sha256": _digest(content)})
     _sync_folder(manifest.parent)
 
 
@@ -264,16 +259,16 @@ def _manifests(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def optimizer_layout(strategy: Adapter) -> str:
+def optimizer_layout(strategy: adapter.Adapter) -> str:
     """How the optimizer numbers its state: `flat` parts of blocks, or `whole` parameters."""
-    return "flat" if isinstance(strategy.wrapper, Fsdp) else "whole"
+    return "flat" if isinstance(strategy.wrapper, fsdp.Fsdp) else "whole"
 
 
-def capture(strategy: Adapter, optimizer: Optimizer, rank: int) -> tuple[State, State]:
+def capture(strategy: adapter.Adapter, optimizer: Optimizer, rank: int) -> tuple[State, State]:
     """(the state that rank 0 saves for all, the state that this rank saves). All ranks call it."""
     state = strategy.full_state_dict()  # of lmsys.model.Loss, which strategies wrap
     shared: State = {"model": {name.removeprefix("model."): x for name, x in state.items()}}
-    if isinstance(optimizer, ShardedOptimizer) or optimizer_layout(strategy) == "flat":
+    if isinstance(optimizer, sharded_optimizer.ShardedOptimizer) or optimizer_layout(strategy) == "flat":
         return shared, {"optimizer": optimizer.state_dict()}
     if hasattr(optimizer, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer
         optimizer.consolidate_state_dict(to=0)
@@ -282,7 +277,7 @@ def capture(strategy: Adapter, optimizer: Optimizer, rank: int) -> tuple[State, 
 
 
 def restore_optimizer(
-    strategy: Adapter, optimizer: Optimizer, found: Checkpoint, shared: State, rank: int, world_size: int
+    strategy: adapter.Adapter, optimizer: Optimizer, found: Checkpoint, shared: State, rank: int, world_size: int
 ) -> None:
     """The optimizer's state of a checkpoint, saved by any number of ranks under any strategy.
 
@@ -297,14 +292,20 @@ def restore_optimizer(
         state = shared["optimizer"]
     else:
         shares = [found.own(index, "optimizer")["optimizer"] for index in range(found.world_size)]
-        state = whole_state(shares, strategy.module, groups) if was_flat else merge_shares(shares)
-    optimizer.load_state_dict(flat_share(state, strategy.module, rank, world_size, groups) if flat else state)
+        state = (
+            sharded_optimizer.whole_state(shares, strategy.module, groups)
+            if was_flat
+            else sharded_optimizer.merge_shares(shares)
+        )
+    optimizer.load_state_dict(
+        sharded_optimizer.flat_share(state, strategy.module, rank, world_size, groups) if flat else state
+    )
 
 
 File = str | os.PathLike[str] | IO[bytes]
 
 
-def save_checkpoint(model: nn.Module, optimizer: Optimizer, iteration: int, out: File) -> None:
+def save_checkpoint(model: torch.nn.Module, optimizer: Optimizer, iteration: int, out: File) -> None:
     """Saves a dictionary of `model`, `optimizer` (their state dicts) and `iteration` to a path or a binary file.
 
     A path's folder is made. The file is there whole or, as before, not at all. ValueError unless iteration is a whole
@@ -313,16 +314,16 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, iteration: int, out:
     state = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "iteration": whole("iteration", iteration, least=0),
+        "iteration": values.whole("iteration", iteration, least=0),
     }
     if not isinstance(out, str | os.PathLike):
         torch.save(state, out)
         return
-    with replacing(Path(out)) as file:
+    with files.replacing(Path(out)) as file:
         torch.save(state, file)
 
 
-def load_checkpoint(src: File, model: nn.Module, optimizer: Optimizer) -> int:
+def load_checkpoint(src: File, model: torch.nn.Module, optimizer: Optimizer) -> int:
     """The iteration that `save_checkpoint` was given; model and optimizer get the state that they had, in place.
 
     No code of the file runs. ValueError for a file that holds something else, or the state of another model.
@@ -333,7 +334,7 @@ def load_checkpoint(src: File, model: nn.Module, optimizer: Optimizer) -> int:
         optimizer.load_state_dict(found["optimizer"])
     except (RuntimeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{src}: does not fit this model and optimizer: {error}") from error
-    return whole("iteration", found["iteration"], least=0)
+    return values.whole("iteration", found["iteration"], least=0)
 
 
 def load_state(path: Path | IO[bytes], *keys: str) -> dict[str, Any]:
@@ -349,7 +350,7 @@ def load_state(path: Path | IO[bytes], *keys: str) -> dict[str, Any]:
         kind = type(error).__name__
         raise ValueError(f"{path}: must hold tensors and plain values alone; loading it gives {kind}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path}: must hold a dictionary; got {shortly(found)}")
+        raise ValueError(f"{path}: must hold a dictionary; got {values.shortly(found)}")
     if missing := [key for key in keys if key not in found]:
-        raise ValueError(f"{path}: must have {missing[0]!r}; got {shortly(list(found))}")
+        raise ValueError(f"{path}: must have {missing[0]!r}; got {values.shortly(list(found))}")
     return found

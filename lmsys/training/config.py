@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -128,14 +127,15 @@ class TrainConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         even = self.batch_size % self.leaves == 0
-        in_pairs = self.leaves.bit_count() == 1
-        one_way = "compile=true and fused=true are two ways to run the blocks: one of them must be false"
         hold(
             (self.min_lr <= self.lr, f"min_lr={self.min_lr} must be at most lr={self.lr}"),
             (self.warmup < self.steps, f"warmup_steps={self.warmup} must be less than steps={self.steps}"),
             (all(0 <= beta < 1 for beta in self.betas), f"betas={self.betas} must be two numbers in [0, 1)"),
-            (not (self.compile and self.fused), one_way),
-            (in_pairs, f"leaves={self.leaves} must be a power of two: they are added in pairs"),
+            (
+                not (self.compile and self.fused),
+                "compile=true and fused=true are two ways to run the blocks: one of them must be false",
+            ),
+            (self.leaves.bit_count() == 1, f"leaves={self.leaves} must be a power of two: they are added in pairs"),
             (even or not self.reproducible, f"batch_size={self.batch_size} must be a multiple of leaves={self.leaves}"),
         )
 
@@ -239,7 +239,7 @@ class RunConfig(Checked):
         """Settings that are not given have their defaults. ValueError with the JSON path of what is wrong."""
         return overlay(cls(), parse_json(text))
 
-    def changed(self, settings: Iterable[str]) -> "RunConfig":
+    def changed(self, settings: list[str]) -> "RunConfig":
         """The config with settings as on the command line, `train.lr=3e-4`; later ones win."""
         merged: dict[str, object] = {}
         for setting in settings:

@@ -126,8 +126,7 @@ def _download_once(url: str, folder: Path, sha256: str | None, progress: Progres
 
 
 def _stdlib_documents() -> Iterator[str]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if "site-packages" in path.parts or "dist-packages" in path.parts:
             continue
         try:

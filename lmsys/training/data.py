@@ -6,45 +6,38 @@ Imports no torch: batches are numpy arrays, which `torch.from_numpy` takes as th
 Legend: B sequences of a micro-batch, S context length, N windows of a source.
 """
 
-import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
-from zipfile import BadZipFile
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from lmsys import values
-from lmsys.config import IGNORED
+from lmsys import config, strict_json, values
 from lmsys.files import replacing, write_json
-from lmsys.strict_json import read_json
-from lmsys.tokenizer import Tokenizer
-from lmsys.tokenizer.chunks import Chunk, each_chunk, no_text, split, whole
-from lmsys.tokenizer.pretokens import Pretokenizer
+from lmsys.tokenizer import Tokenizer, chunks, pretokens
 from lmsys.training.config import RunConfig
 from lmsys.training.corpora import END_OF_TEXT
 
-# What numpy raises of a file that holds none.
-NOT_AN_ARRAY = OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError, OverflowError, TypeError, BadZipFile
 
-
-def encode_files(tokenizer: Tokenizer, files: Sequence[Path | Chunk], processes: int = 1) -> Iterator[np.ndarray]:
+def encode_files(
+    tokenizer: Tokenizer, files: Sequence[Path | chunks.Chunk], processes: int = 1
+) -> Iterator[np.ndarray]:
     """The ids of the files' text, one file behind another, in pieces; each process holds a chunk of text at a time.
 
     ValueError for a file that is absent or not UTF-8.
     """
-    return each_chunk(partial(_encode, tokenizer), files, tokenizer.special_tokens, processes)
+    return chunks.each_chunk(partial(_encode, tokenizer), files, tokenizer.special_tokens, processes)
 
 
-def _encode(tokenizer: Tokenizer, chunk: Chunk) -> np.ndarray:
+def _encode(tokenizer: Tokenizer, chunk: chunks.Chunk) -> np.ndarray:
     return tokenizer.encode_array(chunk.read())
 
 
 def tokenize_files(
     tokenizer: Tokenizer,
-    files: Sequence[Path | Chunk],
+    files: Sequence[Path | chunks.Chunk],
     output: Path,
     *,
     processes: int = 1,
@@ -57,10 +50,10 @@ def tokenize_files(
     ValueError: no text, a file that is absent or not UTF-8, `rank` outside the world.
     """
     values.whole("rank", rank, least=0, most=world_size - 1)
-    parts = [whole(file) for file in files]
+    parts = [chunks.whole(file) for file in files]
     if not sum(part.size for part in parts):
-        raise no_text(parts)
-    share = split(parts, Pretokenizer(tokenizer.special_tokens), world_size)[rank]
+        raise chunks.no_text(parts)
+    share = chunks.split(parts, pretokens.Pretokenizer(tokenizer.special_tokens), world_size)[rank]
     path = shards(Path(output), world_size)[rank]
     path.with_suffix(".json").unlink(missing_ok=True)  # an array without it is of nobody's making
     with replacing(path) as file:
@@ -83,17 +76,19 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
 def read_end_of_text(path: Path) -> int:
     """The id that ends a document in a file of tokens. ValueError where the facts beside the file know none."""
     facts_file = Path(path).with_suffix(".json")
-    facts = read_json(facts_file, vocab_size=int) if facts_file.is_file() else {"vocab_size": 0}
-    found = facts.get("end_of_text")
-    if found is None:
-        raise ValueError(
+    facts = strict_json.read_json(facts_file, vocab_size=int) if facts_file.is_file() else {"vocab_size": 0}
+    found: Any = facts.get("end_of_text")
+    values.hold(
+        (
+            found is not None,
             f"{path}: its documents cannot be told apart, as no end_of_text is named in {facts_file.name}: tokenize the"
-            f" text anew, by the step `tokenize` and a tokenizer with the special token {END_OF_TEXT}"
-        )
-    if type(found) is not int or not 0 <= found < facts["vocab_size"]:
-        raise ValueError(
-            f"{facts_file}: end_of_text must be an id from 0 to {facts['vocab_size'] - 1}; got {values.shortly(found)}"
-        )
+            f" text anew, by the step `tokenize` and a tokenizer with the special token {END_OF_TEXT}",
+        ),
+        (
+            type(found) is int and 0 <= found < facts["vocab_size"],
+            f"{facts_file}: end_of_text must be an id from 0 to {facts['vocab_size'] - 1}; got {values.shortly(found)}",
+        ),
+    )
     return found
 
 
@@ -113,7 +108,7 @@ def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
     path = Path(path)
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except NOT_AN_ARRAY as error:
+    except Exception as error:  # of a file that holds none, numpy raises almost any
         cause = getattr(error, "strerror", None) or error
         raise ValueError(values.shortened(f"{path}: cannot be read as an array of token ids: {cause}")) from error
     if not isinstance(ids, np.ndarray):
@@ -127,7 +122,7 @@ def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
         if ids.size and tokenizer and (largest := int(ids.max())) >= tokenizer.vocab_size:
             raise ValueError(f"{path}: id {largest} is not in this vocabulary of {tokenizer.vocab_size}")
         return ids
-    facts = read_json(facts_file, tokens=int, vocab_size=int, tokenizer=str)
+    facts = strict_json.read_json(facts_file, tokens=int, vocab_size=int, tokenizer=str)
     if facts["tokens"] != len(ids):
         raise ValueError(
             values.shortened(
@@ -149,8 +144,9 @@ def _write_array(file: BinaryIO, pieces: Iterator[np.ndarray], dtype: np.dtype) 
 
     def write_header(count: int) -> None:
         file.seek(0)
-        layout = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
-        np.lib.format.write_array_header_1_0(file, layout)
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+        )
 
     write_header(0)
     count = 0
@@ -301,7 +297,7 @@ def _num_targets(batches: Batches, step: int) -> np.ndarray:
 def _divided(windows: np.ndarray, end_of_text: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets of windows (B, S + 1). Behind an end of text another document begins, which it cannot know."""
     inputs, targets = windows[:, :-1], windows[:, 1:]
-    return inputs, targets if end_of_text is None else np.where(inputs == end_of_text, IGNORED, targets)
+    return inputs, targets if end_of_text is None else np.where(inputs == end_of_text, config.IGNORED, targets)
 
 
 def fixed_windows(

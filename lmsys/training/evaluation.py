@@ -5,16 +5,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lmsys import config, values
 from lmsys.attention import Documents
-from lmsys.config import IGNORED
 from lmsys.training.data import Source
-from lmsys.values import hold
 
 Windows = tuple[np.ndarray, np.ndarray]  # inputs and targets, (count, S), as of `data.fixed_windows`
 _READ = 1 << 20  # tokens of a source that are read at once
@@ -38,13 +36,13 @@ def autocast_of(precision: str, device: torch.device) -> Callable[[], torch.auto
     return partial(torch.autocast, device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
-def model_inputs(inputs: np.ndarray, targets: np.ndarray, device: torch.device) -> tuple[Any, ...]:
+def model_inputs(inputs: np.ndarray, targets: np.ndarray, device: torch.device) -> tuple[object, ...]:
     """Arguments of a model's loss: (tokens, targets), and the documents where sequences have more than one.
 
     inputs, targets  (B, S) int64; a document ends where a token has no target, as in `lmsys.training.data`
     """
     tensors: tuple[Tensor, ...] = tuple(torch.from_numpy(x).to(device) for x in (inputs, targets))
-    ends = targets[:, :-1] == IGNORED
+    ends = targets[:, :-1] == config.IGNORED
     if not ends.any():
         return tensors
     lengths = [np.diff([0, *(np.flatnonzero(row) + 1), targets.shape[1]]).tolist() for row in ends]
@@ -66,7 +64,7 @@ def evaluate(
     target, or batch_size < 1.
     """
     inputs, targets = windows
-    hold(
+    values.hold(
         (batch_size >= 1 and len(inputs), f"{batch_size=} and {len(inputs)} windows must both be at least 1"),
         (_count(targets), "no token of the windows has a target: name a longer text to evaluate on"),
     )
@@ -87,7 +85,7 @@ def evaluate(
 
 
 def _count(targets: np.ndarray) -> int:
-    return int(np.count_nonzero(targets != IGNORED))
+    return int(np.count_nonzero(targets != config.IGNORED))
 
 
 def unigram(source: Source, windows: Windows, vocab_size: int) -> Evaluation:
@@ -96,5 +94,5 @@ def unigram(source: Source, windows: Windows, vocab_size: int) -> Evaluation:
     for start in range(0, len(source), _READ):
         counts += np.bincount(source.read(start, min(start + _READ, len(source))), minlength=vocab_size)
     losses = np.log(counts.sum()) - np.log(counts)
-    targets = windows[1][windows[1] != IGNORED]
+    targets = windows[1][windows[1] != config.IGNORED]
     return Evaluation(float(losses[targets].mean()), targets.size)

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys import strict_json, values
 from lmsys.attention import attention
-from lmsys.model import TransformerLM
-from lmsys.model.functions import check_range
-from lmsys.strict_json import Checked
-from lmsys.values import Amount, Count, Share, hold, whole
+from lmsys.model import TransformerLM, functions
 
 
 @dataclass(frozen=True)
-class Sampling(Checked):
+class Sampling(strict_json.Checked):
     """How the next token is drawn from the logits.
 
     temperature   what the logits are divided by; 0 takes the most likely token
@@ -28,9 +26,9 @@ class Sampling(Checked):
     top_p         only the fewest of the most likely whose probabilities add up to this; 1: all
     """
 
-    temperature: Amount = 1.0
-    top_k: Count | None = None
-    top_p: Share = 1.0
+    temperature: values.Amount = 1.0
+    top_k: values.Count | None = None
+    top_p: values.Share = 1.0
 
     def probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (B, V) -> (probabilities (B, V), float64, the likeliest first; the ids that they belong to).
@@ -156,10 +154,10 @@ def _next_logits(model: TransformerLM, tokens: Tensor, lengths: Tensor, cache: C
 
 def _check(model: TransformerLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: int | None) -> None:
     config = model.config
-    whole("max_new_tokens", max_new_tokens, least=0)
+    values.whole("max_new_tokens", max_new_tokens, least=0)
     lengths = [len(prompt) for prompt in prompts]
     longest, most = max(lengths, default=0) + max_new_tokens, config.context_length
-    hold(
+    values.hold(
         (
             lengths and all(lengths),
             "generation needs at least one prompt, and a token in each; start with the end-of-text token",
@@ -174,4 +172,4 @@ def _check(model: TransformerLM, prompts: Sequence[Sequence[int]], max_new_token
         ("stop", [] if stop is None else [stop]),
     ):
         if ids:
-            check_range(name, "token ids", min(ids), max(ids), config.vocab_size)
+            functions.check_range(name, "token ids", min(ids), max(ids), config.vocab_size)

@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lmsys.commands import with_extra
-from lmsys.files import replacing
+from lmsys import commands, files
 from lmsys.training.config import RunConfig
 
 
@@ -29,7 +28,7 @@ class JsonLines:
         if replaced := [line + "\n" for line, facts in zip(lines, kept, strict=True) if facts is None]:
             with path.with_name(path.name + ".replaced").open("a", errors="surrogateescape") as beside:
                 beside.writelines(replaced)
-        with replacing(path) as file:
+        with files.replacing(path) as file:
             file.write("".join(_line(facts) for facts in kept if facts is not None).encode())
         self._file = path.open("a")
 
@@ -92,7 +91,7 @@ def check_packages(config: RunConfig) -> None:
         for name in (name for name, is_asked in asked.items() if is_asked):
             importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"log: {error}; {with_extra('log')} brings it") from error
+        raise ValueError(f"log: {error}; {commands.with_extra('log')} brings it") from error
 
 
 def others(config: RunConfig, step: int) -> list[TensorBoard | WandB]:

@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
-from lmsys import doing
+from lmsys import doing, registry
 from lmsys.cost.operations import model_flops
 from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM
 from lmsys.parallel import adapter, collectives, sharded_optimizer, structure
-from lmsys.registry import Entry
 from lmsys.training import checkpoint, data, evaluation, gradients, log, optimizer, possible, reproducible
 from lmsys.training.config import RunConfig
 
@@ -123,7 +120,7 @@ class Trainer:
         if found is not None and shared is not None:
             self._resume(found, shared)
 
-    def _strategy(self, row: Entry) -> adapter.Adapter:
+    def _strategy(self, row: registry.Entry) -> adapter.Adapter:
         train = self.config.train
         options: dict[str, Any] = {} if train.bucket_mb is None else {"bucket_mb": train.bucket_mb}
         if row.trait("compute_dtype", False) and train.precision == "bf16" and not train.reproducible:
@@ -181,9 +178,20 @@ class Trainer:
         weights = [self.batches.weight(self.step, micro) for micro in micros]
         with reproducible.deterministic(self.device) if train.reproducible else nullcontext():
             total = self._gradients([self._batch(self.step, micro) for micro in micros], weights)
-            clipped = self._clip()
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            divided = self._shards_gradients and self.world_size > 1
+            if train.reproducible:  # to the last bit, however gradients are divided among ranks
+                grads = [p.grad for p in parameters if p.grad is not None]
+                count = sum(p.numel() for p in self.model.parameters())
+                whole_norm = torch.tensor(
+                    reproducible.exact_norm(grads, count, self.group, divided), device=self.device
+                )
+            else:
+                whole_norm = optimizer.whole_norm(parameters, self.group, divided)
+            if train.clip_norm:
+                optimizer.scale_gradients(self.optimizer, optimizer.clip_factor(whole_norm, train.clip_norm))
             mean, stop = self._agree(total, stop)
-            norm = float(clipped)  # the host waits here
+            norm = float(whole_norm)  # the host waits here
             taken = math.isfinite(mean) and math.isfinite(norm)
             if taken:
                 self.optimizer.step()
@@ -196,23 +204,6 @@ class Trainer:
     def _batch(self, step: int, micro: int) -> tuple[Any, ...]:
         return evaluation.model_inputs(*self.batches.batch(step, micro), self.device)
 
-    def _clip(self) -> Tensor:
-        """Clips by the norm of the whole gradient, and returns it, on every rank the same.
-
-        Of a reproducible training to the last bit, however gradients are divided among ranks.
-        """
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        divided = self._shards_gradients and self.world_size > 1
-        if self.config.train.reproducible:
-            grads = [p.grad for p in parameters if p.grad is not None]
-            count = sum(p.numel() for p in self.model.parameters())
-            norm = torch.tensor(reproducible.exact_norm(grads, count, self.group, divided), device=self.device)
-        else:
-            norm = optimizer.whole_norm(parameters, self.group, divided)
-        if self.config.train.clip_norm:
-            optimizer.scale_gradients(self.optimizer, optimizer.clip_factor(norm, self.config.train.clip_norm))
-        return norm
-
     def _agree(self, loss: Tensor, stop: int) -> tuple[float, int]:
         if self.world_size == 1:
             return loss.item(), stop
@@ -220,15 +211,16 @@ class Trainer:
         told[0] = loss.double() / self.world_size
         if stop:
             told[stop] = 1.0
-        dist.all_reduce(told, group=self.group)
+        torch.distributed.all_reduce(told, group=self.group)
         mean, *stops = told.tolist()
         return mean, max((number for number, count in enumerate(stops, start=1) if count), default=0)
 
     def evaluate(self) -> evaluation.Evaluation:
         """Evaluates the same windows on every rank: no collective of a strategy is left alone."""
         # The strategy's forward, as some gather parameters in it.
-        batch_size = self.config.evaluate.batch_size
-        return evaluation.evaluate(self.model, self.windows, batch_size, self.autocast, self.strategy)
+        return evaluation.evaluate(
+            self.model, self.windows, self.config.evaluate.batch_size, self.autocast, self.strategy
+        )
 
     def save(self, folder: Path) -> Path:
         shared, own = checkpoint.capture(self.strategy, self.optimizer, self.rank)
@@ -276,12 +268,19 @@ class Trainer:
         tokens = config.train.batch_size * config.model.context_length
         flops = model_flops(config.model, tokens=tokens, context=config.model.context_length, mode="step")
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
-        peak = peak_flops_per_s(gpu, config.train.precision, self.world_size)
-        return log.Progress(self.step, config.train.steps, tokens, flops, peak)
+        return log.Progress(
+            self.step, config.train.steps, tokens, flops, peak_flops_per_s(gpu, config.train.precision, self.world_size)
+        )
 
     def _tell(self, one: Step, write: Callable[..., None], say: Say, progress: log.Progress) -> None:
-        facts = {"loss": one.loss, "lr": one.lr, "grad_norm": one.norm, "skipped": self.skipped}
-        write(step=self.step, **facts, time_s=round(self.seconds, 3))
+        write(
+            step=self.step,
+            loss=one.loss,
+            lr=one.lr,
+            grad_norm=one.norm,
+            skipped=self.skipped,
+            time_s=round(self.seconds, 3),
+        )
         if not one.taken:
             say(f"step {self.step:,}: loss {one.loss}, gradient norm {one.norm}: skipped, {self.in_a_row} in a row")
         if self.in_a_row > self.config.train.max_nonfinite:
@@ -330,7 +329,7 @@ def first_nonfinite(model: nn.Module, forward: Callable[[], Any]) -> str | None:
             found.append(f"{names[module] or 'the whole'} ({type(module).__name__})")
 
     eager = torch.compiler.set_stance("force_eager")  # a compiled graph holds no hooks
-    with register_module_forward_hook(hook), torch.no_grad(), eager:
+    with torch.nn.modules.module.register_module_forward_hook(hook), torch.no_grad(), eager:
         forward()
     return found[0] if found else None
 

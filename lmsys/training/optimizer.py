@@ -13,14 +13,11 @@ from operator import is_
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from lmsys.parallel.collectives import Group, unwrapped
-from lmsys.parallel.structure import Groups
-from lmsys.parallel.wrapper import Wrapper
+from lmsys.parallel import collectives, structure, wrapper
 from lmsys.values import finite, hold
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -114,28 +111,25 @@ class AdamW(Optimizer):
         live = [p for p in group["params"] if p.grad is not None]
         before, bundles = self._plans.get(index, ([], []))
         if len(before) != len(found := self._with_state(live)) or not all(map(is_, before, found)):
-            bundles = self._bundles(live)
+            for p in live:
+                if p.grad.layout != torch.strided or not p.is_floating_point():
+                    given = f"{p.grad.layout} of {p.dtype}, shape {tuple(p.shape)}"
+                    raise ValueError(f"AdamW takes dense floating-point gradients, and one is {given}")
+            for p in live:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                home = p.device if p.is_cuda else "cpu"
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=home)
+            bundles = [
+                _Bundle(params, *([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")))
+                for params in _by_kind(live).values()
+            ]
             self._plans[index] = self._with_state(live), bundles
         return bundles
 
     def _with_state(self, live: list[Tensor]) -> list[Any]:
         return [*live, *chain.from_iterable(self.state[p].values() for p in live if p in self.state)]
-
-    def _bundles(self, live: list[Tensor]) -> list["_Bundle"]:
-        for p in live:
-            if p.grad.layout != torch.strided or not p.is_floating_point():
-                given = f"{p.grad.layout} of {p.dtype}, shape {tuple(p.shape)}"
-                raise ValueError(f"AdamW takes dense floating-point gradients, and one is {given}")
-        for p in live:
-            state = self.state[p]
-            if not state:
-                state.update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            home = p.device if p.is_cuda else "cpu"
-            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=home)
-        return [
-            _Bundle(params, *([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")))
-            for params in _by_kind(live).values()
-        ]
 
 
 @dataclass
@@ -235,7 +229,7 @@ def cosine_schedule(step: int, *, max_lr: float, min_lr: float, warmup_steps: in
     return min_lr + (max_lr - min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def undecayed(module: nn.Module, parts: str) -> Groups:
+def undecayed(module: nn.Module, parts: str) -> structure.Groups:
     """`groups` for make_optimizer: no weight decay for parameters whose names have one of the parts, divided by |.
 
     ValueError for a part that no name has.
@@ -253,7 +247,9 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Wrapper | Tensor | Iterable[Tensor], max_norm: float, eps: float = 1e-6) -> Tensor:
+def clip_grad_norm(
+    parameters: wrapper.Wrapper | Tensor | Iterable[Tensor], max_norm: float, eps: float = 1e-6
+) -> Tensor:
     """Scale all gradients in place by min(1, max_norm / (norm + eps)); returns norm, a scalar tensor.
 
     Under a strategy that leaves each rank a part of the gradients, such as `Zero1` and `Fsdp`, give the wrapper itself:
@@ -267,7 +263,7 @@ def clip_grad_norm(parameters: Wrapper | Tensor | Iterable[Tensor], max_norm: fl
     ValueError: a negative or NaN max_norm or eps.
     """
     group, divided = None, False
-    if isinstance(parameters, Wrapper):
+    if isinstance(parameters, wrapper.Wrapper):
         group, divided = parameters.group, parameters.shards_gradients and parameters.world_size > 1
         parameters = parameters.parameters()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -290,21 +286,19 @@ def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.cat(norms))
 
 
-def whole_norm(parameters: Sequence[Tensor], group: Group, divided: bool) -> Tensor:
+def whole_norm(parameters: Sequence[Tensor], group: collectives.Group, divided: bool) -> Tensor:
     """The norm of all gradients as one vector, on every rank the same; `divided`: a rank has a part of each."""
     if not divided:
         return grad_norm(parameters)
     with torch._C.DisableTorchFunctionSubclass():  # which refuses the norm of a part
         square = grad_norm(parameters).to(parameters[0].device, torch.float64).square()
-    dist.all_reduce(square, group=unwrapped(group))
+    torch.distributed.all_reduce(square, group=collectives.unwrapped(group))
     return square.sqrt().to(torch.promote_types(parameters[0].dtype, torch.float32))
 
 
 def clip_factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
     """min(1, max_norm / (norm + eps)). ValueError: a negative or NaN max_norm or eps."""
-    for name, value in {"max_norm": max_norm, "eps": eps}.items():
-        if not value >= 0:
-            raise ValueError(f"{name}={value} must be at least 0")
+    hold((max_norm >= 0, f"{max_norm=} must be at least 0"), (eps >= 0, f"{eps=} must be at least 0"))
     return (max_norm / (norm + eps)).clamp(max=1)
 
 

@@ -20,21 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from lmsys import doing
-from lmsys.checkpointing import FIT
+from lmsys import checkpointing, doing, strict_json, values
 from lmsys.files import claim, write_json
 from lmsys.model import TransformerLM
-from lmsys.parallel import STRATEGIES, group
-from lmsys.parallel.collectives import gather_objects, size_and_rank
-from lmsys.strict_json import paths, read_json
-from lmsys.tokenizer import Tokenizer, train
-from lmsys.tokenizer.chunks import Chunk
-from lmsys.training import checkpoint, data, evaluation, generation, log, loop, possible
+from lmsys.parallel import STRATEGIES, collectives, group
+from lmsys.tokenizer import Tokenizer, chunks, train
+from lmsys.training import checkpoint, corpora, data, evaluation, generation, log, loop, possible
 from lmsys.training.config import RunConfig
-from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_of, make_folder
-from lmsys.values import shortly
 
 DATA_STEPS = ("tokenizer", "tokenize")
 WRITERS = (*DATA_STEPS, "train")  # steps that write in the output
@@ -59,12 +52,13 @@ class RunContext:
 
     @property
     def processes(self) -> int:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        return self.config.data.processes or max(1, len(os.sched_getaffinity(0)) // local)
+        return self.config.data.processes or max(
+            1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        )
 
     @property
     def device(self) -> torch.device:
-        if dist.is_initialized():
+        if torch.distributed.is_initialized():
             return group.device()
         name = self.config.train.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if name not in ("cpu", "cuda") or name == "cuda" and not torch.cuda.is_available():
@@ -86,7 +80,7 @@ class RunContext:
 def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> int:
     """The exit code: 0, or 128 + the number of the signal that training was interrupted by."""
     doing.now(doing.AT_FIRST)
-    world_size, rank = size_and_rank(None)
+    world_size, rank = collectives.size_and_rank(None)
     context = RunContext(config, rank, world_size)
     _agree(config, steps, skip_data)
     config.train.accumulation(world_size)  # what cannot be is refused here, not after the data has been made
@@ -99,7 +93,13 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
         torch.set_num_threads(config.train.threads)
     with ExitStack() as ending:
         if any(step in WRITERS for step in steps):
-            _check_output(config.folder)
+            corpora.make_folder(config.folder, "output")
+            for path in [config.folder / name for name in FOLDERS]:
+                if path.exists() and not path.is_dir():
+                    raise ValueError(f"{path}: must be a folder; move away what stands there")
+            for path in [config.folder / name for name in FILES]:
+                if path.is_dir():
+                    raise ValueError(f"{path}: must be a file; move the folder away")
             if rank == 0:
                 ending.callback(claim(config.folder / "log.jsonl"))
         return _take(context, [step for step in steps if not (skip_data and step in DATA_STEPS)], len(steps) == 1)
@@ -125,22 +125,11 @@ def _take(context: RunContext, steps: list[str], alone: bool) -> int:
     return 0
 
 
-def _check_output(folder: Path) -> None:
-    """Makes the folder of a run. ValueError, with the path, where the run could not write what it is to."""
-    make_folder(folder, "output")
-    for name in FOLDERS:
-        if (folder / name).exists() and not (folder / name).is_dir():
-            raise ValueError(f"{folder / name}: must be a folder; move away what stands there")
-    for name in FILES:
-        if (folder / name).is_dir():
-            raise ValueError(f"{folder / name}: must be a file; move the folder away")
-
-
 def _agree(config: RunConfig, steps: tuple[str, ...], skip_data: bool) -> None:
     """ValueError on every rank that names the first setting of which ranks have different values."""
-    own = {name: attrgetter(name)(config) for name in paths(config)}
+    own = {name: attrgetter(name)(config) for name in strict_json.paths(config)}
     own |= {"the step": " ".join(steps), "--skip-data": skip_data}
-    first, *rest = gather_objects(own, None)
+    first, *rest = collectives.gather_objects(own, None)
     for rank, other in enumerate(rest, start=1):
         for name, value in first.items():
             if name not in OF_A_RANK and other[name] != value:
@@ -161,7 +150,7 @@ def make_tokenizer(context: RunContext, anew: bool) -> None:
         context.say(
             f"training a tokenizer of {vocab_size:,} tokens on {sum(file.size for file in corpus.train) / 1e6:,.1f} MB"
         )
-        tokenizer = train(corpus.train, vocab_size, [END_OF_TEXT], context.processes)
+        tokenizer = train(corpus.train, vocab_size, [corpora.END_OF_TEXT], context.processes)
         record.unlink(missing_ok=True)  # it would speak for half of a save that is killed
         tokenizer.save(record.parent)
         write_json(record, made)
@@ -198,16 +187,26 @@ def train_model(context: RunContext) -> loop.Outcome:
     """Trains on, from the newest whole checkpoint where there is one."""
     config, tokenizer = context.config, _tokenizer(context)
     source, windows = _data(context, tokenizer)
-    found = _newest(context)
+    # Looked for by rank 0: finding it reads every file.
+    found = checkpoint.newest(context.checkpoints) if context.rank == 0 else None
+    (manifest, *_) = collectives.gather_objects(found and found.manifest, None)
+    if context.rank > 0 and manifest is not None:
+        found = checkpoint.read(manifest)
     trainer = loop.Trainer(config, source, windows, context.device, found, {"tokenizer": tokenizer.fingerprint})
     if found is not None:
         done = "; all steps are done: name another --output to train anew" if trainer.step >= config.train.steps else ""
         context.say(f"going on from {found.manifest}, step {trainer.step:,}{done}")
-        _tell_schedule(context, found, trainer)
-    alone = context.world_size == 1
-    size = f"{sum(x.numel() for x in trainer.model.parameters()):,} parameters, " if alone else ""
+        # The rate may jump where a run goes on with other steps than it had.
+        changed = [
+            f"{setting} was {values.shortly(was)} and is {now}"
+            for name, was, now in found.differences(schedule=trainer.schedule)
+            if (setting := name.partition(".")[2]) and trainer.step < config.train.steps
+        ]
+        if changed:
+            context.say(f"the learning rate has another schedule than before: {', '.join(changed)}")
+    size = f"{sum(x.numel() for x in trainer.model.parameters()):,} parameters, " if (context.world_size == 1) else ""
     context.say(f"training: {size}{len(source):,} tokens of text, {context.world_size} x {context.device.type}")
-    if config.model.checkpoint_blocks == FIT:
+    if config.model.checkpoint_blocks == checkpointing.FIT:
         context.say(f"model.checkpoint_blocks=fit is {trainer.model.config.checkpoint_blocks} here")
     lines = None
     if context.rank == 0:
@@ -247,20 +246,12 @@ def print_sample(context: RunContext) -> None:
 
 def _prompt(context: RunContext, tokenizer: Tokenizer) -> list[int]:
     prompt, most = context.config.generate.prompt, context.config.model.context_length
-    ids = tokenizer.encode(prompt or END_OF_TEXT)
+    ids = tokenizer.encode(prompt or corpora.END_OF_TEXT)
     if len(ids) > most:
-        raise ValueError(f"generate.prompt={shortly(prompt)} is {len(ids):,} tokens; model.context_length is {most:,}")
+        raise ValueError(
+            f"generate.prompt={values.shortly(prompt)} is {len(ids):,} tokens; model.context_length is {most:,}"
+        )
     return ids
-
-
-def _tell_schedule(context: RunContext, found: checkpoint.Checkpoint, trainer: loop.Trainer) -> None:
-    """The rate may jump where a run goes on with other steps than it had. Old checkpoints have no schedule."""
-    if told := [
-        f"{setting} was {shortly(was)} and is {now}"
-        for name, was, now in found.differences(schedule=trainer.schedule)
-        if (setting := name.partition(".")[2]) and trainer.step < trainer.config.train.steps
-    ]:
-        context.say(f"the learning rate has another schedule than before: {', '.join(told)}")
 
 
 def _tell_outcome(context: RunContext, trainer: loop.Trainer, outcome: loop.Outcome) -> None:
@@ -286,14 +277,7 @@ def _trained(context: RunContext, tokenizer: Tokenizer) -> tuple[TransformerLM, 
     return model, found.step
 
 
-def _newest(context: RunContext) -> checkpoint.Checkpoint | None:
-    """Looked for by rank 0: finding it reads every file."""
-    found = checkpoint.newest(context.checkpoints) if context.rank == 0 else None
-    (manifest, *_) = gather_objects(found and found.manifest, None)
-    return found if context.rank == 0 or manifest is None else checkpoint.read(manifest)
-
-
-def _corpus(context: RunContext) -> Corpus:
+def _corpus(context: RunContext) -> corpora.Corpus:
     told = time.monotonic()
 
     def tell(what: str, done: int, total: int) -> None:
@@ -302,14 +286,14 @@ def _corpus(context: RunContext) -> Corpus:
             told = time.monotonic()
             context.say(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
-    return corpus_of(context.config.data, tell)
+    return corpora.corpus_of(context.config.data, tell)
 
 
 def _tokenizer(context: RunContext) -> Tokenizer:
     folder = Path(context.config.data.tokenizer or context.config.folder / "tokenizer")
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no tokenizer; make one by the step `tokenizer`, without --skip-data")
-    tokenizer = Tokenizer.load(folder, [END_OF_TEXT] if context.config.data.tokenizer else [])
+    tokenizer = Tokenizer.load(folder, [corpora.END_OF_TEXT] if context.config.data.tokenizer else [])
     if tokenizer.vocab_size > (vocab_size := context.config.model.vocab_size):
         raise ValueError(f"{folder}: has {tokenizer.vocab_size:,} tokens, more than model.vocab_size={vocab_size:,}")
     return tokenizer
@@ -322,18 +306,19 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, e
     if made is None:
         raise ValueError(f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data")
     source, valid = (data.TokenFiles(data.shards(folder / f"{part}.npy", made["shards"]), tokenizer) for part in PARTS)
-    end = data.end_of_text_of(valid, config)
-    return source, data.fixed_windows(valid, config.model.context_length, config.evaluate.windows, end)
+    return source, data.fixed_windows(
+        valid, config.model.context_length, config.evaluate.windows, data.end_of_text_of(valid, config)
+    )
 
 
-def _facts(files: tuple[Chunk, ...]) -> list[Any]:
+def _facts(files: tuple[chunks.Chunk, ...]) -> list[Any]:
     return [[str(chunk.path), chunk.start, chunk.stop] for chunk in files]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     """The facts that a step wrote last, or None where it has not come to its end."""
     try:
-        found = read_json(path)
+        found = strict_json.read_json(path)
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
@@ -341,4 +326,4 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _wait(context: RunContext) -> None:
     if context.world_size > 1:
-        dist.barrier()
+        torch.distributed.barrier()

@@ -4,46 +4,53 @@
 """
 
 import torch
-import torch.distributed as dist
 
-from lmsys.attention import ATTENTION, AttentionCase
-from lmsys.attention.contract import adapt, why_not_told
-from lmsys.checkpointing import FIT
+from lmsys import checkpointing, registry, values
+from lmsys.attention import ATTENTION, AttentionCase, contract
 from lmsys.config import ModelConfig
 from lmsys.cost.memory import fit
-from lmsys.model import fused
-from lmsys.model.transformer import attention_case
-from lmsys.parallel import STRATEGIES
-from lmsys.parallel.collectives import Group, gather_objects, size_and_rank
-from lmsys.registry import Entry
+from lmsys.model import fused, transformer
+from lmsys.parallel import STRATEGIES, collectives
 from lmsys.training.config import RunConfig
-from lmsys.values import hold
 
 
-def check(config: RunConfig, device: torch.device, group: Group = None) -> tuple[Entry, ModelConfig]:
+def check(
+    config: RunConfig, device: torch.device, group: collectives.Group = None
+) -> tuple[registry.Entry, ModelConfig]:
     """(the row of the strategy, the model's config as `fitted` makes it).
 
     It reads no data and makes no model. All ranks call it. ValueError with the setting and the reason where `device` or
     the ranks cannot train so.
     """
     train = config.train
-    world_size, _ = size_and_rank(group)
+    world_size, _ = collectives.size_and_rank(group)
     (row,) = STRATEGIES.select([train.strategy])
     check_attention(config, device)
     model = fitted(config, row, device, group)
+    name, not_graphed = f"strategy {row.name!r}", train.graph and _why_no_graph(config, row, device)
     not_fused = train.fused and (fused.why_not(device) or row.trait("why_not_fused", ""))
-    not_graphed = train.graph and _why_no_graph(config, row, device)
-    hold(
-        (not not_fused, f"train.fused=true with strategy {row.name!r}: {not_fused}"),
+    not_saved, not_reproducible = row.trait("why_not_saved", ""), row.trait("why_not_reproducible", "")
+    doubly_sharded = train.sharded_optimizer and row.trait("shards_gradients", False)
+    drifts_apart = world_size > 1 and not row.trait("synchronizes", True)
+    values.hold(
+        (not not_fused, f"train.fused=true with {name}: {not_fused}"),
         (not not_graphed, f"train.graph=true: {not_graphed}"),
+        (not drifts_apart, f"{name} lets ranks drift apart: it is for measuring, and trains on one rank only"),
+        (not not_saved, f"{name}: {not_saved}"),
+        (not (train.reproducible and not_reproducible), f"{name} with train.reproducible: {not_reproducible}"),
+        (
+            not row.peer or torch.distributed.is_initialized(),
+            f"{name} needs a process group: start it by --ranks 1 or torchrun",
+        ),
+        (not doubly_sharded, f"{name} shards its optimizer itself: train.sharded_optimizer is false"),
     )
     if train.fused:
         fused.check_levels(config.model)
-    _check_strategy(config, row, world_size)
+    check_accumulation(config, row, world_size, able=row.trait("accumulates", True))
     return row, model
 
 
-def _why_no_graph(config: RunConfig, row: Entry, device: torch.device) -> str:
+def _why_no_graph(config: RunConfig, row: registry.Entry, device: torch.device) -> str:
     if device.type != "cuda":
         return f"CUDA graphs need train.device=cuda, not {device.type}"
     if config.data.packing != "none":
@@ -52,25 +59,7 @@ def _why_no_graph(config: RunConfig, row: Entry, device: torch.device) -> str:
     return reason and f"strategy {row.name!r}: {reason}"
 
 
-def _check_strategy(config: RunConfig, row: Entry, world_size: int) -> None:
-    train = config.train
-    name, alone = f"strategy {row.name!r}", world_size == 1
-    not_saved, not_reproducible = row.trait("why_not_saved", ""), row.trait("why_not_reproducible", "")
-    doubly_sharded = train.sharded_optimizer and row.trait("shards_gradients", False)
-    hold(
-        (
-            alone or row.trait("synchronizes", True),
-            f"{name} lets ranks drift apart: it is for measuring, and trains on one rank only",
-        ),
-        (not not_saved, f"{name}: {not_saved}"),
-        (not (train.reproducible and not_reproducible), f"{name} with train.reproducible: {not_reproducible}"),
-        (not row.peer or dist.is_initialized(), f"{name} needs a process group: start it by --ranks 1 or torchrun"),
-        (not doubly_sharded, f"{name} shards its optimizer itself: train.sharded_optimizer is false"),
-    )
-    check_accumulation(config, row, world_size, able=row.trait("accumulates", True))
-
-
-def check_accumulation(config: RunConfig, row: Entry, world_size: int, able: bool) -> None:
+def check_accumulation(config: RunConfig, row: registry.Entry, world_size: int, able: bool) -> None:
     """ValueError where ranks would accumulate micro-batches, and the strategy is not `able` to."""
     train = config.train
     if not able and world_size > 1 and train.accumulation(world_size) > 1:
@@ -83,26 +72,27 @@ def check_accumulation(config: RunConfig, row: Entry, world_size: int, able: boo
 MEMORY_SHARE = 0.9  # of a GPU's: the rest is for libraries, fragments and what the prediction leaves out
 
 
-def fitted(config: RunConfig, strategy: Entry, device: torch.device, group: Group = None) -> ModelConfig:
+def fitted(
+    config: RunConfig, strategy: registry.Entry, device: torch.device, group: collectives.Group = None
+) -> ModelConfig:
     """The model's config, where it says "fit" with the levels that the least memory of any rank allows.
 
     All ranks call it, and get the same. ValueError where nothing fits, or the device's memory is not known.
     """
     model, train = config.model, config.train
-    if model.checkpoint_blocks != FIT:
+    if model.checkpoint_blocks != checkpointing.FIT:
         return model
     if train.fused:
         raise ValueError(
             "model.checkpoint_blocks=fit with train.fused=true: fused blocks keep all that their backward reads, so it"
             " must be none"
         )
-    world_size, _ = size_and_rank(group)
-    memory = min(gather_objects(_memory(train.memory_gib, device), group))
+    world_size, _ = collectives.size_and_rank(group)
+    memory = min(collectives.gather_objects(_memory(train.memory_gib, device), group))
     stage = max(strategy.trait("zero_stage", 0), int(train.sharded_optimizer))
-    in_buffers = strategy.trait("synchronizes", True) and stage < 3
     return fit(
         model, train.held, model.context_length, train.precision, memory, world_size=world_size, stage=stage,
-        gradients_stay=in_buffers or train.accumulation(world_size) > 1,
+        gradients_stay=(strategy.trait("synchronizes", True) and stage < 3) or train.accumulation(world_size) > 1,
     )  # fmt: skip
 
 
@@ -121,7 +111,9 @@ def check_attention(config: RunConfig, device: torch.device) -> None:
     """ValueError, with the rows that can, where model.attention cannot train here, or not on packed documents."""
     model, train, packed = config.model, config.train, config.data.packing == "documents"
     dtype = "bfloat16" if train.precision == "bf16" else "float32"
-    case = attention_case(model, train.held, model.context_length, dtype, device, grad=True, documents=packed)
+    case = transformer.attention_case(
+        model, train.held, model.context_length, dtype, device, grad=True, documents=packed
+    )
     try:
         reason = _why_no_attention(ATTENTION.pick(model.attention, case), case)
     except ValueError as error:
@@ -133,7 +125,7 @@ def check_attention(config: RunConfig, device: torch.device) -> None:
         raise ValueError(f"{told}; here these can: {able}")
 
 
-def _why_no_attention(row: Entry, case: AttentionCase) -> str | None:
+def _why_no_attention(row: registry.Entry, case: AttentionCase) -> str | None:
     if reason := row.why_not(case):
         return reason
     if not case.documents:
@@ -141,6 +133,6 @@ def _why_no_attention(row: Entry, case: AttentionCase) -> str | None:
     if row.trait("compiles", False):
         return "it compiles anew for the documents of each batch"
     try:
-        return why_not_told(adapt(row.load()), case.options)
+        return contract.why_not_told(contract.adapt(row.load()), case.options)
     except ImportError as error:
         return str(error)

@@ -4,8 +4,6 @@
 Legend: B sequences, S context length.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ def get_batch(
     ids: np.ndarray | Tensor,
     batch_size: int,
     context_length: int,
-    device: Any = "cpu",
+    device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Inputs and targets, (B, S) int64 on `device`: the targets are the inputs' next tokens.

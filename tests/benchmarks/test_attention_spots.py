@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.attention.spots import Spots
+from benchmarks.attention.check import Spots
 from lmsys.attention.contract import AttentionCase
 from lmsys.attention.pattern import Pattern
 from lmsys.extremes.attention import KINDS, AttentionDraws, plant, unit_tensors

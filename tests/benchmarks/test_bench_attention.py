@@ -289,7 +289,7 @@ def test_the_sweep_refuses_what_is_wrong_for_memory_of_another_layout() -> None:
 
 def test_timed_calls_of_extreme_draws_are_looked_at_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that is wrong for deep scores, and passes the checks before the clock, is wrong when it is timed."""
-    monkeypatch.setattr("benchmarks.bench_attention.check_small", lambda *_: None)
+    monkeypatch.setattr("benchmarks.attention.check.check_small", lambda *_: None)
     monkeypatch.setattr("lmsys.extremes.attention.SHARE", 1.0)
     row = f"{ROOT / 'tests' / 'support' / 'wrong_kernels.py'}:unshifted"
     (record,) = swept_rows([row], dtype=("float32",), direction=("fwd",)).values()

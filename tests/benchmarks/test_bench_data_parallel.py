@@ -16,11 +16,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from benchmarks.bench_data_parallel import PASSES, DataParallel
-from benchmarks.data_parallel.cases import ParallelCase
+from benchmarks.data_parallel.cases import Inspection, ParallelCase, Row
 from benchmarks.data_parallel.check import gate, small_training
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
-from benchmarks.data_parallel.rank import Inspection, Taken, inspect, take_pass
-from benchmarks.data_parallel.rows import Row
+from benchmarks.data_parallel.rank import Taken, inspect, take_pass
 from benchmarks.sweeps import STRATEGIES, SWEEPS
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Grid, Settings, Sweep

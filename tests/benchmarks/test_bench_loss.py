@@ -86,7 +86,7 @@ def test_without_torchs_loss_in_chunks_its_row_says_which_torch_has_it(monkeypat
 
 
 def test_without_a_compiler_the_compiled_row_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.models.why_no_compiler", lambda device: "there is no compiler")
+    monkeypatch.setattr("benchmarks.models.compiled.why_no_compiler", lambda device: "there is no compiler")
     found = records(row=("eager", "compiled"), timed=False)
     assert [one["outcome"] for one in found.values()] == ["ok", "unsupported"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.axes import MODELS_ONLY, MODES
 from benchmarks.bench_model import Model
-from benchmarks.model.check import Gate
+from benchmarks.model.cases import Gate
 from benchmarks.models import LLAMA, MODEL_ROWS, config_of
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention import ATTENTION
@@ -199,7 +199,7 @@ def test_blocks_that_only_normal_rows_pass_are_wrong(name: str, wrong: Any, monk
         patch.setattr(f"lmsys.model.fused.{name}", wrong)
         (one,) = records(timed=False, attention=("sdpa_math",), **asked).values()
         assert one["outcome"] == "wrong", one["reason"]
-        patch.setattr("benchmarks.model.check.write_model", lambda parameters: None)
+        patch.setattr("benchmarks.model.cases.write_model", lambda parameters: None)
         (one,) = records(timed=False, attention=("sdpa_math",), **asked).values()
         assert one["outcome"] == "unsupported" and one["error_ratio"] <= 1  # right, and only graphs are timed
 
@@ -322,7 +322,7 @@ def test_memory_is_predicted_for_attention_that_keeps_no_scores() -> None:
     assert found["step", "eager", "sdpa_flash"]["predicted_bytes"] == predicted
 
 
-@pytest.mark.parametrize(("what", "outcome"), [("bench_model.Rig", "oom"), ("model.check.Gate.judge", "error")])
+@pytest.mark.parametrize(("what", "outcome"), [("bench_model.Rig", "oom"), ("model.cases.Gate.judge", "error")])
 def test_what_fails_outside_a_row_fails_every_case(what: str, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise MemoryError("no room")

@@ -12,11 +12,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.bench_steps import KINDS, TrainingSteps, found_by
-from benchmarks.data_parallel.alone import STAGES, UPDATE, Alone, by_kind, train_alone, why_wrong
-from benchmarks.data_parallel.cases import StepsCase
+from benchmarks.bench_steps import (
+    KERNELS,
+    STAGES,
+    UPDATE,
+    Alone,
+    TrainingSteps,
+    by_kind,
+    found_by,
+    train_alone,
+    why_wrong,
+)
+from benchmarks.data_parallel.cases import StepsCase, step_rates, why_not
 from benchmarks.data_parallel.check import gate
-from benchmarks.data_parallel.rows import step_rates, why_not
 from benchmarks.sweeps import EIGHT_B, SWEEPS
 from lmsys.bench import Settings
 from lmsys.bench.ranks import Ranks
@@ -182,7 +190,7 @@ def test_a_run_trains_ours_beside_torchs_and_says_where_the_time_goes(smoke_resu
         assert one["first_loss"] > one["last_loss"] > 0 and 0 < one["error_ratio"] <= 1
         assert one["held_bytes"] + one["peak_bytes"] == one["total_bytes"] > 0
         assert one["held_bytes"] == pytest.approx(6 * one["num_parameters"], rel=0.05)  # 12 of them over two ranks
-        assert all(one[f"{kind}_s"] >= 0 for kind in KINDS) and one["matmul_s"] > 0 and one["optimizer_s"] > 0
+        assert all(one[f"{kind}_s"] >= 0 for kind in KERNELS) and one["matmul_s"] > 0 and one["optimizer_s"] > 0
         assert 0 <= one["exposed_s"] <= one["communication_s"]
         assert (one["checkpoint"], one["residual"]) == ("attention*1,matmuls*1", "wide")
     ours, theirs = found.values()
@@ -200,7 +208,7 @@ def test_compiled_steps_train_on_two_gpus() -> None:
     found = [one.record for one in harness.results(TrainingSteps(), cases, device="cuda")]
     assert {one["outcome"] for one in found} == {"ok"}, [one["reason"] for one in found]
     for one in found:
-        total = sum(one[f"{kind}_s"] for kind in KINDS) + one["optimizer_s"] + one["exposed_s"]
+        total = sum(one[f"{kind}_s"] for kind in KERNELS) + one["optimizer_s"] + one["exposed_s"]
         assert total < 1.2 * one["profiled_s"]
         known = peak_flops_per_s(torch.cuda.get_device_name(), "bf16")
         peak = one["world_size"] * (known or max(PEAK_FLOPS_PER_S.values()))

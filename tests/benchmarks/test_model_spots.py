@@ -21,7 +21,7 @@ from benchmarks.model.rig import Rig
 from benchmarks.model.spots import EMBEDDINGS, HEAD, Reference
 from benchmarks.models import LLAMA, arithmetic
 from lmsys.attention.naive import naive
-from lmsys.extremes import optimizer as extremes
+from lmsys.extremes import model as extremes
 from lmsys.measure.compare import Kept
 from lmsys.model.loss import linear_cross_entropy
 from lmsys.training.optimizer import AdamW

@@ -12,7 +12,7 @@ from lmsys.check.optimizer import mistakes, questions, remark
 from lmsys.check.optimizer_formula import FORMS, Form, Formula, Trace
 from lmsys.check.optimizer_runs import asked_of, claim_of, run_of, trace_of
 from lmsys.check.question import Fault, Options, Question
-from lmsys.extremes.optimizer import HUGE, LARGE, TINY, extreme, plant, planted
+from lmsys.extremes.model import HUGE, LARGE, TINY, extreme, plant, planted
 from lmsys.registry import Entry
 from tests.museum import optimizer as museum
 from tests.museum.exhibit import EXHIBITS, Exhibit

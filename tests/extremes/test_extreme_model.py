@@ -3,7 +3,7 @@
 import torch
 
 from lmsys.config import model_config
-from lmsys.extremes.model import EMBEDDINGS, FIRST_ID, GATE, HUGE, VALUES_OF, group_of, write_model
+from lmsys.extremes.model import EMBEDDINGS, FIRST_ID, GATE, HUGE_ROW, VALUES_OF, group_of, write_model
 from lmsys.model import TransformerLM
 
 
@@ -21,8 +21,8 @@ def test_rows_that_are_written_are_told_apart() -> None:
     group = group_of(EMBEDDINGS, 1000)
     rows = [after[EMBEDDINGS][group == number] for number in (1, 2, 3)]
     assert group[FIRST_ID] == 0 and all(len(one) >= 5 for one in rows)
-    assert not rows[0].any() and torch.equal(rows[1], before[EMBEDDINGS][group == 2] * HUGE)
-    assert bool(((rows[2].abs() == HUGE).sum(dim=1) == 1).all())
+    assert not rows[0].any() and torch.equal(rows[1], before[EMBEDDINGS][group == 2] * HUGE_ROW)
+    assert bool(((rows[2].abs() == HUGE_ROW).sum(dim=1) == 1).all())
 
 
 def test_what_saturated_gates_let_through_is_of_the_usual_size() -> None:

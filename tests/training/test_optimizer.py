@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lmsys.extremes.optimizer import SIZES, extreme
+from lmsys.extremes.model import SIZES, extreme
 from lmsys.testing import error_ratio
 from lmsys.training.optimizer import (
     HAS_TRITON,
