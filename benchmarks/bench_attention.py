@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks import axes, models
 from benchmarks.attention import patterns
 from benchmarks.attention.check import Gate, check_float32, check_small
-from benchmarks.attention.spots import NUM_KEPT, Spots, repeat
+from benchmarks.attention.spots import MOST_ELEMENTS, NUM_KEPT, Spots, repeat
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
 from lmsys.attention.contract import DTYPES, adapt, options_of, told, why_not_told
 from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, bench, fields
@@ -116,6 +116,7 @@ class Attention(Benchmark):
     """Each row is held to one float64 oracle, in float32 where it has such a form, and in the case's own dtype."""
 
     name = "attention"
+    num_proofs = NUM_KEPT
     case_type = AttentionTest
     tables = {"attention": ATTENTION}
     axes: tuple[Axis, ...] = (
@@ -215,9 +216,12 @@ class Attention(Benchmark):
     def repeat(self, record: Record, call: Record) -> Iterator[str]:
         asked = {name: record[name] for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")}
         case = AttentionCase(**asked, dtype=record["dtype"], causal=record["causal"], grad=False, device="cpu")
+        if (size := max(case.batch, case.queries, case.keys) * case.head_dim) > MOST_ELEMENTS:
+            yield f"not recomputed: {size:,} elements of a head (at most {MOST_ELEMENTS:,} here)"
+            return
         options = {name: record[name] for name in patterns.OPTIONS if record.get(name)}
         pattern = patterns.make(case.batch, case.queries, case.keys, "cpu", causal=case.causal, **options)
-        yield from repeat(case, record["proof"], call, pattern)
+        yield from repeat(case, record["direction"] != "fwd", record["proof"], call, pattern)
 
     def step(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Step:
         """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""

@@ -85,6 +85,7 @@ class Loss(Benchmark):
     """The head and the loss by row, at one shape and precision."""
 
     name = "loss"
+    num_proofs = Step.num_kept
     case_type = LossTest
     tables = {"loss": LOSSES}
     axes: tuple[Axis, ...] = (
