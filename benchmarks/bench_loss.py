@@ -87,6 +87,7 @@ class Loss(Benchmark):
 
     name = "loss"
     layout = LAYOUT
+    num_proofs = Step.num_kept
     case_type = LossTest
     tables = {"loss": LOSSES}
     axes: tuple[Axis, ...] = (

@@ -91,6 +91,7 @@ class Plans(Benchmark):
     """Each plan, in forwards or backwards, is held to the float64 oracle, and compiled in a process of its own."""
 
     name = "plans"
+    num_proofs = Step.num_kept
     tables = {"attention": ATTENTION}
     axes: tuple[Axis, ...] = (
         Axis("plan", plan_called),  # none: there are no cases where none is asked for
@@ -187,7 +188,8 @@ class Plans(Benchmark):
 
     def repeat(self, record: Record, call: Record) -> Iterator[str]:
         asked = {name: record[name] for name in ("head_dim", "length", "causal", "direction", "batch", "form")}
-        yield from repeat(PlanCase("", OURS, "cpu", **asked).asked, record["proof"], call)
+        backward = record["direction"] == "bwd"
+        yield from repeat(PlanCase("", OURS, "cpu", **asked).asked, backward, record["proof"], call)
 
     def metrics(self, case: PlanCase, record: Record, machine: Record) -> Record:
         one = case.asked

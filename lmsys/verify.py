@@ -3,8 +3,9 @@
 For every record: its seal; the statistics of its samples; every field that is a function of others; work and rates
 from its shapes; whether anything can be that fast there; and of the timed calls that were checked, the inputs, the
 oracle and the errors of the rows that it holds. The benchmarks' own code, from each FOLDER (default: benchmarks and
-dev), does that, so the same works for your own. What could not be recomputed is told. Exit code 1 where something is
-wrong, 2 for bad usage, 130 where it was interrupted (Ctrl-C). A file that takes long says on stderr how far it is.
+dev), does that, so the same works for your own. What could not be recomputed is told. A time is not proved where its
+record holds fewer checked calls than its benchmark keeps, or parts of them. Exit code 1 where something is wrong or not
+proved, 2 for bad usage, 130 where it was interrupted (Ctrl-C). A file that takes long says on stderr how far it is.
 
 Whoever has this code can forge a result that agrees with itself. What nobody can see from a file alone: samples that
 are all scaled alike, with everything that follows from them; facts of a machine that no rate depends on.
@@ -18,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,9 +36,18 @@ from lmsys.values import shortly
 RTOL = 1e-9  # of what pure Python makes of the same numbers
 FOLDERS = Path("benchmarks"), Path("dev")  # of this repository
 NOT_RECOMPUTED = "not recomputed: "
+NOT_PROVED = "not proved: "
 TOLD_S = 5.0  # from one line on how far it is to the next
 INTERRUPTED = 128 + signal.SIGINT
 Say = Callable[[str], None]
+
+
+@dataclass
+class Recomputed:
+    """How much of a file was looked at: its records, and timed calls whose results were judged again."""
+
+    records: int = 0
+    calls: int = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,14 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(wrong) else 0
 
 
-def _tell(path: Path, count: int, sentences: Sequence[str]) -> int:
-    """Prints what was found in a file; the number of things that are wrong with it."""
+def _tell(path: Path, done: Recomputed, sentences: Sequence[str]) -> int:
+    """Prints what was found in a file; the number of things that are wrong with it or not proved."""
     untold = [one for one in sentences if NOT_RECOMPUTED not in one]
     for sentence in untold:
         print(f"{path}: {sentence}")
     for sentence, times in Counter(one.partition(": ")[2] for one in sentences if NOT_RECOMPUTED in one).items():
         print(f"{path}: {times} {'time' if times == 1 else 'times'} {sentence}")
-    print(f"{path}: {count} records, {_wrong(len(untold))}", flush=True)
+    unproved = sum(NOT_PROVED in one for one in untold)
+    wrong = _wrong(len(untold) - unproved) + (f", {unproved} not proved" if unproved else "")
+    print(f"{path}: {done.records} records, {done.calls} timed calls judged again, {wrong}", flush=True)
     return len(untold)
 
 
@@ -97,15 +110,16 @@ def _module(path: Path) -> ModuleType:
     return importlib.import_module(f"{path.parent.name}.{path.stem}" if in_package else path.stem)
 
 
-def verify(path: Path, benchmarks: Mapping[str, Benchmark], say: Say = lambda _: None) -> tuple[int, list[str]]:
-    """(the number of records, sentences on what is wrong with the file or was not recomputed).
+def verify(path: Path, benchmarks: Mapping[str, Benchmark], say: Say = lambda _: None) -> tuple[Recomputed, list[str]]:
+    """How much was recomputed, and sentences on what is wrong with the file, not proved or not recomputed.
 
     say  is called every few seconds with a line on how far it is. ValueError where the file is no result.
     """
     content = load(path)
     records = content["records"]
     sentences = list(_of_file(path, content))
-    began = told = time.monotonic()
+    recomputed, began = Recomputed(len(records)), time.monotonic()
+    told = began
     for done, record in enumerate(records):
         if (now := time.monotonic()) - told >= TOLD_S:
             told = now
@@ -114,8 +128,9 @@ def verify(path: Path, benchmarks: Mapping[str, Benchmark], say: Say = lambda _:
                 + time_left({"done": (now - began, done)} if done else {}, {"to do": len(records) - done}, {})
             )
         benchmark = benchmarks.get(record["benchmark"])
-        sentences += [f"{record['id']}: {one}" for one in _of_any_record(record, benchmark, content["machine"])]
-    return len(records), sentences
+        found = _of_any_record(record, benchmark, content["machine"], recomputed)
+        sentences += [f"{record['id']}: {one}" for one in found]
+    return recomputed, sentences
 
 
 def _of_file(path: Path, content: Record) -> Iterator[str]:
@@ -149,15 +164,17 @@ def _of_file(path: Path, content: Record) -> Iterator[str]:
             yield f"{key[1]}: {cut if cut_short and comparison == last else 'pytest-benchmark has no such case'}"
 
 
-def _of_any_record(record: Record, benchmark: Benchmark | None, machine: Record) -> Iterator[str]:
+def _of_any_record(
+    record: Record, benchmark: Benchmark | None, machine: Record, recomputed: Recomputed
+) -> Iterator[str]:
     """As `_of_record`, also of one whose values are of other kinds than those that a run writes."""
     try:
-        yield from _of_record(record, benchmark, machine)
+        yield from _of_record(record, benchmark, machine, recomputed)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         yield f"it cannot be recomputed: {type(error).__name__}: {error}"
 
 
-def _of_record(record: Record, benchmark: Benchmark | None, machine: Record) -> Iterator[str]:
+def _of_record(record: Record, benchmark: Benchmark | None, machine: Record, recomputed: Recomputed) -> Iterator[str]:
     if "seal" not in record:
         yield f"{NOT_RECOMPUTED}a record has no seal"
     elif record["seal"] != seal(record):
@@ -173,8 +190,17 @@ def _of_record(record: Record, benchmark: Benchmark | None, machine: Record) -> 
         yield f"{NOT_RECOMPUTED}there is no benchmark {record['benchmark']!r} here"
         return
     yield from _of_benchmark(record, benchmark, machine)
-    for call in record.get("proof", {}).get("calls", ()):
-        yield from _of_call(record, benchmark, call)
+    calls = record.get("proof", {}).get("calls", ())
+    if samples and record["outcome"] == "ok":
+        proved = len({call["call"] for call in calls})
+        if proved < (least := min(benchmark.num_proofs, len(samples))):
+            yield f"{NOT_PROVED}it holds {proved} checked calls of {len(samples)}, where a run keeps {least}"
+    if calls and type(benchmark).repeat is Benchmark.repeat:
+        yield f"{NOT_RECOMPUTED}{benchmark.name}: a record keeps no results of the calls that were checked"
+    for call in calls:
+        sentences = list(_of_call(record, benchmark, call))
+        yield from sentences
+        recomputed.calls += type(benchmark).repeat is not Benchmark.repeat and not sentences
 
 
 def _of_benchmark(record: Record, benchmark: Benchmark, machine: Record) -> Iterator[str]:

@@ -10,6 +10,7 @@ by which others can repeat the check on a machine without a GPU: `repeat`. Where
 
 import base64
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -153,6 +154,7 @@ NUM_HEADS, SPOT_SCORES = 2, 2**27  # of a backward: so many heads, fewer where t
 GRADIENTS = ("dq", "dk", "dv")
 LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
 MOST_SCORES = 2**25  # of a part that `repeat` makes again: seconds on a CPU
+MOST_ELEMENTS = 2**28  # of what `repeat` makes again: a file may name any size
 
 
 class Spots:
@@ -194,15 +196,16 @@ class Spots:
 def spots_of(case: AttentionCase, backward: bool, key: int, extreme: Unit | None) -> list[Spot]:
     """The parts that a key says; the last is of the draw's extreme unit, where there is one."""
     chance, rows = random.Random(key), list[slice | None]()
-    units = [(batch, head) for batch in range(case.batch) for head in range(case.kv_heads)]
+    units = range(case.batch * case.kv_heads)  # (batch, head) by their numbers: a file may name any size
     if backward:
         scores = case.heads // case.kv_heads * case.queries * case.keys
-        chosen = chance.sample(units, min(len(units), max(1, min(NUM_HEADS, SPOT_SCORES // scores))))
-        rows = [None] * len(chosen)  # all
+        numbers = chance.sample(units, min(len(units), max(1, min(NUM_HEADS, SPOT_SCORES // scores))))
+        rows = [None] * len(numbers)  # all
     else:
         starts = [chance.randrange(max(1, case.queries - SPOT_ROWS + 1)) for _ in range(NUM_SPOTS)]
         rows = [slice(start, min(start + SPOT_ROWS, case.queries)) for start in starts]
-        chosen = [chance.choice(units) for _ in rows]
+        numbers = [chance.choice(units) for _ in rows]
+    chosen = [divmod(number, case.kv_heads) for number in numbers]
     if extreme is not None and not (backward and extreme in chosen):
         chosen[-1] = extreme
     return [Spot((unit,), part, unit == extreme) for unit, part in zip(chosen, rows, strict=True)]
@@ -224,18 +227,24 @@ def _evidence(name: str, found: Tensor, spot: Spot, oracle: Oracle, chance: rand
     }
 
 
-def repeat(case: AttentionCase, proof: Record, call: Record, pattern: Pattern | None = None) -> Iterator[str]:
+def repeat(
+    case: AttentionCase, backward: bool, proof: Record, call: Record, pattern: Pattern | None = None
+) -> Iterator[str]:
     """Sentences on what is wrong with a call of a record, or could not be made again: inputs, oracle and errors."""
-    backward, oracles = "o" not in call["error_ratios"], dict[str, Oracle]()
+    tensors, oracles = GRADIENTS if backward else ("o",), dict[str, Oracle]()
     extreme = extreme_of(case, proof["seed"], call["draw"], proof["generator"])
     spots = spots_of(case, backward, call["key"], extreme and extreme[0])
     expected = {str((list(spot.units[0]), spot.rows)): spot for spot in spots}
+    missing = Counter((str((list(spot.units[0]), spot.rows)), name) for spot in spots for name in tensors)
+    if {*call["error_ratios"]} != {*tensors}:
+        yield f"its errors are of {', '.join(call['error_ratios'])}, and not of {', '.join(tensors)}"
     for part in call["parts"]:
         rows = None if part["rows"] is None else slice(*part["rows"])
         spot = expected.get(place := str((part["unit"], rows)))
-        if spot is None:
-            yield f"its part {part['unit']}, rows {part['rows']}, is not one that its key says"
+        if spot is None or not missing[place, part["tensor"]]:
+            yield f"its part {part['unit']}, rows {part['rows']}, is not one that its key says, or is there twice"
             continue
+        missing[place, part["tensor"]] -= 1
         scores = case.heads // case.kv_heads * (case.queries if rows is None else rows.stop - rows.start) * case.keys
         if scores > MOST_SCORES:
             yield f"not recomputed: {part['tensor']} of a head with {scores:,} scores (at most {MOST_SCORES:,} here)"
@@ -243,6 +252,8 @@ def repeat(case: AttentionCase, proof: Record, call: Record, pattern: Pattern | 
         if place not in oracles:
             oracles[place] = _oracle(case, proof, call["draw"], spot, backward, pattern)
         yield from _differences(case, part, oracles[place], call["error_ratios"][part["tensor"]])
+    if left := missing.total():
+        yield f"not proved: {left} of the {len(tensors) * len(spots)} parts that its key says are not there"
 
 
 def _differences(case: AttentionCase, part: Record, oracle: Oracle, ratio: float) -> Iterator[str]:

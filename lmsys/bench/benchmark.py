@@ -192,6 +192,7 @@ class Benchmark:
     opens           whether a row is opened and called in this process; not where ranks do everything
     streams         whether each case is a turn of its own, whose result is given as it ends, not as its group ends
     keeps_interrupted  whether samples taken before an interrupt make a result
+    num_proofs      checked calls that the record of a case holds for `repeat`, or as many as it has samples
     """
 
     name = ""
@@ -205,6 +206,7 @@ class Benchmark:
     opens = True
     streams = False
     keeps_interrupted = False
+    num_proofs = 0
 
     def __reduce__(self) -> Any:
         """In another process it is that process's own: there is one of a class, which keeps what its hooks keep."""
