@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -126,11 +126,11 @@ def phases(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, dic
     that a step returns is dropped; what the next step needs, it keeps itself. After a forward, live_bytes is what the
     backward needs and the output: the activations.
     """
-    gc.collect()
     return _phases_on_cuda(steps) if device == "cuda" else _phases_on_cpu(steps)
 
 
 def _phases_on_cuda(steps: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, int]]:
+    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     found = {}
@@ -274,11 +274,14 @@ def _events_on_cpu(call: Callable[[], Any], lines: bool) -> list[AllocatorEvent]
 
 
 def _profiled(call: Callable[[], Any]) -> list[Any]:
-    """All events of a profiler that also hears of memory; the result of `call` lives until the end."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    """All events of a profiler that also hears of memory; the result of `call` lives until the end.
+
+    The profiler is that of autograd: torch.profiler's, which makes one, imports the compiler, for a second or two.
+    """
+    with profile(use_kineto=True, profile_memory=True) as recorded:
         result = call()
     del result
-    waiting = list(recorded.profiler.kineto_results.experimental_event_tree())
+    waiting = list(recorded.kineto_results.experimental_event_tree())
     found = []
     while waiting:
         found.append(waiting.pop())
