@@ -59,7 +59,7 @@ HOW = {
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what a plain run does not run. Where -m names the mark, what needs a GPU is skipped with its reason."""
+    """Leaves out what a plain run does not run. Where -m names the mark, what needs a GPU is skipped."""
     has_gpu, asked = torch.cuda.is_available(), config.option.markexpr or ""
     left_out: dict[str, list[pytest.Item]] = {mark: [] for mark in HOW}
     for item in items:
