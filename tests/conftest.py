@@ -17,9 +17,11 @@ import hypothesis
 import pytest
 import torch
 
+from lmsys import processes
 from lmsys.bench.ranks import Ranks
 from lmsys.check.question import poison
 from lmsys.parallel.group import WorkerGroup
+from tests.support.forked import Forks
 from tests.support.processes import STARTUP, smoke_sweep
 
 os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -60,6 +62,17 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised floating-point memory is NaN, so an output that a kernel does not write cannot pass."""
 
     poison(monkeypatch.setattr)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks() -> Iterator[Forks]:
+    """Workers that tests of this process start are forks of one that has imported torch."""
+    found = Forks()
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():  # whose contexts survive no fork
+            patch.setattr(processes, "subprocess", found.module)
+        yield found
+    found.close()
 
 
 @pytest.fixture(scope="session")
