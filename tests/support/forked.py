@@ -101,7 +101,9 @@ def serve(number: int) -> None:
     for name in IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
+    assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1, (
+        "a process with threads cannot be forked"
+    )
     gc.freeze()
     bell, rope = os.pipe()
     os.set_blocking(rope, False)
