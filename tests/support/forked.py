@@ -1,8 +1,8 @@
 """`python -c CODE` as a fork of a process that has imported torch and its compiler, which takes seconds each time.
 
-It stands for `subprocess.Popen` in `lmsys.processes` while tests run: a worker is then a process with a group, files, an
-environment and an exit code of its own, as one that ships, and begins within milliseconds. `tests/test_processes.py` and
-machines with a GPU have workers that are started as they ship.
+It stands for `subprocess.Popen` in `lmsys.processes` while tests run: a worker is then a process with a group, files,
+an environment and an exit code of its own, as one that ships, and begins within milliseconds. What is told of workers
+in `tests/test_processes.py` is asked of both; on machines with a GPU, workers are started as they ship.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ def _begin() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 
 def serve(number: int) -> None:
-    """Forks for each request, and tells how each fork ended; returns in a fork, when its code is done, or at the end."""
+    """Forks for each request, and tells how each fork ended. Returns in a fork when its code is done."""
     line, statuses = socket.socket(fileno=number), dict[int, int]()
     for name in IMPORTED:
         with contextlib.suppress(ImportError):
