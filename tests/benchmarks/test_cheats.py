@@ -82,7 +82,7 @@ def honest() -> Iterator[Any]:
             yield pytest.param(name, *way, marks=[] if way == always else [pytest.mark.on_request])
 
 
-@pytest.mark.parametrize(("name", "dtype", "direction"), honest())
+@pytest.mark.parametrize(("name", "dtype", "direction"), [*honest()])
 def test_an_honest_row_is_not(name: str, dtype: str, direction: str, device: str) -> None:
     entry = Entry(name, "tests.support.cheats:honest") if name == "honest" else ATTENTION[name]
     if device == "cpu" and entry.trait("compiles", False):
