@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -49,18 +50,49 @@ def pytest_lmsys_sweeps() -> Mapping[str, Mapping[str, Sweep]]:
     return SWEEPS
 
 
+LEFT_OUT = pytest.StashKey[dict[str, int]]()  # how many tests by their mark
+HOW = {
+    "gpu": "which need a GPU: {} (python -m pytest -m gpu, where there is one)",
+    "on_request": "which take minutes: {} (python -m pytest -m on_request)",
+}
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "on_request" not in (config.option.markexpr or ""):
-        on_request = pytest.mark.skip(reason="takes minutes: python -m pytest -m on_request runs it")
-        for item in items:
-            if item.get_closest_marker("on_request"):
-                item.add_marker(on_request)
-    if torch.cuda.is_available():
-        return
-    no_gpu = pytest.mark.skip(reason="needs a CUDA device, and there is none")
+    """Leaves out what a plain run does not run. Where -m names the mark, what needs a GPU is skipped."""
+    has_gpu, asked = torch.cuda.is_available(), config.option.markexpr or ""
+    left_out: dict[str, list[pytest.Item]] = {mark: [] for mark in HOW}
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(no_gpu)
+        if item.get_closest_marker("gpu") and not has_gpu:
+            if "gpu" in asked:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
+            else:
+                left_out["gpu"].append(item)
+        elif item.get_closest_marker("on_request") and "on_request" not in asked:
+            left_out["on_request"].append(item)
+    without = {id(item) for several in left_out.values() for item in several}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in without])
+    items[:] = [item for item in items if id(item) not in without]
+    config.stash[LEFT_OUT] = {mark: len(several) for mark, several in left_out.items()}
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of xdist tells the process that prints the summary, which collects nothing."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Each worker has collected all; one that died says nothing."""
+    if left_out := getattr(node, "workeroutput", {}).get("left_out"):
+        node.config.stash[LEFT_OUT] = left_out
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for mark, count in config.stash.get(LEFT_OUT, {}).items():
+        if count:
+            terminalreporter.write_line(f"tests left out, {HOW[mark].format(f'{count:,}')}")
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,10 @@ def tests(session: nox.Session) -> None:
     """The laws, for every row that this machine can run."""
     install(session, "test")
     # A file's tests stay together: what they share is made once. conftest.py has the longest files begin first.
-    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *session.posargs)
+    # Tests start hundreds of interpreters, which need not all compile the same modules.
+    env = {"PYTHONDONTWRITEBYTECODE": ""}
+    pytest = "python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"
+    session.run(*pytest, *session.posargs, env=env)
 
 
 @nox.session(default=False)

@@ -17,9 +17,11 @@ import hypothesis
 import pytest
 import torch
 
+from lmsys import processes
 from lmsys.bench.ranks import Ranks
 from lmsys.check.question import poison
 from lmsys.parallel.group import WorkerGroup
+from tests.support.forked import Forks
 from tests.support.processes import STARTUP, smoke_sweep
 
 os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -30,16 +32,20 @@ hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci")
 
 
-# Rooms whose tests start processes: files that take minutes. Last, one worker would be left alone with one of them.
-SLOW_ROOMS = ("bench", "benchmarks", "dev", "reports", "training")
+# Rooms and files whose tests start processes or compile, those that take longest first: last, one worker would be left
+# alone with one of them. "tests": what stands in none of the rooms.
+SLOW_FILES = "test_isolation", "test_training", "test_plugin", "test_bench_data_parallel"
+SLOW_ROOMS = "bench", "benchmarks", "attention", "training", "parallel", "tests", "check", "reports", "dev", "kernels"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, and before them one of those that read the smoke sweep, which it makes: nobody waits for it."""
     readers = list(dict.fromkeys(item.path for item in items if "smoke_result" in getattr(item, "fixturenames", ())))
 
-    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
-        return item.path not in readers[:1], item.path.parent.name not in SLOW_ROOMS, item.path in readers
+    def place(item: pytest.Item) -> tuple[bool, bool, int, bool]:
+        room = item.path.parent.name
+        among = SLOW_ROOMS.index(room) if room in SLOW_ROOMS else len(SLOW_ROOMS)
+        return item.path not in readers[:1], item.path.stem not in SLOW_FILES, among, item.path in readers
 
     items.sort(key=place)
 
@@ -60,6 +66,17 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised floating-point memory is NaN, so an output that a kernel does not write cannot pass."""
 
     poison(monkeypatch.setattr)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks() -> Iterator[Forks]:
+    """Workers that tests of this process start are forks of one that has imported torch."""
+    found = Forks()
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():  # whose contexts survive no fork
+            patch.setattr(processes, "subprocess", found.module)
+        yield found
+    found.close()
 
 
 @pytest.fixture(scope="session")

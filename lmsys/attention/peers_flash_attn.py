@@ -1,8 +1,8 @@
 """FlashAttention by the functions of its packages, and torch's `varlen_attn`, which is FlashAttention-2 of torch's own.
 
 All of them read (B, S, H, D), align a causal mask at the bottom right, and count a window in keys to the left of a
-query's own. A package is imported when its row is first asked. Legend: B batch, H query heads, S sequence, D head
-dimension.
+query's own. A package or module is imported when its row is first asked. Legend: B batch, H query heads, S sequence, D
+head dimension.
 """
 
 import importlib
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
 
 from lmsys.attention.contract import FEW_QUERIES, AttentionCase, aligned, why_not_plain, with_aligned_gradient
 from lmsys.attention.documents import Documents, kept_on_documents
@@ -20,7 +19,6 @@ from lmsys.attention.pattern import PLAIN, Pattern
 from lmsys.attention.peers import MADE_ONCE, why_not_scale
 
 BEYOND = (99, 0)  # a compute capability that no GPU has
-KNOWS_GROUPS = "enable_gqa" in inspect.signature(torch_varlen_attn).parameters  # from torch 2.12 on
 
 
 def _flash_attn(
@@ -116,11 +114,13 @@ def varlen_attn(
     pattern: Pattern | None = None,
 ) -> Tensor:
     """torch.nn.attention.varlen.varlen_attn on a sequence of documents, or of one."""
+    from torch.nn.attention.varlen import varlen_attn as of_torch
+
     pattern = pattern or PLAIN[causal]
     of_q, of_k = (pattern.documents or _whole(None, x.shape[2], x.device) for x in (q, k))
     left = -1 if pattern.window is None else pattern.window - 1
     tensors = [aligned(x).squeeze(0).transpose(0, 1) for x in (q, k, v)]  # (S, H, D)
-    o = torch_varlen_attn(
+    o = of_torch(
         *tensors,
         *(of_q.cu_seqlens(1), of_k.cu_seqlens(1), of_q.longest, of_k.longest),
         scale=scale,
@@ -136,10 +136,13 @@ def _whole(documents: None, length: int, device: torch.device) -> Documents:
 
 
 def varlen_attn_supports(case: AttentionCase) -> str | None:
+    """Without a GPU torch's module is not imported: it brings the compiler, which takes longer than torch itself."""
     if reason := _why_not(case, "varlen_attn", (8, 0), BEYOND, *MADE_ONCE):
         return reason
     if case.batch > 1:
         return f"varlen_attn takes sequences packed one after another, so it needs a batch of 1; got {case.batch}"
-    if case.heads != case.kv_heads and not KNOWS_GROUPS:
+    from torch.nn.attention.varlen import varlen_attn as of_torch
+
+    if case.heads != case.kv_heads and "enable_gqa" not in inspect.signature(of_torch).parameters:  # before torch 2.12
         return f"varlen_attn of torch {torch.__version__} has no enable_gqa, which grouped heads need"
     return None

@@ -91,6 +91,7 @@ class Runner:
         which are not run; `begun` is told the cases of each row.
         """
         _ = self.guard  # before a row runs
+        gc.freeze()  # what lives between groups is code, which the many collections of this one need not visit
         held = self._held()
         with benchmark.context(cases):
             trial = Trial(benchmark, cases, self, ended)
@@ -119,7 +120,6 @@ class Runner:
         ):
             raise MemoryEaten(f"a row has kept {kept / 2**30:.1f} GiB of memory, and others found too little")
         yield from trial.results(cases)
-        gc.freeze()  # what lives between groups is code, which the many collections of the next need not visit again
 
     def _in_session(self, trial: Trial, part: Callable[..., None], *args: Any) -> None:
         """A part of the trial while the other worker, if there is one, waits; it then has the memory."""

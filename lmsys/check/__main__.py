@@ -64,7 +64,7 @@ def _check_all(options: Options, kinds: Sequence[str], as_json: bool) -> int:
     """Says of each row of the tables whether it is right, wrong or refused, and why; WRONG where one is wrong."""
     rows = [(kind, entry) for kind in kinds for entry in KINDS[kind].table.values()]
     verdicts = Counter[str]()
-    with Worker() as worker:
+    with Worker({"PYTHONWARNINGS": "ignore"}) as worker:  # torch's would stand within the line of a row
         worker.call(poison, setattr)
         for number, (kind, entry) in enumerate(rows, start=1):
             print("" if as_json else f"{number:3} of {len(rows)}, {kind} {entry.name}: ", end="", flush=True)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from lmsys.measure import clock, host
 from lmsys.values import one_of, shortly
@@ -280,11 +280,14 @@ def _source(frames: list[dict[str, Any]]) -> tuple[str, str]:
 
 
 def _profiled(call: Callable[[], Any]) -> list[Any]:
-    """All events of a profiler that also hears of memory; the result of `call` lives until the end."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    """All events of a profiler that also hears of memory; the result of `call` lives until the end.
+
+    The profiler is that of autograd: torch.profiler's, which makes one, imports the compiler, for a second or two.
+    """
+    with profile(use_kineto=True, profile_memory=True) as recorded:
         result = call()
     del result
-    waiting = list(recorded.profiler.kineto_results.experimental_event_tree())
+    waiting = list(recorded.kineto_results.experimental_event_tree())
     found = []
     while waiting:
         found.append(waiting.pop())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
 
 from lmsys.attention import ATTENTION, AttentionCase, Documents, Pattern, peers, peers_flash_attn
 from lmsys.attention.naive import naive
@@ -152,7 +153,7 @@ def of_torch(*args: Any, scale: float | None, window_size: tuple[int, int], enab
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("name", ["full", *(name for name in PATTERNS if name not in ("offset", "documents of each"))])
 def test_varlen_attn_is_told_what_the_pattern_says(name: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers_flash_attn, "torch_varlen_attn", of_torch)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch)
     q, k, v = torch.randn(1, 4, 16, 8), *torch.randn(2, 1, kv_heads, 16, 8)
     pattern = PATTERNS.get(name, Pattern())
     asked = [(q, pattern)]
@@ -164,7 +165,7 @@ def test_varlen_attn_is_told_what_the_pattern_says(name: str, kv_heads: int, mon
 
 
 def test_varlen_attn_has_the_parameters_that_it_is_called_by() -> None:
-    parameters = inspect.signature(peers_flash_attn.torch_varlen_attn).parameters
+    parameters = inspect.signature(torch_varlen_attn).parameters
     assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
     assert {"scale", "window_size"} <= parameters.keys()
 
@@ -172,10 +173,10 @@ def test_varlen_attn_has_the_parameters_that_it_is_called_by() -> None:
 def test_varlen_attn_says_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     case = AttentionCase(1, 4, 2, 16, 16, 64, "bfloat16", causal=True, grad=True, device="cuda", capability=(9, 0))
     why_not = ATTENTION["varlen_attn"].why_not
-    monkeypatch.setattr(peers_flash_attn, "KNOWS_GROUPS", True)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch)
     assert why_not(case) is why_not(replace(case, documents=True, window=3)) is None
     assert "a batch of 1; got 2" in str(why_not(replace(case, batch=2)))
-    monkeypatch.setattr(peers_flash_attn, "KNOWS_GROUPS", False)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, k, v: q)  # of torch 2.11
     assert "enable_gqa" in str(why_not(case)) and why_not(replace(case, kv_heads=4)) is None
 
 

@@ -3,6 +3,7 @@ twice, after inference mode. What a row gives there is right as well: the oracle
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -63,9 +64,14 @@ def assert_right(found: list[Tensor], run: Callable[..., list[Tensor]], leaves: 
         assert error_ratio(one, right, usual) <= 1
 
 
-@pytest.mark.parametrize("row", but(ROWS, "flash_triton", "naive", "sdpa_math", "vectorized"))
-@pytest.mark.parametrize("options", but(OPTIONS, "window", "key_lengths", "softcap"))
-def test_a_compiled_call_has_no_break_and_one_graph_for_all_lengths(row: str, options: str) -> None:
+ALWAYS = ("causal", "auto"), ("causal", "sdpa_flash"), ("documents", "flash_torch")
+COMPILED = [
+    pytest.param(*both, marks=[] if both in ALWAYS else [pytest.mark.on_request]) for both in product(OPTIONS, ROWS)
+]
+
+
+@pytest.mark.parametrize(("options", "row"), COMPILED)
+def test_a_compiled_call_has_no_break_and_one_graph_for_all_lengths(options: str, row: str) -> None:
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 

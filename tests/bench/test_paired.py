@@ -74,7 +74,9 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_sweep_says_what_became_slower_and_what_broke(folder: Path, tmp_path: Path) -> None:
+def test_a_sweep_says_what_became_slower_and_what_broke(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment = ENVIRONMENT | {"LMSYS_CACHE_DIR": str(tmp_path / "cache")}
     line = command(*SMALL, *QUIET, "--lmsys-against", "HEAD")
     ended = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -101,6 +103,7 @@ def test_a_sweep_says_what_became_slower_and_what_broke(folder: Path, tmp_path: 
 
     benchmarks = {"matmul": load_target(f"{folder}/bench_matmul.py:Matmul")()}
     assert verify(folder / "out.json", benchmarks) == (8, [])
+    monkeypatch.setattr("lmsys.reports.plots.to_svg", lambda *_: '<svg width="1pt" height="1pt"></svg>')
     pages = [tmp_path / name for name in ("one", "two")]
     assert [main(["--before", str(folder / "out.json"), "-o", str(page)]) for page in pages] == [1, 1]
     assert (pages[0] / "index.html").read_bytes() == (pages[1] / "index.html").read_bytes()

@@ -35,6 +35,8 @@ SMALL = (
     "0.01",
 )
 
+QUICK = "--benchmark-max-time", "0.01", "--lmsys-no-isolation"  # where no worker is asked for
+
 
 def command(*options: object, plugin: bool = True) -> list[str]:
     loaded = ["-p", "lmsys.bench.plugin"] if plugin else []  # as its entry point does where the package is installed
@@ -91,7 +93,7 @@ def test_it_is_measured_in_any_folder_and_refused_when_it_is_wrong(folder: Path)
 def test_a_wrong_row_of_somebody_elses_fails_no_run(folder: Path) -> None:
     text = (folder / "bench_matmul.py").read_text().replace("linear(a, b.T)", "linear(a, b.T) * 1.001")
     (folder / "bench_matmul.py").write_text(text.replace('"bench_matmul:mine"', '"bench_matmul:mine", peer=True'))
-    ended = run(folder, *SMALL, "--benchmark-only")
+    ended = run(folder, *SMALL, "--benchmark-only", "--lmsys-no-isolation")
     assert ended.returncode == 0 and "wrong default-16-float32-mine (error ratio" in ended.stdout, ended.stdout
 
 
@@ -129,7 +131,7 @@ def row(q, k, v, *, causal=False, scale=None):
 def test_a_file_that_patches_the_clock_when_it_is_imported_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(PATCH)
     asked = "benchmarks/bench_attention.py", "--attention", f"sdpa_math,{tmp_path}/mine.py:row", "--length", "64"
-    ended = run(ROOT, *asked, "--benchmark-only", plugin=False)
+    ended = run(ROOT, *asked, "--sweep", "smoke", "--benchmark-disable", plugin=False)
     assert ended.returncode == 4 and "replaces Event.elapsed_time when it is imported" in ended.stderr, ended.stderr
 
 
@@ -152,7 +154,7 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> N
     before = {one["id"]: one for one in record.load(folder / "out.json")["records"]}
     assert 5 <= len(before) < 32 * 2 * 2
 
-    fewer = ("--lmsys-axis", "size=16,47", "--lmsys-axis", "dtype=float32", "--benchmark-max-time", "0.01")
+    fewer = ("--lmsys-axis", "size=16,47", "--lmsys-axis", "dtype=float32", *QUICK)
     resumed = run(folder, "bench_matmul.py", *fewer, "--lmsys-resume", "out.json", "--benchmark-json", "more.json")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     after = {one["id"]: one for one in record.load(folder / "more.json")["records"]}
@@ -163,8 +165,8 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> N
 def test_a_full_disk_ends_the_run_with_a_sentence_and_what_was_measured(folder: Path) -> None:
     """Stands for it: a limit on the size of files."""
     sizes = ("--lmsys-axis", f"size={','.join(map(str, range(16, 30)))}", "--lmsys-axis", "dtype=float32")
-    fill = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # noqa: E731
-    quickly = ("--benchmark-max-time", "0.01", "--lmsys-no-isolation", "--benchmark-json", "out.json")
+    fill = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))  # noqa: E731 - of some ten records
+    quickly = (*QUICK, "--benchmark-json", "out.json")
     before = result_of("bench_matmul.py", *sizes, *quickly)
     (folder / "out.json").write_text(before)
     ended = run(folder, "bench_matmul.py", *sizes, *quickly, preexec_fn=fill)

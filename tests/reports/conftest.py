@@ -15,4 +15,4 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def in_one_file(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The same with --single-file."""
     folder = tmp_path_factory.mktemp("in_one_file")
-    return built(folder / "out", save(folder / "r.json", of_everything()), "--single-file")
+    return built(folder / "out", save(folder / "r.json", of_everything()), "--single-file", drawn="attention")

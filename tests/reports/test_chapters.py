@@ -10,13 +10,13 @@ from benchmarks.layouts import KEPT
 from lmsys import checkpointing
 from lmsys.reports.answers import MOST_AT_ONCE
 from lmsys.reports.words import number
-from tests.support.records import GIB, built, cells, numbers, part, record, save, sums
+from tests.support.records import GIB, NO_PLOT, built, cells, numbers, part, record, save, sums
 
 ROWS = {"naive": 6e-3, "naive_compiled": 4e-3, "flash_triton": 1e-3, "flash_triton_torch_bwd": 2e-3, "sdpa_flash": 3e-3}
 
 
-def report(folder: Path, records: list[dict], *arguments: str) -> dict[str, bytes]:
-    return built(folder / "out", save(folder / "r.json", records), *arguments)
+def report(folder: Path, records: list[dict], *arguments: str, drawn: str = NO_PLOT) -> dict[str, bytes]:
+    return built(folder / "out", save(folder / "r.json", records), *arguments, drawn=drawn)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
             else {"total_bytes": measured * GIB, "held_bytes": GIB, "peak_bytes": (measured - 1) * GIB}
         )
         records.append(record("model", "naive", **told, **lost))
-    return report(tmp_path_factory.mktemp("models"), records)
+    return report(tmp_path_factory.mktemp("models"), records, drawn="phases-naive-(small-S128|xl-S1024)-B4")
 
 
 def test_models_are_contexts_by_sizes(models: dict[str, bytes]) -> None:
@@ -348,7 +348,7 @@ def test_an_opened_model_is_divided_by_kind_part_phase_and_kernel(tmp_path: Path
     sizes |= {"activations_bytes": 2 * GIB, "predicted_activations_bytes": 1.5 * GIB, "held_bytes": GIB}
     told = {"kernel_s": 0.048, "profiled_s": 0.1, "parts": parts, "time_s": 0.05, **sizes}
     lost = record("anatomy", "naive", context=1024, outcome="oom", reason="needs 200 GiB")
-    files = report(tmp_path, [record("anatomy", "naive", **told), lost])
+    files = report(tmp_path, [record("anatomy", "naive", **told), lost], drawn="timeline")
     stem = "anatomy-small-S512B4-bf16-step"
     first, second = cells(files, "anatomy-shares")
     assert (first["kernels, ms"], first["matmul, %"], first["elementwise, %"]) == ("48.0", "50.0", "25.0")

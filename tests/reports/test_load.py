@@ -12,7 +12,7 @@ from lmsys.reports.__main__ import main
 from lmsys.reports.load import read
 from lmsys.reports.page import MANIFEST
 from tests.support.processes import ROOT
-from tests.support.records import MACHINE, built, cells, fields_of, record, rows_of, save
+from tests.support.records import EVERY_PLOT, MACHINE, built, cells, fields_of, record, rows_of, save
 
 STEM = "default-bfloat16-causal-fwd"
 PEAK = f"tables/synthetic-gpu-{STEM}-peak.md"
@@ -29,7 +29,7 @@ def naive(mib: int, **told: object) -> dict:
 
 def test_same_results_same_bytes_without_torch(tmp_path: Path) -> None:
     """In another process, with another hash seed, which shuffles every set, and with torch and pandas out of reach."""
-    first = built(tmp_path / "a", save(tmp_path / "r.json", small()))
+    first = built(tmp_path / "a", save(tmp_path / "r.json", small()), drawn=EVERY_PLOT)
     absent = "import sys; sys.modules['torch'] = sys.modules['triton'] = sys.modules['pandas'] = None; "
     code = f"{absent}from lmsys.reports.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-c", code, str(tmp_path / "r.json"), "-o", str(tmp_path / "b")]

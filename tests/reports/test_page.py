@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lmsys.reports.figures import Html, tag
 from lmsys.reports.load import file_name
-from tests.support.records import built, fields_of, record, save
+from tests.support.records import EVERY_PLOT, built, fields_of, record, save
 
 EVIL = '"><script>alert(1)</script><img src=x onerror=alert(1)>&\n$x_$ | ../../evil'
 
@@ -55,7 +55,9 @@ def test_what_a_result_file_says_is_text(tmp_path: Path) -> None:
     records += [record("training", "none", corpus=EVIL, attention=EVIL), record("model", EVIL, label=EVIL)]
     records.append(record("model", "naive", size=EVIL, precision=EVIL, compile=EVIL))
     files = built(
-        tmp_path / "out", save(tmp_path / "r.json", records, name=EVIL, commit=EVIL, command=EVIL, torch=EVIL)
+        tmp_path / "out",
+        save(tmp_path / "r.json", records, name=EVIL, commit=EVIL, command=EVIL, torch=EVIL),
+        drawn=EVERY_PLOT,
     )
     page = files["index.html"].decode()
     assert "<script>alert" not in page and escape("<script>alert(1)") in page

@@ -85,7 +85,7 @@ def test_words_of_bars_stand_at_their_tiers(tmp_path: Path) -> None:
     told = {"section": "tiers", "keys": 64}
     records = [record("attention", "naive", queries=128, **told)]
     records += [record("attention", "naive", queries=q, outcome="oom", **told) for q in (64, 256)]
-    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records), drawn="bars|heat|peak")
     drawing = files["plots/synthetic-gpu-tiers-bfloat16-causal-fwd-bars.svg"].decode()
     words = [float(x) for x in re.findall(r"translate\(([-\d.]+) [^>]*>OOM<", drawing)]
     ticks = [float(x) for x in re.findall(r'x="([-\d.]+)"[^>]*>(?:64|128×64|256×64)<', drawing)]
@@ -97,7 +97,7 @@ def test_words_of_bars_stand_at_their_tiers(tmp_path: Path) -> None:
 def test_the_heat_map_keeps_rows_of_words(tmp_path: Path) -> None:
     records = [record("attention", impl, queries=s, keys=s) for impl in ("naive", "sdpa_flash") for s in (512, 1024)]
     records += [record("attention", "sdpa_cudnn", queries=s, keys=s, outcome="unsupported") for s in (512, 1024)]
-    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records), drawn="bars|heat|peak")
     drawing = files["plots/synthetic-gpu-default-bfloat16-causal-fwd-heat.svg"].decode()
     assert ">sdpa_cudnn<" in drawing and drawing.count(">n/a<") == 2
 
@@ -106,7 +106,7 @@ def test_the_heat_map_keeps_rows_of_words(tmp_path: Path) -> None:
 def test_a_narrow_range_is_drawn_from_zero(tmp_path: Path, growth: int, from_zero: bool) -> None:
     sizes = {s: (s // 256) ** growth * 2**20 for s in (512, 1024)}
     records = [record("attention", "naive", queries=s, keys=s, peak_bytes=size) for s, size in sizes.items()]
-    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records), drawn="bars|heat|peak")
     drawing = files["plots/synthetic-gpu-default-bfloat16-causal-fwd-peak.svg"].decode()
     assert (">0</text>" in drawing) is from_zero
 

@@ -1,6 +1,7 @@
 """Attention that is right, and attention that is wrong, each in a way of its own."""
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,11 @@ def wrong(told: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
 
 
 def right(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    return attend(q, k, v, causal=causal, scale=scale)
+
+
+def warns(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    warnings.warn("it is right", stacklevel=1)
     return attend(q, k, v, causal=causal, scale=scale)
 
 

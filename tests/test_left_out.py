@@ -1,0 +1,62 @@
+"""What a plain run leaves out is counted in its summary, with the command that runs it; -m gets it back."""
+
+import runpy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.processes import ROOT
+
+MARKS = {"plain": [], "gpu": ["gpu"], "long": ["on_request"], "both": ["gpu", "on_request"]}
+
+
+class Item:
+    def __init__(self, name: str):
+        self.name, self.added = name, list[Any]()
+
+    def get_closest_marker(self, name: str) -> bool:
+        return name in MARKS[self.name]
+
+    def add_marker(self, marker: Any) -> None:
+        self.added.append(marker)
+
+
+def collected(asked: str) -> tuple[dict[str, bool], list[str], list[str]]:
+    """By name of what runs, whether it is skipped; the names that are deselected; lines of a summary, by a worker."""
+    conftest, deselected, lines = runpy.run_path(str(ROOT / "conftest.py")), list[Any](), list[str]()
+    hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
+    worker: Any = SimpleNamespace(option=SimpleNamespace(markexpr=asked), hook=hook, stash=pytest.Stash())
+    worker.workeroutput = {}
+    main = SimpleNamespace(stash=pytest.Stash())
+    items: list[Any] = [Item(name) for name in MARKS]
+    conftest["pytest_collection_modifyitems"](worker, items)
+    conftest["pytest_sessionfinish"](SimpleNamespace(config=worker))
+    conftest["pytest_testnodedown"](SimpleNamespace(config=main))  # one that died
+    conftest["pytest_testnodedown"](SimpleNamespace(config=main, workeroutput=worker.workeroutput))
+    conftest["pytest_terminal_summary"](SimpleNamespace(write_line=lines.append), main)
+    return {item.name: bool(item.added) for item in items}, [item.name for item in deselected], lines
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_gpu", "runs", "counts"),
+    [
+        ("", False, {"plain": False}, (2, 1)),
+        ("gpu", False, {"plain": False, "gpu": True, "both": True}, (0, 1)),
+        ("on_request", False, {"plain": False, "long": False}, (2, 0)),
+        ("", True, {"plain": False, "gpu": False}, (0, 2)),
+        ("gpu and on_request", True, dict.fromkeys(MARKS, False), (0, 0)),
+    ],
+)
+def test_what_does_not_run_is_counted(
+    asked: str, has_gpu: bool, runs: dict[str, bool], counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    found, deselected, lines = collected(asked)
+    assert found == runs and {*found, *deselected} == {*MARKS} and len(found) + len(deselected) == len(MARKS)
+    expected = [
+        f"tests left out, which need a GPU: {counts[0]} (python -m pytest -m gpu, where there is one)",
+        f"tests left out, which take minutes: {counts[1]} (python -m pytest -m on_request)",
+    ]
+    assert lines == [line for line, count in zip(expected, counts, strict=True) if count]
