@@ -166,20 +166,20 @@ class Agreement:
 
     def __init__(self, group: Group, blank: Callable[[int], None]):
         self._group, self._blank = group, blank
-        self._order, self._before, self._since = (
-            list[int](),
-            list[int](),
-            list[int](),
-        )  # known; of the last step; of this
+        # Of the order that is known, of the last step, of this one.
+        self._order, self._before, self._since = list[int](), list[int](), list[int]()
 
     def on(self, number: int) -> None:
-        """Called before a collective. RuntimeError on all ranks unless all are about to begin the same."""
+        """Called before a collective, or with a number below 0 before none.
+
+        RuntimeError on all ranks unless all are about to begin the same.
+        """
         rest = self._order[len(self._since) :]
         if len(self._since) < LONGEST:
             self._since.append(number)
         if rest[:1] == [number]:
             return
-        for other in rest:
+        for other in (x for x in rest if x >= 0):
             self._blank(other)
         self._order = []
         told = torch.tensor([number, -number, len(rest), -len(rest)])

@@ -174,6 +174,7 @@ class Fsdp(wrapper.Wrapper):
             self._to_come.add(walk)
             self._other_order = walk.seen if walk.strayed else self._other_order
         elif not again:
+            self._before_collective(-2)  # of no flat part: the output may be all that anybody asks for
             self._free()
         return output
 

@@ -344,9 +344,9 @@ def compared(held: Mapping[str, Any], state: Mapping[str, Any], strict: bool) ->
 
 
 def _changed(changes: list[str]) -> ValueError:
-    told = "; ".join(f"on rank {rank} {change}" for rank, change in enumerate(changes) if change)
     return ValueError(
-        f"{told}, after the module was wrapped: no gradient of it would be synchronized; wrap the module as it is now"
+        "; ".join(f"on rank {rank} {change}" for rank, change in enumerate(changes) if change)
+        + ", after the module was wrapped: no gradient of it would be synchronized; wrap the module as it is now"
     )
 
 
