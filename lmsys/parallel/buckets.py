@@ -13,6 +13,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from lmsys.values import hold
+
 MIB = 2**20
 EDGE_BYTES = MIB  # a smaller first bucket lets communication begin early; nothing hides the last one's
 ALIGNMENT = 64  # elements: every tensor in a bucket begins at a multiple of it, as wide loads like it
@@ -32,10 +34,11 @@ def plan(
     A gradient larger than its limit has a bucket of its own. ValueError for a limit that is not positive, and for an
     order that is not a permutation of the indices.
     """
-    if not limit > 0:
-        raise ValueError(f"a bucket must hold something: its size is {limit:g} bytes, and must be positive")
-    if sorted(order) != list(range(len(sizes))):
-        raise ValueError(f"the order must hold each of {len(sizes)} indices once; got {list(order)}")
+    all_once = sorted(order) == list(range(len(sizes)))
+    hold(
+        (limit > 0, f"a bucket must hold something: its size is {limit:g} bytes, and must be positive"),
+        (all_once, f"the order must hold each of {len(sizes)} indices once; got {list(order)}"),
+    )
     kinds = kinds or [None] * len(sizes)
     closed: list[tuple[int, ...]] = []
     open_: dict[Hashable, list[int]] = {}
@@ -106,8 +109,7 @@ def plan_segments(
     four times that size first, it is cut where its segments were most even. The longest segment goes to the rank that
     owns least so far: `loads`, elements by rank, goes on from earlier calls and is updated.
     """
-    if not limit > 0:
-        raise ValueError(f"a bucket must hold something: its size is {limit:g} elements, and must be positive")
+    hold((limit > 0, f"a bucket must hold something: its size is {limit:g} elements, and must be positive"))
     kinds = kinds or [None] * len(numels)
     loads = [0] * world_size if loads is None else loads
     found = []

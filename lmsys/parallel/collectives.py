@@ -13,6 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+APART = (
+    "ranks have not made the same forwards since they last finished, or not in the same order, so that their gradients"
+    " are of different batches: after an exception on one rank, end all; a forward that one rank makes alone belongs"
+    " under torch.no_grad()"
+)
+END, LONGEST = -1, 10_000  # a step's last number in an Agreement; how many are remembered of a step
 Group = Any  # a torch ProcessGroup, None for the default one, or `TreeSums` of either
 
 # Renamed in torch 2.13; the older names warn there.
@@ -147,3 +153,43 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     found: list[Any] = [None] * world_size
     dist.all_gather_object(found, value, group=unwrapped(group))
     return found
+
+
+class Agreement:
+    """Of ranks, on which collective comes next, by numbers that they give them.
+
+    One that some ranks do not begin waits for ever, or ends the process. So ranks compare the number of each before it
+    begins, which is a small collective of its own. Once two steps in a row have had one order they follow it without.
+    A rank that leaves the order first takes part in all that others may still begin, by `blank`, called with each
+    number. Then it compares again, and so do the others, at the step's end at the latest: all are told.
+    """
+
+    def __init__(self, group: Group, blank: Callable[[int], None]):
+        self._group, self._blank = group, blank
+        # Of the order that is known, of the last step, of this one.
+        self._order, self._before, self._since = list[int](), list[int](), list[int]()
+
+    def on(self, number: int) -> None:
+        """Called before a collective, or with a number below 0 before none.
+
+        RuntimeError on all ranks unless all are about to begin the same.
+        """
+        rest = self._order[len(self._since) :]
+        if len(self._since) < LONGEST:
+            self._since.append(number)
+        if rest[:1] == [number]:
+            return
+        for other in (x for x in rest if x >= 0):
+            self._blank(other)
+        self._order = []
+        told = torch.tensor([number, -number, len(rest), -len(rest)])
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=unwrapped(self._group))
+        if told.sum():
+            self._since = []
+            raise RuntimeError(APART)
+
+    def end(self) -> None:
+        """Called behind the last collective of a step. RuntimeError as of `on`: here ranks always compare."""
+        self.on(END)
+        self._order = self._since[:-1] if self._since == self._before else []
+        self._before, self._since = self._since, []

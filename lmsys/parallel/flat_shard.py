@@ -52,6 +52,7 @@ class FlatShard:
     rounded        the views are not the parameters but their attribute `rounded`, which modules read in their place.
                    The parameters keep their dtype, and so do their gradients; their own values are NaN
     on_read        is called when a freed parameter is read: true where it is whole then
+    number         of this one among all, by which ranks agree on collectives: 2 n gathers, 2 n + 1 reduces
 
     Autograd refuses to go on with a tensor of another version than it has saved. So a freed parameter has another, and
     has the former one again when it is gathered, unless the shard has changed meanwhile.
@@ -65,8 +66,9 @@ class FlatShard:
         gathered_dtype: torch.dtype | None,
         rounded: bool = False,
         on_read: Callable[[], Any] = bool,
+        number: int = 0,
     ):
-        self.params, self.group, self.on_read = params, group, on_read
+        self.params, self.group, self.on_read, self.number = params, group, on_read, number
         world_size, self.rank = size_and_rank(group)
         self.layout = Layout.of(params)
         length = self.layout.part(world_size)
@@ -166,8 +168,6 @@ class FlatShard:
     @torch.no_grad()
     def reduce(self) -> None:
         """Begins the mean of this rank's part of the gradients."""
-        if not self.shard.requires_grad:
-            return
         self.finish_reduce()
         appear(self.params)  # their own gradients, not what is there of the sum
         added_to = self.shard.grad is not None
@@ -278,20 +278,18 @@ def _read(p: Any) -> None:
 class Unit:
     """Parameters that are gathered and released together.
 
-    note    is called with a number before each collective
+    note    is called before each collective, with its number
     calls   of its forward that have not ended
     pinned  it is not released before the step: nobody can tell when its last use will be over
     """
 
-    def __init__(self, number: int, flats: Sequence[FlatShard], note: Callable[[int], Any]):
+    def __init__(self, number: int, flats: list[FlatShard], note: Callable[[int], Any]):
         self.number, self.flats, self._note = number, flats, note
         self.calls, self.pinned = 0, False
 
     def gather(self) -> None:
-        due = [flat for flat in self.flats if flat.is_due()]
-        if due:
-            self._note(2 * self.number)
-        for flat in due:
+        for flat in [flat for flat in self.flats if flat.is_due()]:
+            self._note(2 * flat.number)
             flat.gather()
 
     def wait(self) -> None:
@@ -304,8 +302,8 @@ class Unit:
             flat.hide() if again else flat.free()
 
     def reduce(self) -> None:
-        self._note(2 * self.number + 1)
-        for flat in self.flats:
+        for flat in [flat for flat in self.flats if flat.shard.requires_grad]:
+            self._note(2 * flat.number + 1)
             flat.reduce()
 
     def finish_reduce(self) -> None:

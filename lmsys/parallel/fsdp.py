@@ -13,18 +13,17 @@ Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
 from lmsys.parallel import sharded_optimizer, traits, wrapper
-from lmsys.parallel.collectives import Group, all_reduce_mean, gather_objects, is_nccl, unwrapped
+from lmsys.parallel.collectives import Agreement, Group, all_reduce_mean, gather_objects, is_nccl, reduce_scatter_mean
 from lmsys.parallel.flat_shard import FlatShard, Unit, Walk
 from lmsys.parallel.part import divided
 from lmsys.parallel.structure import (
@@ -41,6 +40,7 @@ from lmsys.parallel.structure import (
     tensors_in,
     weakly,
 )
+from lmsys.values import hold
 
 
 class Fsdp(wrapper.Wrapper):
@@ -79,14 +79,17 @@ class Fsdp(wrapper.Wrapper):
     def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
         wrapper.check_floating("compute_dtype", compute_dtype)
         super().__init__(module, process_group)
+        compares = self.world_size > 1 and self.trainable and not is_nccl(process_group, self.trainable[0])
+        self._agreement = Agreement(process_group, weakly(self._blank)) if compares else None
         self._dtype = compute_dtype
-        self._units = [Unit(number, (), weakly(self._note)) for number in range(1 + len(blocks_of(module)))]
+        self._units = [
+            Unit(number, [], weakly(self._before_collective)) for number in range(1 + len(blocks_of(module)))
+        ]
         self._optimizers = WeakSet[Any]()
         self._lay_out()
         unit_of = {id(p): unit for unit in self._units for flat in unit.flats for p in flat.params}
         self._unit_of = [unit_of[id(p)] for p in self.trainable]
         self._order = self._units[1:]  # in which forwards use blocks, as far as is known
-        self._agrees = self.world_size > 1 and bool(self.trainable) and not is_nccl(process_group, self.trainable[0])
         self._other_order: list[Unit] = []  # in which one has used them
         self._running: list[Unit] = []  # whose forwards have begun, each inside of the one before
         self._to_come = WeakSet[Walk]()  # forwards that no backward has come to
@@ -104,16 +107,25 @@ class Fsdp(wrapper.Wrapper):
         rounded = read_rounded(self.module) if self._dtype in (torch.bfloat16, torch.float16) else set[int]()
         self._autocasts = bool(rounded)
         kept = {id(p) for p in self.module.parameters()} - rounded if rounded else read_as_kept(self.module)
+        numbers = count()
         for unit, flats in zip(self._units, flats_by_block(self.module, *groups), strict=True):
-            unit.flats = [self._flat(unit.number, params, rounded, kept) for params in flats]
+            unit.flats = []
+            for params in flats:
+                p, read = id(params[0]), weakly(self._read, unit.number)  # the others have the same marks
+                dtype = None if p in kept else self._dtype
+                unit.flats.append(FlatShard(params, self.group, dtype, p in rounded, read, next(numbers)))
         self._parts = Among(self.parameters())
 
     def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> torch.optim.Optimizer:
         """As any strategy's. With `groups`, ValueError where training has begun in others: they are laid out apart."""
         chosen: list[Any] = list(self.parameters())
         if groups is not None:
-            if len(self._optimizers) or any(p.grad is not None for p in chosen):
-                raise ValueError("fsdp lays groups apart: make the optimizer of groups before any other, and one alone")
+            hold(
+                (
+                    not self._optimizers and all(p.grad is None for p in chosen),
+                    "fsdp lays groups apart: make the optimizer of groups before any other, and one alone",
+                )
+            )
             chosen = grouped(self.module, groups)
             marks = [{id(p) for p in group["params"]} for group in chosen]
             self._lay_out(*marks)
@@ -162,17 +174,19 @@ class Fsdp(wrapper.Wrapper):
             self._to_come.add(walk)
             self._other_order = walk.seen if walk.strayed else self._other_order
         elif not again:
+            self._before_collective(-2)  # of no flat part: the output may be all that anybody asks for
             self._free()
         return output
 
     def finish_gradient_synchronization(self) -> None:
-        self._leave_backward()
+        self._leave_backward(late=True)
         self._unfinished = False
         self._unpin()
         flats = [flat for flat in self._flats() if flat.shard.requires_grad]
         if not flats:
             return
-        self._note(2 * len(self._units))
+        if self._agreement is not None:
+            self._agreement.end()
         use = [float(used) for flat in flats for used in flat.used]
         values = torch.tensor([*use, *self._flags(), float(bool(self._other_order))], dtype=torch.float64)
         means = values.to(flats[0].shard.device, non_blocking=True)
@@ -215,18 +229,22 @@ class Fsdp(wrapper.Wrapper):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """ValueError for an optimizer over the module's own parameters; else what was gathered is old from now on."""
-        if self._whole.held_by(optimizer):
-            raise ValueError(
+        hold(
+            (
+                not self._whole.held_by(optimizer),
                 "this optimizer holds the module's parameters, which fsdp has divided among ranks: make it by"
-                " make_optimizer(), or over parameters() of the wrapper"
+                " make_optimizer(), or over parameters() of the wrapper",
             )
+        )
         if self._parts.held_by(optimizer):
             self._refuse_unfinished()
-            if optimizer not in self._optimizers and len(optimizer.param_groups) > 1:
-                raise ValueError(
+            hold(
+                (
+                    optimizer in self._optimizers or len(optimizer.param_groups) == 1,
                     "this optimizer has several param groups, and the flat parts of fsdp are neither of one name nor of"
-                    " one shape: make it by make_optimizer(cls, groups=lambda name, p: options, ...)"
+                    " one shape: make it by make_optimizer(cls, groups=lambda name, p: options, ...)",
                 )
+            )
             sharded_optimizer.check_share(optimizer.param_groups, self.rank, self.world_size)
             self.reshard()
             self._unpin()
@@ -258,23 +276,23 @@ class Fsdp(wrapper.Wrapper):
                     x.copy_(values[id(x)])
         return told
 
-    def _flat(self, unit: int, params: list[nn.Parameter], rounded: set[int], kept: set[int]) -> FlatShard:
-        one = id(params[0])  # the others have the same marks
-        dtype = None if one in kept else self._dtype
-        return FlatShard(params, self.group, dtype, one in rounded, weakly(self._read, unit))
-
     def _flats(self) -> Iterator[FlatShard]:
         for unit in self._units:
             yield from unit.flats
 
-    def _note(self, what: int) -> None:
-        """Called before each collective. One that other ranks do not begin would wait for ever, or end the process."""
-        super()._note(what)
-        if self._agrees:
-            both = torch.tensor([what, -what])
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=unwrapped(self.group))
-            if both.sum():
-                raise RuntimeError(wrapper.APART)
+    def _before_collective(self, number: int) -> None:
+        self._note(number)
+        if self._agreement is not None:
+            self._agreement.on(number)
+
+    def _blank(self, number: int) -> None:
+        """Takes part in a collective for the sake of other ranks."""
+        flat = [*self._flats()][number // 2]
+        if number % 2:
+            whole = flat.shard.new_empty(flat.whole.numel())
+            reduce_scatter_mean(torch.empty_like(flat.shard), whole, self.group).wait()
+        else:
+            flat.gathered(flat.shard.detach().to(flat.whole.dtype))
 
     def _cast(self, x: Any) -> Any:
         return x.to(self._dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -364,10 +382,10 @@ class Fsdp(wrapper.Wrapper):
         self._to_reduce = set(self._unit_of)
         self._pin(self._units[0])
 
-    def _leave_backward(self) -> None:
+    def _leave_backward(self, late: bool = False) -> None:
         if not self._in_backward:
             return
-        super()._leave_backward()
+        super()._leave_backward(late)
         self._back.end()
         for unit in reversed(self._units):
             if unit in self._to_reduce:

@@ -56,14 +56,16 @@ def device() -> torch.device:
 
 def check_backend(backend: str, world_size: int) -> None:
     """ValueError for a backend that this machine has not, and for more ranks than it can give GPUs."""
-    if backend not in BACKENDS:
-        raise ValueError(f"{backend=} must be one of {BACKENDS}")
-    if world_size < 1:
-        raise ValueError(f"{world_size=} must be at least 1")
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise ValueError("backend='nccl' needs CUDA, and this machine has no CUDA device; gloo runs on CPUs")
-    if backend == "nccl" and world_size > torch.cuda.device_count():
-        raise ValueError(f"{world_size=} is more than the {torch.cuda.device_count()} GPUs: NCCL needs one a rank")
+    nccl, count = backend == "nccl", torch.cuda.device_count()
+    values.hold(
+        (backend in BACKENDS, f"{backend=} must be one of {BACKENDS}"),
+        (world_size >= 1, f"{world_size=} must be at least 1"),
+        (
+            not nccl or torch.cuda.is_available(),
+            "backend='nccl' needs CUDA, and this machine has no CUDA device; gloo runs on CPUs",
+        ),
+        (not nccl or world_size <= count, f"{world_size=} is more than the {count} GPUs: NCCL needs one a rank"),
+    )
 
 
 class WorkerGroup:

@@ -141,7 +141,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share: state by the parameter's number over all groups, the groups, and whose share it is."""
-        numbers = _numbers(self.param_groups)
+        numbers = {p: number for number, p in enumerate(chain(*(group["params"] for group in self.param_groups)))}
         groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in self.param_groups]
         state = {numbers.get(p, p): copy.copy(x) for p, x in self.state.items()}  # a key may be no parameter
         check_share(groups, self.rank, self.world_size)
@@ -190,11 +190,6 @@ def check_share(groups: Iterable[dict[str, Any]], rank: int, world_size: int) ->
 
 def without(group: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != name}
-
-
-def _numbers(groups: Sequence[dict[str, Any]]) -> dict[Tensor, int]:
-    """Parameters in the order of the groups, numbered."""
-    return {p: number for number, p in enumerate(p for group in groups for p in group["params"])}
 
 
 def on_cpu(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Strategies' view of a module: what it holds, what is gathered as one, when a forward or a backward begins."""
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -39,18 +39,15 @@ class Structure:
 
     def change(self) -> str:
         """The first difference in words; empty where there is none."""
-        now = _parameters(self.module)
-        for name, p in self._parameters.items():
-            if name not in now:
-                return f"the parameter {name} was removed"
-            if now[name] is not p:
-                return f"the parameter {name} was replaced"
-        if added := sorted(now.keys() - self._parameters.keys()):
-            return f"the parameter {added[0]} was added"
-        names = {id(p): name for name, p in now.items()}
-        other = [p for p, trained in self._trained if p.requires_grad is not trained]
-        how = "set to be trained" if other and other[0].requires_grad else "frozen"
-        return f"the parameter {names[id(other[0])]} was {how}" if other else ""
+        now, trained = _parameters(self.module), dict(self._trained)
+        found = (
+            *(f"{name} was removed" for name in self._parameters if name not in now),
+            *(f"{name} was replaced" for name, p in self._parameters.items() if now.get(name, p) is not p),
+            *(f"{name} was added" for name in sorted(now) if name not in self._parameters),
+            *(f"{name} was frozen" for name, p in now.items() if trained.get(p) and not p.requires_grad),
+            *(f"{name} was set to be trained" for name, p in now.items() if p.requires_grad and not trained.get(p)),
+        )
+        return f"the parameter {found[0]}" if found else ""
 
 
 def grouped(module: nn.Module, groups: Groups | None) -> list[Any]:
@@ -117,17 +114,10 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
     """First the parameters in no block, or in several; then each block's own. Every parameter once."""
     blocks = blocks_of(module)
-    numbers_of: dict[nn.Parameter, set[int]] = {p: set() for p in module.parameters()}
-    for number, block in enumerate(blocks, start=1):
-        for p in block.parameters():
-            numbers_of[p].add(number)
-    inside = {id(p) for block in blocks for p in block.parameters()}
-    outside = {id(p) for p in _outside(module, blocks)}
-    units: list[list[nn.Parameter]] = [[] for _ in range(1 + len(blocks))]
-    for p, numbers in numbers_of.items():
-        alone = len(numbers) == 1 and id(p) in inside and id(p) not in outside
-        units[next(iter(numbers)) if alone else 0].append(p)
-    return units
+    holders = Counter(p for block in blocks for p in block.parameters()) + Counter(_outside(module, blocks))
+    own = [[p for p in block.parameters() if holders[p] == 1] for block in blocks]
+    inside = {id(p) for params in own for p in params}
+    return [[p for p in module.parameters() if id(p) not in inside], *own]
 
 
 def flats_by_block(module: nn.Module, *groups: set[int]) -> list[list[list[nn.Parameter]]]:
@@ -140,11 +130,11 @@ def flats_by_block(module: nn.Module, *groups: set[int]) -> list[list[list[nn.Pa
 def read_rounded(module: nn.Module) -> set[int]:
     """The ids of float32 parameters of which a copy rounded to the autocast dtype, as their attribute `rounded`, is all
     that is read under autocast: every module that holds one says `reads_rounded`."""
-    readers: dict[nn.Parameter, list[bool]] = defaultdict(list)
-    for child in module.modules():
-        for p in child.parameters(recurse=False):
-            readers[p].append(getattr(child, "reads_rounded", False))
-    return {id(p) for p, told in readers.items() if all(told) and p.dtype == torch.float32}
+    read = [
+        (p, getattr(one, "reads_rounded", False)) for one in module.modules() for p in one.parameters(recurse=False)
+    ]
+    others = {id(p) for p, rounded in read if not rounded}
+    return {id(p) for p, _ in read if id(p) not in others and p.dtype == torch.float32}
 
 
 def read_as_kept(module: nn.Module) -> set[int]:

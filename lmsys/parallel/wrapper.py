@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_map
 
-from lmsys.parallel.collectives import Group, broadcast_, gather_objects, size_and_rank
+from lmsys.parallel.collectives import APART, Group, broadcast_, gather_objects, size_and_rank
 from lmsys.parallel.structure import (
     Among,
     Groups,
@@ -36,12 +36,7 @@ from lmsys.parallel.structure import (
     weakly,
 )
 from lmsys.parallel.traits import Traits
-
-APART = (
-    "ranks have not made the same forwards since they last finished, or not in the same order, so that their gradients"
-    " are of different batches: after an exception on one rank, end all; a forward that one rank makes alone belongs"
-    " under torch.no_grad()"
-)
+from lmsys.values import hold
 
 
 class Wrapper(Traits, nn.Module):
@@ -67,7 +62,13 @@ class Wrapper(Traits, nn.Module):
         self._synchronizing, self._unfinished, self._in_backward = True, False, False
         self._history = 0  # of what this rank has done since it last finished: the same on all
         self._structure, self._change = Structure(module), ""
+        self._norms = {  # that would normalize by a rank's own batch in training mode
+            name: one
+            for name, one in module.named_modules()
+            if isinstance(one, _BatchNorm) and not isinstance(one, nn.SyncBatchNorm) and self.world_size > 1
+        }
         self._told: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, the flags of the step before
+        self._look_for_changes()
         _agree(module, process_group)
         for x in (*module.parameters(), *module.buffers()):
             broadcast_(x, process_group)
@@ -102,7 +103,7 @@ class Wrapper(Traits, nn.Module):
         """For a forward; RuntimeError where a backward was not finished."""
         if not is_in_backward():  # else checkpointing runs it again
             self._refuse_unfinished()
-            self._leave_backward()
+            self._leave_backward(late=True)
 
     def _refuse_unfinished(self) -> None:
         if self._unfinished:
@@ -113,6 +114,14 @@ class Wrapper(Traits, nn.Module):
             )
 
     def _look_for_changes(self) -> None:
+        alone = next((name or "the module" for name, norm in self._norms.items() if norm.training), "")
+        hold(
+            (
+                not alone,
+                f"{alone} normalizes by each rank's own batch, and not by that of all: wrap"
+                " nn.SyncBatchNorm.convert_sync_batchnorm(module), or keep this layer in eval()",
+            )
+        )
         if torch.is_grad_enabled() and (self._change or not self._structure.is_as_it_was()):
             self._change = self._structure.change()
             if self._change and (self.world_size == 1 or not self.synchronizes):
@@ -129,7 +138,7 @@ class Wrapper(Traits, nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         """Makes every gradient the mean over ranks. All ranks call it between backward and the optimizer's step."""
-        self._leave_backward()
+        self._leave_backward(late=True)
         self._unfinished = False
         if self.world_size > 1 and self.trainable:
             self._synchronize()
@@ -202,8 +211,7 @@ class Wrapper(Traits, nn.Module):
 
         All ranks call it, with the same state. Names may begin with "module.", as a wrapper's own do.
         """
-        if assign:
-            raise ValueError("assign=True puts other parameters into the module than those that are synchronized")
+        hold((not assign, "assign=True puts other parameters into the module than those that are synchronized"))
         prefixed = bool(state_dict) and all(name.startswith("module.") for name in state_dict)
         found = {name.removeprefix("module.") if prefixed else name: x for name, x in state_dict.items()}
         return self._load(found, strict)
@@ -236,8 +244,10 @@ class Wrapper(Traits, nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(weakly(self._leave_backward))
             self._begin_backward()
 
-    def _leave_backward(self) -> None:
-        """Called when a backward has ended; for one that has failed, by what comes next."""
+    def _leave_backward(self, late: bool = False) -> None:
+        """Called when a backward has ended. late: by what comes next, for one that has failed: ranks are to be told."""
+        if late and self._in_backward:
+            self._note(-1)
         self._in_backward = False
 
     def _begin_backward(self) -> None:
@@ -334,9 +344,9 @@ def compared(held: Mapping[str, Any], state: Mapping[str, Any], strict: bool) ->
 
 
 def _changed(changes: list[str]) -> ValueError:
-    told = "; ".join(f"on rank {rank} {change}" for rank, change in enumerate(changes) if change)
     return ValueError(
-        f"{told}, after the module was wrapped: no gradient of it would be synchronized; wrap the module as it is now"
+        "; ".join(f"on rank {rank} {change}" for rank, change in enumerate(changes) if change)
+        + ", after the module was wrapped: no gradient of it would be synchronized; wrap the module as it is now"
     )
 
 
@@ -349,28 +359,23 @@ def check_floating(name: str, dtype: Any) -> None:
 def dense(p: Tensor) -> Tensor:
     """The gradient of p, contiguous: collectives take no other."""
     assert p.grad is not None
-    if not p.grad.is_contiguous():
-        p.grad = p.grad.contiguous()
+    p.grad = p.grad.contiguous()
     return p.grad
 
 
 def _agree(module: nn.Module, group: Group) -> None:
     """ValueError on every rank that names the first difference between what ranks hold, or what no strategy takes."""
-    if on_meta := [name for name, x in (*module.named_parameters(), *module.named_buffers()) if x.is_meta]:
-        raise ValueError(f"{on_meta[0]} is on the meta device, without values: module.to_empty(device=...) comes first")
-    if sparse := [name for name, one in module.named_modules() if getattr(one, "sparse", False) is True]:
-        raise ValueError(
-            f"{sparse[0] or 'the module'} makes sparse gradients: strategies add dense ones; set sparse=False"
-        )
-    norms = [(name, one) for name, one in module.named_modules() if isinstance(one, _BatchNorm) and one.training]
-    alone = [name for name, one in norms if not isinstance(one, nn.SyncBatchNorm)]
-    if alone and size_and_rank(group)[0] > 1:
-        raise ValueError(
-            f"{alone[0] or 'the module'} normalizes by each rank's own batch, and not by that of all: take"
-            " nn.SyncBatchNorm.convert_sync_batchnorm(module), or eval() for it before the module is wrapped"
-        )
-    if hasattr(module, "_ddp_params_and_buffers_to_ignore"):
-        raise ValueError("the module names parameters that DDP is to ignore: hold them in another module")
+    on_meta = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if x.is_meta]
+    sparse = [name or "the module" for name, one in module.named_modules() if getattr(one, "sparse", False) is True]
+    ignores = hasattr(module, "_ddp_params_and_buffers_to_ignore")
+    hold(
+        (
+            not on_meta,
+            f"{', '.join(on_meta[:1])} is on the meta device, without values: module.to_empty(device=...) comes first",
+        ),
+        (not sparse, f"{', '.join(sparse[:1])} makes sparse gradients: strategies add dense ones; set sparse=False"),
+        (not ignores, "the module names parameters that DDP is to ignore: hold them in another module"),
+    )
     own = [
         *((name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()),
         *((name, tuple(x.shape), str(x.dtype), None) for name, x in module.named_buffers()),

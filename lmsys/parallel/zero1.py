@@ -165,9 +165,9 @@ class Zero1(overlapped.Overlapped):
         super()._begin_backward()
         self._scale()
 
-    def _leave_backward(self) -> None:
+    def _leave_backward(self, late: bool = False) -> None:
         """Where nothing was added they are means again: one has asked for other gradients than the parameters'."""
-        super()._leave_backward()
+        super()._leave_backward(late)
         if self._scaled:
             torch._foreach_div_(self._scaled, self.world_size)
             self._scaled, self._are_means = [], True
@@ -185,6 +185,18 @@ class Zero1(overlapped.Overlapped):
         if self._scaled:
             self._scaled = []
         super()._on_grad(index, p)
+
+    def _conclude(self, use: Tensor, missing: list[int]) -> None:
+        """Also leaves a gradient of zeros where this rank owns none of a device and dtype that others have some of.
+
+        GradScaler would else find nothing to look at here, and the ranks would not tell each other of an inf.
+        """
+        super()._conclude(use, missing)
+        unused = {index for index in missing if use[index] == 0}
+        here = {(p.device, p.dtype) for p in self._own if p.grad is not None}
+        used = (p for index, p in enumerate(self.trainable) if index not in unused)
+        for p in {(p.device, p.dtype): p for p in used if (p.device, p.dtype) not in here}.values():
+            p.grad = part.as_part(torch.zeros_like(p), self.group)
 
     def _synchronize(self) -> None:
         self._scale()

@@ -83,6 +83,10 @@ KINDS: dict[str, Kind] = {
     "two blocks of other sizes that ranks call in other orders": one(
         (Call("call", 0), Call("apart", 1), Call("call", 3)), "mlp", "mlp", "deep", "mlp"
     ),
+    "blocks that ranks call in one order, and then in others": (
+        Graph((PLAIN, PLAIN, PLAIN, PLAIN, (Call("apart", 0), Call("call", 2)))),
+        ["step"] * 5,
+    ),
     "a block's method other than forward": one((Call("call", 0), Call("method", 1), Call("call", 2))),
     "a weight of a block read from outside": one((Call("read", 0), *PLAIN)),
     "a weight of a block read after it": one((*PLAIN, Call("read", 2), Call("read", 0))),
@@ -123,6 +127,7 @@ KINDS: dict[str, Kind] = {
         ["step"] * 4,
     ),
     "parameters that read no input": one(PLAIN, *("branch",) * 3),
+    "batch norm that is trained later": one(PLAIN, *("batch-norm",) * 3, prepared="eval", ways=["train_all"]),
     "batch norm": one(PLAIN, *("batch-norm",) * 3),
     "sparse gradients": one(PLAIN, "sparse", "mlp", "mlp"),
     "a module on the meta device": one(PLAIN, prepared="meta"),
@@ -166,6 +171,9 @@ KINDS: dict[str, Kind] = {
     ),
     "an exception in a backward": one(
         (Call("call", 0), Call("boom", 1), Call("call", 2)), ways=["fail_and_forget_finish", "step"]
+    ),
+    "an exception in a backward of rank 0, then finish": one(
+        (Call("call", 0), Call("boom", 1), Call("call", 2)), ways=["step", "fail_on_one_rank", "step"]
     ),
     "an exception in a forward": one(PLAIN, ways=["fail_in_forward", "step", "step"]),
     "functional_call of the module": one(PLAIN, ways=["functional_call"]),

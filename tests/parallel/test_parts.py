@@ -45,6 +45,8 @@ WAYS = (
     parts.clipped,
     parts.scaled,
     parts.in_groups,
+    parts.by_a_tensor_of_rates,
+    parts.with_batches_run_out,
     parts.by_a_plain_optimizer,
     parts.with_state_replaced,
     parts.with_averages,
@@ -64,6 +66,18 @@ def test_parts_are_trained_as_one_process_trains_the_whole(
 @pytest.mark.parametrize("way", WAYS)
 def test_so_they_are_on_gpus(gpu_ranks: WorkerGroup, way: Callable[[str], Any], strategy: str) -> None:
     is_as_on_one_process(gpu_ranks, way, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["naive", "zero1", "copy_engine_zero1"])
+def test_a_param_group_may_come_later(ranks: WorkerGroup, strategy: str) -> None:
+    is_as_on_one_process(ranks, parts.with_a_late_group, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_an_inf_of_one_rank_skips_the_step_of_one_that_owns_nothing_of_its_dtype(
+    ranks: WorkerGroup, strategy: str
+) -> None:
+    is_as_on_one_process(ranks, parts.scaled_with_few_parameters, strategy)
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
@@ -93,7 +107,14 @@ def test_what_ranks_would_not_train_as_one_process_is_refused_at_construction(
 
 @pytest.mark.parametrize("by_name", [None, parts.decayed])
 @pytest.mark.parametrize(
-    ("before", "after"), [("fsdp", "torch_fsdp2"), ("torch_fsdp2", "fsdp"), ("zero1", "torch_fsdp2"), ("fsdp", "zero1")]
+    ("before", "after"),
+    [
+        ("fsdp", "torch_fsdp2"),
+        ("torch_fsdp2", "fsdp"),
+        ("zero1", "torch_fsdp2"),
+        ("torch_fsdp2", "zero1"),
+        ("fsdp", "zero1"),
+    ],
 )
 def test_training_goes_on_from_a_distributed_checkpoint(
     ranks: WorkerGroup, tmp_path: Path, before: str, after: str, by_name: Any

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
+from lmsys.training.optimizer import clip_grad_norm
 from tests.support.ranks import error_of, group_of, stand_in
 
 WIDTH, EXAMPLES = 4, 3
@@ -61,7 +62,7 @@ class Graph:
     tied: bool = False
     outside: bool = True  # a first and a last layer that are in no block
     returns: str = "tensor"  # of the module
-    prepared: str = ""  # what is done to it before it is wrapped: "compiled", "meta"
+    prepared: str = ""  # what is done to it before it is wrapped: "compiled", "eval", "meta"
     optimizer: str = "sgd"
 
 
@@ -69,7 +70,14 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-2}),
+    "grouped": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.3}),
 }
+MAX_NORM = 0.3
+
+
+def groups_of(name: str, p: nn.Parameter) -> dict[str, Any]:
+    """Of "grouped": no decay for biases, another learning rate for what lies outside of blocks."""
+    return ({} if p.dim() > 1 else {"weight_decay": 0.0}) | ({} if "block" in name else {"lr": 0.1})
 
 
 class Kept:
@@ -286,8 +294,12 @@ class Player:
 
     def optimizer_of(self, model: Any) -> torch.optim.Optimizer:
         cls, options = OPTIMIZERS[self.net.graph.optimizer]
-        make = getattr(model, "make_optimizer", lambda cls, **options: cls(model.parameters(), **options))
-        return make(cls, **options)
+        groups = groups_of if self.net.graph.optimizer == "grouped" else None
+        if hasattr(model, "make_optimizer"):
+            return model.make_optimizer(cls, groups, **options)
+        if groups is None:
+            return cls(model.parameters(), **options)
+        return cls([{"params": [p], **groups(name, p)} for name, p in model.named_parameters()], **options)
 
     def play(self, ways: Sequence[str]) -> list[dict[str, Tensor]]:
         for way in ways:
@@ -506,6 +518,34 @@ class Player:
         self.mean(outputs).backward()
         self.update()
 
+    def clip(self) -> None:
+        self.loss().backward()
+        self.finish()
+        self._clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _clip(self) -> None:
+        """By the norm of the whole."""
+        norm = clip_grad_norm(self.model.parameters() if self.is_plain else self.model, MAX_NORM)
+        self.see(norm=norm.to(self.dtype))  # whatever the first parameter's is
+
+    def scale(self) -> None:
+        """Under GradScaler: rank 1 has an inf at first."""
+        scaler = torch.amp.GradScaler(device().type, init_scale=64.0)
+        for factor in (torch.inf, 1.0):
+            batch = zip(self.ranks, self.batch(), strict=True)
+            outputs = [_taken(self.model(x, rank)) * (factor if rank == 1 else 1.0) for rank, x in batch]
+            scaler.scale(self.mean(outputs)).backward()
+            self.finish()
+            scaler.unscale_(self.optimizer)
+            if factor == 1:
+                self._clip()
+            scaler.step(self.optimizer)
+            scaler.update()
+            self.optimizer.zero_grad()
+        self.see(scale=torch.tensor(scaler.get_scale()))
+
     def others_are_odd(self) -> None:
         """From here on: what not every strategy takes."""
 
@@ -562,8 +602,20 @@ class Player:
         self.step()
         self.step()
 
+    def fail_on_one_rank(self) -> None:
+        """An exception in a backward of rank 0, of which the other knows nothing."""
+        loss = self.loss()
+        Boom.armed = 0 in self.ranks
+        try:
+            loss.backward()
+        except ArithmeticError:
+            pass
+        finally:
+            Boom.armed = False
+        self.update()
+
     def freeze(self) -> None:
-        self.net.block(0).up.weight.requires_grad_(False)
+        next(self.net.block(0).parameters()).requires_grad_(False)
         self.step()
 
     def unfreeze(self) -> None:
@@ -586,6 +638,10 @@ class Player:
             loss = self.loss()
         loss.backward()
         self.update()
+
+    def train_all(self) -> None:
+        self.model.train()
+        self.step()
 
     def read_parameters(self) -> None:
         self.see(**dict(self.net.named_parameters()))
@@ -631,7 +687,7 @@ def prepare(net: Net) -> Net:
         for block in net.modules():
             if isinstance(block, Block):
                 block.compile(backend="aot_eager")
-    return net
+    return net.train(net.graph.prepared != "eval")
 
 
 def play(strategy: str, graph: Graph, ways: Sequence[str]) -> list[dict[str, Tensor]] | str:

@@ -148,6 +148,88 @@ def in_groups(strategy: str) -> State:
     return it.whole()
 
 
+def by_a_tensor_of_rates(strategy: str) -> State:
+    """torch's AdamW with a learning rate that is a tensor, of which ours says that it takes none."""
+    it = made(strategy, torch.optim.AdamW, lr=torch.tensor(0.1), foreach=False)
+    for step in range(3):
+        it.step(step)
+        for group in it.optimizer.param_groups:
+            group["lr"].mul_(0.5)
+    told = error_of(lambda: made(strategy, AdamW, lr=torch.tensor(0.1)))
+    assert told.startswith("ValueError: lr=tensor"), told
+    return it.whole()
+
+
+def with_batches_run_out(strategy: str) -> State:
+    """Rank 1 has no batch in the last two steps: it goes on with one whose loss counts nothing."""
+    it = made(strategy, AdamW)
+    for step in range(4):
+        factors = [0.0 if rank == 1 and step > 1 else 1.0 for rank in it.ranks]
+        like = next(it.model.parameters())
+        losses = [f * it.model(batch(step, rank).to(like)) for f, rank in zip(factors, it.ranks, strict=True)]
+        torch.stack(losses).mean().backward()
+        if not it.is_plain:
+            it.model.finish_gradient_synchronization()
+        it.update()
+    return it.whole()
+
+
+def with_a_late_group(strategy: str) -> State:
+    """An optimizer of the last layer, which takes the other parameters after a step."""
+    it = made(strategy)
+    net = it.model if it.is_plain else it.model.module
+    last = [net.last.weight]
+    others = [p for p in net.parameters() if p is not net.last.weight]
+    if it.is_plain or strategy == "naive":
+        it.optimizer = torch.optim.SGD(last, lr=0.1, momentum=0.9)
+    else:
+        it.optimizer = it.model.make_optimizer(torch.optim.SGD, params=last, lr=0.1, momentum=0.9)
+    for step in range(4):
+        if step == 2:
+            it.optimizer.add_param_group({"params": others, "lr": 0.05})
+        it.backward(step)
+        it.optimizer.step()
+        it.model.zero_grad()
+    return it.whole()
+
+
+class Few(nn.Module):
+    """Two parameters of two dtypes: none that both of two ranks could own one of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x * self.narrow).double() * self.wide).mean()
+
+
+def scaled_with_few_parameters(strategy: str) -> tuple[list[float], State]:
+    """Rank 1 has an inf in the second step."""
+    net, ranks, scales = Few(), (0, 1), list[float]()
+    net = net.double() if strategy == "exact" else net
+    model: Any = net
+    if strategy not in ("alone", "exact"):
+        ranks = (dist.get_rank(),)
+        model = STRATEGIES[strategy].load()(net.to(device()), group_of(2))
+    make = getattr(model, "make_optimizer", lambda cls, **options: cls(model.parameters(), **options))
+    it = Trained(model, make(torch.optim.SGD, lr=0.1, momentum=0.9), ranks)
+    scaler = torch.amp.GradScaler(device().type, init_scale=16.0)
+    for step in range(3):
+        xs = [torch.full((3,), step + rank + 1.0, device=device()) for rank in ranks]
+        factors = [torch.inf if step == rank == 1 else 1.0 for rank in ranks]
+        scaler.scale(torch.stack([model(x) * f for x, f in zip(xs, factors, strict=True)]).mean()).backward()
+        if model is not net:
+            model.finish_gradient_synchronization()
+        scaler.step(it.optimizer)
+        scaler.update()
+        it.optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    whole = net.state_dict() if model is net else model.full_state_dict()
+    return scales, {name: x.detach().cpu().clone() for name, x in whole.items()}
+
+
 class Plain(torch.optim.Optimizer):
     """Takes no closure, but a factor; counts in its group, and keeps more than parameters have."""
 

@@ -1,0 +1,77 @@
+"""Ranks agree on their collectives: none is begun by some ranks only, and all are told when they part."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmsys.parallel.collectives import APART, END, Agreement
+from lmsys.parallel.group import WorkerGroup
+from tests.support.ranks import error_of, group_of, use
+
+Orders = list[list[int]]  # of collectives, step by step
+orders = st.lists(st.integers(-2, 3).filter(lambda x: x != END), min_size=1, max_size=5)
+
+
+@st.composite
+def steps_of_two_ranks(draw: st.DrawFn) -> tuple[Orders, Orders]:
+    """The last few steps may be others, on both ranks alike or on one."""
+    usual = [draw(orders)] * draw(st.integers(0, 5))
+    both = [*usual, *draw(st.lists(orders, max_size=2))]
+    return both, draw(st.just(both) | st.lists(orders, min_size=len(both), max_size=len(both)).map(_behind(usual)))
+
+
+def _behind(usual: Orders) -> Any:
+    return lambda others: [*usual, *others[len(usual) :]]
+
+
+def _follow(by_rank: tuple[Orders, Orders]) -> tuple[str, list[int], int] | None:
+    """What a rank is told; of each collective 0 where both ranks have begun the same; how many more there were."""
+    group, rank = group_of(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    met: list[int] = []
+    begun: list[int] = []
+
+    def counting(real: Any) -> Any:
+        return lambda x, *args, **options: begun.append(1) or real(x, *args, **options)
+
+    def collective(number: int) -> None:
+        """Of a number below 0 there is none."""
+        if number < 0:
+            return
+        both = torch.tensor([number, -number])
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        met.append(int(both.sum()))
+
+    def train() -> None:
+        agreement = Agreement(group, collective)
+        for order in by_rank[rank]:
+            for number in order:
+                agreement.on(number)
+                collective(number)
+            agreement.end()
+
+    with use((dist, "all_reduce", counting)):
+        told = error_of(train)
+    return told, met, len(begun) - len(met)
+
+
+@settings(max_examples=60)
+@given(by_rank=steps_of_two_ranks())
+def test_no_collective_is_begun_by_one_rank_only_and_all_are_told(
+    ranks: WorkerGroup, by_rank: tuple[Orders, Orders]
+) -> None:
+    (told, met, _), (other, others_met, _) = ranks.run(_follow, by_rank)[:2]
+    assert told == other == ("nothing raised" if by_rank[0] == by_rank[1] else f"RuntimeError: {APART}")
+    assert not any(met + others_met)
+
+
+@settings(max_examples=10)
+@given(order=orders, count=st.integers(2, 6))
+def test_an_order_that_has_come_twice_is_compared_once_a_step(ranks: WorkerGroup, order: list[int], count: int) -> None:
+    for _, met, more in ranks.run(_follow, ([order] * count,) * 2)[:2]:
+        assert len(met) == count * sum(number >= 0 for number in order)
+        assert more == 2 * (len(order) + 1) + (count - 2)
