@@ -184,11 +184,8 @@ def _forward(
         return decode(q, k, v, scale, pattern or PLAIN[causal])
     q, k, v, o, lse = forward_tensors(q, k, v)
     with torch.cuda.device_of(q):
-        if pattern is None:
-            _run("fwd", (q, k, v, o), (lse, scale), causal, tile)
-        else:
-            bounds = pattern.bounds(q.shape[2], k.shape[2], q.device)
-            _run("fwd", (q, k, v, o), (lse, scale), False, tile, _extent(bounds, pattern))
+        extent = () if pattern is None else _extent(pattern.bounds(q.shape[2], k.shape[2], q.device), pattern)
+        _run("fwd", (q, k, v, o), (lse, scale), causal and pattern is None, tile, extent)
     return o, lse
 
 

@@ -124,16 +124,6 @@ def _add_dot(acc, a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _key_range(row, K, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Queries [row, row + BLOCK_Q) see the keys [0, stop); key tiles that start below `full` need no mask."""
-    stop, full = K, K // BLOCK_K * BLOCK_K
-    if CAUSAL:
-        stop = tl.minimum(K, row + BLOCK_Q)
-        full = tl.minimum(full, (row + 1) // BLOCK_K * BLOCK_K)
-    return stop, full
-
-
-@triton.jit
 def _interval(
     first_ptr, end_ptr, bounds_stride, batch, start, length, BLOCK: tl.constexpr, BLOCK_OTHER: tl.constexpr
 ):  # fmt: skip
@@ -151,6 +141,22 @@ def _interval(
     full_from, full_to = tl.load(first_ptr + last), tl.load(end_ptr + one)
     low = low // BLOCK_OTHER * BLOCK_OTHER
     return low, stop, (full_from, full_to, tl.load(first_ptr + at), tl.load(end_ptr + at))
+
+
+@triton.jit
+def _keys_seen(
+    first_ptr, end_ptr, bounds_stride, batch, row, Q, K,
+    CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Queries [row, row + BLOCK_Q) see the keys [start, stop); what `_masked` needs to know of tiles between."""
+    if first_ptr is None:
+        start, stop, sight = 0, K, K // BLOCK_K * BLOCK_K
+        if CAUSAL:
+            stop = tl.minimum(K, row + BLOCK_Q)
+            sight = tl.minimum(sight, (row + 1) // BLOCK_K * BLOCK_K)
+    else:
+        start, stop, sight = _interval(first_ptr, end_ptr, bounds_stride, batch, row, Q, BLOCK_Q, BLOCK_K)
+    return start, stop, sight
 
 
 @triton.jit
@@ -233,13 +239,10 @@ def _fwd_kernel(
     ratio, scale = _factors(scale, softcap)
     q = _load(q_desc, batch, head, row, BLOCK_Q, D)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
+    chained: tl.constexpr = not isinstance(q_desc, tl.tensor_descriptor) and softcap is None and D <= 128
+    total = tl.zeros([BLOCK_Q, 8] if chained else [BLOCK_Q], tl.float32)  # by columns: nothing moves between threads
     acc = tl.zeros([BLOCK_Q, D], tl.float32)
-    if first_ptr is None:
-        start = 0
-        stop, sight = _key_range(row, K, CAUSAL, BLOCK_Q, BLOCK_K)
-    else:
-        start, stop, sight = _interval(first_ptr, end_ptr, bounds_stride, batch, row, Q, BLOCK_Q, BLOCK_K)
+    start, stop, sight = _keys_seen(first_ptr, end_ptr, bounds_stride, batch, row, Q, K, CAUSAL, BLOCK_Q, BLOCK_K)
     for again in tl.static_range(1 if first_ptr is None else 2):
         if again:
             spoilt = _has_nan(acc)
@@ -247,25 +250,28 @@ def _fwd_kernel(
             start, acc = tl.where(spoilt, start, stop), tl.where(spoilt, 0.0, acc)
         for col in tl.range(start, stop, BLOCK_K, num_stages=1 if again else None):
             k = _load(k_desc, batch, head // G, col, BLOCK_K, D)
-            added: tl.constexpr = not (isinstance(q_desc, tl.tensor_descriptor) or again or softcap is not None)
-            hidden = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-            hidden = _masked(hidden, added, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
-            scores = tl.dot(q, k.T, hidden, input_precision=PRECISION)
+            scores = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+            scores = _masked(scores, chained and not again, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
+            scores = tl.dot(q, k.T, scores, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
             scores = _spoil(scores, v_desc, batch, head // G, col, BLOCK_K, D) if again else scores
-            scores = _masked(scores, not added, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
+            scores = _masked(scores, again or not chained, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
             new_top = tl.maximum(top, tl.max(scores, 1) * scale)
             base = new_top
             if first_ptr is not None:  # a query may have seen nothing yet
                 base = tl.where(new_top == float("-inf"), 0.0, new_top)
             p = tl.exp2(scores * scale - base[:, None])
             rescale = tl.exp2(top - base)
-            total = total * rescale + tl.sum(p, 1)
+            if chained:
+                total = total * rescale[:, None] + tl.sum(p.reshape(BLOCK_Q, BLOCK_K // 8, 8), 1)
+            else:
+                total = total * rescale + tl.sum(p, 1)
             acc = acc * rescale[:, None]
             v = _load(v_desc, batch, head // G, col, BLOCK_K, D, again)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
             top = new_top
+    total = tl.sum(total, 1) if chained else total
     if first_ptr is not None:  # a query that sees nothing: o is 0, and the log-sum-exp -inf
         total = tl.where(total == 0.0, 1.0, total)
     _store(o_desc, batch, head, row, acc / total[:, None], BLOCK_Q, D)
@@ -297,11 +303,8 @@ def _dq_kernel(
     tl.store(lse2_ptr + padded, lse)
     tl.store(delta_ptr + padded, delta)
     dq = tl.zeros([BLOCK_Q, D], tl.float32)
-    if first_ptr is None:
-        start = 0
-        stop, sight = _key_range(row, K, CAUSAL, BLOCK_Q, BLOCK_K)
-    else:
-        start, stop, sight = _interval(first_ptr, end_ptr, bounds_stride, batch, row, Q, BLOCK_Q, BLOCK_K)
+    chained: tl.constexpr = not isinstance(q_desc, tl.tensor_descriptor) and softcap is None and D <= 128
+    start, stop, sight = _keys_seen(first_ptr, end_ptr, bounds_stride, batch, row, Q, K, CAUSAL, BLOCK_Q, BLOCK_K)
     stop = tl.where(row < Q, stop, 0)
     ratio, factor = _factors(scale, softcap)
     for again in tl.static_range(1 if first_ptr is None else 2):
@@ -311,15 +314,14 @@ def _dq_kernel(
         for col in tl.range(start, stop, BLOCK_K, num_stages=1 if again else None):
             k = _load(k_desc, batch, head // G, col, BLOCK_K, D, again)  # a query's log-sum-exp is NaN that sees NaN
             v = _load(v_desc, batch, head // G, col, BLOCK_K, D, again)
-            added: tl.constexpr = not (isinstance(q_desc, tl.tensor_descriptor) or again or softcap is not None)
-            hidden = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-            hidden = _masked(hidden, added, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
-            scores = tl.dot(q, k.T, hidden, input_precision=PRECISION)
+            scores = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+            scores = _masked(scores, chained and not again, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
+            scores = tl.dot(q, k.T, scores, input_precision=PRECISION)
             dp = tl.dot(do, v.T, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
                 slope = 1.0 - scores * scores
-            scores = _masked(scores, not added, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
+            scores = _masked(scores, again or not chained, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
             p = tl.exp2(scores * factor - lse[:, None])
             ds = p * (dp - delta[:, None])
             if softcap is not None:
@@ -350,7 +352,7 @@ def _dkdv_kernel(
     dv = tl.zeros([BLOCK_K, D], tl.float32)
     ratio, factor = _factors(scale, softcap)
     by_tma: tl.constexpr = isinstance(q_desc, tl.tensor_descriptor)
-    added: tl.constexpr = not (by_tma or CLEAN or softcap is not None)
+    chained: tl.constexpr = not by_tma and softcap is None and D <= 128 and not CLEAN
     start, stop, full, sight = 0, Q, 0, None  # query tiles that start at `full` or later need no mask
     if CAUSAL:
         start = col // BLOCK_Q * BLOCK_Q
@@ -366,13 +368,13 @@ def _dkdv_kernel(
             do = _load(do_desc, batch, head, row, BLOCK_Q, D, CLEAN)
             lse = _load_vector(lse2_desc, padded, BLOCK_Q)
             hidden = tl.zeros([BLOCK_K, BLOCK_Q], tl.float32)
-            hidden = _masked_keys(hidden, added, first_ptr, cols, row, full, sight, CAUSAL, BLOCK_Q, float("-inf"))
+            hidden = _masked_keys(hidden, chained, first_ptr, cols, row, full, sight, CAUSAL, BLOCK_Q, float("-inf"))
             scores = tl.dot(k, q.T, hidden, input_precision=PRECISION)  # transposed: P and dS stay in registers
             dp = tl.dot(v, do.T, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
             p = tl.exp2(scores * factor - lse[None, :])
-            p = _masked_keys(p, not added, first_ptr, cols, row, full, sight, CAUSAL, BLOCK_Q, 0.0)
+            p = _masked_keys(p, not chained, first_ptr, cols, row, full, sight, CAUSAL, BLOCK_Q, 0.0)
             delta = _load_vector(delta_desc, padded, BLOCK_Q)
             ds = p * (dp - delta[None, :])
             if softcap is not None:
