@@ -195,6 +195,10 @@ def _hide(scores, rows, cols, K, CAUSAL: tl.constexpr):
 def _masked(scores, HERE: tl.constexpr, first_ptr, rows, col, K, sight, CAUSAL: tl.constexpr, BLOCK_K: tl.constexpr):
     """Scores of queries `rows` and keys from `col` on; with HERE -inf where a query does not see a key.
 
+    After a product, or before it, on zeros that it is added to: `chained`. For `mma.sync` Triton lays out two products
+    alike, with warps side by side along the rows, where no branch is between them; else scores and P pass through
+    shared memory. A hidden key's NaN then spoils its tile, which under a pattern is made `again`.
+
     `sight`: dense, where tiles begin that need a mask; else first and end of those that need none, and of each query.
     """
     if HERE:
