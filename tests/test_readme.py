@@ -598,6 +598,50 @@ def test_the_notebook_of_flash_triton_says_what_its_run_says() -> None:
     assert f"its forward has {shares['fwd']:.3f} of the speed" in said and f"backward {shares['bwd']:.2f}." in said
 
 
+def emulated() -> list[dict[str, Any]]:
+    """Milliseconds by row and direction, or by kernel, form and tile, as code for sm_80 on an H100; a line a shape."""
+    (path,) = (ROOT / "reports" / "results" / "emulated").glob(f"{H100}_*_tiles-sm80.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def fastest(shape: dict[str, Any], form: str) -> float:
+    """Of the tiles of a form that were compiled without a bound on registers."""
+    return min(ms for name, ms in shape["ms"].items() if re.fullmatch(rf"{form}, \d+ × \d+, \d, \d", name))
+
+
+def test_the_notebook_of_flash_triton_says_what_its_emulation_says() -> None:
+    """As install.md does of the means, and both call it an emulation."""
+    text, install = ((ROOT / "docs" / f"{page}.md").read_text() for page in ("flash_triton", "install"))
+    ((_, *told),) = tables(text, "emulated", "D")
+    speeds = []
+    for line in told[:-1]:
+        (shape,) = (
+            one
+            for one in emulated()
+            if [one["causal"], f"{one['D']}", f"{one['S']:,}"] == [line[0] == "causal", *line[1:3]]
+        )
+        flash, cuda = ([shape["ms"][f"{row} {way}"] for way in ("fwd", "bwd")] for row in ("sdpa_flash", "flash_cuda"))
+        forward = fastest(shape, "fwd, mask added, sums by columns")
+        backward = fastest(shape, "dq, mask added") + fastest(shape, "dkdv, mask added")
+        times = forward, backward, *cuda
+        speeds.append([of / time for of, time in zip(flash * 2, times, strict=True)])
+        assert line[3:] == [f"{speed:.2f}" for speed in speeds[-1]]
+    means = [f"{statistics.geometric_mean(column):.2f}" for column in zip(*speeds, strict=True)]
+    assert len(speeds) == len(emulated()) == 12 and told[-1] == ["geometric mean", "", "", *means]
+    ((_, *forms),) = tables(text, "emulated form", "D 64")
+    for form, *cells in forms:
+        for head_dim, cell in zip((64, 128), cells, strict=True):
+            shapes = [one for one in emulated() if one["D"] == head_dim]
+            ratios = [one["ms"]["sdpa_flash fwd"] / fastest(one, f"fwd, {form}") for one in shapes]
+            assert cell == f"{statistics.geometric_mean(ratios):.2f}", (form, head_dim)
+    least = min(speed for line in speeds for speed in line[:2])
+    said = " ".join(install.split())
+    assert (
+        f"have {means[0]} of the speed of SDPA's flash attention in the forward and {means[1]} in the backward" in said
+    )
+    assert f"and {least:.2f} at least" in said and "In this emulation" in said and "It gives no time of an A100" in text
+
+
 def test_pairs_of_versions_are_those_of_the_run() -> None:
     (path,) = (ROOT / "reports" / "results" / "apart").glob("*_step-versions.md")
     _, _, *pairs = rows(path.read_text())

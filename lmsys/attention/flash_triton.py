@@ -13,8 +13,9 @@ Choices, each measured on one H200 with bfloat16 inputs:
 - All tiles, and the row vectors of the backward, move through tensor descriptors (TMA). These also zero-fill
   what lies outside, so no length needs to be a multiple of a tile. Loading the row vectors by pointers cost up
   to 70 registers and spilled. Where descriptors are slow (`by_tma`) the same kernels move tiles by addresses,
-  which Triton makes asynchronous copies of. That was compiled for other cards, and never timed on them.
+  which Triton makes asynchronous copies of. That was compiled for other cards, and timed as code for sm_80 on an H100.
 - One loop, with the mask under a branch, instead of a masked and an unmasked loop: fewer registers, one prologue.
+  Moved by addresses, the mask is what the first product is added to: see `_masked`.
 - `_dq_kernel` runs first and leaves delta = rowsum(o * do) and the log-sum-exp, in base 2 and padded, to the other.
 - Longest rows first when causal, in groups of heads whose keys and values stay in L2 together.
 - What calls of one case share is worked out once (`_Launch`), and descriptors are kept: short calls wait for the host.
@@ -184,11 +185,8 @@ def _forward(
         return decode(q, k, v, scale, pattern or PLAIN[causal])
     q, k, v, o, lse = forward_tensors(q, k, v)
     with torch.cuda.device_of(q):
-        if pattern is None:
-            _run("fwd", (q, k, v, o), (lse, scale), causal, tile)
-        else:
-            bounds = pattern.bounds(q.shape[2], k.shape[2], q.device)
-            _run("fwd", (q, k, v, o), (lse, scale), False, tile, _extent(bounds, pattern))
+        extent = () if pattern is None else _extent(pattern.bounds(q.shape[2], k.shape[2], q.device), pattern)
+        _run("fwd", (q, k, v, o), (lse, scale), causal and pattern is None, tile, extent)
     return o, lse
 
 

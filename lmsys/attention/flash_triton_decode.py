@@ -28,8 +28,8 @@ from torch import Tensor
 from lmsys.attention.contract import FEW_QUERIES
 from lmsys.attention.flash_triton_kernels import (
     LN_2,
-    LOG2_E,
     _addresses,
+    _factors,
     _has_nan,
     _inside,
     _load,
@@ -94,11 +94,7 @@ def _split_keys_kernel(
     rows = tl.arange(0, HEADS * QUERIES)
     head, query = tile * HEADS + rows // QUERIES, rows % QUERIES
     row_first, row_end = first + query, tl.minimum(length, end + query)
-    if softcap is None:
-        scale *= LOG2_E  # scores in base 2: exp2 is one instruction
-    else:
-        ratio = scale / softcap
-        scale = softcap * LOG2_E
+    ratio, scale = _factors(scale, softcap)
     q = _load_heads(q_desc, batch, kv_head * G, tile * HEADS, G, HEADS, QUERIES, D)
     top = tl.full([HEADS * QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([HEADS * QUERIES], tl.float32)

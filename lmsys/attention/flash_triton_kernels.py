@@ -124,16 +124,6 @@ def _add_dot(acc, a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _key_range(row, K, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Queries [row, row + BLOCK_Q) see the keys [0, stop); key tiles that start below `full` need no mask."""
-    stop, full = K, K // BLOCK_K * BLOCK_K
-    if CAUSAL:
-        stop = tl.minimum(K, row + BLOCK_Q)
-        full = tl.minimum(full, (row + 1) // BLOCK_K * BLOCK_K)
-    return stop, full
-
-
-@triton.jit
 def _interval(
     first_ptr, end_ptr, bounds_stride, batch, start, length, BLOCK: tl.constexpr, BLOCK_OTHER: tl.constexpr
 ):  # fmt: skip
@@ -149,7 +139,24 @@ def _interval(
     low, stop = tl.load(first_ptr + one), tl.load(end_ptr + last)
     stop = tl.where(low < stop, stop, 0)  # else none of them sees anything
     full_from, full_to = tl.load(first_ptr + last), tl.load(end_ptr + one)
-    return low // BLOCK_OTHER * BLOCK_OTHER, stop, full_from, full_to, tl.load(first_ptr + at), tl.load(end_ptr + at)
+    low = low // BLOCK_OTHER * BLOCK_OTHER
+    return low, stop, (full_from, full_to, tl.load(first_ptr + at), tl.load(end_ptr + at))
+
+
+@triton.jit
+def _keys_seen(
+    first_ptr, end_ptr, bounds_stride, batch, row, Q, K,
+    CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Queries [row, row + BLOCK_Q) see the keys [start, stop); what `_masked` needs to know of tiles between."""
+    if first_ptr is None:
+        start, stop, sight = 0, K, K // BLOCK_K * BLOCK_K
+        if CAUSAL:
+            stop = tl.minimum(K, row + BLOCK_Q)
+            sight = tl.minimum(sight, (row + 1) // BLOCK_K * BLOCK_K)
+    else:
+        start, stop, sight = _interval(first_ptr, end_ptr, bounds_stride, batch, row, Q, BLOCK_Q, BLOCK_K)
+    return start, stop, sight
 
 
 @triton.jit
@@ -167,11 +174,58 @@ def _tanh(x):
 
 
 @triton.jit
+def _factors(scale, softcap):
+    """Those of products before `_tanh`, and of scores: in base 2, as exp2 is one instruction."""
+    ratio = scale
+    if softcap is not None:
+        ratio = scale / softcap
+        scale = softcap
+    return ratio, scale * LOG2_E
+
+
+@triton.jit
 def _hide(scores, rows, cols, K, CAUSAL: tl.constexpr):
     visible = (cols < K)[None, :]
     if CAUSAL:
         visible = visible & (rows[:, None] >= cols[None, :])
     return tl.where(visible, scores, float("-inf"))
+
+
+@triton.jit
+def _masked(scores, HERE: tl.constexpr, first_ptr, rows, col, K, sight, CAUSAL: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Scores of queries `rows` and keys from `col` on; with HERE -inf where a query does not see a key.
+
+    After a product, or before it, on zeros that it is added to: `chained`. For `mma.sync` Triton lays out two products
+    alike, with warps side by side along the rows, where no branch is between them; else scores and P pass through
+    shared memory. A hidden key's NaN then spoils its tile, which under a pattern is made `again`.
+
+    `sight`: dense, where tiles begin that need a mask; else first and end of those that need none, and of each query.
+    """
+    if HERE:
+        if first_ptr is None:
+            if col >= sight:
+                scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
+        elif (col < sight[0]) | (col + BLOCK_K > sight[1]):
+            scores = tl.where(_within(col + tl.arange(0, BLOCK_K), sight[2], sight[3]), scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _masked_keys(
+    x, HERE: tl.constexpr, first_ptr, cols, row, full, sight, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr,
+    HIDDEN: tl.constexpr,
+):  # fmt: skip
+    """x of keys `cols` and queries from `row` on; with HERE it is HIDDEN where a query does not see a key.
+
+    Dense, tiles from `full` on need no mask; else `sight` is first and end of those, and of the queries of each key.
+    """
+    if HERE and CAUSAL:  # noqa: SIM102 - known when compiling, unlike the next
+        if row < full:
+            x = tl.where((row + tl.arange(0, BLOCK_Q))[None, :] >= cols[:, None], x, HIDDEN)
+    if HERE and first_ptr is not None:  # noqa: SIM102
+        if (row < sight[0]) | (row + BLOCK_Q > sight[1]):
+            x = tl.where(_within(row + tl.arange(0, BLOCK_Q), sight[2], sight[3]), x, HIDDEN)
+    return x
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -186,22 +240,13 @@ def _fwd_kernel(
     batch, head = head_index // H, head_index % H
     row = tile * BLOCK_Q
     rows = row + tl.arange(0, BLOCK_Q)
-    if softcap is None:
-        scale *= LOG2_E  # scores in base 2: exp2 is one instruction
-    else:
-        ratio = scale / softcap
-        scale = softcap * LOG2_E
+    ratio, scale = _factors(scale, softcap)
     q = _load(q_desc, batch, head, row, BLOCK_Q, D)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
+    chained: tl.constexpr = not isinstance(q_desc, tl.tensor_descriptor) and softcap is None and D <= 128
+    total = tl.zeros([BLOCK_Q, 8] if chained else [BLOCK_Q], tl.float32)  # by columns: nothing moves between threads
     acc = tl.zeros([BLOCK_Q, D], tl.float32)
-    if first_ptr is None:
-        start = 0
-        stop, full = _key_range(row, K, CAUSAL, BLOCK_Q, BLOCK_K)
-    else:
-        start, stop, full_from, full_to, first, end = _interval(
-            first_ptr, end_ptr, bounds_stride, batch, row, Q, BLOCK_Q, BLOCK_K
-        )
+    start, stop, sight = _keys_seen(first_ptr, end_ptr, bounds_stride, batch, row, Q, K, CAUSAL, BLOCK_Q, BLOCK_K)
     for again in tl.static_range(1 if first_ptr is None else 2):
         if again:
             spoilt = _has_nan(acc)
@@ -209,26 +254,28 @@ def _fwd_kernel(
             start, acc = tl.where(spoilt, start, stop), tl.where(spoilt, 0.0, acc)
         for col in tl.range(start, stop, BLOCK_K, num_stages=1 if again else None):
             k = _load(k_desc, batch, head // G, col, BLOCK_K, D)
-            scores = tl.dot(q, k.T, input_precision=PRECISION)
+            scores = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+            scores = _masked(scores, chained and not again, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
+            scores = tl.dot(q, k.T, scores, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
             scores = _spoil(scores, v_desc, batch, head // G, col, BLOCK_K, D) if again else scores
-            if first_ptr is None:
-                if col >= full:
-                    scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
-            elif (col < full_from) | (col + BLOCK_K > full_to):
-                scores = tl.where(_within(col + tl.arange(0, BLOCK_K), first, end), scores, float("-inf"))
+            scores = _masked(scores, again or not chained, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
             new_top = tl.maximum(top, tl.max(scores, 1) * scale)
             base = new_top
             if first_ptr is not None:  # a query may have seen nothing yet
                 base = tl.where(new_top == float("-inf"), 0.0, new_top)
             p = tl.exp2(scores * scale - base[:, None])
             rescale = tl.exp2(top - base)
-            total = total * rescale + tl.sum(p, 1)
+            if chained:
+                total = total * rescale[:, None] + tl.sum(p.reshape(BLOCK_Q, BLOCK_K // 8, 8), 1)
+            else:
+                total = total * rescale + tl.sum(p, 1)
             acc = acc * rescale[:, None]
             v = _load(v_desc, batch, head // G, col, BLOCK_K, D, again)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
             top = new_top
+    total = tl.sum(total, 1) if chained else total
     if first_ptr is not None:  # a query that sees nothing: o is 0, and the log-sum-exp -inf
         total = tl.where(total == 0.0, 1.0, total)
     _store(o_desc, batch, head, row, acc / total[:, None], BLOCK_Q, D)
@@ -260,19 +307,10 @@ def _dq_kernel(
     tl.store(lse2_ptr + padded, lse)
     tl.store(delta_ptr + padded, delta)
     dq = tl.zeros([BLOCK_Q, D], tl.float32)
-    if first_ptr is None:
-        start = 0
-        stop, full = _key_range(row, K, CAUSAL, BLOCK_Q, BLOCK_K)
-    else:
-        start, stop, full_from, full_to, first, end = _interval(
-            first_ptr, end_ptr, bounds_stride, batch, row, Q, BLOCK_Q, BLOCK_K
-        )
+    chained: tl.constexpr = not isinstance(q_desc, tl.tensor_descriptor) and softcap is None and D <= 128
+    start, stop, sight = _keys_seen(first_ptr, end_ptr, bounds_stride, batch, row, Q, K, CAUSAL, BLOCK_Q, BLOCK_K)
     stop = tl.where(row < Q, stop, 0)
-    if softcap is None:
-        factor = scale * LOG2_E
-    else:
-        ratio = scale / softcap
-        factor = softcap * LOG2_E
+    ratio, factor = _factors(scale, softcap)
     for again in tl.static_range(1 if first_ptr is None else 2):
         if again:
             spoilt = _has_nan(dq)
@@ -280,16 +318,14 @@ def _dq_kernel(
         for col in tl.range(start, stop, BLOCK_K, num_stages=1 if again else None):
             k = _load(k_desc, batch, head // G, col, BLOCK_K, D, again)  # a query's log-sum-exp is NaN that sees NaN
             v = _load(v_desc, batch, head // G, col, BLOCK_K, D, again)
-            scores = tl.dot(q, k.T, input_precision=PRECISION)
+            scores = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+            scores = _masked(scores, chained and not again, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
+            scores = tl.dot(q, k.T, scores, input_precision=PRECISION)
             dp = tl.dot(do, v.T, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
                 slope = 1.0 - scores * scores
-            if first_ptr is None:
-                if col >= full:
-                    scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
-            elif (col < full_from) | (col + BLOCK_K > full_to):
-                scores = tl.where(_within(col + tl.arange(0, BLOCK_K), first, end), scores, float("-inf"))
+            scores = _masked(scores, again or not chained, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
             p = tl.exp2(scores * factor - lse[:, None])
             ds = p * (dp - delta[:, None])
             if softcap is not None:
@@ -318,20 +354,15 @@ def _dkdv_kernel(
     v = _load(v_desc, batch, kv_head, col, BLOCK_K, D)
     dk = tl.zeros([BLOCK_K, D], tl.float32)
     dv = tl.zeros([BLOCK_K, D], tl.float32)
-    if softcap is None:
-        factor = scale * LOG2_E
-    else:
-        ratio = scale / softcap
-        factor = softcap * LOG2_E
+    ratio, factor = _factors(scale, softcap)
     by_tma: tl.constexpr = isinstance(q_desc, tl.tensor_descriptor)
-    start, stop, full = 0, Q, 0  # query tiles that start at `full` or later need no mask
+    chained: tl.constexpr = not by_tma and softcap is None and D <= 128 and not CLEAN
+    start, stop, full, sight = 0, Q, 0, None  # query tiles that start at `full` or later need no mask
     if CAUSAL:
         start = col // BLOCK_Q * BLOCK_Q
         full = col + BLOCK_K - 1
     if first_ptr is not None:
-        start, stop, full_from, full_to, first, end = _interval(
-            first_ptr, end_ptr, bounds_stride, batch, col, K, BLOCK_K, BLOCK_Q
-        )
+        start, stop, sight = _interval(first_ptr, end_ptr, bounds_stride, batch, col, K, BLOCK_K, BLOCK_Q)
     for group in range(G):
         head = kv_head * G + group
         # By addresses, CLEAN ahead of its use would need more shared memory than the tile that was timed without.
@@ -340,17 +371,14 @@ def _dkdv_kernel(
             q = _load(q_desc, batch, head, row, BLOCK_Q, D, CLEAN)
             do = _load(do_desc, batch, head, row, BLOCK_Q, D, CLEAN)
             lse = _load_vector(lse2_desc, padded, BLOCK_Q)
-            scores = tl.dot(k, q.T, input_precision=PRECISION)  # transposed: P and dS stay in registers
+            hidden = tl.zeros([BLOCK_K, BLOCK_Q], tl.float32)
+            hidden = _masked_keys(hidden, chained, first_ptr, cols, row, full, sight, CAUSAL, BLOCK_Q, float("-inf"))
+            scores = tl.dot(k, q.T, hidden, input_precision=PRECISION)  # transposed: P and dS stay in registers
             dp = tl.dot(v, do.T, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
             p = tl.exp2(scores * factor - lse[None, :])
-            if CAUSAL:  # noqa: SIM102 - known when compiling, unlike the next
-                if row < full:
-                    p = tl.where((row + tl.arange(0, BLOCK_Q))[None, :] >= cols[:, None], p, 0.0)
-            if first_ptr is not None:  # noqa: SIM102
-                if (row < full_from) | (row + BLOCK_Q > full_to):
-                    p = tl.where(_within(row + tl.arange(0, BLOCK_Q), first, end), p, 0.0)
+            p = _masked_keys(p, not chained, first_ptr, cols, row, full, sight, CAUSAL, BLOCK_Q, 0.0)
             delta = _load_vector(delta_desc, padded, BLOCK_Q)
             ds = p * (dp - delta[None, :])
             if softcap is not None:

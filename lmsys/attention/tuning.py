@@ -35,15 +35,29 @@ class Tile:
     num_stages: int
 
 
-# By kernel and widest head dimension, where tiles are moved by addresses: what makes no redundant product and spills no
-# register in its loop, as compiled for sm_80 and sm_86 and never timed there. The first of each fits 99 KiB.
+# By kernel and widest head dimension, most widely good first; those that do not fit drop out.
+BY_TMA = {
+    ("fwd", 64): (Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3)),
+    ("dq", 64): (Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
+    ("dkdv", 64): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 4, 2)),
+    ("fwd", 128): (Tile(64, 64, 4, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+    ("dq", 128): (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 4, 3), Tile(64, 32, 4, 2)),
+    ("dkdv", 128): (Tile(64, 64, 4, 2), Tile(64, 128, 8, 3), Tile(32, 64, 4, 2)),
+    **dict.fromkeys(
+        (("fwd", 256), ("dq", 256), ("dkdv", 256)),
+        (Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)),
+    ),
+}
+# Where tiles are moved by addresses. The first of each fits 99 KiB and spills no register in its loop on any such card.
+# Up to 128, warps stand side by side along what a program owns: 32 rows of it for each warp halve what the warps read
+# of shared memory. Those tiles were timed as code for sm_80 on an H100.
 BY_ADDRESSES = {
-    ("fwd", 64): (Tile(64, 64, 4, 3), Tile(128, 64, 4, 3), Tile(128, 32, 4, 3)),
-    ("dq", 64): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 32, 4, 3)),
-    ("dkdv", 64): (Tile(32, 64, 4, 3), Tile(32, 128, 8, 3), Tile(64, 64, 4, 2)),
-    ("fwd", 128): (Tile(128, 32, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
-    ("dq", 128): (Tile(64, 64, 8, 2), Tile(64, 32, 4, 3), Tile(128, 32, 8, 3)),
-    ("dkdv", 128): (Tile(64, 64, 8, 2), Tile(32, 64, 4, 3), Tile(64, 64, 8, 3)),
+    ("fwd", 64): (Tile(128, 64, 4, 3), Tile(64, 64, 2, 3), Tile(64, 64, 2, 2)),
+    ("dq", 64): (Tile(128, 32, 4, 3), Tile(64, 32, 2, 3), Tile(128, 64, 4, 2)),
+    ("dkdv", 64): (Tile(64, 64, 4, 3), Tile(32, 128, 4, 3), Tile(32, 64, 2, 3)),
+    ("fwd", 128): (Tile(128, 64, 8, 2), Tile(128, 32, 4, 3), Tile(128, 32, 4, 2)),
+    ("dq", 128): (Tile(128, 64, 8, 2), Tile(128, 32, 4, 2), Tile(128, 32, 4, 3), Tile(64, 32, 4, 3)),
+    ("dkdv", 128): (Tile(32, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
     ("fwd", 256): (Tile(64, 32, 8, 2), Tile(64, 64, 8, 2)),
     ("dq", 256): (Tile(32, 32, 4, 2), Tile(64, 32, 8, 2)),
     ("dkdv", 256): (Tile(32, 32, 4, 2), Tile(32, 64, 8, 2)),
@@ -56,23 +70,9 @@ def candidates(kernel: str, dtype: torch.dtype, block_d: int, precision: str, by
     if precision == "tf32":
         return Tile(64, 32, 4, 2), Tile(64, 64, 4, 1), Tile(32, 32, 4, 2), Tile(16, 32, 4, 1)
     if dtype == torch.float32:  # no tensor cores: operands live in registers, and large tiles spill
-        small = Tile(32, 32, 4, 1) if block_d <= 128 else Tile(16, 16, 8, 1)
-        return (Tile(64, 64, 8, 1) if kernel == "fwd" and block_d <= 128 else small,)
-    if not by_tma:
-        return BY_ADDRESSES[kernel, max(64, block_d)]
-    if block_d > 128:
-        return Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)
-    if block_d > 64:
-        return {
-            "fwd": (Tile(64, 64, 4, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
-            "dq": (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 4, 3), Tile(64, 32, 4, 2)),
-            "dkdv": (Tile(64, 64, 4, 2), Tile(64, 128, 8, 3), Tile(32, 64, 4, 2)),
-        }[kernel]
-    return {
-        "fwd": (Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3)),
-        "dq": (Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
-        "dkdv": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 4, 2)),
-    }[kernel]
+        wide = Tile(64, 64, 8, 1) if kernel == "fwd" else Tile(32, 32, 4, 1)
+        return (wide if block_d <= 128 else Tile(16, 16, 8, 1),)
+    return (BY_TMA if by_tma else BY_ADDRESSES)[kernel, max(64, block_d)]
 
 
 def block_d(head_dim: int) -> int:

@@ -146,10 +146,10 @@ class DirectKernel:
             self._encode = utils.fill_tma_descriptor
             self._head = compiled.function, *ways, None, None, compiled.packed_metadata, None, None, None
         metas = compiled.metadata.tensordesc_meta
-        self._metas: list[tuple[Any, ...] | None] = [  # None: `Strided`
+        self._metas: list[Any] = [  # of `Strided` the dtype, by which its numbers count
             (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], *meta["block_size"])
             for meta in metas or ()
-        ] or [None] * len(descriptors)
+        ] or [getattr(x, "base", x).dtype for x in descriptors]
         assert len(self._metas) == len(descriptors)
         self._constants = (None,) * (len(function.arg_names) - len(descriptors) - len(others))
 
@@ -169,7 +169,7 @@ class DirectKernel:
         """The arguments that a kernel takes for x: a tensor map and what belongs to it, or without TMA `strided`."""
         address, _, _, meta = key
         found: tuple[Any, ...]
-        if meta is None:
+        if isinstance(meta, torch.dtype):
             found = (strided(x, address),)
         else:
             shape, strides = geometry(x)

@@ -59,6 +59,9 @@ def main(capability: int) -> None:
         for transposed in (False, True):
             for length in LENGTHS:
                 attend(*case, length, transposed)
+    for dtype in (torch.bfloat16, torch.float32):  # one shape and one place, in two dtypes
+        q, k, v = (memory[i].view(dtype)[: memory[i].numel()].view(BATCH, HEADS, max(LENGTHS), 64) for i in range(3))
+        flash_triton._forward(q, k, v, True, 0.125, TILE)
     for pattern in (Pattern(True, 7), Pattern(key_lengths=torch.tensor([40, 33]), softcap=2.0)):
         attend(*CASES[0], LENGTHS[0], False, pattern)
     many, few = Pattern(True, offset=150), Pattern(True, 7, 31, key_lengths=torch.tensor([40, 33]), softcap=2.0)
