@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import sys
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -73,7 +74,7 @@ def forks() -> Iterator[Forks]:
     """Workers that tests of this process start are forks of one that has imported torch."""
     found = Forks()
     with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():  # whose contexts survive no fork
+        if sys.platform == "linux" and not torch.cuda.is_available():  # whose contexts survive no fork
             patch.setattr(processes, "subprocess", found.module)
         yield found
     found.close()

@@ -25,6 +25,8 @@ KEPT: list[int] = []
 @pytest.fixture(scope="module", params=["as it ships", "forked"], autouse=True)
 def start(request: pytest.FixtureRequest, forks: Forks) -> Iterator[str]:
     """How workers start. Other tests fork them, where there is no GPU."""
+    if request.param == "forked" and sys.platform != "linux":
+        pytest.skip("only Linux has what a fork is told by")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "subprocess", forks.module if request.param == "forked" else subprocess)
         yield request.param

@@ -123,7 +123,6 @@ def phases(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, dic
     that a step returns is dropped; what the next step needs, it keeps itself. After a forward, live_bytes is what the
     backward needs and the output: the activations.
     """
-    gc.collect()
     found: dict[str, dict[str, int]] = {}
     live = 0
     if device != "cuda":
@@ -132,6 +131,7 @@ def phases(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, dic
             live = levels[-1]
             found[name] = {"peak_bytes": max(levels), "live_bytes": live}
         return found
+    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for name, step in steps.items():
