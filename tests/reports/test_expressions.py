@@ -1,5 +1,6 @@
 """Expressions of layouts are those of Python, and nothing else of Python is evaluated."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,11 +10,15 @@ from hypothesis import strategies as st
 from lmsys.reports.expressions import value_of
 from lmsys.reports.load import InputError
 
-CASE: dict[str, Any] = {"a": 3, "b": -2, "c": 0.5, "none": None, "word": "naive", "parts": {"a": 1}}
+CASE: dict[str, Any] = {"a": 3, "b": -2, "c": 0.5, "none": None, "zero": 0, "word": "naive", "parts": {"a": 1}}
+
+
+SIGNS = ["+", "-", "*", "<", "<=", ">", ">=", "==", "!=", "and", "or", "is", "is not"]
+LEAVES = ["a", "b", "c", "none", "zero"]
 
 
 def joined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    signs = st.sampled_from(["+", "-", "*", "<", "<=", "==", "!=", "and", "or"])
+    signs = st.sampled_from(["+", "-", "*", "<", "<=", "==", "!=", "and", "or"])  # all numbers
     pairs = st.tuples(inner, signs, inner).map(lambda parts: f"({' '.join(parts)})")
     choices = st.tuples(inner, inner, inner).map(lambda parts: f"({parts[0]} if {parts[1]} else {parts[2]})")
     return pairs | choices | inner.map(lambda text: f"(not {text})") | inner.map(lambda text: f"(-{text})")
@@ -25,6 +30,18 @@ EXPRESSIONS = st.recursive(st.sampled_from(["a", "b", "c", "1", "2.5", "0"]), jo
 @given(EXPRESSIONS)
 def test_the_value_is_pythons(text: str) -> None:
     assert value_of(text, CASE) == eval(text, {}, dict(CASE))
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_each_sign_is_pythons(sign: str) -> None:
+    for left, right in product(LEAVES, LEAVES):
+        try:
+            right_value = eval(f"{left} {sign} {right}", {}, dict(CASE))
+        except TypeError:
+            with pytest.raises(TypeError):
+                value_of(f"{left} {sign} {right}", CASE)
+        else:
+            assert value_of(f"{left} {sign} {right}", CASE) == right_value
 
 
 @pytest.mark.parametrize(
