@@ -10,7 +10,7 @@ from dataclasses import replace
 from lmsys.bench.fields import Record, grouped
 from lmsys.bench.verdict import FAILED, failed, not_run
 from lmsys.reports.fastest import Question, fastest_of, reading_order
-from lmsys.reports.load import InputError, Machine, commands, file_name
+from lmsys.reports.load import Machine, commands, drawn_by_layout, file_name
 from lmsys.reports.tables import Block, Chapter, Table
 from lmsys.reports.views import UNSAID, view_of
 from lmsys.reports.words import MEANINGS, label_of, number
@@ -89,18 +89,12 @@ def _cells(line: Record, shown: Sequence[str], shares: Sequence[str]) -> list[st
 
 
 def questions(machine: Machine) -> Iterator[Question]:
-    """That of each layout that asks one, and one for each benchmark without a layout, in the words of its fields.
-
-    InputError for a layout whose question is none.
-    """
+    """That of each layout that asks one, and one for each benchmark without a layout, in the words of its fields."""
     for name in machine.benchmarks:
         if name not in machine.layouts:
             yield _of_any(machine, name)
         elif asked := machine.layouts[name].get("fastest"):
-            try:
-                yield Question(name, **asked, words=machine.words_of(name))
-            except TypeError as error:
-                raise InputError(f"the layout of {name!r} asks no question: {error}") from error
+            yield Question(name, **asked, words=machine.words_of(name))
 
 
 def _of_any(machine: Machine, name: str) -> Question:
@@ -122,7 +116,8 @@ def _of_any(machine: Machine, name: str) -> Question:
 
 
 def answers(machine: Machine) -> Block:
-    tables = [fastest_of(machine, question) for question in questions(machine)]
+    with drawn_by_layout(" or ".join(machine.layouts)):
+        tables = [fastest_of(machine, question) for question in questions(machine)]
     return Block("", [*tables, _wrong(machine)], [_not_run(machine)])
 
 

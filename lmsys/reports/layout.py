@@ -22,7 +22,7 @@ What a name in a list of fields may look like says `View.chosen`; an expression,
 from collections.abc import Mapping
 from typing import Any
 
-from lmsys.reports.load import InputError
+from lmsys.reports.load import drawn_by_layout
 from lmsys.reports.steps import applied, each
 from lmsys.reports.tables import Block, Chapter
 from lmsys.reports.views import View
@@ -40,12 +40,8 @@ def chapters(view: View) -> list[Chapter]:
     if view.has("energy_j"):
         labels = {"impl": "row", "causal": "mask"}
         layouts.append(of_energy(view.benchmark, {name: labels[name] for name in labels if name in view.fields}))
-    try:
+    with drawn_by_layout(view.benchmark):
         return [chapter for layout in layouts for chapter in _chapters(view, layout)]
-    except InputError:
-        raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"the layout of {view.benchmark!r} is none: {type(error).__name__}: {error}") from error
 
 
 def _chapters(view: View, layout: Layout) -> list[Chapter]:

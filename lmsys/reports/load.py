@@ -6,7 +6,8 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,17 @@ Run = tuple[str, str]  # its date, and its machine's facts as JSON
 
 class InputError(ValueError):
     """Raised when the files given cannot be reported; the message is one line that names the value."""
+
+
+@contextmanager
+def drawn_by_layout(benchmark: str) -> Iterator[None]:
+    """InputError, with the benchmark, for whatever else fails meanwhile: a layout may say anything."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(f"the layout of {benchmark!r} is none: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
