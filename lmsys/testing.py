@@ -486,6 +486,5 @@ class _Mixed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (p, v, o), do = ctx.saved_tensors, grads[0]
-        delta = (o * do).sum(dim=-1, keepdim=True)
-        ds = p * (do @ v.mT - delta)
+        ds = p * (do @ v.mT - (o * do).sum(dim=-1, keepdim=True))
         return ds.to(ctx.dtype).to(p.dtype), p.to(ctx.dtype).to(p.dtype).mT @ do, None

@@ -64,7 +64,13 @@ class Bounds:
 
     @cached_property
     def _edges(self) -> list[list[int]]:
-        """By query, over all batch entries: least first, greatest first, least end, greatest end."""
+        """By query, over all batch entries: least first, greatest first, least end, greatest end.
+
+        A CUDA graph that is being recorded will be replayed for other documents and lengths, and the host cannot read
+        those of now: they are then such that every tile is visited, and masked.
+        """
+        if self.first.is_cuda and torch.cuda.is_current_stream_capturing():
+            return [[edge] * self.first.shape[1] for edge in (0, self.num_keys, 0, self.num_keys)]
         edges = self.first.amin(0), self.first.amax(0), self.end.amin(0), self.end.amax(0)
         return torch.stack(edges).tolist()
 

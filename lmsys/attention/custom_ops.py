@@ -224,6 +224,4 @@ def attend(
     causal = causal if pattern is None else pattern.causal
     if is_watched():
         return operator(q, k, v, causal, scale, pattern)
-    if pattern is None:
-        return eager.apply(q, k, v, causal, scale)
     return eager.apply(q, k, v, causal, scale, None, pattern)

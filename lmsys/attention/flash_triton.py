@@ -48,6 +48,7 @@ KERNELS = {
     "dq": (flash_triton_kernels._dq_kernel, ["q", "k", "k", "q", "q", "q"]),
     "dkdv": (flash_triton_kernels._dkdv_kernel, ["q", "k", "k", "q", "k", "k", "vector", "vector"]),
 }
+AGAIN = {"dq": flash_triton_kernels._dq_again_kernel, "dkdv": flash_triton_kernels._dkdv_again_kernel}
 MAX_LAUNCHES = 4096  # about 1 KiB each
 EXTENT = "first_ptr", "end_ptr", "bounds_stride", "softcap"  # of a pattern; dense kernels have none
 Extent = tuple[Any, ...]  # values for these: none of them, the first three, or all
@@ -83,7 +84,7 @@ class _Launch:
         else:  # the padding of the row vectors is written too: a later tile of queries may be longer
             owners = batch * heads
             num_tiles = triton.cdiv(_padded(queries) if name == "dq" else queries, tile.block_q)
-        self.grid = owners * num_tiles
+        self.grid = triton.cdiv(owners * num_tiles, flash_triton_kernels.TOGETHER.value if clean else 1)
         self.sizes = owners, heads, heads // kv_heads, *lengths, num_tiles
         tile_d = block_d(head_dim)
         key = name, tile, q.dtype, head_dim, causal, precision, heads // kv_heads, q.device, len(extent), clean
@@ -91,11 +92,11 @@ class _Launch:
             q_block, k_block = ([1, 1, rows, tile_d] for rows in (tile.block_q, tile.block_k))
             blocks = {"q": q_block, "k": k_block, "vector": [tile.block_q]}
             _kernels[key] = Kernel(
-                function,
+                AGAIN[name] if clean else function,
                 [described(x, blocks[by], by_tma(q.device)) for x, by in zip(tensors, tiled_by, strict=True)],
                 [*others, *self.sizes, *extent],
                 **dict.fromkeys(EXTENT[len(extent) :]),
-                **({"CLEAN": clean} if name == "dkdv" else {}),
+                **({} if name == "fwd" or clean else {"CLEAN": False, "ahead": None}),
                 BLOCK_Q=tile.block_q,
                 BLOCK_K=tile.block_k,
                 D=tile_d,
@@ -131,7 +132,7 @@ def _run(
 ) -> None:
     """Launches a kernel on `tensors` to describe, the first of them q and k, and `others`: pointers, then the scale.
 
-    An `extent` stands in the place of `causal`. `clean` is that of `_dkdv_kernel`.
+    An `extent` stands in the place of `causal`. `clean`: what an earlier launch has spoilt is made again.
     """
     q, k = tensors[:2]
     precision = dot_precision(q)
@@ -213,13 +214,16 @@ def _backward(
     rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
     with torch.cuda.device_of(q):
-        of_queries, of_keys = (), ()
+        launches, spoilt, of_queries, of_keys = (False,), None, (), ()
         if pattern is not None:
             causal, bounds = False, pattern.bounds(q.shape[2], k.shape[2], q.device)
             of_queries, of_keys = _extent(bounds, pattern), _extent(bounds.of_keys, pattern)
-        _run("dq", (q, k, v, o, do, dq), (lse, lse2, delta, scale), causal, tile, of_queries)
-        for clean in (False,) if pattern is None else (False, True):
-            _run("dkdv", (q, k, v, do, dk, dv, lse2, delta), (scale,), causal, tile, of_keys, clean)
+            launches = False, True
+            spoilt = q.new_zeros(max(x.shape[:-1].numel() for x in (q, k)), dtype=torch.bool)  # tiles have rows
+        for clean in launches:
+            _run("dq", (q, k, v, o, do, dq), (lse, lse2, delta, spoilt, scale), causal, tile, of_queries, clean)
+        for clean in launches:
+            _run("dkdv", (q, k, v, do, dk, dv, lse2, delta), (spoilt, scale), causal, tile, of_keys, clean)
     return dq, dk, dv
 
 

@@ -5,9 +5,10 @@ an interval of queries (`lmsys/attention/bounds.py`): `first_ptr` and `end_ptr` 
 `bounds_stride` apart for each batch entry, 0 where all have the same. `softcap` is None where there is none.
 
 Of what a query does not see, NaN and infinity reach the sums of its tile all the same: their weight is zero, and
-0 · NaN is NaN. Sums that are NaN under a pattern are made `again`, with zeros in place of vectors that are not finite,
-and NaN as the weight of those that are seen. `_dkdv_kernel` does so in a launch of its own, CLEAN: both in one kernel
-would spill registers.
+0 · NaN is NaN. Sums that are NaN under a pattern are made again, with zeros in place of vectors that are not finite,
+and NaN as the weight of those that are seen. The forward does so at once. In the backward that would take registers
+which the first sums need: a launch notes in `spoilt_ptr` what is spoilt, and another one makes it again. Each of its
+programs stands for TOGETHER tiles, since nearly always there is nothing to do.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -20,16 +21,22 @@ import triton.language as tl
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
 HEADS_AT_ONCE = tl.constexpr(8)
+TOGETHER = tl.constexpr(32)
 TENSORS = ["q", "k", "v", "o", "do", "dq", "dk", "dv", "lse2", "delta"]
 # One binary for all lengths and addresses.
 UNSPECIALISED = ["num_heads", "H", "Q", "Q_PADDED", "K", "num_tiles", "lse_ptr", "lse2_ptr", "delta_ptr"]
-UNSPECIALISED += ["first_ptr", "end_ptr", "bounds_stride", *(f"{x}_desc" for x in TENSORS)]
+UNSPECIALISED += ["spoilt_ptr", "first_ptr", "end_ptr", "bounds_stride", *(f"{x}_desc" for x in TENSORS)]
 
 
 @triton.jit
-def _owned_tile(num_heads, num_tiles):
-    """(head, tile) of this program: within HEADS_AT_ONCE heads, tile 0 of each, then tile 1 of each ..."""
+def _owned_tile(num_heads, num_tiles, ahead=None):
+    """(head, tile) of this program, or of the one that is so far ahead.
+
+    Within HEADS_AT_ONCE heads they own tile 0 of each, then tile 1 of each ...
+    """
     program = tl.program_id(0)
+    if ahead is not None:
+        program += ahead
     first_head = program // (HEADS_AT_ONCE * num_tiles) * HEADS_AT_ONCE
     heads = tl.minimum(HEADS_AT_ONCE, num_heads - first_head)
     within = program - first_head * num_tiles
@@ -45,6 +52,13 @@ def _is_finite(x):
 @triton.jit
 def _has_nan(x):
     return tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
+
+
+@triton.jit
+def _note(spoilt_ptr, spoilt):
+    """Notes that this program's tile is spoilt, where it is."""
+    if spoilt_ptr is not None:
+        tl.store(spoilt_ptr + tl.program_id(0) // TOGETHER, spoilt, mask=spoilt)
 
 
 @triton.jit
@@ -284,12 +298,13 @@ def _fwd_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _dq_kernel(
-    q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, lse2_ptr, delta_ptr,
+    q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, lse2_ptr, delta_ptr, spoilt_ptr,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
     first_ptr, end_ptr, bounds_stride, softcap,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    CLEAN: tl.constexpr, ahead,
 ):  # fmt: skip
-    head_index, tile = _owned_tile(num_heads, num_tiles)
+    head_index, tile = _owned_tile(num_heads, num_tiles, ahead)
     if CAUSAL:
         tile = num_tiles - 1 - tile
     batch, head = head_index // H, head_index % H
@@ -307,49 +322,43 @@ def _dq_kernel(
     tl.store(lse2_ptr + padded, lse)
     tl.store(delta_ptr + padded, delta)
     dq = tl.zeros([BLOCK_Q, D], tl.float32)
-    chained: tl.constexpr = not isinstance(q_desc, tl.tensor_descriptor) and softcap is None and D <= 128
+    by_tma: tl.constexpr = isinstance(q_desc, tl.tensor_descriptor)
+    chained: tl.constexpr = not by_tma and softcap is None and D <= 128 and not CLEAN
     start, stop, sight = _keys_seen(first_ptr, end_ptr, bounds_stride, batch, row, Q, K, CAUSAL, BLOCK_Q, BLOCK_K)
     stop = tl.where(row < Q, stop, 0)
     ratio, factor = _factors(scale, softcap)
-    for again in tl.static_range(1 if first_ptr is None else 2):
-        if again:
-            spoilt = _has_nan(dq)
-            start, dq = tl.where(spoilt, start, stop), tl.where(spoilt, 0.0, dq)
-        for col in tl.range(start, stop, BLOCK_K, num_stages=1 if again else None):
-            k = _load(k_desc, batch, head // G, col, BLOCK_K, D, again)  # a query's log-sum-exp is NaN that sees NaN
-            v = _load(v_desc, batch, head // G, col, BLOCK_K, D, again)
-            scores = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-            scores = _masked(scores, chained and not again, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
-            scores = tl.dot(q, k.T, scores, input_precision=PRECISION)
-            dp = tl.dot(do, v.T, input_precision=PRECISION)
-            if softcap is not None:
-                scores = _tanh(scores * ratio)
-                slope = 1.0 - scores * scores
-            scores = _masked(scores, again or not chained, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
-            p = tl.exp2(scores * factor - lse[:, None])
-            ds = p * (dp - delta[:, None])
-            if softcap is not None:
-                ds *= slope
-            dq = _add_dot(dq, ds.to(k.dtype), k, PRECISION)
+    for col in tl.range(start, stop, BLOCK_K, num_stages=1 if CLEAN else None):
+        k = _load(k_desc, batch, head // G, col, BLOCK_K, D, CLEAN)  # a query's log-sum-exp is NaN that sees NaN
+        v = _load(v_desc, batch, head // G, col, BLOCK_K, D, CLEAN)
+        scores = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+        scores = _masked(scores, chained, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
+        scores = tl.dot(q, k.T, scores, input_precision=PRECISION)
+        dp = tl.dot(do, v.T, input_precision=PRECISION)
+        if softcap is not None:
+            scores = _tanh(scores * ratio)
+            slope = 1.0 - scores * scores
+        scores = _masked(scores, not chained, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
+        p = tl.exp2(scores * factor - lse[:, None])
+        ds = p * (dp - delta[:, None])
+        if softcap is not None:
+            ds *= slope
+        dq = _add_dot(dq, ds.to(k.dtype), k, PRECISION)
     _store(dq_desc, batch, head, row, dq * scale, BLOCK_Q, D)
+    _note(spoilt_ptr, _has_nan(dq))
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse2_desc, delta_desc,
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse2_desc, delta_desc, spoilt_ptr,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
     first_ptr, end_ptr, bounds_stride, softcap,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    CLEAN: tl.constexpr,
+    CLEAN: tl.constexpr, ahead,
 ):  # fmt: skip
-    head_index, tile = _owned_tile(num_heads, num_tiles)  # a key/value head
+    head_index, tile = _owned_tile(num_heads, num_tiles, ahead)  # a key/value head
     batch, kv_head = head_index // (H // G), head_index % (H // G)
     col = tile * BLOCK_K
     cols = col + tl.arange(0, BLOCK_K)
-    if CLEAN:
-        dk, dv = _load(dk_desc, batch, kv_head, col, BLOCK_K, D), _load(dv_desc, batch, kv_head, col, BLOCK_K, D)
-        if not (_has_nan(dk) | _has_nan(dv)):
-            return
     k = _load(k_desc, batch, kv_head, col, BLOCK_K, D)
     v = _load(v_desc, batch, kv_head, col, BLOCK_K, D)
     dk = tl.zeros([BLOCK_K, D], tl.float32)
@@ -390,3 +399,40 @@ def _dkdv_kernel(
             dk = _add_dot(dk, ds.to(q.dtype), q, PRECISION)
     _store(dk_desc, batch, kv_head, col, dk * scale, BLOCK_K, D)
     _store(dv_desc, batch, kv_head, col, dv, BLOCK_K, D)
+    _note(spoilt_ptr, _has_nan(dk + dv))
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _dq_again_kernel(
+    q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, lse2_ptr, delta_ptr, spoilt_ptr,
+    scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
+    first_ptr, end_ptr, bounds_stride, softcap,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if tl.load(spoilt_ptr + program):
+        for tile in range(program * TOGETHER, tl.minimum((program + 1) * TOGETHER, num_heads * num_tiles)):
+            _dq_kernel(
+                q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, lse2_ptr, delta_ptr, None,
+                scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
+                first_ptr, end_ptr, bounds_stride, softcap,
+                BLOCK_Q, BLOCK_K, D, CAUSAL, PRECISION, True, tile - program,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _dkdv_again_kernel(
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse2_desc, delta_desc, spoilt_ptr,
+    scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
+    first_ptr, end_ptr, bounds_stride, softcap,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if tl.load(spoilt_ptr + program):
+        for tile in range(program * TOGETHER, tl.minimum((program + 1) * TOGETHER, num_heads * num_tiles)):
+            _dkdv_kernel(
+                q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse2_desc, delta_desc, None,
+                scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
+                first_ptr, end_ptr, bounds_stride, softcap,
+                BLOCK_Q, BLOCK_K, D, CAUSAL, PRECISION, True, tile - program,
+            )  # fmt: skip

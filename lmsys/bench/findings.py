@@ -42,8 +42,7 @@ OF_OTHERS = "energy is measured of calls that the bench's own process makes agai
 def source_of(entry: Entry) -> Record:
     """The name and SHA-256 of the file that a row's implementation stands in; {} where it is in none."""
     try:
-        target = inspect.unwrap(entry.load())
-        path = Path(inspect.getsourcefile(target) or "")
+        path = Path(inspect.getsourcefile(inspect.unwrap(entry.load())) or "")
         return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     except (ImportError, OSError, TypeError):
         return {}
@@ -107,8 +106,7 @@ def _alone(benchmark: Benchmark, candidate: Candidate, call: Any, whole: dict[st
     elements = [0, batch - 1] if batch > 1 else []
     differ: dict[str, float] = {}
     for element in elements:
-        part = {name: x[element : element + 1] for name, x in whole.items()}
-        for name, size in apart(call(element), part).items():
+        for name, size in apart(call(element), {name: x[[element]] for name, x in whole.items()}).items():
             differ[name] = max(size, differ.get(name, 0.0))
     return {"elements": elements, "alone": differ}
 

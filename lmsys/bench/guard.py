@@ -46,7 +46,9 @@ class Guard:
     """Remembers, when made, the functions and classes that each owner holds, and the code of our own functions."""
 
     def __init__(self) -> None:
-        _settle()
+        for one in _classes(_modules()):  # torch replaces `step` of an optimizer's class when it makes the first one
+            if issubclass(one, torch.optim.Optimizer):
+                one._patch_step_function(one.__new__(one))
         owners = [*OWNERS, *_modules(), *_classes(_modules())]
         self._known = [(owner, dict(_names(owner))) for owner in owners]
         functions = {id(f): f for _, names in self._known for f in map(_function, names.values()) if f is not None}
@@ -71,13 +73,6 @@ class Guard:
                 changed.append(f"the code of {function.__qualname__}")
                 function.__code__, function.__defaults__ = code, defaults
         return changed
-
-
-def _settle() -> None:
-    """torch replaces `step` of an optimizer's class when it makes the first one: here that is done before."""
-    for one in _classes(_modules()):
-        if issubclass(one, torch.optim.Optimizer):
-            one._patch_step_function(one.__new__(one))
 
 
 def _modules() -> list[types.ModuleType]:

@@ -17,8 +17,7 @@ def where(wrong: Tensor, axes: Sequence[str] = AXES) -> str:
         at = (wrong.amax(dim=others) if others else wrong).nonzero().flatten().tolist()
         if len(at) < wrong.shape[axis]:
             parts.append(_of_axis(name, at, wrong.shape[axis]))
-    share = wrong.float().mean().item()
-    return f"{', '.join(parts) or 'everywhere'} ({100 * share:.3g} % of the elements)"
+    return f"{', '.join(parts) or 'everywhere'} ({100 * wrong.float().mean().item():.3g} % of the elements)"
 
 
 def _of_axis(name: str, at: Sequence[int], size: int) -> str:

@@ -85,5 +85,4 @@ def model_flops(config: ModelConfig, *, tokens: int, context: int, mode: str) ->
     """
     one_of("mode", mode, FLOPS_OF_STEP)
     weights = model_parameters(config) - config.vocab_size * config.d_model
-    step = (6 * weights + 6 * config.num_layers * context * config.d_model) * tokens
-    return step * FLOPS_OF_STEP[mode]
+    return (6 * weights + 6 * config.num_layers * context * config.d_model) * tokens * FLOPS_OF_STEP[mode]

@@ -70,8 +70,7 @@ def _add_norm_backward_kernel(
         if BOTH:
             tl.store(D_BRANCH + element, dx.to(D_BRANCH.dtype.element_ty), mask=mask)
         row += tl.num_programs(0) * ROWS
-    part = D_WEIGHTS + tl.program_id(0).to(tl.int64) * M
-    tl.store(part + at, tl.sum(d_weight, axis=0), mask=at < M)
+    tl.store(D_WEIGHTS + tl.program_id(0).to(tl.int64) * M + at, tl.sum(d_weight, axis=0), mask=at < M)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -90,8 +89,7 @@ def _swiglu_forward_kernel(HALVES, PRODUCT, F: tl.constexpr, BLOCK: tl.constexpr
     mask = at < F
     gate = tl.load(HALVES + row * 2 * F + at, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(HALVES + row * 2 * F + F + at, mask=mask, other=0.0).to(tl.float32)
-    product = gate * tl.sigmoid(gate) * value
-    tl.store(PRODUCT + row * F + at, product.to(PRODUCT.dtype.element_ty), mask=mask)
+    tl.store(PRODUCT + row * F + at, (gate * tl.sigmoid(gate) * value).to(PRODUCT.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -218,8 +216,7 @@ def _rotate_kernel(
     x = tl.load(source[:, None] + dim[None, :], mask=mask, other=0.0)
     even, odd = tl.split(x.to(tl.float32).reshape(BLOCK_H, BLOCK_D // 2, 2))
     turned = tl.join(even * cos - odd * sin, even * sin + odd * cos).reshape(BLOCK_H, BLOCK_D).to(x.dtype)
-    y = tl.where((head < H + HKV)[:, None], turned, x)
-    tl.store(target[:, None] + dim[None, :], y, mask=mask)
+    tl.store(target[:, None] + dim[None, :], tl.where((head < H + HKV)[:, None], turned, x), mask=mask)
 
 
 @cache

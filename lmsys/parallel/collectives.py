@@ -105,8 +105,7 @@ def _all_reduce_tree(x: Tensor, group: Any, world_size: int, async_op: bool) -> 
     """x becomes the sum: each rank adds a part of it, then all gather all parts. Two terms have one order anyway."""
     if world_size == 2:
         return Pending(dist.all_reduce(x, group=group, async_op=async_op))
-    length = -(-x.numel() // world_size)
-    sent = x.new_zeros(world_size * length)
+    sent = x.new_zeros(world_size * -(-x.numel() // world_size))
     sent[: x.numel()] = x.reshape(-1)
     parts = torch.empty_like(sent)
     work = dist.all_to_all_single(parts, sent, group=group, async_op=async_op)

@@ -117,12 +117,12 @@ def test_an_unknown_row_offers_the_nearest_names() -> None:
 
 def preferred(**changes: Any) -> list[str]:
     """The rows that "auto" tries in bfloat16 on an H200, after `flash_gluon`."""
-    case = AttentionCase(1, 2, 2, 8, 8, 64, "bfloat16", device="cuda", capability=(9, 0))
+    case = AttentionCase(1, 32, 32, 8192, 8192, 64, "bfloat16", device="cuda", capability=(9, 0))
     return [name for name in ATTENTION.auto(replace(case, **changes)) if name != "flash_gluon"]
 
 
 def test_auto_knows_what_was_faster() -> None:
-    hopper = AttentionCase(1, 2, 2, 8, 8, 64, "bfloat16", device="cuda", capability=(9, 0))
+    hopper = AttentionCase(1, 32, 32, 8192, 8192, 64, "bfloat16", device="cuda", capability=(9, 0))
     assert ATTENTION.auto(hopper)[0] == "flash_gluon"
     assert preferred()[0] == preferred(head_dim=128)[0] == preferred(head_dim=128, grad=True)[0] == "sdpa_cudnn"
     assert preferred(grad=True)[0] == preferred(grad=True, head_dim=16)[0] == "flash_triton"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmsys.attention import AttentionCase, Pattern, attention
+from lmsys.attention import AttentionCase, Documents, Pattern, attention
 from lmsys.testing import Inputs, Oracle, make_inputs
 from tests.support.attention_rows import Row, law
 from tests.support.patterns import make_pattern, patterned, spelled
@@ -88,3 +88,16 @@ def test_a_cache_of_uninitialised_memory_decodes(impl: str) -> None:
     for entry, length in enumerate(lengths.tolist()):
         cut = (x[entry : entry + 1, :, :length] for x in (k, v))
         torch.testing.assert_close(found[entry : entry + 1], attention(q[entry : entry + 1], *cut, impl="naive"))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_spoilt_tile_is_made_again(device: str) -> None:
+    """By `flash_triton`, whose programs make many tiles again: the last of them makes fewer."""
+    pytest.importorskip("triton")
+    tokens = 190 if device == "cpu" else 1990
+    case = AttentionCase(1, 6, 6, tokens, tokens, 16, "float32", causal=True, grad=True, device=device)
+    pattern, inputs = Pattern(True, window=9, documents=Documents([70, tokens - 70], device)), make_inputs(case, 0)
+    inputs.q[0, 1, 20, 3] = inputs.do[0, 5, tokens - 1, 5] = inputs.do[0, 0, 69, 0] = inputs.k[0, 5, 71, 2] = NAN
+    found, right = (answer(impl, inputs, case, pattern) for impl in ("flash_triton", "vectorized"))
+    for name, x in right.items():
+        torch.testing.assert_close(found[name], x, equal_nan=True, rtol=1e-4, atol=1e-5)

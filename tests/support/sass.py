@@ -34,7 +34,7 @@ TILED_BY_QUERIES = {"fwd": ("q", "o"), "dq": ("q", "o", "do", "dq"), "dkdv": ("q
 
 
 MASKS = {"full": (), "causal": (), "bounds": flash_triton.EXTENT[:3]}  # the last: a pattern's
-POINTERS = {"first_ptr": "*i32", "end_ptr": "*i32"}
+POINTERS = {"first_ptr": "*i32", "end_ptr": "*i32", "spoilt_ptr": "*i1"}
 DECODING = (64, 1), (64, 16), (128, 1), (128, 16), (256, 1)  # head_dim, queries
 TMA = 90, 100  # architectures on which kernels move tiles by it
 SHARED = {arch: 1024 * kib for arch, kib in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()}  # of a block
@@ -58,7 +58,7 @@ def compile_kernel(
     clean: bool = False,
 ) -> Any:
     """The compiled kernel, as `flash_triton` launches it with G = 1; `extent` names what it is given of a pattern."""
-    kernel = KERNELS[name]
+    kernel = flash_triton.AGAIN[name] if clean else KERNELS[name]
     constants = {
         "BLOCK_Q": tile.block_q,
         "BLOCK_K": tile.block_k,
@@ -67,7 +67,8 @@ def compile_kernel(
         "PRECISION": precision,
         "G": 1,
         **dict.fromkeys(flash_triton.EXTENT[len(extent) :]),
-        **({"CLEAN": clean} if name == "dkdv" else {}),
+        **({} if name == "fwd" or clean else {"CLEAN": False, "ahead": None}),
+        **({} if name == "fwd" or extent else {"spoilt_ptr": None}),
     }
     types: dict[str, Any] = {"scale": "fp32", "softcap": "fp32", **POINTERS}
     for argument in kernel.arg_names:
@@ -201,9 +202,9 @@ def lines(arch: int, dtype_name: str, head_dims: list[int], masks: list[str]) ->
         needed = PRODUCTS[name] * tile.block_q * tile.block_k * head_dim // HMMA_MACS // tile.num_warps
         size = {"tile": f"{tile.block_q} × {tile.block_k}, {tile.num_warps}, {tile.num_stages}", "needed": needed}
         yield {"kernel": name, "head_dim": head_dim, "mask": mask, **card, **size, **counted(kernel)}
-        if name == "dkdv" and mask == "bounds":  # the launch that follows, with the tile that was timed without it
+        if name != "fwd" and mask == "bounds":  # the launch that follows, with the tile that was timed without it
             kernel = compile_kernel(name, dtype, head_dim, False, tile, "ieee", MASKS[mask], arch, clean=True)
-            yield {"kernel": "clean", "head_dim": head_dim, "mask": mask, **card, **size, **counted(kernel)}
+            yield {"kernel": f"clean {name}", "head_dim": head_dim, "mask": mask, **card, **size, **counted(kernel)}
     for head_dim, queries in DECODING:
         if head_dim in head_dims and dtype != torch.float32 and not why_not(arch, mask := f"Q{queries}"):
             kernel = compile_decoding(dtype, head_dim, queries, arch)

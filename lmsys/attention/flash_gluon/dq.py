@@ -69,11 +69,9 @@ def semaphore_value(n, m, num_key_tiles, ends, Q, CAUSAL: gl.constexpr, BLOCK_Q:
     later or not.
     """
     if ends is not None:
-        last_query = gl.minimum((m + 1) * BLOCK_Q, Q) - 1
-        return (gl.load(ends + last_query) - 1) // BLOCK_K - n
+        return (gl.load(ends + (gl.minimum((m + 1) * BLOCK_Q, Q) - 1)) - 1) // BLOCK_K - n
     elif CAUSAL:
-        last = gl.minimum(num_key_tiles - 1, ((m + 1) * BLOCK_Q - 1) // BLOCK_K)
-        return last - n
+        return gl.minimum(num_key_tiles - 1, ((m + 1) * BLOCK_Q - 1) // BLOCK_K) - n
     else:
         return n
 

@@ -126,8 +126,7 @@ def _producer(
     if DYNAMIC:
         # Before the ring is drained: consumers would otherwise wait for this, and the drain for them.
         _announce(tiles, tile_full, tile_empty, turn, index)
-        done = gl.atomic_add(counter + 1, 1)
-        if done == gl.num_programs(0) - 1:  # the last leaves the counter as it was found
+        if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:  # the last leaves the counter as it was found
             gl.store(counter, 0)
             gl.store(counter + 1, 0)
     if NAMED:  # every arrival has to be met before the CTA may end

@@ -28,8 +28,7 @@ def intervals(extent, batch, start, length, NUM: gl.constexpr, LAYOUT: gl.conste
     places = batch * per_entry * length + owners
     inside = owners < length
     first = gl.load(first_ptr + places, mask=inside, other=0)
-    end = gl.load(end_ptr + places, mask=inside, other=0)
-    return first, gl.maximum(end - first, 0)
+    return first, gl.maximum(gl.load(end_ptr + places, mask=inside, other=0) - first, 0)
 
 
 @gluon.jit

@@ -171,8 +171,7 @@ def ahead_of(at_once: int, num_key_tiles: int, num_heads: int, processors: int) 
 
     In whole groups, so that CTAs wait for those of lower numbers alone; the first `ahead` heads are zero before.
     """
-    groups = triton.cdiv(processors, at_once * num_key_tiles)
-    return min(groups * at_once, num_heads)
+    return min(triton.cdiv(processors, at_once * num_key_tiles) * at_once, num_heads)
 
 
 class _Backward:

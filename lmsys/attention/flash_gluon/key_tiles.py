@@ -42,8 +42,7 @@ def hide(scores, row, col, K, hides, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr
     """-inf where a query may not look; query `row` + i sees the keys up to min(row + i, K - 1), or its interval."""
     extent, first, length, stop, full_from, full_to = hides
     if extent[0] is None:
-        visible = _up_to_the_last(row, col, K, CAUSAL, BLOCK_K, LAYOUT)
-        scores = gl.where(visible, scores, float("-inf"))
+        scores = gl.where(_up_to_the_last(row, col, K, CAUSAL, BLOCK_K, LAYOUT), scores, float("-inf"))
     else:
         cols = col + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))
         first = gl.convert_layout(first, gl.SliceLayout(1, LAYOUT), assert_trivial=True)

@@ -29,8 +29,7 @@ def preprocess_kernel(
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tiles = Q_PADDED // ROWS
     bh = program // tiles
-    start = program % tiles * ROWS
-    rows = start + tl.arange(0, ROWS)
+    rows = program % tiles * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, D)
     inside = rows < Q
     batch, head = (bh // H).to(tl.int64), (bh % H).to(tl.int64)

@@ -1,0 +1,203 @@
+"""Random calls of `attention()`, each by every row that can and by auto, held to the float64 oracle.
+
+A case is its number. On a GPU 2,000 of them would compile for hours, so that
+
+- cases that torch.compile runs are of CLASSES shapes, options and layouts, and asked of auto and of two rows;
+- rows that compile for each shape are asked of one case in RARELY;
+- `flash_triton` takes its first tile in place of the fastest, and what `flash_torch` compiles for each shape of a tile
+  runs as it is written, but in one case of RARELY.
+"""
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lmsys.attention import ATTENTION, AttentionCase, Documents, attention, flash_torch
+from lmsys.attention.compiled import compile_for
+from lmsys.attention.contract import case_of
+from lmsys.attention.pattern import Pattern, checked_pattern
+from lmsys.check.question import poison
+from lmsys.testing import MEMORY, Inputs, Oracle, make_inputs
+from tests.support.patterns import document_lengths, drawn_mask
+
+SEED = int(os.environ.get("LMSYS_RANDOM_SEED", "0"))
+CONTEXTS = {"cpu": ("eager", "autocast", "checkpoint"), "cuda": ("eager", "compile", "autocast", "graph", "checkpoint")}
+CLASSES = 24
+RARELY = 100
+COMPILING = [row.name for row in ATTENTION.values() if row.trait("compiles", False)] + ["flash_attn_4"]
+NO_OPTIONS: dict[str, Any] = {
+    "causal": False,
+    "window": None,
+    "documents": None,
+    "key_lengths": None,
+    "softcap": None,
+    "offset": 0,
+    "mask": None,
+}
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class Judged:
+    """What calls have shown: faults, each in a line, and how many calls there were, by context and row."""
+
+    faults: list[str] = field(default_factory=list)
+    asked: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def table(self) -> str:
+        """A line for each row: how many calls it had, by context."""
+        contexts, rows = (list(dict.fromkeys(key[at] for key in sorted(self.asked))) for at in (0, 1))
+        lines = [f"{'row':24}" + "".join(f"{context:>12}" for context in contexts)]
+        lines += [f"{row:24}" + "".join(f"{self.asked[one, row]:12}" for one in contexts) for row in rows]
+        return "\n".join([*lines, f"{self.asked.total()} calls, {len(self.faults)} faults"])
+
+
+def context_of(number: int, device: str) -> str:
+    return random.Random(f"{SEED} {number} context").choice(CONTEXTS[device])
+
+
+def tasks(numbers: list[int], device: str) -> list[list[int]]:
+    """The cases that a process does one after another: alone, but all that one compiled call serves, which go first."""
+    alone, classes = [], dict[int, list[int]]()
+    for number in numbers:
+        if context_of(number, device) == "compile":
+            classes.setdefault(number % CLASSES, []).append(number)
+        else:
+            alone.append([number])
+    return [*classes.values(), *alone]
+
+
+def drawn(number: int, device: str) -> tuple[AttentionCase, dict[str, Any], str]:
+    """A case without its options, the options, and how its inputs lie."""
+    kind = f"class {number % CLASSES}" if context_of(number, device) == "compile" else number
+    chance = random.Random(f"{SEED} {kind}")
+    seed = chance.randrange(2**20)
+    longest = 1500 if device == "cuda" else 36  # an interpreter is slow
+    group, kv_heads = chance.choice([1, 1, 2, 4]), chance.choice([1, 2, 3] if device == "cuda" else [1])
+    queries = chance.choice([1, 2, chance.randint(1, longest), chance.randint(1, longest), min(128, longest)])
+    keys = queries if chance.random() < 0.6 else chance.randint(1, longest)
+    widths = [64, 64, 128, 128, 32, 80, 96, 256, 16, 8, 65, chance.randint(1, 200)] if device == "cuda" else [16, 17]
+    dtype = chance.choice(["bfloat16", "float16", "float32"])
+    case = AttentionCase(
+        *(chance.randint(1, 3), kv_heads * group, kv_heads, queries, keys, chance.choice(widths), dtype),
+        grad=chance.random() < 0.7,
+        device=device,
+        capability=torch.cuda.get_device_capability() if device == "cuda" else None,
+    )
+    options: dict[str, Any] = {"causal": chance.random() < 0.5}
+    asked = chance.choice(["none", "none", "window", "documents", "key_lengths", "softcap", "mask", "offset"])
+    if asked == "window":
+        options |= {"causal": True, "window": chance.randint(1, queries + 3)}
+    elif asked == "documents":
+        case = replace(case, queries=keys)
+        options["documents"] = Documents(document_lengths(keys, seed), device)
+    elif asked == "key_lengths":
+        lengths = torch.tensor([[chance.randint(0, keys), 0] for _ in range(case.batch)], device=device)
+        options["key_lengths"] = lengths[:, 0]
+    elif asked == "softcap":
+        options["softcap"] = chance.choice([1.0, 30.0, 1e5])
+    elif asked == "mask":
+        options["mask"] = drawn_mask(case, seed)
+    elif asked == "offset":
+        options["offset"] = chance.randint(1, keys + 2)
+    return case, options, chance.choice(["", *MEMORY])
+
+
+def rows_of(number: int, context: str, case: AttentionCase, pattern: Pattern, inputs: Inputs) -> Iterator[str]:
+    """Auto, and the rows that can run the case and are asked to."""
+    can = case_of(inputs.q, inputs.k, inputs.v, pattern, grad=case.grad)
+    rows = [name for name, row in ATTENTION.items() if row.why_not(can) is None]
+    if context in ("compile", "graph") or case.device == "cpu" or number % RARELY:
+        rows = [name for name in rows if name not in COMPILING]
+    if context == "compile":
+        rows = random.Random(f"{SEED} class {number % CLASSES} rows").sample(rows, 2)
+    yield from ("auto", *rows)
+
+
+def in_context(context: str, impl: str, options: dict[str, Any], case: AttentionCase, number: int) -> Call:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, impl=impl, **options)
+
+    if context == "compile":
+        return compile_for(call, (SEED, number % CLASSES, impl))
+    if context == "checkpoint" and case.grad:
+        return partial(checkpoint, call, use_reentrant=False)
+    if context == "autocast":  # of its own dtype: then nothing is cast
+        kind = getattr(torch, case.dtype if case.dtype != "float32" else "bfloat16")
+        return torch.autocast(case.device, dtype=kind, enabled=case.dtype != "float32")(call)
+    return call
+
+
+def outputs(call: Call, case: AttentionCase, inputs: Inputs, context: str) -> dict[str, Tensor]:
+    q, k, v = inputs.leaves(case.grad)
+
+    def step() -> tuple[Tensor, ...]:
+        with torch.set_grad_enabled(case.grad):
+            o = call(q, k, v)
+        return o.detach(), *(torch.autograd.grad(o, (q, k, v), inputs.do) if case.grad else ())
+
+    if context == "graph":
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        for x in found:
+            x.fill_(float("nan"))
+        graph.replay()
+    else:
+        found = step()
+    return {name: x.clone() for name, x in zip(("o", "dq", "dk", "dv"), found, strict=False)}
+
+
+def judge_all(device: str, numbers: list[int]) -> Judged:
+    """Runs in a process of its own where `device` is a GPU."""
+    found = Judged()
+    if device == "cuda":
+        poison(setattr)  # as in the process of the tests
+    for number in numbers:
+        if device == "cuda":
+            _compile_little(number)
+        judge(number, device, found)
+    return found
+
+
+def judge(number: int, device: str, found: Judged) -> None:
+    """Adds what the rows have made of a case."""
+    (case, options, memory), context = drawn(number, device), context_of(number, device)
+    inputs = make_inputs(case, number, memory=memory)
+    pattern = checked_pattern(inputs.q, inputs.k, **(NO_OPTIONS | options))
+    oracle = Oracle(case, inputs, pattern=pattern)
+    shown = {name: value.shape if isinstance(value, Tensor) else value for name, value in options.items()}
+    for impl in rows_of(number, context, case, pattern, inputs):
+        found.asked[context, impl] += 1
+        told = f"case {number}, {impl}, {context}, {memory or 'plain'}: {case}, {shown}"
+        try:
+            result = outputs(in_context(context, impl, options, case, number), case, inputs, context)
+            ratios = oracle.error_ratios(result)
+        except Exception as crash:
+            found.faults.append(f"{told}: {type(crash).__name__}: {str(crash)[:300]}")
+            continue
+        if max(ratios.values()) > 1 or result["o"].dtype != inputs.q.dtype:
+            found.faults.append(f"{told}: {ratios} {result['o'].dtype}")
+
+
+def _compile_little(number: int) -> None:
+    from lmsys.attention import flash_triton
+
+    flash_triton.tune = lambda case, tiles, launch, device: tiles[0]
+    compiles = number % RARELY == 0
+    weights = flash_torch._tile_weights_compiled if compiles else flash_torch._tile_weights
+    flash_torch.compiled_flash_backward = partial(flash_torch.flash_backward, tile_weights=weights)
