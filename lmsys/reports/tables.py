@@ -156,7 +156,7 @@ def pivot(
         data=data_of(view, *(data or (metric, *(SPREAD if metric in ("time_s", "mean_s") else ())))),
         notes=[*below(notes, lines), *blank, *left_out],
         keys=len(rows),
-        source=view.source,
+        source=view.machine.about(view.cases),
         best=frozenset(best),
         details=details,
     )
@@ -263,7 +263,7 @@ def listing(
         data=data_of(view, *(data or metrics), *(SPREAD if {"time_s", "mean_s"} & {*metrics} else ())),
         notes=below(notes, rows),
         keys=len(keys),
-        source=view.source,
+        source=view.machine.about(view.cases),
         best=frozenset(best),
         details=details,
     )
@@ -285,7 +285,7 @@ def endings(view: View, *keys: str, word: str, title: str) -> Table:
         name=view.file(word),
         title=title,
         caption="How the cases ended.",
-        source=view.source,
+        source=view.machine.about(view.cases),
         columns=[*(label_of(view.fields[key]) for key in keys), *counts],
         rows=rows,
         data=data,

@@ -40,7 +40,7 @@ def rivals(view: View, settings: Sequence[str], names: tuple[str, str], word: st
         title=filled(title, view.cases[0]),
         caption="Median of step-time ratios, steps alternating; of the best bucket size of each. Above 1: ours is "
         "faster." + ASIDE * view.has("disturbed"),
-        source=view.source,
+        source=view.machine.about(view.cases),
         columns=["training", *heads],
         rows=rows,
         data=[{"training": name, **dict(zip(heads, ratios, strict=True))} for name, ratios in found.items()],
@@ -59,7 +59,7 @@ def means(view: View, row: str, column: str, word: str, title: str) -> Table | N
         title=view.filled(title),
         caption="Geometric mean of the speedups, with how many it is of in brackets. Compare two rows only if these "
         "counts are equal." + ASIDE * view.has("disturbed"),
-        source=view.source,
+        source=view.machine.about(view.cases),
         columns=["", *heads],
         rows=[
             [own.text(row, value), *(mean_text(found.get((value, head), ())) for head in heads)]
@@ -113,7 +113,7 @@ def same_bits(view: View, word: str, by: Sequence[Sequence[str]] = (("", "True")
         rows=lines,
         data=data_of(view, REPEATABLE.name, BATCH_INVARIANT.name, *(one.name for one in FLAT)),
         notes=below(notes, lines),
-        source=view.source,
+        source=view.machine.about(view.cases),
     )
 
 

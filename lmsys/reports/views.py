@@ -369,11 +369,6 @@ class View:
         how = timing(self.cases) if clocked else ""
         return f"{self.filled(about)}.\n{held}.\n{how}".strip()
 
-    @property
-    def source(self) -> str:
-        """Machine, versions, commits and dates of these cases."""
-        return self.machine.about(self.cases)
-
     def series(self, metric: str, axis: str, by: str = "impl") -> dict[Any, dict[float, float]]:
         """A metric against an axis, for each value of the field `by`."""
         found: dict[Any, dict[float, float]] = {value: {} for value in self.values(by)}
