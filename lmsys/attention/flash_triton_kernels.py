@@ -322,8 +322,7 @@ def _dq_kernel(
     tl.store(lse2_ptr + padded, lse)
     tl.store(delta_ptr + padded, delta)
     dq = tl.zeros([BLOCK_Q, D], tl.float32)
-    by_tma: tl.constexpr = isinstance(q_desc, tl.tensor_descriptor)
-    chained: tl.constexpr = not by_tma and softcap is None and D <= 128 and not CLEAN
+    chained: tl.constexpr = not (CLEAN or isinstance(q_desc, tl.tensor_descriptor)) and softcap is None and D <= 128
     start, stop, sight = _keys_seen(first_ptr, end_ptr, bounds_stride, batch, row, Q, K, CAUSAL, BLOCK_Q, BLOCK_K)
     stop = tl.where(row < Q, stop, 0)
     ratio, factor = _factors(scale, softcap)
