@@ -43,10 +43,11 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lmsys.attention.contract import DTYPES, FEW_QUERIES, AttentionCase, repeat_heads, told
-from lmsys.attention.naive import masked_scores, naive
+from lmsys.attention.naive import log_sum_exp, masked_scores, naive, with_sinks
 from lmsys.attention.pattern import PLAIN, Pattern
 
 MAX_SCORES = 2**31  # above it, a seeded sample of heads is checked
@@ -172,23 +173,31 @@ def run(
 ) -> dict[str, Tensor]:
     """o, with `grad` also dq, dk, dv, and with `lse` the log-sum-exp that the row saved, by name.
 
-    `pattern` stands in the place of `causal`.
+    `pattern` stands in the place of `causal`; one that returns the log-sum-exp has it among the outputs.
     """
     q, k, v = inputs.leaves(grad)
+    pattern = pattern or PLAIN[causal]
     with torch.set_grad_enabled(grad):
-        o = row(q, k, v, scale=scale, **told(row, pattern or PLAIN[causal]))
-    outputs = {"o": o.detach()}
-    if lse:
-        outputs["lse"] = saved_lse(o, q)
+        found = row(q, k, v, scale=scale, **told(row, pattern))
+    results = found if pattern.return_lse else (found,)
+    outputs = dict(zip(("o", "lse"), (x.detach() for x in results), strict=False))
+    if lse and not pattern.return_lse:
+        outputs["lse"] = saved_lse(found, q)
     if grad:
-        outputs |= zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), inputs.do), strict=True)
+        upstream = (inputs.do, _dlse(inputs.do, results[-1]))[: len(results)]
+        outputs |= zip(("dq", "dk", "dv"), torch.autograd.grad(results, (q, k, v), upstream), strict=True)
     return outputs
+
+
+def _dlse(do: Tensor, lse: Tensor) -> Tensor:
+    """The gradient that comes back to a log-sum-exp which a row returns."""
+    return do[..., 0].to(lse.dtype)
 
 
 def saved_lse(o: Tensor, q: Tensor) -> Tensor:
     """The one tensor of shape q.shape[:-1] that o's autograd Function saved. AssertionError unless there is one."""
     assert o.grad_fn is not None, "o has no grad_fn: run it with inputs that require gradients"
-    saved = [x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1]]
+    saved = [x for x in o.grad_fn.saved_tensors if x is not None and x.shape == q.shape[:-1]]
     assert len(saved) == 1, f"{o.grad_fn} saved {len(saved)} tensors of shape {tuple(q.shape[:-1])}, not one"
     return saved[0]
 
@@ -220,7 +229,9 @@ class Oracle:
         self._rows = spot.rows if spot and spot.rows else slice(0, case.queries)
         self._q, self._k, self._v, self._do = map(self._pick, (inputs.q, inputs.k, inputs.v, inputs.do))
         self._q, self._do = (x[:, :, self._rows] for x in (self._q, self._do))
-        self._pattern = self._picked(pattern or PLAIN[case.causal], case)
+        pattern = pattern or PLAIN[case.causal]
+        self._returns_lse = pattern.return_lse
+        self._pattern = self._picked(replace(pattern, return_lse=False), case)
         self.reference = self._run(torch.float64, torch.float64, naive)
         plain = self._run(self.dtype, self.dtype, naive)
         others = {name: ref for name, ref in self.reference.items() if name != "lse"}
@@ -283,7 +294,7 @@ class Oracle:
         (_, group, queries, head_dim), keys = self._q.shape, self._k.shape[2]
         eps = 4 * torch.finfo(torch.float32).eps
         summed = max(1.0, group * queries / keys) ** 0.5
-        dp = _norm_max(self._do.float().norm(dim=-1)) * _norm_max(self._v.float().norm(dim=-1))
+        dp = _norm_max(self._do.float().norm(dim=-1)) * (_norm_max(self._v.float().norm(dim=-1)) + self._returns_lse)
         ds = dp * (head_dim**-0.5 if self.scale is None else abs(self.scale))
         return {
             "dq": eps * ds * _norm_max(self._k),
@@ -327,12 +338,11 @@ class Oracle:
 
     def _picked(self, pattern: Pattern, case: AttentionCase) -> Pattern:
         """The pattern of the sampled heads, a batch entry each."""
-        found = replace(pattern, mask=None).of_entries(self._batch)
-        if pattern.mask is None:
-            return found
-        return replace(
-            found, mask=self._pick(pattern.mask.expand(case.batch, case.heads, case.queries, case.keys))
-        )  # (U, G, Q, K)
+        heads, scores = (case.batch, case.heads), (case.batch, case.heads, case.queries, case.keys)
+        shapes = {"mask": scores, "bias": scores, "alibi": heads, "sinks": heads}
+        given: dict[str, Any] = {name: x for name, x in pattern.options.items() if name in shapes}
+        found = replace(pattern, mask=None, bias=None, alibi=None, sinks=None).of_entries(self._batch)
+        return replace(found, **{name: self._pick(x.expand(shapes[name])) for name, x in given.items()})  # (U, G, ...)
 
     def _run(self, compute: torch.dtype, rounded: torch.dtype, attend: Callable[..., Tensor]) -> dict[str, Tensor]:
         """`attend` in dtype `compute`, block by block, its results rounded once to `rounded` and held in float64."""
@@ -348,13 +358,13 @@ class Oracle:
             with torch.set_grad_enabled(self.grad):
                 o = attend(q, k, v, scale=self.scale, pattern=pattern, first_query=first_query)
             out["o"][units, :, rows] = o.detach().to(rounded).double()
-            wide = torch.promote_types(compute, torch.float32)
-            scores, blind = masked_scores(q.detach().to(wide), k.detach().to(wide), pattern, self.scale, first_query)
-            lse = scores.logsumexp(dim=-1)
-            lse = lse if blind is None else lse.masked_fill(blind.squeeze(-1), -math.inf)
-            out["lse"][units, :, rows] = lse.double()
+            with torch.set_grad_enabled(self.grad and self._returns_lse):
+                lse = log_sum_exp(q, k, pattern, self.scale, first_query)
+            out["lse"][units, :, rows] = lse.detach().double()
             if self.grad:
-                dq, dk, dv = torch.autograd.grad(o, (q, k, v), self._do[units, :, rows].to(compute))
+                do = self._do[units, :, rows].to(compute)
+                results, upstream = ((o, lse), (do, _dlse(do, lse))) if self._returns_lse else ((o,), (do,))
+                dq, dk, dv = torch.autograd.grad(results, (q, k, v), upstream)
                 out["dq"][units, :, rows] = dq.to(rounded).double()
                 out["dk"][units, :, keys] += dk.double()
                 out["dv"][units, :, keys] += dv.double()
@@ -365,14 +375,15 @@ class Oracle:
     def _blocks(self) -> Iterator[tuple[slice, slice, slice]]:
         """(units, query rows, the keys that those rows can see), with at most BLOCK_SCORES scores if one row allows."""
         (num_units, group, queries, _), num_keys = self._q.shape, self._k.shape[2]
-        limit = BLOCK_SCORES[self._q.device.type]
+        limit, pattern, given = BLOCK_SCORES[self._q.device.type], self._pattern, self._pattern.options.keys()
         num_rows = min(queries, max(1, limit // (group * num_keys)))
         at_once = max(1, limit // (group * num_rows * num_keys))
         for unit in range(0, num_units, at_once):
             for row in range(0, queries, num_rows):
                 end = min(row + num_rows, queries)
-                last = self._rows.start + end + self._pattern.offset
-                keys = min(num_keys, last) if self._pattern.causal else num_keys
+                keys = num_keys
+                if pattern.causal and isinstance(pattern.offset, int) and not {"documents", "prefix"} & given:
+                    keys = max(1, min(num_keys, self._rows.start + end + pattern.offset))
                 yield slice(unit, min(unit + at_once, num_units)), slice(row, end), slice(0, keys)
 
 
@@ -468,7 +479,9 @@ def _mixed(
     dtype: torch.dtype,
 ) -> Tensor:
     scores, blind = masked_scores(q, k, pattern, scale, first_query)
-    o = _Mixed.apply(scores, repeat_heads(v, q.shape[1]), dtype)
+    v = repeat_heads(v, q.shape[1])
+    v = v if pattern.sinks is None else F.pad(v, (0, 0, 0, 1))
+    o = _Mixed.apply(with_sinks(scores, pattern), v, dtype)
     return o if blind is None else o.masked_fill(blind, 0)
 
 

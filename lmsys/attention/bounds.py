@@ -10,13 +10,9 @@ Legend: B batch, Q queries, K keys, S = Q = K.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from lmsys.attention.documents import Documents, kept_on_documents
-from lmsys.autograd import is_watched
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,32 +71,22 @@ class Bounds:
         return torch.stack(edges).tolist()
 
 
-def make_bounds(
-    documents: Documents | None,
-    causal: bool,
-    window: int | None,
-    offset: int,
-    num_queries: int,
+def intervals_of(
+    position: Tensor,
+    edges: tuple[Tensor, Tensor] | None,
+    left: int | None,
+    right: int | None,
+    prefix: int | None,
     num_keys: int,
-    device: torch.device,
 ) -> Bounds:
-    """The intervals of a `Pattern` without key lengths and mask."""
-    position = torch.arange(num_queries, device=device).unsqueeze(0) + offset  # (1, Q)
-    first, end = torch.zeros_like(position), torch.full_like(position, num_keys)
-    if causal:
-        end = torch.minimum(position + 1, end)
-    if window is not None:
-        first = (position - window + 1).clamp(0, num_keys)
-    if documents is not None:
-        first, end = torch.maximum(first, documents.starts), torch.minimum(end, documents.ends)
+    """The intervals of queries at `position` (B or 1, Q), and within `edges` where they have documents."""
+    starts, ends = edges or (torch.zeros_like(position), torch.full_like(position, num_keys))
+    first, end = starts.expand_as(position), ends.expand_as(position)
+    if right is not None:
+        end = torch.clamp(position + right + 1, starts, ends)
+    if prefix is not None:
+        end = torch.maximum(end, torch.minimum(starts + prefix, ends))
+    if left is not None:
+        first = torch.clamp(position - left, starts, ends)
     first, end = (x.to(torch.int32).contiguous() for x in (first, end))
     return Bounds(first, end, num_keys)
-
-
-@kept_on_documents(most=64)
-def bounds_of(documents: Documents | None, *key: Any) -> Bounds:
-    """Those of `make_bounds`, and of keys as well, so that what is kept is made at once, in no mode of a later call."""
-    found = make_bounds(documents, *key)
-    if not is_watched() and (documents is None or documents.kept is not None):
-        _ = found.of_keys
-    return found

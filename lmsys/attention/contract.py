@@ -6,14 +6,16 @@ Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head d
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lmsys.attention.pattern import OPTIONS, Pattern
+from lmsys.attention.documents import Documents
+from lmsys.attention.pattern import OFFSETS, OPTIONS, TWO_SIDED, Pattern
 from lmsys.kernels.custom_op import constant
 from lmsys.values import finite
 
@@ -22,7 +24,8 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-TYPICAL = {"batch": 2, "queries": 4096, "keys": 4096, "window": 128, "offset": 1}
+TYPICAL = {"batch": 2, "queries": 4096, "keys": 4096, "window": 128, "offset": 1, "prefix": 1}
+_options_of = attrgetter(*OPTIONS)
 TYPICAL_ON_CPU = TYPICAL | {"queries": 64, "keys": 64}  # where Triton may be interpreted
 
 
@@ -44,17 +47,32 @@ class AttentionCase:
     scale: float | None = None  # head_dim ** -0.5
     value_dim: int | None = None  # head dimension of v; None: head_dim
     # The options of a `Pattern`: their values, or of those that are tensors whether they are given.
-    window: int | None = None
-    offset: int = 0
+    window: int | tuple[int, int] | None = None
+    offset: int = 0  # True of a tensor
     documents: bool = False
     key_lengths: bool = False
     mask: bool = False
     softcap: float | None = None
+    prefix: int | None = None
+    bias: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    return_lse: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those that are given."""
-        return {name: value for name in OPTIONS if (value := getattr(self, name))}
+        """Those that are given; a form of one that few rows know has a name of its own."""
+        values = _options_of(self)
+        if not any(values):
+            return {}
+        rare = {"window": isinstance(self.window, tuple) and TWO_SIDED, "offset": self.offset is True and OFFSETS}
+        return {rare.get(name) or name: value for name, value in zip(OPTIONS, values, strict=True) if value}
+
+    @property
+    def plain(self) -> "AttentionCase":
+        """The case without options."""
+        without: dict[str, Any] = dict.fromkeys(OPTIONS)
+        return replace(self, **without | {"offset": 0})
 
     def __str__(self) -> str:
         q = self.batch, self.heads, self.queries, self.head_dim
@@ -89,7 +107,7 @@ def capability_of(index: int | None) -> tuple[int, int]:
 
 def options_of(pattern: Pattern) -> dict[str, Any]:
     """The options of a pattern as fields of a case."""
-    return {name: value if isinstance(value, int | float) else True for name, value in pattern.options.items()}
+    return {name: True if isinstance(x, Tensor | Documents) else x for name, x in pattern.options.items()}
 
 
 def why_not_plain(case: AttentionCase, *known: str) -> str | None:
@@ -152,13 +170,19 @@ def constants_of(case: AttentionCase) -> tuple[Any, ...]:
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     found, typical = [], TYPICAL_ON_CPU if case.device == "cpu" else TYPICAL
+
+    def closed(name: str, value: int) -> int:
+        is_open = name in typical and not has_static_value(value)
+        return typical[name] if is_open else len(range(value))  # int() would leave it open
+
     for name in AttentionCase.__dataclass_fields__:
         value = getattr(case, name)
         if name in ("scale", "softcap"):  # all that anybody asks of them
             value = None if value is None else 1.0 if value > 0 else -1.0
+        elif isinstance(value, tuple):
+            value = tuple(closed(name, x) for x in value)
         elif isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
-            is_open = name in typical and not has_static_value(value)
-            value = typical[name] if is_open else len(range(value))  # int() would leave it open
+            value = closed(name, value)
         found.append(value)
     return tuple(found)
 

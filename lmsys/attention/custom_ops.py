@@ -10,13 +10,14 @@ from torch import Tensor
 
 from lmsys.attention.contract import as_4d
 from lmsys.attention.documents import Documents
+from lmsys.attention.lse import NEEDS, attend_with_lse
 from lmsys.attention.naive import naive
 from lmsys.attention.pattern import Pattern
 from lmsys.autograd import is_watched, no_forward_mode
 from lmsys.kernels.custom_op import define
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
-Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Backward = Callable[..., tuple[Tensor, ...]]
 ASKED = "bool causal, float scale, str layout, SymInt[] numbers, float[] floats, Tensor[] tensors"
 
 
@@ -41,6 +42,7 @@ def _apart(pattern: Pattern | None) -> tuple[str, tuple[int, ...], tuple[float, 
     """
     options = {} if pattern is None else pattern.options
     parts = {name: x.parts if isinstance(x, Documents) else (x,) for name, x in options.items()}
+    parts |= {name: x for name, x in options.items() if isinstance(x, tuple)}  # of a window, keys on either side
     layout = " ".join(f"{name}:{''.join(map(_kind, values))}" for name, values in parts.items())
     numbers, floats, tensors = ([x for some in parts.values() for x in some if _kind(x) == kind] for kind in "nft")
     return layout, tuple(numbers), tuple(floats), tensors
@@ -55,7 +57,8 @@ def _together(causal: bool, layout: str, *parts: Sequence[Any]) -> dict[str, Pat
     left, given = dict(zip("nft", map(iter, parts), strict=True)), dict[str, Any]()
     for name, kinds in (one.split(":") for one in layout.split()):
         values = [next(left[kind]) for kind in kinds]
-        given[name] = Documents.of_parts(*values) if name == "documents" else values[0]
+        made = Documents.of_parts(*values) if name == "documents" else tuple(values)
+        given[name] = made if len(kinds) > 1 else values[0]
     return {"pattern": Pattern(causal, **given)} if layout else {}
 
 
@@ -204,6 +207,7 @@ def autograd_function(name: str, forward: Forward, backward: Backward, gradients
             return *(dx.reshape(x.shape) for dx, x in zip(found, (q, k, v), strict=True)), None, None, None, None
 
     Flash.__name__ = Flash.__qualname__ = name
+    Flash.kernels = forward, backward
     return Flash
 
 
@@ -216,11 +220,21 @@ def attend(
     causal: bool,
     scale: float | None,
     pattern: Pattern | None = None,
-) -> Tensor:
+) -> Any:
     """Calls an `autograd_function`, or where somebody looks a `custom_op`. They need scale > 0; here any will do."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale <= 0:
         q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
+    if pattern is not None and not NEEDS.isdisjoint(pattern.options):
+        if torch.compiler.is_exporting():
+            asked = ", ".join(sorted(NEEDS & pattern.options.keys()))
+            raise ValueError(
+                f"a flash row is no operator under {asked}, as torch.export needs; impl='vectorized' has it"
+            )
+        run = attend_with_lse
+        if torch.compiler.is_compiling():
+            from lmsys.attention.untraced import attend_with_lse as run
+        return run(eager, q, k, v, scale, pattern)
     causal = causal if pattern is None else pattern.causal
     if is_watched():
         return operator(q, k, v, causal, scale, pattern)

@@ -22,23 +22,37 @@ class Documents:
 
     lengths  tokens of each document, in their order; or a list of such lists, one for each batch entry, of one sum
     device   that of the tensors which attention will be given
+    keys     of as many documents, the keys that their queries see, where they are not the same tokens:
+             `Documents([1, 2], keys=Documents([3, 5]))` has one query on 3 keys and two on 5
 
     starts, ends  (B, S) or, where all batch entries are packed alike, (1, S), int32: the first token of the document
                   that a token belongs to, and the first one behind it
-    ValueError names a length that is none, or sums that differ.
+    key_starts, key_ends  (B, S) or (1, S), int32: the same among the keys, which a token sees as a query
+    places        (B, S) or (1, S), int32: where a token stands among the keys. A document's last query stands at its
+                  last key.
+    ValueError names a length that is none, or sums or numbers of documents that differ.
     """
 
-    def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]], device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        lengths: Sequence[int] | Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
+        keys: "Documents | None" = None,
+    ):
         self.lengths = tuple(_checked(row) for row in _rows(lengths))
         sums = [sum(row) for row in self.lengths]
         if len(set(sums)) != 1:
             raise ValueError(f"documents must fill all batch entries alike; their lengths add up to {shortly(sums)}")
         self.longest = max(max(row) for row in self.lengths)
         ends = [list(accumulate(row)) for row in self.lengths]
-        starts = [[0, *row[:-1]] for row in ends]
+        self._edges, self._keys = ([[0, *row[:-1]] for row in ends], ends), keys
+        if [len(row) for row in self.keys.lengths] != [len(row) for row in self.lengths]:
+            raise ValueError(f"keys={shortly(keys)} must be of as many documents as {shortly(self.lengths)}")
         with torch.inference_mode(False):  # they may be used outside of it
-            self.starts, self.ends = (self._by_token(x, device) for x in (starts, ends))
-        self.starts.longest = self.longest  # unseen by a compiler: plans alone need it
+            self.starts, self.ends = (self._by_token(x, device) for x in self._edges)
+            self.key_starts, self.key_ends = (self._by_token(x, device) for x in self.keys._edges)
+            self.places = self.key_ends - self.ends + torch.arange(self.num_tokens, dtype=torch.int32, device=device)
+        self.starts.longest = self.keys.longest  # unseen by a compiler: plans alone need it
         self.kept: dict[Hashable, Any] | None = {}
 
     @classmethod
@@ -66,17 +80,27 @@ class Documents:
         return cls(lengths, ids.device)
 
     @classmethod
-    def of_parts(cls, starts: Tensor, ends: Tensor) -> "Documents":
+    def of_parts(cls, *parts: Tensor) -> "Documents":
         """Those that `parts` has taken apart, for the time of a call: nothing is kept, and nobody knows the lengths."""
         found = cls.__new__(cls)
-        found.starts, found.ends, found.kept = starts, ends, None
-        found.longest = getattr(starts, "longest", starts.shape[1])
+        found.starts, found.ends, found.key_starts, found.key_ends, found.places = parts
+        found.longest, found._keys, found.kept = getattr(parts[0], "longest", FARTHEST), None, None
         return found
 
     @property
-    def parts(self) -> tuple[Tensor, Tensor]:
+    def parts(self) -> tuple[Tensor, ...]:
         """The tensors that an operator is given in their place."""
-        return self.starts, self.ends
+        return self.starts, self.ends, self.key_starts, self.key_ends, self.places
+
+    @property
+    def keys(self) -> "Documents":
+        """The documents that its tokens see as queries: itself, where no others were given."""
+        return self._keys or self
+
+    def of_entries(self, entries: Sequence[int]) -> "Documents":
+        """The documents of some batch entries."""
+        keys = self._keys and self._keys.of_entries(entries)
+        return Documents([self.lengths[entry % self.batch] for entry in entries], self.device, keys)
 
     @property
     def batch(self) -> int:
@@ -108,7 +132,8 @@ class Documents:
         return torch.arange(self.num_tokens, device=self.device) - self.starts
 
     def __repr__(self) -> str:
-        return f"Documents({shortly([list(row) for row in self.lengths])}, device={str(self.device)!r})"
+        keys = "" if self._keys is None else f", keys={self._keys!r}"
+        return f"Documents({shortly([list(row) for row in self.lengths])}, device={str(self.device)!r}{keys})"
 
     def _by_token(self, values: list[list[int]], device: torch.device | str) -> Tensor:
         rows = [

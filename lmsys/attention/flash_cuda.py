@@ -184,7 +184,7 @@ def _run(
         scale=scale,
         device=q.get_device(),
         stream=_stream(q.device),
-        window=min(pattern.window or 0, q.shape[2]),
+        window=0 if pattern.left is None else min(pattern.left + 1, q.shape[2]),
     )
     for name, x in tensors.items():
         setattr(problem, name, _View(x.data_ptr(), *x.stride()[:3]) if name in TENSORS else x.data_ptr())

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lmsys.attention import compiled, contract, custom_ops
 from lmsys.attention.bounds import Bounds
-from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern
+from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern, tile_of
 
 TILE_SCORES = {"cuda": 2**24, "cpu": 2**20}  # scores of one tile over all heads: 64 MiB, 4 MiB
 MIN_TILE, MAX_TILE = 64, 2048
@@ -48,6 +48,12 @@ def _hide(scores: Tensor, visible: Tensor) -> Tensor:
     """Scores (N, R, C) with -inf where `visible` (B or 1, queries, C) is False, for every head alike."""
     by_entry = scores.view(visible.shape[0], -1, *visible.shape[1:])
     return by_entry.masked_fill(~visible.unsqueeze(1), float("-inf")).view_as(scores)
+
+
+def _by_head(scores: Tensor, added: Tensor) -> Tensor:
+    """Scores (N, R, C) as (B, H, queries, C), or as (1, B * H, queries, C), to which what is added broadcasts."""
+    heads = added.shape[1]
+    return scores.view(*((-1, heads) if heads > 1 else (added.shape[0], -1)), added.shape[2], scores.shape[2])
 
 
 def _tile_size(num_heads: int, longest: int, device: str) -> int:
@@ -81,14 +87,14 @@ def flash_forward(
     heads_last = partial(torch.unflatten, dim=1, sizes=(q_groups.shape[1], -1))
     for row in range(0, num_queries, tile):
         rows = slice(row, min(row + tile, num_queries))
-        o_tile, lse_tile = _attend_rows(q_groups[:, :, rows], k, v, rows, bounds, scale, pattern.softcap, tile)
+        o_tile, lse_tile = _attend_rows(q_groups[:, :, rows], k, v, rows, bounds, scale, pattern, tile)
         o[:, :, rows] = heads_last(o_tile)
         lse[:, :, rows] = heads_last(lse_tile)
     return o.view(q.shape), lse.view(q.shape[:-1])
 
 
 def _attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, rows: slice, bounds: Bounds, scale: float, softcap: float | None, tile: int
+    q: Tensor, k: Tensor, v: Tensor, rows: slice, bounds: Bounds, scale: float, pattern: Pattern, tile: int
 ) -> tuple[Tensor, Tensor]:
     """Online softmax of a tile of queries (N, G, R / G, D) over the keys (N, K, D) it sees: o (N, R, D), lse (N, R)."""
     operand = _operand(q)
@@ -100,8 +106,10 @@ def _attend_rows(
         columns = slice(column, min(column + tile, k.shape[1]))
         k_tile, v_tile = (x[:, columns].to(operand) for x in (k, v))
         scores = _dot(q, k_tile.mT).mul_(scale)  # (N, R, C)
-        if softcap is not None:
-            scores.div_(softcap).tanh_().mul_(softcap)
+        if pattern.softcap is not None:
+            scores.div_(pattern.softcap).tanh_().mul_(pattern.softcap)
+        if (added := pattern.added(rows, columns, scores.dtype)) is not None:
+            _by_head(scores, added).add_(added)
         if masked:
             scores = _hide(scores, bounds.visible(rows, columns))
         new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
@@ -119,29 +127,30 @@ def _tile_weights(
     dp: Tensor,
     lse: Tensor,
     delta: Tensor,
-    *visible: Tensor,
+    *others: Tensor,
     scale: float,
     softcap: float | None,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """P and scale · dS of one tile, (N, R, C) in `dtype`, from q kᵀ and do vᵀ: what torch.compile fuses.
 
-    `visible` is given for a tile at an edge, as `_hide` takes it.
+    `others`: what is added to the scores, of which the third result is the gradient, and for a tile at an edge what is
+    visible, as `_hide` takes it.
     """
     scores = scores * scale
     if softcap is not None:
         capped = torch.tanh(scores / softcap)
         scores = capped * softcap
-    for one in visible:
-        scores = _hide(scores, one)
+    for one in others:
+        scores = _hide(scores, one) if one.dtype == torch.bool else (_by_head(scores, one) + one).view_as(scores)
     p = torch.exp(scores - lse.unsqueeze(-1))
-    ds = p * (dp - delta.unsqueeze(-1))
+    dbias = ds = p * (dp - delta.unsqueeze(-1))
     if softcap is not None:
         ds = ds * (1 - capped * capped)
-    return p.to(dtype), (ds * scale).to(dtype)
+    return p.to(dtype), (ds * scale).to(dtype), *([dbias] if others and others[0].dtype != torch.bool else [])
 
 
-def _tile_weights_compiled(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def _tile_weights_compiled(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
     key = compiled.layout_key(*tensors), tuple(sorted(options.items(), key=lambda item: item[0]))
     return compiled.compile_for(_tile_weights, key)(*tensors, **options)
 
@@ -157,9 +166,12 @@ def flash_backward(
     scale: float | None = None,
     tile: int | None = None,
     pattern: Pattern | None = None,
-    tile_weights: Callable[..., tuple[Tensor, Tensor]] = _tile_weights,
-) -> tuple[Tensor, Tensor, Tensor]:
+    tile_weights: Callable[..., tuple[Tensor, ...]] = _tile_weights,
+    dlse: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Algorithm 2: dq, dk, dv of q, o, do (B, H, Q, D), k, v (B, Hkv, K, D) and lse (B, H, Q), or all (B, S, D).
+
+    `dlse` is the gradient of the log-sum-exp. Under a pattern with a bias, its gradient is the fourth.
 
     Walks over key tiles, and within one over the query tiles that see it: dk and dv of a tile are summed
     in place, dq over the outer loop, so there are no atomics and the result is repeatable.
@@ -173,7 +185,9 @@ def flash_backward(
     bounds = pattern.bounds(num_queries, num_keys, q.device)
     tile = tile or _tile_size(q.shape[0] * q.shape[1], max(num_queries, num_keys), q.device.type)
     wide, operand = _wide(q.dtype), _operand(q)
-    delta = _grouped((o.to(wide) * do.to(wide)).sum(dim=-1), num_groups)  # (N, G, Q), row sums of P * dP
+    delta = (o.to(wide) * do.to(wide)).sum(dim=-1)  # (B, H, Q), row sums of P * dP
+    delta = _grouped(delta if dlse is None else delta - dlse, num_groups)  # dS = P * (dP - delta + dlse)
+    dbias = None if pattern.bias is None else torch.zeros_like(pattern.bias, dtype=wide)
     q, do, lse = (_grouped(x, num_groups) for x in (q, do, lse))
     k, v = (x.reshape(num_groups, num_keys, -1) for x in (k, v))
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -185,11 +199,13 @@ def flash_backward(
         for row, masked in bounds.of_keys.walk(columns.start, columns.stop, tile):
             rows = slice(row, min(row + tile, num_queries))
             q_tile, do_tile = (x[:, :, rows].flatten(1, 2).to(operand) for x in (q, do))
-            p, ds = tile_weights(
+            added = pattern.added(rows, columns, wide)
+            p, ds, *dadded = tile_weights(
                 _dot(q_tile, k_tile.mT),
                 _dot(do_tile, v_tile.mT),
                 lse[:, :, rows].flatten(1),
                 delta[:, :, rows].flatten(1),
+                *([] if added is None else [added]),
                 *([bounds.visible(rows, columns)] if masked else []),
                 scale=scale,
                 softcap=pattern.softcap,
@@ -198,16 +214,19 @@ def flash_backward(
             dv_tile += _dot(p.mT, do_tile)
             dk_tile += _dot(ds.mT, q_tile)
             dq[:, :, rows] += _dot(ds, k_tile).unflatten(1, (q.shape[1], -1))
+            if dbias is not None:
+                part = tile_of(dbias, rows, columns)
+                part += _by_head(dadded[0], added).sum_to_size(part.shape)
         dk[:, columns] = dk_tile
         dv[:, columns] = dv_tile
-    grads = dq.to(q.dtype), dk, dv
-    return tuple(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True))
+    grads = [x.reshape(shape) for x, shape in zip((dq.to(q.dtype), dk, dv), shapes, strict=True)]
+    return *grads, *([] if dbias is None or pattern.bias is None else [dbias.to(pattern.bias.dtype)])
 
 
 compiled_flash_backward = partial(flash_backward, tile_weights=_tile_weights_compiled)
 
 
-def backward_here(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def backward_here(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, ...]:
     """`flash_backward`, compiled on CUDA."""
     return (compiled_flash_backward if q.is_cuda else flash_backward)(q, *others, **options)
 
@@ -224,7 +243,7 @@ def flash_torch(
     causal: bool = False,
     scale: float | None = None,
     pattern: Pattern | None = None,
-) -> Tensor:
+) -> Any:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K.
 
     `pattern` stands in the place of `causal`.
@@ -233,6 +252,6 @@ def flash_torch(
 
 
 def flash_torch_supports(case: contract.AttentionCase) -> str | None:
-    if reason := contract.why_not_plain(case, *INTERVALS):
+    if reason := contract.why_not_plain(case, *INTERVALS, "bias", "alibi", "sinks", "return_lse"):
         return reason
     return compiled.why_no_compiler(case.device) if case.device == "cuda" and case.grad else None

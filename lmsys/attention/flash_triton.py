@@ -29,6 +29,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -50,8 +51,9 @@ KERNELS = {
 }
 AGAIN = {"dq": flash_triton_kernels._dq_again_kernel, "dkdv": flash_triton_kernels._dkdv_again_kernel}
 MAX_LAUNCHES = 4096  # about 1 KiB each
-EXTENT = "first_ptr", "end_ptr", "bounds_stride", "softcap"  # of a pattern; dense kernels have none
-Extent = tuple[Any, ...]  # values for these: none of them, the first three, or all
+# What kernels are told of a pattern, the last `_dq_kernel` alone; dense ones are told nothing.
+EXTENT = "first_ptr", "end_ptr", "bounds_stride", "softcap", "slopes_ptr", "position_ptr", "dlse_ptr"
+Extent = tuple[Any, ...]  # values for these, of which some are None, or for none of them
 
 _kernels: dict[tuple[Any, ...], Any] = {}
 _launches: dict[tuple[Any, ...], "_Launch"] = {}
@@ -87,7 +89,7 @@ class _Launch:
         self.grid = triton.cdiv(owners * num_tiles, flash_triton_kernels.TOGETHER.value if clean else 1)
         self.sizes = owners, heads, heads // kv_heads, *lengths, num_tiles
         tile_d = block_d(head_dim)
-        key = name, tile, q.dtype, head_dim, causal, precision, heads // kv_heads, q.device, len(extent), clean
+        key = name, tile, q.dtype, head_dim, causal, precision, heads // kv_heads, q.device, _form(extent), clean
         if key not in _kernels:
             q_block, k_block = ([1, 1, rows, tile_d] for rows in (tile.block_q, tile.block_k))
             blocks = {"q": q_block, "k": k_block, "vector": [tile.block_q]}
@@ -95,7 +97,7 @@ class _Launch:
                 AGAIN[name] if clean else function,
                 [described(x, blocks[by], by_tma(q.device)) for x, by in zip(tensors, tiled_by, strict=True)],
                 [*others, *self.sizes, *extent],
-                **dict.fromkeys(EXTENT[len(extent) :]),
+                **({} if extent else {name: None for name in EXTENT if name in function.arg_names}),
                 **({} if name == "fwd" or clean else {"CLEAN": False, "ahead": None}),
                 BLOCK_Q=tile.block_q,
                 BLOCK_K=tile.block_k,
@@ -115,10 +117,24 @@ def _length_class(length: int) -> int:
     return max(128, triton.next_power_of_2(length))
 
 
-def _extent(bounds: Bounds, pattern: Pattern) -> Extent:
-    stride = 0 if bounds.first.shape[0] == 1 else bounds.first.shape[1]
-    capped = () if pattern.softcap is None else (float(pattern.softcap),)
-    return bounds.first, bounds.end, stride, *capped
+def _form(extent: Extent, names: tuple[str, ...] = EXTENT) -> tuple[str, ...]:
+    """The names of what a kernel is told."""
+    return extent and tuple(name for name, x in zip(names, extent, strict=False) if x is not None)
+
+
+def _extent(pattern: Pattern, bounds: Bounds | None, q: Tensor, *dlse: Tensor | None) -> Extent:
+    """`bounds`: intervals of keys or of queries; None where `causal` says it all."""
+    interval: Extent = (None, None, None)
+    if bounds is not None:
+        interval = bounds.first, bounds.end, 0 if bounds.first.shape[0] == 1 else bounds.first.shape[1]
+    slopes = position = None
+    if pattern.alibi is not None:
+        slopes = pattern.alibi.float().expand(q.shape[:2]).contiguous()
+        places = pattern.position(q.shape[2], q.device).to(torch.int32)
+        position = F.pad(places.expand(q.shape[0], -1).flatten(), (0, ROW_PADDING))
+    softcap = None if pattern.softcap is None else float(pattern.softcap)
+    extent = *interval, softcap, slopes, position, *dlse
+    return extent if _form(extent) else ()
 
 
 def _run(
@@ -136,7 +152,7 @@ def _run(
     """
     q, k = tensors[:2]
     precision = dot_precision(q)
-    key = name, q.shape, k.shape, q.dtype, q.device, causal, len(extent), precision, clean, tile
+    key = name, q.shape, k.shape, q.dtype, q.device, causal, _form(extent), precision, clean, tile
     launch = _launches.get(key)
     if launch is None:
 
@@ -147,7 +163,7 @@ def _run(
         def timed(tile: Tile) -> None:
             made(tile)(tensors, others, extent)
 
-        launch = made(tile or _tuned(name, q, k, causal, precision, EXTENT[2 : len(extent)], timed))
+        launch = made(tile or _tuned(name, q, k, causal, precision, _form(extent[2:], EXTENT[2:]), timed))
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):  # the tile may be one for want of another
@@ -186,8 +202,11 @@ def _forward(
         return decode(q, k, v, scale, pattern or PLAIN[causal])
     q, k, v, o, lse = forward_tensors(q, k, v)
     with torch.cuda.device_of(q):
-        extent = () if pattern is None else _extent(pattern.bounds(q.shape[2], k.shape[2], q.device), pattern)
-        _run("fwd", (q, k, v, o), (lse, scale), causal and pattern is None, tile, extent)
+        extent: Extent = ()
+        if pattern is not None:
+            bounds = pattern.bounds(q.shape[2], k.shape[2], q.device) if pattern.bounded else None
+            causal, extent = pattern.causal and bounds is None, _extent(pattern, bounds, q)
+        _run("fwd", (q, k, v, o), (lse, scale), causal, tile, extent)
     return o, lse
 
 
@@ -203,8 +222,9 @@ def _backward(
     tile: Tile | None = None,
     pattern: Pattern | None = None,
     together: bool = True,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (B, H, Q, D), dk and dv (B, Hkv, K, D). `together` is that of `gradients_like`."""
+    """dq (B, H, Q, D), dk and dv (B, Hkv, K, D). `together` is that of `gradients_like`, `dlse` of `WithLse`."""
     if q.is_cuda:
         # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet: Triton binds one
         # on launch, but descriptors are encoded before. This call binds it, also while a graph is captured.
@@ -214,10 +234,13 @@ def _backward(
     rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
     with torch.cuda.device_of(q):
-        launches, spoilt, of_queries, of_keys = (False,), None, (), ()
+        launches, spoilt, bounds, of_queries, of_keys = (False,), None, None, (), ()
         if pattern is not None:
-            causal, bounds = False, pattern.bounds(q.shape[2], k.shape[2], q.device)
-            of_queries, of_keys = _extent(bounds, pattern), _extent(bounds.of_keys, pattern)
+            bounds = pattern.bounds(q.shape[2], k.shape[2], q.device) if pattern.bounded else None
+            causal = pattern.causal and bounds is None
+            of_queries = _extent(pattern, bounds, q, None if dlse is None else dlse.contiguous())
+            of_keys = _extent(pattern, bounds and bounds.of_keys, q)
+        if bounds is not None:
             launches = False, True
             spoilt = q.new_zeros(max(x.shape[:-1].numel() for x in (q, k)), dtype=torch.bool)  # tiles have rows
         for clean in launches:
@@ -246,7 +269,7 @@ def flash_triton(
     causal: bool = False,
     scale: float | None = None,
     pattern: Pattern | None = None,
-) -> Tensor:
+) -> Any:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K.
 
     `pattern` stands in the place of `causal`.
@@ -262,13 +285,13 @@ def flash_triton_torch_bwd(
     causal: bool = False,
     scale: float | None = None,
     pattern: Pattern | None = None,
-) -> Tensor:
+) -> Any:
     """`flash_triton` with a compiled PyTorch backward, as a course solution has it before its own Triton backward."""
     return custom_ops.attend(FlashTritonTorchBackward, _operator_torch_bwd, q, k, v, causal, scale, pattern)
 
 
 def flash_triton_supports(case: contract.AttentionCase) -> str | None:
-    if reason := contract.why_not_plain(case, *INTERVALS):
+    if reason := contract.why_not_plain(case, *INTERVALS, "alibi", "sinks", "return_lse"):
         return reason
     if case.head_dim > 256:
         return f"head_dim {case.head_dim} is above 256, the largest tile that shared memory holds"

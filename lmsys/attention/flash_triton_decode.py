@@ -48,7 +48,8 @@ SOME_ROOM = 160 * 1024  # from which a multiprocessor has room for two programs 
 MOST_ROWS = 64  # of a tile of queries
 MOST_WAVES = 8
 FULL = 0.9  # enough of the places for programs, in the last wave and those before it
-UNSPECIALISED = ["H_KV", "G", "Q", "K", "parts", "num_tiles", "first", "end", "H", "lengths_ptr"]
+BEYOND = {"documents", "prefix", "alibi"}  # options that `decode` does not know
+UNSPECIALISED = ["H_KV", "G", "Q", "K", "parts", "num_tiles", "first", "end", "H", "lengths_ptr", "offset_ptr"]
 UNSPECIALISED += ["q_desc", "k_desc", "v_desc", "o_desc"]
 
 
@@ -68,12 +69,14 @@ def _load_heads(x, batch, group, first, G, HEADS: tl.constexpr, QUERIES: tl.cons
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _split_keys_kernel(
-    q_desc, k_desc, v_desc, part_o_ptr, part_lse_ptr, lengths_ptr, softcap, scale,
+    q_desc, k_desc, v_desc, part_o_ptr, part_lse_ptr, lengths_ptr, offset_ptr, softcap, scale,
     H_KV, G, Q, K, parts, num_tiles, first, end,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
     UNIT: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Query i sees keys from `first` + i to before `end` + i, of the first lengths[batch] of K.
+
+    Both are offset[batch] further on where there are offsets.
 
     A tile has HEADS heads by QUERIES queries, of one group. Rows of a part of o have COLUMNS columns; its log-sum-exp
     is in base 2, times UNIT.
@@ -86,6 +89,10 @@ def _split_keys_kernel(
     length = K
     if lengths_ptr is not None:
         length = tl.maximum(tl.minimum(tl.load(lengths_ptr + batch), K), 0).to(tl.int32)
+    if offset_ptr is not None:
+        offset = tl.maximum(tl.minimum(tl.load(offset_ptr + batch), K), -Q).to(tl.int32)  # beyond these all is alike
+        first += offset
+        end = tl.minimum(end + offset, K)
     low = tl.maximum(first, 0)
     count = tl.maximum(tl.minimum(length, end + Q - 1) - low, 0)  # keys that some query sees
     part_keys = tl.cdiv(tl.cdiv(count, BLOCK_K), parts) * BLOCK_K
@@ -247,8 +254,8 @@ def forward_tensors(
 
 
 def decodes(q: Tensor, pattern: Pattern | None) -> bool:
-    """True for what `decode` runs: at most FEW_QUERIES queries, and no documents."""
-    return q.shape[2] <= FEW_QUERIES and (pattern is None or pattern.documents is None)
+    """True for what `decode` runs: at most FEW_QUERIES queries, and no documents, no prefix and no ALiBi."""
+    return q.shape[2] <= FEW_QUERIES and (pattern is None or not pattern.options.keys() & BEYOND)
 
 
 def decode(
@@ -260,8 +267,7 @@ def decode(
     """
     (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
     group, tile_d = heads // kv_heads, block_d(head_dim)
-    first, end = _seen_by_the_first(pattern, keys)
-    seen = max(1, min(keys, end + queries - 1) - max(first, 0))
+    first, end, seen = _seen_by_the_first(pattern, queries, keys)
     plan = plan_of(batch * kv_heads, group, queries, seen, tile_d, q.dtype, _gpu(q.device))
     if parts:
         plan = replace(plan, parts=parts)
@@ -274,7 +280,8 @@ def decode(
         part_lse = torch.empty(lse.numel(), parts, dtype=torch.float32, device=q.device)
     sizes = kv_heads, group, queries, keys, parts, plan.num_tiles, first, end
     softcap = None if pattern.softcap is None else float(pattern.softcap)
-    others = part_o, part_lse, pattern.key_lengths, softcap, scale, *sizes
+    offset = pattern.offset if isinstance(pattern.offset, Tensor) else None
+    others = part_o, part_lse, pattern.key_lengths, offset, softcap, scale, *sizes
     with torch.cuda.device_of(q):
         split = _split_keys(plan, (q, k, v), others, tile_d)
         split(batch * kv_heads * plan.num_tiles * parts, stream_of(q), (q, k, v), others)
@@ -284,14 +291,19 @@ def decode(
     return o, lse
 
 
-def _seen_by_the_first(pattern: Pattern, keys: int) -> tuple[int, int]:
-    """(first, end) of the keys that query 0 sees; those of query i are i further on, cut off at 0 and `keys`.
+def _seen_by_the_first(pattern: Pattern, queries: int, keys: int) -> tuple[int, int, int]:
+    """(first, end) of the keys that query 0 sees, and how many all queries see, at least 1.
 
-    They are at most `keys`, and at least -FEW_QUERIES, from which no query sees an end.
+    Those of query i are i further on, cut off at 0 and `keys`. Both are at most `keys`, and `first` is at least
+    -FEW_QUERIES, from which no query sees an end; but as seen from its offset where each batch entry has one.
     """
-    end = pattern.offset + 1 if pattern.causal else keys
-    first = -FEW_QUERIES if pattern.window is None else pattern.offset + 1 - pattern.window
-    return max(-FEW_QUERIES, min(first, keys)), min(end, keys)
+    far = queries + keys
+    left, right = (far if side is None else min(side, far) for side in (pattern.left, pattern.right))
+    if isinstance(pattern.offset, Tensor):
+        return -left, right + 1, min(keys, left + right + queries)
+    end = keys if pattern.right is None else min(pattern.offset + right + 1, keys)
+    first = -FEW_QUERIES if pattern.left is None else max(-FEW_QUERIES, min(pattern.offset - left, keys))
+    return first, end, max(1, min(keys, end + queries - 1) - max(first, 0))
 
 
 def _can_chain(device: torch.device) -> bool:
@@ -303,10 +315,10 @@ _kernels: dict[tuple[Any, ...], Any] = {}
 
 
 def _split_keys(plan: Plan, tensors: tuple[Tensor, ...], others: tuple[Any, ...], tile_d: int) -> Any:
-    q, precision, (part_o, _, lengths, softcap) = tensors[0], dot_precision(tensors[0]), others[:4]
+    q, precision, (part_o, _, lengths, offset, softcap) = tensors[0], dot_precision(tensors[0]), others[:5]
     sizes = plan.heads, plan.queries, plan.block_k, plan.num_warps, plan.num_stages
     columns, is_result = part_o.shape[-1], plan.parts == 1
-    form = columns, is_result, lengths is None or lengths.dtype, softcap is None
+    form = columns, is_result, *(x is None or x.dtype for x in (lengths, offset)), softcap is None
     key = *sizes, q.dtype, q.device, q.shape[-1], precision, *form
     if key not in _kernels:
         blocks = [[1, plan.heads, plan.queries, tile_d], *2 * [[1, 1, plan.block_k, tile_d]]]

@@ -4,6 +4,9 @@ Dense, `first_ptr` and what follows it are None. Under a pattern a query sees an
 an interval of queries (`lmsys/attention/bounds.py`): `first_ptr` and `end_ptr` hold those of what the program owns,
 `bounds_stride` apart for each batch entry, 0 where all have the same. `softcap` is None where there is none.
 
+For ALiBi `slopes_ptr` holds the slopes (B, H), and `position_ptr` where queries stand among the keys (B, Q), and as
+much behind it as a tile; `dlse_ptr` holds the gradient of the log-sum-exp (B, H, Q), where that was a result.
+
 Of what a query does not see, NaN and infinity reach the sums of its tile all the same: their weight is zero, and
 0 · NaN is NaN. Sums that are NaN under a pattern are made again, with zeros in place of vectors that are not finite,
 and NaN as the weight of those that are seen. The forward does so at once. In the backward that would take registers
@@ -26,6 +29,7 @@ TENSORS = ["q", "k", "v", "o", "do", "dq", "dk", "dv", "lse2", "delta"]
 # One binary for all lengths and addresses.
 UNSPECIALISED = ["num_heads", "H", "Q", "Q_PADDED", "K", "num_tiles", "lse_ptr", "lse2_ptr", "delta_ptr"]
 UNSPECIALISED += ["spoilt_ptr", "first_ptr", "end_ptr", "bounds_stride", *(f"{x}_desc" for x in TENSORS)]
+UNSPECIALISED += ["slopes_ptr", "position_ptr", "dlse_ptr"]
 
 
 @triton.jit
@@ -245,7 +249,7 @@ def _masked_keys(
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, scale, num_heads, H, G, Q, K, num_tiles,
-    first_ptr, end_ptr, bounds_stride, softcap,
+    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head_index, tile = _owned_tile(num_heads, num_tiles)
@@ -255,6 +259,9 @@ def _fwd_kernel(
     row = tile * BLOCK_Q
     rows = row + tl.arange(0, BLOCK_Q)
     ratio, scale = _factors(scale, softcap)
+    if slopes_ptr is not None:  # in units of the scores before they are scaled
+        slope = tl.load(slopes_ptr + head_index) * LOG2_E / scale
+        places = tl.load(position_ptr + batch.to(tl.int64) * Q + rows)
     q = _load(q_desc, batch, head, row, BLOCK_Q, D)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     chained: tl.constexpr = not isinstance(q_desc, tl.tensor_descriptor) and softcap is None and D <= 128
@@ -273,6 +280,8 @@ def _fwd_kernel(
             scores = tl.dot(q, k.T, scores, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
+            if slopes_ptr is not None:
+                scores -= slope * tl.abs((col + tl.arange(0, BLOCK_K))[None, :] - places[:, None])
             scores = _spoil(scores, v_desc, batch, head // G, col, BLOCK_K, D) if again else scores
             scores = _masked(scores, again or not chained, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
             new_top = tl.maximum(top, tl.max(scores, 1) * scale)
@@ -300,7 +309,7 @@ def _fwd_kernel(
 def _dq_kernel(
     q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, lse2_ptr, delta_ptr, spoilt_ptr,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
-    first_ptr, end_ptr, bounds_stride, softcap,
+    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr, dlse_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     CLEAN: tl.constexpr, ahead,
 ):  # fmt: skip
@@ -314,6 +323,8 @@ def _dq_kernel(
     do = _load(do_desc, batch, head, row, BLOCK_Q, D)
     o = _load(o_desc, batch, head, row, BLOCK_Q, D)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + head_index.to(tl.int64) * Q + rows, mask=rows < Q, other=0.0)
     # Rows past the end get a log-sum-exp of inf, which makes their P zero in both kernels.
     lse = tl.load(lse_ptr + head_index.to(tl.int64) * Q + rows, mask=rows < Q, other=float("inf")) * LOG2_E
     if first_ptr is not None:  # so do those that see nothing
@@ -326,6 +337,9 @@ def _dq_kernel(
     start, stop, sight = _keys_seen(first_ptr, end_ptr, bounds_stride, batch, row, Q, K, CAUSAL, BLOCK_Q, BLOCK_K)
     stop = tl.where(row < Q, stop, 0)
     ratio, factor = _factors(scale, softcap)
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + head_index) * LOG2_E / factor
+        places = tl.load(position_ptr + batch.to(tl.int64) * Q + rows)
     for col in tl.range(start, stop, BLOCK_K, num_stages=1 if CLEAN else None):
         k = _load(k_desc, batch, head // G, col, BLOCK_K, D, CLEAN)  # a query's log-sum-exp is NaN that sees NaN
         v = _load(v_desc, batch, head // G, col, BLOCK_K, D, CLEAN)
@@ -335,12 +349,14 @@ def _dq_kernel(
         dp = tl.dot(do, v.T, input_precision=PRECISION)
         if softcap is not None:
             scores = _tanh(scores * ratio)
-            slope = 1.0 - scores * scores
+            tangent = 1.0 - scores * scores
+        if slopes_ptr is not None:
+            scores -= slope * tl.abs((col + tl.arange(0, BLOCK_K))[None, :] - places[:, None])
         scores = _masked(scores, not chained, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
         p = tl.exp2(scores * factor - lse[:, None])
         ds = p * (dp - delta[:, None])
         if softcap is not None:
-            ds *= slope
+            ds *= tangent
         dq = _add_dot(dq, ds.to(k.dtype), k, PRECISION)
     _store(dq_desc, batch, head, row, dq * scale, BLOCK_Q, D)
     _note(spoilt_ptr, _has_nan(dq))
@@ -350,7 +366,7 @@ def _dq_kernel(
 def _dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse2_desc, delta_desc, spoilt_ptr,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
-    first_ptr, end_ptr, bounds_stride, softcap,
+    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     CLEAN: tl.constexpr, ahead,
 ):  # fmt: skip
@@ -385,7 +401,12 @@ def _dkdv_kernel(
             dp = tl.dot(v, do.T, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
-            p = tl.exp2(scores * factor - lse[None, :])
+            biased = scores
+            if slopes_ptr is not None:
+                slope = tl.load(slopes_ptr + batch * H + head) * LOG2_E / factor
+                places = tl.load(position_ptr + batch.to(tl.int64) * Q + row + tl.arange(0, BLOCK_Q))
+                biased -= slope * tl.abs(places[None, :] - cols[:, None])
+            p = tl.exp2(biased * factor - lse[None, :])
             p = _masked_keys(p, not chained, first_ptr, cols, row, full, sight, CAUSAL, BLOCK_Q, 0.0)
             delta = _load_vector(delta_desc, padded, BLOCK_Q)
             ds = p * (dp - delta[None, :])
@@ -405,7 +426,7 @@ def _dkdv_kernel(
 def _dq_again_kernel(
     q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, lse2_ptr, delta_ptr, spoilt_ptr,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
-    first_ptr, end_ptr, bounds_stride, softcap,
+    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr, dlse_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -414,7 +435,7 @@ def _dq_again_kernel(
             _dq_kernel(
                 q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, lse2_ptr, delta_ptr, None,
                 scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
-                first_ptr, end_ptr, bounds_stride, softcap,
+                first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr, dlse_ptr,
                 BLOCK_Q, BLOCK_K, D, CAUSAL, PRECISION, True, tile - program,
             )  # fmt: skip
 
@@ -423,7 +444,7 @@ def _dq_again_kernel(
 def _dkdv_again_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse2_desc, delta_desc, spoilt_ptr,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
-    first_ptr, end_ptr, bounds_stride, softcap,
+    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -432,6 +453,6 @@ def _dkdv_again_kernel(
             _dkdv_kernel(
                 q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse2_desc, delta_desc, None,
                 scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
-                first_ptr, end_ptr, bounds_stride, softcap,
+                first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
                 BLOCK_Q, BLOCK_K, D, CAUSAL, PRECISION, True, tile - program,
             )  # fmt: skip

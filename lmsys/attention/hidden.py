@@ -2,31 +2,38 @@
 
 Vectors that hold NaN or infinity are zeros for the row. The queries that hold such, or see such, are *spoilt*: they
 give NaN. In a backward those are spoilt too whose incoming gradient holds such, and a spoilt query makes NaN of the
-gradients of itself and of the keys that it sees.
+gradients of itself, of the keys that it sees, and of its bias and sinks.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys.attention.contract import repeat_heads
+from lmsys.attention.contract import repeat_heads, told
 from lmsys.attention.pattern import Pattern
 
 
 def kept_apart(
-    row: Callable[..., Tensor], pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, /, **options: Any
-) -> Tensor:
-    """The result of `row`; nothing that `pattern` hides from a query changes what that query gives."""
+    row: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, pattern: Pattern
+) -> Any:
+    """What `row` gives, but nothing that the pattern hides from a query changes what that query gives."""
     # Where none is recorded, torch.compile counts the arguments that a Function takes.
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     sound = _Sound.apply if recorded or not torch.compiler.is_compiling() else _Sound.forward
-    q, k, v, spoilt = sound(q, k, v, *_sight(pattern, q.shape[2], k.shape[2], q.device))
-    return _Spoilt.apply(row(q, k, v, **options), spoilt)
+    added = pattern.bias, pattern.sinks
+    q, k, v, bias, sinks, spoilt = sound(q, k, v, *added, *_sight(pattern, q.shape[2], k.shape[2], q.device))
+    if bias is not None or sinks is not None:
+        pattern = replace(pattern, bias=bias, sinks=sinks)
+    result = row(q, k, v, scale=scale, **told(row, pattern))
+    if not pattern.return_lse:
+        return _Spoilt.apply(result, spoilt)
+    return _Spoilt.apply(result[0], spoilt), _Spoilt.apply(result[1].unsqueeze(-1), spoilt).squeeze(-1)
 
 
 def _sight(pattern: Pattern, *where: Any) -> tuple[Tensor, ...]:
@@ -39,35 +46,47 @@ def _sight(pattern: Pattern, *where: Any) -> tuple[Tensor, ...]:
 
 
 class _Sound(torch.autograd.Function):
-    """q, k, v with zeros in place of vectors that are not finite, and which queries are spoilt: (B, H, Q), 0 or 1."""
+    """q, k, v with zeros in place of vectors that are not finite, bias and sinks, and which queries are spoilt.
+
+    The last is (B, H, Q), 0 or 1.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, *sight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *sight: Tensor
+    ) -> tuple[Tensor | None, ...]:
         bad_q, bad_k = _not_finite(q), _not_finite(k) | _not_finite(v)
         see_bad = _any_of(repeat_heads(bad_k, q.shape[1]), sight[:2], "bhqk,bhk->bhq")
-        return _filled(q, bad_q, 0), _filled(k, bad_k, 0), _filled(v, bad_k, 0), (bad_q | see_bad).to(q.dtype)
+        spoilt = (bad_q | see_bad).to(q.dtype)
+        return _filled(q, bad_q, 0), _filled(k, bad_k, 0), _filled(v, bad_k, 0), bias, sinks, spoilt
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[3:])
+        ctx.save_for_backward(*inputs[5:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        dq, dk, dv, spoilt = grads
+        dq, dk, dv, dbias, dsinks, spoilt = grads
         bad_q, sight = spoilt > 0, ctx.saved_tensors
-        bad_k = _any_of(bad_q, sight[-2:], "bhqk,bhq->bhk").unflatten(1, (dk.shape[1], -1)).any(dim=2)
-        return (
-            _filled(dq, bad_q, torch.nan),
-            _filled(dk, bad_k, torch.nan),
-            _filled(dv, bad_k, torch.nan),
-            *(None for _ in sight),
-        )
+        seen = _any_of(bad_q, sight[-2:], "bhqk,bhq->bhk")
+        bad_k = seen.unflatten(1, (dk.shape[1], -1)).any(dim=2)
+        if dbias is not None:
+            dbias = dbias.masked_fill(
+                _any_for(bad_q.unsqueeze(3), dbias) & _any_for(seen.unsqueeze(2), dbias), torch.nan
+            )
+        if dsinks is not None:
+            dsinks = dsinks.masked_fill(_any_for(bad_q.any(dim=2), dsinks), torch.nan)
+        of_k = _filled(dk, bad_k, torch.nan), _filled(dv, bad_k, torch.nan)
+        return _filled(dq, bad_q, torch.nan), *of_k, dbias, dsinks, *(None for _ in sight)
 
 
 class _Spoilt(torch.autograd.Function):
-    """o with NaN for spoilt queries. The gradient of `spoilt` says which are in the backward."""
+    """o, or the log-sum-exp (B, H, Q, 1), with NaN for spoilt queries.
+
+    The gradient of `spoilt` says which are in the backward.
+    """
 
     generate_vmap_rule = True
 
@@ -93,6 +112,11 @@ def _not_finite(x: Tensor) -> Tensor:
 
 def _filled(x: Tensor, bad: Tensor, value: float) -> Tensor:
     return x.masked_fill(bad.unsqueeze(-1), value)
+
+
+def _any_for(bad: Tensor, x: Tensor) -> Tensor:
+    """Whether one of `bad` is for an element of x, which broadcasts as it does."""
+    return bad.int().sum_to_size([min(pair) for pair in zip(bad.shape, x.shape, strict=True)]) > 0
 
 
 def _any_of(bad: Tensor, sight: tuple[Tensor, ...], product: str) -> Tensor:

@@ -4,6 +4,8 @@ Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head d
 Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from lmsys.measure.profile import part
 def masked_scores(
     q: Tensor, k: Tensor, pattern: Pattern, scale: float | None = None, first_query: int = 0
 ) -> tuple[Tensor, Tensor | None]:
-    """scale · q kᵀ, capped, with -inf where query `first_query + i` must not see key j: (B, H, Q, K).
+    """scale · q kᵀ, capped and biased, with -inf where query `first_query + i` must not see key j: (B, H, Q, K).
 
     With it come the queries that see nothing, which broadcast to (B, H, Q, 1); their scores are those of all keys.
     In float32 where q is float16.
@@ -27,10 +29,33 @@ def masked_scores(
     if pattern.softcap is not None:
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         scores = (pattern.softcap * torch.tanh(wide / pattern.softcap)).to(scores.dtype)
+    added = pattern.added(
+        slice(first_query, first_query + q.shape[2]),
+        slice(0, k.shape[2]),
+        torch.promote_types(scores.dtype, torch.float32),
+    )
+    if added is not None:
+        scores = (scores + added).to(scores.dtype)
     if not pattern.hides:
         return scores, None
     seen, blind = pattern.seen_and_blind(q.shape[2], k.shape[2], q.device, first_query)
     return scores.masked_fill(~seen, float("-inf")), blind
+
+
+def with_sinks(scores: Tensor, pattern: Pattern) -> Tensor:
+    """Scores (B, H, Q, K) with those of the sinks behind them, where there are any: (B, H, Q, K + 1)."""
+    if pattern.sinks is None:
+        return scores
+    sinks = pattern.sinks[..., None, None].to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], dim=-1)
+
+
+def log_sum_exp(q: Tensor, k: Tensor, pattern: Pattern, scale: float | None = None, first_query: int = 0) -> Tensor:
+    """The log-sum-exp of each query's scores (B, H, Q), float32 or wider; -inf of one that sees not even a sink."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores, blind = masked_scores(q.to(wide), k.to(wide), pattern, scale, first_query)
+    scores = scores if blind is None else scores.masked_fill(blind, float("-inf"))
+    return with_sinks(scores, pattern).logsumexp(dim=-1)
 
 
 def naive(
@@ -42,19 +67,22 @@ def naive(
     scale: float | None = None,
     pattern: Pattern | None = None,
     first_query: int = 0,
-) -> Tensor:
+) -> Any:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, Dv) -> (B, H, Q, Dv).
 
     `pattern` says more than `causal`, and stands in its place; a query that sees nothing gives zeros.
+    With `pattern.return_lse` the log-sum-exp (B, H, Q) comes with o.
     `first_query` is the index of q's first row, so that a block of rows can be attended on its own.
     """
+    pattern = pattern or PLAIN[causal]
     with part("scores"):
-        scores, blind = masked_scores(q, k, pattern or PLAIN[causal], scale, first_query)
+        scores, blind = masked_scores(q, k, pattern, scale, first_query)
     with part("softmax"):
-        weights = torch.softmax(scores, dim=-1).to(v.dtype)
+        weights = torch.softmax(with_sinks(scores, pattern), dim=-1).to(v.dtype)
     with part("values"):
-        o = weights @ contract.repeat_heads(v, q.shape[1])
-        return o if blind is None else o.masked_fill(blind, 0)
+        o = weights[..., : k.shape[2]] @ contract.repeat_heads(v, q.shape[1])  # a sink has no value
+        o = o if blind is None else o.masked_fill(blind, 0)
+    return (o, log_sum_exp(q, k, pattern, scale, first_query)) if pattern.return_lse else o
 
 
 def naive_compiled(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:

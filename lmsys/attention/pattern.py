@@ -9,67 +9,131 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.attention.bounds import Bounds, bounds_of, make_bounds
-from lmsys.attention.documents import FARTHEST, INTEGERS, Documents
+from lmsys.attention.bounds import Bounds, intervals_of
+from lmsys.attention.documents import FARTHEST, INTEGERS, Documents, kept_on_documents
+from lmsys.autograd import is_watched
 from lmsys.values import broadcasts, finite, flag, shortly, whole
 
 NO_CAP = 2.0**40  # a softcap from here on changes no score below 2**28 by as much as float32 shows
-INTERVALS = "window", "offset", "documents", "key_lengths", "softcap"  # they leave each query an interval of keys
-OPTIONS = *INTERVALS, "mask"
+# They leave each query an interval of keys, the last one aside, which changes what it sees of none.
+TWO_SIDED, OFFSETS = "window on both sides", "offset of each entry"  # forms of options, which few rows know
+INTERVALS = "window", TWO_SIDED, "prefix", "offset", OFFSETS, "documents", "key_lengths", "softcap"
+OPTIONS = (
+    "window",
+    "offset",
+    "documents",
+    "key_lengths",
+    "softcap",
+    "mask",
+    "prefix",
+    "bias",
+    "alibi",
+    "sinks",
+    "return_lse",
+)
+HIDING = {"window", "prefix", "offset", "documents", "key_lengths", "mask"}
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
     """Query i sees the keys j that every option lets it see; one that sees none gives zeros.
 
-    causal       j <= i + offset
-    window       j > i + offset - window; it needs `causal`
-    offset       the position of query 0 among the keys: K - Q for the last queries of a sequence
-    documents    those of i's own document; Q = K
+    causal       j <= p, the position of query i among the keys: i + offset, or its place in `documents` + offset
+    window       with `causal` a number, j > p - window; or (left, right): p - left <= j <= p + right
+    prefix       with `causal` and without `window`: also the first so many keys, of its document where there are some
+    offset       the position of query 0 among the keys, or (B,) int32 or int64: that in each batch entry
+    documents    those of i's own document
     key_lengths  (B,) int32 or int64, taken contiguous: j < key_lengths[b]
     mask         boolean, broadcastable to (B, H, Q, K): True where i sees j
     softcap      scores become softcap · tanh(score / softcap)
+    bias         broadcastable to (B, H, Q, K): added to the scores
+    alibi        (1 or B, H): alibi[b, h] · |p - j| is taken from the scores
+    sinks        (1 or B, H): the logit of one more key, whose value is zero
+    return_lse   the result is o and the log-sum-exp (B, H, Q) of the scores, with the sink: float32, natural log
     """
 
     causal: bool = False
-    window: int | None = None
-    offset: int = 0
+    window: int | tuple[int, int] | None = None
+    offset: int | Tensor = 0
     documents: Documents | None = None
     key_lengths: Tensor | None = None
     mask: Tensor | None = None
     softcap: float | None = None
+    prefix: int | None = None
+    bias: Tensor | None = None
+    alibi: Tensor | None = None
+    sinks: Tensor | None = None
+    return_lse: bool = False
     options: dict[str, Any] = field(init=False, repr=False)  # those given, without `causal`, which every row knows
 
     def __post_init__(self) -> None:
-        if self.key_lengths is not None:
-            object.__setattr__(self, "key_lengths", self.key_lengths.contiguous())  # kernels read them by address
+        for name in ("key_lengths", "offset"):
+            if isinstance(x := getattr(self, name), Tensor):
+                object.__setattr__(self, name, x.contiguous())  # kernels read them by address
         given = {name: getattr(self, name) for name in OPTIONS}
-        given = {name: value for name, value in given.items() if value is not None and (name != "offset" or value)}
+        given = {name: x for name, x in given.items() if x is not None and (not isinstance(x, int) or x)}
         object.__setattr__(self, "options", given)
 
     @property
     def hides(self) -> bool:
         """False where every query sees every key."""
-        return self.causal or bool(self.options.keys() - {"softcap"})
+        return self.causal or self.bounded
+
+    @property
+    def bounded(self) -> bool:
+        """True where it takes more than `causal` to say which keys a query sees."""
+        return not HIDING.isdisjoint(self.options)
+
+    @property
+    def left(self) -> int | None:
+        """The keys that a query sees on the left of its position; None: all."""
+        if isinstance(self.window, tuple):
+            return self.window[0]
+        return None if self.window is None else self.window - 1
+
+    @property
+    def right(self) -> int | None:
+        """The keys that a query sees on the right of its position; None: all."""
+        return 0 if self.causal else self.window[1] if isinstance(self.window, tuple) else None
+
+    def position(self, num_queries: int, device: torch.device, first_query: int = 0) -> Tensor:
+        """Where queries from `first_query` on stand among the keys: (B or 1, Q) int64."""
+        rows = slice(first_query, first_query + num_queries)
+        offset = self.offset[:, None] if isinstance(self.offset, Tensor) else self.offset
+        if self.documents is not None:
+            return self.documents.places[:, rows].long() + offset
+        return torch.arange(rows.start, rows.stop, device=device)[None] + offset
 
     def seen(self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0) -> Tensor:
         """Where queries from `first_query` on see the first keys, as a boolean that broadcasts to (B, H, Q, K)."""
+        if not self.bounded:
+            position = self.position(num_queries, device, first_query)[:, None, :, None]
+            seen = torch.arange(num_keys, device=device) <= position
+            return seen if self.causal else torch.ones_like(seen)
+        bounds = self._intervals(num_queries, num_keys, device, first_query)
+        seen = bounds.visible(slice(0, num_queries), slice(0, num_keys)).unsqueeze(1)
         rows = slice(first_query, first_query + num_queries)
-        i = torch.arange(rows.start, rows.stop, device=device)[:, None] + self.offset
-        j = torch.arange(num_keys, device=device)
-        seen = j <= i if self.causal else torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-        if self.window is not None:
-            seen = seen & (j > i - self.window)
+        return seen if self.mask is None else seen & tile_of(self.mask, rows, slice(num_keys))
+
+    def _intervals(self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0) -> Bounds:
+        """The keys that queries from `first_query` on see, but for a mask; made of tensors on the device alone."""
+        position, edges = self.position(num_queries, device, first_query), None
         if self.documents is not None:
-            document = self.documents.starts[:, None]  # (B, 1, S)
-            seen = seen & (document[..., rows, None] == document[..., None, :num_keys])
-        if self.key_lengths is not None:
-            seen = seen & (j < self.key_lengths[:, None, None, None])
-        if self.mask is not None:
-            mask = self.mask[(None,) * (2 - self.mask.dim())]  # at least (Q, K), each of which may be 1
-            mask = mask if mask.shape[-2] == 1 else mask[..., rows, :]
-            seen = seen & (mask if mask.shape[-1] == 1 else mask[..., :num_keys])
-        return seen
+            rows = slice(first_query, first_query + num_queries)
+            edges = self.documents.key_starts[:, rows], self.documents.key_ends[:, rows]
+        found = intervals_of(position, edges, self.left, self.right, self.prefix, num_keys)
+        return found if self.key_lengths is None else found.until(self.key_lengths)
+
+    def added(self, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor | None:
+        """Biases of the scores of these queries and keys: (B or 1, H or 1, rows, columns or 1)."""
+        terms = []
+        if self.bias is not None:
+            terms.append(tile_of(self.bias, rows, columns).to(dtype).expand(-1, -1, rows.stop - rows.start, -1))
+        if self.alibi is not None:
+            i = self.position(rows.stop - rows.start, self.alibi.device, rows.start)[:, None, :, None]
+            j = torch.arange(columns.start, columns.stop, device=self.alibi.device)
+            terms.append(-self.alibi[..., None, None].to(dtype) * (j - i).abs())
+        return sum(terms[1:], terms[0]) if terms else None
 
     def seen_and_blind(
         self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0
@@ -80,7 +144,7 @@ class Pattern:
         its gradients are zeros by that. None: no query is blind.
         """
         seen = self.seen(num_queries, num_keys, device, first_query)
-        if not self.options.keys() - {"softcap"}:
+        if not self.bounded:
             return seen, None  # key 0 is seen by all
         blind = ~seen.any(dim=-1, keepdim=True)
         return seen | blind, blind
@@ -88,38 +152,61 @@ class Pattern:
     def bounds(self, num_queries: int, num_keys: int, device: torch.device) -> Bounds:
         """The interval of keys that each query sees; a mask has none."""
         assert self.mask is None
-        found = bounds_of(self.documents, self.causal, self.window, self.offset, num_queries, num_keys, device)
+        if isinstance(self.offset, Tensor):
+            return self._intervals(num_queries, num_keys, device)
+        numbers = self.causal, self.window, self.prefix, self.offset
+        found = _bounds_of(self.documents, *numbers, num_queries, num_keys, device)
         return found if self.key_lengths is None else found.until(self.key_lengths)
 
     def span(self, num_keys: int) -> int:
         """The most keys that a query may see, by its window and documents."""
-        longest = num_keys if self.documents is None else min(num_keys, self.documents.longest)
-        return longest if self.window is None else min(longest, self.window)
+        longest = num_keys if self.documents is None else min(num_keys, self.documents.keys.longest)
+        return longest if self.left is None or self.right is None else min(longest, self.left + 1 + self.right)
 
     def of_entries(self, entries: list[int]) -> "Pattern":
-        """The pattern of some batch entries; a mask must have all of them."""
+        """The pattern of some batch entries; a mask or bias must have all of them, or one for all."""
         documents = self.documents
         if documents is not None and documents.batch > 1:
-            documents = Documents([documents.lengths[entry] for entry in entries], documents.device)
-        lengths, mask = (None if x is None else x[entries] for x in (self.key_lengths, self.mask))
-        return replace(self, documents=documents, key_lengths=lengths, mask=mask)
+            documents = documents.of_entries(entries)
+        tensors = {name: x[entries] for name, x in self.options.items() if isinstance(x, Tensor) and len(x) > 1}
+        return replace(self, documents=documents, **tensors)
 
     def simplest(self, num_queries: int, num_keys: int) -> "Pattern":
         """The same pattern without what hides nothing: a window as long as the sequence, an offset to its end."""
         found = self
-        if found.window is not None and found.window >= num_queries + found.offset:
+        others = found.documents is not None and found.documents.keys is not found.documents
+        if isinstance(found.offset, Tensor) or others or found.alibi is not None:
+            return found
+        if isinstance(found.window, int) and found.window >= num_queries + found.offset:
             found = replace(found, window=None)
-        if found.causal and found.window is None and found.offset >= num_keys - 1:
-            found = replace(found, causal=False)
-        return found if found.causal or not found.offset else replace(found, offset=0)
+        if found.causal and found.window is None and max(found.offset, (found.prefix or 0) - 1) >= num_keys - 1:
+            found = replace(found, causal=False, prefix=None)
+        return found if found.right is not None or not found.offset else replace(found, offset=0)
+
+
+def tile_of(x: Tensor, rows: slice, columns: slice) -> Tensor:
+    """The part for these queries and keys of what broadcasts to (B, H, Q, K), in four dimensions."""
+    x = x[(None,) * (4 - x.dim())]
+    x = x if x.shape[-2] == 1 else x[..., rows, :]
+    return x if x.shape[-1] == 1 else x[..., columns]
 
 
 def intervals(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> Bounds:
     """The pattern's `bounds`, made anew, and those of keys, which a backward reads."""
-    numbers = pattern.causal, pattern.window, pattern.offset
-    found = make_bounds(pattern.documents, *numbers, num_queries, num_keys, device)
-    _ = found.of_keys
-    return found
+    bounds = pattern._intervals(num_queries, num_keys, device)
+    _ = bounds.of_keys
+    return bounds
+
+
+@kept_on_documents(most=64)
+def _bounds_of(
+    documents: Documents | None, causal: bool, window: Any, prefix: int | None, offset: int, *shape: Any
+) -> Bounds:
+    """Those of keys as well, so that what is kept is made at once, in no mode of a later call."""
+    bounds = Pattern(causal, window, offset, documents, prefix=prefix)._intervals(*shape)
+    if not is_watched() and (documents is None or documents.kept is not None):
+        _ = bounds.of_keys
+    return bounds
 
 
 PLAIN = {causal: Pattern(causal) for causal in (False, True)}
@@ -130,83 +217,133 @@ def checked_pattern(
     k: Tensor,
     *,
     causal: bool,
-    window: int | None,
+    window: int | tuple[int, int] | None,
     documents: Documents | None,
     key_lengths: Tensor | None,
     softcap: float | None,
-    offset: int,
+    offset: int | str | Tensor,
     mask: Tensor | None,
+    prefix: int | None,
+    bias: Tensor | None,
+    alibi: Tensor | None,
+    sinks: Tensor | None,
+    return_lse: bool,
 ) -> Pattern:
     """The pattern of a call on q (..., H, Q, D) and k, which fit together. ValueError names the value at fault."""
     flag("causal", causal)
-    if type(offset) is int and offset == 0 and all(x is None for x in (window, documents, key_lengths, softcap, mask)):
+    flag("return_lse", return_lse)
+    all_seen = window is None and documents is None and key_lengths is None and mask is None and prefix is None
+    nothing_else = softcap is None and bias is None and alibi is None and sinks is None and not return_lse
+    if all_seen and nothing_else and type(offset) is int and offset == 0:
         return PLAIN[causal]
-    whole("offset", offset, least=0, most=FARTHEST)
+    batch = q.shape[:-3].numel() if q.dim() > 3 else q.shape[0]
     if window is not None:
-        whole("window", window, least=1, most=FARTHEST)
-        if not causal:
-            raise ValueError(f"{window=} needs causal=True: it counts the keys up to a query's own position")
+        window = _checked_window(window, causal)
     if softcap is not None and not torch.compiler.is_compiling():  # to which a number may be open
         softcap = finite("softcap", softcap, above=0, most=torch.finfo(torch.float32).max)
         softcap = softcap if softcap < NO_CAP else None
-    batch = q.shape[:-3].numel() if q.dim() > 3 else q.shape[0]
     if documents is not None:
         _check_documents(documents, q, k, batch)
     if key_lengths is not None:
-        _check_key_lengths(key_lengths, q, k, batch)
-    if mask is not None:
-        _check_mask(mask, q, k)
-        mask = _mask_4d(mask, q)
-    found = Pattern(causal, window, int(offset), documents, key_lengths, mask, softcap)
+        _check_lengths("key_lengths", key_lengths, q, batch, k.shape[-2])
+    heads = q.shape[-3:-2] if q.dim() > 3 else (1,)
+    scores, numbers = (*q.shape[:-1], k.shape[-2]), (q.dtype, torch.float32)
+    tensors = ("mask", mask, scores, torch.bool), ("bias", bias, scores, *numbers)
+    for name, x, shape, *dtypes in (*tensors, ("alibi", alibi, heads, *numbers), ("sinks", sinks, heads, *numbers)):
+        if x is not None:
+            _check_tensor(name, x, q, shape, *dtypes)
+    mask, bias = (None if x is None else _as_4d(x, q) for x in (mask, bias))
+    if alibi is not None and alibi.requires_grad:
+        raise ValueError("alibi must require no gradient; slopes that learn are a bias")
+    alibi, sinks = (None if x is None else x.expand(heads)[None] for x in (alibi, sinks))
+    if prefix is not None:
+        whole("prefix", prefix, least=0, most=FARTHEST)
+        if not causal or window is not None:
+            raise ValueError(f"{prefix=} needs causal=True and no window: it adds keys to those up to a query's own")
+    offset = _checked_offset(offset, q, k, batch, documents, key_lengths)
+    found = Pattern(
+        causal, window, offset, documents, key_lengths, mask, softcap, prefix, bias, alibi, sinks, return_lse
+    )
     # A compiler would make code for either side of each comparison of lengths.
     return found if torch.compiler.is_compiling() else found.simplest(q.shape[-2], k.shape[-2])
+
+
+def _checked_window(window: Any, causal: bool) -> int | tuple[int, int]:
+    if isinstance(window, tuple):
+        if len(window) != 2:
+            raise ValueError(
+                f"{window=} must be a number, or two: the keys on the left of a position, and on the right"
+            )
+        left, right = (whole("window", side, least=0, most=FARTHEST) for side in window)
+        return left, right
+    if not causal:
+        raise ValueError(
+            f"{window=} needs causal=True: it counts the keys up to a query's own position; (left, right) has two sides"
+        )
+    return whole("window", window, least=1, most=FARTHEST)
+
+
+def _checked_offset(
+    offset: Any, q: Tensor, k: Tensor, batch: int, documents: Documents | None, key_lengths: Tensor | None
+) -> int | Tensor:
+    """The position of query 0, by which the last query stands at the last key if it is "end"."""
+    if isinstance(offset, Tensor):
+        _check_lengths("offset", offset, q, batch)
+        return offset
+    if not isinstance(offset, str):
+        return whole("offset", offset, least=0, most=FARTHEST)
+    if offset != "end":
+        raise ValueError(f'{offset=} must be a whole number, a tensor of them, or "end"')
+    if documents is not None:
+        return 0  # so they are aligned
+    return k.shape[-2] - q.shape[-2] if key_lengths is None else key_lengths.clamp(0, k.shape[-2]) - q.shape[-2]
 
 
 def _check_documents(documents: Any, q: Tensor, k: Tensor, batch: int) -> None:
     if not isinstance(documents, Documents):
         told = "made once, as by Documents(lengths, device)"
         raise ValueError(f"documents must be lmsys.attention.Documents, {told}; got {shortly(documents)}")
-    if not documents.num_tokens == q.shape[-2] == k.shape[-2]:
-        told = f"they have {documents.num_tokens} tokens, for {q.shape[-2]} queries and {k.shape[-2]} keys"
-        raise ValueError(f"documents must fill the sequence, of as many queries as keys; {told}")
+    tokens, keys = documents.num_tokens, documents.keys.num_tokens
+    if (tokens, keys) != (q.shape[-2], k.shape[-2]):
+        told = f"they have {tokens} tokens{'' if tokens == keys else f' and {keys} keys'}, "
+        told += f"for {q.shape[-2]} queries and {k.shape[-2]} keys"
+        raise ValueError(f"documents must fill the sequence, of as many queries as keys unless keys= says more; {told}")
     if documents.batch not in (1, batch):
         raise ValueError(f"documents must be of 1 or {batch} batch entries, as q is; got {documents.batch}")
     if documents.device != q.device:
         raise ValueError(f"documents must be on the device of q, {q.device}; got {documents.device}")
 
 
-def _check_key_lengths(key_lengths: Any, q: Tensor, k: Tensor, batch: int) -> None:
-    if not isinstance(key_lengths, Tensor) or key_lengths.dtype not in INTEGERS:
-        told = key_lengths.dtype if isinstance(key_lengths, Tensor) else type(key_lengths).__name__
-        raise ValueError(f"key_lengths must be a torch.Tensor of int32 or int64; got {told}")
-    if key_lengths.shape != (batch,):
-        raise ValueError(
-            f"key_lengths must be one for each batch entry, of shape ({batch},); got {tuple(key_lengths.shape)}"
-        )
-    if key_lengths.device != q.device:
-        raise ValueError(f"key_lengths must be on the device of q, {q.device}; got {key_lengths.device}")
-    if key_lengths.is_cpu and not torch.compiler.is_compiling():  # on a GPU the host would have to wait for them
-        for length in key_lengths.tolist():
-            whole("key_lengths", length, least=0, most=k.shape[-2])
+def _check_lengths(name: str, x: Any, q: Tensor, batch: int, most: int | None = None) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
+        told = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be a torch.Tensor of int32 or int64; got {told}")
+    if x.shape != (batch,):
+        raise ValueError(f"{name} must be one for each batch entry, of shape ({batch},); got {tuple(x.shape)}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")
+    if most is not None and x.is_cpu and not torch.compiler.is_compiling():  # on a GPU the host would have to wait
+        for length in x.tolist():
+            whole(name, length, least=0, most=most)
 
 
-def _check_mask(mask: Any, q: Tensor, k: Tensor) -> None:
-    if not isinstance(mask, Tensor) or mask.layout != torch.strided or mask.is_nested:
-        raise ValueError(
-            f"mask must be a dense torch.Tensor, or None; got {type(mask).__module__}.{type(mask).__name__}"
-        )
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be boolean, True where a query sees a key; got {mask.dtype}")
-    if mask.device != q.device:
-        raise ValueError(f"mask must be on the device of q, {q.device}; got {mask.device}")
-    scores = (*q.shape[:-1], k.shape[-2])
-    if not broadcasts(mask.shape, scores):
-        raise ValueError(f"mask must broadcast to the scores' shape {scores}; got {tuple(mask.shape)}")
+def _check_tensor(name: str, x: Any, q: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """ValueError unless x is a tensor of one of these dtypes that broadcasts to `shape`."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
+        raise ValueError(f"{name} must be a dense torch.Tensor, or None; got {type(x).__module__}.{type(x).__name__}")
+    if x.dtype not in dtypes:
+        right = "boolean, True where a query sees a key" if torch.bool in dtypes else f"of {q.dtype} or torch.float32"
+        raise ValueError(f"{name} must be {right}; got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")
+    if not broadcasts(x.shape, shape):
+        what = "one for each head, of shape" if len(shape) == 1 else "the scores' shape"
+        raise ValueError(f"{name} must broadcast to {what} {shape}; got {tuple(x.shape)}")
 
 
-def _mask_4d(mask: Tensor, q: Tensor) -> Tensor:
-    """A mask that broadcasts to (..., H, Q, K), or for q (B, Q, D) to (B, Q, K), as one that does to (B, H, Q, K)."""
-    mask = mask[(None,) * (q.dim() - mask.dim())]
+def _as_4d(x: Tensor, q: Tensor) -> Tensor:
+    """A tensor that broadcasts to (..., H, Q, K), or for q (B, Q, D) to (B, Q, K), as one that does to (B, H, Q, K)."""
+    x = x[(None,) * (q.dim() - x.dim())]
     if q.dim() == 3:
-        return mask.unsqueeze(1)
-    return mask if q.dim() == 4 else mask.expand(*q.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
+        return x.unsqueeze(1)
+    return x if q.dim() == 4 else x.expand(*q.shape[:-3], *x.shape[-3:]).flatten(0, -4)

@@ -29,9 +29,10 @@ from lmsys.attention.contract import (
     with_aligned_gradient,
 )
 from lmsys.attention.documents import Documents, kept_on_documents
-from lmsys.attention.pattern import PLAIN, Pattern
+from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern
 
-MADE_ONCE = "causal", "window", "offset", "documents"  # what a mask can be made of before the call
+# Of these alone masks are made before a call.
+MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"
 
 
 def sdpa(
@@ -43,7 +44,7 @@ def sdpa(
     scale: float | None = None,
     pattern: Pattern | None = None,
 ) -> Tensor:
-    """scaled_dot_product_attention as it comes; a pattern becomes a boolean mask in place of `is_causal`.
+    """scaled_dot_product_attention as it comes; in place of `is_causal` a pattern becomes a mask, boolean or a bias.
 
     On CUDA its kernels give wrong results, or end the process, for memory that is not 16-byte aligned: that is copied.
     """
@@ -53,9 +54,9 @@ def sdpa(
         o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, **grouped)
         return with_aligned_gradient(o)
     seen, blind = _seen_and_blind(pattern, q.shape[2], k.shape[2], q.device)
-    seen = seen.expand(*q.shape[:-1], k.shape[2])
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, **grouped)
-    o = with_aligned_gradient(o)
+    mask = seen if pattern.bias is None else torch.where(seen, pattern.bias, -torch.inf).to(q.dtype)
+    mask = mask.expand(*q.shape[:-1], k.shape[2])
+    o = with_aligned_gradient(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **grouped))
     return o if blind is None else o.masked_fill(blind, 0)
 
 
@@ -63,9 +64,9 @@ def _seen_and_blind(
     pattern: Pattern, num_queries: int, num_keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Masks, which a user makes once for many calls: so are those that are made of no tensor of this call."""
-    if pattern.options.keys() & {"mask", "key_lengths"}:
+    if any(isinstance(x, Tensor) for x in pattern.options.values()):
         return pattern.seen_and_blind(num_queries, num_keys, device)
-    numbers = pattern.causal, pattern.window, pattern.offset
+    numbers = pattern.causal, pattern.window, pattern.prefix, pattern.offset
     return _masks_of(pattern.documents, *numbers, num_queries, num_keys, device)
 
 
@@ -75,8 +76,10 @@ def boolean_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torc
 
 
 @kept_on_documents(most=2)  # of Q x K bytes each
-def _masks_of(documents: Documents | None, causal: bool, window: int | None, offset: int, *shape: Any) -> Any:
-    return Pattern(causal, window, offset, documents).seen_and_blind(*shape)
+def _masks_of(
+    documents: Documents | None, causal: bool, window: Any, prefix: int | None, offset: int, *shape: Any
+) -> Any:
+    return Pattern(causal, window, offset, documents, prefix=prefix).seen_and_blind(*shape)
 
 
 def _sdpa(
@@ -100,21 +103,26 @@ sdpa_cudnn = partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
 
 
 def sdpa_supports(case: AttentionCase) -> str | None:
-    return sdpa_math_supports(case) or why_not_scale(case)
+    return _why_not_known(case, "bias") or why_not_scale(case)
 
 
 def sdpa_math_supports(case: AttentionCase) -> str | None:
-    return "SDPA knows no softcap" if case.softcap is not None else None
+    return _why_not_known(case, "bias")
+
+
+def _why_not_known(case: AttentionCase, *added: str) -> str | None:
+    return why_not_plain(replace(case, value_dim=None), *MADE_ONCE, OFFSETS, "key_lengths", "mask", *added)
 
 
 def sdpa_flash_supports(case: AttentionCase) -> str | None:
     if case.device == "cuda":
         return _torch_says(case, SDPBackend.FLASH_ATTENTION, cuda_backend.can_use_flash_attention)
-    return sdpa_math_supports(case) or why_not_value_dim(case) or why_not_scale(case)
+    return _why_not_known(case) or why_not_value_dim(case) or why_not_scale(case)
 
 
 def sdpa_efficient_supports(case: AttentionCase) -> str | None:
-    says = partial(_torch_says, case, SDPBackend.EFFICIENT_ATTENTION, cuda_backend.can_use_efficient_attention)
+    can_use = cuda_backend.can_use_efficient_attention
+    says = partial(_torch_says, case, SDPBackend.EFFICIENT_ATTENTION, can_use, "bias")
     return says() if case.device == "cuda" else "SDPA's memory-efficient attention runs on CUDA only"
 
 
@@ -129,12 +137,12 @@ def why_not_scale(case: AttentionCase) -> str | None:
     return f"gives NaN or overflows unless scale > 0; got {case.scale}" if refused else None
 
 
-def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool]) -> str | None:
+def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool], *added: str) -> str | None:
     """torch's own verdict on the case, and when it refuses, the warnings in which it says why.
 
     Where it says nothing: which change of the case it would take.
     """
-    if reason := sdpa_supports(case):
+    if reason := _why_not_known(case, *added) or why_not_scale(case):
         return reason
     ask = partial(_asked, backend=backend, can_use=can_use, deterministic=torch.are_deterministic_algorithms_enabled())
     if (said := ask(case)) is None:
@@ -153,9 +161,7 @@ def _changes(case: AttentionCase) -> dict[str, AttentionCase]:
         f"head_dim 64 in place of {case.head_dim}": replace(case, head_dim=64),
         "a case without gradients": replace(case, grad=False),
         "no causal mask": replace(case, causal=False),
-        "no option but `causal`": replace(
-            case, window=None, offset=0, documents=False, key_lengths=False, mask=False, softcap=None
-        ),
+        "no option but `causal`": case.plain,
         "v of the head dimension of k": replace(case, value_dim=None),
     }
 
@@ -171,7 +177,8 @@ def _asked(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool
     q, k = shaped(case.heads, case.queries, case.head_dim), shaped(case.kv_heads, case.keys, case.head_dim)
     v = shaped(case.kv_heads, case.keys, case.value_dim or case.head_dim)
     q, k, v = (x.requires_grad_(case.grad) for x in (q, k, v))
-    mask = shaped(case.heads, case.queries, case.keys, torch.bool) if case.options else None
+    dtype = DTYPES[case.dtype] if case.bias else torch.bool
+    mask = shaped(case.heads, case.queries, case.keys, dtype) if case.options else None
     is_causal = case.causal and mask is None  # which stands in its place
     params = cuda_backend.SDPAParams(q, k, v, mask, 0.0, is_causal, case.heads != case.kv_heads)
     with sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:
@@ -193,7 +200,7 @@ def flex(
     """FlexAttention, compiled for the case, with a block mask that skips hidden blocks and is made once."""
     pattern = pattern or PLAIN[causal]
     queries, group = q.shape[2], q.shape[1] // k.shape[1]
-    documents, numbers = pattern.documents, (pattern.causal, pattern.window, pattern.offset)
+    documents, numbers = pattern.documents, _numbers(pattern)
     block_mask = _block_mask_of(documents, *numbers, queries, k.shape[2], q.device) if pattern.hides else None
     # Short queries go to a decoding kernel, whose one tile of a group's queries must not exceed a mask's block.
     options = {"BACKEND": "TRITON"} if q.is_cuda and queries < 128 < queries * group else None
@@ -223,35 +230,48 @@ def flex_supports(case: AttentionCase) -> str | None:
 
 def block_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
     """FlexAttention's mask of a pattern, made anew."""
-    numbers = pattern.causal, pattern.window, pattern.offset
-    return _make_block_mask(pattern.documents, *numbers, num_queries, num_keys, device)
+    return _make_block_mask(pattern.documents, *_numbers(pattern), num_queries, num_keys, device)
+
+
+def _numbers(pattern: Pattern) -> tuple[int | None, int | None, int | None, Any]:
+    return pattern.left, pattern.right, pattern.prefix, pattern.offset
 
 
 def _make_block_mask(
-    documents: Documents | None, causal: bool, window: int | None, offset: int, queries: int, keys: int, device: Any
+    documents: Documents | None,
+    left: int | None,
+    right: int | None,
+    prefix: int | None,
+    offset: int,
+    queries: int,
+    keys: int,
+    device: Any,
 ) -> BlockMask:
     # Uncompiled, creation holds a (Q, K) matrix of flags: 4 GiB at 65,536.
     batch = None if documents is None or documents.batch == 1 else documents.batch
-    seen = _mask_mod(causal, window, offset, documents)
+    seen = _mask_mod(left, right, prefix, offset, documents)
     return create_block_mask(seen, batch, None, queries, keys, device=device)
 
 
 _block_mask_of = kept_on_documents(most=64)(_make_block_mask)
 
 
-def _mask_mod(causal: bool, window: int | None, offset: int, documents: Documents | None) -> Callable[..., Tensor]:
+def _mask_mod(
+    left: int | None, right: int | None, prefix: int | None, offset: int, documents: Documents | None
+) -> Callable[..., Tensor]:
     """Where a query sees a key, as FlexAttention asks: of indices of batch entry, head, query and key."""
-    starts = None if documents is None else documents.starts
     several = documents is not None and documents.batch > 1
+    packed = documents and (documents.places, documents.key_starts, documents.key_ends)
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        found = query + offset >= key if causal else key >= 0
-        if window is not None:
-            found = found & (query + offset - key < window)
-        if starts is not None:
-            entry = batch if several else 0
-            found = found & (starts[entry, query] == starts[entry, key])
-        return found
+        entry = batch if several else 0
+        place, start, end = (x[entry, query] for x in packed) if packed else (query, 0, None)
+        found = place + offset + right >= key if right is not None else key >= 0
+        if prefix is not None:
+            found = found | (key < start + prefix)
+        if left is not None:
+            found = found & (place + offset - left <= key)
+        return found if end is None else found & (start <= key) & (key < end)
 
     return seen
 

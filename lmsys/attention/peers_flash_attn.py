@@ -15,10 +15,11 @@ from torch import Tensor
 
 from lmsys.attention.contract import FEW_QUERIES, AttentionCase, aligned, why_not_plain, with_aligned_gradient
 from lmsys.attention.documents import Documents, kept_on_documents
-from lmsys.attention.pattern import PLAIN, Pattern
-from lmsys.attention.peers import MADE_ONCE, why_not_scale
+from lmsys.attention.pattern import PLAIN, TWO_SIDED, Pattern
+from lmsys.attention.peers import why_not_scale
 
 BEYOND = (99, 0)  # a compute capability that no GPU has
+KNOWN = "window", TWO_SIDED, "offset", "documents"
 
 
 def _flash_attn(
@@ -39,13 +40,14 @@ def _flash_attn(
     """
     package, pattern = importlib.import_module(module), pattern or PLAIN[causal]
     options: dict[str, Any] = {"softmax_scale": scale, "causal": pattern.causal}
-    if pattern.window is not None:
-        options["window_size"] = pattern.window - 1, 0  # keys to the left of a query's own, and to its right
+    if pattern.left is not None:
+        options["window_size"] = pattern.left, pattern.right  # keys to the left of a query's own, and to its right
     in_order = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
     tensors = [aligned(x).transpose(1, 2) for x in (q, k, v)]  # (B, S, H, D)
     if pattern.documents is not None:
-        edges, longest = pattern.documents.cu_seqlens(q.shape[0]), pattern.documents.longest
-        options |= {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        of_q, of_k = pattern.documents, pattern.documents.keys
+        options |= {"cu_seqlens_q": of_q.cu_seqlens(q.shape[0]), "cu_seqlens_k": of_k.cu_seqlens(q.shape[0])}
+        options |= {"max_seqlen_q": of_q.longest, "max_seqlen_k": of_k.longest}
         o = package.flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors), **options, **in_order)
     elif caches and (pattern.key_lengths is not None or _decodes(q, k, v)):
         lengths = pattern.key_lengths
@@ -67,7 +69,7 @@ def _flash_attn_supports(
     case: AttentionCase, module: str, least: tuple[int, int], below: tuple[int, int] = BEYOND, caches: bool = False
 ) -> str | None:
     """`least` and `below`: the first compute capability that it runs on, and the first after it that it does not."""
-    if reason := _why_not(case, "flash-attn", least, below, *MADE_ONCE, *(["key_lengths"] if caches else [])):
+    if reason := _why_not(case, "flash-attn", least, below, *KNOWN, *(["key_lengths"] if caches else [])):
         return reason
     if case.key_lengths and (case.causal or case.documents or case.grad):
         return "flash-attn takes key_lengths in its call for caches: without `causal`, documents and gradients"
@@ -87,8 +89,8 @@ def _why_not(case: AttentionCase, who: str, least: tuple[int, int], below: tuple
         return f"{who} of this version needs {gpu}; this GPU has {'.'.join(map(str, case.capability))}"
     if case.dtype not in ("float16", "bfloat16"):
         return f"{who} knows float16 and bfloat16, not {case.dtype}"
-    if case.causal and case.offset != case.keys - case.queries:
-        return f"{who} aligns a causal mask at the bottom right, so it needs the offset K - Q, 0 for Q = K"
+    if (case.causal or case.window) and case.offset != (0 if case.documents else case.keys - case.queries):
+        return f"{who} aligns a mask at the bottom right, so it needs the offset K - Q, of documents or for Q = K 0"
     if case.head_dim > 256 or case.head_dim % 8:
         return f"{who} needs a head_dim that is a multiple of 8 and at most 256; got {case.head_dim}"
     return why_not_scale(case)
@@ -117,14 +119,16 @@ def varlen_attn(
     from torch.nn.attention.varlen import varlen_attn as of_torch
 
     pattern = pattern or PLAIN[causal]
-    of_q, of_k = (pattern.documents or _whole(None, x.shape[2], x.device) for x in (q, k))
-    left = -1 if pattern.window is None else pattern.window - 1
+    of_q, of_k = (_whole(None, x.shape[2], x.device) for x in (q, k))
+    if pattern.documents is not None:
+        of_q, of_k = pattern.documents, pattern.documents.keys
+    window = tuple(-1 if side is None else side for side in (pattern.left, pattern.right))
     tensors = [aligned(x).squeeze(0).transpose(0, 1) for x in (q, k, v)]  # (S, H, D)
     o = of_torch(
         *tensors,
         *(of_q.cu_seqlens(1), of_k.cu_seqlens(1), of_q.longest, of_k.longest),
         scale=scale,
-        window_size=(left, 0 if pattern.causal else -1),
+        window_size=window,
         **({"enable_gqa": True} if q.shape[1] != k.shape[1] else {}),
     )
     return with_aligned_gradient(o).transpose(0, 1).unsqueeze(0)
@@ -137,7 +141,7 @@ def _whole(documents: None, length: int, device: torch.device) -> Documents:
 
 def varlen_attn_supports(case: AttentionCase) -> str | None:
     """Without a GPU torch's module is not imported: it brings the compiler, which takes longer than torch itself."""
-    if reason := _why_not(case, "varlen_attn", (8, 0), BEYOND, *MADE_ONCE):
+    if reason := _why_not(case, "varlen_attn", (8, 0), BEYOND, *KNOWN):
         return reason
     if case.batch > 1:
         return f"varlen_attn takes sequences packed one after another, so it needs a batch of 1; got {case.batch}"

@@ -4,10 +4,13 @@ Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K k
 the values.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lmsys.attention.contract import for_scores
+from lmsys.attention.naive import log_sum_exp, with_sinks
 from lmsys.attention.pattern import PLAIN, Pattern
 
 
@@ -19,12 +22,12 @@ def vectorized(
     causal: bool = False,
     scale: float | None = None,
     pattern: Pattern | None = None,
-) -> Tensor:
+) -> Any:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, Dv) -> (B, H, Q, Dv).
 
     `pattern` stands in the place of `causal`. Beside `naive` it scales q instead of the scores, folds the G query heads
     of a key head into its rows instead of repeating keys, masks in place, and keeps one (Q, K) matrix for the backward:
-    the softmax.
+    the softmax. With `pattern.return_lse` the log-sum-exp (B, H, Q) comes with o.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     pattern, blind = pattern or PLAIN[causal], None
@@ -33,8 +36,14 @@ def vectorized(
     scores = rows @ for_scores(k).mT  # (B, Hkv, G * Q, K)
     if pattern.softcap is not None:
         scores = torch.tanh(scores / pattern.softcap) * pattern.softcap
+    by_head = scores.unflatten(2, (-1, num_queries)).flatten(1, 2)
+    added = pattern.added(slice(0, num_queries), slice(0, num_keys), torch.promote_types(scores.dtype, torch.float32))
+    if added is not None:
+        by_head += added
     if pattern.hides:
         seen, blind = pattern.seen_and_blind(num_queries, num_keys, q.device)
-        scores.unflatten(2, (-1, num_queries)).flatten(1, 2).masked_fill_(~seen, float("-inf"))
-    o = (torch.softmax(scores, dim=-1).to(v.dtype) @ v).unflatten(2, (-1, num_queries)).flatten(1, 2)
-    return o if blind is None else o.masked_fill(blind, 0)
+        by_head.masked_fill_(~seen, float("-inf"))
+    weights = torch.softmax(with_sinks(by_head, pattern), dim=-1).to(v.dtype)[..., :num_keys]
+    o = (weights.reshape(scores.shape) @ v).unflatten(2, (-1, num_queries)).flatten(1, 2)
+    o = o if blind is None else o.masked_fill(blind, 0)
+    return (o, log_sum_exp(q, k, pattern, scale)) if pattern.return_lse else o

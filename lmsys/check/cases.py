@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmsys.attention.contract import AttentionCase
+from lmsys.attention.documents import Documents
+from lmsys.attention.pattern import OPTIONS, Pattern
 from lmsys.check.question import Fault
 from lmsys.testing import MEMORY, Inputs, run
 
@@ -27,7 +30,7 @@ class Asked:
         one = self.case
         heads = f"{one.heads}" if one.heads == one.kv_heads else f"{one.heads} over {one.kv_heads}"
         told = f"{one.dtype}, batch {one.batch}, heads {heads}, {one.queries} queries, {one.keys} keys, head dimension"
-        mask = "causal" if one.causal else "full"
+        mask = ", ".join(["causal" if one.causal else "full", *one.options])
         return f"{told} {one.head_dim}, {mask}{'' if one.scale is None else f', scale {one.scale:g}'}"
 
 
@@ -69,20 +72,46 @@ def in_memory(case: AttentionCase) -> Iterator[Asked]:
     return (Asked(about, case, name) for name, (_, _, about) in MEMORY.items())
 
 
+def cases_of_options(one: AttentionCase) -> Iterator[Asked]:
+    """A small causal case for each option of attention beside `causal`."""
+    small = replace(one.plain, batch=2, heads=2, kv_heads=1, queries=40, keys=40, causal=True)
+    values: dict[str, Any] = {"window": 10, "offset": 9, "softcap": 2.0, "prefix": 30}
+    for name in OPTIONS:
+        yield Asked(f"with {name}", replace(small, **{name: values.get(name, True)}))
+
+
+def pattern_of(case: AttentionCase, seed: int) -> Pattern:
+    """The pattern of a case, with tensors drawn by `seed`."""
+    draw = torch.Generator().manual_seed(seed)
+    scores = case.batch, case.heads, case.queries, case.keys
+    made: dict[str, Any] = {
+        "documents": Documents([case.keys // 3, case.keys - case.keys // 3], case.device),
+        "key_lengths": torch.randint(1, case.keys + 1, scores[:1], generator=draw, dtype=torch.int32),
+        "mask": torch.rand(scores, generator=draw) < 0.5,
+        "bias": torch.randn(scores, generator=draw),
+        "alibi": torch.rand(1, case.heads, generator=draw),
+        "sinks": torch.randn(1, case.heads, generator=draw),
+    }
+    given = {name: made.get(name, value) for name, value in case.options.items()}
+    return Pattern(
+        case.causal, **{name: x.to(case.device) if isinstance(x, Tensor) else x for name, x in given.items()}
+    )
+
+
 def answer(
-    row: Callable[..., Tensor], case: AttentionCase, inputs: Inputs, grad: bool
+    row: Callable[..., Tensor], case: AttentionCase, inputs: Inputs, grad: bool, pattern: Pattern | None = None
 ) -> tuple[dict[str, Tensor], Fault | None]:
     """The results of a row, by name, and the fault that they have before any number is compared."""
     before = {name: x.clone() for name, x in inputs.tensors.items()}
     try:
-        outputs = run(row, inputs, causal=case.causal, scale=case.scale, grad=grad)
+        outputs = run(row, inputs, causal=case.causal, scale=case.scale, grad=grad, pattern=pattern)
         torch.cuda.synchronize() if case.device == "cuda" else None
     except Exception as error:
         return {}, Fault.raised(error)
     if changed := [name for name, x in before.items() if not torch.equal(x, inputs.tensors[name])]:
         return outputs, Fault(f"  it changes its input {changed[0]}")
     for name, x in outputs.items():
-        like = inputs.tensors[LIKE[name]]
+        like = inputs.tensors[LIKE[name]] if name in LIKE else inputs.q[..., 0].float()
         if x.shape != like.shape or x.dtype != like.dtype:
             given = f"{x.dtype} of shape {tuple(x.shape)}"
             return outputs, Fault(f"  {name} is {given}; expected {like.dtype} of shape {tuple(like.shape)}")

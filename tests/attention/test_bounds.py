@@ -29,6 +29,10 @@ PATTERNS = {
     "offset": Pattern(True, 20, offset=TILE - 1),
     "documents": Pattern(documents=Documents([TILE, 1, TILE - 1, 2 * TILE + 1, LENGTH - 4 * TILE - 1])),
     "causal documents": Pattern(True, documents=Documents([3, 3 * TILE - 3, TILE + 1, LENGTH - 4 * TILE - 1])),
+    "two sides": Pattern(False, (TILE + 1, 3)),
+    "prefix": Pattern(True, prefix=2 * TILE + 1),
+    "more keys": Pattern(True, documents=Documents([TILE + 5, LENGTH - TILE - 5], keys=Documents([25, LENGTH - 25]))),
+    "offset of each entry": Pattern(True, 9, torch.tensor([3])),
     "key lengths": Pattern(key_lengths=torch.tensor([TILE + 1])),
 }
 
@@ -36,11 +40,15 @@ PATTERNS = {
 @st.composite
 def drawn(draw: st.DrawFn) -> tuple[AttentionCase, int]:
     keys = draw(LENGTHS)
-    documents = draw(st.booleans())
-    queries, causal = keys if documents else draw(LENGTHS), draw(st.booleans())
-    case = AttentionCase(2, 1, 1, queries, keys, 16, "float32", causal, documents=documents)
-    window = draw(st.none() | st.integers(1, 25)) if causal else None
-    return replace(case, window=window, offset=draw(st.integers(0, 25)), key_lengths=draw(st.booleans())), draw(SEEDS)
+    documents, causal = draw(st.booleans()), draw(st.booleans())
+    case = AttentionCase(2, 1, 1, draw(LENGTHS), keys, 16, "float32", causal, documents=documents)
+    prefix = draw(st.none() | st.integers(1, 25)) if causal else None
+    window = None
+    if prefix is None:
+        window = draw(st.none() | st.tuples(*2 * [st.integers(0, 25)]) | (st.integers(1, 25) if causal else st.none()))
+    offset = draw(st.just(True) | st.integers(-25, 25))
+    case = replace(case, window=window, prefix=prefix, offset=offset, key_lengths=draw(st.booleans()))
+    return case, draw(SEEDS)
 
 
 @given(drawn())
@@ -179,7 +187,7 @@ def test_an_edge_of_tiles_that_is_off_by_one_is_caught(edge: str, monkeypatch: p
 
 MADE: dict[str, Callable[[Documents], Any]] = {
     "intervals": lambda documents: Pattern(True, 3, documents=documents).bounds(LENGTH, LENGTH, CPU),
-    "block mask": lambda documents: peers._block_mask_of(documents, True, None, 0, LENGTH, LENGTH, CPU),
+    "block mask": lambda documents: peers._block_mask_of(documents, None, 0, None, 0, LENGTH, LENGTH, CPU),
     "cu_seqlens": lambda documents: documents.cu_seqlens(1),
 }
 

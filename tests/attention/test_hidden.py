@@ -2,7 +2,9 @@
 forward and backward.
 """
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +16,19 @@ from tests.support.attention_rows import Row, law
 from tests.support.patterns import make_pattern, patterned, spelled
 
 NAN, INF = float("nan"), float("inf")
-LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "k"}
+LIKE = {"o": "q", "lse": "q", "dq": "q", "dk": "k", "dv": "k"}
 
 
 def answer(impl: str, inputs: Inputs, case: AttentionCase, pattern: Pattern) -> dict[str, Tensor]:
     q, k, v = inputs.leaves(case.grad)
+    options = pattern.options | {name: x[0] for name, x in pattern.options.items() if name in ("alibi", "sinks")}
     with torch.set_grad_enabled(case.grad):
-        o = attention(q, k, v, causal=pattern.causal, **pattern.options, impl=impl)
-    found = {"o": o.detach()}
+        results = attention(q, k, v, causal=pattern.causal, **options, impl=impl)
+    results = results if pattern.return_lse else (results,)
+    found = dict(zip(("o", "lse"), (x.detach() for x in results), strict=False))
     if case.grad:
-        found |= zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), inputs.do), strict=True)
+        upstream = (inputs.do, inputs.do[..., 0].to(results[-1].dtype))[: len(results)]
+        found |= zip(("dq", "dk", "dv"), torch.autograd.grad(results, (q, k, v), upstream), strict=True)
     return found
 
 
@@ -43,8 +48,11 @@ def spoilt_by(name: str, at: tuple[int, int, int], sees: Tensor, case: Attention
 
 @partial(law, of=patterned)()
 def test_what_a_query_does_not_see_never_reaches_it(row: Row, case: AttentionCase, seed: int) -> None:
-    pattern = make_pattern(case, seed).simplest(case.queries, case.keys)
-    if not pattern.options.keys() - {"softcap"}:
+    pattern = make_pattern(case, seed)
+    offset = pattern.offset if isinstance(pattern.offset, Tensor) else abs(pattern.offset)  # as attention() takes it
+    pattern = replace(pattern, offset=offset, sinks=None if pattern.sinks is None else pattern.sinks[:1])
+    pattern = pattern.simplest(case.queries, case.keys)
+    if not pattern.bounded:
         return  # `causal` alone promises less
     sees = spelled(pattern, case)
     inputs, dirty = make_inputs(case, seed), make_inputs(case, seed)
@@ -57,10 +65,49 @@ def test_what_a_query_does_not_see_never_reaches_it(row: Row, case: AttentionCas
     spoilt = spoilt_by(name, at, sees, case)
     for output, x in answer(row.name, dirty, case, pattern).items():
         reached = spoilt[LIKE[output]]
-        apart = (x - clean[output]).double()[~reached].abs()
+        apart = (x - clean[output]).double().masked_fill(x == clean[output], 0)[~reached].abs()  # -inf is -inf
         assert not (apart > 2 * oracle.budget[output]).any() and bool(apart.isfinite().all()), (output, name, value)
-        if value is NAN and (output != "o" or name != "do"):
-            assert not x[reached].isfinite().all(dim=-1).any(), f"{output} hides that {name} has NaN"
+        if value is NAN and (output not in ("o", "lse") or name != "do"):
+            assert not x[reached].unsqueeze(-1).flatten(1).isfinite().all(dim=-1).any(), (
+                f"{output} hides that {name} has NaN"
+            )
+
+
+@pytest.mark.parametrize("impl", ["naive", "vectorized", "flash_torch", "flash_triton"])
+@pytest.mark.parametrize("added", ["", "sinks", "bias", "alibi"])
+@pytest.mark.parametrize("hides", [{}, {"causal": True, "prefix": 12}, {"window": (3, 1)}], ids=str)
+def test_nan_behind_lengths_reaches_no_result_beside_other_options(
+    impl: str, added: str, hides: dict[str, Any]
+) -> None:
+    """o and the log-sum-exp, and the gradients of q, k, v and of what is added, of 9 queries at the end of caches."""
+    torch.manual_seed(0)
+    made = {"sinks": torch.randn(4), "alibi": torch.rand(4), "bias": torch.randn(1, 4, 1, 40)}
+    lengths, tensors = torch.tensor([17, 33]), [torch.randn(2, 4, 9, 16), *torch.randn(2, 2, 2, 40, 16)]
+    if impl == "flash_triton" and added == "bias":
+        pytest.skip("it knows no bias")
+
+    def asked(behind: float, seen: float = 0) -> list[Tensor]:
+        leaves = [x.clone() for x in tensors]
+        leaves[1][0, 1, 15] += seen
+        for x in leaves[1:]:
+            x[0, :, 17:], x[1, :, 33:] = behind, behind
+        learnt = [made[added].clone()] if added in ("sinks", "bias") else []
+        leaves = [x.requires_grad_() for x in (*leaves, *learnt)]
+        options = hides | {"key_lengths": lengths, "offset": "end", "return_lse": True}
+        options |= {added: learnt[0] if learnt else made[added]} if added else {}
+        results = attention(*leaves[:3], **options, impl=impl)
+        loss = results[0].square().sum() + results[1].sin().sum()
+        return [*(x.detach() for x in results), *torch.autograd.grad(loss, leaves)]
+
+    for found, expected in zip(asked(NAN), asked(0.0), strict=True):
+        torch.testing.assert_close(found, expected)
+    if added == "sinks" and "window" not in hides:  # of heads 2 and 3, whose key of place 15 is NaN
+        found = asked(0.0, seen=NAN)[-1]
+        assert bool(found[:2].isfinite().all()) and bool(found[2:].isnan().all())
+    if added == "bias":
+        found = asked(0.0, seen=NAN)[-1]
+        assert bool(found[:, :2].isfinite().all()) and bool(found[:, 2:, :, 15].isnan().all())
+        assert bool(found[..., 33:].isfinite().all())
 
 
 @law(causal=True, only=())

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from lmsys.attention import ATTENTION, AttentionCase, Documents, Pattern, attention
 from lmsys.attention.naive import naive
-from lmsys.attention.pattern import OPTIONS
 from lmsys.testing import Inputs, Oracle, make_inputs, run
 from tests.support.attention_rows import Row, assert_agree, law
-from tests.support.patterns import document_lengths, drawn_mask, make_pattern, patterned, spelled
+from tests.support.patterns import EXAMPLES, document_lengths, drawn_mask, make_pattern, patterned, place, spelled
 
 Outputs = dict[str, Tensor]
 OURS = (
@@ -31,16 +30,30 @@ lawful = partial(law, of=patterned, only=OURS)
 
 
 def defined(
-    q: Tensor, k: Tensor, v: Tensor, *, sees: Tensor, softcap: float | None, scale: float | None = None, **_: Any
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, case: AttentionCase, causal: bool = False, pattern: Pattern | None = None,
+    scale: float | None = None,
+) -> Any:  # fmt: skip
     """Each query's mean of the values that it sees, weighted by exp(scale · q kᵀ); zeros where it sees none."""
+    pattern = pattern or Pattern(causal)
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    weights = (scores - scores.amax(-1, keepdim=True).detach()).exp() * sees
-    return weights @ v / weights.sum(-1, keepdim=True).masked_fill(~sees.any(-1, keepdim=True), 1)
+    if pattern.softcap is not None:
+        scores = pattern.softcap * (scores / pattern.softcap).tanh()
+    if pattern.bias is not None:
+        scores = scores + pattern.bias
+    if pattern.alibi is not None:
+        places = [[place(pattern, case, b, i) for i in range(case.queries)] for b in range(case.batch)]
+        away = (torch.tensor(places)[:, None, :, None] - torch.arange(case.keys)).abs().to(q.device)
+        scores = scores - pattern.alibi.double()[..., None, None] * away
+    weights = (scores - (top := scores.amax(-1, keepdim=True).detach())).exp() * spelled(pattern, case)
+    total = weights.sum(-1, keepdim=True)
+    if pattern.sinks is not None:
+        total = total + (pattern.sinks[..., None, None] - top).exp()
+    blind = total == 0
+    o = weights @ v / total.masked_fill(blind, 1)
+    lse = (top + total.masked_fill(blind, 1).log()).masked_fill(blind, -torch.inf).squeeze(-1)
+    return (o, lse) if pattern.return_lse else o
 
 
 def assert_right(row: Row, case: AttentionCase, inputs: Inputs, pattern: Pattern) -> None:
@@ -62,7 +75,7 @@ def test_what_is_seen_is_what_the_options_say(row: Row, case: AttentionCase, see
     inputs, pattern = make_inputs(case, seed, "float64"), make_pattern(case, seed)
     sees = spelled(pattern, case)
     found = run(row.call, inputs, pattern=pattern, grad=case.grad)
-    expected = run(partial(defined, sees=sees, softcap=case.softcap), inputs, grad=case.grad)
+    expected = run(partial(defined, case=case), inputs, pattern=pattern, grad=case.grad)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name])
     blind = ~sees.any(-1)
@@ -105,9 +118,13 @@ def test_an_empty_cache_gives_zeros_and_gradients_of_zero(row: Row, case: Attent
 @lawful()
 def test_a_pattern_is_the_mask_that_spells_it(row: Row, case: AttentionCase, seed: int) -> None:
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
-    spelt = Pattern(mask=spelled(pattern, case), softcap=case.softcap)
+    kept = ("softcap", "bias", "alibi", "sinks", "return_lse")
+    spelt = Pattern(mask=spelled(pattern, case), **{name: getattr(pattern, name) for name in kept})
+    if pattern.alibi is not None:  # of positions, which a mask does not say
+        spelt = replace(spelt, offset=pattern.offset, documents=pattern.documents)
     found = row.run(case, inputs, pattern=pattern)
-    found.pop("lse", None)
+    if not pattern.return_lse:
+        found.pop("lse", None)
     expected = run(naive, inputs, pattern=spelt, grad=case.grad)
     assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=pattern)])
 
@@ -147,13 +164,14 @@ def test_the_order_of_documents_does_not_matter(row: Row, case: AttentionCase, s
 @lawful(causal=True, window=1, documents=False, mask=False)
 def test_a_window_as_long_as_the_sequence_is_causal(row: Row, case: AttentionCase, seed: int) -> None:
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
-    wide = replace(pattern, window=case.queries + case.offset + seed % 2)
+    last = case.queries + int(torch.as_tensor(pattern.offset).max())  # the first position behind all queries
+    wide = replace(pattern, window=max(1, last + seed % 2))
     causal = replace(pattern, window=None)
     found, expected = (row.run(case, inputs, pattern=one) for one in (wide, causal))
     assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=causal)])
 
 
-@lawful(causal=True, window=1, documents=False, key_lengths=False, mask=False, softcap=None, offset=0, square=True)
+@lawful(causal=True, window=1, documents=False, key_lengths=False, mask=False, sinks=False, offset=0, square=True)
 def test_a_window_of_one_is_the_value_at_its_place(row: Row, case: AttentionCase, seed: int) -> None:
     inputs = make_inputs(case, seed)
     o = row.run(case, inputs, pattern=make_pattern(case, seed))["o"]
@@ -169,7 +187,7 @@ def test_a_softcap_that_is_far_away_is_none(row: Row, case: AttentionCase, seed:
     assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=plain)])
 
 
-@lawful(key_lengths=True, batch=2, documents=False, mask=False)
+@lawful(key_lengths=True, batch=2, documents=False, mask=False, bias=False)
 def test_key_lengths_are_shorter_caches(row: Row, case: AttentionCase, seed: int) -> None:
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
     whole = row.run(case, inputs, pattern=pattern)
@@ -178,7 +196,7 @@ def test_key_lengths_are_shorter_caches(row: Row, case: AttentionCase, seed: int
             continue
         own = slice(entry, entry + 1)
         cut = parts(inputs, slice(None), slice(length), own)
-        short = replace(pattern, key_lengths=None)
+        short = replace(pattern.of_entries([entry]), key_lengths=None)
         alone = replace(case, batch=1, keys=length, key_lengths=False)
         found = row.run(alone, cut, pattern=short)
         picked = {name: x[own, :, :length] if name in ("dk", "dv") else x[own] for name, x in whole.items()}
@@ -286,7 +304,7 @@ TAKES = {
 def test_rows_refuse_the_options_that_they_do_not_know(name: str, known: tuple[str, ...]) -> None:
     """With the reason, and before they ask for a GPU."""
     case = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", causal=True, device="cuda", capability=(9, 0))
-    for option, value in zip(OPTIONS, (5, 3, True, True, 2.0, True), strict=True):
+    for option, value in EXAMPLES.items():
         reason = ATTENTION[name].why_not(replace(case, **{option: value}))
         assert (f"knows no {option}" in str(reason)) == (option not in known)
 
@@ -308,7 +326,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "softcap: nan": ({"softcap": float("nan")}, "softcap=nan must be a finite number"),
     "softcap: text": ({"softcap": "30"}, "softcap='30' must be a finite number"),
     "offset: negative": ({"offset": -1}, "offset=-1 must be at least 0"),
-    "offset: tensor of two": ({"offset": torch.tensor([1, 2])}, "offset=tensor([1, 2]) must be a whole number"),
+    "offset: tensor of three": ({"offset": torch.tensor([1, 2, 3])}, "for each batch entry, of shape (2,); got (3,)"),
     "offset: False": ({"offset": False}, "offset=False must be a whole number"),
     "offset: half": ({"offset": 0.5}, "offset=0.5 must be a whole number"),
     "documents: lengths": (

@@ -19,6 +19,7 @@ from lmsys.deterministic import deterministic_mode
 from lmsys.processes import in_own_process
 from lmsys.testing import Oracle, make_inputs, run
 
+BEYOND = "offset", "prefix of documents"  # what the functions of FlashAttention do not know
 PACKED = Documents([5, 1, 10])
 EACH = Documents([[16], [7, 9]])
 PATTERNS = {
@@ -28,13 +29,16 @@ PATTERNS = {
     "documents": Pattern(documents=PACKED),
     "causal documents": Pattern(True, documents=PACKED),
     "documents of each": Pattern(True, 6, documents=EACH),
+    "two sides": Pattern(False, (2, 3)),
+    "prefix of documents": Pattern(True, documents=EACH, prefix=3),
+    "other keys": Pattern(True, 4, documents=Documents([5, 11], keys=Documents([9, 7]))),
 }
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_flex_masks_what_the_pattern_hides(name: str) -> None:
     pattern = PATTERNS[name]
-    mask_mod = peers._mask_mod(pattern.causal, pattern.window, pattern.offset, pattern.documents)
+    mask_mod = peers._mask_mod(*peers._numbers(pattern), pattern.documents)
     found = create_mask(mask_mod, 2, None, 16, 16, device="cpu")
     assert torch.equal(found, pattern.seen(16, 16, torch.device("cpu")).expand_as(found))
 
@@ -59,8 +63,8 @@ def dense(
 ) -> Tensor:
     """flash_attn_func by its documentation: (B, S, H, D), causal at the bottom right, a window of keys to the left."""
     left, right = window_size
-    assert right == 0 if left >= 0 else right == -1
-    pattern = Pattern(causal, left + 1 if left >= 0 else None, offset=k.shape[1] - q.shape[1])
+    assert (left >= 0) == (right >= 0)
+    pattern = Pattern(causal, (left, right) if left >= 0 else None, offset=k.shape[1] - q.shape[1])
     return naive(*(x.transpose(1, 2) for x in (q, k, v)), scale=softmax_scale, pattern=pattern).transpose(1, 2)
 
 
@@ -87,7 +91,7 @@ def cached(q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor | None, **o
     return torch.cat([dense(q[at : at + 1], *(x[at : at + 1, :end] for x in (k, v)), **options) for at, end in ends])
 
 
-@pytest.mark.parametrize("name", [name for name in PATTERNS if name != "offset"])
+@pytest.mark.parametrize("name", [name for name in PATTERNS if name not in BEYOND])
 def test_flash_attn_is_told_what_the_pattern_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stub = types.SimpleNamespace(flash_attn_func=dense, flash_attn_varlen_func=varlen)
     monkeypatch.setitem(sys.modules, "flash_attn", stub)
@@ -146,12 +150,12 @@ def of_torch(*args: Any, scale: float | None, window_size: tuple[int, int], enab
     q, k, v, *edges, max_q, max_k = args
     assert enable_gqa == (q.shape[1] != k.shape[1])
     ends = {"cu_seqlens_q": edges[0], "cu_seqlens_k": edges[1], "max_seqlen_q": max_q, "max_seqlen_k": max_k}
-    causal = {"causal": window_size[1] == 0, "window_size": window_size if window_size[0] >= 0 else (-1, -1)}
+    causal = {"causal": window_size == (-1, 0), "window_size": window_size if window_size[0] >= 0 else (-1, -1)}
     return varlen(q, k, v, **ends, softmax_scale=scale, **causal)[0]
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize("name", ["full", *(name for name in PATTERNS if name not in ("offset", "documents of each"))])
+@pytest.mark.parametrize("name", ["full", *(name for name in PATTERNS if name not in (*BEYOND, "documents of each"))])
 def test_varlen_attn_is_told_what_the_pattern_says(name: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch)
     q, k, v = torch.randn(1, 4, 16, 8), *torch.randn(2, 1, kv_heads, 16, 8)

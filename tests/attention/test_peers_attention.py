@@ -2,7 +2,6 @@
 
 Sources: pytorch/pytorch test/test_transformers.py; Dao-AILab/flash-attention tests/test_flash_attn.py;
 fla-org/flash-linear-attention tests/ops/test_attn.py. docs/kernel.md lists what does not apply, with the reason.
-What attention() has no parameter for yet is skipped, and runs once it has.
 """
 
 from dataclasses import replace
@@ -29,11 +28,6 @@ on_gpus = pytest.mark.parametrize(
     "row", [pytest.param(Row(name, "cuda"), id=f"{name}-cuda", marks=pytest.mark.gpu) for name in NAMES]
 )
 causals = pytest.mark.parametrize("causal", [False, True])
-FIELDS = Pattern.__dataclass_fields__
-
-
-def takes(option: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(option not in FIELDS, reason=f"attention() has no parameter {option} yet")
 
 
 def by_row(row: Row, interpreted: list[Any], cpu: list[Any], cuda: list[Any]) -> list[Any]:
@@ -308,11 +302,10 @@ def test_padding_behind_sequences_has_no_gradient(row: Row) -> None:
     assert not found["dk"][0, :, length - 16 :].any() and not found["dv"][0, :, length - 16 :].any()
 
 
-# What attention() is getting -----------------------------------------------------------------------------------------
+# What is added, and partial results ---------------------------------------------------------------------------------
 
 
 @rows
-@takes("alibi")
 @causals
 def test_alibi_takes_slopes_times_distances(row: Row, causal: bool) -> None:
     """flash-attn: slopes of heads, or of each batch entry; more queries than keys and fewer."""
@@ -323,7 +316,6 @@ def test_alibi_takes_slopes_times_distances(row: Row, causal: bool) -> None:
 
 
 @rows
-@takes("bias")
 @pytest.mark.parametrize("dims", [1, 2, 3, 4])
 def test_a_bias_of_any_shape_that_broadcasts(row: Row, dims: int) -> None:
     """torch's additive masks, of one row for all queries up to one for each batch entry and head; and expanded."""
@@ -336,7 +328,6 @@ def test_a_bias_of_any_shape_that_broadcasts(row: Row, dims: int) -> None:
 
 
 @rows
-@takes("sinks")
 def test_sinks_beside_the_keys(row: Row) -> None:
     """flash-linear-attention: the logit of one more key in each head."""
     length = by_row(row, [33], [111], [1024])[0]
@@ -345,7 +336,6 @@ def test_sinks_beside_the_keys(row: Row) -> None:
 
 
 @rows
-@takes("prefix")
 @pytest.mark.parametrize("window", [(0, 0), (7, 3), (40, 0), (3, 40)])
 def test_windows_of_two_sides(row: Row, window: tuple[int, int]) -> None:
     """flash-attn's local attention: left and right of the query, also with other lengths of queries and keys."""
@@ -355,7 +345,6 @@ def test_windows_of_two_sides(row: Row, window: tuple[int, int]) -> None:
 
 
 @rows
-@takes("return_lse")
 def test_split_keys_merge_by_the_log_sum_exp(row: Row) -> None:
     """flash-attn's split keys: two halves, each with its log-sum-exp, are the whole."""
     length = by_row(row, [33], [97], [513])[0]

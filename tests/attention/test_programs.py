@@ -30,6 +30,17 @@ OPTIONS: dict[str, Callable[[int, str], dict[str, Any]]] = {
     "documents": lambda n, device: {"causal": True, "documents": Documents([[3, n - 3], [5, n - 5]], device)},
     "key_lengths": lambda n, device: {"key_lengths": torch.tensor([3, n - 2], device=device)},
     "softcap": lambda n, device: {"causal": True, "softcap": 2.0, "offset": 2},
+    "two sides": lambda n, device: {"window": (2, 3)},
+    "keys": lambda n, device: {
+        "causal": True,
+        "prefix": 2,
+        "documents": Documents([[3, n - 3], [5, n - 5]], device, keys=Documents([[4, n - 4], [2, n - 2]], device)),
+    },
+    "alibi": lambda n, device: {
+        "causal": True,
+        "offset": torch.tensor([1, 3], device=device),
+        "alibi": torch.tensor([0.5, 0.2, 0.1, 0.05], device=device),
+    },
 }
 
 
@@ -43,8 +54,9 @@ def tensors(length: int = 9, device: str = "cpu", dtype: torch.dtype = torch.flo
 def call(row: str, asked: dict[str, Any], q: Tensor) -> Callable[..., Tensor]:
     """attention() by a row; skips the test where the row cannot run it."""
     k = q[:, ::2]
-    asked_here = {"causal": False, "window": None, "documents": None, "key_lengths": None} | asked
-    pattern = checked_pattern(q, k, **{"softcap": None, "offset": 0, "mask": None} | asked_here)
+    others = "window", "documents", "key_lengths", "softcap", "mask", "prefix", "bias", "alibi", "sinks"
+    plain = {"causal": False, "offset": 0, "return_lse": False} | dict.fromkeys(others)
+    pattern = checked_pattern(q, k, **plain | asked)
     if row != "auto" and (reason := ATTENTION[row].why_not(case_of(q, k, k, pattern))):
         pytest.skip(reason)
     return partial(attention, impl=row, **asked)
@@ -193,6 +205,27 @@ def test_derivatives_of_gradients_are_right(row: str, options: str, device: str)
     leaves = tensors(9, device, dtype, head_dim)
     asked = OPTIONS[options](9, device)
     assert_right(differentiated_again(call(row, asked, leaves[0]), *leaves), differentiated_again, leaves, **asked)
+
+
+@pytest.mark.parametrize("row", KERNELS[:2])
+def test_sinks_are_differentiated_once_and_in_a_graph_of_their_own(row: str) -> None:
+    torch.compiler.reset()
+    leaves, asked = tensors(), {"causal": True, "sinks": torch.tensor([0.5, 0.2, 0.1, 0.05])}
+    found = results(torch.compile(partial(attention, impl=row, **asked), backend="aot_eager"), *leaves)
+    assert_right(found, results, leaves, **asked)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        differentiated_again(partial(attention, impl=row, **asked), *leaves)
+    with pytest.raises(RuntimeError, match=r"torch\.func|functorch transforms"):
+        transformed(partial(attention, impl=row, **asked), *leaves)
+
+
+def test_a_flash_row_says_that_sinks_cannot_be_exported() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v, sinks=torch.zeros(4), impl="flash_torch")
+
+    with pytest.raises(ValueError, match=r"no operator under sinks, as torch\.export needs"):
+        torch.export.export(Module(), tuple(x.detach() for x in tensors()))
 
 
 def test_derivatives_of_gradients_in_three_dimensions() -> None:

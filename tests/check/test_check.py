@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from lmsys.attention import ATTENTION
+from lmsys.attention import ATTENTION, Pattern
+from lmsys.attention.naive import naive
 from lmsys.check import __main__ as command
 from lmsys.check import attention, places
 from lmsys.check.__main__ import main
@@ -52,6 +55,38 @@ def test_a_mistake_is_named(name: str, capsys: pytest.CaptureFixture[str], monke
     said = capsys.readouterr().out
     assert told in said, said
     assert "no known mistake" not in said
+
+
+def with_options(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, window: int | None = None,
+    sinks: Tensor | None = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
+    return naive(q, k, v, scale=scale, pattern=Pattern(causal, window, sinks=sinks, return_lse=return_lse))
+
+
+def off_by_one(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, window: int | None = None) -> Any:
+    return naive(q, k, v, scale=scale, pattern=Pattern(causal, window and window + 1))
+
+
+def of_first_head(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None, sinks: Any = None) -> Any:
+    return naive(q, k, v, scale=scale, pattern=Pattern(causal, sinks=None if sinks is None else sinks[:, :1]))
+
+
+def without_gradient(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: Any, return_lse: bool = False) -> Any:
+    found = naive(q, k, v, scale=scale, pattern=Pattern(causal, return_lse=return_lse))
+    return (found[0], found[1].detach() + 0 * q.sum()) if return_lse else found
+
+
+@pytest.mark.parametrize("name", ["with_options", "off_by_one", "of_first_head", "without_gradient"])
+def test_a_row_is_asked_for_the_options_that_it_has_a_parameter_for(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = Entry(name, f"{__file__}:{name}")
+    assert check(row, Options(32, dtypes=("float32",))) == (RIGHT if name == "with_options" else WRONG)
+    said = capsys.readouterr().out
+    wrong = {"off_by_one": "with window", "of_first_head": "with sinks", "without_gradient": "with return_lse"}
+    assert name == "with_options" or f"{wrong[name]}, float32: wrong" in said, said
+    assert "with softcap" not in said
 
 
 @pytest.mark.parametrize("name", ["naive", "vectorized", "flash_torch", "sdpa_math"])

@@ -62,10 +62,12 @@ def main(capability: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):  # one shape and one place, in two dtypes
         q, k, v = (memory[i].view(dtype)[: memory[i].numel()].view(BATCH, HEADS, max(LENGTHS), 64) for i in range(3))
         flash_triton._forward(q, k, v, True, 0.125, TILE)
-    for pattern in (Pattern(True, 7), Pattern(key_lengths=torch.tensor([40, 33]), softcap=2.0)):
-        attend(*CASES[0], LENGTHS[0], False, pattern)
+    attend(*CASES[0], LENGTHS[0], False, Pattern(True, 7))
+    several = Pattern(key_lengths=torch.tensor([40, 33]), softcap=2.0, alibi=torch.rand(1, HEADS))
+    attend(*CASES[0], LENGTHS[0], False, several, torch.randn(BATCH, LENGTHS[0], HEADS).mT)
     many, few = Pattern(True, offset=150), Pattern(True, 7, 31, key_lengths=torch.tensor([40, 33]), softcap=2.0)
-    for pattern in (many, few):  # keys in parts, and in one
+    ends = Pattern(True, 7, torch.tensor([36, 29]), key_lengths=torch.tensor([40, 33]))
+    for pattern in (many, few, ends):  # keys in parts, and in one
         for length in (160, 153):
             q, k, v = (
                 torch.randn(BATCH, heads, length, 64)[:, :, :keys] for heads, keys in ((4, 3), (2, 160), (2, 160))
@@ -135,6 +137,7 @@ def attend(
     length: int,
     transposed: bool,
     pattern: Pattern | None = None,
+    dlse: Tensor | None = None,
 ) -> None:
     def placed(i: int, heads: int) -> Tensor:
         place = memory[i].view(dtype)
@@ -149,7 +152,7 @@ def attend(
     lse = memory[5, length % 2 :][: BATCH * HEADS * length].view(BATCH, HEADS, length)  # aligned, or not
     for tile in (TILE, OTHER):
         flash_triton._forward(q, k, v, causal, 0.125, tile, pattern)
-    flash_triton._backward(q, k, v, o, lse, do, causal, 0.125, TILE, pattern)
+    flash_triton._backward(q, k, v, o, lse, do, causal, 0.125, TILE, pattern, dlse=dlse)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Patterns of attention that hypothesis draws for a row, and what they mean, spelled out pair by pair."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,14 +10,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lmsys.attention import AttentionCase, Documents, Pattern
+from lmsys.attention.contract import DTYPES
 from lmsys.attention.pattern import OPTIONS
 from tests.support.attention_rows import Row, cases
 
+FLAGS = "bias", "alibi", "sinks", "return_lse"
 EXAMPLES: dict[str, Any] = {
     "window": 5,
     "offset": 3,
     "softcap": 2.0,
-    **dict.fromkeys(("documents", "key_lengths", "mask"), True),
+    "prefix": 4,
+    **dict.fromkeys(("documents", "key_lengths", "mask", *FLAGS), True),
 }
 
 
@@ -31,31 +35,72 @@ def patterned(draw: st.DrawFn, row: Row, **fixed: Any) -> AttentionCase:
     case = draw(cases(row, **fixed))
     free = [name for name in taken(row) if name not in fixed]
     given = draw(st.sets(st.sampled_from(free), min_size=0 if case.options else 1)) if free else set()
-    changes = dict.fromkeys(given & {"documents", "key_lengths", "mask"}, True)
-    if "window" in given:
+    changes = dict.fromkeys(given & {"documents", "key_lengths", "mask", *FLAGS}, True)
+    if "prefix" in given and case.window is None and fixed.get("causal", True):
+        changes |= {"causal": True, "prefix": draw(st.integers(1, case.keys + 3))}
+    elif "window" in given:
         changes |= {"causal": True, "window": draw(st.integers(1, case.queries + 3))}
+        sides = draw(st.tuples(*2 * [st.integers(0, case.queries + 3)]))
+        two_sided = replace(case, causal=fixed.get("causal", draw(st.booleans())), window=sides)
+        if row.why_not(two_sided) is None and draw(st.booleans()):
+            changes |= {"causal": two_sided.causal, "window": sides}
     if "offset" in given:
-        changes |= {"offset": draw(st.integers(1, case.keys + 3))}
+        offset = st.integers(1 - case.queries, case.keys + 3).filter(bool)
+        if row.why_not(replace(case, offset=True)) is None:
+            offset = st.just(True) | offset
+        changes |= {"offset": draw(offset)}
     if "softcap" in given:
         changes |= {"softcap": draw(st.sampled_from([0.5, 3.0, 50.0]))}
-    if "documents" in given or case.documents:
+    if ("documents" in given or case.documents) and draw(st.booleans()):
         changes |= {"queries": case.keys}
     case = replace(case, **changes)
     return replace(case, grad=row.why_not(replace(case, grad=True)) is None)
 
 
 def make_pattern(case: AttentionCase, seed: int) -> Pattern:
-    """The case's pattern with documents, lengths and a mask drawn by `seed`."""
+    """The case's pattern with documents, lengths, offsets and a mask drawn by `seed`.
+
+    Half of the documents have as many queries as keys, where the case has as many.
+    """
     documents = lengths = None
+    chance = random.Random(seed)
     if case.documents:
         entries = (1, case.batch)[seed % 2]
-        documents = Documents([document_lengths(case.keys, seed + entry) for entry in range(entries)], case.device)
+        of_keys = [document_lengths(case.keys, seed + entry) for entry in range(entries)]
+        documents = Documents(of_keys, case.device)
+        if case.queries != case.keys:
+            of_keys = [
+                row[: case.queries - 1] + [sum(row[case.queries - 1 :])] * (len(row) >= case.queries) for row in of_keys
+            ]
+            of_queries = [divided(case.queries, len(row), chance) for row in of_keys]
+            documents = Documents(of_queries, case.device, Documents(of_keys, case.device))
     if case.key_lengths:
-        chance = random.Random(seed)
         drawn = [chance.randint(0, case.keys) for _ in range(case.batch)]
         lengths = torch.tensor(drawn, dtype=(torch.int32, torch.int64)[seed % 2], device=case.device)
+    offset: int | Tensor = case.offset
+    if case.offset is True:
+        drawn = [chance.randint(-case.queries, case.keys) for _ in range(case.batch)]
+        offset = torch.tensor(drawn, dtype=(torch.int64, torch.int32)[seed % 2], device=case.device)
     mask = drawn_mask(case, seed) if case.mask else None
-    return Pattern(case.causal, case.window, case.offset, documents, lengths, mask, case.softcap)
+    bias = drawn_bias(case, seed) if case.bias else None
+    by_head = torch.randn(case.batch, case.heads, generator=torch.Generator().manual_seed(seed)).to(case.device)
+    alibi, sinks = by_head[:1].abs() if case.alibi else None, by_head if case.sinks else None
+    tensors = {"bias": bias, "alibi": alibi, "sinks": sinks}
+    numbers = case.causal, case.window, offset, documents, lengths, mask, case.softcap, case.prefix
+    return Pattern(*numbers, **tensors, return_lse=case.return_lse)
+
+
+def drawn_bias(case: AttentionCase, seed: int) -> Tensor:
+    """A bias of some shape, in the case's dtype or in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    bias = torch.randn(SHAPES[seed % len(SHAPES)](case), generator=generator)
+    return bias.to(case.device, DTYPES[case.dtype] if seed % 2 else torch.float32)
+
+
+def divided(tokens: int, parts: int, chance: random.Random) -> list[int]:
+    """So many lengths, of 1 at least, that add up to `tokens`."""
+    edges = [0, *sorted(chance.sample(range(1, tokens), parts - 1)), tokens]
+    return [end - start for start, end in zip(edges, edges[1:], strict=False)]
 
 
 def document_lengths(tokens: int, seed: int) -> list[int]:
@@ -90,20 +135,44 @@ def spelled(pattern: Pattern, case: AttentionCase) -> Tensor:
     shape = case.batch, case.heads, case.queries, case.keys
     mask = None if pattern.mask is None else pattern.mask.expand(shape).cpu()
     lengths = None if pattern.key_lengths is None else pattern.key_lengths.tolist()
-    documents = pattern.documents and [
-        [number for number, length in enumerate(row) for _ in range(length)] for row in pattern.documents.lengths
-    ]
+    packed = pattern.documents
 
     def sees(b: int, i: int, j: int) -> bool:
-        at = i + pattern.offset
-        if pattern.causal and j > at:
+        at, start = place(pattern, case, b, i), 0
+        if packed is not None:
+            number, start = document_of(j, packed.keys.lengths[b % packed.batch])
+            if number != document_of(i, packed.lengths[b % packed.batch])[0]:
+                return False
+        if lengths is not None and j >= lengths[b]:
             return False
-        if pattern.window is not None and j <= at - pattern.window:
+        if isinstance(pattern.window, tuple):
+            left, right = pattern.window
+            if not at - left <= j <= at + right:
+                return False
+        elif pattern.window is not None and j <= at - pattern.window:
             return False
-        if documents and (document := documents[b % len(documents)])[i] != document[j]:
-            return False
-        return lengths is None or j < lengths[b]
+        return not pattern.causal or j <= at or j < start + (pattern.prefix or 0)
 
     found = [[[sees(b, i, j) for j in range(shape[3])] for i in range(shape[2])] for b in range(shape[0])]
     whole = torch.tensor(found)[:, None].expand(shape)
     return (whole if mask is None else whole & mask).to(case.device)
+
+
+def place(pattern: Pattern, case: AttentionCase, b: int, i: int) -> int:
+    """Where query i of batch entry b stands among the keys."""
+    at, packed = i, pattern.documents
+    if packed is not None:
+        of_queries, of_keys = packed.lengths[b % packed.batch], packed.keys.lengths[b % packed.batch]
+        number, first = document_of(i, of_queries)
+        at = sum(of_keys[: number + 1]) - (first + of_queries[number] - i)
+    return at + int(pattern.offset[b] if isinstance(pattern.offset, Tensor) else pattern.offset)
+
+
+def document_of(token: int, lengths: Sequence[int]) -> tuple[int, int]:
+    """The number of the document that a token belongs to, and its first token."""
+    start = 0
+    for number, length in enumerate(lengths):
+        if token < start + length:
+            return number, start
+        start += length
+    raise AssertionError(f"{token=} is beyond {lengths=}")

@@ -26,22 +26,14 @@ from lmsys.attention.contract import case_of
 from lmsys.attention.pattern import Pattern, checked_pattern
 from lmsys.check.question import poison
 from lmsys.testing import MEMORY, Inputs, Oracle, make_inputs
-from tests.support.patterns import document_lengths, drawn_mask
+from tests.support.patterns import document_lengths, drawn_bias, drawn_mask
 
 SEED = int(os.environ.get("LMSYS_RANDOM_SEED", "0"))
 CONTEXTS = {"cpu": ("eager", "autocast", "checkpoint"), "cuda": ("eager", "compile", "autocast", "graph", "checkpoint")}
 CLASSES = 24
 RARELY = 100
 COMPILING = [row.name for row in ATTENTION.values() if row.trait("compiles", False)] + ["flash_attn_4"]
-NO_OPTIONS: dict[str, Any] = {
-    "causal": False,
-    "window": None,
-    "documents": None,
-    "key_lengths": None,
-    "softcap": None,
-    "offset": 0,
-    "mask": None,
-}
+NO_OPTIONS = {name: value for name, value in attention.__kwdefaults__.items() if name not in ("scale", "impl")}
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -93,21 +85,29 @@ def drawn(number: int, device: str) -> tuple[AttentionCase, dict[str, Any], str]
         capability=torch.cuda.get_device_capability() if device == "cuda" else None,
     )
     options: dict[str, Any] = {"causal": chance.random() < 0.5}
-    asked = chance.choice(["none", "none", "window", "documents", "key_lengths", "softcap", "mask", "offset"])
+    asked = chance.choice(["none", "window", "sides", "prefix", "documents", "key_lengths", "mask", "offset"])
     if asked == "window":
         options |= {"causal": True, "window": chance.randint(1, queries + 3)}
+    elif asked == "sides":
+        options["window"] = chance.randint(0, keys), chance.randint(0, keys)
+    elif asked == "prefix":
+        options |= {"causal": True, "prefix": chance.randint(0, keys + 3)}
     elif asked == "documents":
         case = replace(case, queries=keys)
         options["documents"] = Documents(document_lengths(keys, seed), device)
     elif asked == "key_lengths":
         lengths = torch.tensor([[chance.randint(0, keys), 0] for _ in range(case.batch)], device=device)
         options["key_lengths"] = lengths[:, 0]
-    elif asked == "softcap":
-        options["softcap"] = chance.choice([1.0, 30.0, 1e5])
     elif asked == "mask":
         options["mask"] = drawn_mask(case, seed)
     elif asked == "offset":
-        options["offset"] = chance.randint(1, keys + 2)
+        entries = [chance.randint(-queries, keys) for _ in range(case.batch)]
+        options["offset"] = chance.choice([chance.randint(1, keys + 2), "end", torch.tensor(entries, device=device)])
+    others = {"softcap": chance.choice([1.0, 30.0, 1e5]), "alibi": torch.rand(case.heads, device=device)}
+    if context_of(number, device) != "compile":  # for these flash rows are no operators
+        others |= {"bias": drawn_bias(case, seed), "sinks": torch.randn(case.heads, device=device), "return_lse": True}
+    drawn_others = chance.choice([[], [], [chance.choice([*others])], [name for name in others if name != "bias"]])
+    options |= {name: others[name] for name in drawn_others}
     return case, options, chance.choice(["", *MEMORY])
 
 
@@ -139,10 +139,15 @@ def in_context(context: str, impl: str, options: dict[str, Any], case: Attention
 def outputs(call: Call, case: AttentionCase, inputs: Inputs, context: str) -> dict[str, Tensor]:
     q, k, v = inputs.leaves(case.grad)
 
-    def step() -> tuple[Tensor, ...]:
+    def step() -> dict[str, Tensor]:
         with torch.set_grad_enabled(case.grad):
-            o = call(q, k, v)
-        return o.detach(), *(torch.autograd.grad(o, (q, k, v), inputs.do) if case.grad else ())
+            found = call(q, k, v)
+        results = found if isinstance(found, tuple) else (found,)
+        kept = dict(zip(("o", "lse"), (x.detach() for x in results), strict=False))
+        if case.grad:
+            upstream = (inputs.do, inputs.do[..., 0].to(results[-1].dtype))[: len(results)]
+            kept |= zip(("dq", "dk", "dv"), torch.autograd.grad(results, (q, k, v), upstream), strict=True)
+        return kept
 
     if context == "graph":
         side = torch.cuda.Stream()
@@ -154,12 +159,12 @@ def outputs(call: Call, case: AttentionCase, inputs: Inputs, context: str) -> di
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = step()
-        for x in found:
+        for x in found.values():
             x.fill_(float("nan"))
         graph.replay()
     else:
         found = step()
-    return {name: x.clone() for name, x in zip(("o", "dq", "dk", "dv"), found, strict=False)}
+    return {name: x.clone() for name, x in found.items()}
 
 
 def judge_all(device: str, numbers: list[int]) -> Judged:

@@ -33,8 +33,13 @@ TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f
 TILED_BY_QUERIES = {"fwd": ("q", "o"), "dq": ("q", "o", "do", "dq"), "dkdv": ("q", "do")}
 
 
-MASKS = {"full": (), "causal": (), "bounds": flash_triton.EXTENT[:3]}  # the last: a pattern's
-POINTERS = {"first_ptr": "*i32", "end_ptr": "*i32", "spoilt_ptr": "*i1"}
+MASKS = {  # the last two: of patterns
+    "full": (),
+    "causal": (),
+    "bounds": flash_triton.EXTENT[:3],
+    "alibi": (*flash_triton.EXTENT[:3], "slopes_ptr", "position_ptr", "dlse_ptr"),
+}
+POINTERS = {**dict.fromkeys(("first_ptr", "end_ptr", "position_ptr"), "*i32"), "spoilt_ptr": "*i1"}
 DECODING = (64, 1), (64, 16), (128, 1), (128, 16), (256, 1)  # head_dim, queries
 TMA = 90, 100  # architectures on which kernels move tiles by it
 SHARED = {arch: 1024 * kib for arch, kib in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()}  # of a block
@@ -66,7 +71,7 @@ def compile_kernel(
         "CAUSAL": causal,
         "PRECISION": precision,
         "G": 1,
-        **dict.fromkeys(flash_triton.EXTENT[len(extent) :]),
+        **{name: None for name in flash_triton.EXTENT if name in kernel.arg_names and name not in extent},
         **({} if name == "fwd" or clean else {"CLEAN": False, "ahead": None}),
         **({} if name == "fwd" or extent else {"spoilt_ptr": None}),
     }
@@ -113,6 +118,7 @@ def compile_decoding(dtype: torch.dtype, head_dim: int, queries: int, arch: int 
     sizes = {"HEADS": plan.heads, "QUERIES": plan.queries, "BLOCK_K": plan.block_k, "D": head_dim}
     chained = arch >= 90
     constants = {**sizes, "COLUMNS": head_dim, "UNIT": 1.0, "PRECISION": "ieee", "CHAINED": chained, "softcap": None}
+    constants["offset_ptr"] = None
     types: dict[str, Any] = {"lengths_ptr": "*i32", "scale": "fp32", "part_o_ptr": "*fp32", "part_lse_ptr": "*fp32"}
     types["q_desc"] = tiles(dtype, [1, plan.heads, plan.queries, head_dim], arch)
     types |= dict.fromkeys(("k_desc", "v_desc"), tiles(dtype, [1, 1, plan.block_k, head_dim], arch))
@@ -187,7 +193,8 @@ def why_not(arch: int, mask: str) -> str | None:
     """Why the row refuses there what is compiled, such as a pattern on a card for which Triton cannot compile it."""
     few = int(mask[1:]) if mask.startswith("Q") else 4096
     case = AttentionCase(1, 4, 1, few, 4096, 64, "bfloat16", mask != "full", device="cuda", capability=divmod(arch, 10))
-    return flash_triton.flash_triton_supports(replace(case, window=64) if mask == "bounds" else case)
+    options: dict[str, dict[str, Any]] = {"bounds": {"window": 64}, "alibi": {"alibi": True}}
+    return flash_triton.flash_triton_supports(replace(case, **options.get(mask, {})))
 
 
 def lines(arch: int, dtype_name: str, head_dims: list[int], masks: list[str]) -> Iterator[dict[str, Any]]:

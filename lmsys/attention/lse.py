@@ -1,0 +1,85 @@
+"""The log-sum-exp of attention as a result with a gradient of its own: partial results and sinks merge by it.
+
+Legend: B batch, H query heads, Q queries, K keys, D head dimension, Dv that of the values.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmsys.attention.pattern import Pattern
+from lmsys.autograd import no_forward_mode, once_differentiable
+
+NEEDS = {"return_lse", "sinks", "bias"}  # options for which a flash row is called by `attend_with_lse`
+
+
+def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of the same queries over two sets of keys, as one over both: o (..., Q, Dv) and lse (..., Q).
+
+    Each pair is what `attention(..., return_lse=True)` returns. Differentiable in all four; o has the dtype of o1. A
+    query that saw nothing in both gives zeros and -inf. ValueError where shapes do not fit together.
+    """
+    if not (o1.shape == o2.shape and o1.shape[:-1] == lse1.shape == lse2.shape):
+        raise ValueError(
+            "o1, lse1, o2, lse2 must be (..., Q, Dv), (..., Q), and again; got shapes"
+            f" {[tuple(x.shape) for x in (o1, lse1, o2, lse2)]}"
+        )
+    top = torch.maximum(lse1, lse2).detach()
+    top = top.masked_fill(top == -torch.inf, 0)
+    first, second = torch.exp(lse1 - top), torch.exp(lse2 - top)
+    total = first + second
+    blind = total == 0
+    total = total.masked_fill(blind, 1)
+    o = o1 * (first / total).unsqueeze(-1) + o2 * (second / total).unsqueeze(-1)
+    return o.to(o1.dtype), (top + total.log()).masked_fill(blind, -torch.inf)
+
+
+class WithLse(torch.autograd.Function):
+    """`.apply(kernels, q, k, v, bias, sinks, scale, pattern)` -> o and the log-sum-exp, on 4-D tensors.
+
+    `kernels`: a forward, and a backward that takes `dlse` and gives the gradient of a bias, where there is one, as a
+    fourth. They know no sinks: with one in the log-sum-exp, the backward's P is that of the other keys.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        scale: float,
+        pattern: Pattern,
+    ) -> tuple[Tensor, Tensor]:
+        forward, ctx.run = kernels
+        o, lse = forward(q, k, v, pattern.causal, scale, pattern=pattern)
+        if sinks is not None:
+            o, lse = merge(o, lse, o.new_zeros(1).expand_as(o), sinks.unsqueeze(-1).to(lse.dtype).expand_as(lse))
+        ctx.scale, ctx.pattern = scale, replace(pattern, bias=None)
+        ctx.save_for_backward(q, k, v, o, lse, bias, sinks)
+        return o, lse
+
+    jvp = staticmethod(no_forward_mode)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        *saved, bias, sinks = ctx.saved_tensors
+        (do, dlse), (o, lse), dsinks = grads, saved[3:], None
+        pattern = replace(ctx.pattern, bias=bias)
+        found = ctx.run(*saved, do, pattern.causal, ctx.scale, pattern=pattern, dlse=dlse)
+        if sinks is not None:
+            delta = (o.to(lse.dtype) * do).sum(dim=-1)
+            ds = (torch.exp(sinks.unsqueeze(-1) - lse) * (dlse - delta)).sum(dim=-1)
+            dsinks = ds.sum_to_size(sinks.shape).to(sinks.dtype)
+        return None, *(*found, None)[:4], dsinks, None, None
+
+
+def attend_with_lse(eager: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, pattern: Pattern) -> Any:
+    """Gives what a flash row does for a pattern with one of NEEDS: o, or o and the log-sum-exp."""
+    found = WithLse.apply(eager.kernels, q, k, v, pattern.bias, pattern.sinks, scale, pattern)
+    return found if pattern.return_lse else found[0]

@@ -1,0 +1,113 @@
+"""A log-sum-exp that is a result: partial results merge by it. Biases and sinks have the gradients of a definition."""
+
+import re
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmsys.attention import AttentionCase, Pattern, attention, merge
+from lmsys.attention.naive import naive
+from lmsys.testing import Oracle, error_ratio, make_inputs, run
+from tests.attention.test_patterns import defined
+from tests.support.attention_rows import Row, assert_agree, law
+from tests.support.patterns import make_pattern, patterned
+
+lawful = partial(law, of=patterned, only=())
+
+
+def of_all(attend: Any, tensors: dict[str, Tensor], pattern: Pattern) -> dict[str, Tensor]:
+    """o, and the gradients of q, k, v and the pattern's own tensors among `tensors`."""
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items() if name != "do"}
+    given = replace(pattern, **{name: x for name, x in leaves.items() if name not in "qkv"})
+    o = attend(leaves["q"], leaves["k"], leaves["v"], pattern=given)
+    gradients = torch.autograd.grad(o, list(leaves.values()), tensors["do"])
+    return dict(zip(leaves, gradients, strict=True)) | {"o": o.detach()}
+
+
+def assert_gradients_are_those_of_the_definition(row: Row, case: AttentionCase, seed: int, learns: str) -> None:
+    pattern, inputs = make_pattern(case, seed), make_inputs(case, seed)
+    tensors = inputs.tensors | {learns: getattr(pattern, learns)}
+    found = of_all(row.call, tensors, pattern)
+    expected = of_all(partial(defined, case=case), {name: x.double() for name, x in tensors.items()}, pattern)
+    plain = of_all(naive, tensors, pattern)
+    x = found[learns]
+    assert x.dtype == tensors[learns].dtype and x.shape == expected[learns].shape
+    # dS may cancel wholly, so a flash backward has as much more as `lmsys.testing` gives dq, but for scale and k.
+    oracle = Oracle(case, inputs, pattern=pattern)
+    more = oracle._recomputing()["dq"] / (case.head_dim**-0.5 * inputs.k.abs().max().item())
+    summed = case.batch * case.heads * case.queries * case.keys / x.numel()
+    error, ratio = (x - expected[learns]).abs().max().item(), error_ratio(x, expected[learns], plain[learns])
+    assert ratio <= 1 or error <= error / ratio + more * summed**0.5, (error, ratio, more)
+
+
+@lawful(bias=True, grad=True, return_lse=False, dtype="float32")
+def test_a_bias_of_any_shape_has_the_gradient_of_the_definition(row: Row, case: AttentionCase, seed: int) -> None:
+    assert_gradients_are_those_of_the_definition(row, case, seed, "bias")
+
+
+@lawful(sinks=True, grad=True, return_lse=False, dtype="float32")
+def test_sinks_have_the_gradient_of_the_definition(row: Row, case: AttentionCase, seed: int) -> None:
+    assert_gradients_are_those_of_the_definition(row, case, seed, "sinks")
+
+
+@lawful(return_lse=True, causal=False, window=None, prefix=None, documents=False, alibi=False, sinks=False, offset=0)
+def test_keys_in_two_parts_merge_to_the_whole(row: Row, case: AttentionCase, seed: int) -> None:
+    """Also where one part is hidden from a query, or both are: values, log-sum-exp and gradients."""
+    inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
+    cut = 1 + seed % max(1, case.keys - 1)
+    if case.keys == 1 or row.why_not(replace(case, keys=cut)) or row.why_not(replace(case, keys=case.keys - cut)):
+        return
+    scores = case.batch, case.heads, case.queries, case.keys
+
+    def merged(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, pattern: Pattern) -> Any:
+        halves = []
+        for keys, behind in ((slice(0, cut), 0), (slice(cut, None), cut)):
+            tensors = {
+                name: x.expand(scores)[..., keys] for name, x in pattern.options.items() if name in ("mask", "bias")
+            }
+            if pattern.key_lengths is not None:
+                tensors["key_lengths"] = (pattern.key_lengths - behind).clamp(min=0)
+            halves += row.call(q, k[:, :, keys], v[:, :, keys], scale=scale, pattern=replace(pattern, **tensors))
+        return merge(*halves)
+
+    found = run(merged, inputs, pattern=pattern, grad=case.grad)
+    expected = row.run(case, inputs, pattern=pattern)
+    assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=pattern)])
+
+
+def test_what_nobody_saw_merges_to_zeros() -> None:
+    o, blind = torch.randn(2, 3, 4, requires_grad=True), torch.full((2, 3), -torch.inf, requires_grad=True)
+    merged, lse = merge(o, blind, o, blind)
+    assert not merged.any() and bool((lse == -torch.inf).all())
+    gradients = torch.autograd.grad(merged.sum() + lse.exp().sum(), (o, blind))
+    assert all(bool(x.isfinite().all()) for x in gradients)
+    seen = torch.randn(2, 3)
+    torch.testing.assert_close(merge(o, seen, o + 1, blind), (o, seen))
+
+
+def test_merge_refuses_what_does_not_fit_together() -> None:
+    o, lse = torch.zeros(2, 3, 4), torch.zeros(2, 3)
+    told = (
+        "o1, lse1, o2, lse2 must be (..., Q, Dv), (..., Q), and again; got shapes [(2, 3, 4), (2, 3), (2, 3, 4), (2,)]"
+    )
+    with pytest.raises(ValueError, match=re.escape(told)):
+        merge(o, lse, o, lse[:, 0])
+
+
+@pytest.mark.parametrize("impl", ["auto", "naive", "vectorized", "flash_torch"])
+@pytest.mark.parametrize("shape", [(3, 8, 16), (2, 4, 8, 16), (2, 3, 4, 8, 16)])
+def test_what_is_added_fits_inputs_of_any_rank(impl: str, shape: tuple[int, ...]) -> None:
+    q, k, v = torch.randn(3, *shape)
+    heads = shape[-3] if len(shape) > 3 else 1
+    options = {"bias": torch.randn(*shape[:-1], 8), "alibi": torch.rand(heads), "sinks": torch.randn(heads)}
+    o, lse = attention(q, k, v, causal=True, impl=impl, return_lse=True, **options)
+    flat = [x.reshape(-1, heads, 8, 16) for x in (q, k, v)]
+    per_head = {name: options[name][None] for name in ("alibi", "sinks")}
+    pattern = Pattern(True, bias=options["bias"].reshape(-1, heads, 8, 8), **per_head, return_lse=True)
+    expected, expected_lse = naive(*flat, pattern=pattern)
+    torch.testing.assert_close(o, expected.reshape(shape))
+    torch.testing.assert_close(lse, expected_lse.reshape(shape[:-1]))
