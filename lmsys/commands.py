@@ -42,6 +42,14 @@ COMMANDS = {
             "lmsys check --all": "every row that this machine can run, in minutes",
         },
     ),
+    "course": Command(
+        "lmsys.course",
+        "What of an assignment of CS336 is right, wrong, or not written.",
+        {
+            "lmsys course assignment2-systems": "a checkout as it is: each part by its adapter",
+            "lmsys course assignment1-basics --html right.html": "and as a page",
+        },
+    ),
     "report": Command(
         "lmsys.reports",
         "Tables, plots and a page from result files.",
@@ -89,8 +97,7 @@ def with_extra(extra: str) -> str:
     """The command that installs lmsys with an extra, from where it came: a checkout, an address, or an index."""
     if (FOLDER / "pyproject.toml").is_file():
         return f"{PIP} -e {shlex.quote(f'{FOLDER}[{extra}]')}"
-    installed = importlib.metadata.distributions(name="lmsys")
-    source = next((one.read_text("direct_url.json") for one in installed), None)
+    source = next((one.read_text("direct_url.json") for one in importlib.metadata.distributions(name="lmsys")), None)
     if source is None:  # so it came from an index
         return f"{PIP} 'lmsys[{extra}]'"
     origin = json.loads(source)

@@ -8,6 +8,7 @@ import difflib
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import sys
 import sysconfig
 import traceback
@@ -19,6 +20,8 @@ from typing import Any
 
 from lmsys.commands import PIP, with_extra
 from lmsys.values import hold
+
+PROJECT = ("pyproject.toml", "setup.py", ".git")  # of which a project's root has one
 
 
 def load_target(target: str) -> Any:
@@ -44,15 +47,36 @@ def _load_file(path: str) -> Any:
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ValueError(f"{path!r} is not a file (looked for {file})")
+    try:
+        return _imported(file)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{path!r} does not load: {type(error).__name__}: {error}{place_of(error)}") from error
+
+
+def _imported(file: Path) -> Any:
+    """The module of a file: of a package where it lies in one, so that its relative imports find what they mean."""
+    sys.path += [str(folder) for folder in folders_of(file) if str(folder) not in sys.path]
+    packages = [folder.name for folder in itertools.takewhile(_is_package, file.parents)]
+    if packages and packages[-1] not in sys.modules:
+        return importlib.import_module(".".join([*packages[::-1], file.stem]))
     spec = importlib.util.spec_from_file_location(f"lmsys_user_{file.stem}_{abs(hash(file))}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{path!r} does not load: {type(error).__name__}: {error}{place_of(error)}") from error
+    spec.loader.exec_module(module)
     return module
+
+
+def folders_of(file: Path) -> list[Path]:
+    """Where the imports of a file look: beside it and its package, in its project's root and the packages in that."""
+    around = [file.parent, next(folder for folder in file.parents if not _is_package(folder))]
+    for root in [folder for folder in file.parents if any((folder / name).exists() for name in PROJECT)]:
+        around += [root, *sorted({path.parent for name in PROJECT for path in root.glob(f"*/{name}")})]
+    return list(dict.fromkeys(around))
+
+
+def _is_package(folder: Path) -> bool:
+    return (folder / "__init__.py").is_file()
 
 
 def place_of(error: BaseException) -> str:
@@ -148,8 +172,10 @@ class Table(Mapping[str, Entry]):
 
     def _rows(self) -> dict[str, Entry]:
         if self._all is None:
-            found = importlib.metadata.entry_points(group=self.group)
-            plugins = {point.name: Entry(point.name, point.value) for point in found}
+            plugins = {
+                point.name: Entry(point.name, point.value)
+                for point in importlib.metadata.entry_points(group=self.group)
+            }
             if clash := sorted(plugins.keys() & self._own.keys()):
                 raise ValueError(f"entry points in {self.group!r} redefine the rows {clash}; give them other names")
             self._all = self._own | plugins

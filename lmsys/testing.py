@@ -100,6 +100,10 @@ class Inputs:
             self._leaves[grad] = q, k, v
         return self._leaves[grad]
 
+    def others(self) -> "Inputs":
+        """Other values of the same shapes."""
+        return replace(self, **{name: torch.empty_like(x) for name, x in self.tensors.items()}).redraw_(self.seed + 1)
+
     def alone(self, element: int) -> "Inputs":
         """Copies of one element of the batch, as a batch of 1."""
         q, k, v, do = (x[element : element + 1].clone() for x in self.tensors.values())

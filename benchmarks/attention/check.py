@@ -58,7 +58,8 @@ def check_small(candidates: Sequence[Candidate]) -> None:
     judged = [one for one in candidates if one.outcome in ("ok", "wrong") and not one.case.asked.options]
     for candidate in [one for one in judged if not (one.interpreted or one.entry.trait("compiles"))]:
         asked = candidate.case.asked
-        options = question.Options(asked.head_dim, asked.grad, tuple(dict.fromkeys(("float32", asked.dtype))))
+        dtypes = tuple(dict.fromkeys(("float32", asked.dtype)))
+        options = question.Options(asked.head_dim, asked.grad, dtypes, uses=False)
         answer, failure = candidate.watched(_answer, candidate.entry, options)
         candidate.notes["quick_check"] = str(answer or failure)
         if candidate.outcome == "wrong" and answer and answer.fault:

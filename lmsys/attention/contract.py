@@ -230,23 +230,62 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
+ROLES = {"causal": ("causal", "is_causal"), "scale": ("scale", "sm_scale", "softmax_scale")}  # names of parameters
+
+
 @cache
 def adapt(implementation: Any) -> Callable[..., Tensor]:
     """A row's callable, `f(q, k, v, *, causal, scale)` on 4-D tensors, from what a target names.
 
     It takes options of a `Pattern` by parameters of their names, or all of them by `pattern`: see `told`.
 
-    A `torch.autograd.Function`, or a function that takes no `causal`, is taken as CS336 writes them:
-    `f(q, k, v, is_causal)` on (B, S, D) with as many key heads as query heads and the default scale.
+    A `torch.autograd.Function`, or a function, whose fourth parameter is the mask and which takes no scale, is taken as
+    CS336 writes them: `f(q, k, v, is_causal)` on (B, S, D) with as many key heads as query heads. One that takes a
+    scale, by a name of ROLES, or nothing but q, k, v, is called on 4-D tensors: an autograd Function by place.
     """
-    if isinstance(implementation, type(torch.autograd.Function)):  # the metaclass of every such class
-        return _adapt_cs336(implementation.apply)
     if not callable(implementation):
         raise ValueError(f"an attention row must be callable; got {implementation!r}")
-    parameters = inspect.signature(implementation).parameters
-    if "causal" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    taken, takes_all = _taken(implementation), _takes_all(implementation)
+    if not _is_function(implementation) and (takes_all or ROLES.keys() <= taken.keys()):
         return implementation
-    return _adapt_cs336(implementation)
+    roles = {name: role for role, names in ROLES.items() for name in names if name in taken}
+    by_name = "scale" in roles.values() or "causal" in taken and not _is_function(implementation)
+    function = implementation.apply if _is_function(implementation) else implementation
+    if not by_name and len(taken) > 3:
+        return _adapt_cs336(function)
+
+    def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+        values = {"causal": causal, "scale": q.shape[-1] ** -0.5 if scale is None else scale}
+        if causal and "causal" not in roles.values():
+            raise ValueError(f"{causal=}: this row has no parameter for it")
+        given = {name: values[role] for name in taken if (role := roles.get(name))}
+        return function(q, k, v, *given.values()) if _is_function(implementation) else function(q, k, v, **given)
+
+    return row
+
+
+def _is_function(implementation: Any) -> bool:
+    return isinstance(implementation, type(torch.autograd.Function))  # the metaclass of every such class
+
+
+def _taken(implementation: Any) -> dict[str, inspect.Parameter]:
+    """The parameters of a call, by name, in their order; of an autograd Function the first four, and what it needs."""
+    if not _is_function(implementation):
+        return dict(inspect.signature(implementation).parameters)
+    taken = list(inspect.signature(implementation.forward).parameters.items())[1:]  # behind ctx
+    return dict(taken[:4]) | {name: one for name, one in taken[4:] if one.default is one.empty}
+
+
+def _takes_all(implementation: Any) -> bool:
+    return any(one.kind is one.VAR_KEYWORD for one in _taken(implementation).values())
+
+
+def why_not_called(implementation: Any, case: AttentionCase) -> str | None:
+    """None, or what the case needs that an implementation has no parameter for."""
+    taken = _taken(implementation)
+    if case.scale is not None and not _takes_all(implementation) and not taken.keys() & set(ROLES["scale"]):
+        return "it takes no scale"
+    return "it takes no causal" if case.causal and len(taken) == 3 else None
 
 
 def told(row: Callable[..., Tensor], pattern: Pattern) -> dict[str, Any]:

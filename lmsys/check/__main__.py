@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 
 from lmsys import commands
 from lmsys.check.cases import DTYPES
-from lmsys.check.kinds import KINDS, LIMIT_S, RIGHT, SCHEMA, WRONG, Answer, check, find, verdict_on
+from lmsys.check.kinds import KINDS, LIMIT_S, RIGHT, SCHEMA, WRONG, Answer, check_target, verdict_on
 from lmsys.check.question import Options, poison
 from lmsys.processes import ProcessError, Worker, in_own_process
 from lmsys.values import choice
@@ -38,18 +38,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="of attention; default: 64")
     parser.add_argument("--dtype", default=",".join(DTYPES), metavar="DTYPES", help="those to ask; all by default")
     parser.add_argument("--forward", action="store_true", help="no gradients")
+    parser.add_argument("--layout", default="bhsd", choices=("bhsd", "bshd"), help="of attention's tensors")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the inputs")
     parser.add_argument("--json", action="store_true", help="a JSON object in a line for each case: docs/check.md")
     given = parser.parse_args(arguments)
     try:
         if given.all == (given.target is not None):
             raise ValueError("name one TARGET, or --all of them")
-        asked = tuple(choice(name, DTYPES) for name in given.dtype.split(","))
-        options = Options(given.head_dim, not given.forward, asked, given.seed)
+        dtypes = tuple(choice(name, DTYPES) for name in given.dtype.split(","))
+        options = Options(given.head_dim, not given.forward, dtypes, given.seed, given.layout)
         if given.all:
             return _check_all(options, [given.kind] if given.kind else [*KINDS], given.json)
-        kind, entry = find(given.target, given.kind)
-        return int(in_own_process(check, entry, options, kind.name, given.json, timeout_s=LIMIT_S))
+        return int(in_own_process(check_target, given.target, given.kind, options, given.json, timeout_s=LIMIT_S))
     except ValueError as error:
         print(f"lmsys check: error: {error}", file=sys.stderr)
         return USAGE
@@ -70,7 +70,7 @@ def _check_all(options: Options, kinds: Sequence[str], as_json: bool) -> int:
             print("" if as_json else f"{number:3} of {len(rows)}, {kind} {entry.name}: ", end="", flush=True)
             try:
                 most = MOST_COMPILED if entry.trait("compiles") else None
-                answer = worker.call(verdict_on, entry, options, kind, False, most, timeout_s=LIMIT_S)
+                answer = worker.call(verdict_on, entry, options, kind, kind == "attention", most, timeout_s=LIMIT_S)
             except Exception as error:
                 answer = Answer(0, (str(error),), "" if isinstance(error, ImportError) else _reason(error))
             verdicts[answer.verdict] += 1

@@ -1,17 +1,28 @@
 """Attention: the questions it is asked, each held to a float64 oracle."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lmsys.attention.contract import AttentionCase, adapt, why_not_told
+from lmsys.attention.contract import AttentionCase, adapt, why_not_called, why_not_told
 from lmsys.bench.findings import interpreted_kernels
-from lmsys.check import extremes, places
-from lmsys.check.cases import LIKE, Asked, answer, cases, cases_of_options, pattern_of
+from lmsys.check import extremes, laptop, places
+from lmsys.check.cases import (
+    LIKE,
+    Asked,
+    answer,
+    cases,
+    cases_of_options,
+    larger,
+    pattern_of,
+    two_forwards,
+    two_threads,
+)
 from lmsys.check.patterns import explain
 from lmsys.check.question import Fault, Options, Question
 from lmsys.measure.repeats import apart, repeated
@@ -21,37 +32,97 @@ from lmsys.testing import MEMORY, Oracle, make_inputs, run
 
 def questions(entry: Entry, options: Options) -> Iterator[Question]:
     """The cases, from the simplest to the rarest."""
-    row = adapt(implementation := entry.load())
-    all_asked = _cases(options)
-    simplest = replace(all_asked[0].case, causal=False)
-    with_options = [one for one in cases_of_options(simplest) if why_not_told(row, one.case.options) is None]
-    for asked in (*all_asked, *with_options):
-        takes_it = asked.case.scale is None or row is implementation
-        reason = entry.why_not(asked.case) if takes_it else "it takes no scale"
-        judge = partial(failure, row, asked, options.grad, options.seed)
-        yield Question(f"{asked.about}, {asked.case.dtype}", judge, f"{asked.about} ({asked})", reason)
-    for dtype in options.dtypes:
-        simple = replace(simplest, heads=1, kv_heads=1, dtype=dtype)
-        cases_of_extremes = {
-            "extreme scores": extremes.case_of_kinds(simple),
-            "extreme scores, causal": extremes.case_of_kinds(replace(simple, causal=True)),
-            "many equal keys": extremes.case_of_many_keys(simple),
-            "extreme scores, whole tiles": extremes.case_of_kinds(simple, extremes.WHOLE),
-        }
-        rms = entry.why_not(replace(simple, dtype="float32")) is not None  # the stricter rule
-        for about, case in cases_of_extremes.items():
-            judge = partial(extremes.failure, row, case, options.grad, options.seed, rms)
+    with interpreted_kernels() as launched:
+        row = _row(entry, options, launched)
+        why_not = partial(_why_not, entry, launched)
+
+        def bears(asked: Asked) -> bool:
+            asked = replace(asked, case=replace(asked.case, dtype=able))
+            return failure(row, asked, False, options.seed, named=False) is None
+
+        simple = next(_cases(options)).case
+        able = next((x for x in options.dtypes if why_not(replace(simple, dtype=x)) is None), simple.dtype)
+        usual = _cases(options, bears if options.uses else lambda asked: True)
+        with_options = (one for one in cases_of_options(simple) if why_not_told(row, one.case.options) is None)
+        for asked in chain(usual, with_options, larger(replace(simple, dtype=able)) if options.uses else ()):
             yield Question(
-                f"{about}, {dtype}", judge, f"{about} ({Asked(about, case)})", entry.why_not(case), extreme=True
+                f"{asked.about}, {asked.case.dtype}",
+                partial(failure, row, asked, options.grad, options.seed),
+                f"{asked.about} ({asked})",
+                laptop.NO_THREADS if launched and asked.use is two_threads else why_not(asked.case),
+                aspect=asked.aspect,
             )
+        for dtype in options.dtypes:
+            yield from _of_extremes(why_not, row, replace(simple, dtype=dtype), options)
+        if launched or laptop.told:
+            reason = laptop.INTERPRETED * bool(launched) + laptop.PRETENDED * bool(laptop.told)
+            yield Question("on a GPU", lambda: None, reason=reason.strip())
 
 
-def _cases(options: Options) -> list[Asked]:
+def of_a_handout(entry: Entry, options: Options, causal: bool) -> Iterator[Question]:
+    """What CS336's handout promises: one head, lengths that are powers of two, float32, and room for errors."""
+    with interpreted_kernels() as launched:
+        row, simple = _row(entry, options, launched), next(_cases(options))
+        for batch, length, head_dim in ((2, 16, 16), (4, 128, 64), (1, 256, 32)):
+            one = replace(simple.case, batch=batch, heads=1, kv_heads=1, queries=length, keys=length, head_dim=head_dim)
+            for case in (one, replace(one, causal=True))[: 1 + causal]:
+                asked = Asked(f"{length} queries{', causal' * case.causal}", case, room=1e-2)
+                yield Question(asked.about, partial(failure, row, asked, options.grad, options.seed))
+
+
+def _row(entry: Entry, options: Options, launched: Sequence[Any]) -> Any:
+    """The row as it is called; one from a file on a laptop is told that it is none where it else would not run."""
+    row, simple = adapt(entry.load()), next(_cases(options))
+    row = _of_sequences(row) if options.layout == "bshd" else row
+
+    def score(row: Any) -> int:
+        before = len(launched)
+        outputs, fault = answer(row, simple, make_inputs(simple.case, options.seed), options.grad)
+        return bool(outputs) + (fault is None) + (len(launched) > before)
+
+    return row if entry.supports or not options.uses else laptop.fitting(row, score)
+
+
+def _of_sequences(row: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A row for (B, S, H, D) as one for (B, H, S, D). What is contiguous is so in either."""
+
+    def exchanged(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous() if x.is_contiguous() else x.transpose(1, 2)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return row(*map(exchanged, (q, k, v)), **options).transpose(1, 2)
+
+    return call
+
+
+def _why_not(entry: Entry, launched: Sequence[Any], case: AttentionCase) -> str | None:
+    reason = entry.why_not(case) or why_not_called(entry.load(), case)
+    return laptop.NO_BFLOAT16 if launched and case.dtype == "bfloat16" else reason
+
+
+def _of_extremes(
+    why_not: Callable[[AttentionCase], str | None], row: Any, case: AttentionCase, options: Options
+) -> Iterator[Question]:
+    simple = replace(case, heads=1, kv_heads=1, causal=False)
+    cases_of_extremes = {
+        "extreme scores": extremes.case_of_kinds(simple),
+        "extreme scores, causal": extremes.case_of_kinds(replace(simple, causal=True)),
+        "many equal keys": extremes.case_of_many_keys(simple),
+        "extreme scores, whole tiles": extremes.case_of_kinds(simple, extremes.WHOLE),
+    }
+    rms = why_not(replace(simple, dtype="float32")) is not None  # the stricter rule
+    for about, case in cases_of_extremes.items():
+        asked = Asked(about, case)
+        judge = partial(extremes.failure, row, case, options.grad, options.seed, rms)
+        yield Question(f"{about}, {case.dtype}", judge, f"{about} ({asked})", why_not(case), True, asked.aspect)
+
+
+def _cases(options: Options, bears: Callable[[Asked], bool] = lambda asked: True) -> Iterator[Asked]:
     """Those in the dtypes that are asked for, on a GPU where there is one."""
     cuda = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if cuda else None
-    all_asked = cases("cuda" if cuda else "cpu", capability, options.head_dim)
-    return [asked for asked in all_asked if asked.case.dtype in options.dtypes]
+    all_asked = cases("cuda" if cuda else "cpu", capability, options.head_dim, bears)
+    return (asked for asked in all_asked if asked.case.dtype in options.dtypes)
 
 
 def remark(entry: Entry, options: Options) -> str:
@@ -59,14 +130,15 @@ def remark(entry: Entry, options: Options) -> str:
 
     A kernel may have neither.
     """
-    able = [asked.case for asked in _cases(options) if entry.why_not(asked.case) is None]
-    case = replace(able[-1], batch=2)
+    case = replace([x.case for x in _cases(options) if entry.why_not(x.case) is None][-1], batch=2)
     if reason := entry.why_not(case):
         return f"not asked for the same bits: {reason}"
-    call = partial(run, adapt(entry.load()), causal=case.causal, scale=case.scale, grad=options.grad)
     pair = make_inputs(case, options.seed)
     with interpreted_kernels() as launched:
-        call(pair.alone(0))
+        row = _row(entry, options, launched)
+        call = partial(run, row, causal=case.causal, scale=case.scale, grad=options.grad)
+        if not launched:  # the case may be none that an interpreter can run
+            call(pair.alone(0))
     if launched:  # the interpreter runs one program after another, in an order that no GPU keeps
         return "not asked for the same bits: Triton's interpreter is not the GPU"
     first, calls, differ = repeated(lambda: call(pair))
@@ -78,30 +150,35 @@ def _but_for(differ: Mapping[str, float]) -> str:
     return f"no ({', '.join(differ)})" if differ else "yes"
 
 
-def failure(row: Any, asked: Asked, grad: bool, seed: int) -> Fault | None:
+def failure(row: Any, asked: Asked, grad: bool, seed: int, named: bool = True) -> Fault | None:
     """The fault of the row's results of a case; None where there is none."""
     case = asked.case
     inputs = make_inputs(case, seed, memory=asked.memory)
     pattern = pattern_of(case, seed) if case.options else None
-    outputs, fault = answer(row, case, inputs, grad, pattern)
-    if fault is not None:
+    outputs, fault = answer(row, asked, inputs, grad, pattern)
+    if not outputs:
         return fault
-    oracle = Oracle(case, inputs, scale=case.scale, grad=grad, pattern=pattern)
+    oracle = Oracle(case, inputs, scale=case.scale, grad="dq" in outputs, pattern=pattern)
+    oracle.budget = {name: budget + asked.room for name, budget in oracle.budget.items()}
     for name in [name for name in (*LIKE, "lse") if name in outputs]:
         ratio = oracle.error_ratios({name: outputs[name]})[name]
         if ratio > 1:
-            if case.options:
-                mistake = None
-            elif not asked.memory or asked.memory == "transposed":
+            mistake = None if case.options else ""  # nobody searches for it
+            if named and (asked.use or asked.memory not in ("", "transposed")):
+                mistake = _of_circumstances(row, asked, grad, seed, name)
+            elif named and not case.options:
                 mistake = explain(case, inputs, outputs, name, 2 * oracle.budget[name])
-            else:
-                mistake = (
-                    f"it is wrong for {MEMORY[asked.memory][2]}"
-                    if failure(row, replace(asked, memory=""), grad, seed) is None
-                    else None
-                )
             return _fault(name, outputs, oracle, case, ratio, mistake)
-    return None
+    return fault
+
+
+def _of_circumstances(row: Any, asked: Asked, grad: bool, seed: int, name: str) -> str | None:
+    """The mistake of what is right in fresh memory, and in a call of its own."""
+    if failure(row, replace(asked, memory="", use=None), grad, seed, named=False) is not None:
+        return None
+    if asked.use is two_forwards and name == "o":
+        return "results share a buffer: the next call writes to that of the one before"
+    return f"it is wrong for {MEMORY[asked.memory][2] if asked.memory else asked.about}"
 
 
 def _fault(
@@ -111,10 +188,9 @@ def _fault(
     expected = oracle.reference[name].unflatten(0, (case.batch, case.kv_heads)).flatten(1, 2)  # (B, H, S, D)
     at = places.worst(found, expected)
     wrong = ~((found.double() - expected).abs() <= budget)
-    place = ", ".join(map(str, at))
     lines = [
-        f"  {name}[{place}]: expected {expected[at].item():.6g}, got {found[at].item():.6g}; the largest error is"
-        f" {ratio:.3g} times what is allowed",
+        f"  {name}[{', '.join(map(str, at))}]: expected {expected[at].item():.6g}, got {found[at].item():.6g};"
+        f" the largest error is {ratio:.3g} times what is allowed",
         f"  wrong at: {places.where(wrong)}",
     ]
     right = [*LIKE][: [*LIKE].index(name)] if name in LIKE else []

@@ -1,7 +1,9 @@
 """The cases that a kernel is asked, from the simplest to the rarest, so that the first failure says most."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,18 +15,32 @@ from lmsys.attention.pattern import OPTIONS, Pattern
 from lmsys.check.question import Fault
 from lmsys.testing import MEMORY, Inputs, run
 
-LONG, ODD = 384, 237  # queries and keys: several tiles of any kernel; no multiple of anything
+LONG, ODD, WHOLE = 384, 237, 256  # queries and keys: several tiles; no multiple of anything; a power of two
 DTYPES = ("float32", "bfloat16", "float16")
+HEADS, LONGER = "batches and heads", "lengths of models"  # aspects
 LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}  # in this order: what comes after a wrong one is wrong with it
+Row = Callable[..., Tensor]
+Use = Callable[
+    [Row, Inputs, bool], dict[str, Tensor]
+]  # from a call of q, k and v, its inputs, and whether there are gradients
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A case by what it is about; `memory`, of MEMORY, says how its inputs lie."""
+    """A case by what it is about.
+
+    memory  of MEMORY: how its inputs lie
+    aspect  what it is a question of
+    room    that an error has beside the usual budget
+    use     more than a call: what models do
+    """
 
     about: str
     case: AttentionCase
     memory: str = ""
+    aspect: str = "extreme scores"
+    room: float = 0.0
+    use: "Use | None" = None
 
     def __str__(self) -> str:
         one = self.case
@@ -34,42 +50,70 @@ class Asked:
         return f"{told} {one.head_dim}, {mask}{'' if one.scale is None else f', scale {one.scale:g}'}"
 
 
-def cases(device: str, capability: tuple[int, int] | None, head_dim: int = 64) -> Iterator[Asked]:
-    """Forwards and backwards of all in float32; of the narrow dtypes those in which other code may run."""
+def cases(
+    device: str,
+    capability: tuple[int, int] | None,
+    head_dim: int = 64,
+    bears: Callable[[Asked], bool] = lambda asked: True,
+) -> Iterator[Asked]:
+    """Forwards and backwards of all in float32; of the narrow dtypes those in which other code may run.
+
+    Rarer questions have odd lengths, and are causal. Of a row that `bears` no odd lengths, or no causal mask, they are
+    asked without, so that each says something of its own.
+    """
     one = AttentionCase(
         1, 2, 2, 64, 64, head_dim, DTYPES[0], causal=False, grad=True, device=device, capability=capability
     )
     long = replace(one, queries=LONG, keys=LONG)
     odd = replace(one, queries=ODD, keys=ODD)
     simple = [
-        Asked("one tile", one),
-        Asked("one tile, causal", replace(one, causal=True)),
-        Asked("several tiles", long),
-        Asked("several tiles, causal", replace(long, causal=True)),
-        Asked("several batches and heads", replace(one, batch=3, heads=3, kv_heads=3)),
-        Asked("an odd length", odd),
-        Asked("an odd length, causal", replace(odd, causal=True)),
+        Asked("one tile", one, aspect="full mask"),
+        Asked("one tile, causal", replace(one, causal=True), aspect="causal mask"),
+        Asked("several tiles", long, aspect="full mask"),
+        Asked("several tiles, causal", replace(long, causal=True), aspect="causal mask"),
+        Asked("several batches and heads", replace(one, batch=3, heads=3, kv_heads=3), aspect=HEADS),
+        Asked("an odd length", odd, aspect="odd lengths"),
+        Asked("an odd length, causal", replace(odd, causal=True), aspect="odd lengths"),
     ]
+    yield from simple  # before the row is asked what it bears: should the process die, the case is known
+    length, masked = ODD if bears(simple[5]) else WHOLE, bears(simple[1])
+    shorter = ODD - 100 if length == ODD else WHOLE // 2
+    usual = replace(one, queries=length, keys=length)
+    causal = replace(usual, causal=masked)
+    differ = "queries and keys of different number"
     rare = [
-        Asked("more queries than keys", replace(long, keys=ODD - 100)),
-        Asked("more keys than queries", replace(long, queries=ODD - 100)),
-        Asked("more queries than keys, causal", replace(long, keys=ODD - 100, causal=True)),
-        Asked("more keys than queries, causal", replace(long, queries=ODD - 100, causal=True)),
-        Asked("one query", replace(long, queries=1)),
-        Asked("grouped heads", replace(odd, heads=4, kv_heads=2, causal=True)),
-        Asked("a scale of its own", replace(odd, scale=0.3)),
+        Asked("more queries than keys", replace(long, keys=shorter), aspect=differ),
+        Asked("more keys than queries", replace(long, queries=shorter), aspect=differ),
+        Asked("more queries than keys, causal", replace(long, keys=shorter, causal=masked), aspect=differ),
+        Asked("more keys than queries, causal", replace(long, queries=shorter, causal=masked), aspect=differ),
+        Asked("one query", replace(long, queries=1), aspect=differ),
+        Asked("grouped heads", replace(causal, heads=4, kv_heads=2), aspect="grouped heads"),
+        Asked("a scale of its own", replace(usual, scale=0.3), aspect="scale"),
     ]
-    memory = [*in_memory(replace(odd, batch=2, causal=True))]
+    memory = [*in_memory(replace(causal, batch=2))]
     memory.insert(1, replace(memory[0], about=f"{memory[0].about}, again"))
-    yield from [*simple, *rare, *memory]
+    yield from [*rare, *memory]
     for dtype in DTYPES[1:]:
-        for asked in (simple[0], simple[3], simple[6], rare[5], *memory[2:]):
-            yield replace(asked, case=replace(asked.case, dtype=dtype))
+        for asked in (simple[0], simple[3 if masked else 2], *simple[6:][: length == ODD], rare[5], *memory[2:]):
+            aspect = asked.aspect if asked is rare[5] else dtype  # what is refused for its heads says nothing of dtypes
+            yield replace(asked, case=replace(asked.case, dtype=dtype), aspect=aspect)
+
+
+def larger(one: AttentionCase) -> Iterator[Asked]:
+    """What real models have and small cases do not, of a small case."""
+    yield Asked("a negative scale", replace(one, scale=-0.3), aspect="scale")
+    yield Asked("six heads", replace(one, heads=6, kv_heads=6), aspect=HEADS)
+    yield Asked("30 pairs of batch and head", replace(one, batch=5, heads=6, kv_heads=6), aspect=HEADS)
+    yield Asked("more than 1,024 keys", replace(one, keys=1100, queries=32, causal=False), aspect=LONGER)
+    yield Asked("a last tile of one key", replace(one, keys=65, queries=65), aspect=LONGER)
+    for head_dim in (40, 80, 96):
+        yield Asked(f"head dimension {head_dim}", replace(one, head_dim=head_dim), aspect="head dimensions")
+    yield from (Asked(about, one, aspect="calls of models", use=use) for about, use in USES.items())
 
 
 def in_memory(case: AttentionCase) -> Iterator[Asked]:
     """The case with inputs that do not lie as fresh tensors do."""
-    return (Asked(about, case, name) for name, (_, _, about) in MEMORY.items())
+    return (Asked(about, case, name, "strides") for name, (_, _, about) in MEMORY.items())
 
 
 def cases_of_options(one: AttentionCase) -> Iterator[Asked]:
@@ -77,7 +121,7 @@ def cases_of_options(one: AttentionCase) -> Iterator[Asked]:
     small = replace(one.plain, batch=2, heads=2, kv_heads=1, queries=40, keys=40, causal=True)
     values: dict[str, Any] = {"window": 10, "offset": 9, "softcap": 2.0, "prefix": 30}
     for name in OPTIONS:
-        yield Asked(f"with {name}", replace(small, **{name: values.get(name, True)}))
+        yield Asked(f"with {name}", replace(small, **{name: values.get(name, True)}), aspect="options")
 
 
 def pattern_of(case: AttentionCase, seed: int) -> Pattern:
@@ -99,20 +143,81 @@ def pattern_of(case: AttentionCase, seed: int) -> Pattern:
 
 
 def answer(
-    row: Callable[..., Tensor], case: AttentionCase, inputs: Inputs, grad: bool, pattern: Pattern | None = None
+    row: Row, asked: Asked, inputs: Inputs, grad: bool, pattern: Pattern | None = None
 ) -> tuple[dict[str, Tensor], Fault | None]:
-    """The results of a row, by name, and the fault that they have before any number is compared."""
+    """The results of a row, by name, and the fault that they have before any number is compared.
+
+    Where the fault is in the backward, the results before it are there as well.
+    """
+    given: dict[str, Any] = {"causal": asked.case.causal, "scale": asked.case.scale}
     before = {name: x.clone() for name, x in inputs.tensors.items()}
     try:
-        outputs = run(row, inputs, causal=case.causal, scale=case.scale, grad=grad, pattern=pattern)
-        torch.cuda.synchronize() if case.device == "cuda" else None
+        if asked.use is None:
+            outputs = run(row, inputs, grad=grad, pattern=pattern, **given)
+        else:
+            outputs = asked.use(partial(row, **given), inputs, grad)
+        torch.cuda.synchronize() if asked.case.device == "cuda" else None
     except Exception as error:
-        return {}, Fault.raised(error)
-    if changed := [name for name, x in before.items() if not torch.equal(x, inputs.tensors[name])]:
-        return outputs, Fault(f"  it changes its input {changed[0]}")
+        outputs, fault = answer(row, asked, inputs, False, pattern) if grad else ({}, Fault.raised(error))
+        return outputs, fault or Fault.raised(error, backward=True)
+    if not asked.use and (changed := [x for x, kept in before.items() if not torch.equal(kept, inputs.tensors[x])]):
+        return {}, Fault(f"  it changes its input {changed[0]}")
     for name, x in outputs.items():
         like = inputs.tensors[LIKE[name]] if name in LIKE else inputs.q[..., 0].float()
         if x.shape != like.shape or x.dtype != like.dtype:
-            given = f"{x.dtype} of shape {tuple(x.shape)}"
-            return outputs, Fault(f"  {name} is {given}; expected {like.dtype} of shape {tuple(like.shape)}")
+            expected = f"expected {like.dtype} of shape {tuple(like.shape)}"
+            right = {before: outputs[before] for before in [*outputs][: [*outputs].index(name)]}
+            return right, Fault(
+                f"  {name} is {x.dtype} of shape {tuple(x.shape)}; {expected}", backward=name not in ("o", "lse")
+            )
     return outputs, None
+
+
+def _forward(call: Row, inputs: Inputs, grad: bool) -> Tensor:
+    with torch.set_grad_enabled(grad):
+        return call(*inputs.leaves(grad))
+
+
+def _results(o: Tensor, inputs: Inputs, grad: bool, retain: bool = False) -> dict[str, Tensor]:
+    gradients = torch.autograd.grad(o, inputs.leaves(grad), inputs.do, retain_graph=retain) if grad else ()
+    return {"o": o.detach().clone(), **dict(zip(("dq", "dk", "dv"), gradients, strict=False))}
+
+
+def _once(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
+    return _results(_forward(call, inputs, grad), inputs, grad)
+
+
+def two_forwards(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
+    """The first of two results is read after the second is made, and so is its backward."""
+    o = _forward(call, inputs, grad)
+    _forward(call, inputs.others(), grad)
+    return _results(o, inputs, grad)
+
+
+def second_backward(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
+    """A graph that is retained has the same gradients again."""
+    o = _forward(call, inputs, grad)
+    _results(o, inputs, grad, retain=True)
+    return _results(o, inputs, grad)
+
+
+def changed_inputs(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
+    """Keys and values are written to between calls, in place, as a cache of them is."""
+    _once(call, inputs, grad)
+    return _once(call, inputs.redraw_(inputs.seed + 1), grad)
+
+
+def two_threads(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
+    """Of calls in two threads, those of the first: a result that is not that of a call alone, where there is one."""
+    alone, both = _once(call, inputs, grad), [inputs, inputs.others()]
+    with ThreadPoolExecutor(2) as threads:
+        made = [*threads.map(lambda of: _once(call, of, grad), both * 4)][::2]
+    return next((outputs for outputs in made if not torch.equal(outputs["o"], alone["o"])), made[0])
+
+
+USES: dict[str, Use] = {
+    "two forwards before a backward": two_forwards,
+    "a second backward": second_backward,
+    "inputs that change between calls": changed_inputs,
+    "calls from two threads": two_threads,
+}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lmsys.attention.contract import DTYPES, AttentionCase
 from lmsys.check import places
-from lmsys.check.cases import answer
+from lmsys.check.cases import Asked, answer
 from lmsys.check.question import Fault
 from lmsys.extremes.attention import KINDS, Unit, plant, unit_tensors
 from lmsys.testing import Oracle, Spot, make_inputs, pick
@@ -45,7 +45,9 @@ def case_of_kinds(case: AttentionCase, length: int | None = None) -> AttentionCa
     return replace(case, batch=batch, heads=heads, kv_heads=HEADS, queries=length, keys=length)
 
 
-def failure(row: Row, case: AttentionCase, grad: bool, seed: int, rms: bool = False) -> Fault | None:
+def failure(
+    row: Row, case: AttentionCase, grad: bool, seed: int, rms: bool = False, named: bool = True
+) -> Fault | None:
     """The fault of the row on inputs of every kind, in a case of `case_of_kinds`; None where there is none.
 
     Each kind is a unit, judged alone. In a case of many keys, of a single unit, they are all equal.
@@ -55,8 +57,8 @@ def failure(row: Row, case: AttentionCase, grad: bool, seed: int, rms: bool = Fa
     inputs = make_inputs(case, seed)
     for kind, unit in units.items():
         plant(kind, *unit_tensors(inputs.tensors, unit), case.causal)
-    outputs, fault = answer(row, case, inputs, grad)
-    if fault is not None:
+    outputs, fault = answer(row, Asked("", case), inputs, grad)
+    if not outputs:
         return fault
     wrong: dict[str, Wrong] = {}
     for kind, unit in units.items():
@@ -65,11 +67,11 @@ def failure(row: Row, case: AttentionCase, grad: bool, seed: int, rms: bool = Fa
         ratios = oracle.judge({name: pick(x, spot, case.kv_heads) for name, x in outputs.items()}, rms)
         if name := next((name for name, ratio in ratios.items() if not ratio <= 1), None):
             wrong[kind] = unit, name, ratios[name], oracle
-    return _fault(row, case, outputs, wrong, grad) if wrong else None
+    return _fault(row, case, outputs, wrong, grad, named) if wrong else fault
 
 
 def _fault(
-    row: Row, case: AttentionCase, outputs: Mapping[str, Tensor], wrong: Mapping[str, Wrong], grad: bool
+    row: Row, case: AttentionCase, outputs: Mapping[str, Tensor], wrong: Mapping[str, Wrong], grad: bool, named: bool
 ) -> Fault:
     kind = next((kind for kind, (_, name, *_) in wrong.items() if name == "o"), next(iter(wrong)))
     unit, name, ratio, oracle = wrong[kind]
@@ -79,7 +81,7 @@ def _fault(
     place = ", ".join(map(str, (unit[0], unit[1] * given.shape[1] + at[1], *at[2:])))
     off = ~((given.double() - expected).abs() <= oracle.budget[name])
     size = "not finite" if math.isinf(ratio) else f"{ratio:.3g} times what is allowed"
-    mistake = range_mistake(row, case, grad and name != "o")
+    mistake = range_mistake(row, case, grad and name != "o") if named else None
     lines = [
         f"  {KINDS[kind]}: {name}[{place}]: expected {expected[at].item():.6g}, got {given[at].item():.6g};"
         f" the largest error is {size}",
@@ -88,7 +90,7 @@ def _fault(
     ]
     if others := [KINDS[other] for other in wrong if other != kind]:
         lines.append(f"  wrong too: {'; '.join(others)}")
-    return Fault("\n".join(lines), mistake, ratio)
+    return Fault("\n".join(lines), mistake, ratio, backward=name != "o")
 
 
 def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | None:

@@ -6,15 +6,15 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lmsys.attention import ATTENTION
-from lmsys.check import signature
+from lmsys.check import holds, laptop, signature
 from lmsys.check.question import Fault, Options, Question, poison
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry, Table, load_target
@@ -38,8 +38,7 @@ class Kind:
         yield from load_target(self.asks)(entry, options)
 
     def remark(self, entry: Entry, options: Options) -> str | None:
-        module = importlib.import_module(self.asks.partition(":")[0])
-        said: Callable[..., str] | None = getattr(module, "remark", None)
+        said = getattr(importlib.import_module(self.asks.partition(":")[0]), "remark", None)
         return said(entry, options) if said else None
 
 
@@ -99,8 +98,19 @@ RIGHT, WRONG = 0, 1
 SCHEMA = 1  # of the lines for programs: docs/check.md
 
 
+def check_target(target: str, kind: str | None, options: Options, as_json: bool = False) -> int:
+    """`check` of a name of a table or path.py:attribute, in a process of its own. ValueError as `find` has it."""
+    laptop.install()
+    with laptop.Laptop() if ".py:" in target else nullcontext():
+        found, entry = find(target, kind)
+    return check(entry, options, found.name, as_json)
+
+
 def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool = False) -> int:
-    """Says of each question whether the answer is right, up to the first wrong one; RIGHT or WRONG."""
+    """Says of each question whether the answer is right; RIGHT or WRONG.
+
+    Attention is asked to the end, and a table says what holds; others up to the first wrong answer.
+    """
 
     def say(text: str, /, **values: Any) -> None:
         """People read the text, and programs a JSON object of the values, in a line."""
@@ -110,22 +120,28 @@ def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool
             print(json.dumps({"schema": SCHEMA, "name": entry.name, "kind": kind, **values}), flush=True)
 
     poison(setattr)
-    start, answer = time.perf_counter(), verdict_on(entry, options, kind, say=say)
-    if answer.verdict == "wrong":
+    held = holds.Holds(options.grad) if kind == "attention" else None
+    start, answer = time.perf_counter(), verdict_on(entry, options, kind, held is not None, say=say, held=held)
+    right = held.right if held else answer.right > 0 and not answer.fault
+    if answer.fault and held is None:
         say("", verdict="wrong")
         return WRONG
-    remark = KINDS[kind].remark(entry, options) if answer.right else None
-    seconds, device = time.perf_counter() - start, "cuda" if torch.cuda.is_available() else "cpu"
-    lines = ([remark] if remark else []) + [f"not asked: {reason}" for reason in answer.refused]
-    end = f"\n{entry.name}: {answer.right} cases right on this {device}, in {seconds:.0f} s\n"
+    remark = KINDS[kind].remark(entry, options) if right and "refused" not in str(held) else None
+    seconds = time.perf_counter() - start
+    lines = [f"the first wrong case: {answer.fault}"] * bool(answer.fault) + [str(remark)] * bool(remark)
+    lines += [x if x.startswith("refused") else f"not asked: {x}" for x in answer.refused]
     say(
-        "".join(f"  {line}\n" for line in lines) + end,
-        verdict="right" if answer.right else "wrong",
+        (f"\n{held}\n\n" if held else "")
+        + "".join(f"  {line}\n" for line in lines)
+        + f"\n{entry.name}: {answer.right} cases right on this {'cuda' if torch.cuda.is_available() else 'cpu'},"
+        f" in {seconds:.0f} s\n",
+        verdict="right" if right else "wrong",
         right=answer.right,
         remark=remark,
         seconds=round(seconds, 3),
+        **({"holds": held.counts} if held else {}),
     )
-    return RIGHT if answer.right else WRONG
+    return RIGHT if right else WRONG
 
 
 @dataclass(frozen=True)
@@ -151,35 +167,51 @@ def verdict_on(
     may_raise: bool = False,
     most: int | None = None,
     say: Callable[..., None] = lambda text, /, **values: None,
+    held: holds.Holds | None = None,
 ) -> Answer:
     """Asks a row, up to the first wrong answer.
 
     may_raise  an exception refuses a case, and is no fault
     most       cases that are asked
     say        is told of each case, in a text and in values
+    held       counts the answers; then every question is asked
     """
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
-    right, refused = 0, dict[str, None]()
+    right, refused, wrong = 0, dict[str, list[str]](), ""
     for question in KINDS[kind].questions(entry, options):
         if question.reason is not None:
-            refused[question.reason] = None
+            refused.setdefault(question.reason, [])
             say("", case=question.about, verdict="not asked", reason=question.reason)
             continue
         if right == most:
             break
         say(f"  {question.about}: ")  # should the process die, the case is known
-        fault = question.judge()
+        fault = question.judge(named=False) if wrong else question.judge()
+        if held is not None:
+            held.add(question.aspect, fault)
         if fault is None:
             say("right\n", case=question.about, verdict="right")
             right += 1
         elif may_raise and fault.raises:
-            refused[f"{question.about}: {fault.line}"] = None
+            refused.setdefault(fault.line, []).append(question.about)
+            verdict = "the forward is right, the backward refused" if fault.backward else "refused"
+            say(f"{verdict}\n", case=question.about, verdict="refused", reason=fault.line)
         else:
             shape = question.shape or question.about
             values = {"shape": shape, "text": fault.text, "mistake": fault.mistake, "error_ratio": _number(fault)}
-            say(f"wrong\n\n{shape}\n{fault.text}\n", case=question.about, verdict="wrong", **values)
-            return Answer(right, tuple(refused), f"{question.about}: {fault.line}")
-    return Answer(right, tuple(refused))
+            text = f"\n{shape}\n{fault.text}\n" + "\n" * (held is not None)
+            say("wrong\n" + ("" if wrong else text), case=question.about, verdict="wrong", **values)
+            wrong = wrong or f"{question.about}: {fault.line}"
+            if held is None:
+                break
+    return Answer(
+        right, tuple(_in_cases(reason, cases) if cases else reason for reason, cases in refused.items()), wrong
+    )
+
+
+def _in_cases(reason: str, cases: Sequence[str]) -> str:
+    more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
+    return f"refused in {cases[0]}{more}: {reason}"
 
 
 def _number(fault: Fault) -> float | None:

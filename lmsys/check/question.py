@@ -18,12 +18,16 @@ class Options:
     grad      False: forwards alone
     dtypes    of attention, losses and norms: these alone
     seed      of the inputs
+    layout    of attention's tensors: "bhsd" is (B, H, S, D), "bshd" (B, S, H, D)
+    uses      attention is asked for what models do with it, too, and for sizes that small cases do not have
     """
 
     head_dim: int = 64
     grad: bool = True
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     seed: int = 0
+    layout: str = "bhsd"
+    uses: bool = True
 
 
 @dataclass(frozen=True)
@@ -34,25 +38,31 @@ class Fault:
     mistake      the known mistake that gives this answer, in words; None where no known one does
     error_ratio  the largest error over its budget; None where no number is at fault
     raises       there is no answer, but an exception
+    backward     it is in the backward alone: the forward is right
     """
 
     text: str
     mistake: str | None = None
     error_ratio: float | None = None
     raises: bool = False
+    backward: bool = False
 
     @classmethod
-    def raised(cls, error: Exception) -> "Fault":
+    def raised(cls, error: Exception, backward: bool = False) -> "Fault":
         """The fault of an implementation that raises an exception: its kind, its first line, and where in its file."""
         lines = str(error).strip().splitlines() or ["no message"]
-        return cls(f"  it raises {type(error).__name__}: {lines[0]}{place_of(error)}", raises=True)
+        text = f"  {'its backward' if backward else 'it'} raises {type(error).__name__}: {lines[0]}{place_of(error)}"
+        return cls(text, raises=True, backward=backward)
 
     @classmethod
     def explained(cls, place: str, mistake: str | None, error_ratio: float, before: Sequence[str] = ()) -> "Fault":
-        """The fault of a number, with its mistake where one is known; `before`: what is right of the same answer."""
-        pattern = f"pattern: {mistake}" if mistake else "no known mistake gives this result"
+        """The fault of a number, with its mistake where one is known; "": nobody has searched for one.
+
+        before  what is right of the same answer, its result first
+        """
+        pattern = f"\n  pattern: {mistake}" if mistake else "\n  no known mistake gives this result"
         more = f"\n  right before it: {', '.join(before)}" if before else ""
-        return cls(f"{place}\n  {pattern}{more}", mistake, error_ratio)
+        return cls(place + pattern * (mistake != "") + more, mistake or None, error_ratio, backward=bool(before))
 
     @property
     def line(self) -> str:
@@ -66,17 +76,20 @@ class Question:
     """One case, and how its answer is judged.
 
     about    the case in a few words
-    judge    asks the implementation: None where the answer is right
+    judge    asks the implementation: None where the answer is right. With named=False, which attention takes, nobody
+             searches for the mistake
     shape    the case in full
     reason   why the implementation is not asked; None: it is
     extreme  the inputs are ones that a normal draw does not have: `lmsys.extremes`
+    aspect   what it is a question of, of many that are asked to the end
     """
 
     about: str
-    judge: Callable[[], Fault | None] = field(repr=False)
+    judge: Callable[..., Fault | None] = field(repr=False)
     shape: str = ""
     reason: str | None = None
     extreme: bool = False
+    aspect: str = ""
 
 
 def poison(replace: Callable[[Any, str, Any], Any]) -> None:

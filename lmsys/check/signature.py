@@ -76,8 +76,9 @@ def called(implementation: Any, roles: Roles) -> Called:
     """The implementation as a function of its roles. ValueError for a parameter without a default that has no role."""
     parameters, positional = parameters_of(implementation), is_function(implementation)
     by_place = positional or any(x.kind is x.POSITIONAL_ONLY for x in parameters.values())
-    function = implementation.apply if positional else implementation
-    return Called(function, _roles(parameters, roles, positional), by_place)
+    return Called(
+        implementation.apply if positional else implementation, _roles(parameters, roles, positional), by_place
+    )
 
 
 def built(implementation: Any, roles: Roles, values: Mapping[str, Any]) -> nn.Module:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lmsys import doing, processes, registry, testing
+from lmsys.check import laptop
 from lmsys.check.question import poison
 from lmsys.check.recorder import Recorder
 from lmsys.extremes.strategy import Probe, Trial, batch, change_options, made_optimizer, probe
@@ -65,6 +66,7 @@ class Result:
 def prepare(entry: registry.Entry) -> None:
     """Imports what a rank needs, torch's compiler for the first optimizer too, and makes uninitialised memory NaN."""
     poison(setattr)
+    laptop.install()
     entry.load()
     torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
 

@@ -113,8 +113,9 @@ class Layer:
         if kind == "tensor":
             return self.mesh_seconds(1, devices)[1]
         operations = WEIGHT_COLLECTIVES[kind][direction]
-        weights = 3 * self.d_model * self.d_ff * ELEMENT
-        return sum(ring_seconds(one, weights, devices, self.bytes_per_s) for one in operations)
+        return sum(
+            ring_seconds(one, 3 * self.d_model * self.d_ff * ELEMENT, devices, self.bytes_per_s) for one in operations
+        )
 
     def most_devices(self, kind: str, direction: str) -> float:
         """The largest n for which communication takes no longer than computation: both are (...) / n.
@@ -129,8 +130,7 @@ class Layer:
         """Times of a forward over fsdp x tensor devices: all-gathers along one axis, the all-reduce along the other."""
         weights = 3 * self.d_model * self.d_ff * ELEMENT / tensor
         outputs = self.tokens / fsdp * self.d_model * ELEMENT
-        gathered = (fsdp - 1) / fsdp * weights / self.bytes_per_s
-        return gathered, 2 * (tensor - 1) / tensor * outputs / self.bytes_per_s
+        return (fsdp - 1) / fsdp * weights / self.bytes_per_s, 2 * (tensor - 1) / tensor * outputs / self.bytes_per_s
 
     def largest_mesh(self, overlapped: bool) -> tuple[float, float]:
         """(fsdp, tensor), not rounded, of the largest fsdp x tensor that a forward keeps busy.

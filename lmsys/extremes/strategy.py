@@ -41,6 +41,7 @@ class Trial:
     optimizer      a name in its OPTIMIZERS
     groups         parameters are in two groups: biases are in a second, with other options
     schedule       learning rate and momentum change after each step
+    vocabulary     the number of tokens; width: of layers
     single         the optimizer has a single parameter, so that some ranks have none
     """
 
@@ -58,6 +59,8 @@ class Trial:
     single: bool = False
     world_size: int = 2
     seed: int = 0
+    vocabulary: int = VOCABULARY
+    width: int = WIDTH
 
     @property
     def twins(self) -> dict[str, str]:
@@ -109,26 +112,26 @@ class Probe(nn.Module):
     def __init__(self, trial: Trial, apart: bool = False):
         super().__init__()
         self.parts = trial.parts
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        more = {LAYERS[part]: nn.Linear(WIDTH, WIDTH) for part in trial.parts if part in LAYERS}
+        self.embed = nn.Embedding(trial.vocabulary, trial.width)
+        self.layers = nn.ModuleList(Layer(trial.width) for _ in range(2))
+        more = {LAYERS[part]: nn.Linear(trial.width, trial.width) for part in trial.parts if part in LAYERS}
         if "twice" in trial.parts and apart:
-            more["again"] = nn.Linear(WIDTH, WIDTH)
+            more["again"] = nn.Linear(trial.width, trial.width)
         if "frozen" in more:
             more["frozen"].requires_grad_(False)
         if "transposed" in more:
-            more["transposed"].weight = nn.Parameter(torch.empty(WIDTH, WIDTH).t())
+            more["transposed"].weight = nn.Parameter(torch.empty(trial.width, trial.width).t())
         for name, layer in more.items():
             self.add_module(name, layer)
         if "sizes" in trial.parts:
-            self.sizes = nn.ParameterList(nn.Parameter(torch.empty(WIDTH)) for _ in EXPONENTS)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+            self.sizes = nn.ParameterList(nn.Parameter(torch.empty(trial.width)) for _ in EXPONENTS)
+        self.head = nn.Linear(trial.width, trial.vocabulary, bias=False)
         if "tied" in trial.parts and not apart:
             self.head.weight = self.embed.weight
-        self.register_buffer("scale", torch.empty(WIDTH))
+        self.register_buffer("scale", torch.empty(trial.width))
 
     def forward(self, tokens: Tensor, rare: bool = False, once: bool = False) -> Tensor:
-        x = self.embed(tokens) * self.scale  # (B, S, WIDTH)
+        x = self.embed(tokens) * self.scale  # (B, S, width)
         for layer in self.layers:
             x = layer(x)
         if "twice" in self.parts:
@@ -145,11 +148,11 @@ class Probe(nn.Module):
 
 
 class Layer(nn.Module):
-    """A residual block (B, S, WIDTH) -> (B, S, WIDTH)."""
+    """A residual block (B, S, width) -> (B, S, width)."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.linear(x))
@@ -178,7 +181,7 @@ def batch(trial: Trial, step: int, micro_batch: int, rank: int) -> Tensor:
     """The tokens (B, SEQUENCE) of a rank's backward."""
     key = draws.key(trial.seed, f"step {step}, micro-batch {micro_batch}, rank {rank}")
     count = trial.examples(rank)
-    return draws.whole_numbers(key, 0, count * SEQUENCE, VOCABULARY).view(count, SEQUENCE)
+    return draws.whole_numbers(key, 0, count * SEQUENCE, trial.vocabulary).view(count, SEQUENCE)
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

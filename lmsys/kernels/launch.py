@@ -108,8 +108,7 @@ def describable(x: Tensor) -> Tensor:
 
 def dot_precision(x: Tensor) -> str:
     """The `input_precision` of products of x: TF32 where torch's own matmuls on the GPU take it."""
-    tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if tf32 else "ieee"
+    return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 class DirectKernel:

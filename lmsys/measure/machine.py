@@ -196,8 +196,7 @@ class Limits:
 
     def least_s(self, flops: float, dtype: str, read_bytes: float) -> float:
         """The seconds that so much arithmetic, and so many bytes that are in no cache, take at least."""
-        arithmetic = flops / self.flops_per_s[dtype] if dtype in self.flops_per_s else 0.0
-        return max(arithmetic, read_bytes / self.bytes_per_s)
+        return max(flops / self.flops_per_s[dtype] if dtype in self.flops_per_s else 0.0, read_bytes / self.bytes_per_s)
 
 
 def limits_of(device: str, max_sm_mhz: float | None) -> Limits | None:

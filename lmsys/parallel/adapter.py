@@ -42,8 +42,7 @@ class Adapter:
         return optimizer_cls(grouped(self.module, kwargs.pop("groups", None)), **kwargs)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        whole = hasattr(self.wrapper, "full_state_dict")
-        return self.wrapper.full_state_dict() if whole else self.module.state_dict()
+        return self.wrapper.full_state_dict() if hasattr(self.wrapper, "full_state_dict") else self.module.state_dict()
 
     def fingerprint(self) -> str:
         """Hash of the sums of all parameters: ranks with one model have the same."""

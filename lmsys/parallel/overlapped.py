@@ -118,8 +118,7 @@ class Overlapped(wrapper.Wrapper):
 
     def __init__(self, module: nn.Module, process_group: Group = None, comm_dtype: torch.dtype | None = None):
         wrapper.check_floating("comm_dtype", comm_dtype)
-        alone = size_and_rank(process_group)[0] == 1
-        self.transport = (Collectives if alone else self.over)(module, process_group)
+        self.transport = (Collectives if size_and_rank(process_group)[0] == 1 else self.over)(module, process_group)
         super().__init__(module, process_group)
         self.comm_dtype = comm_dtype
         self._seen: list[int] | None = []  # the order of gradients, until buckets are planned by it

@@ -31,8 +31,7 @@ class _Peer(Traits, nn.Module):
         return optimizer_cls(grouped(self.module, groups), **kwargs)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        state = self.module.state_dict()
-        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}
+        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in self.module.state_dict().items()}
 
 
 class TorchDDP(_Peer):
@@ -113,8 +112,9 @@ class TorchFSDP2(_Peer):
             broadcast_(x, process_group)
         group = dist.group.WORLD if process_group is None else process_group
         mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type)
-        reduced_in = None if compute_dtype is None else torch.float32
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduced_in)
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
+        )
         options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": self.reshards_after_forward}
         for block in blocks_of(module):
             fully_shard(block, **options)

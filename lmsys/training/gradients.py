@@ -148,8 +148,9 @@ class Gradients:
 
     def __call__(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> Tensor:
         """The mean of the losses. `batches`: the arguments of the model's loss, by micro-batch; `weights`: theirs."""
-        losses = (self._add_in_pairs if self._tree is not None else self._accumulate)(batches, weights)
-        return torch.stack(losses).mean()
+        return torch.stack(
+            (self._add_in_pairs if self._tree is not None else self._accumulate)(batches, weights)
+        ).mean()
 
     def _accumulate(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> list[Tensor]:
         losses, last = [], len(batches) - 1

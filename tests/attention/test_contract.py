@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from lmsys.attention import ATTENTION, AttentionCase, attention, peers
-from lmsys.attention.contract import adapt, as_4d, check_inputs
+from lmsys.attention.contract import adapt, as_4d, check_inputs, why_not_called
 from lmsys.attention.flash_torch import FlashTorch
 from lmsys.attention.naive import naive
 from lmsys.bench.findings import interpreted_kernels
@@ -230,3 +230,49 @@ def test_what_torch_refuses_without_a_word_is_answered_by_what_it_takes(monkeypa
     assert reason and reason.endswith("refuses and does not say why; it would take as many key heads as query heads")
     nothing = partial(peers._torch_says, backend=SDPBackend.MATH, can_use=lambda *_, **__: False)
     assert "SDPA math runs every case" in (nothing(AttentionCase(1, 4, 2, 8, 8, 16, "float32")) or "")
+
+
+def _other(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    return naive(q, k, v, causal=causal, scale=scale)
+
+
+def no_scale(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    return _other(q, k, v, causal, q.shape[-1] ** -0.5)
+
+
+def softmax_scale(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> Tensor:
+    return _other(q, k, v, is_causal, softmax_scale)
+
+
+def positional(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Tensor:
+    return _other(q, k, v, causal, sm_scale)
+
+
+class ByPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Tensor:
+        return _other(q, k, v, causal, sm_scale)
+
+
+@pytest.mark.parametrize("foreign", [no_scale, softmax_scale, positional, ByPlace])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_of_other_interfaces_are_accepted_as_they_are(foreign: Any, causal: bool) -> None:
+    q, k, v = (torch.randn(2, 3, 5, 4) for _ in range(3))
+    case = AttentionCase(2, 3, 3, 5, 5, 4, "float32", causal=causal, scale=0.3)
+    refused = why_not_called(foreign, case)
+    assert refused == ("it takes no scale" if foreign is no_scale else None)
+    for scale in (None, *([] if refused else [0.3])):
+        assert torch.equal(
+            adapt(foreign)(q, k, v, causal=causal, scale=scale), naive(q, k, v, causal=causal, scale=scale)
+        )
+
+
+def test_a_row_of_q_k_and_v_alone() -> None:
+    def plain(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return naive(a, b, c)
+
+    q, k, v = (torch.randn(2, 3, 5, 4) for _ in range(3))
+    assert torch.equal(adapt(plain)(q, k, v), naive(q, k, v))
+    assert why_not_called(plain, AttentionCase(2, 3, 3, 5, 5, 4, "float32", causal=True)) == "it takes no causal"
+    with pytest.raises(ValueError, match="causal=True: this row has no parameter for it"):
+        adapt(plain)(q, k, v, causal=True)

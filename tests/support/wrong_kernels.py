@@ -139,12 +139,6 @@ def one_batch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: f
     return attend(q[:1], k[:1], v[:1], causal=causal, scale=scale).expand(q.shape)
 
 
-@wrong("it raises AssertionError: lengths must be multiples of 64 (" + __file__)
-def even_lengths(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    assert q.shape[2] % 64 == 0, "lengths must be multiples of 64"
-    return attend(q, k, v, causal=causal, scale=scale)
-
-
 @wrong("it changes its input q")
 def scales_in_place(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     q.data.mul_(2)

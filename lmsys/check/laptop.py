@@ -1,0 +1,132 @@
+"""Kernels written for a GPU on a machine without one: Triton's interpreter runs them, told that there is a GPU.
+
+A wrapper may assert that its tensors are on a GPU, ask for the current device or the active driver, and allocate with
+device="cuda". What it allocates lies in the host's memory. The interpreter computes bfloat16 wrongly, knows no threads,
+and takes the first configuration of an autotuner.
+"""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._pytree import tree_map
+
+GPU = torch.device("cuda", 0)  # as code is told; there is none
+NO_BFLOAT16, NO_THREADS = (f"Triton's interpreter {x}" for x in ("computes bfloat16 wrongly", "runs no two threads"))
+INTERPRETED = "Triton's interpreter ran its kernels, an autotuner's first configuration alone: a GPU runs other code. "
+PRETENDED = "It asks for a GPU, and was told that its tensors are on one"
+told: list[Any] = []  # the row that runs in `Laptop`, whose backward then does
+_apply = BackwardCFunction.apply
+
+
+class Laptop(TorchFunctionMode):
+    """Code that runs in it is told that tensors are on a GPU, and gets memory of the host for that of a GPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.is_cuda.__get__, Tensor.device.__get__):
+            return True if function == Tensor.is_cuda.__get__ else GPU
+        if function is Tensor.cuda:
+            return args[0]
+        args, kwargs = tree_map(_on_host, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _on_host(x: Any) -> Any:
+    """A device of the host where x is a GPU; else x itself."""
+    is_gpu = x.partition(":")[0] == "cuda" if isinstance(x, str) else isinstance(x, torch.device) and x.type == "cuda"
+    return torch.device("cpu") if is_gpu else x
+
+
+def install() -> None:
+    """Answers what torch and Triton refuse without a GPU, in this process; NVTX does nothing.
+
+    A package of the course that is not installed, but lies on the path, has a version.
+    """
+    importlib.metadata.version = _version
+    if torch.cuda.is_available() or BackwardCFunction.apply is _backward:
+        return
+    vars(torch.cuda).update(
+        is_available=lambda: isinstance(_get_current_function_mode(), Laptop),
+        current_device=lambda: 0,
+        synchronize=lambda *_: None,
+        device=nullcontext,
+        get_device_capability=lambda *_: (8, 0),  # of a card that every kernel of a course knows
+        get_device_properties=lambda *_: SimpleNamespace(name="interpreter", multi_processor_count=1),
+    )
+    vars(torch.cuda.nvtx).update(
+        dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), lambda *_: None)
+    )
+    BackwardCFunction.apply = _backward
+    if importlib.util.find_spec("triton") is not None:
+        _install_in_triton()
+
+
+def _version(distribution_name: str) -> str:
+    of_course = distribution_name.startswith("cs336") and not any(
+        importlib.metadata.distributions(name=distribution_name)
+    )
+    return "0" if of_course else importlib.metadata.distribution(distribution_name).version
+
+
+def _install_in_triton() -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.autotuner import Autotuner
+
+    import lmsys.kernels.launch  # noqa: F401  it mends the interpreter for new versions of numpy
+
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda *_: 0,
+            get_current_target=lambda: GPUTarget("cuda", 80, 32),
+            get_active_torch_device=lambda: GPU,
+            get_device_interface=lambda: torch.cuda,
+            utils=SimpleNamespace(
+                get_device_properties=lambda *_: {"multiprocessor_count": 1, "max_shared_mem": 101376}
+            ),
+        )
+    )
+    run = Autotuner.run
+
+    def first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.configs = self.configs[:1]
+        return run(self, *args, **kwargs)
+
+    Autotuner.run = first
+
+
+def _backward(self: Any, *gradients: Any) -> Any:
+    """The backward of an autograd Function, in `Laptop` where forwards are."""
+    with Laptop() if told else nullcontext():
+        return _apply(self, *gradients)
+
+
+def fitting(row: Callable[..., Tensor], score: Callable[[Any], int]) -> Callable[..., Tensor]:
+    """The row itself, or in `Laptop` where its score is higher so: it gives more results, or launches more kernels.
+
+    Where nobody has called `install` it is the row itself.
+    """
+
+    @wraps(row)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        with Laptop():
+            return row(*args, **kwargs)
+
+    if BackwardCFunction.apply is not _backward:
+        return row
+    told.clear()
+    plain = score(row)
+    told.append(row)
+    if score(call) > plain:
+        return call
+    told.clear()
+    return row

@@ -1,0 +1,192 @@
+"""The table of what holds: a case is right, wrong or refused, forward and backward apart, and all are asked."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmsys.check import attention
+from lmsys.check.cases import USES, Asked, cases, larger
+from lmsys.check.holds import Holds
+from lmsys.check.kinds import RIGHT, WRONG, check
+from lmsys.check.question import Fault, Options
+from lmsys.registry import Entry
+from tests.support.wrong_kernels import attend
+
+OPTIONS = Options(32, dtypes=("float32",))
+
+
+def full_of_16(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """What a handout asks for: no mask, and lengths that are multiples of 16."""
+    assert not q.shape[2] % 16
+    return attend(q, k, v, scale=scale)
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        return attend(q[:, None], k[:, None], v[:, None], causal=is_causal)[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError
+
+
+def held(name: str, options: Options, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], list[Any]]:
+    """The exit code, the table, and the cases in which a mistake is searched for."""
+    code = check(Entry(name, f"{__name__}:{name}"), options, as_json=True)
+    *lines, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert last["verdict"] == ("right" if code == RIGHT else "wrong")
+    return code, last["holds"], [line["mistake"] for line in lines if line["verdict"] == "wrong"]
+
+
+def test_what_is_refused_or_wrong_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    code, holds, mistakes = held("full_of_16", OPTIONS, capsys)
+    assert code == WRONG and mistakes == ["the causal mask is ignored", None]
+    assert holds.pop("causal mask") == {"forward": {"wrong": 2}, "backward": {}}
+    assert holds.pop("odd lengths") == {"forward": {"refused": 2}, "backward": {}}
+    refusing = {aspect for aspect, of in holds.items() if "refused" in of["forward"]}
+    assert refusing == {"queries and keys of different number", "lengths of models", "extreme scores"}
+    assert not any("wrong" in counts for of in holds.values() for counts in of.values())
+    assert holds["strides"] == {"forward": {"right": 6}, "backward": {"right": 6}}  # in lengths that it takes
+
+
+def test_a_missing_backward_leaves_the_forward_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    code, holds, _ = held("NoBackward", OPTIONS, capsys)
+    assert code == WRONG  # not once is its backward right
+    assert all([*of["forward"]] == ["right"] and [*of["backward"]] == ["refused"] for of in holds.values())
+    assert check(Entry("NoBackward", f"{__name__}:NoBackward"), Options(32, False, ("float32",))) == RIGHT
+    said = capsys.readouterr().out
+    assert "not asked: it takes no scale" in said and said.count(": right\n") == 34
+
+
+BUFFER = torch.zeros(2, 2, 64, 32)
+KEPT: dict[Any, Tensor] = {}
+
+
+def shared(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """Its results are one tensor."""
+    o, into = attend(q, k, v, causal=causal, scale=scale), BUFFER[: len(q)]
+    into = into.detach()
+    return o + (into.copy_(o.detach()) - o.detach()) if o.requires_grad else into.copy_(o)
+
+
+class _Kept(torch.autograd.Function):
+    """Its backward needs what a buffer of the class holds."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        KEPT["qkv"] = torch.stack([q, k, v])
+        ctx.options = causal, scale
+        return attend(q, k, v, causal=causal, scale=scale)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in KEPT["qkv"]]
+            o = attend(*leaves, causal=ctx.options[0], scale=ctx.options[1])
+        return *torch.autograd.grad(o, leaves, do), None, None
+
+
+def keeps(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    return _Kept.apply(q, k, v, causal, scale)
+
+
+def caches(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """The keys and values of an address are copied once."""
+    kept = KEPT.setdefault((k.data_ptr(), v.data_ptr()), torch.stack([k, v]))
+    return attend(q, *kept, causal=causal, scale=scale)
+
+
+class _Frees(torch.autograd.Function):
+    """Its backward writes to what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        ctx.kept, ctx.options = torch.stack([q, k, v]), (causal, scale)
+        return attend(q, k, v, causal=causal, scale=scale)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:
+        with torch.enable_grad():
+            leaves = [x.detach().clone().requires_grad_() for x in ctx.kept]
+            o = attend(*leaves, causal=ctx.options[0], scale=ctx.options[1])
+        ctx.kept.zero_()
+        return *torch.autograd.grad(o, leaves, do), None, None
+
+
+def frees(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    return _Frees.apply(q, k, v, causal, scale)
+
+
+def in_turns(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """Two calls at once read what the later one has written."""
+    import time
+
+    KEPT["q"] = q
+    time.sleep(0.05)
+    return attend(KEPT["q"], k, v, causal=causal, scale=scale)
+
+
+SIMPLE = next(asked.case for asked in cases("cpu", None, 32))
+
+
+@pytest.mark.parametrize(
+    ("row", "about", "mistake"),
+    [
+        (keeps, "two forwards before a backward", "it is wrong for two forwards before a backward"),
+        (frees, "a second backward", "it is wrong for a second backward"),
+        (
+            caches,
+            "inputs that change between calls",
+            "it is wrong for inputs that change between calls",
+        ),
+        (in_turns, "calls from two threads", "it is wrong for calls from two threads"),
+    ],
+)
+def test_what_a_single_call_does_not_show(row: Callable[..., Tensor], about: str, mistake: str) -> None:
+    KEPT.clear()
+    asked = {asked.about: asked for asked in larger(SIMPLE) if asked.use}
+    assert asked.keys() == USES.keys()
+    fault = attention.failure(row, asked[about], True, 0)
+    assert fault is not None and fault.mistake == mistake
+    assert attention.failure(row, replace(asked[about], use=None), True, 7) is None
+    assert attention.failure(attend, asked[about], True, 0) is None
+
+
+def test_results_that_share_a_buffer() -> None:
+    (asked, *_) = (asked for asked in larger(SIMPLE) if asked.use)
+    fault = attention.failure(shared, asked, False, 0)
+    assert fault is not None and "share a buffer" in str(fault.mistake) and not fault.backward
+
+
+def test_the_table() -> None:
+    holds = Holds(grad=True)
+    assert not holds.right
+    holds.add("scale", None)
+    assert holds.right and "refused" not in str(holds)
+    holds.add("scale", Fault("", raises=True, backward=True))
+    assert holds.right and "refused" in str(holds)
+    holds.add("mask", Fault("", backward=True))
+    assert not holds.right
+    holds.add("dtype", Fault("", raises=True))
+    assert [" ".join(line.split()) for line in str(holds).splitlines()] == [
+        "forward backward",
+        "scale right refused: 1 of 2",
+        "mask right wrong",
+        "dtype refused",
+    ]
+    assert "backward" not in str(Holds(grad=False))
+
+
+def test_rarer_questions_are_asked_in_what_a_row_bears() -> None:
+    def of(*unborne: str) -> list[Asked]:
+        return [x for x in cases("cpu", None, bears=lambda asked: asked.aspect not in unborne) if x.aspect == "strides"]
+
+    assert {(x.case.queries, x.case.causal) for x in of()} == {(237, True)}
+    assert {(x.case.queries, x.case.causal) for x in of("odd lengths")} == {(256, True)}
+    assert {(x.case.queries, x.case.causal) for x in of("odd lengths", "causal mask")} == {(256, False)}
