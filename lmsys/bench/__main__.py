@@ -23,7 +23,8 @@ def line_of(arguments: list[str]) -> list[str]:
     """The line of pytest behind `python`. SystemExit, with a message, where there is none."""
     parser = commands.parser("bench")
     parser.usage = "lmsys bench BENCHMARK [--row ROW] [-o OUT.json] [options of pytest]"
-    parser.add_argument("benchmark", metavar="BENCHMARK", help="attention, of benchmarks/bench_attention.py; or a file")
+    about = "attention, loss, model and so on, of benchmarks/bench_NAME.py; or a file"
+    parser.add_argument("benchmark", metavar="BENCHMARK", help=about)
     parser.add_argument(
         "--row",
         action="append",

@@ -1,7 +1,8 @@
 """A run's answers in a terminal: for each question its rows, the fastest first, by the figures and words of the page.
 
-A question is what the words of a case ask, such as its direction, dtype and mask; numbers are its sizes, of which the
-largest is shown where all would be too many. What could not run is left out: the run tells the reasons below.
+A question is a section's, and what the words of a case ask, such as its direction, dtype and mask; numbers are its
+sizes, of which the largest is shown where all would be too many. What could not run is left out: the run tells the
+reasons below.
 """
 
 import json
@@ -24,8 +25,8 @@ SHARES = {"mfu": "MFU %"} | {name: f"{ceiling.removeprefix('large ')} %" for nam
 SIZES = int, float
 ABOUT = (
     "The fastest row comes first; of many sizes the largest is shown that was not disturbed, if any (pytest -v shows "
-    "all). Speed is over the fastest other row, of somebody else's if any took turns. disturbed: the machine was busy "
-    "or slowed."
+    "all). Speed is over the fastest other row, of somebody else's if any took turns, by rounds; level: by medians the "
+    "other is the faster one. disturbed: the machine was busy or slowed."
 )
 
 
@@ -56,7 +57,7 @@ def _table(view: View, width: int, every: bool) -> Iterator[str]:
     asked = Field(
         "asked",
         role="detail",
-        of=lambda case: tuple(SIZES if type(case[name]) in SIZES else case[name] for name in axes),
+        of=lambda case: (case["section"], *(SIZES if type(case[name]) in SIZES else case[name] for name in axes)),
     )
     questions = view.with_fields(asked).ordered(*axes).groups("comparison" if every else "asked").values()
     parts = [max(own.groups("comparison").values(), key=_size) for own in questions][: None if every else MOST]
@@ -94,6 +95,8 @@ def _lines(own: View, figures: Sequence[str], most: int) -> Iterator[list[str]]:
         base = min(undisturbed([one for one in others if one["peer"]] or others), key=time_of, default=case)
         ratio = ratio_of(case, base) if case["contends"] and base is not case else None
         speed = f"{number(ratio)} × {base['impl']}" if ratio else ""
+        if ratio and (ratio < 1) != (case["time_s"] > base["time_s"]):
+            speed = f"level with {base['impl']}"
         disturbed = case["disturbed"] or (speed and base["disturbed"])
         right = "ran" if case["error_ratio"] is None else "disturbed" if disturbed else "right"
         ending = right if case["outcome"] == "ok" else f"{MEANINGS[case['outcome']]}: {case['reason']}"
