@@ -3,7 +3,6 @@
 import gc
 import importlib.util
 import os
-import sys
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -18,11 +17,9 @@ import hypothesis
 import pytest
 import torch
 
-from lmsys import processes
 from lmsys.bench.ranks import Ranks
 from lmsys.check.question import poison
 from lmsys.parallel.group import WorkerGroup
-from tests.support.forked import Forks
 from tests.support.processes import STARTUP, smoke_sweep
 
 os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -67,17 +64,6 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised floating-point memory is NaN, so an output that a kernel does not write cannot pass."""
 
     poison(monkeypatch.setattr)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def forks() -> Iterator[Forks]:
-    """Workers that tests of this process start are forks of one that has imported torch."""
-    found = Forks()
-    with pytest.MonkeyPatch.context() as patch:
-        if sys.platform == "linux" and not torch.cuda.is_available():  # whose contexts survive no fork
-            patch.setattr(processes, "subprocess", found.module)
-        yield found
-    found.close()
 
 
 @pytest.fixture(scope="session")

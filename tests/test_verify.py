@@ -376,7 +376,7 @@ def test_the_command_says_so_and_exits_so(
     assert verify.main([str(path)]) == 1
     assert "time_s is" in capsys.readouterr().out
     assert verify.main([str(tmp_path / "none.json")]) == 2
-    assert "cannot read" in capsys.readouterr().err
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_a_file_that_takes_long_says_how_far_it_is(

@@ -138,7 +138,7 @@ ATTENTION = Table(
             color="#ff88aa",
             isolates=True,
             mask=INTERVALS,
-            kernels=r"^_(fwd|split_keys|combine|dq|dkdv)_kernel$",
+            kernels=r"^_(fwd|split_keys|combine|dq|dq_again|dkdv|dkdv_again)_kernel$",
         ),
         Entry(
             "flash_gluon",

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 TYPICAL = {"batch": 2, "queries": 4096, "keys": 4096, "window": 128, "offset": 1, "prefix": 1}
-_options_of = attrgetter(*OPTIONS)
 TYPICAL_ON_CPU = TYPICAL | {"queries": 64, "keys": 64}  # where Triton may be interpreted
 
 
@@ -62,7 +60,7 @@ class AttentionCase:
     @property
     def options(self) -> dict[str, Any]:
         """Those that are given; a form of one that few rows know has a name of its own."""
-        values = _options_of(self)
+        values = [getattr(self, name) for name in OPTIONS]
         if not any(values):
             return {}
         rare = {"window": isinstance(self.window, tuple) and TWO_SIDED, "offset": self.offset is True and OFFSETS}

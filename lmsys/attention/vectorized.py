@@ -43,7 +43,10 @@ def vectorized(
     if pattern.hides:
         seen, blind = pattern.seen_and_blind(num_queries, num_keys, q.device)
         by_head.masked_fill_(~seen, float("-inf"))
-    weights = torch.softmax(with_sinks(by_head, pattern), dim=-1).to(v.dtype)[..., :num_keys]
-    o = (weights.reshape(scores.shape) @ v).unflatten(2, (-1, num_queries)).flatten(1, 2)
+    if pattern.sinks is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        weights = torch.softmax(with_sinks(by_head, pattern), dim=-1)[..., :num_keys].reshape(scores.shape)
+    o = (weights.to(v.dtype) @ v).unflatten(2, (-1, num_queries)).flatten(1, 2)
     o = o if blind is None else o.masked_fill(blind, 0)
     return (o, log_sum_exp(q, k, pattern, scale)) if pattern.return_lse else o

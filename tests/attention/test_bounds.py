@@ -117,7 +117,7 @@ def test_flash_triton_visits_what_is_seen_and_masks_what_is_at_an_edge(
     assert (len(loads), len(masks)) == (owners + 2 * visited, masked)
     flash_triton._backward(x.q, x.k, x.v, o, lse, x.do, False, 0.25, tile, pattern)
     padded = flash_triton._padded(LENGTH) // TILE
-    assert (len(loads), len(masks)) == (owners + 3 * padded + 4 * owners + (2 + 2 + 2) * visited, 3 * masked)
+    assert (len(loads), len(masks)) == (owners + 3 * padded + 2 * owners + (2 + 2 + 2) * visited, 3 * masked)
 
 
 def interpreted_row() -> Row:

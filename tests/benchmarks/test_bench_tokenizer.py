@@ -32,7 +32,7 @@ def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus: Corpus = text_file(tmp_path / "text")
     monkeypatch.setattr(bench_tokenizer, "stdlib", lambda: corpus)
     monkeypatch.setattr(bench_tokenizer, "SMALL_BYTES", 3000)
-    monkeypatch.setattr(bench_tokenizer, "peak_resident_bytes", lambda _: 7)
+    monkeypatch.setattr(bench_tokenizer.memory, "peak_resident_bytes", lambda _: 7)
 
 
 def found(settings: Any = CHECKED_ONLY, **values: Any) -> dict[str, dict[str, Any]]:

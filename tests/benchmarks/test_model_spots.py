@@ -254,7 +254,7 @@ class Twice(AdamW):
 @pytest.mark.parametrize("optimizer", [Idle, Twice])
 @pytest.mark.parametrize("mode", spots.UPDATES)
 def test_an_update_that_is_none_is_refused(mode: str, optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rigs, "AdamW", optimizer)
+    monkeypatch.setattr(rigs.optimizer, "AdamW", optimizer)
     one = record_of(mode=(mode,))
     assert one["outcome"] == "wrong" and "exp_avg" in one["reason"]
 
@@ -285,7 +285,7 @@ class OverflowsWhileTimed(OverflowsOnHuge):
 def test_an_update_that_overflows_on_huge_gradients_is_refused(
     mode: str, optimizer: Any, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rigs, "AdamW", optimizer)
+    monkeypatch.setattr(rigs.optimizer, "AdamW", optimizer)
     one = record_of(mode=(mode,))
     assert one["outcome"] == "wrong" and when in one["reason"], one["reason"]
     assert "exp_avg_sq of" in one["reason"] and "where the gradient is 7.4e+19" in one["reason"]
