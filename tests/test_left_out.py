@@ -1,4 +1,4 @@
-"""What a plain run leaves out is counted in its summary, with the command that runs it; -m gets it back."""
+"""Tests that a plain run leaves out are counted in its summary, with the command that runs them; -m gets them back."""
 
 import runpy
 from types import SimpleNamespace

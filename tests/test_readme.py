@@ -605,7 +605,7 @@ def emulated() -> list[dict[str, Any]]:
 
 
 def fastest(shape: dict[str, Any], form: str) -> float:
-    """Of the tiles of a form that were compiled without a bound on registers."""
+    """The least time of a form's tiles that were compiled without a bound on registers."""
     return min(ms for name, ms in shape["ms"].items() if re.fullmatch(rf"{form}, \d+ × \d+, \d, \d", name))
 
 

@@ -1,6 +1,6 @@
 """`python -m lmsys.verify` on a result of one H200: what is altered is found, what cannot be found is said.
 
-The result is four cases of reports/results/nvidia-h200_20261126_default.json, sealed as a file of their own.
+The result is eight cases of reports/results/nvidia-h200_20261126_default.json, sealed as a file of their own.
 """
 
 import copy
@@ -310,7 +310,7 @@ def test_what_nobody_altered_passes(whole: Content, tmp_path: Path, benchmarks: 
     """Forwards and backwards."""
     assert wrong_in(whole, tmp_path, benchmarks) == []
     checked = [one for one in records(whole) if one["proof"]["calls"]]
-    assert len(checked) == len(records(whole)) == 4
+    assert len(checked) == len(records(whole)) >= 8
 
 
 def test_a_time_without_all_of_its_proofs_is_not_proved(
@@ -390,16 +390,16 @@ def test_a_file_that_takes_long_says_how_far_it_is(
     assert re.fullmatch(rf"{re.escape(str(path))}: 1 of 2 records, about \d+ s left", second)
 
 
-def test_an_interrupt_ends_it_with_a_sentence(whole: Content, tmp_path: Path) -> None:
+def test_an_interrupt_ends_it_with_a_sentence(content: Content, tmp_path: Path) -> None:
     """In the second file, after what was found in the first; and the exit code is that of Ctrl-C."""
-    whole["lmsys"]["records"], whole["benchmarks"] = [], []
-    seal_again(whole)
     paths = tmp_path / "whole.json", tmp_path / "cut.json"
     for path in paths:
-        path.write_text(json.dumps(whole))
+        path.write_text(json.dumps(content))
     interrupting = """
 import signal, sys
+from benchmarks.bench_attention import Attention
 from lmsys import verify
+Attention.num_proofs = 2  # as many as the files have
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may have been told to ignore it
 of_a_file = verify._of_file
 def interrupted(path, content):
@@ -411,7 +411,8 @@ sys.exit(verify.main())
 """
     command = [sys.executable, "-c", interrupting, *map(str, paths)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 130 and "0 timed calls judged again, nothing is wrong" in done.stdout
+    assert done.returncode == 130
+    assert done.stdout == f"{paths[0]}: 2 records, 4 timed calls judged again, nothing is wrong\n"
     assert done.stderr.startswith("lmsys verify: interrupted") and done.stderr.count("\n") == 1
 
 

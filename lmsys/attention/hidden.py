@@ -22,7 +22,7 @@ from lmsys.attention.pattern import Pattern
 def kept_apart(
     row: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, pattern: Pattern
 ) -> Any:
-    """What `row` gives, but nothing that the pattern hides from a query changes what that query gives."""
+    """The result of `row`, in which nothing that the pattern hides from a query changes the result of that query."""
     # Where none is recorded, torch.compile counts the arguments that a Function takes.
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     sound = _Sound.apply if recorded or not torch.compiler.is_compiling() else _Sound.forward
@@ -115,7 +115,7 @@ def _filled(x: Tensor, bad: Tensor, value: float) -> Tensor:
 
 
 def _any_for(bad: Tensor, x: Tensor) -> Tensor:
-    """Whether one of `bad` is for an element of x, which broadcasts as it does."""
+    """True where one of `bad` is for an element of x, which broadcasts as it does."""
     return bad.int().sum_to_size([min(pair) for pair in zip(bad.shape, x.shape, strict=True)]) > 0
 
 

@@ -60,7 +60,7 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
 
 
 def of_a_handout(entry: Entry, options: Options, causal: bool) -> Iterator[Question]:
-    """What CS336's handout promises: one head, lengths that are powers of two, float32, and room for errors."""
+    """The promises of CS336's handout: one head, lengths that are powers of two, float32, and room for errors."""
     with interpreted_kernels() as launched:
         row, simple = _row(entry, options, launched), next(_cases(options))
         for batch, length, head_dim in ((2, 16, 16), (4, 128, 64), (1, 256, 32)):

@@ -100,7 +100,7 @@ def cases(
 
 
 def larger(one: AttentionCase) -> Iterator[Asked]:
-    """What real models have and small cases do not, of a small case."""
+    """Variants of a small case with what real models have: more heads and keys, other head dimensions."""
     yield Asked("a negative scale", replace(one, scale=-0.3), aspect="scale")
     yield Asked("six heads", replace(one, heads=6, kv_heads=6), aspect=HEADS)
     yield Asked("30 pairs of batch and head", replace(one, batch=5, heads=6, kv_heads=6), aspect=HEADS)
@@ -208,7 +208,7 @@ def changed_inputs(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
 
 
 def two_threads(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
-    """Of calls in two threads, those of the first: a result that is not that of a call alone, where there is one."""
+    """The first thread's result of calls in two threads: one that differs from a call alone, where there is one."""
     alone, both = _once(call, inputs, grad), [inputs, inputs.others()]
     with ThreadPoolExecutor(2) as threads:
         made = [*threads.map(lambda of: _once(call, of, grad), both * 4)][::2]

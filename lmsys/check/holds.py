@@ -1,4 +1,4 @@
-"""What holds of an implementation: its answers to many questions, by aspect and direction."""
+"""A table of what holds of an implementation: its answers to many questions, by aspect and direction."""
 
 from collections import Counter
 from dataclasses import dataclass, field

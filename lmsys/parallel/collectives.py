@@ -155,7 +155,7 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
 
 
 class Agreement:
-    """Of ranks, on which collective comes next, by numbers that they give them.
+    """An agreement of ranks on which collective comes next, by numbers that they give them.
 
     One that some ranks do not begin waits for ever, or ends the process. So ranks compare the number of each before it
     begins, which is a small collective of its own. Once two steps in a row have had one order they follow it without.

@@ -48,7 +48,7 @@ def figures(view: View, item: Steps) -> Items:
 
 
 def applied(view: View, steps: Steps) -> list[Any]:
-    """What the steps make of a view, one after another."""
+    """The result of steps that are applied to a view, one after another."""
     found = [view]
     for name, *args in steps:
         step = STEPS[choice(name, STEPS, f"a step {name!r} of the layout of {view.benchmark!r}: ")]
@@ -343,11 +343,11 @@ def either(view: View, *items: Steps) -> Items:
 
 @step
 def each(view: View, *items: Steps) -> Items:
-    """What all of these draw."""
+    """All that these draw."""
     return [one for item in items for one in figures(view, item)]
 
 
 @step
 def if_drawn(view: View, first: Steps, then: Steps) -> Items:
-    """What the second draws, where the first draws anything."""
+    """The figures of the second, where the first draws anything."""
     return figures(view, then) if any(figures(view, first)) else []

@@ -21,7 +21,7 @@ OPTIONS = Options(32, dtypes=("float32",))
 
 
 def full_of_16(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """What a handout asks for: no mask, and lengths that are multiples of 16."""
+    """Right in what a handout asks for: no mask, and lengths that are multiples of 16."""
     assert not q.shape[2] % 16
     return attend(q, k, v, scale=scale)
 

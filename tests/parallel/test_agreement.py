@@ -24,7 +24,7 @@ def steps_of_two_ranks(draw: st.DrawFn) -> tuple[Orders, Orders]:
 
 
 def _follow(by_rank: tuple[Orders, Orders]) -> tuple[str, list[int], int] | None:
-    """What a rank is told; of each collective 0 where both ranks have begun the same; how many more there were."""
+    """The words a rank is told; of each collective 0 where both ranks have begun the same; how many more there were."""
     group, rank = group_of(2), dist.get_rank()
     if rank >= 2:
         return None
@@ -35,7 +35,7 @@ def _follow(by_rank: tuple[Orders, Orders]) -> tuple[str, list[int], int] | None
         return lambda x, *args, **options: begun.append(1) or real(x, *args, **options)
 
     def collective(number: int) -> None:
-        """Of a number below 0 there is none."""
+        """Compares the ranks' numbers; a number below 0 has no collective."""
         if number < 0:
             return
         both = torch.tensor([number, -number])

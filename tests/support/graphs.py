@@ -76,7 +76,7 @@ MAX_NORM = 0.3
 
 
 def groups_of(name: str, p: nn.Parameter) -> dict[str, Any]:
-    """Of "grouped": no decay for biases, another learning rate for what lies outside of blocks."""
+    """The groups of "grouped": no decay for biases, another learning rate for what lies outside of blocks."""
     return ({} if p.dim() > 1 else {"weight_decay": 0.0}) | ({} if "block" in name else {"lr": 0.1})
 
 
@@ -481,18 +481,17 @@ class Player:
         other.step()
         self.step()
 
+    def _backward_that_fails(self, loss: Tensor, armed: bool = True) -> None:
+        """A backward in which an exception comes, on the ranks where it is armed."""
+        Boom.armed = armed
+        with suppress(ArithmeticError):
+            loss.backward()
+        Boom.armed = False
+
     def fail(self) -> None:
         """An exception in a backward, on all ranks; the gradients are dropped."""
-        loss = self.loss()
-        Boom.armed = True
-        try:
-            (
-                Boom.apply(loss) if not any(c.op == "boom" for p in self.net.graph.programs for c in p) else loss
-            ).backward()
-        except ArithmeticError:
-            pass
-        finally:
-            Boom.armed = False
+        loss, has_boom = self.loss(), any(c.op == "boom" for p in self.net.graph.programs for c in p)
+        self._backward_that_fails(loss if has_boom else Boom.apply(loss))
         self.finish()
         self.optimizer.zero_grad()
 
@@ -555,14 +554,7 @@ class Player:
         self.optimizer.zero_grad()
 
     def fail_and_forget_finish(self) -> None:
-        loss = self.loss()
-        Boom.armed = True
-        try:
-            loss.backward()
-        except ArithmeticError:
-            pass
-        finally:
-            Boom.armed = False
+        self._backward_that_fails(self.loss())
         self.optimizer.zero_grad()
         self.step()
 
@@ -604,14 +596,7 @@ class Player:
 
     def fail_on_one_rank(self) -> None:
         """An exception in a backward of rank 0, of which the other knows nothing."""
-        loss = self.loss()
-        Boom.armed = 0 in self.ranks
-        try:
-            loss.backward()
-        except ArithmeticError:
-            pass
-        finally:
-            Boom.armed = False
+        self._backward_that_fails(self.loss(), armed=0 in self.ranks)
         self.update()
 
     def freeze(self) -> None:

@@ -39,7 +39,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class Judged:
-    """What calls have shown: faults, each in a line, and how many calls there were, by context and row."""
+    """The outcome of calls: faults, each in a line, and how many calls there were, by context and row."""
 
     faults: list[str] = field(default_factory=list)
     asked: Counter[tuple[str, str]] = field(default_factory=Counter)
