@@ -9,6 +9,7 @@ from pathlib import Path
 
 PIP = "python -m pip install"
 FOLDER = Path(__file__).parents[1]  # of a checkout, or where packages are installed
+USAGE = 2  # exit status of a command that cannot begin
 EXTRAS = {"matplotlib": "report", "pytest": "bench", "pytest_benchmark": "bench"}  # that bring a module
 
 
@@ -78,6 +79,11 @@ def parser(name: str, program: str = "") -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def missing(command: str, module: str) -> str:
+    """The sentence on a module that is not installed, with what brings it."""
+    return f"{command} needs {module}, which is not installed here: {bringing(module)}"
 
 
 def bringing(module: str) -> str:
