@@ -74,11 +74,13 @@ class Sweep:
     """Named grids for each benchmark, by its name, and for how many seconds each row of a comparison is sampled.
 
     sustained  whether what the machine sustains is measured, too, which takes seconds
+    took_s     seconds of groups in one run of it, anywhere: by them a first run elsewhere tells how long the rest takes
     """
 
     seconds_per_row: float = 0.2
     grids: Mapping[str, tuple[Grid, ...]] = field(default_factory=dict)
     sustained: bool = False
+    took_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def add_axis_options(parser: Any, axes: Iterable[Axis]) -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lmsys.bench import record, verdict
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from lmsys.bench.checkout import Checkout
     from lmsys.bench.runner import Runner
 
+IN_MINUTES_S = 150.0  # what is left is told in seconds below that: a minute is too coarse
 MARGIN_IN_TURNS = 0.02  # of a case and the same as it was, which took turns
 ASKED = {"head_dim": "--head-dim", "dtype": "--dtype"}  # of a case, and `lmsys.check` alike
 DONE = ("ok", "oom", "unsupported")  # what --resume takes over; wrong and error are run again
@@ -72,7 +74,7 @@ class Session:
     fail_on: tuple[str, ...] = ()
     faults: list[str] = field(default_factory=list)
     benchmarks: dict[str, Benchmark] = field(default_factory=dict)
-    _took: dict[str, tuple[float, int]] = field(default_factory=dict)  # by group: seconds, and how many cases it has
+    _took: dict[str, float] = field(default_factory=dict)  # seconds by group
     _cases: dict[Key, Any] = field(default_factory=dict)
     _group_of: dict[Key, Key] = field(default_factory=dict)
     _rows: dict[tuple[str, str], Record] = field(default_factory=dict)  # by kind and name
@@ -149,8 +151,9 @@ class Session:
         self.runner.ready()
         cases = self._groups[group]
         number = list(self._groups).index(group) + 1
-        to_do = {_name(one): len(its) for one, its in self._groups.items() if _name(one) not in self._took}
-        left = time_left(self._took, to_do, self._usual, " if the rest costs as much a case")
+        count = {_name(key): len(members) for key, members in self._groups.items()}
+        usual = self._usual if self._took or self._earlier else {}  # by another machine's seconds alone nothing is told
+        left = time_left(self._took, count, usual, " if the rest costs as much a case")
         self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
         begin = time.monotonic()
         try:
@@ -160,7 +163,7 @@ class Session:
             for result in self.runner.run(self.benchmarks[group[0]], cases):
                 self._keep(group, result)
         finally:
-            self._took[_name(group)] = time.monotonic() - begin, len(cases)
+            self._took[_name(group)] = time.monotonic() - begin
 
     def _keep(self, group: Key, result: "trial.Result") -> None:
         self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two
@@ -196,6 +199,12 @@ class Session:
 
     @cached_property
     def _usual(self) -> dict[str, float]:
+        """Seconds that groups should take: as in their last run on this machine, else by its pace and the sweep's."""
+        pace = pace_of(self._earlier, self.sweep.took_s)
+        return {name: pace * seconds for name, seconds in self.sweep.took_s.items()} | self._earlier
+
+    @cached_property
+    def _earlier(self) -> dict[str, float]:
         """Seconds of groups in the last run of each on this machine; nothing where no run has left them."""
         try:
             return {str(name): float(seconds) for name, seconds in json.loads(self._durations.read_text()).items()}
@@ -252,6 +261,7 @@ class Session:
             except (KeyboardInterrupt, Ended) as error:  # what is measured stands
                 self.moved = [f"ceilings were not measured again: {str(error) or 'interrupted'}"]
                 self.runner.machine["ceilings_moved"] = self.moved
+            self.runner.machine["took_s"] = self._took
         output_json["benchmarks"] = [*self.carried_entries, *output_json["benchmarks"]]
         output_json["lmsys"] = self.content | {"seal": record.file_seal(self.content)}
 
@@ -349,7 +359,7 @@ class Session:
         yield from verdict.lines(self.records)
         if self._took:
             sections = Counter[str]()
-            for name, (seconds, _) in self._took.items():
+            for name, seconds in self._took.items():
                 sections[name.partition("-")[0].replace("_", " ")] += seconds  # type: ignore[assignment]
             told = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in sections.most_common())
             yield f"it took {sections.total():.0f} s: {told}"
@@ -386,7 +396,7 @@ class Session:
         """Ends the runner; how long groups took is kept, by which the next run says how long is left."""
         if self._took and self.settings.timed:
             with suppress(OSError):  # a folder that cannot be written: the next run learns it anew
-                write_json(self._durations, self._usual | {name: seconds for name, (seconds, _) in self._took.items()})
+                write_json(self._durations, self._earlier | self._took)
         if "runner" in self.__dict__:
             self.runner.close()
 
@@ -395,24 +405,28 @@ def _name(group: Key) -> str:
     return " ".join(group)
 
 
-def time_left(
-    took: Mapping[str, tuple[float, int]], to_do: Mapping[str, int], usual: Mapping[str, float], doubt: str = ""
-) -> str:
+def time_left(took: Mapping[str, float], cases: Mapping[str, int], usual: Mapping[str, float], doubt: str = "") -> str:
     """How long the rest should take, for a reader; empty where nothing tells it.
 
-    took   seconds of each group that has run, and the number of its cases
-    to_do  numbers of cases of the groups that have not
+    took   seconds of each group that has run
+    cases  numbers of cases of these groups and of those that have not run
     usual  seconds of groups in an earlier run: the rest is slower than then, as those were that have run
     doubt  said of an estimate in which groups have not run before
     """
-    if not took and to_do.keys() - usual.keys():
+    to_do = cases.keys() - took.keys()
+    if not took and to_do - usual.keys():
         return ""
-    known = took.keys() & usual.keys()
-    pace = sum(took[name][0] for name in known) / sum(usual[name] for name in known) if known else 1.0
-    mean = sum(seconds for seconds, _ in took.values()) / max(1, sum(cases for _, cases in took.values()))
-    left = sum(pace * usual[name] if name in usual else mean * cases for name, cases in to_do.items())
-    text = f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
-    return text if to_do.keys() <= usual.keys() else text + doubt
+    pace = pace_of(took, usual)
+    mean = sum(took.values()) / max(1, sum(cases[name] for name in took))
+    left = sum(pace * usual[name] if name in usual else mean * cases[name] for name in to_do)
+    text = f", about {left / 60:.0f} min left" if left >= IN_MINUTES_S else f", about {left:.0f} s left"
+    return text if to_do <= usual.keys() else text + doubt
+
+
+def pace_of(took: Mapping[str, float], usual: Mapping[str, float]) -> float:
+    """How much slower groups were than usual: the median, for one that had to compile tells nothing of the others."""
+    ratios = [seconds / usual[name] for name, seconds in took.items() if usual.get(name)]
+    return median(ratios) if ratios else 1.0
 
 
 def read_results(path: Path) -> Iterator[tuple[Record, list[Record]]]:

@@ -119,6 +119,7 @@ MACHINE: dict[
     "clock_share": check_object,
     "settings": check_object,
     "ceilings_moved": [TEXT],
+    "took_s": {"*": AMOUNT},
     "dirty": flag,
 }
 

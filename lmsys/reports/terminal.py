@@ -27,8 +27,8 @@ SIZES = int, float
 ABOUT = (
     "The fastest row comes first; of many sizes the largest is shown that was not disturbed, if any (pytest -v shows "
     "all). Speed is over the fastest other row, of somebody else's if any took turns, by rounds; level: by medians the "
-    "other is the faster one. error: over what is allowed, at most 1 where a row is right. disturbed: the machine was busy "
-    "or slowed."
+    "other is the faster one. error: over what is allowed, at most 1 where right. disturbed: the machine was busy or "
+    "slowed."
 )
 
 
