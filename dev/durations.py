@@ -1,7 +1,8 @@
-"""Writes the seconds that groups of cases took in a run of the default sweep: `python -m dev.durations out/bench.json`.
+"""Writes the seconds that groups of cases take in the default sweep: `python -m dev.durations out/bench.json ...`.
 
-A first run on another machine learns from their ratios to its own how long the rest will take. Make the result by
-`python3 -m nox -s bench` on a machine without other work, where compilers have kept nothing from earlier runs.
+A first run on another machine learns from their ratios to its own how long the rest will take. Make the results by
+`python3 -m nox -s bench` on a machine without other work, where compilers have kept nothing from earlier runs; of
+several results the least of each group counts, which was disturbed least.
 """
 
 import argparse
@@ -23,16 +24,18 @@ def durations_of(machine: dict[str, Any]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", type=Path, metavar="RESULT.json")
-    result = parser.parse_args().result
-    try:
-        machine = load(result)["machine"]
-        text = json.dumps(durations_of(machine), indent=1)
-    except ValueError as error:
-        parser.error(f"{result}: {error}")
-    path = FOLDER / f"durations_{machine['device']}.json"
-    path.write_text(text + "\n")
-    print(path)
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
+    least: dict[str, float] = {}
+    for path in parser.parse_args().results:
+        try:
+            machine = load(path)["machine"]
+            for name, seconds in durations_of(machine).items():
+                least[name] = min(seconds, least.get(name, seconds))
+        except ValueError as error:
+            parser.error(f"{path}: {error}")
+    file = FOLDER / f"durations_{machine['device']}.json"
+    file.write_text(json.dumps(least, indent=1) + "\n")
+    print(file)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lmsys.bench.fields import Axis, Field, Grid, Record, grouped
 from lmsys.measure.step import Step
 from lmsys.registry import Entry, Table
 
 if TYPE_CHECKING:
-    from lmsys.bench.runner import Runner
+    from lmsys.bench.ranks import Ranks
+    from lmsys.measure.clock import Clock
     from lmsys.measure.compare import Failure, Kept
 
 DEFAULT_ROUNDS = 10
@@ -149,8 +150,7 @@ class Candidate(Ending):
 
     @property
     def entry(self) -> Entry:
-        entry: Entry = self.case.entry
-        return entry
+        return cast(Entry, self.case.entry)
 
     def watched(self, call: Callable[..., Any], *args: Any) -> "tuple[Any, Failure | None]":
         """call(*args), as this row's work: the result, or how it failed."""
@@ -178,6 +178,21 @@ class Measurement:
 
 
 Cases = Sequence[Any]
+
+
+class Tools(Protocol):
+    """The part of the runner that hooks of a benchmark use."""
+
+    settings: Settings
+    say: Callable[[str], None]
+
+    @property
+    def ranks(self) -> "Ranks":
+        """Started when first asked for."""
+
+    @property
+    def clocks(self) -> "Mapping[str, Clock]":
+        """Each by its kind, as in `Benchmark.clock`."""
 
 
 class Benchmark:
@@ -266,7 +281,7 @@ class Benchmark:
         """
         return {}
 
-    def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: "Runner") -> None:
+    def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Tools) -> None:
         """Judges each; overridden where checks share what does not fit twice."""
         for candidate in candidates:
             if ratios := candidate.attempt(self.check, candidate, setup):
@@ -327,7 +342,7 @@ class Benchmark:
         """Fills the measurements of a turn: interleaved, with the runner's clock."""
         trial.interleave(turn)
 
-    def clock_name(self, case: Any, runner: "Runner") -> str:
+    def clock_name(self, case: Any, runner: Tools) -> str:
         """How the case is timed, as its record says it."""
         return runner.clocks[self.clock].name
 
@@ -348,6 +363,18 @@ class Benchmark:
         return {}
 
 
+CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}  # of `lmsys.bench.ranks.times`
+
+
+class OnRanks(Benchmark):
+    """A benchmark whose rows run on ranks alone; its cases say the `backend` of theirs."""
+
+    opens = False
+
+    def clock_name(self, case: Any, runner: Tools) -> str:
+        return CLOCKS[case.backend]
+
+
 @cache
 def _benchmark(module: str, file: str, name: str) -> Benchmark:
     """Makes a benchmark of a module that another process has imported by whatever name."""
@@ -358,8 +385,7 @@ def _benchmark(module: str, file: str, name: str) -> Benchmark:
         assert spec is not None and spec.loader is not None
         found = sys.modules[module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(found)
-    made: Benchmark = attrgetter(name)(found)()
-    return made
+    return cast(Benchmark, attrgetter(name)(found)())
 
 
 def judges_calls(benchmark: Benchmark) -> bool:

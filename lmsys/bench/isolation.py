@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lmsys import doing
-from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
+from lmsys.bench.benchmark import Benchmark, Cases, Collected, Settings
 from lmsys.bench.checkout import Checkout
 from lmsys.bench.fields import Grid, Record
 from lmsys.bench.watch import COPY_S, NOBODY, Heartbeat, read_beat
@@ -129,9 +129,6 @@ class Isolated:
             except Ended as fault:
                 group.blame(fault)
 
-    def facts(self) -> Record:
-        return self.ask("facts")
-
     def ready(self) -> Record:
         if self._machine is None:
             self._machine = self.ask("ready")
@@ -140,10 +137,6 @@ class Isolated:
     @property
     def machine(self) -> Record:
         return self.ready()
-
-    def rate_again(self, found: Sequence[tuple[Benchmark, Case, Record]]) -> tuple[list[str], list[Record]]:
-        rated, self._machine = self.ask("rate_again", found), self.ask("ready")
-        return rated
 
     def close(self, grace_s: float = 2.0) -> None:
         """Ends the worker, which has so long to do it by itself: what runs next runs in a fresh one."""

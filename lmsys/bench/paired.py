@@ -84,11 +84,6 @@ class Paired(Isolated):
             if going:
                 self.close(0.0)
 
-    def rate_again(self, found: Sequence[tuple[Benchmark, Case, Record]]) -> tuple[list[str], list[Record]]:
-        moved, records = super().rate_again([(one, case, record.today(old)) for one, case, old in found])
-        both = zip(found, records, strict=True)
-        return moved, [record.earlier(now, self.against) if old.get("against") else now for (_, _, old), now in both]
-
     def close(self, grace_s: float = 2.0) -> None:
         """Ends both workers: what runs next runs in two fresh ones."""
         super().close(grace_s)

@@ -9,7 +9,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from lmsys.bench.benchmark import Benchmark
 from lmsys.bench.fields import Grid
 from lmsys.bench.guard import Changed, Guard, State
 from lmsys.measure.clock import CYCLES_PER_S, clock_of
@@ -22,7 +21,6 @@ from lmsys.watchdog import under_torchrun
 P = ParamSpec("P")
 T = TypeVar("T")
 TIMEOUT_S = 420.0
-CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}  # of `times`
 _SUBGROUPS: dict[int, Any] = {}  # of a rank, by world size
 _ENTROPY = random.SystemRandom()
 
@@ -59,15 +57,6 @@ def world_sizes(grid: Grid, backend: str) -> list[int]:
     """The grid's numbers of ranks, where 0 is as many as there are; more only where the command line asks for them."""
     most, asked = default_world_size(backend), "world_size" in grid.given
     return list(dict.fromkeys(size or most for size in grid["world_size"] if asked or size <= most))
-
-
-class OnRanks(Benchmark):
-    """A benchmark whose rows run on ranks alone; its cases say the `backend` of theirs."""
-
-    opens = False
-
-    def clock_name(self, case: Any, runner: Any) -> str:
-        return CLOCKS[case.backend]
 
 
 class Ranks:

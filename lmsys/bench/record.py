@@ -44,11 +44,13 @@ def check_record(record: Record) -> Record:
     return record
 
 
-def earlier(record: Record, against: Record) -> Record:
+def earlier(record: Record, against: Record | None) -> Record:
     """A record of a row as it was, under a name of its own, and sealed.
 
-    `against`: {"name", "commit", "margin"} of that state.
+    `against`: {"name", "commit", "margin"} of that state; None of a row of today, whose record stays as it is.
     """
+    if against is None:
+        return record
     suffix = f"@{against['name']}"
     record = record | {key: f"{record[key]}{suffix}" for key in ("id", "impl", "label")} | {"against": against}
     return record | {"seal": seal(record)}

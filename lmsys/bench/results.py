@@ -314,10 +314,14 @@ class Session:
         """
         held = self.carried | {key: one.record for key, one in self.results.items()}
         asked = {
-            key: (self.benchmarks[key[0]], case, one) for key, one in held.items() if (case := self._case(key, one))
+            key: (self.benchmarks[key[0]], case, record.today(one))
+            for key, one in held.items()
+            if (case := self._case(key, one))
         }
-        self.moved, records = self.runner.rate_again([*asked.values()])
-        rated = dict(zip(asked, records, strict=True))
+        machine, records = self.runner.ask("rate_again", [*asked.values()])
+        self.runner.machine.update(machine)
+        self.moved = machine["ceilings_moved"]
+        rated = {key: record.earlier(new, held[key].get("against")) for key, new in zip(asked, records, strict=True)}
         self.carried |= {key: one for key, one in rated.items() if key in self.carried}
         for key, result in self.results.items():
             result.record = rated[key]
@@ -335,7 +339,7 @@ class Session:
 
         ValueError when a fact of the machine or the code was another.
         """
-        here = self.runner.facts()
+        here = self.runner.ask("facts")
         for fact in SAME:
             if (there := found["machine"].get(fact)) != here[fact]:
                 told = "processor" if fact == "name" else fact
