@@ -95,7 +95,9 @@ def with_extra(extra: str) -> str:
     """The command that installs lmsys with an extra, from where it came: a checkout, an address, or an index."""
     if (FOLDER / "pyproject.toml").is_file():
         return f"{PIP} -e {shlex.quote(f'{FOLDER}[{extra}]')}"
-    source = next((one.read_text("direct_url.json") for one in importlib.metadata.distributions(name="lmsys")), None)
+    source = next(
+        (installed.read_text("direct_url.json") for installed in importlib.metadata.distributions(name="lmsys")), None
+    )
     if source is None:  # so it came from an index
         return f"{PIP} 'lmsys[{extra}]'"
     origin = json.loads(source)

@@ -82,7 +82,7 @@ class Case:
     @property
     def axes(self) -> Record:
         """The subclass's own fields, which go into the record as they are."""
-        return {one.name: getattr(self, one.name) for one in fields(self)[len(fields(Case)) :]}
+        return {axis.name: getattr(self, axis.name) for axis in fields(self)[len(fields(Case)) :]}
 
     @property
     def impl(self) -> str:
@@ -160,10 +160,10 @@ class Candidate(Ending):
 
     def attempt(self, call: Callable[..., Any], *args: Any) -> Any:
         """The result of call(*args); where that fails, None, and the candidate has failed."""
-        found, failure = self.watched(call, *args)
+        result, failure = self.watched(call, *args)
         if failure:
             self.failed(*failure)
-        return found
+        return result
 
 
 @dataclass
@@ -305,10 +305,10 @@ class Benchmark:
 
         It may be without a field that has a default: records were made before the field was.
         """
-        own = fields(self.case_type)[len(fields(Case)) :]
-        if self.case_type is Case or any(one.name not in record and one.default is MISSING for one in own):
+        axes = fields(self.case_type)[len(fields(Case)) :]
+        if self.case_type is Case or any(axis.name not in record and axis.default is MISSING for axis in axes):
             return None
-        asked_for = {one.name: record[one.name] for one in own if one.name in record}
+        asked_for = {axis.name: record[axis.name] for axis in axes if axis.name in record}
         asked = [(table, name) for kind, table in self.tables.items() for name in (record["impl"], record.get(kind))]
         known = [table[name] for table, name in asked if isinstance(name, str) and name in [*table]]
         entry = known[0] if known else Entry(record["impl"], "", record["label"], record["peer"])
@@ -379,13 +379,13 @@ class OnRanks(Benchmark):
 def _benchmark(module: str, file: str, name: str) -> Benchmark:
     """Makes a benchmark of a module that another process has imported by whatever name."""
     try:
-        found = importlib.import_module(module)
+        home = importlib.import_module(module)
     except ModuleNotFoundError:
         spec = importlib.util.spec_from_file_location(module, file)
         assert spec is not None and spec.loader is not None
-        found = sys.modules[module] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found)
-    return cast(Benchmark, attrgetter(name)(found)())
+        home = sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(home)
+    return cast(Benchmark, attrgetter(name)(home)())
 
 
 def judges_calls(benchmark: Benchmark) -> bool:

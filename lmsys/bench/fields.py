@@ -44,13 +44,13 @@ class Axis:
     def values(self, text: str) -> Any:
         """The values that the command line's text stands for. ValueError with the option and the value at fault."""
         parts = [text] if self.single else [part.strip() for part in self.split(text)]
-        found = []
+        values = []
         for part in parts:
             try:
-                found.append(self.parse(part))
+                values.append(self.parse(part))
             except ValueError as error:
                 raise ValueError(f"{self.flag} {part!r}: {error}") from None
-        return found[0] if self.single else tuple(found)
+        return values[0] if self.single else tuple(values)
 
 
 class Grid(dict[str, Any]):
@@ -92,15 +92,15 @@ def add_axis_options(parser: Any, axes: Iterable[Axis]) -> None:
 
 def given_axes(axes: Iterable[Axis], texts: Mapping[str, str]) -> dict[str, Any]:
     """Values by axis, of the texts by option (`--length`) or by axis name; two options of one axis add up."""
-    found: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for axis in axes:
         for key in (axis.option, axis.name):
             if key and key in texts:
-                if axis.single and axis.name in found:
+                if axis.single and axis.name in given:
                     raise ValueError(f"{axis.flag} and --axis {axis.name}= give one value twice: give it once")
                 values = axis.values(texts[key])
-                found[axis.name] = found[axis.name] + values if axis.name in found else values
-    return found
+                given[axis.name] = given[axis.name] + values if axis.name in given else values
+    return given
 
 
 def filled(grid: Grid, axes: Iterable[Axis], given: Mapping[str, Any]) -> Grid:
@@ -129,10 +129,10 @@ Record = dict[str, Any]
 
 def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
     """The values of each key, of (key, value), in order of appearance."""
-    found: dict[Any, list[Any]] = {}
+    groups: dict[Any, list[Any]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 @dataclass(frozen=True)

@@ -51,19 +51,19 @@ def source_of(entry: Entry) -> Record:
 @contextmanager
 def loaded_kernels() -> Iterator[dict[str, str]]:
     """Names and hashes, by Triton, of the kernels that are loaded meanwhile: each is once in a process."""
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     if importlib.util.find_spec("triton") is None:
-        yield found
+        yield hashes
         return
     import triton
 
     def note(module: Any, function: Any, name: str, group: Any, hash: str) -> None:
-        found[name] = hash
+        hashes[name] = hash
 
     hooks = triton.knobs.runtime.kernel_load_end_hook
     hooks.add(note)
     try:
-        yield found
+        yield hashes
     finally:
         hooks.remove(note)
 
@@ -89,15 +89,15 @@ def interpreted_kernels() -> Iterator[list[Any]]:
 
 def same_bits(benchmark: Benchmark, candidate: Candidate, setup: Any, seconds: float) -> Record:
     """The record's field, on the inputs as they stand. What fails here costs this finding only: `failure` says why."""
-    found: Record = {"calls": 0, "differ": {}, "elements": [], "alone": {}, "failure": None}
+    record: Record = {"calls": 0, "differ": {}, "elements": [], "alone": {}, "failure": None}
     call = partial(benchmark.outputs, candidate, setup)
     repeats, failure = candidate.watched(repeated, call, seconds)
     if failure:
-        return found | {"failure": failure[1]}
-    first, found["calls"], found["differ"] = repeats
-    stable = {name: x for name, x in first.items() if name not in found["differ"]}
+        return record | {"failure": failure[1]}
+    first, record["calls"], record["differ"] = repeats
+    stable = {name: x for name, x in first.items() if name not in record["differ"]}
     alone, failure = candidate.watched(_alone, benchmark, candidate, call, stable)
-    return found | ({"failure": failure[1]} if failure else alone)
+    return record | ({"failure": failure[1]} if failure else alone)
 
 
 def _alone(benchmark: Benchmark, candidate: Candidate, call: Any, whole: dict[str, Tensor]) -> Record:

@@ -54,16 +54,16 @@ class Instruments:
 
     @cached_property
     def machine(self) -> Record:
-        one = self.settings
-        facts = machine.describe(one.device, command=one.command, seed=one.seed, sweep=one.sweep)
+        settings = self.settings
+        facts = machine.describe(settings.device, command=settings.command, seed=settings.seed, sweep=settings.sweep)
         facts["limits"] = vars(self.limits) if self.limits else None
         clock = self.clocks["device"]
         facts["clock_share"] = {"seconds": clock.share_s, "measured_by": clock.share_by}
-        if one.timed:
+        if settings.timed:
             facts["ceilings"] = self.ceilings()
-        if one.timed and one.sustained:
+        if settings.timed and settings.sustained:
             self.say("measuring what it sustains")
-            facts["sustained"] = machine.measure_sustained(one.device, self.sensors)
+            facts["sustained"] = machine.measure_sustained(settings.device, self.sensors)
         return facts
 
     def ceilings(self) -> Record:

@@ -131,10 +131,10 @@ def texts(config: pytest.Config) -> dict[str, str]:
         for name, text in vars(config.option).items()
         if name.startswith(OPTION) and text is not None
     }
-    for one in config.getoption("lmsys_axis"):
-        name, equals, text = one.partition("=")
+    for given in config.getoption("lmsys_axis"):
+        name, equals, text = given.partition("=")
         if not equals:
-            raise ValueError(f"--axis {one!r}: must read NAME=A,B, as in --axis size=256,512")
+            raise ValueError(f"--axis {given!r}: must read NAME=A,B, as in --axis size=256,512")
         texts[name] = text
     return texts
 
@@ -160,7 +160,7 @@ def min_rounds(config: pytest.Config) -> int:
 
 def outcomes(text: str | None) -> tuple[str, ...]:
     begin = f"--fail-on {text!r}: "
-    return tuple(choice(one.strip(), record.OUTCOMES[1:], begin) for one in text.split(",")) if text else ()
+    return tuple(choice(name.strip(), record.OUTCOMES[1:], begin) for name in text.split(",")) if text else ()
 
 
 def number(option: str, text: str, right: str, **bounds: float) -> float:
@@ -196,9 +196,9 @@ def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
     ):
         if is_given:
             raise ValueError(f"--against {text}: {option} cannot be with it: its rows run in a process of their own")
-    found = Checkout(text)
-    config.add_cleanup(found.close)
-    return found
+    state = Checkout(text)
+    config.add_cleanup(state.close)
+    return state
 
 
 def margin(text: str | None) -> float:
@@ -247,8 +247,8 @@ def check_free(output: Path, command: str) -> None:
     except ValueError as error:
         raise ValueError(f"{error}: it is left as it is; write elsewhere, or remove it") from None
     if earlier != command:
-        told = f"write elsewhere, go on in it by --resume {output}, or remove it"
-        raise ValueError(f"{output} is the result of another command, {earlier!r}: {told}")
+        advice = f"write elsewhere, go on in it by --resume {output}, or remove it"
+        raise ValueError(f"{output} is the result of another command, {earlier!r}: {advice}")
 
 
 def claim_writable(output: Path) -> Callable[[], None]:

@@ -138,7 +138,7 @@ def on_part(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[
     def run(case: Any, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
         guard, state = Guard(), State()
         try:
-            found = function(case, *args, **kwargs) if takes_part(case.world_size) else None
+            result = function(case, *args, **kwargs) if takes_part(case.world_size) else None
         finally:
             left = state.mend()
             state.close()
@@ -146,7 +146,7 @@ def on_part(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[
             raise Changed(left)
         if names := guard.mend():
             raise RuntimeError(f"a row replaced {', '.join(names)}, by which it is judged")
-        return found
+        return result
 
     return run
 
@@ -179,10 +179,10 @@ def times(
     for number, draw in enumerate(draws):
         step.redraw(draw)
         begin()
-        mark, found = clock.sample(step.run, step.prepare)
+        mark, result = clock.sample(step.run, step.prepare)
         marks.append(mark)
         key = None if keys is None else keys.get(number)
-        copies = step.keep(found, key)
+        copies = step.keep(result, key)
         if key is not None:
             kept[number] = copies
     finish()
@@ -192,8 +192,8 @@ def times(
 
 def _together(group: Any) -> Callable[[], Any]:
     """Makes the devices wait for one another, and not the hosts."""
-    one = torch.zeros(1, device=device())
-    return lambda: dist.all_reduce(one, group=group)
+    token = torch.zeros(1, device=device())
+    return lambda: dist.all_reduce(token, group=group)
 
 
 def entropy() -> int:

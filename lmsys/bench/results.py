@@ -88,16 +88,16 @@ class Session:
         """
         benchmark = self.benchmarks.setdefault(cls.name, cls())
         if self.checkout and (benchmark.streams or not benchmark.opens):
-            told = "its rows take no turns with those of another process; compare two result files"
-            raise ValueError(f"--against {self.checkout.text}: not for the benchmark {cls.name!r}: {told}")
-        found = self.runner.collect(benchmark, self.sweep.grids.get(cls.name, (Grid("default"),)), self.texts)
+            reason = "its rows take no turns with those of another process; compare two result files"
+            raise ValueError(f"--against {self.checkout.text}: not for the benchmark {cls.name!r}: {reason}")
+        collected = self.runner.collect(benchmark, self.sweep.grids.get(cls.name, (Grid("default"),)), self.texts)
         ids: list[str] = []
-        for name, case in found.cases.items():
+        for name, case in collected.cases.items():
             both = (name, f"{name}@{self.checkout.name}") if self.checkout else (name,)
-            self._cases |= {(cls.name, one): case for one in both}
-            self._group_of |= {(cls.name, one): (cls.name, found.groups[name]) for one in both}
+            self._cases |= {(cls.name, cell): case for cell in both}
+            self._group_of |= {(cls.name, cell): (cls.name, collected.groups[name]) for cell in both}
             ids += both
-        self._rows |= found.rows
+        self._rows |= collected.rows
         return ids
 
     def select(self, keys: Iterable[Key]) -> None:
@@ -107,8 +107,8 @@ class Session:
         records are carried over whose benchmark this run does not collect, so that it cannot rate them.
         """
         if unknown := {name for name, _ in self.carried} - self.benchmarks.keys():
-            told = "this run has not: run the files that it was made of, and choose among their cases by -k"
-            raise ValueError(f"--resume: it has records of {', '.join(sorted(unknown))}, which {told}")
+            advice = "this run has not: run the files that it was made of, and choose among their cases by -k"
+            raise ValueError(f"--resume: it has records of {', '.join(sorted(unknown))}, which {advice}")
         keys = dict.fromkeys(keys)
         if self.checkout:
             for key, other in ((key, self._other(key)) for key in keys):
@@ -172,26 +172,26 @@ class Session:
 
     def _repeat(self, group: Key, cases: list[Any]) -> None:
         """Keeps the last of several measurements with what a case's differ by, or the first that it did not survive."""
-        found: list[list[trial.Result]] = []
+        runs: list[list[trial.Result]] = []
         try:
-            while len(found) < self.repeats or self._is_doubtful(found):
-                if found:
+            while len(runs) < self.repeats or self._is_doubtful(runs):
+                if runs:
                     self.runner.close()
-                    why = ": a case looks changed" if self.checkout else f", {len(found) + 1} of {self.repeats}"
+                    why = ": a case looks changed" if self.checkout else f", {len(runs) + 1} of {self.repeats}"
                     self.say(f"  again{why}")
-                found.append([*self.runner.run(self.benchmarks[group[0]], cases)])
+                runs.append([*self.runner.run(self.benchmarks[group[0]], cases)])
         finally:  # an interrupt leaves what is complete
-            spreads = _changes().spreads_between([[result.record for result in results] for results in found])
-            for results in zip(*found, strict=True):
-                result = next((one for one in results if one.record["outcome"] != "ok"), results[-1])
+            spreads = _changes().spreads_between([[result.record for result in results] for results in runs])
+            for results in zip(*runs, strict=True):
+                result = next((result for result in results if result.record["outcome"] != "ok"), results[-1])
                 if spread := spreads.get(result.record["id"]):
                     result.record["between_runs"] = spread
                 result.record["seal"] = record.seal(result.record)
                 self._keep(group, result)
 
-    def _is_doubtful(self, found: "list[list[trial.Result]]") -> bool:
+    def _is_doubtful(self, runs: "list[list[trial.Result]]") -> bool:
         """True where one measurement shows a change: processes of one code differ, too, by where their memory lies."""
-        return bool(self.checkout) and len(found) == 1 and _changes().look_changed([one.record for one in found[0]])
+        return bool(self.checkout) and len(runs) == 1 and _changes().look_changed([result.record for result in runs[0]])
 
     @property
     def _durations(self) -> Path:
@@ -238,7 +238,7 @@ class Session:
     def _head(self, machine: Record) -> Record:
         """A file's facts about its records: the machine, fields and layouts by benchmark, the rows of their tables."""
         fields = {
-            name: [one.to_json() for one in declared(COMMON, benchmark.fields).values()]
+            name: [field.to_json() for field in declared(COMMON, benchmark.fields).values()]
             for name, benchmark in self.benchmarks.items()
         }
         layouts = {name: benchmark.layout for name, benchmark in self.benchmarks.items() if benchmark.layout}
@@ -287,18 +287,18 @@ class Session:
     @property
     def failing(self) -> list[str]:
         """Sentences on why the run fails, where it does."""
-        counts = Counter(one["outcome"] for one in self.records)
-        found = [f"{counts[outcome]} {outcome}" for outcome in self.fail_on if counts[outcome]]
-        worse = Counter(one.verdict for one in self.changes if one.is_bad)
+        counts = Counter(answer["outcome"] for answer in self.records)
+        failed = [f"{counts[outcome]} {outcome}" for outcome in self.fail_on if counts[outcome]]
+        worse = Counter(change.verdict for change in self.changes if change.is_bad)
         wrong = dict.fromkeys(
-            one["impl"]
-            for one in self.records
-            if one["outcome"] == "wrong" and not (one.get("peer") or one.get("against"))
+            answer["impl"]
+            for answer in self.records
+            if answer["outcome"] == "wrong" and not (answer.get("peer") or answer.get("against"))
         )
         return [
             *self.faults,
             *([f"wrong, which fails the run, as a peer's would not: {', '.join(wrong)}"] if wrong else []),
-            *([f"--fail-on: {', '.join(found)}"] if found else []),
+            *([f"--fail-on: {', '.join(failed)}"] if failed else []),
             *([f"--against: {', '.join(f'{count} {verdict}' for verdict, count in worse.items())}"] if worse else []),
         ]
 
@@ -312,51 +312,53 @@ class Session:
 
         Carried ones, too: a file has the ceilings of the run that wrote it.
         """
-        held = self.carried | {key: one.record for key, one in self.results.items()}
+        held = self.carried | {key: result.record for key, result in self.results.items()}
         asked = {
-            key: (self.benchmarks[key[0]], case, record.today(one))
-            for key, one in held.items()
-            if (case := self._case(key, one))
+            key: (self.benchmarks[key[0]], case, record.today(answer))
+            for key, answer in held.items()
+            if (case := self._case(key, answer))
         }
         machine, records = self.runner.ask("rate_again", [*asked.values()])
         self.runner.machine.update(machine)
         self.moved = machine["ceilings_moved"]
         rated = {key: record.earlier(new, held[key].get("against")) for key, new in zip(asked, records, strict=True)}
-        self.carried |= {key: one for key, one in rated.items() if key in self.carried}
+        self.carried |= {key: answer for key, answer in rated.items() if key in self.carried}
         for key, result in self.results.items():
             result.record = rated[key]
         for entry in entries:
             info = entry["extra_info"]
-            if found := rated.get((info.get("benchmark"), info.get("id"))):
-                info |= {name: value for name, value in found.items() if name in info}
+            if answer := rated.get((info.get("benchmark"), info.get("id"))):
+                info |= {name: value for name, value in answer.items() if name in info}
 
-    def _case(self, key: Key, one: Record) -> Any:
+    def _case(self, key: Key, answer: Record) -> Any:
         """The case of a record; None where this run does not select it, and the record does not say all of it."""
-        return self._cases[key] if key in self._cases else self.benchmarks[key[0]].case_of(one)
+        return self._cases[key] if key in self._cases else self.benchmarks[key[0]].case_of(answer)
 
-    def resume(self, found: Record, entries: Sequence[Record]) -> None:
+    def resume(self, earlier: Record, entries: Sequence[Record]) -> None:
         """Take over what an earlier run has done, under the same memory limit.
 
         ValueError when a fact of the machine or the code was another.
         """
         here = self.runner.ask("facts")
         for fact in SAME:
-            if (there := found["machine"].get(fact)) != here[fact]:
-                told = "processor" if fact == "name" else fact
-                raise ValueError(f"its {told} is {there!r}, here it is {here[fact]!r}: measure into another file")
-        self.carried |= {(one["benchmark"], one["id"]): one for one in found["records"] if self._stands(one)}
+            if (there := earlier["machine"].get(fact)) != here[fact]:
+                what = "processor" if fact == "name" else fact
+                raise ValueError(f"its {what} is {there!r}, here it is {here[fact]!r}: measure into another file")
+        self.carried |= {
+            (answer["benchmark"], answer["id"]): answer for answer in earlier["records"] if self._stands(answer)
+        }
         self.carried_entries += entries
         self._keep_entries_of_carried()
-        self.carried_head = {key: found[key] for key in ("machine", "fields", "rows", "layouts")}
+        self.carried_head = {key: earlier[key] for key in ("machine", "fields", "rows", "layouts")}
 
     def _keep_entries_of_carried(self) -> None:
         ids = {key[1] for key in self.carried}
-        self.carried_entries = [one for one in self.carried_entries if one["extra_info"].get("id") in ids]
+        self.carried_entries = [entry for entry in self.carried_entries if entry["extra_info"].get("id") in ids]
 
-    def _stands(self, one: Record) -> bool:
-        same_question = one.get("memory_limit_bytes") == self.settings.memory_limit_bytes
-        answered = one["outcome"] != "ok" or one.get("time_s") is not None or not self.settings.timed
-        done = one["outcome"] in DONE or (one.get("crashed") and not self.retries)
+    def _stands(self, answer: Record) -> bool:
+        same_question = answer.get("memory_limit_bytes") == self.settings.memory_limit_bytes
+        answered = answer["outcome"] != "ok" or answer.get("time_s") is not None or not self.settings.timed
+        done = answer["outcome"] in DONE or (answer.get("crashed") and not self.retries)
         return bool(done and answered and same_question)
 
     def summary(self) -> Iterator[str]:
@@ -365,8 +367,8 @@ class Session:
             sections = Counter[str]()
             for name, seconds in self._took.items():
                 sections[name.partition("-")[0].replace("_", " ")] += seconds  # type: ignore[assignment]
-            told = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in sections.most_common())
-            yield f"it took {sections.total():.0f} s: {told}"
+            shares = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in sections.most_common())
+            yield f"it took {sections.total():.0f} s: {shares}"
         if self.checkout:
             yield f"against {self.checkout.text}, in turns:"
             yield from _changes().lines(self.changes, self.margin)
@@ -382,19 +384,19 @@ class Session:
         """The commands that ask why a row was wrong or failed, of rows that `lmsys.check` knows."""
         from lmsys.check.kinds import KINDS
 
-        for (outcome, impl, name), (one, *_) in verdict.failed(self.records).items():
-            case = self._cases.get((name, one["id"]))
+        for (outcome, impl, name), (answer, *_) in verdict.failed(self.records).items():
+            case = self._cases.get((name, answer["id"]))
             names = (case.entry.target, case.entry.name) if case else ()
-            asked = [f"{option}={one[axis]}" for axis, option in ASKED.items() if one.get(axis)]
+            asked = [f"{option}={answer[axis]}" for axis, option in ASKED.items() if answer.get(axis)]
             kinds = [KINDS[kind] for kind in self.benchmarks[name].tables if kind in KINDS]
             known = [(row, kind.name) for kind in kinds for row in names if ".py:" in row or row in [*kind.table]]
             for row, kind in known[:1]:
                 yield f"why {impl} was {outcome}: python -m lmsys.check {shlex.join([row, f'--kind={kind}', *asked])}"
 
-    def contends(self, one: Record) -> bool:
+    def contends(self, answer: Record) -> bool:
         """True of a row of today that does the same work as the others of its comparison."""
-        case = self._cases.get((one["benchmark"], one["id"]))
-        return case is not None and not one.get("against") and self.benchmarks[one["benchmark"]].contends(case)
+        case = self._cases.get((answer["benchmark"], answer["id"]))
+        return case is not None and not answer.get("against") and self.benchmarks[answer["benchmark"]].contends(case)
 
     def close(self) -> None:
         """Ends the runner; how long groups took is kept, by which the next run says how long is left."""
@@ -450,10 +452,10 @@ def entries_of(path: Path) -> list[Record]:
     """
     if path.suffix == ".partial" or not (path.is_file() and path.stat().st_size):
         return []
-    found = json.loads(path.read_text(encoding="utf-8")).get("benchmarks", [])
+    content = json.loads(path.read_text(encoding="utf-8")).get("benchmarks", [])
     try:
-        check_shape("benchmarks", found, [{"extra_info": {"benchmark?": TEXT, "id?": TEXT}, "stats": {}}])
+        check_shape("benchmarks", content, [{"extra_info": {"benchmark?": TEXT, "id?": TEXT}, "stats": {}}])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    entries: list[Record] = found
+    entries: list[Record] = content
     return entries
