@@ -58,15 +58,6 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Collected:
-    """A benchmark's cases by their ids, the group of each, and the rows that they are about by kind and name."""
-
-    cases: "dict[str, Case]"
-    groups: dict[str, str]
-    rows: dict[tuple[str, str], Record]
-
-
-@dataclass(frozen=True)
 class Case:
     """One test, in plain values: a row and the axes that a subclass adds as fields.
 
@@ -178,6 +169,7 @@ class Measurement:
 
 
 Cases = Sequence[Any]
+Collected = tuple[dict[str, Case], dict[tuple[str, str], Record]]  # cases by id; rows of theirs by kind and name
 
 
 class Tools(Protocol):

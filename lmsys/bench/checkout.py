@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lmsys.files import cache_folder
+from lmsys.files import cache_folder, git
 
 PACKAGE = Path(__file__).parents[1]
 ROWS = "attention", "kernels", "model", "parallel", "tokenizer", "training", "autograd.py", "config.py"  # as they were
@@ -33,11 +33,9 @@ class Checkout:
     def __init__(self, text: str):
         """`text`: a git reference or a folder. ValueError where it is neither, or both."""
         self.text = text
-        self.root = Path(
-            _git(Path.cwd(), "rev-parse", "--show-toplevel") or Path.cwd()
-        )  # without git the folder itself
+        self.root = Path(git(Path.cwd(), "rev-parse", "--show-toplevel") or Path.cwd())  # without git the folder itself
         folder = Path(text).expanduser()
-        self.commit = _git(self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}")
+        self.commit = git(self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}") or ""
         if self.commit and folder.is_dir():
             raise ValueError(f"--against {text!r} is a folder and a git reference: name one by ./{text} or its commit")
         if not self.commit and not folder.is_dir():
@@ -98,15 +96,6 @@ class Checkout:
         with archive, tarfile.open(fileobj=archive.stdout, mode="r|") as file:
             file.extractall(folder, filter="data")
         return folder
-
-
-def _git(folder: Path, *words: str) -> str:
-    """The words of git; "" where it says nothing, or is not there."""
-    try:
-        ended = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True)
-    except FileNotFoundError:
-        return ""
-    return ended.stdout.strip() if ended.returncode == 0 else ""
 
 
 def _mirror(earlier: Path, folder: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from lmsys.values import choice
+from lmsys.values import choice, hold
 
 Parse = Callable[[str], Any]
 OPTION = "lmsys_option_of_axis"  # begins the names under which pytest keeps axes' own options
@@ -118,8 +118,7 @@ def yes_no(text: str) -> bool:
 
 
 def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise ValueError("must be a positive whole number")
+    hold((text.isdecimal() and int(text) > 0, "must be a positive whole number"))
     return int(text)
 
 
@@ -159,8 +158,7 @@ class Field:
     of: Callable[[Record], Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise ValueError(f"field {self.name!r}: role={self.role!r} must be one of {', '.join(ROLES)}")
+        hold((self.role in ROLES, f"field {self.name!r}: role={self.role!r} must be one of {', '.join(ROLES)}"))
 
     def called(self, **changes: Any) -> "Field":
         """The same field with other words."""

@@ -35,7 +35,7 @@ class Paired(Isolated):
     def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
         """ValueError also where today's benchmark cannot run the earlier rows."""
         collected = super().collect(benchmark, grids, texts)
-        check_rows(self.state, type(benchmark), collected.cases)
+        check_rows(self.state, type(benchmark), collected[0])
         self.state.use_today(_home(type(benchmark)))
         self.earlier._machine = self.machine
         try:

@@ -27,7 +27,7 @@ from lmsys.bench.fields import Record
 from lmsys.bench.validate import check_content
 from lmsys.files import read_text, replacing
 from lmsys.strict_json import parse_json
-from lmsys.values import shortly
+from lmsys.values import hold, shortly
 
 SCHEMA = 2
 OUTCOMES = ("ok", "oom", "unsupported", "wrong", "error")
@@ -35,11 +35,11 @@ OUTCOMES = ("ok", "oom", "unsupported", "wrong", "error")
 
 def check_record(record: Record) -> Record:
     """The record itself, or ValueError: an outcome it must have, a time only where it is ok, values that JSON knows."""
-    if record.get("outcome") not in OUTCOMES:
-        outcome = f"outcome={shortly(record.get('outcome'))}"
-        raise ValueError(f"record {shortly(record.get('id'))}: {outcome} must be one of {OUTCOMES}")
-    if record["outcome"] != "ok" and record.get("time_s") is not None:
-        raise ValueError(f"record {shortly(record.get('id'))}: outcome {record['outcome']!r} cannot carry a time")
+    begin, outcome = f"record {shortly(record.get('id'))}: ", record.get("outcome")
+    hold(
+        (outcome in OUTCOMES, f"{begin}outcome={shortly(outcome)} must be one of {OUTCOMES}"),
+        (outcome == "ok" or record.get("time_s") is None, f"{begin}outcome {outcome!r} cannot carry a time"),
+    )
     json.dumps(record, allow_nan=False)
     return record
 
@@ -156,11 +156,8 @@ def load(path: Path) -> Record:
     ours = content.get("lmsys") if isinstance(content, dict) else None
     if not isinstance(ours, dict) or "schema" not in ours:
         raise ValueError(f'{path}: not a result of this bench: it has no "lmsys" key with a schema')
-    if ours["schema"] != SCHEMA:
-        schema = shortly(ours["schema"])
-        raise ValueError(
-            f"{path}: schema {schema} is not the {SCHEMA} that this version reads: another version of lmsys wrote it"
-        )
+    why = f"is not the {SCHEMA} that this version reads: another version of lmsys wrote it"
+    hold((ours["schema"] == SCHEMA, f"{path}: schema {shortly(ours['schema'])} {why}"))
     ours.setdefault("layouts", {})
     try:
         check_content(ours)

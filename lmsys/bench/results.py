@@ -1,6 +1,7 @@
 """One pytest run of benchmarks: the selected cases, their results, and where these are kept. Imports no torch."""
 
 import json
+import math
 import shlex
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Grid, Record, Sweep, declared, grouped
 from lmsys.bench.validate import TEXT, check_shape
 from lmsys.files import cache_folder, replacing, write_json
+from lmsys.values import hold
 
 if TYPE_CHECKING:
     from lmsys.bench import isolation, paired, trial
@@ -76,7 +78,6 @@ class Session:
     benchmarks: dict[str, Benchmark] = field(default_factory=dict)
     _took: dict[str, float] = field(default_factory=dict)  # seconds by group
     _cases: dict[Key, Any] = field(default_factory=dict)
-    _group_of: dict[Key, Key] = field(default_factory=dict)
     _rows: dict[tuple[str, str], Record] = field(default_factory=dict)  # by kind and name
     _groups: dict[Key, list[Any]] = field(default_factory=dict)
     _failed: dict[Key, str] = field(default_factory=dict)
@@ -90,14 +91,13 @@ class Session:
         if self.checkout and (benchmark.streams or not benchmark.opens):
             reason = "its rows take no turns with those of another process; compare two result files"
             raise ValueError(f"--against {self.checkout.text}: not for the benchmark {cls.name!r}: {reason}")
-        collected = self.runner.collect(benchmark, self.sweep.grids.get(cls.name, (Grid("default"),)), self.texts)
+        cases, rows = self.runner.collect(benchmark, self.sweep.grids.get(cls.name, (Grid("default"),)), self.texts)
         ids: list[str] = []
-        for name, case in collected.cases.items():
+        for name, case in cases.items():
             both = (name, f"{name}@{self.checkout.name}") if self.checkout else (name,)
             self._cases |= {(cls.name, cell): case for cell in both}
-            self._group_of |= {(cls.name, cell): (cls.name, collected.groups[name]) for cell in both}
             ids += both
-        self._rows |= collected.rows
+        self._rows |= rows
         return ids
 
     def select(self, keys: Iterable[Key]) -> None:
@@ -106,19 +106,17 @@ class Session:
         ValueError where a case is without the same as it was: both are measured, or both are carried over; and where
         records are carried over whose benchmark this run does not collect, so that it cannot rate them.
         """
-        if unknown := {name for name, _ in self.carried} - self.benchmarks.keys():
-            advice = "this run has not: run the files that it was made of, and choose among their cases by -k"
-            raise ValueError(f"--resume: it has records of {', '.join(sorted(unknown))}, which {advice}")
-        keys = dict.fromkeys(keys)
+        unknown, keys = sorted({name for name, _ in self.carried} - self.benchmarks.keys()), dict.fromkeys(keys)
+        advice = "this run has not: run the files that it was made of, and choose among their cases by -k"
+        hold((not unknown, f"--resume: it has records of {', '.join(unknown)}, which {advice}"))
         if self.checkout:
             for key, other in ((key, self._other(key)) for key in keys):
-                if other not in keys:
-                    raise ValueError(f"--against {self.checkout.text}: select {other[1]}, too, beside {key[1]}")
+                hold((other in keys, f"--against {self.checkout.text}: select {other[1]}, too, beside {key[1]}"))
                 if key not in self.carried or other not in self.carried:
                     self.carried.pop(key, None)
             self._keep_entries_of_carried()
         asked = [key for key in keys if key not in self.carried and key[1] == self._cases[key].id]
-        self._groups = grouped((self._group_of[key], self._cases[key]) for key in asked)
+        self._groups = grouped(((key[0], self._cases[key].group), self._cases[key]) for key in asked)
 
     def facts(self, keys: Iterable[Key]) -> list[str]:
         """The fields that records of all these cases have and that say what was asked; of one case at least."""
@@ -133,7 +131,7 @@ class Session:
 
     def result(self, key: Key) -> "trial.Result":
         """The case's result; the first of a group to ask has the whole group run."""
-        group = self._group_of[key]
+        group = key[0], self._cases[key].group
         if group in self._failed:
             raise RuntimeError(f"{group[1]} could not be run: {self._failed[group]}")
         if key not in self.results:
@@ -431,8 +429,8 @@ def time_left(took: Mapping[str, float], cases: Mapping[str, int], usual: Mappin
 
 def pace_of(took: Mapping[str, float], usual: Mapping[str, float]) -> float:
     """How much slower groups were than usual: the median, for one that had to compile tells nothing of the others."""
-    ratios = [seconds / usual[name] for name, seconds in took.items() if usual.get(name)]
-    return median(ratios) if ratios else 1.0
+    ratios = [math.log(seconds / usual[name]) for name, seconds in took.items() if seconds and usual.get(name)]
+    return math.exp(median(ratios)) if ratios else 1.0
 
 
 def read_results(path: Path) -> Iterator[tuple[Record, list[Record]]]:

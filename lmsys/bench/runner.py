@@ -34,7 +34,7 @@ class Runner(Instruments):
     """Runs groups of cases in this process."""
 
     def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
-        """The benchmark's cases, with what the command line says of its axes. ValueError for bad values."""
+        """The benchmark's cases and rows, with what the command line says of its axes. ValueError for bad values."""
         if any(".py" in text for text in texts.values()):
             self.ready()  # before a user's file is imported
         self.heartbeat.beat(NOBODY, "while it was imported", self.settings.deadline_s)
@@ -47,8 +47,7 @@ class Runner(Instruments):
                     f"a file replaces {', '.join(names)} when it is imported, by which its rows are judged"
                 )
             pairs = [pair for case in cases.values() for pair in benchmark.rows_of(case).items()]
-            rows = {(kind, row.name): _reported(row) for kind, row in pairs}
-            return Collected(cases, {name: case.group for name, case in cases.items()}, rows)
+            return cases, {(kind, row.name): _reported(row) for kind, row in pairs}
         finally:
             self.heartbeat.rest()
 

@@ -7,7 +7,6 @@ import datetime
 import os
 import platform
 import statistics
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lmsys.files import git
 from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.measure.compare import release_memory
 from lmsys.measure.energy import Mark, Sampler, calls_between, repeated
@@ -162,15 +162,9 @@ def commit() -> dict[str, Any]:
     if commit := os.environ.get("LMSYS_COMMIT"):
         return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
 
-    def git(*arguments: str) -> str | None:
-        try:
-            ended = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
-        except OSError:
-            return None
-        return ended.stdout.strip() if ended.returncode == 0 else None
-
-    status = git("status", "--porcelain")
-    return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
+    folder = Path(__file__).parent
+    status = git(folder, "status", "--porcelain")
+    return {"commit": git(folder, "rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 
 
 # Dense operations that a multiprocessor ends in a cycle, by compute capability: NVIDIA's architecture white papers and
