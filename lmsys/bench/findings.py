@@ -18,7 +18,7 @@ import hashlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,20 +52,18 @@ def source_of(entry: Entry) -> Record:
 def loaded_kernels() -> Iterator[dict[str, str]]:
     """Names and hashes, by Triton, of the kernels that are loaded meanwhile: each is once in a process."""
     hashes: dict[str, str] = {}
-    if importlib.util.find_spec("triton") is None:
-        yield hashes
-        return
-    import triton
 
     def note(module: Any, function: Any, name: str, group: Any, hash: str) -> None:
         hashes[name] = hash
 
-    hooks = triton.knobs.runtime.kernel_load_end_hook
-    hooks.add(note)
-    try:
+    with ExitStack() as stack:
+        if importlib.util.find_spec("triton"):
+            import triton
+
+            hooks = triton.knobs.runtime.kernel_load_end_hook
+            hooks.add(note)
+            stack.callback(hooks.remove, note)
         yield hashes
-    finally:
-        hooks.remove(note)
 
 
 @contextmanager

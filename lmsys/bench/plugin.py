@@ -244,8 +244,7 @@ def _session(config: pytest.Config) -> Session:
         _ease_waiting(session.say, host.others_now())
     if group is not None and group.rank > 0:
         session.output, session.say = None, lambda _: None  # one rank tells and writes
-    benchmarks: Any = config._benchmarksession
-    benchmarks.json = None  # the file is ours to write: whole, or not at all
+    config._benchmarksession.json = None  # the file is ours to write: whole, or not at all
     config.stash[SESSION] = session
     return session
 
