@@ -70,18 +70,17 @@ def loaded_kernels() -> Iterator[dict[str, str]]:
 def interpreted_kernels() -> Iterator[list[Any]]:
     """A list that grows by every kernel that Triton's interpreter runs meanwhile, wherever it is defined."""
     launched: list[Any] = []
-    if importlib.util.find_spec("triton") is None:
-        yield launched
-        return
-    from triton.runtime.interpreter import GridExecutor
+    with ExitStack() as stack:
+        if importlib.util.find_spec("triton"):
+            from triton.runtime.interpreter import GridExecutor
 
-    launch = GridExecutor.__call__
+            launch = GridExecutor.__call__
 
-    def noted(self: Any, *args: Any, **options: Any) -> Any:
-        launched.append(self)
-        return launch(self, *args, **options)
+            def noted(self: Any, *args: Any, **options: Any) -> Any:
+                launched.append(self)
+                return launch(self, *args, **options)
 
-    with mock.patch.object(GridExecutor, "__call__", noted):
+            stack.enter_context(mock.patch.object(GridExecutor, "__call__", noted))
         yield launched
 
 

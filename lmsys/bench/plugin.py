@@ -57,8 +57,7 @@ def lmsys_timer(request: pytest.FixtureRequest) -> RecordedTimer:
     """The timer that pytest-benchmark's fixture, made after this one, replays samples by."""
     marker = request.node.get_closest_marker("benchmark")
     timer = RecordedTimer()
-    options = {**(marker.kwargs if marker else {}), "timer": timer}
-    request.node.add_marker(pytest.mark.benchmark(**options), append=False)
+    request.node.add_marker(pytest.mark.benchmark(**(marker.kwargs if marker else {}) | {"timer": timer}), append=False)
     return timer
 
 

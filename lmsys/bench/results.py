@@ -150,7 +150,10 @@ class Session:
         cases = self._groups[group]
         number = list(self._groups).index(group) + 1
         count = {_name(key): len(members) for key, members in self._groups.items()}
-        usual = self._usual if self._took or self._earlier else {}  # by another machine's seconds alone nothing is told
+        has_pace = (
+            self._took or self._earlier.keys() & self.sweep.took_s.keys()
+        )  # another machine's alone tells nothing
+        usual = self._usual if has_pace else self._earlier
         left = time_left(self._took, count, usual, " if the rest costs as much a case")
         self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
         begin = time.monotonic()
@@ -172,7 +175,10 @@ class Session:
         """Keeps the last of several measurements with what a case's differ by, or the first that it did not survive."""
         runs: list[list[trial.Result]] = []
         try:
-            while len(runs) < self.repeats or self._is_doubtful(runs):
+            # Processes of one code differ, too, by where their memory lies: a change is looked for in two.
+            while len(runs) < self.repeats or (
+                self.checkout and len(runs) == 1 and _changes().look_changed([result.record for result in runs[0]])
+            ):
                 if runs:
                     self.runner.close()
                     why = ": a case looks changed" if self.checkout else f", {len(runs) + 1} of {self.repeats}"
@@ -186,10 +192,6 @@ class Session:
                     result.record["between_runs"] = spread
                 result.record["seal"] = record.seal(result.record)
                 self._keep(group, result)
-
-    def _is_doubtful(self, runs: "list[list[trial.Result]]") -> bool:
-        """True where one measurement shows a change: processes of one code differ, too, by where their memory lies."""
-        return bool(self.checkout) and len(runs) == 1 and _changes().look_changed([result.record for result in runs[0]])
 
     @property
     def _durations(self) -> Path:

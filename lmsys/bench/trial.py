@@ -10,7 +10,7 @@ from typing import Any
 
 from lmsys import draws
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, judges_calls, verdict
-from lmsys.bench.fields import Record, grouped
+from lmsys.bench.fields import Record
 from lmsys.bench.findings import OF_OTHERS, energy_fields, interpreted_kernels, loaded_kernels, same_bits, source_of
 from lmsys.bench.instruments import Instruments
 from lmsys.bench.record import rounded, summarize
@@ -59,11 +59,6 @@ class Trial:
         self._told: set[str] = set()
         self._readings: list[Reading] = []  # of the turn that is sampled
         self.called_here: set[str] = set()  # cases whose calls this process makes
-
-    @property
-    def ids(self) -> list[list[str]]:
-        """The cases of each candidate."""
-        return [*grouped((id(self.candidate(case)), case.id) for case in self.cases).values()]
 
     def candidate(self, case: Case) -> Candidate:
         return self.candidates[self.benchmark.key(case)]
