@@ -149,10 +149,9 @@ class Session:
         self.runner.ready()
         cases = self._groups[group]
         number = list(self._groups).index(group) + 1
-        count = {_name(key): len(members) for key, members in self._groups.items()}
-        has_pace = (
-            self._took or self._earlier.keys() & self.sweep.took_s.keys()
-        )  # another machine's alone tells nothing
+        count = {" ".join(key): len(members) for key, members in self._groups.items()}
+        # Until a group that the sweep knows has run on this machine, its seconds on another tell nothing.
+        has_pace = self._took or self._earlier.keys() & self.sweep.took_s.keys()
         usual = self._usual if has_pace else self._earlier
         left = time_left(self._took, count, usual, " if the rest costs as much a case")
         self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
@@ -164,7 +163,7 @@ class Session:
             for result in self.runner.run(self.benchmarks[group[0]], cases):
                 self._keep(group, result)
         finally:
-            self._took[_name(group)] = time.monotonic() - begin
+            self._took[" ".join(group)] = time.monotonic() - begin
 
     def _keep(self, group: Key, result: "trial.Result") -> None:
         self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two
@@ -405,10 +404,6 @@ class Session:
                 write_json(self._durations, self._earlier | self._took)
         if "runner" in self.__dict__:
             self.runner.close()
-
-
-def _name(group: Key) -> str:
-    return " ".join(group)
 
 
 def time_left(took: Mapping[str, float], cases: Mapping[str, int], usual: Mapping[str, float], doubt: str = "") -> str:
