@@ -112,7 +112,7 @@ def tune(case: tuple[object, ...], tiles: Sequence[Tile], launch: Callable[[Tile
 
 
 def _fastest(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
-    """Times them there and back: whatever a clock does meanwhile that falls evenly, as at a power cap, it does to all."""
+    """Times them there and back: a clock that falls evenly meanwhile, as at a power cap, does so for all alike."""
     times = dict.fromkeys((tile for tile in tiles if _fits(tile, launch)), 0.0)
     if not times:
         told = ", ".join(f"{tile.block_q} x {tile.block_k}" for tile in tiles)

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="pip install triton==3.6.0 to test the tune
 import torch  # noqa: E402
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from triton.runtime.errors import OutOfResources  # noqa: E402
 
 from lmsys.attention import tuning  # noqa: E402
 from lmsys.attention.tuning import Tile  # noqa: E402
@@ -108,6 +109,17 @@ def test_no_tile_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, dict.fromkeys(CANDIDATES, float("inf")))
     with pytest.raises(RuntimeError, match="no tile of"):
         tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE)
+
+
+def test_a_tile_for_which_there_is_no_room_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[Tile] = []
+
+    def launch(tile: Tile) -> None:
+        if tile == CANDIDATES[0]:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(tuning, "_time", lambda tile, launch: float(timed.append(tile) or 1))
+    assert tuning.tune(("fwd", 64), CANDIDATES[:2], launch, DEVICE) == CANDIDATES[1] == timed[0]
 
 
 @pytest.mark.gpu
