@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -87,6 +87,8 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     STRATEGIES.select([config.train.strategy])
     if "train" in steps:
         possible.check(config, context.device)
+        if "tokenize" in steps and not skip_data:
+            _check_text(config)
         if rank == 0:
             log.check_packages(config)
     if context.device.type == "cpu" and config.train.threads is not None:
@@ -240,7 +242,9 @@ def print_sample(context: RunContext) -> None:
     room = min(config.max_new_tokens, model.config.context_length - len(prompt))
     stop = data.end_of_text(tokenizer)
     with context.autocast():
-        (made,) = generation.generate(model, [prompt], room, sampling, stop=stop, seed=config.seed)
+        (made,) = generation.generate(
+            model, [prompt], room, sampling, stop=stop, seed=config.seed, vocab_size=tokenizer.vocab_size
+        )
     context.say(f"sample of step {step:,}:\n{tokenizer.decode(prompt + made)}")
 
 
@@ -306,9 +310,30 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, e
     if made is None:
         raise ValueError(f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data")
     source, valid = (data.TokenFiles(data.shards(folder / f"{part}.npy", made["shards"]), tokenizer) for part in PARTS)
+    _check_lengths(config, (len(source), len(valid)), "tokens")
     return source, data.fixed_windows(
         valid, config.model.context_length, config.evaluate.windows, data.end_of_text_of(valid, config)
     )
+
+
+def _check_text(config: RunConfig) -> None:
+    """ValueError where a file of text is too short, whatever its tokens will be: each has a byte or more."""
+    corpus, valid = Path(config.data.corpus), config.data.valid
+    if config.data.corpus not in corpora.NAMED and corpus.is_file():
+        size = corpus.stat().st_size
+        held_out = Path(valid).stat().st_size if valid and Path(valid).is_file() else size // corpora.HELD_OUT
+        _check_lengths(config, (size if valid else size - held_out, held_out), "bytes")
+
+
+def _check_lengths(config: RunConfig, sizes: Sequence[int], unit: str) -> None:
+    """ValueError where the text to train on, or for validation, has less than a sequence."""
+    context = config.model.context_length
+    for part, size in zip(("to train on", "for validation"), sizes, strict=True):
+        if size <= context:
+            raise ValueError(
+                f"corpus {config.data.corpus!r}: its text {part} has {size:,} {unit}, and a sequence takes"
+                f" {context + 1:,} tokens: name a longer text, or set a smaller model.context_length than {context:,}"
+            )
 
 
 def _facts(files: tuple[chunks.Chunk, ...]) -> list[Any]:
