@@ -9,18 +9,8 @@ import pytest
 
 from lmsys.reports import page, plots
 from lmsys.reports.__main__ import main
+from tests.support.files import tree
 from tests.support.records import content_of, record, save
-
-Tree = dict[str, tuple[bytes, int]]
-
-
-def tree(root: Path) -> Tree:
-    """The content of every file below, and when it was last written; of a folder its name."""
-    paths = {str(path.relative_to(root)): path for path in sorted(root.rglob("*"))}
-    return {
-        name: (path.read_bytes(), path.lstat().st_mtime_ns) if path.is_file() else (b"", 0)
-        for name, path in paths.items()
-    }
 
 
 def results(root: Path) -> None:

@@ -220,7 +220,7 @@ def test_a_text_whose_tokens_are_too_few_is_refused_before_a_step_is_taken(
     (tmp_path / "short.txt").write_text("the same words again " * 40)
     said = told(capsys, tmp_path, "--corpus", str(tmp_path / "short.txt"))
     assert "its text for validation has 8 tokens, and a sequence takes 17" in said
-    assert not (tmp_path / "run" / "log.jsonl").exists()
+    assert not (tmp_path / "run" / "tokens").exists()
 
 
 @pytest.mark.parametrize("step", pipeline.DATA_STEPS)
