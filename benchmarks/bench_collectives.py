@@ -23,6 +23,7 @@ from lmsys.bench import (
     Entry,
     Field,
     Grid,
+    OnRanks,
     Record,
     Settings,
     Step,
@@ -235,7 +236,7 @@ OPERATIONS = Table(
 )
 
 
-class Collectives(ranks.OnRanks):
+class Collectives(OnRanks):
     """Each operation is checked, and timed on the ranks; one after another, since they share the wires."""
 
     name = "collectives"

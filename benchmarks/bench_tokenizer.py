@@ -27,6 +27,7 @@ from lmsys.bench import (
     Record,
     Settings,
     Step,
+    Tools,
     bench,
     benchmark,
     fields,
@@ -251,7 +252,7 @@ class Tokenizers(Benchmark):
         self.text_bytes = texts.drawn.num_bytes
         return texts
 
-    def check_all(self, candidates: Sequence[Candidate], setup: Texts, runner: Any) -> None:
+    def check_all(self, candidates: Sequence[Candidate], setup: Texts, runner: Tools) -> None:
         judged = [one for one in candidates if one.case.task == "encode" or not one.entry.peer]
         expected = by_definition(judged[0].case.task, setup) if judged else []
         for one in judged:

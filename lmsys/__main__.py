@@ -7,9 +7,7 @@ import argparse
 import runpy
 import sys
 
-from lmsys.commands import COMMANDS, bringing
-
-USAGE = 2
+from lmsys.commands import COMMANDS, USAGE, missing
 
 
 def main() -> int:
@@ -28,11 +26,10 @@ def main() -> int:
     try:
         runpy.run_module(COMMANDS[name].module if name else "lmsys.here", run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing in ("", "lmsys"):
+        module = (error.name or "").partition(".")[0]
+        if module in ("", "lmsys"):
             raise
-        command = f"lmsys {name}" if name else "lmsys"
-        print(f"{command} needs {missing}, which is not installed here: {bringing(missing)}", file=sys.stderr)
+        print(missing(f"lmsys {name}" if name else "lmsys", module), file=sys.stderr)
         return USAGE
     return 0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 PIP = "python -m pip install"
 FOLDER = Path(__file__).parents[1]  # of a checkout, or where packages are installed
+USAGE = 2  # exit status of a command that cannot begin
 EXTRAS = {"matplotlib": "report", "pytest": "bench", "pytest_benchmark": "bench"}  # that bring a module
 
 
@@ -80,6 +81,11 @@ def parser(name: str, program: str = "") -> argparse.ArgumentParser:
     )
 
 
+def missing(command: str, module: str) -> str:
+    """The sentence on a module that is not installed, with what brings it."""
+    return f"{command} needs {module}, which is not installed here: {bringing(module)}"
+
+
 def bringing(module: str) -> str:
     """The command that installs what a module comes with."""
     return with_extra(EXTRAS[module]) if module in EXTRAS else f"{PIP} {module}"
@@ -89,7 +95,9 @@ def with_extra(extra: str) -> str:
     """The command that installs lmsys with an extra, from where it came: a checkout, an address, or an index."""
     if (FOLDER / "pyproject.toml").is_file():
         return f"{PIP} -e {shlex.quote(f'{FOLDER}[{extra}]')}"
-    source = next((one.read_text("direct_url.json") for one in importlib.metadata.distributions(name="lmsys")), None)
+    source = next(
+        (installed.read_text("direct_url.json") for installed in importlib.metadata.distributions(name="lmsys")), None
+    )
     if source is None:  # so it came from an index
         return f"{PIP} 'lmsys[{extra}]'"
     origin = json.loads(source)

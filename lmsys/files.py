@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, that one process writes, and their checksums. Imports no torch."""
+"""Files that are there whole or not at all, that one process writes; checksums; git. Imports no torch."""
 
 import fcntl
 import hashlib
@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import stat
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,15 @@ _claims: dict[Path, IO[str]] = {}  # of this process: a lock ends when its file 
 def cache_folder() -> Path:
     """The folder for what is kept between runs: $LMSYS_CACHE_DIR, by default ~/.cache/lmsys. It may be missing."""
     return Path(os.environ.get("LMSYS_CACHE_DIR", "~/.cache/lmsys")).expanduser()
+
+
+def git(folder: Path, *words: str) -> str | None:
+    """The output of git in that folder, without its end of line; None where it fails or is not there."""
+    try:
+        ended = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True)
+    except OSError:
+        return None
+    return ended.stdout.strip() if ended.returncode == 0 else None
 
 
 def read_text(path: Path) -> str:

@@ -57,9 +57,9 @@ def main() -> None:
             rows.setdefault(remedy(entry, reason, device, SimpleNamespace), []).append(name)
     if rows:
         print("\nwhat would bring the others")
-    for told, names in rows.items():
-        print(f"  {', '.join(names)}: {told}")
-    if device == "cpu" and torch.version.cuda is None and any(told.startswith("a GPU") for told in rows):
+    for answer, names in rows.items():
+        print(f"  {', '.join(names)}: {answer}")
+    if device == "cpu" and torch.version.cuda is None and any(answer.startswith("a GPU") for answer in rows):
         print(f"  for a GPU also a CUDA build of torch, which {torch.__version__} is not: {CUDA_TORCH}")
 
 
@@ -98,12 +98,14 @@ def remedy(entry: Entry, reason: str, device: str, case: Callable[..., Any]) -> 
     is_gpus = ANOTHER_GPU in reason
     if not is_gpus and (device == "cuda" or " needs " in reason):
         return reason.removeprefix(f"{entry.name} ")
-    said = {capability: _asked(entry, case(device="cuda", capability=capability)) for capability in GPUS}
-    able = [capability for capability, why in said.items() if ANOTHER_GPU not in (why or "")]
+    reasons = {capability: _asked(entry, case(device="cuda", capability=capability)) for capability in GPUS}
+    able = [capability for capability, why in reasons.items() if ANOTHER_GPU not in (why or "")]
     gpu = "a GPU"
     if able and (is_gpus or len(able) < len(GPUS)):
         gpu += f" of compute capability {'.'.join(map(str, able[0]))}{' or later' if able[-1] == GPUS[-1] else ''}"
-    return "; ".join([gpu, *dict.fromkeys(why.removeprefix(f"{entry.name} ") for one in able if (why := said[one]))])
+    return "; ".join(
+        [gpu, *dict.fromkeys(why.removeprefix(f"{entry.name} ") for capability in able if (why := reasons[capability]))]
+    )
 
 
 def _asked(entry: Entry, case: Any) -> str | None:

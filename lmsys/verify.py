@@ -125,7 +125,7 @@ def verify(path: Path, benchmarks: Mapping[str, Benchmark], say: Say = lambda _:
             told = now
             say(
                 f"{path}: {done:,} of {len(records):,} records"
-                + time_left({"done": (now - began, done)} if done else {}, {"to do": len(records) - done}, {})
+                + time_left({"done": now - began} if done else {}, {"done": done, "to do": len(records) - done}, {})
             )
         benchmark = benchmarks.get(record["benchmark"])
         found = _of_any_record(record, benchmark, content["machine"], recomputed)

@@ -10,12 +10,14 @@ import pytest
 from lmsys.training.__main__ import parser
 from lmsys.training.config import RunConfig
 from tests.support.collected import collect, strays
+from tests.support.pages import commands, module_of, without
 from tests.support.processes import ROOT
 from tests.support.records import built, of_everything, record, save
 
 PAGE = (ROOT / "docs" / "cs336.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "`" in line]
-COMMANDS = sorted(set(re.findall(r"`python -m pytest ([^`]*)`", PAGE)))
+LINES = [module_of(words) for words in commands("docs/cs336.md")]
+COMMANDS = sorted({shlex.join(without(words, "--benchmark-json")) for module, words in LINES if module == "pytest"})
 NAMES = sorted(set(re.findall(r"`(lmsys\.[\w.]+)`", PAGE)))
 FILES = re.compile(r"`((?:tables|plots)/[^`]*)`")
 SHELL, PYTHON, JSON = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("sh", "python", "json"))
@@ -43,7 +45,7 @@ def test_every_problem_has_a_row() -> None:
 @pytest.fixture(scope="module")
 def collected() -> dict[str, list[str]]:
     """The ids of the tests that each command runs."""
-    arguments = [shlex.split(re.sub(r"--benchmark-json \S+", "", command)) for command in COMMANDS]
+    arguments = [shlex.split(command) for command in COMMANDS]
     found = collect(arguments)
     assert not [one["said"] for one in found if one["code"] not in (0, 5)]
     return {command: one["ids"] for command, one in zip(COMMANDS, found, strict=True)}

@@ -21,7 +21,7 @@ from lmsys.bench.options import OPTIONS as BENCH_OPTIONS
 from lmsys.parallel import STRATEGIES
 from lmsys.training import __main__ as training
 from tests.support.collected import collect, strays
-from tests.support.pages import PAGES, anchors, blocks, commands, links, module_of, spans, waits_for_a_gpu
+from tests.support.pages import PAGES, anchors, blocks, commands, links, module_of, spans, waits_for_a_gpu, without
 from tests.support.processes import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -124,12 +124,6 @@ def test_every_command_of_pytest_runs_what_it_says() -> None:
         assert found["code"] in (0, 5), f"{words}: {found['said']}"
         assert found["ids"] or waits_for_a_gpu(words), f"{words} selects nothing"
         assert not strays(words, found["ids"]), f"{words} also selects {strays(words, found['ids'])[:3]}"
-
-
-def without(words: list[str], *options: str) -> list[str]:
-    """Without these options and their values."""
-    kept = iter(word for word in words if not word.startswith(tuple(f"{option}=" for option in options)))
-    return [word for word in kept if word not in options or not next(kept)]
 
 
 class Parsed(Exception):

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,16 @@ def test_what_workers_load_has_no_torch(file: Path) -> None:
         *(path.removesuffix(".py").replace("/", ".") for path in DATA),
     ]
     assert sorted(imports_of(file, "lmsys")) == sorted(imports_of(file, *allowed))
+
+
+def test_no_circle_of_imports() -> None:
+    """Of the bench, also inside of functions and for type checkers."""
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in within("lmsys/bench/")}
+    graph = {
+        module: {one for found in imports(file) for one in (found, found.rpartition(".")[0]) if one in modules}
+        for module, file in modules.items()
+    }
+    TopologicalSorter(graph).prepare()
 
 
 @pytest.mark.parametrize("file", within("lmsys/measure/"), ids=name_of)

@@ -106,7 +106,10 @@ def test_help_needs_no_torch_and_has_every_command() -> None:
     assert unknown.returncode == 2 and "invalid choice: 'chek'" in unknown.stderr
 
 
-@pytest.mark.parametrize("words", [[], ["check", "naive"], ["train"], ["report", "a.json"]])
+BENCH = ["bench", "attention", "--collect-only", "-q"]  # which pytest does where all is installed
+
+
+@pytest.mark.parametrize("words", [[], ["check", "naive"], ["train"], ["report", "a.json"], BENCH])
 def test_what_is_not_installed_is_a_sentence(words: list[str]) -> None:
     missing = "matplotlib" if words[:1] == ["report"] else "torch"
     done = lmsys(*words, without=missing)
@@ -142,6 +145,10 @@ def test_bench_is_a_line_of_pytest(
     assert line[line.index("--benchmark-json") + 1] == "attention.json"
     loss = line_of(["loss", "--row", "chunked", "-o", "x.json"])
     assert "--axis=row=eager,compiled,chunked" in loss and "x.json" in loss and "attention.json" not in loss
+    for resume in (["--resume", "x.json"], ["--resume=x.json"], ["--lmsys-resume", "x.json"]):
+        assert line_of(["attention", *resume])[-len(resume) - 1 :] == ["--benchmark-only", *resume]  # goes on in it
+        other = line_of(["attention", "-o", "y.json", *resume])
+        assert other[-len(resume) - 2 :] == ["--benchmark-json", "y.json", *resume]
     (tmp_path / "bench_own.py").touch()
     assert line_of(["bench_own.py"])[2] == "bench_own.py"
     ran: list[list[str]] = []

@@ -1,6 +1,6 @@
 """The harness, a pytest plugin: benchmarks are verified, sampled side by side and recorded. Imports no torch."""
 
-from lmsys.bench.benchmark import Benchmark, Candidate, Case, Settings, bench
+from lmsys.bench.benchmark import Benchmark, Candidate, Case, OnRanks, Settings, Tools, bench
 from lmsys.bench.fields import Axis, Field, Grid, Record, Sweep, one_of, positive, yes_no
 from lmsys.measure.step import Step
 from lmsys.registry import Entry, Table
@@ -13,11 +13,13 @@ __all__ = [
     "Entry",
     "Field",
     "Grid",
+    "OnRanks",
     "Record",
     "Settings",
     "Step",
     "Sweep",
     "Table",
+    "Tools",
     "bench",
     "one_of",
     "positive",

@@ -6,10 +6,14 @@ What follows the benchmark's name, but for options of this command, goes to pyte
 import os
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from lmsys import commands
 from lmsys.values import choice
+
+NEEDED = "torch", "pytest", "pytest_benchmark"
+GOES_ON = "--resume", "--lmsys-resume"  # in that file, unless another is named
 
 
 def main() -> None:
@@ -32,18 +36,21 @@ def line_of(arguments: list[str]) -> list[str]:
         help="a row by its name, or path.py:attribute, beside those that others are compared with; may be given several"
         " times (default: the rows of the sweep)",
     )
-    parser.add_argument("-o", "--output", metavar="OUT.json", help="the result (default: BENCHMARK.json)")
+    about = "the result (default: that of --resume, else BENCHMARK.json)"
+    parser.add_argument("-o", "--output", metavar="OUT.json", help=about)
     given, rest = parser.parse_known_args(arguments)
+    for module in NEEDED:
+        if find_spec(module) is None:
+            parser.exit(commands.USAGE, f"{commands.missing('lmsys bench', module)}\n")
     try:
         file = file_of(given.benchmark)
         rows = [option_of_rows(file, given.row)] if given.row else []
     except ValueError as error:
         parser.error(str(error))
-    return [
-        *("-m", "pytest", os.path.relpath(file), "--benchmark-only", *rows),
-        *("--benchmark-json", given.output or f"{file.stem.removeprefix('bench_')}.json"),
-        *rest,
-    ]
+    goes_on = any(word.partition("=")[0] in GOES_ON for word in rest)
+    output = given.output or ("" if goes_on else f"{file.stem.removeprefix('bench_')}.json")
+    written = ["--benchmark-json", output] if output else []
+    return ["-m", "pytest", os.path.relpath(file), "--benchmark-only", *rows, *written, *rest]
 
 
 def file_of(benchmark: str) -> Path:

@@ -22,14 +22,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lmsys.bench.fields import Axis, Field, Grid, Record, grouped
 from lmsys.measure.step import Step
 from lmsys.registry import Entry, Table
 
 if TYPE_CHECKING:
-    from lmsys.bench.runner import Runner
+    from lmsys.bench.ranks import Ranks
+    from lmsys.measure.clock import Clock
     from lmsys.measure.compare import Failure, Kept
 
 DEFAULT_ROUNDS = 10
@@ -57,15 +58,6 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Collected:
-    """A benchmark's cases by their ids, the group of each, and the rows that they are about by kind and name."""
-
-    cases: "dict[str, Case]"
-    groups: dict[str, str]
-    rows: dict[tuple[str, str], Record]
-
-
-@dataclass(frozen=True)
 class Case:
     """One test, in plain values: a row and the axes that a subclass adds as fields.
 
@@ -81,7 +73,7 @@ class Case:
     @property
     def axes(self) -> Record:
         """The subclass's own fields, which go into the record as they are."""
-        return {one.name: getattr(self, one.name) for one in fields(self)[len(fields(Case)) :]}
+        return {axis.name: getattr(self, axis.name) for axis in fields(self)[len(fields(Case)) :]}
 
     @property
     def impl(self) -> str:
@@ -149,8 +141,7 @@ class Candidate(Ending):
 
     @property
     def entry(self) -> Entry:
-        entry: Entry = self.case.entry
-        return entry
+        return cast(Entry, self.case.entry)
 
     def watched(self, call: Callable[..., Any], *args: Any) -> "tuple[Any, Failure | None]":
         """call(*args), as this row's work: the result, or how it failed."""
@@ -160,10 +151,10 @@ class Candidate(Ending):
 
     def attempt(self, call: Callable[..., Any], *args: Any) -> Any:
         """The result of call(*args); where that fails, None, and the candidate has failed."""
-        found, failure = self.watched(call, *args)
+        result, failure = self.watched(call, *args)
         if failure:
             self.failed(*failure)
-        return found
+        return result
 
 
 @dataclass
@@ -178,6 +169,22 @@ class Measurement:
 
 
 Cases = Sequence[Any]
+Collected = tuple[dict[str, Case], dict[tuple[str, str], Record]]  # cases by id; rows of theirs by kind and name
+
+
+class Tools(Protocol):
+    """The part of the runner that hooks of a benchmark use."""
+
+    settings: Settings
+    say: Callable[[str], None]
+
+    @property
+    def ranks(self) -> "Ranks":
+        """Started when first asked for."""
+
+    @property
+    def clocks(self) -> "Mapping[str, Clock]":
+        """Each by its kind, as in `Benchmark.clock`."""
 
 
 class Benchmark:
@@ -266,7 +273,7 @@ class Benchmark:
         """
         return {}
 
-    def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: "Runner") -> None:
+    def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Tools) -> None:
         """Judges each; overridden where checks share what does not fit twice."""
         for candidate in candidates:
             if ratios := candidate.attempt(self.check, candidate, setup):
@@ -290,10 +297,10 @@ class Benchmark:
 
         It may be without a field that has a default: records were made before the field was.
         """
-        own = fields(self.case_type)[len(fields(Case)) :]
-        if self.case_type is Case or any(one.name not in record and one.default is MISSING for one in own):
+        axes = fields(self.case_type)[len(fields(Case)) :]
+        if self.case_type is Case or any(axis.name not in record and axis.default is MISSING for axis in axes):
             return None
-        asked_for = {one.name: record[one.name] for one in own if one.name in record}
+        asked_for = {axis.name: record[axis.name] for axis in axes if axis.name in record}
         asked = [(table, name) for kind, table in self.tables.items() for name in (record["impl"], record.get(kind))]
         known = [table[name] for table, name in asked if isinstance(name, str) and name in [*table]]
         entry = known[0] if known else Entry(record["impl"], "", record["label"], record["peer"])
@@ -327,7 +334,7 @@ class Benchmark:
         """Fills the measurements of a turn: interleaved, with the runner's clock."""
         trial.interleave(turn)
 
-    def clock_name(self, case: Any, runner: "Runner") -> str:
+    def clock_name(self, case: Any, runner: Tools) -> str:
         """How the case is timed, as its record says it."""
         return runner.clocks[self.clock].name
 
@@ -348,18 +355,29 @@ class Benchmark:
         return {}
 
 
+CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}  # of `lmsys.bench.ranks.times`
+
+
+class OnRanks(Benchmark):
+    """A benchmark whose rows run on ranks alone; its cases say the `backend` of theirs."""
+
+    opens = False
+
+    def clock_name(self, case: Any, runner: Tools) -> str:
+        return CLOCKS[case.backend]
+
+
 @cache
 def _benchmark(module: str, file: str, name: str) -> Benchmark:
     """Makes a benchmark of a module that another process has imported by whatever name."""
     try:
-        found = importlib.import_module(module)
+        home = importlib.import_module(module)
     except ModuleNotFoundError:
         spec = importlib.util.spec_from_file_location(module, file)
         assert spec is not None and spec.loader is not None
-        found = sys.modules[module] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found)
-    made: Benchmark = attrgetter(name)(found)()
-    return made
+        home = sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(home)
+    return cast(Benchmark, attrgetter(name)(home)())
 
 
 def judges_calls(benchmark: Benchmark) -> bool:

@@ -51,7 +51,7 @@ class Shift:
         """The chance of an estimate so far from zero, or farther, on either side, if the true one is the margin."""
         if self.error == 0:
             return 0.0 if abs(self.estimate) > margin else 1.0
-        near, far = ((one * margin - abs(self.estimate)) / self.error for one in (1, -1))
+        near, far = ((sign * margin - abs(self.estimate)) / self.error for sign in (1, -1))
         return NormalDist().cdf(near) + NormalDist().cdf(far)
 
 
@@ -136,7 +136,7 @@ class Change:
     def disturbed(self) -> str:
         """Says in which run the machine was disturbed as the case was measured, and by what; empty for neither."""
         sides = {"before": self.old.get("disturbed"), "after": self.new.get("disturbed")}
-        return "; ".join(f"disturbed {side}: {said}" for side, said in sides.items() if said)
+        return "; ".join(f"disturbed {side}: {reason}" for side, reason in sides.items() if reason)
 
     @property
     def ratio(self) -> float | None:
@@ -163,11 +163,11 @@ def compare(
     """
     old, new = list(old), list(new)
     usual = _usual([*old, *new])
-    found = []
+    changes = []
     for before, after, anchor in _pairs(old, new):
         spreads = between_runs, usual.get(after["benchmark"], 0.0), *_spreads(before, after)
-        found.append(_change(before, after, anchor, max(spreads)))
-    return _judged(found, margin)
+        changes.append(_change(before, after, anchor, max(spreads)))
+    return _judged(changes, margin)
 
 
 def compare_in_turns(records: Iterable[Record], margin: float | None = None) -> list[Change]:
@@ -180,36 +180,37 @@ def compare_in_turns(records: Iterable[Record], margin: float | None = None) -> 
 def in_turns(records: Iterable[Record]) -> list[Pair]:
     """Rows as they were, each with the same today, which took turns with it."""
     records = list(records)
-    now = {(*_key(one), one.get("comparison")): one for one in records if not one.get("against")}
-    keys = [(one, (*_key(record.today(one)), one.get("comparison"))) for one in records if one.get("against")]
+    now = {(*_key(case), case.get("comparison")): case for case in records if not case.get("against")}
+    keys = [(case, (*_key(record.today(case)), case.get("comparison"))) for case in records if case.get("against")]
     return [(old, now[key]) for old, key in keys if key in now]
 
 
 def look_changed(records: Iterable[Record]) -> bool:
     """True where a case would count as changed if it were the only one."""
-    found = [_change(old, new) for old, new in in_turns(records)]
-    return any(
-        one.shift.p_beyond(math.log1p(one.old["against"]["margin"])) <= FALSE_DISCOVERIES for one in found if one.shift
-    )
+    for old, new in in_turns(records):
+        shift = _change(old, new).shift
+        if shift and shift.p_beyond(math.log1p(old["against"]["margin"])) <= FALSE_DISCOVERIES:
+            return True
+    return False
 
 
 def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
     """A table for a terminal: how many of each verdict there are, and what changed."""
     counts = counts_of(changes).items()
-    told = ", ".join(f"{cases} {verdict}{of_them_disturbed(disturbed)}" for verdict, (cases, disturbed) in counts)
-    yield f"{told or 'nothing to compare'}, by a margin of {margin:.3g}"
-    changed = [one for one in changes if one.is_changed]
+    summary = ", ".join(f"{cases} {verdict}{of_them_disturbed(disturbed)}" for verdict, (cases, disturbed) in counts)
+    yield f"{summary or 'nothing to compare'}, by a margin of {margin:.3g}"
+    changed = [change for change in changes if change.is_changed]
     if changed:
         yield f"{'verdict':8} {'after / before':>14} {'95 %':>16}  case"
-    for one in changed[:MOST_LINES]:
-        ratio = f"{one.ratio:.3f}" if one.ratio else ""
-        interval = f"{one.interval[0]:.3f} to {one.interval[1]:.3f}" if one.interval else ""
-        reason = one.old["reason"] if one.verdict == MENDED else one.new["reason"] if one.verdict == BROKEN else None
-        said = "; ".join(text for text in (reason, one.disturbed) if text)
-        yield f"{one.verdict:8} {ratio:>14} {interval:>16}  {one.new['id']}{f': {said}' if said else ''}"
+    for change in changed[:MOST_LINES]:
+        ratio = f"{change.ratio:.3f}" if change.ratio else ""
+        interval = f"{change.interval[0]:.3f} to {change.interval[1]:.3f}" if change.interval else ""
+        reasons = {MENDED: change.old["reason"], BROKEN: change.new["reason"]}
+        why = "; ".join(filter(None, (reasons.get(change.verdict), change.disturbed)))
+        yield f"{change.verdict:8} {ratio:>14} {interval:>16}  {change.new['id']}{f': {why}' if why else ''}"
     if len(changed) > MOST_LINES:
         yield f"and {len(changed) - MOST_LINES} more, on the page"
-    if disturbed := sum(bool(one.disturbed) for one in changes):
+    if disturbed := sum(bool(change.disturbed) for change in changes):
         several = f"{disturbed} cases were" if disturbed > 1 else "1 case was"
         yield f"{several} measured while the machine was disturbed, and the verdict may come from that: measure again"
 
@@ -217,8 +218,8 @@ def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
 def counts_of(changes: Iterable[Change]) -> dict[str, tuple[int, int]]:
     """(cases, how many of these were disturbed) of each verdict that there is, in the order of VERDICTS."""
     changes = list(changes)
-    cases = Counter(one.verdict for one in changes)
-    disturbed = Counter(one.verdict for one in changes if one.disturbed)
+    cases = Counter(change.verdict for change in changes)
+    disturbed = Counter(change.verdict for change in changes if change.disturbed)
     return {verdict: (cases[verdict], disturbed[verdict]) for verdict in VERDICTS if cases[verdict]}
 
 
@@ -227,28 +228,28 @@ def of_them_disturbed(count: int) -> str:
     return f" ({count} disturbed)" if count else ""
 
 
-def _judged(found: Iterable[Change], margin: float) -> list[Change]:
+def _judged(changes: Iterable[Change], margin: float) -> list[Change]:
     """Those that say something, with their verdicts, the most important first; among so many some differ by chance."""
     edge = math.log1p(margin)
-    told: list[Change] = []
+    judged: list[Change] = []
     open_: list[tuple[Change, Shift]] = []
-    for one in found:
-        if one.beside and one.shift:
-            open_.append((one, one.shift))
-        elif one.verdict != UNCLEAR or (one.old.get("time_s") and one.new.get("time_s")):
-            told.append(one)
+    for change in changes:
+        if change.beside and change.shift:
+            open_.append((change, change.shift))
+        elif change.verdict != UNCLEAR or (change.old.get("time_s") and change.new.get("time_s")):
+            judged.append(change)
     counted = discoveries([shift.p_beyond(edge) for _, shift in open_], FALSE_DISCOVERIES)
-    for (one, shift), is_change in zip(open_, counted, strict=True):
-        told.append(replace(one, verdict=_verdict(shift, edge, is_change)))
-    return sorted(told, key=_weight)
+    for (change, shift), is_change in zip(open_, counted, strict=True):
+        judged.append(replace(change, verdict=_verdict(shift, edge, is_change)))
+    return sorted(judged, key=_weight)
 
 
 def of_one_run(old: Iterable[Record], new: Iterable[Record]) -> tuple[list[Record], list[Record]]:
     """The cases that only the run before has, and those that only the run after has."""
     before, after = _by_key(old), _by_key(new)
     return (
-        [one for key, one in before.items() if key not in after],
-        [one for key, one in after.items() if key not in before],
+        [case for key, case in before.items() if key not in after],
+        [case for key, case in after.items() if key not in before],
     )
 
 
@@ -268,16 +269,16 @@ def spreads_between(runs: Sequence[Iterable[Record]]) -> dict[str, float]:
 def _shifts(runs: Sequence[Iterable[Record]]) -> dict[str, list[float]]:
     """By how much each run differs from the one before, by a case's id."""
     known = [list(run) for run in runs]
-    if any(one.get("against") for run in known for one in run):
-        found = _estimates(_change(*pair) for run in known for pair in in_turns(run))
-        return {name: [b - a for a, b in pairwise(shifts)] for name, shifts in found.items()}
-    pairs = [pair for one, other in pairwise(known) for pair in _pairs(one, other)]
+    if any(case.get("against") for run in known for case in run):
+        estimates = _estimates(_change(*pair) for run in known for pair in in_turns(run))
+        return {name: [b - a for a, b in pairwise(shifts)] for name, shifts in estimates.items()}
+    pairs = [pair for run, later in pairwise(known) for pair in _pairs(run, later)]
     return _estimates(change for change in starmap(_change, pairs) if change.beside)
 
 
 def _estimates(changes: Iterable[Change]) -> dict[str, list[float]]:
     """By the id of a case, of those that have one."""
-    return grouped((one.new["id"], one.shift.estimate) for one in changes if one.shift)
+    return grouped((change.new["id"], change.shift.estimate) for change in changes if change.shift)
 
 
 def _root_mean_square(values: Sequence[float]) -> float:
@@ -286,8 +287,8 @@ def _root_mean_square(values: Sequence[float]) -> float:
 
 def _usual(records: Sequence[Record]) -> dict[str, float]:
     """The median, by benchmark, of what cases that were measured repeatedly differ by."""
-    found = grouped((one["benchmark"], float(one["between_runs"])) for one in records if one.get("between_runs"))
-    return {name: median(values) for name, values in found.items()}
+    spreads = grouped((case["benchmark"], float(case["between_runs"])) for case in records if case.get("between_runs"))
+    return {name: median(values) for name, values in spreads.items()}
 
 
 def _verdict(shift: Shift, edge: float, is_change: bool) -> str:
@@ -303,17 +304,17 @@ def _weight(change: Change) -> tuple[int, float, str]:
 
 def _by_key(records: Iterable[Record]) -> dict[Key, Record]:
     """Records of rows as they were are left out: they are of no run of their own."""
-    return {_key(one): one for one in records if not one.get("against")}
+    return {_key(case): case for case in records if not case.get("against")}
 
 
-def _key(one: Record) -> Key:
-    return tuple(one.get(name) for name in IDENTITY)
+def _key(case: Record) -> Key:
+    return tuple(case.get(name) for name in IDENTITY)
 
 
 def _pairs(old: Iterable[Record], new: Iterable[Record]) -> list[tuple[Record, Record, Pair | None]]:
     """Each case of both runs, with its anchor: of the peers that took turns with it both times the steadiest."""
     before = _by_key(old)
-    both = [(before[key], one) for key, one in _by_key(new).items() if key in before]
+    both = [(before[key], after) for key, after in _by_key(new).items() if key in before]
     of_peers = [pair for pair in both if pair[0].get("peer") and _is_timed(pair) and _together(pair)]
     of_peers.sort(key=lambda pair: (max(map(_unsteadiness, pair)), str(pair[0]["impl"])))
     peers = grouped((_together(pair), pair) for pair in of_peers)
@@ -322,29 +323,29 @@ def _pairs(old: Iterable[Record], new: Iterable[Record]) -> list[tuple[Record, R
 
 def _other(pair: Pair, peers: Sequence[Pair]) -> Pair | None:
     """The first of these that is another row."""
-    return next((one for one in peers if one[0]["impl"] != pair[0]["impl"]), None)
+    return next((peer for peer in peers if peer[0]["impl"] != pair[0]["impl"]), None)
 
 
 def _together(pair: Pair) -> Key:
     """The key of those that took turns with it in both runs; () where nobody did."""
-    names = tuple(one.get("comparison") for one in pair)
-    took_turns = not any(one.get("alone", one["benchmark"] in ALONE) for one in pair)
+    names = tuple(side.get("comparison") for side in pair)
+    took_turns = not any(side.get("alone", side["benchmark"] in ALONE) for side in pair)
     return names if all(names) and took_turns else ()
 
 
 def _is_timed(pair: Pair) -> bool:
-    return all(one["outcome"] == "ok" and len(one.get("samples_s") or ()) >= FEWEST for one in pair)
+    return all(case["outcome"] == "ok" and len(case.get("samples_s") or ()) >= FEWEST for case in pair)
 
 
-def _unsteadiness(one: Record) -> float:
+def _unsteadiness(case: Record) -> float:
     """How far its own samples spread, as a share. Ratios to the row that is judged would favour lucky ones."""
-    middle = median(one["samples_s"])
-    return median(abs(sample - middle) for sample in one["samples_s"]) / middle
+    middle = median(case["samples_s"])
+    return median(abs(sample - middle) for sample in case["samples_s"]) / middle
 
 
 def _change(old: Record, new: Record, anchor: Pair | None = None, between_runs: float = 0.0) -> Change:
     """A case in both runs; the verdict is open unless it was right in one of the two alone."""
-    was, now = (one["outcome"] == "ok" for one in (old, new))
+    was, now = (case["outcome"] == "ok" for case in (old, new))
     if was != now:
         return Change(old, new, BROKEN if was else MENDED)
     beside = old if old.get("against") else anchor[0] if anchor else {"impl": ""}
@@ -364,11 +365,11 @@ def _shift_of(old: Record, new: Record, anchor: Pair | None, between_runs: float
 
 
 def _spreads(*records: Record) -> list[float]:
-    return [one.get("between_runs") or 0.0 for one in records]
+    return [case.get("between_runs") or 0.0 for case in records]
 
 
-def _logarithms(one: Record) -> list[float]:
-    return [math.log(sample) for sample in one["samples_s"]]
+def _logarithms(case: Record) -> list[float]:
+    return [math.log(sample) for sample in case["samples_s"]]
 
 
 def _ratios(ours: Record, theirs: Record) -> list[float]:

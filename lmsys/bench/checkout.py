@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lmsys.files import cache_folder
+from lmsys.files import cache_folder, git
 
 PACKAGE = Path(__file__).parents[1]
 ROWS = "attention", "kernels", "model", "parallel", "tokenizer", "training", "autograd.py", "config.py"  # as they were
@@ -33,22 +33,20 @@ class Checkout:
     def __init__(self, text: str):
         """`text`: a git reference or a folder. ValueError where it is neither, or both."""
         self.text = text
-        self.root = Path(
-            _git(Path.cwd(), "rev-parse", "--show-toplevel") or Path.cwd()
-        )  # without git the folder itself
+        self.root = Path(git(Path.cwd(), "rev-parse", "--show-toplevel") or Path.cwd())  # without git the folder itself
         folder = Path(text).expanduser()
-        self.commit = _git(self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}")
+        self.commit = git(self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}") or ""
         if self.commit and folder.is_dir():
             raise ValueError(f"--against {text!r} is a folder and a git reference: name one by ./{text} or its commit")
         if not self.commit and not folder.is_dir():
             raise ValueError(f"--against {text!r}: neither a folder nor a git reference of {self.root}")
-        self.name = self.commit[:10] or "".join(one if one.isalnum() else "-" for one in folder.resolve().name)
+        self.name = self.commit[:10] or "".join(letter if letter.isalnum() else "-" for letter in folder.resolve().name)
         self._temporary, self._lock = _temporary_folder()
         try:
             earlier = self._unpacked(self._temporary / "earlier") if self.commit else folder.resolve()
             self.folder = self._temporary / "tree"
             _mirror(earlier, self.folder)
-            bench = [one for one in sorted(PACKAGE.iterdir()) if one.name not in (*ROWS, "__pycache__")]
+            bench = [path for path in sorted(PACKAGE.iterdir()) if path.name not in (*ROWS, "__pycache__")]
             for path in (*bench, *(PACKAGE / name for name in JUDGES)):
                 self.use_today(path)
             self.working_folder = self._mapped(Path.cwd())
@@ -60,7 +58,7 @@ class Checkout:
 
     def path(self, today: Sequence[str]) -> list[str]:
         """`sys.path` with what is in the repository as it was; installed packages are today's."""
-        return [str(self._mapped(Path(one))) for one in today]
+        return [str(self._mapped(Path(folder))) for folder in today]
 
     def use_today(self, path: Path) -> None:
         """Puts today's `path`, a file or a folder, in its place; nothing where it is not in the repository."""
@@ -89,7 +87,7 @@ class Checkout:
 
     def _mapped(self, path: Path) -> Path:
         path = Path.cwd() / path
-        is_installed = any(path.is_relative_to(one) for one in (sys.prefix, sys.base_prefix))
+        is_installed = any(path.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))
         is_ours = path.is_relative_to(self.root) and not is_installed
         return self.folder / path.relative_to(self.root) if is_ours else path
 
@@ -100,20 +98,11 @@ class Checkout:
         return folder
 
 
-def _git(folder: Path, *words: str) -> str:
-    """The words of git; "" where it says nothing, or is not there."""
-    try:
-        ended = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True)
-    except FileNotFoundError:
-        return ""
-    return ended.stdout.strip() if ended.returncode == 0 else ""
-
-
 def _mirror(earlier: Path, folder: Path) -> None:
     """A folder of links to what is in another, of none where that is a file."""
     folder.mkdir()
-    for one in earlier.iterdir() if earlier.is_dir() else ():
-        (folder / one.name).symlink_to(one)
+    for path in earlier.iterdir() if earlier.is_dir() else ():
+        (folder / path.name).symlink_to(path)
 
 
 def _temporary_folder() -> tuple[Path, int]:
@@ -126,9 +115,9 @@ def _temporary_folder() -> tuple[Path, int]:
     lock = _locked(cache, fcntl.LOCK_EX)
     assert lock is not None
     try:
-        for one in cache.glob(f"{PREFIX}*"):
-            if (left_over := _locked(one, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
-                shutil.rmtree(one, ignore_errors=True)
+        for folder in cache.glob(f"{PREFIX}*"):
+            if (left_over := _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
                 os.close(left_over)
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=cache))
         used = _locked(folder, fcntl.LOCK_EX)

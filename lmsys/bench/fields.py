@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from lmsys.values import choice
+from lmsys.values import choice, hold
 
 Parse = Callable[[str], Any]
 OPTION = "lmsys_option_of_axis"  # begins the names under which pytest keeps axes' own options
@@ -44,13 +44,13 @@ class Axis:
     def values(self, text: str) -> Any:
         """The values that the command line's text stands for. ValueError with the option and the value at fault."""
         parts = [text] if self.single else [part.strip() for part in self.split(text)]
-        found = []
+        values = []
         for part in parts:
             try:
-                found.append(self.parse(part))
+                values.append(self.parse(part))
             except ValueError as error:
                 raise ValueError(f"{self.flag} {part!r}: {error}") from None
-        return found[0] if self.single else tuple(found)
+        return values[0] if self.single else tuple(values)
 
 
 class Grid(dict[str, Any]):
@@ -74,11 +74,13 @@ class Sweep:
     """Named grids for each benchmark, by its name, and for how many seconds each row of a comparison is sampled.
 
     sustained  whether what the machine sustains is measured, too, which takes seconds
+    took_s     seconds of groups in one run of it, anywhere: by them a first run elsewhere tells how long the rest takes
     """
 
     seconds_per_row: float = 0.2
     grids: Mapping[str, tuple[Grid, ...]] = field(default_factory=dict)
     sustained: bool = False
+    took_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def add_axis_options(parser: Any, axes: Iterable[Axis]) -> None:
@@ -90,15 +92,15 @@ def add_axis_options(parser: Any, axes: Iterable[Axis]) -> None:
 
 def given_axes(axes: Iterable[Axis], texts: Mapping[str, str]) -> dict[str, Any]:
     """Values by axis, of the texts by option (`--length`) or by axis name; two options of one axis add up."""
-    found: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for axis in axes:
         for key in (axis.option, axis.name):
             if key and key in texts:
-                if axis.single and axis.name in found:
+                if axis.single and axis.name in given:
                     raise ValueError(f"{axis.flag} and --axis {axis.name}= give one value twice: give it once")
                 values = axis.values(texts[key])
-                found[axis.name] = found[axis.name] + values if axis.name in found else values
-    return found
+                given[axis.name] = given[axis.name] + values if axis.name in given else values
+    return given
 
 
 def filled(grid: Grid, axes: Iterable[Axis], given: Mapping[str, Any]) -> Grid:
@@ -116,8 +118,7 @@ def yes_no(text: str) -> bool:
 
 
 def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise ValueError("must be a positive whole number")
+    hold((text.isdecimal() and int(text) > 0, "must be a positive whole number"))
     return int(text)
 
 
@@ -127,10 +128,10 @@ Record = dict[str, Any]
 
 def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
     """The values of each key, of (key, value), in order of appearance."""
-    found: dict[Any, list[Any]] = {}
+    groups: dict[Any, list[Any]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,7 @@ class Field:
     of: Callable[[Record], Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise ValueError(f"field {self.name!r}: role={self.role!r} must be one of {', '.join(ROLES)}")
+        hold((self.role in ROLES, f"field {self.name!r}: role={self.role!r} must be one of {', '.join(ROLES)}"))
 
     def called(self, **changes: Any) -> "Field":
         """The same field with other words."""

@@ -17,24 +17,24 @@ Energy is measured on request: behind a case's samples and its memory, alone on 
 import hashlib
 import importlib.util
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from torch import Tensor
 
 from lmsys.bench.benchmark import Benchmark, Candidate
 from lmsys.bench.fields import Record
+from lmsys.bench.instruments import Instruments
 from lmsys.measure import energy
 from lmsys.measure.clock import synchronize
+from lmsys.measure.compare import Failure
 from lmsys.measure.repeats import apart, repeated
+from lmsys.measure.step import Step
 from lmsys.registry import Entry
-
-if TYPE_CHECKING:
-    from lmsys.bench.trial import Trial
 
 OF_OTHERS = "energy is measured of calls that the bench's own process makes again and again: here others make them"
 
@@ -51,19 +51,19 @@ def source_of(entry: Entry) -> Record:
 @contextmanager
 def loaded_kernels() -> Iterator[dict[str, str]]:
     """Names and hashes, by Triton, of the kernels that are loaded meanwhile: each is once in a process."""
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     if importlib.util.find_spec("triton") is None:
-        yield found
+        yield hashes
         return
     import triton
 
     def note(module: Any, function: Any, name: str, group: Any, hash: str) -> None:
-        found[name] = hash
+        hashes[name] = hash
 
     hooks = triton.knobs.runtime.kernel_load_end_hook
     hooks.add(note)
     try:
-        yield found
+        yield hashes
     finally:
         hooks.remove(note)
 
@@ -89,15 +89,15 @@ def interpreted_kernels() -> Iterator[list[Any]]:
 
 def same_bits(benchmark: Benchmark, candidate: Candidate, setup: Any, seconds: float) -> Record:
     """The record's field, on the inputs as they stand. What fails here costs this finding only: `failure` says why."""
-    found: Record = {"calls": 0, "differ": {}, "elements": [], "alone": {}, "failure": None}
+    record: Record = {"calls": 0, "differ": {}, "elements": [], "alone": {}, "failure": None}
     call = partial(benchmark.outputs, candidate, setup)
     repeats, failure = candidate.watched(repeated, call, seconds)
     if failure:
-        return found | {"failure": failure[1]}
-    first, found["calls"], found["differ"] = repeats
-    stable = {name: x for name, x in first.items() if name not in found["differ"]}
+        return record | {"failure": failure[1]}
+    first, record["calls"], record["differ"] = repeats
+    stable = {name: x for name, x in first.items() if name not in record["differ"]}
     alone, failure = candidate.watched(_alone, benchmark, candidate, call, stable)
-    return found | ({"failure": failure[1]} if failure else alone)
+    return record | ({"failure": failure[1]} if failure else alone)
 
 
 def _alone(benchmark: Benchmark, candidate: Candidate, call: Any, whole: dict[str, Tensor]) -> Record:
@@ -111,29 +111,22 @@ def _alone(benchmark: Benchmark, candidate: Candidate, call: Any, whole: dict[st
     return {"elements": elements, "alone": differ}
 
 
-def energy_fields(trial: "Trial", case: Any) -> Record:
-    """The fields on the energy of the case's calls, or on why there is none.
-
-    Inputs are drawn once, before the pass: to draw them again would count, too. So a row may know them by then; one
-    that is faster than its arithmetic can be has no energy.
-    """
-    benchmark, candidate, runner = trial.benchmark, trial.candidate(case), trial.runner
-    if case.id not in trial.called_here:
-        return {"energy_note": OF_OTHERS}
+def energy_fields(
+    candidate: Candidate,
+    step: Callable[[], Step],
+    runner: Instruments,
+    impossible: Callable[[float], Failure | None],
+    tokens: int | None,
+) -> Record:
+    """The fields on the energy of a step's calls, or on why there is none. tokens: that a call works on."""
     if why_not := runner.sensors.why_no_joules:
         return {"energy_note": why_not}
 
-    def measured() -> energy.Energy:
-        step = benchmark.step(case, candidate, trial.setup)
-        trial.redraw_of(step)(trial.settings.seed)
-        step.redraw_late(trial.settings.seed)
-        return energy.of_step(step, runner.sensors, done)
-
     def done() -> None:
-        synchronize(trial.settings.device)
-        runner.heartbeat.renew(trial.settings.deadline_s)  # the deadline is that of a few calls
+        synchronize(runner.settings.device)
+        runner.heartbeat.renew(runner.settings.deadline_s)  # the deadline is that of a few calls
 
-    found, failure = candidate.watched(measured)
+    measured, failure = candidate.watched(lambda: energy.of_step(step(), runner.sensors, done))
     if failure is None:
-        failure = trial.impossible(case, found.call_s, cached=True)
-    return {"energy_note": failure[1]} if failure else found.record(benchmark.tokens(case))
+        failure = impossible(measured.call_s)
+    return {"energy_note": failure[1]} if failure else measured.record(tokens)

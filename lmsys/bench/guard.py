@@ -46,9 +46,9 @@ class Guard:
     """Remembers, when made, the functions and classes that each owner holds, and the code of our own functions."""
 
     def __init__(self) -> None:
-        for one in _classes(_modules()):  # torch replaces `step` of an optimizer's class when it makes the first one
-            if issubclass(one, torch.optim.Optimizer):
-                one._patch_step_function(one.__new__(one))
+        for cls in _classes(_modules()):  # torch replaces `step` of an optimizer's class when it makes the first one
+            if issubclass(cls, torch.optim.Optimizer):
+                cls._patch_step_function(cls.__new__(cls))
         owners = [*OWNERS, *_modules(), *_classes(_modules())]
         self._known = [(owner, dict(_names(owner))) for owner in owners]
         functions = {id(f): f for _, names in self._known for f in map(_function, names.values()) if f is not None}
@@ -64,7 +64,7 @@ class Guard:
                     changed.append(f"{owner.__name__}.{name}")
                     setattr(owner, name, value)
             if owner in INHERITED:
-                for name in [one for one in now if one not in names and one not in IGNORED]:
+                for name in [name for name in now if name not in names and name not in IGNORED]:
                     if isinstance(now[name], KINDS):
                         changed.append(f"{owner.__name__}.{name}")
                         delattr(owner, name)
@@ -80,8 +80,8 @@ def _modules() -> list[types.ModuleType]:
 
 
 def _classes(ours: list[types.ModuleType]) -> list[Any]:
-    found = [one for module in ours for one in vars(module).values() if isinstance(one, type)]
-    return [one for one in dict.fromkeys(found) if one.__module__.partition(".")[0] in PACKAGES]
+    classes = [value for module in ours for value in vars(module).values() if isinstance(value, type)]
+    return [cls for cls in dict.fromkeys(classes) if cls.__module__.partition(".")[0] in PACKAGES]
 
 
 def _names(owner: Any) -> dict[str, Any]:
@@ -172,29 +172,29 @@ class State:
         self._parts = {part: _read(part) for part in PARTS}
         self._variables, self._raw_variables = dict(os.environ), _raw_variables()
         self._streams = {number: getattr(sys, name) for number, name in OUTPUTS.items()}
-        self._files = {number: (os.dup(number), found) for number in OUTPUTS if (found := _file(number))}
+        self._files = {number: (os.dup(number), file) for number in OUTPUTS if (file := _file(number))}
 
     def mend(self) -> str | None:
         """Puts back what has changed, and tells it in a sentence. Raises Lost where it cannot. It takes some 30 us."""
-        told = [*self._mend_parts(), *self._mend_variables(), *self._mend_outputs()]
-        return f"it leaves changed: {'; '.join(told)}" if told else None
+        changes = [*self._mend_parts(), *self._mend_variables(), *self._mend_outputs()]
+        return f"it leaves changed: {'; '.join(changes)}" if changes else None
 
     def _mend_parts(self) -> Iterator[str]:
         for part, was in self._parts.items():
             now = _read(part)
             if now == was or was is None:
                 continue
-            told = f"{part.name} ({was}, now {now})" if isinstance(was, PLAIN) else part.name
+            change = f"{part.name} ({was}, now {now})" if isinstance(was, PLAIN) else part.name
             with suppress(Exception):
                 part.put(was)
             if _read(part) != was:
-                raise Lost(f"it leaves changed: {told}")
-            yield told
+                raise Lost(f"it leaves changed: {change}")
+            yield change
 
     def _mend_variables(self) -> Iterator[str]:
         if self._raw_variables == _raw_variables():
             return
-        for name in [one for one in os.environ if one not in self._variables and not one.startswith(OF_COMPILERS)]:
+        for name in [name for name in os.environ if name not in self._variables and not name.startswith(OF_COMPILERS)]:
             del os.environ[name]
         for name, value in self._variables.items():
             if os.environ.get(name) != value and not name.startswith(OF_COMPILERS):
@@ -233,7 +233,7 @@ def _raw_variables() -> dict[Any, Any]:
 
 def _file(number: int) -> tuple[int, int] | None:
     try:
-        found = os.fstat(number)
+        status = os.fstat(number)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

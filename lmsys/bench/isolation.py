@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lmsys import doing
-from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
+from lmsys.bench.benchmark import Benchmark, Cases, Collected, Settings
 from lmsys.bench.checkout import Checkout
 from lmsys.bench.fields import Grid, Record
 from lmsys.bench.watch import COPY_S, NOBODY, Heartbeat, read_beat
@@ -129,9 +129,6 @@ class Isolated:
             except Ended as fault:
                 group.blame(fault)
 
-    def facts(self) -> Record:
-        return self.ask("facts")
-
     def ready(self) -> Record:
         if self._machine is None:
             self._machine = self.ask("ready")
@@ -140,10 +137,6 @@ class Isolated:
     @property
     def machine(self) -> Record:
         return self.ready()
-
-    def rate_again(self, found: Sequence[tuple[Benchmark, Case, Record]]) -> tuple[list[str], list[Record]]:
-        rated, self._machine = self.ask("rate_again", found), self.ask("ready")
-        return rated
 
     def close(self, grace_s: float = 2.0) -> None:
         """Ends the worker, which has so long to do it by itself: what runs next runs in a fresh one."""
@@ -156,8 +149,8 @@ class Isolated:
 
     def ask(self, name: str, *args: Any) -> Any:
         """Returns what this method of the worker's runner returns."""
-        (found,) = filter(None, self.stream(name, *args))
-        return found
+        (answer,) = filter(None, self.stream(name, *args))
+        return answer
 
     def _start(self) -> Worker:
         self._shared, self._trace = doing.shared_file(), tempfile.TemporaryFile()  # noqa: SIM115
@@ -197,7 +190,7 @@ class Isolated:
                         self._look_at(worker, interrupted_s)
                         yield None
                         continue
-                    failure, found = worker.receive()
+                    failure, message = worker.receive()
                 except KeyboardInterrupt:
                     if interrupted_s:
                         raise
@@ -208,12 +201,12 @@ class Isolated:
                     if interrupted_s:
                         raise KeyboardInterrupt
                     raise self._ended(failure) or failure.error()
-                if not isinstance(found, Told):
+                if not isinstance(message, Told):
                     done = True
-                elif isinstance(found.what, str):
-                    self.say(found.what)
+                elif isinstance(message.what, str):
+                    self.say(message.what)
                 else:
-                    yield found.what
+                    yield message.what
             if interrupted_s:
                 done = False  # the signal may reach the worker only now, between two calls, and end it
                 raise KeyboardInterrupt
@@ -258,12 +251,12 @@ class Isolated:
             return Ended(f"memory ran out, and the system killed its process {beat.doing}", outcome="oom")
         if failure.kind == DIED:
             return Ended(f"its process {failure.text} {beat.doing}{self._told_place()}", beat.row)
-        said = failure.text.strip().splitlines()[-1].partition(": ")[2]
+        text = failure.text.strip().splitlines()[-1].partition(": ")[2]
         if failure.kind == "MemoryEaten":
-            return Ended(said, outcome="oom")
+            return Ended(text, outcome="oom")
         if failure.kind in ("Lost", "KeyboardInterrupt"):
             row = beat.row_on_device if failure.kind == "Lost" else beat.row
-            return Ended(f"{said or 'it raises KeyboardInterrupt'} {beat.doing}", row)
+            return Ended(f"{text or 'it raises KeyboardInterrupt'} {beat.doing}", row)
         return None
 
     def _told_place(self) -> str:
@@ -291,49 +284,49 @@ class Group:
         in_turns  with the other worker of a pair, which begins the same
         """
         self._rows = []
-        for told in self.isolated.stream("run", self.benchmark, [*self.left.values()], self.ended, in_turns):
-            if isinstance(told, Begun):
-                self._rows = self.isolated.rows = told.candidates
+        for message in self.isolated.stream("run", self.benchmark, [*self.left.values()], self.ended, in_turns):
+            if isinstance(message, Begun):
+                self._rows = self.isolated.rows = message.candidates
                 continue
-            if told is not None:
-                del self.left[told.record["id"]]
-            yield told
+            if message is not None:
+                del self.left[message.record["id"]]
+            yield message
 
     def blame(self, fault: Ended) -> None:
         """Finds out whose fault it is. RuntimeError where it is not that of a row."""
         if 0 <= fault.row < len(self._rows):
-            found = dict.fromkeys(self._rows[fault.row], (fault.outcome, fault.reason, True))
+            endings = dict.fromkeys(self._rows[fault.row], (fault.outcome, fault.reason, True))
         elif self._rows and not self._tried_alone:
-            self._tried_alone, found = True, self._alone()
+            self._tried_alone, endings = True, self._alone()
         else:
-            found = dict.fromkeys(self.left, ("error", f"the bench's process ended: {fault.reason}", True))
-        if found and found.keys() <= self.ended.keys():  # they were not run
+            endings = dict.fromkeys(self.left, ("error", f"the bench's process ended: {fault.reason}", True))
+        if endings and endings.keys() <= self.ended.keys():  # they were not run
             raise RuntimeError(f"the bench itself cannot run: {fault.reason}") from None
-        self.ended |= found
-        if any(crashed for _, _, crashed in found.values()):
+        self.ended |= endings
+        if any(crashed for _, _, crashed in endings.values()):
             self.isolated.say(f"  a row ended its process; what is left of the group runs again: {fault.reason}")
 
     def _alone(self) -> dict[str, Any]:
         """How those end that fail alone, each in a fresh worker."""
-        found: dict[str, Any] = {}
+        endings: dict[str, Any] = {}
         for ids in self._rows:
-            cases = [self.left[one] for one in ids if one in self.left and one not in self.ended]
+            cases = [self.left[name] for name in ids if name in self.left and name not in self.ended]
             self.isolated.close(0.0)
             try:
                 for result in self.isolated.stream("run", self.benchmark, cases, {}, False) if cases else ():
                     if result and not isinstance(result, Begun) and result.record["outcome"] != "ok":
-                        found[result.record["id"]] = result.record["outcome"], result.record["reason"], False
+                        endings[result.record["id"]] = result.record["outcome"], result.record["reason"], False
             except Ended as fault:
-                found |= dict.fromkeys((case.id for case in cases), (fault.outcome, fault.reason, True))
+                endings |= dict.fromkeys((case.id for case in cases), (fault.outcome, fault.reason, True))
         self.isolated.close(0.0)
-        return found
+        return endings
 
 
 def place_in(trace: str, root: Path = ROOT) -> str:
     """`file:line in function` of what a faulthandler's trace names first outside of libraries and our packages."""
     for path, line, function in re.findall(r'^  File "(.+)", line (\d+) in (.+)$', trace, re.MULTILINE):
         folders = Path(path).parts
-        ours = any(Path(path).is_relative_to(root / one) for one in ("lmsys", "benchmarks", "dev"))
+        ours = any(Path(path).is_relative_to(root / package) for package in ("lmsys", "benchmarks", "dev"))
         library = "site-packages" in folders or path.startswith((sys.base_prefix, "<"))
         if not ours and not library:
             return f"{Path(path).name}:{line} in {function}"

@@ -19,7 +19,7 @@ from lmsys.bench.checkout import Checkout
 from lmsys.bench.fields import OPTION, Sweep
 from lmsys.bench.results import MARGIN_IN_TURNS
 from lmsys.files import claim
-from lmsys.values import choice, finite, whole
+from lmsys.values import choice, finite, hold, whole
 
 DEST = "lmsys_"  # begins the names under which pytest keeps our options: they are nobody else's
 LONG = "--lmsys-"
@@ -104,8 +104,7 @@ def as_typed(config: pytest.Config, text: str) -> str:
 def refuse(config: pytest.Config) -> None:
     """ValueError for options of pytest-benchmark that mean nothing here, or that need what is not installed."""
     for option, reason in REFUSED.items():
-        if _given(config, option):
-            raise ValueError(f"{option} is not for these benchmarks: {reason}")
+        hold((not _given(config, option), f"{option} is not for these benchmarks: {reason}"))
     if config.getoption("benchmark_histogram") and find_spec("pygal") is None:
         raise ValueError("--benchmark-histogram needs pygal, which is not installed: python -m pip install pygal")
 
@@ -131,10 +130,9 @@ def texts(config: pytest.Config) -> dict[str, str]:
         for name, text in vars(config.option).items()
         if name.startswith(OPTION) and text is not None
     }
-    for one in config.getoption("lmsys_axis"):
-        name, equals, text = one.partition("=")
-        if not equals:
-            raise ValueError(f"--axis {one!r}: must read NAME=A,B, as in --axis size=256,512")
+    for given in config.getoption("lmsys_axis"):
+        name, equals, text = given.partition("=")
+        hold((equals, f"--axis {given!r}: must read NAME=A,B, as in --axis size=256,512"))
         texts[name] = text
     return texts
 
@@ -160,7 +158,7 @@ def min_rounds(config: pytest.Config) -> int:
 
 def outcomes(text: str | None) -> tuple[str, ...]:
     begin = f"--fail-on {text!r}: "
-    return tuple(choice(one.strip(), record.OUTCOMES[1:], begin) for one in text.split(",")) if text else ()
+    return tuple(choice(name.strip(), record.OUTCOMES[1:], begin) for name in text.split(",")) if text else ()
 
 
 def number(option: str, text: str, right: str, **bounds: float) -> float:
@@ -182,11 +180,9 @@ def repeats(config: pytest.Config, on_ranks: bool) -> int:
 
 def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
     """The state that --against names, unpacked until pytest ends."""
-    if (text := config.getoption("lmsys_against")) is None:
-        if config.getoption("lmsys_margin") is not None:
-            raise ValueError(
-                f"--margin {config.getoption('lmsys_margin')} is of verdicts: name what to compare by --against"
-            )
+    text, share = config.getoption("lmsys_against"), config.getoption("lmsys_margin")
+    if text is None:
+        hold((share is None, f"--margin {share} is of verdicts: name what to compare by --against"))
         return None
     for option, is_given in (
         ("--no-isolation", config.getoption("lmsys_no_isolation")),
@@ -194,11 +190,10 @@ def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
         ("--nvtx", config.getoption("lmsys_nvtx")),
         ("--repeat", config.getoption("lmsys_repeat") != 1),
     ):
-        if is_given:
-            raise ValueError(f"--against {text}: {option} cannot be with it: its rows run in a process of their own")
-    found = Checkout(text)
-    config.add_cleanup(found.close)
-    return found
+        hold((not is_given, f"--against {text}: {option} cannot be with it: its rows run in a process of their own"))
+    state = Checkout(text)
+    config.add_cleanup(state.close)
+    return state
 
 
 def margin(text: str | None) -> float:
@@ -215,8 +210,7 @@ def memory_limit(text: str | None, device: str) -> int | None:
         limit = parse_size(text)
     except ValueError as error:
         raise ValueError(f"--memory-limit {error}") from None
-    if device != "cuda":
-        raise ValueError(f"--memory-limit {text} caps the CUDA allocator, and this machine has no CUDA device")
+    hold((device == "cuda", f"--memory-limit {text} caps the CUDA allocator, and this machine has no CUDA device"))
     return limit
 
 
@@ -246,9 +240,8 @@ def check_free(output: Path, command: str) -> None:
         earlier = record.load(output)["machine"].get("command")
     except ValueError as error:
         raise ValueError(f"{error}: it is left as it is; write elsewhere, or remove it") from None
-    if earlier != command:
-        told = f"write elsewhere, go on in it by --resume {output}, or remove it"
-        raise ValueError(f"{output} is the result of another command, {earlier!r}: {told}")
+    advice = f"write elsewhere, go on in it by --resume {output}, or remove it"
+    hold((earlier == command, f"{output} is the result of another command, {earlier!r}: {advice}"))
 
 
 def claim_writable(output: Path) -> Callable[[], None]:

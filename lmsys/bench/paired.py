@@ -34,44 +34,44 @@ class Paired(Isolated):
 
     def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
         """ValueError also where today's benchmark cannot run the earlier rows."""
-        found = super().collect(benchmark, grids, texts)
-        check_rows(self.state, type(benchmark), found.cases)
+        collected = super().collect(benchmark, grids, texts)
+        check_rows(self.state, type(benchmark), collected[0])
         self.state.use_today(_home(type(benchmark)))
         self.earlier._machine = self.machine
         try:
             self.earlier.collect(benchmark, (), {})  # imports it
         except Exception as error:  # whatever an earlier state raises when it is imported
-            told = f"today's benchmark {benchmark.name!r} cannot run its rows: {error}"
-            raise ValueError(f"--against {self.state.text}: {told}") from None
-        return found
+            reason = f"today's benchmark {benchmark.name!r} cannot run its rows: {error}"
+            raise ValueError(f"--against {self.state.text}: {reason}") from None
+        return collected
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
         earlier = [
             replace(case, entry=replace(case.entry, target=self.state.target(case.entry.target))) for case in cases
         ]
-        found = None
+        results = None
         groups = Group(self, benchmark, cases), Group(self.earlier, benchmark, earlier)
-        while found is None:
-            found = self._together(groups)
-        yield from found[0]
-        for result in found[1]:
+        while results is None:
+            results = self._together(groups)
+        yield from results[0]
+        for result in results[1]:
             yield replace(result, record=record.earlier(result.record, self.against))
 
     def _together(self, groups: Sequence[Group]) -> tuple[list[Any], list[Any]] | None:
         """The results of both workers; None where a row has ended one of them, and is blamed for it."""
-        found: tuple[list[Any], list[Any]] = [], []
+        results: tuple[list[Any], list[Any]] = [], []
         streams = [group.results(in_turns=True) for group in groups]
         going = {0, 1}
         try:
             while going:
                 for side in sorted(going):
                     try:
-                        told = next(streams[side])
+                        message = next(streams[side])
                     except StopIteration:
                         going.discard(side)
                     else:
-                        found[side].extend([told] if told else [])
-            return found
+                        results[side].extend([message] if message else [])
+            return results
         except Ended as fault:
             streams[1 - side].close()  # and its worker
             groups[side].blame(fault)
@@ -83,11 +83,6 @@ class Paired(Isolated):
                 stream.close()
             if going:
                 self.close(0.0)
-
-    def rate_again(self, found: Sequence[tuple[Benchmark, Case, Record]]) -> tuple[list[str], list[Record]]:
-        moved, records = super().rate_again([(one, case, record.today(old)) for one, case, old in found])
-        both = zip(found, records, strict=True)
-        return moved, [record.earlier(now, self.against) if old.get("against") else now for (_, _, old), now in both]
 
     def close(self, grace_s: float = 2.0) -> None:
         """Ends both workers: what runs next runs in two fresh ones."""
@@ -108,8 +103,8 @@ def check_rows(checkout: Checkout, cls: type[Benchmark], cases: Mapping[str, Cas
     """ValueError for a row that stands in the file of its benchmark, which is today's on both sides."""
     for case in cases.values():
         if case.entry.target.partition(":")[0] == cls.__module__:
-            told = f"the row {case.impl!r} stands in the file of its benchmark, which is today's"
-            raise ValueError(f"--against {checkout.text}: {told}: put it into a file of its own")
+            reason = f"the row {case.impl!r} stands in the file of its benchmark, which is today's"
+            raise ValueError(f"--against {checkout.text}: {reason}: put it into a file of its own")
 
 
 def _home(cls: type[Benchmark]) -> Path:

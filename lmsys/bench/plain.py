@@ -22,11 +22,11 @@ def check_plain(name: str, x: Any, like: Tensor, inputs: Iterable[Tensor]) -> No
     if type(x) is not Tensor:
         raise NotAsPromised(f"{name} must be a plain torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")
     for fact in ("shape", "dtype", "device", "layout"):
-        if (found := getattr(x, fact)) != (right := getattr(like, fact)):
-            raise NotAsPromised(f"{name} must have {fact} {_told(right)}; got {_told(found)}")
+        if (value := getattr(x, fact)) != (right := getattr(like, fact)):
+            raise NotAsPromised(f"{name} must have {fact} {_told(right)}; got {_told(value)}")
     if not _is_dense(x):
-        told = f"strides {x.stride()} of shape {tuple(x.shape)}"
-        raise NotAsPromised(f"{name} must have memory for each element, without gaps; got {told}")
+        layout = f"strides {x.stride()} of shape {tuple(x.shape)}"
+        raise NotAsPromised(f"{name} must have memory for each element, without gaps; got {layout}")
     begin, end = _memory(x)
     for other in inputs:
         first, last = _memory(other)

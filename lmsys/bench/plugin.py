@@ -81,11 +81,11 @@ def lmsys_measured(request: pytest.FixtureRequest, lmsys_timer: RecordedTimer, b
             raise
         except JournalError as error:  # a full disk: whatever else is measured would be lost
             pytest.exit(str(error), returncode=1)
-        found = result.record
-        if result.samples is None and not (found["outcome"] == "ok" and benchmark.disabled):
-            pytest.skip(f"{found['outcome']}: {found['reason']}")
-        benchmark.extra_info |= {name: value for name, value in found.items() if not isinstance(value, list | dict)}
-        benchmark.group, _, _ = found["comparison"].partition(" ")
+        record = result.record
+        if result.samples is None and not (record["outcome"] == "ok" and benchmark.disabled):
+            pytest.skip(f"{record['outcome']}: {record['reason']}")
+        benchmark.extra_info |= {name: value for name, value in record.items() if not isinstance(value, list | dict)}
+        benchmark.group, _, _ = record["comparison"].partition(" ")
         replay(benchmark, lmsys_timer, result.samples or [0.0])
 
     return measure
@@ -109,16 +109,16 @@ def lmsys_device_benchmark(
     def measure(fn: Callable[[], Any]) -> Any:
         clock = clock_of("cuda" if torch.cuda.is_available() else "cpu")
         config, result = request.config, fn()
-        found = interleave(
+        sampled = interleave(
             {"fn": Step(lambda _: fn())},
             clock,
             seconds=float(config.getoption("benchmark_max_time")),
             min_rounds=config.getoption("benchmark_min_rounds"),
         )
-        if found.failures:
-            raise RuntimeError(f"the function failed while it was timed: {found.failures['fn'][1]}")
+        if sampled.failures:
+            raise RuntimeError(f"the function failed while it was timed: {sampled.failures['fn'][1]}")
         benchmark.extra_info["clock"] = clock.name
-        replay(benchmark, lmsys_timer, found.samples["fn"])
+        replay(benchmark, lmsys_timer, sampled.samples["fn"])
         return result
 
     return measure
@@ -139,7 +139,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ids = _session(metafunc.config).add(cls)
     except ValueError as error:
         metafunc.config.stash.setdefault(FAULT, str(error))
-    metafunc.parametrize("cell", [pytest.param(one, id=one) for one in ids])
+    metafunc.parametrize("cell", [pytest.param(name, id=name) for name in ids])
 
 
 @pytest.hookimpl(trylast=True)
@@ -169,10 +169,10 @@ def _select(config: pytest.Config, ours: Session, items: Sequence[pytest.Item]) 
     known = {axis.name for benchmark in ours.benchmarks.values() for axis in benchmark.axes}
     for text in config.getoption("lmsys_axis"):
         choice(text.partition("=")[0], known, f"--axis {text}: ")
-    keys: list[Key] = [(_benchmark_of(one).name, one.callspec.params["cell"]) for one in items if _has_case(one)]
+    keys: list[Key] = [(_benchmark_of(item).name, item.callspec.params["cell"]) for item in items if _has_case(item)]
     if ours.texts and items and not keys:
-        said = " ".join(f"{name} {text}" for name, text in ours.texts.items())
-        raise ValueError(f"{said}: what is selected has no case for these values")
+        asked = " ".join(f"{name} {text}" for name, text in ours.texts.items())
+        raise ValueError(f"{asked}: what is selected has no case for these values")
     if keys:
         options.check_group_by(config.getoption("benchmark_group_by"), ours.facts(keys))
     resumed = config.getoption("lmsys_resume")
@@ -226,7 +226,7 @@ def _session(config: pytest.Config) -> Session:
             energy=config.getoption("lmsys_energy"),
             checks_files=not config.getoption("lmsys_no_check"),
             sustained=config.getoption("lmsys_energy") or sweep.sustained,
-            command="python -m pytest " + shlex.join(str(one) for one in config.invocation_params.args),
+            command="python -m pytest " + shlex.join(str(word) for word in config.invocation_params.args),
         ),
         sweep,
         options.output(config),
@@ -277,8 +277,8 @@ def _sweep(config: pytest.Config, device: str) -> Sweep:
 
 def _resume(session: Session, path: Path) -> None:
     try:
-        for found, entries in read_results(path):
-            session.resume(found, entries)
+        for content, entries in read_results(path):
+            session.resume(content, entries)
     except ValueError as error:
         raise ValueError(f"--resume {path}: {str(error).removeprefix(f'{path}: ')}") from error
 
@@ -303,8 +303,8 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict[str, Any]) -> None:
     if SESSION in config.stash:
-        found = config.stash[SESSION].runner.machine  # $LMSYS_COMMIT goes before what git says
-        commit_info |= {"id": found["commit"], "dirty": found["dirty"]}
+        machine = config.stash[SESSION].runner.machine  # $LMSYS_COMMIT goes before what git says
+        commit_info |= {"id": machine["commit"], "dirty": machine["dirty"]}
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -317,12 +317,12 @@ def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: list[dict[st
     if SESSION not in config.stash:
         return
     ours = config.stash[SESSION].results.keys()
-    known = [(one["extra_info"].get("benchmark"), one["extra_info"].get("id")) in ours for one in benchmarks]
-    for one, is_ours in zip(benchmarks, known, strict=True):
+    known = [(entry["extra_info"].get("benchmark"), entry["extra_info"].get("id")) in ours for entry in benchmarks]
+    for entry, is_ours in zip(benchmarks, known, strict=True):
         if is_ours:
-            one["params"] = one["extra_info"] | one["params"]
+            entry["params"] = entry["extra_info"] | entry["params"]
     if not options.wants_tables(config):
-        benchmarks[:] = [one for one, is_ours in zip(benchmarks, known, strict=True) if not is_ours]
+        benchmarks[:] = [entry for entry, is_ours in zip(benchmarks, known, strict=True) if not is_ours]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -339,16 +339,16 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     try:
         return (yield)
     finally:
-        found = config.stash.get(SESSION, None)
-        if found and found.output and found.records and not (config.option.collectonly or is_ended):
-            found.save(_content(config))
-            found.say("" if found.faults else f"wrote the result to {found.output}")
+        ours = config.stash.get(SESSION, None)
+        if ours and ours.output and ours.records and not (config.option.collectonly or is_ended):
+            ours.save(_content(config))
+            ours.say("" if ours.faults else f"wrote the result to {ours.output}")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    found = session.config.stash.get(SESSION, None)
-    if found and found.failing and session.exitstatus == pytest.ExitCode.OK:
+    ours = session.config.stash.get(SESSION, None)
+    if ours and ours.failing and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

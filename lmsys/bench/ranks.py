@@ -10,7 +10,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from lmsys.bench.benchmark import Benchmark
 from lmsys.bench.fields import Grid
 from lmsys.bench.guard import Changed, Guard, State
 from lmsys.measure.clock import CYCLES_PER_S, clock_of
@@ -24,7 +23,6 @@ from lmsys.watchdog import under_torchrun
 P = ParamSpec("P")
 T = TypeVar("T")
 TIMEOUT_S = 420.0
-CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}  # of `times`
 PARENT = "LMSYS_PARENT"  # a variable of ranks
 _SUBGROUPS: dict[int, Any] = {}  # of a rank, by world size
 _ENTROPY = random.SystemRandom()
@@ -62,15 +60,6 @@ def world_sizes(grid: Grid, backend: str) -> list[int]:
     """The grid's numbers of ranks, where 0 is as many as there are; more only where the command line asks for them."""
     most, asked = default_world_size(backend), "world_size" in grid.given
     return list(dict.fromkeys(size or most for size in grid["world_size"] if asked or size <= most))
-
-
-class OnRanks(Benchmark):
-    """A benchmark whose rows run on ranks alone; its cases say the `backend` of theirs."""
-
-    opens = False
-
-    def clock_name(self, case: Any, runner: Any) -> str:
-        return CLOCKS[case.backend]
 
 
 class Ranks:
@@ -155,7 +144,7 @@ def on_part(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[
     def run(case: Any, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
         guard, state = Guard(), State()
         try:
-            found = function(case, *args, **kwargs) if takes_part(case.world_size) else None
+            result = function(case, *args, **kwargs) if takes_part(case.world_size) else None
         finally:
             left = state.mend()
             state.close()
@@ -163,7 +152,7 @@ def on_part(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[
             raise Changed(left)
         if names := guard.mend():
             raise RuntimeError(f"a row replaced {', '.join(names)}, by which it is judged")
-        return found
+        return result
 
     return run
 
@@ -197,10 +186,10 @@ def times(
     for number, draw in enumerate(draws):
         step.redraw(draw)
         begin()
-        mark, found = clock.sample(step.run, step.prepare)
+        mark, result = clock.sample(step.run, step.prepare)
         marks.append(mark)
         key = None if keys is None else keys.get(number)
-        copies = step.keep(found, key)
+        copies = step.keep(result, key)
         if key is not None:
             kept[number] = copies
     finish()
@@ -216,8 +205,8 @@ def _others(kind: str) -> int | None:
 
 def _together(group: Any) -> Callable[[], Any]:
     """Makes the devices wait for one another, and not the hosts."""
-    one = torch.zeros(1, device=device())
-    return lambda: dist.all_reduce(one, group=group)
+    token = torch.zeros(1, device=device())
+    return lambda: dist.all_reduce(token, group=group)
 
 
 def entropy() -> int:

@@ -27,7 +27,7 @@ from lmsys.bench.fields import Record
 from lmsys.bench.validate import check_content
 from lmsys.files import read_text, replacing
 from lmsys.strict_json import parse_json
-from lmsys.values import shortly
+from lmsys.values import hold, shortly
 
 SCHEMA = 2
 OUTCOMES = ("ok", "oom", "unsupported", "wrong", "error")
@@ -35,20 +35,22 @@ OUTCOMES = ("ok", "oom", "unsupported", "wrong", "error")
 
 def check_record(record: Record) -> Record:
     """The record itself, or ValueError: an outcome it must have, a time only where it is ok, values that JSON knows."""
-    if record.get("outcome") not in OUTCOMES:
-        found = f"outcome={shortly(record.get('outcome'))}"
-        raise ValueError(f"record {shortly(record.get('id'))}: {found} must be one of {OUTCOMES}")
-    if record["outcome"] != "ok" and record.get("time_s") is not None:
-        raise ValueError(f"record {shortly(record.get('id'))}: outcome {record['outcome']!r} cannot carry a time")
+    begin, outcome = f"record {shortly(record.get('id'))}: ", record.get("outcome")
+    hold(
+        (outcome in OUTCOMES, f"{begin}outcome={shortly(outcome)} must be one of {OUTCOMES}"),
+        (outcome == "ok" or record.get("time_s") is None, f"{begin}outcome {outcome!r} cannot carry a time"),
+    )
     json.dumps(record, allow_nan=False)
     return record
 
 
-def earlier(record: Record, against: Record) -> Record:
+def earlier(record: Record, against: Record | None) -> Record:
     """A record of a row as it was, under a name of its own, and sealed.
 
-    `against`: {"name", "commit", "margin"} of that state.
+    `against`: {"name", "commit", "margin"} of that state; None of a row of today, whose record stays as it is.
     """
+    if against is None:
+        return record
     suffix = f"@{against['name']}"
     record = record | {key: f"{record[key]}{suffix}" for key in ("id", "impl", "label")} | {"against": against}
     return record | {"seal": seal(record)}
@@ -69,7 +71,7 @@ def seal(record: Record) -> str:
 
 def file_seal(content: Record) -> str:
     """SHA-256, in hexadecimal, of a file's machine and the seals of its records, in their order."""
-    return _digest([content["machine"], [one.get("seal") for one in content["records"]]])
+    return _digest([content["machine"], [record.get("seal") for record in content["records"]]])
 
 
 def _digest(content: Any) -> str:
@@ -151,22 +153,19 @@ def load(path: Path) -> Record:
         content = {"lmsys": _from_journal(text)} if path.suffix == ".partial" else parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
-    found = content.get("lmsys") if isinstance(content, dict) else None
-    if not isinstance(found, dict) or "schema" not in found:
+    ours = content.get("lmsys") if isinstance(content, dict) else None
+    if not isinstance(ours, dict) or "schema" not in ours:
         raise ValueError(f'{path}: not a result of this bench: it has no "lmsys" key with a schema')
-    if found["schema"] != SCHEMA:
-        schema = shortly(found["schema"])
-        raise ValueError(
-            f"{path}: schema {schema} is not the {SCHEMA} that this version reads: another version of lmsys wrote it"
-        )
-    found.setdefault("layouts", {})
+    why = f"is not the {SCHEMA} that this version reads: another version of lmsys wrote it"
+    hold((ours["schema"] == SCHEMA, f"{path}: schema {shortly(ours['schema'])} {why}"))
+    ours.setdefault("layouts", {})
     try:
-        check_content(found)
-        for record in found["records"]:
+        check_content(ours)
+        for record in ours["records"]:
             check_record(record)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return found
+    return ours
 
 
 def _from_journal(text: str) -> Record:

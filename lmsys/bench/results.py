@@ -1,6 +1,7 @@
 """One pytest run of benchmarks: the selected cases, their results, and where these are kept. Imports no torch."""
 
 import json
+import math
 import shlex
 import time
 from collections import Counter
@@ -9,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lmsys.bench import record, verdict
@@ -16,6 +18,7 @@ from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Grid, Record, Sweep, declared, grouped
 from lmsys.bench.validate import TEXT, check_shape
 from lmsys.files import cache_folder, replacing, write_json
+from lmsys.values import hold
 
 if TYPE_CHECKING:
     from lmsys.bench import isolation, paired, trial
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from lmsys.bench.checkout import Checkout
     from lmsys.bench.runner import Runner
 
+IN_MINUTES_S = 150.0  # what is left is told in seconds below that: a minute is too coarse
 MARGIN_IN_TURNS = 0.02  # of a case and the same as it was, which took turns
 ASKED = {"head_dim": "--head-dim", "dtype": "--dtype"}  # of a case, and `lmsys.check` alike
 DONE = ("ok", "oom", "unsupported")  # what --resume takes over; wrong and error are run again
@@ -72,9 +76,8 @@ class Session:
     fail_on: tuple[str, ...] = ()
     faults: list[str] = field(default_factory=list)
     benchmarks: dict[str, Benchmark] = field(default_factory=dict)
-    _took: dict[str, tuple[float, int]] = field(default_factory=dict)  # by group: seconds, and how many cases it has
+    _took: dict[str, float] = field(default_factory=dict)  # seconds by group
     _cases: dict[Key, Any] = field(default_factory=dict)
-    _group_of: dict[Key, Key] = field(default_factory=dict)
     _rows: dict[tuple[str, str], Record] = field(default_factory=dict)  # by kind and name
     _groups: dict[Key, list[Any]] = field(default_factory=dict)
     _failed: dict[Key, str] = field(default_factory=dict)
@@ -86,16 +89,15 @@ class Session:
         """
         benchmark = self.benchmarks.setdefault(cls.name, cls())
         if self.checkout and (benchmark.streams or not benchmark.opens):
-            told = "its rows take no turns with those of another process; compare two result files"
-            raise ValueError(f"--against {self.checkout.text}: not for the benchmark {cls.name!r}: {told}")
-        found = self.runner.collect(benchmark, self.sweep.grids.get(cls.name, (Grid("default"),)), self.texts)
+            reason = "its rows take no turns with those of another process; compare two result files"
+            raise ValueError(f"--against {self.checkout.text}: not for the benchmark {cls.name!r}: {reason}")
+        cases, rows = self.runner.collect(benchmark, self.sweep.grids.get(cls.name, (Grid("default"),)), self.texts)
         ids: list[str] = []
-        for name, case in found.cases.items():
+        for name, case in cases.items():
             both = (name, f"{name}@{self.checkout.name}") if self.checkout else (name,)
-            self._cases |= {(cls.name, one): case for one in both}
-            self._group_of |= {(cls.name, one): (cls.name, found.groups[name]) for one in both}
+            self._cases |= {(cls.name, cell): case for cell in both}
             ids += both
-        self._rows |= found.rows
+        self._rows |= rows
         return ids
 
     def select(self, keys: Iterable[Key]) -> None:
@@ -104,19 +106,17 @@ class Session:
         ValueError where a case is without the same as it was: both are measured, or both are carried over; and where
         records are carried over whose benchmark this run does not collect, so that it cannot rate them.
         """
-        if unknown := {name for name, _ in self.carried} - self.benchmarks.keys():
-            told = "this run has not: run the files that it was made of, and choose among their cases by -k"
-            raise ValueError(f"--resume: it has records of {', '.join(sorted(unknown))}, which {told}")
-        keys = dict.fromkeys(keys)
+        unknown, keys = sorted({name for name, _ in self.carried} - self.benchmarks.keys()), dict.fromkeys(keys)
+        advice = "this run has not: run the files that it was made of, and choose among their cases by -k"
+        hold((not unknown, f"--resume: it has records of {', '.join(unknown)}, which {advice}"))
         if self.checkout:
             for key, other in ((key, self._other(key)) for key in keys):
-                if other not in keys:
-                    raise ValueError(f"--against {self.checkout.text}: select {other[1]}, too, beside {key[1]}")
+                hold((other in keys, f"--against {self.checkout.text}: select {other[1]}, too, beside {key[1]}"))
                 if key not in self.carried or other not in self.carried:
                     self.carried.pop(key, None)
             self._keep_entries_of_carried()
         asked = [key for key in keys if key not in self.carried and key[1] == self._cases[key].id]
-        self._groups = grouped((self._group_of[key], self._cases[key]) for key in asked)
+        self._groups = grouped(((key[0], self._cases[key].group), self._cases[key]) for key in asked)
 
     def facts(self, keys: Iterable[Key]) -> list[str]:
         """The fields that records of all these cases have and that say what was asked; of one case at least."""
@@ -131,7 +131,7 @@ class Session:
 
     def result(self, key: Key) -> "trial.Result":
         """The case's result; the first of a group to ask has the whole group run."""
-        group = self._group_of[key]
+        group = key[0], self._cases[key].group
         if group in self._failed:
             raise RuntimeError(f"{group[1]} could not be run: {self._failed[group]}")
         if key not in self.results:
@@ -149,8 +149,9 @@ class Session:
         self.runner.ready()
         cases = self._groups[group]
         number = list(self._groups).index(group) + 1
-        to_do = {_name(one): len(its) for one, its in self._groups.items() if _name(one) not in self._took}
-        left = time_left(self._took, to_do, self._usual, " if the rest costs as much a case")
+        count = {_name(key): len(members) for key, members in self._groups.items()}
+        usual = self._usual if self._took or self._earlier else {}  # by another machine's seconds alone nothing is told
+        left = time_left(self._took, count, usual, " if the rest costs as much a case")
         self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
         begin = time.monotonic()
         try:
@@ -160,7 +161,7 @@ class Session:
             for result in self.runner.run(self.benchmarks[group[0]], cases):
                 self._keep(group, result)
         finally:
-            self._took[_name(group)] = time.monotonic() - begin, len(cases)
+            self._took[_name(group)] = time.monotonic() - begin
 
     def _keep(self, group: Key, result: "trial.Result") -> None:
         self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two
@@ -169,26 +170,26 @@ class Session:
 
     def _repeat(self, group: Key, cases: list[Any]) -> None:
         """Keeps the last of several measurements with what a case's differ by, or the first that it did not survive."""
-        found: list[list[trial.Result]] = []
+        runs: list[list[trial.Result]] = []
         try:
-            while len(found) < self.repeats or self._is_doubtful(found):
-                if found:
+            while len(runs) < self.repeats or self._is_doubtful(runs):
+                if runs:
                     self.runner.close()
-                    why = ": a case looks changed" if self.checkout else f", {len(found) + 1} of {self.repeats}"
+                    why = ": a case looks changed" if self.checkout else f", {len(runs) + 1} of {self.repeats}"
                     self.say(f"  again{why}")
-                found.append([*self.runner.run(self.benchmarks[group[0]], cases)])
+                runs.append([*self.runner.run(self.benchmarks[group[0]], cases)])
         finally:  # an interrupt leaves what is complete
-            spreads = _changes().spreads_between([[result.record for result in results] for results in found])
-            for results in zip(*found, strict=True):
-                result = next((one for one in results if one.record["outcome"] != "ok"), results[-1])
+            spreads = _changes().spreads_between([[result.record for result in results] for results in runs])
+            for results in zip(*runs, strict=True):
+                result = next((result for result in results if result.record["outcome"] != "ok"), results[-1])
                 if spread := spreads.get(result.record["id"]):
                     result.record["between_runs"] = spread
                 result.record["seal"] = record.seal(result.record)
                 self._keep(group, result)
 
-    def _is_doubtful(self, found: "list[list[trial.Result]]") -> bool:
+    def _is_doubtful(self, runs: "list[list[trial.Result]]") -> bool:
         """True where one measurement shows a change: processes of one code differ, too, by where their memory lies."""
-        return bool(self.checkout) and len(found) == 1 and _changes().look_changed([one.record for one in found[0]])
+        return bool(self.checkout) and len(runs) == 1 and _changes().look_changed([result.record for result in runs[0]])
 
     @property
     def _durations(self) -> Path:
@@ -196,6 +197,12 @@ class Session:
 
     @cached_property
     def _usual(self) -> dict[str, float]:
+        """Seconds that groups should take: as in their last run on this machine, else by its pace and the sweep's."""
+        pace = pace_of(self._earlier, self.sweep.took_s)
+        return {name: pace * seconds for name, seconds in self.sweep.took_s.items()} | self._earlier
+
+    @cached_property
+    def _earlier(self) -> dict[str, float]:
         """Seconds of groups in the last run of each on this machine; nothing where no run has left them."""
         try:
             return {str(name): float(seconds) for name, seconds in json.loads(self._durations.read_text()).items()}
@@ -229,7 +236,7 @@ class Session:
     def _head(self, machine: Record) -> Record:
         """A file's facts about its records: the machine, fields and layouts by benchmark, the rows of their tables."""
         fields = {
-            name: [one.to_json() for one in declared(COMMON, benchmark.fields).values()]
+            name: [field.to_json() for field in declared(COMMON, benchmark.fields).values()]
             for name, benchmark in self.benchmarks.items()
         }
         layouts = {name: benchmark.layout for name, benchmark in self.benchmarks.items() if benchmark.layout}
@@ -252,6 +259,7 @@ class Session:
             except (KeyboardInterrupt, Ended) as error:  # what is measured stands
                 self.moved = [f"ceilings were not measured again: {str(error) or 'interrupted'}"]
                 self.runner.machine["ceilings_moved"] = self.moved
+            self.runner.machine["took_s"] = self._took
         output_json["benchmarks"] = [*self.carried_entries, *output_json["benchmarks"]]
         output_json["lmsys"] = self.content | {"seal": record.file_seal(self.content)}
 
@@ -277,18 +285,18 @@ class Session:
     @property
     def failing(self) -> list[str]:
         """Sentences on why the run fails, where it does."""
-        counts = Counter(one["outcome"] for one in self.records)
-        found = [f"{counts[outcome]} {outcome}" for outcome in self.fail_on if counts[outcome]]
-        worse = Counter(one.verdict for one in self.changes if one.is_bad)
+        counts = Counter(answer["outcome"] for answer in self.records)
+        failed = [f"{counts[outcome]} {outcome}" for outcome in self.fail_on if counts[outcome]]
+        worse = Counter(change.verdict for change in self.changes if change.is_bad)
         wrong = dict.fromkeys(
-            one["impl"]
-            for one in self.records
-            if one["outcome"] == "wrong" and not (one.get("peer") or one.get("against"))
+            answer["impl"]
+            for answer in self.records
+            if answer["outcome"] == "wrong" and not (answer.get("peer") or answer.get("against"))
         )
         return [
             *self.faults,
             *([f"wrong, which fails the run, as a peer's would not: {', '.join(wrong)}"] if wrong else []),
-            *([f"--fail-on: {', '.join(found)}"] if found else []),
+            *([f"--fail-on: {', '.join(failed)}"] if failed else []),
             *([f"--against: {', '.join(f'{count} {verdict}' for verdict, count in worse.items())}"] if worse else []),
         ]
 
@@ -302,57 +310,63 @@ class Session:
 
         Carried ones, too: a file has the ceilings of the run that wrote it.
         """
-        held = self.carried | {key: one.record for key, one in self.results.items()}
+        held = self.carried | {key: result.record for key, result in self.results.items()}
         asked = {
-            key: (self.benchmarks[key[0]], case, one) for key, one in held.items() if (case := self._case(key, one))
+            key: (self.benchmarks[key[0]], case, record.today(answer))
+            for key, answer in held.items()
+            if (case := self._case(key, answer))
         }
-        self.moved, records = self.runner.rate_again([*asked.values()])
-        rated = dict(zip(asked, records, strict=True))
-        self.carried |= {key: one for key, one in rated.items() if key in self.carried}
+        machine, records = self.runner.ask("rate_again", [*asked.values()])
+        self.runner.machine.update(machine)
+        self.moved = machine["ceilings_moved"]
+        rated = {key: record.earlier(new, held[key].get("against")) for key, new in zip(asked, records, strict=True)}
+        self.carried |= {key: answer for key, answer in rated.items() if key in self.carried}
         for key, result in self.results.items():
             result.record = rated[key]
         for entry in entries:
             info = entry["extra_info"]
-            if found := rated.get((info.get("benchmark"), info.get("id"))):
-                info |= {name: value for name, value in found.items() if name in info}
+            if answer := rated.get((info.get("benchmark"), info.get("id"))):
+                info |= {name: value for name, value in answer.items() if name in info}
 
-    def _case(self, key: Key, one: Record) -> Any:
+    def _case(self, key: Key, answer: Record) -> Any:
         """The case of a record; None where this run does not select it, and the record does not say all of it."""
-        return self._cases[key] if key in self._cases else self.benchmarks[key[0]].case_of(one)
+        return self._cases[key] if key in self._cases else self.benchmarks[key[0]].case_of(answer)
 
-    def resume(self, found: Record, entries: Sequence[Record]) -> None:
+    def resume(self, earlier: Record, entries: Sequence[Record]) -> None:
         """Take over what an earlier run has done, under the same memory limit.
 
         ValueError when a fact of the machine or the code was another.
         """
-        here = self.runner.facts()
+        here = self.runner.ask("facts")
         for fact in SAME:
-            if (there := found["machine"].get(fact)) != here[fact]:
-                told = "processor" if fact == "name" else fact
-                raise ValueError(f"its {told} is {there!r}, here it is {here[fact]!r}: measure into another file")
-        self.carried |= {(one["benchmark"], one["id"]): one for one in found["records"] if self._stands(one)}
+            if (there := earlier["machine"].get(fact)) != here[fact]:
+                what = "processor" if fact == "name" else fact
+                raise ValueError(f"its {what} is {there!r}, here it is {here[fact]!r}: measure into another file")
+        self.carried |= {
+            (answer["benchmark"], answer["id"]): answer for answer in earlier["records"] if self._stands(answer)
+        }
         self.carried_entries += entries
         self._keep_entries_of_carried()
-        self.carried_head = {key: found[key] for key in ("machine", "fields", "rows", "layouts")}
+        self.carried_head = {key: earlier[key] for key in ("machine", "fields", "rows", "layouts")}
 
     def _keep_entries_of_carried(self) -> None:
         ids = {key[1] for key in self.carried}
-        self.carried_entries = [one for one in self.carried_entries if one["extra_info"].get("id") in ids]
+        self.carried_entries = [entry for entry in self.carried_entries if entry["extra_info"].get("id") in ids]
 
-    def _stands(self, one: Record) -> bool:
-        same_question = one.get("memory_limit_bytes") == self.settings.memory_limit_bytes
-        answered = one["outcome"] != "ok" or one.get("time_s") is not None or not self.settings.timed
-        done = one["outcome"] in DONE or (one.get("crashed") and not self.retries)
+    def _stands(self, answer: Record) -> bool:
+        same_question = answer.get("memory_limit_bytes") == self.settings.memory_limit_bytes
+        answered = answer["outcome"] != "ok" or answer.get("time_s") is not None or not self.settings.timed
+        done = answer["outcome"] in DONE or (answer.get("crashed") and not self.retries)
         return bool(done and answered and same_question)
 
     def summary(self) -> Iterator[str]:
         yield from verdict.lines(self.records)
         if self._took:
             sections = Counter[str]()
-            for name, (seconds, _) in self._took.items():
+            for name, seconds in self._took.items():
                 sections[name.partition("-")[0].replace("_", " ")] += seconds  # type: ignore[assignment]
-            told = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in sections.most_common())
-            yield f"it took {sections.total():.0f} s: {told}"
+            shares = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in sections.most_common())
+            yield f"it took {sections.total():.0f} s: {shares}"
         if self.checkout:
             yield f"against {self.checkout.text}, in turns:"
             yield from _changes().lines(self.changes, self.margin)
@@ -368,25 +382,25 @@ class Session:
         """The commands that ask why a row was wrong or failed, of rows that `lmsys.check` knows."""
         from lmsys.check.kinds import KINDS
 
-        for (outcome, impl, name), (one, *_) in verdict.failed(self.records).items():
-            case = self._cases.get((name, one["id"]))
+        for (outcome, impl, name), (answer, *_) in verdict.failed(self.records).items():
+            case = self._cases.get((name, answer["id"]))
             names = (case.entry.target, case.entry.name) if case else ()
-            asked = [f"{option}={one[axis]}" for axis, option in ASKED.items() if one.get(axis)]
+            asked = [f"{option}={answer[axis]}" for axis, option in ASKED.items() if answer.get(axis)]
             kinds = [KINDS[kind] for kind in self.benchmarks[name].tables if kind in KINDS]
             known = [(row, kind.name) for kind in kinds for row in names if ".py:" in row or row in [*kind.table]]
             for row, kind in known[:1]:
                 yield f"why {impl} was {outcome}: python -m lmsys.check {shlex.join([row, f'--kind={kind}', *asked])}"
 
-    def contends(self, one: Record) -> bool:
+    def contends(self, answer: Record) -> bool:
         """True of a row of today that does the same work as the others of its comparison."""
-        case = self._cases.get((one["benchmark"], one["id"]))
-        return case is not None and not one.get("against") and self.benchmarks[one["benchmark"]].contends(case)
+        case = self._cases.get((answer["benchmark"], answer["id"]))
+        return case is not None and not answer.get("against") and self.benchmarks[answer["benchmark"]].contends(case)
 
     def close(self) -> None:
         """Ends the runner; how long groups took is kept, by which the next run says how long is left."""
         if self._took and self.settings.timed:
             with suppress(OSError):  # a folder that cannot be written: the next run learns it anew
-                write_json(self._durations, self._usual | {name: seconds for name, (seconds, _) in self._took.items()})
+                write_json(self._durations, self._earlier | self._took)
         if "runner" in self.__dict__:
             self.runner.close()
 
@@ -395,24 +409,28 @@ def _name(group: Key) -> str:
     return " ".join(group)
 
 
-def time_left(
-    took: Mapping[str, tuple[float, int]], to_do: Mapping[str, int], usual: Mapping[str, float], doubt: str = ""
-) -> str:
+def time_left(took: Mapping[str, float], cases: Mapping[str, int], usual: Mapping[str, float], doubt: str = "") -> str:
     """How long the rest should take, for a reader; empty where nothing tells it.
 
-    took   seconds of each group that has run, and the number of its cases
-    to_do  numbers of cases of the groups that have not
+    took   seconds of each group that has run
+    cases  numbers of cases of these groups and of those that have not run
     usual  seconds of groups in an earlier run: the rest is slower than then, as those were that have run
     doubt  said of an estimate in which groups have not run before
     """
-    if not took and to_do.keys() - usual.keys():
+    to_do = cases.keys() - took.keys()
+    if not took and to_do - usual.keys():
         return ""
-    known = took.keys() & usual.keys()
-    pace = sum(took[name][0] for name in known) / sum(usual[name] for name in known) if known else 1.0
-    mean = sum(seconds for seconds, _ in took.values()) / max(1, sum(cases for _, cases in took.values()))
-    left = sum(pace * usual[name] if name in usual else mean * cases for name, cases in to_do.items())
-    text = f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
-    return text if to_do.keys() <= usual.keys() else text + doubt
+    pace = pace_of(took, usual)
+    mean = sum(took.values()) / max(1, sum(cases[name] for name in took))
+    left = sum(pace * usual[name] if name in usual else mean * cases[name] for name in to_do)
+    text = f", about {left / 60:.0f} min left" if left >= IN_MINUTES_S else f", about {left:.0f} s left"
+    return text if to_do <= usual.keys() else text + doubt
+
+
+def pace_of(took: Mapping[str, float], usual: Mapping[str, float]) -> float:
+    """How much slower groups were than usual: the median, for one that had to compile tells nothing of the others."""
+    ratios = [math.log(seconds / usual[name]) for name, seconds in took.items() if seconds and usual.get(name)]
+    return math.exp(median(ratios)) if ratios else 1.0
 
 
 def read_results(path: Path) -> Iterator[tuple[Record, list[Record]]]:
@@ -432,10 +450,10 @@ def entries_of(path: Path) -> list[Record]:
     """
     if path.suffix == ".partial" or not (path.is_file() and path.stat().st_size):
         return []
-    found = json.loads(path.read_text(encoding="utf-8")).get("benchmarks", [])
+    content = json.loads(path.read_text(encoding="utf-8")).get("benchmarks", [])
     try:
-        check_shape("benchmarks", found, [{"extra_info": {"benchmark?": TEXT, "id?": TEXT}, "stats": {}}])
+        check_shape("benchmarks", content, [{"extra_info": {"benchmark?": TEXT, "id?": TEXT}, "stats": {}}])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    entries: list[Record] = found
+    entries: list[Record] = content
     return entries

@@ -5,33 +5,24 @@ same bits -> record.
 """
 
 import gc
-import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 
-from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
-from lmsys.bench.fields import COMMON, Grid, Record, declared, filled, given_axes
-from lmsys.bench.guard import Guard
-from lmsys.bench.ranks import Ranks
-from lmsys.bench.record import seal
+from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected
+from lmsys.bench.fields import Grid, Record, filled, given_axes
+from lmsys.bench.instruments import Instruments
 from lmsys.bench.trial import Endings, Result, Trial
-from lmsys.bench.watch import NOBODY, Heartbeat
+from lmsys.bench.watch import NOBODY
 from lmsys.measure import machine
-from lmsys.measure.clock import Clock, CpuClock, clock_of, synchronize
+from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Lost, release_memory
 from lmsys.measure.host import resident_bytes
-from lmsys.measure.machine import Limits, limits_of
-from lmsys.measure.memory import cap_gpu_memory, cap_host_memory
-from lmsys.measure.sensors import Conditions, Sensors, sensors_of
-from lmsys.measure.turns import ALONE, Turns
+from lmsys.measure.turns import ALONE
 from lmsys.registry import Entry
 
 REPORTED = ("color", "baseline", "rivals")  # traits of rows that a report reads
-RANKS_SHARE = 0.7  # of a deadline: ranks that hang end first, and say which
 EATEN_BYTES = 2**28  # that a group has kept: it is told from what allocators hold
 
 
@@ -39,29 +30,11 @@ class MemoryEaten(Lost):
     """There is too little memory for the rest, and nobody knows whose fault it is."""
 
 
-class Runner:
-    """Runs groups of cases in this process. The clocks, the machine and its ceilings are made on first use, once a run.
-
-    ValueError for a memory limit that is more than the GPU has.
-
-    say        tells the user what is going on
-    heartbeat  of a worker whose parent watches
-    turns      with the worker that measures the same rows as they were
-    """
-
-    def __init__(
-        self, settings: Settings, say: Callable[[str], None] = lambda _: None, heartbeat: Heartbeat | None = None
-    ):
-        self.settings, self.say = settings, say
-        self.heartbeat, self.is_watched = heartbeat or Heartbeat(), heartbeat is not None
-        self.parent = os.getppid() if self.is_watched else os.getpid()  # of all processes of this run
-        self.turns: Turns = ALONE
-        self.kernels: dict[str, dict[str, str]] = {}  # by a row's target: names and hashes of what it has loaded
-        if self.settings.memory_limit_bytes is not None and self.settings.device == "cuda":
-            cap_gpu_memory(self.settings.memory_limit_bytes)
+class Runner(Instruments):
+    """Runs groups of cases in this process."""
 
     def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
-        """The benchmark's cases, with what the command line says of its axes. ValueError for bad values."""
+        """The benchmark's cases and rows, with what the command line says of its axes. ValueError for bad values."""
         if any(".py" in text for text in texts.values()):
             self.ready()  # before a user's file is imported
         self.heartbeat.beat(NOBODY, "while it was imported", self.settings.deadline_s)
@@ -74,8 +47,7 @@ class Runner:
                     f"a file replaces {', '.join(names)} when it is imported, by which its rows are judged"
                 )
             pairs = [pair for case in cases.values() for pair in benchmark.rows_of(case).items()]
-            rows = {(kind, row.name): _reported(row) for kind, row in pairs}
-            return Collected(cases, {name: case.group for name, case in cases.items()}, rows)
+            return cases, {(kind, row.name): _reported(row) for kind, row in pairs}
         finally:
             self.heartbeat.rest()
 
@@ -138,104 +110,18 @@ class Runner:
         """The machine and the code, without what has to be measured."""
         return machine.describe(self.settings.device, command="", seed=0, sweep="")
 
-    def ready(self) -> Record:
-        """Makes what is made once, before a row runs: nothing may differ for the first of them. The machine."""
-        if "guard" in vars(self):
-            return self.machine
-        if "machine" not in vars(self) and self.settings.timed:
-            self.say("measuring what this machine reaches")
-            if self.settings.energy and (why := self.sensors.why_no_joules):
-                self.say(f"--energy: no energy is measured: {why}")
-        _ = self.guard, self.machine, self.clocks, self.sensors
-        if self.settings.device == "cpu":
-            cap_host_memory()
-        return self.machine
-
-    @cached_property
-    def machine(self) -> Record:
-        one = self.settings
-        facts = machine.describe(one.device, command=one.command, seed=one.seed, sweep=one.sweep)
-        facts["limits"] = vars(self.limits) if self.limits else None
-        clock = self.clocks["device"]
-        facts["clock_share"] = {"seconds": clock.share_s, "measured_by": clock.share_by}
-        if one.timed:
-            facts["ceilings"] = self._ceilings()
-        if one.timed and one.sustained:
-            self.say("measuring what it sustains")
-            facts["sustained"] = machine.measure_sustained(one.device, self.sensors)
-        return facts
-
-    def _ceilings(self) -> Record:
-        """Each for as long as two rows, so that a quick look is quick."""
-        return machine.measure_ceilings(self.settings.device, 2 * self.settings.seconds_per_row)
-
-    def rate_again(self, found: Sequence[tuple[Benchmark, Case, Record]]) -> tuple[list[str], list[Record]]:
-        """By the higher of each ceiling's measurements, before the first row and now: what has moved, as sentences, and
-        the records."""
-        before, after = self.machine["ceilings"], self._ceilings()
+    def rate_again(self, cases: Sequence[tuple[Benchmark, Case, Record]]) -> tuple[Record, list[Record]]:
+        """The machine with the higher measurement of each ceiling, before the first row or now, and `ceilings_moved`,
+        in sentences; and the records of these cases, rated by it."""
+        before, after = self.machine["ceilings"], self.ceilings()
         self.machine["ceilings"] = machine.best_of(before, after)
         self.machine["ceilings_moved"] = machine.moved(before, after)
-        return list(self.machine["ceilings_moved"]), [self.rated(*one) for one in found]
+        return self.machine, [self.rated(*case) for case in cases]
 
-    def rated(self, benchmark: Benchmark, case: Case, record: Record) -> Record:
-        """The record with its rates as shares of what the machine reaches by now, sealed."""
-        record = _completed(record | benchmark.metrics(case, record, self.machine), benchmark)
-        record = json.loads(json.dumps(record))  # as a reader gets it
-        return record | {"seal": seal(record)}
-
-    @cached_property
-    def limits(self) -> Limits | None:
-        return limits_of(self.settings.device, self.sensors.settings().get("max_sm_mhz"))
-
-    @cached_property
-    def clocks(self) -> dict[str, Clock]:
-        """By kind, as a benchmark's `clock` names it."""
-        device = self.settings.device
-        return {"device": clock_of(device), "loop": clock_of(device, ahead=False), "host": CpuClock()}
-
-    @cached_property
-    def sensors(self) -> Sensors:
-        return sensors_of(self.settings.device)
-
-    def conditions(self) -> Conditions:
-        """The conditions on the device from now on, which the clocks know, too."""
-        now = Conditions(self.settings.device, self.sensors, self.parent)
-        for clock in self.clocks.values():
-            clock.others = now.strangers
-        return now
-
-    @cached_property
-    def guard(self) -> Guard:
-        """Remembers the judges as they are before the first row's file is imported."""
-        return Guard()
-
-    @cached_property
-    def ranks(self) -> Ranks:
-        """Processes for what several do together."""
-        seconds = self.settings.deadline_s
-        return Ranks(
-            self.settings.memory_limit_bytes,
-            RANKS_SHARE * seconds,
-            lambda: self.heartbeat.renew(seconds),
-            self.parent,
-        )
-
-    def close(self) -> None:
-        if "ranks" in self.__dict__:
-            self.ranks.close()
+    def ask(self, name: str, *args: Any) -> Any:
+        """Returns what this method returns: a worker is asked alike."""
+        return getattr(self, name)(*args)
 
 
 def _reported(row: Entry) -> Record:
-    traits = {trait: row.trait(trait) for trait in REPORTED}
-    return row.to_json() | {trait: value for trait, value in traits.items() if value}
-
-
-def _completed(record: Record, benchmark: Benchmark) -> Record:
-    """Adds the fields that are functions of others. ValueError for a field that nobody has declared."""
-    known = declared(COMMON, benchmark.fields)
-    for field in known.values():
-        if field.of is not None:
-            record[field.name] = field.value(record)
-    if undeclared := sorted(record.keys() - known.keys()):
-        raise ValueError(f"benchmark {benchmark.name!r}: the fields {undeclared} of its records are declared nowhere")
-    return record
+    return row.to_json() | {trait: value for trait in REPORTED if (value := row.trait(trait))}

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmsys import draws
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, judges_calls, verdict
 from lmsys.bench.fields import Record, grouped
-from lmsys.bench.findings import energy_fields, interpreted_kernels, loaded_kernels, same_bits, source_of
+from lmsys.bench.findings import OF_OTHERS, energy_fields, interpreted_kernels, loaded_kernels, same_bits, source_of
+from lmsys.bench.instruments import Instruments
 from lmsys.bench.record import rounded, summarize
 from lmsys.bench.watch import Watch, copied
 from lmsys.measure.clock import synchronize
@@ -19,9 +20,6 @@ from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_me
 from lmsys.measure.profile import call_in_ranges
 from lmsys.measure.sensors import Reading
 from lmsys.measure.step import Step, nothing
-
-if TYPE_CHECKING:
-    from lmsys.bench.runner import Runner
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 IN_RANGES = "called in NVTX ranges, not timed (--nvtx)"
@@ -46,7 +44,7 @@ class Trial:
     ended  how cases have ended before, that are not to be run
     """
 
-    def __init__(self, benchmark: Benchmark, cases: Cases, runner: "Runner", ended: Endings | None = None):
+    def __init__(self, benchmark: Benchmark, cases: Cases, runner: Instruments, ended: Endings | None = None):
         self.benchmark, self.cases, self.runner, self.ended = benchmark, cases, runner, ended or {}
         self.settings = runner.settings
         self.candidates: dict[Any, Candidate] = {}
@@ -166,7 +164,26 @@ class Trial:
                 measurement.record |= found or {}
                 if self.settings.energy:
                     self.watch.doing = "when its energy was measured"
-                    measurement.record |= energy_fields(self, case)
+                    measurement.record |= self._energy(case)
+
+    def _energy(self, case: Case) -> Record:
+        """The fields on the energy of the case's calls, or on why there is none.
+
+        Inputs are drawn once, before the pass: to draw them again would count, too. So a row may know them by then; one
+        that is faster than its arithmetic can be has no energy.
+        """
+        if case.id not in self.called_here:
+            return {"energy_note": OF_OTHERS}
+        candidate = self.candidate(case)
+
+        def step() -> Step:
+            step = self.benchmark.step(case, candidate, self.setup)
+            self.redraw_of(step)(self.settings.seed)
+            step.redraw_late(self.settings.seed)
+            return step
+
+        is_impossible = partial(self.impossible, case, cached=True)
+        return energy_fields(candidate, step, self.runner, is_impossible, self.benchmark.tokens(case))
 
     def redraw_of(self, step: Step) -> Callable[[int], None]:
         """How the inputs of a step are drawn: as its benchmark says once, unless it says so itself."""

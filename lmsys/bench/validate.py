@@ -19,8 +19,8 @@ MOST_CHARACTERS = 1000  # of a name or a label; a reason may have ten times as m
 
 def check_text(where: str, value: Any, most: int = MOST_CHARACTERS) -> str:
     if not isinstance(value, str) or len(value) > most:
-        told = f"{len(value):,} characters" if isinstance(value, str) else type(value).__name__
-        raise ValueError(f"{where}: must be text of at most {most:,} characters; got {told}")
+        what = f"{len(value):,} characters" if isinstance(value, str) else type(value).__name__
+        raise ValueError(f"{where}: must be text of at most {most:,} characters; got {what}")
     return value
 
 
@@ -94,17 +94,17 @@ def check_shape(where: str, value: Any, shape: Shape) -> None:
     elif isinstance(shape, Mapping):
         _check_keys(where, value, shape)
     elif not isinstance(value, list) or (isinstance(shape, tuple) and len(value) != len(shape)):
-        told = f"a list of {len(shape)}" if isinstance(shape, tuple) else "a list"
-        raise ValueError(f"{where}={shortly(value)} must be {told}")
+        right = f"a list of {len(shape)}" if isinstance(shape, tuple) else "a list"
+        raise ValueError(f"{where}={shortly(value)} must be {right}")
     else:
-        for number, one in enumerate(value):
-            check_shape(f"{where}[{number}]", one, shape[number if isinstance(shape, tuple) else 0])
+        for number, item in enumerate(value):
+            check_shape(f"{where}[{number}]", item, shape[number if isinstance(shape, tuple) else 0])
 
 
 def _check_keys(where: str, value: Any, shape: Mapping[str, Any]) -> None:
-    for key, one in check_object(where, value).items():
+    for key, item in check_object(where, value).items():
         if known := [shape[name] for name in (key, f"{key}?", "*") if name in shape]:
-            check_shape(f"{where}.{key}", one, known[0])
+            check_shape(f"{where}.{key}", item, known[0])
     for key in shape:
         if key != "*" and not key.endswith("?") and key not in value:
             raise ValueError(f"{where}={shortly(value)} has no {key!r}")
@@ -120,6 +120,7 @@ MACHINE: dict[
     "clock_share": check_object,
     "settings": check_object,
     "ceilings_moved": [TEXT],
+    "took_s": {"*": AMOUNT},
     "dirty": flag,
 }
 
@@ -153,18 +154,20 @@ CONTENT: Shape = {  # of a file; a layout is checked further when it is drawn
 }
 
 
-def check_content(found: Record) -> None:
-    """`found`: what `lmsys.bench.record.load` gives."""
-    check_shape("lmsys", found, CONTENT)
-    fields = {benchmark: {one["name"]: one for one in own} for benchmark, own in found["fields"].items()}
-    for name, value in found["machine"].items():
+def check_content(content: Record) -> None:
+    """`content`: what `lmsys.bench.record.load` gives."""
+    check_shape("lmsys", content, CONTENT)
+    fields = {
+        benchmark: {field["name"]: field for field in declared} for benchmark, declared in content["fields"].items()
+    }
+    for name, value in content["machine"].items():
         if value is not None:
             check_shape(f"machine.{name}", value, MACHINE.get(name, LONG_TEXT))
-    settings = found["machine"].get("settings") or {}
+    settings = content["machine"].get("settings") or {}
     for name, value in settings.items():
         check_named(f"machine.settings.{name}", "", name, value)
         check_value(f"machine.settings.{name}", value, {"name": name, "role": "detail"})
-    for record in found["records"]:
+    for record in content["records"]:
         declared = fields.get(record["benchmark"], {})
         for name, value in record.items():
             check_named(f"record {shortly(record['id'])}: {name}", record["benchmark"], name, value)

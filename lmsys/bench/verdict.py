@@ -24,7 +24,7 @@ class Fastest:
 
 def undisturbed(cases: Sequence[Record]) -> Sequence[Record]:
     """The cases that were measured on a machine as it should be; all of them where none was."""
-    return [one for one in cases if not one.get("disturbed")] or cases
+    return [case for case in cases if not case.get("disturbed")] or cases
 
 
 def deciding(
@@ -35,8 +35,8 @@ def deciding(
     A comparison of which too few are left to say something is left out.
     """
     several = [cases for cases in comparisons if says_something(cases)]
-    kept = {id(one) for one in undisturbed([one for cases in several for one in cases])}
-    left = ([one for one in cases if id(one) in kept] for cases in several)
+    kept = {id(case) for case in undisturbed([case for cases in several for case in cases])}
+    left = ([case for case in cases if id(case) in kept] for cases in several)
     return [cases for cases in left if says_something(cases)]
 
 
@@ -57,20 +57,21 @@ def fastest(comparisons: Iterable[Sequence[Record]]) -> Fastest:
 
     comparisons  timed cases that were sampled together; of a row that has several the fastest counts
     """
-    rows = [{one["impl"]: one for one in sorted(cases, key=lambda one: -one["time_s"])} for cases in comparisons]
+    rows = [{case["impl"]: case for case in sorted(cases, key=time_of, reverse=True)} for cases in comparisons]
 
     def slowness(ours: str, theirs: str) -> float:
-        return geometric_mean([_slowness(one[ours], one[theirs]) for one in rows if ours in one and theirs in one])
+        return geometric_mean([_slowness(both[ours], both[theirs]) for both in rows if {ours, theirs} <= both.keys()])
 
     def rank(name: str) -> tuple[int, int, float]:
-        own = [one for one in rows if name in one]
-        slower = sum(slowness(name, other) > NEAR for other in {other for one in own for other in one})
-        return slower, -len(own), geometric_mean([max(_slowness(one[name], x) for x in one.values()) for one in own])
+        shared = [cases for cases in rows if name in cases]
+        slower = sum(slowness(name, other) > NEAR for other in set().union(*shared))
+        slowest = (max(_slowness(cases[name], other) for other in cases.values()) for cases in shared)
+        return slower, -len(shared), geometric_mean(slowest)
 
-    row = min(sorted({name for one in rows for name in one}), key=rank)
-    own = [one for one in rows if row in one]
-    first = sum(all(_slowness(one[row], other) <= NEAR for other in one.values()) for one in own)
-    return Fastest(row, first, len(own))
+    row = min(sorted(set().union(*rows)), key=rank)
+    shared = [cases for cases in rows if row in cases]
+    first = sum(all(_slowness(cases[row], other) <= NEAR for other in cases.values()) for cases in shared)
+    return Fastest(row, first, len(shared))
 
 
 def _slowness(ours: Record, theirs: Record) -> float:
@@ -79,20 +80,20 @@ def _slowness(ours: Record, theirs: Record) -> float:
     return 1 / ratio if ratio else time_of(ours) / time_of(theirs)
 
 
-def time_of(one: Record) -> float:
-    return float(one["time_s"])
+def time_of(case: Record) -> float:
+    return float(case["time_s"])
 
 
 def not_run(records: Iterable[Record]) -> dict[str, Counter[str]]:
     """Cases by row, for each reason for which rows could not run here; "out of memory" is one, by limit."""
-    found: dict[str, Counter[str]] = {}
-    for one in records:
-        if one["outcome"] in ("unsupported", "oom"):
-            limit = one.get("memory_limit_bytes")
+    rows: dict[str, Counter[str]] = {}
+    for case in records:
+        if case["outcome"] in ("unsupported", "oom"):
+            limit = case.get("memory_limit_bytes")
             under = f" under the limit of {limit / 2**30:g} GiB that was asked for" if limit else ""
-            reason = f"out of memory{under}" if one["outcome"] == "oom" else str(one["reason"] or "not supported")
-            found.setdefault(reason, Counter())[one["impl"]] += 1
-    return dict(sorted(found.items(), key=lambda item: -item[1].total()))
+            reason = f"out of memory{under}" if case["outcome"] == "oom" else str(case["reason"] or "not supported")
+            rows.setdefault(reason, Counter())[case["impl"]] += 1
+    return dict(sorted(rows.items(), key=lambda item: -item[1].total()))
 
 
 MOST_REASONS = 8  # of rows that could not run; a report lists them all
@@ -100,10 +101,10 @@ MOST_REASONS = 8  # of rows that could not run; a report lists them all
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
     """How a run's cases ended: counts, what could not run, what was disturbed, and what was wrong."""
-    counts = Counter(one["outcome"] for one in records)
+    counts = Counter(case["outcome"] for case in records)
     yield ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
     yield from _not_run(records)
-    if disturbed := [one["disturbed"] for one in records if one.get("disturbed")]:
+    if disturbed := [case["disturbed"] for case in records if case.get("disturbed")]:
         several = f"{len(disturbed)} cases are" if len(disturbed) > 1 else "1 case is"
         yield f"{several} flagged, because the machine was disturbed: {Counter(disturbed).most_common(1)[0][0]}"
     for (outcome, impl, _), (first, *others) in failed(records).items():
@@ -115,7 +116,7 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
 def failed(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Record]]:
     """The cases that were wrong or failed, by how they ended, their row and their benchmark."""
     return grouped(
-        ((one["outcome"], one["impl"], one["benchmark"]), one) for one in records if one["outcome"] in FAILED
+        ((case["outcome"], case["impl"], case["benchmark"]), case) for case in records if case["outcome"] in FAILED
     )
 
 

@@ -122,9 +122,9 @@ class CudaClock:
         self.expect(nothing)
         if ahead:
             x = torch.zeros(2**20, device="cuda")
-            found = self.beside_cupti(lambda: [("plain", self._plain(x)) for _ in range(NUM_SPANS)])
-            self.share_by = "CUPTI" if found else "no CUPTI here"
-            self.share_s = statistics.median(pair_s - span_s for _, pair_s, span_s in found) if found else 0.0
+            spans = self.beside_cupti(lambda: [("plain", self._plain(x)) for _ in range(NUM_SPANS)])
+            self.share_by = "CUPTI" if spans else "no CUPTI here"
+            self.share_s = statistics.median(pair_s - span_s for _, pair_s, span_s in spans) if spans else 0.0
 
     def _plain(self, x: torch.Tensor) -> int:
         self.wait(LEAD_S)
@@ -201,7 +201,7 @@ class CudaClock:
             spans = spans_of(lambda: taken.extend(take()), "spin_kernel", 1)
         finally:
             self._is_bracketed = False
-        pairs = [one.run_s for one in self.read([number for _, number in taken], 0.0)]
+        pairs = [reading.run_s for reading in self.read([number for _, number in taken], 0.0)]
         if len(spans) != len(pairs):
             return []
         return [(name, pair_s, span_s) for (name, _), pair_s, span_s in zip(taken, pairs, spans, strict=True)]
@@ -212,11 +212,11 @@ class CudaClock:
         Where that is far from a plain kernel's it is the plain one's: what a row's host code makes the device wait for
         is the row's own.
         """
-        found: dict[str, list[float]] = {}
+        apart_s: dict[str, list[float]] = {}
         for name, pair_s, span_s in self.beside_cupti(take):
-            found.setdefault(name, []).append(pair_s - span_s)
-        shares = {name: statistics.median(apart) for name, apart in found.items()}
-        low, high = (self.share_s + one for one in SHARE_RANGE_S)
+            apart_s.setdefault(name, []).append(pair_s - span_s)
+        shares = {name: statistics.median(apart) for name, apart in apart_s.items()}
+        low, high = (self.share_s + bound for bound in SHARE_RANGE_S)
         return {name: share if low < share < high else self.share_s for name, share in shares.items()}
 
     def wait(self, seconds: float) -> None:
@@ -278,6 +278,7 @@ class CpuClock:
     saving_s = 5e-4  # autograd's own work on the host counts here, compiled above all
     ahead = True  # host and device are one
     share_s, share_by = 0.0, "nothing"
+    expect = forget = wait = drain = staticmethod(nothing)
 
     def __init__(self) -> None:
         self.others: Callable[[], int | None] = nothing
@@ -290,23 +291,11 @@ class CpuClock:
         start, result, end = in_turn(perf_counter, partial(run, prepared), perf_counter)
         return Reading(end - start, ready - begin), result
 
-    def expect(self, late: Callable[[], Any]) -> None:
-        """Does nothing."""
-
     def read(self, pending: Sequence[Reading], share_s: float | None = None, trusted: bool = False) -> list[Reading]:
         return list(pending)
 
-    def forget(self, pending: Sequence[Reading]) -> None:
-        """Does nothing."""
-
     def shares(self, take: Callable[[], Any]) -> dict[str, float]:
         return {}
-
-    def wait(self, seconds: float) -> None:
-        """Does nothing."""
-
-    def drain(self) -> None:
-        """Does nothing."""
 
     def cost(self, call: Callable[[], Any], lead_s: float) -> Cost:
         start, _, end = in_turn(perf_counter, call, perf_counter)
@@ -327,7 +316,7 @@ def timed(clock: Clock, call: Callable[[], Any], count: int = 1) -> list[float]:
     """Seconds of so many calls, one after another."""
     clock.wait(LEAD_S)
     marks: list[Any] = [clock.sample(lambda _: call())[0] for _ in range(count)]
-    return [one.run_s for one in clock.read(marks, trusted=True)]
+    return [reading.run_s for reading in clock.read(marks, trusted=True)]
 
 
 def synchronize(device: str) -> None:

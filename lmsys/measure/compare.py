@@ -183,8 +183,8 @@ def interleave(
         for name in order:
             taken.sample(name, draw, index)
         if looks:
-            found = look()
-            taken.result.looks += [found] if index >= 0 else []
+            reading = look()
+            taken.result.looks += [reading] if index >= 0 else []
         if turns.together:
             clock.drain()
             turns.after(index, draw)
@@ -202,37 +202,37 @@ class _Taken:
 
     def costs(self, trials: int) -> dict[str, Cost]:
         """The cost of a call of each row, with which its samples begin; without those that fail."""
-        found = {}
+        costs = {}
         for name, step in self._steps.items():
             cost, failure = attempt(_cost, step, self._clock, trials)
             if failure:
                 self.result.failures[name] = failure
             else:
-                found[name], self.pending[name], self.result.kept[name] = cost, [], []
-        return found
+                costs[name], self.pending[name], self.result.kept[name] = cost, [], []
+        return costs
 
     def sample(self, name: str, draw: int, index: int) -> None:
         """One more of a row, of which none comes any more once it has failed."""
-        if name not in self.pending or (found := self._attempt(name, draw, index)) is None:
+        if name not in self.pending or (sample := self._attempt(name, draw, index)) is None:
             return
-        mark, place, kept = found
+        mark, place, kept = sample
         self.pending[name].append(mark)
         if kept is not None:
             self.result.kept[name][place : place + 1] = [kept]
 
     def call(self, name: str, draw: int) -> None:
         """The same, and nothing is taken."""
-        if found := self._attempt(name, draw, -1):
-            self._clock.forget([found[0]])
+        if sample := self._attempt(name, draw, -1):
+            self._clock.forget([sample[0]])
 
     def _attempt(self, name: str, draw: int, index: int) -> tuple[Any, int, Kept | None] | None:
-        found, failure = attempt(_sample, self._steps[name], self._clock, draw, index)
+        sample, failure = attempt(_sample, self._steps[name], self._clock, draw, index)
         if failure:
             self.result.failures[name] = failure
             self._clock.forget(self.pending.pop(name))
             del self.result.kept[name]
             return None
-        return found
+        return sample
 
 
 def _order(index: int, names: Collection[str], theirs: Container[str]) -> list[str]:
@@ -248,20 +248,20 @@ def _order(index: int, names: Collection[str], theirs: Container[str]) -> list[s
 
 def _read(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], clock: Clock, warming: int) -> None:
     """Fills in what the clock read, less what CUPTI says it adds to calls that are short."""
-    found = {}
+    readings_of = {}
     for name, (_, marks) in pending.items():
         readings, failure = attempt(clock.read, marks, 0.0)
         if failure:
             result.failures[name] = failure
         else:
-            found[name] = readings[warming:]
-    raw = {name: [one.run_s for one in readings] for name, readings in found.items()}
+            readings_of[name] = readings[warming:]
+    raw = {name: [reading.run_s for reading in readings] for name, readings in readings_of.items()}
     short = {name: pending[name][0] for name, samples in raw.items() if statistics.median(samples) < SHORT_S}
-    own = (attempt(clock.shares, partial(rounds_of, short, clock))[0] or {}) if short else {}
+    shares = (attempt(clock.shares, partial(rounds_of, short, clock))[0] or {}) if short else {}
     for name, samples in raw.items():
-        share_s = result.share_s[name] = own.get(name, clock.share_s)
+        share_s = result.share_s[name] = shares.get(name, clock.share_s)
         result.samples[name] = [max(sample - share_s, 1e-9) for sample in samples]
-        result.prepare_s[name] = min(one.prepare_s for one in found[name])
+        result.prepare_s[name] = min(reading.prepare_s for reading in readings_of[name])
         if failure := _prepares_too_much(result.prepare_s[name], pending[name][0], clock):
             result.failures[name] = failure
             del result.samples[name]
@@ -294,7 +294,7 @@ def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | 
             return None
         clock.wait(FIRST_LEAD_S)
         readings = clock.read([_again(step, clock) for _ in range(1 + clock.num_prepares)])
-        prepare_s = min(one.prepare_s for one in readings[1:])  # the first follows no call
+        prepare_s = min(reading.prepare_s for reading in readings[1:])  # the first follows no call
     return (
         "wrong",
         f"the untimed call before each timed one took {prepare_s * 1e6:.0f} us, alone it takes {alone_s * 1e6:.0f}: "
@@ -309,7 +309,7 @@ def _least_after_a_call(step: Step, call: Callable[[], Any], clock: Clock) -> fl
     for _ in range(clock.num_prepares):
         marks.append((_again(step, clock), clock.sample(lambda _: call())[0]))
     clock.forget([before for before, _ in marks])
-    return min(one.run_s for one in clock.read([mark for _, mark in marks], trusted=True))
+    return min(reading.run_s for reading in clock.read([mark for _, mark in marks], trusted=True))
 
 
 def _again(step: Step, clock: Clock) -> Any:
@@ -328,12 +328,12 @@ def _sample(step: Step, clock: Clock, draw: int, index: int = -1) -> tuple[Any, 
         synchronize("cuda")
         step.before()
     step.redraw(draw)
-    mark, found = clock.sample(step.run, step.prepare, partial(step.redraw_late, draw))
+    mark, result = clock.sample(step.run, step.prepare, partial(step.redraw_late, draw))
     place = index if index < step.num_kept else _ENTROPY.randrange(index + 1)
     if not 0 <= place < step.num_kept:
-        return mark, place, step.keep(found, None)
+        return mark, place, step.keep(result, None)
     key = _ENTROPY.getrandbits(53)
-    copies = step.keep(found, key)
+    copies = step.keep(result, key)
     return mark, place, None if copies is None else Kept(index, draw, key, copies)
 
 

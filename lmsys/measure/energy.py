@@ -111,7 +111,7 @@ def of_call(
 
 def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, limit_w: float | None) -> Energy:
     """The energy of a call between the first and the last move of the counter from `begin_s` to the last mark."""
-    samples = [one for one in samples if one.at_s <= marks[-1][0]]
+    samples = [sample for sample in samples if sample.at_s <= marks[-1][0]]
     moves = moves_of(samples, begin_s)
     if len(moves) < 2:
         raise EnergyError(f"the counter of energy has not moved twice in {marks[-1][0] - begin_s:.1f} s")
@@ -125,7 +125,7 @@ def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, 
             )
     (first_s, first_j), (last_s, last_j) = moves[0], moves[-1]
     calls = calls_between(marks, first_s, last_s)
-    integral_j = _integral([one for one in samples if first_s <= one.at_s <= last_s])
+    integral_j = _integral([sample for sample in samples if first_s <= sample.at_s <= last_s])
     return Energy(
         (last_j - first_j) / calls,
         None if integral_j is None else integral_j / calls,
@@ -136,15 +136,15 @@ def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, 
 
 def moves_of(samples: Sequence[Sample], begin_s: float) -> list[tuple[float, float]]:
     """(time, joules) of each sample from `begin_s` on whose counter is not that of the sample before."""
-    pairs = pairwise(one for one in samples if one.at_s >= begin_s)
-    return [(one.at_s, one.joules) for before, one in pairs if one.joules != before.joules]
+    pairs = pairwise(sample for sample in samples if sample.at_s >= begin_s)
+    return [(sample.at_s, sample.joules) for before, sample in pairs if sample.joules != before.joules]
 
 
 def _integral(samples: Sequence[Sample]) -> float | None:
     """Joules: power over time, straight between samples."""
-    if any(one.watts is None for one in samples):
+    if any(sample.watts is None for sample in samples):
         return None
-    at_s, watts = torch.tensor([(one.at_s, one.watts) for one in samples], dtype=torch.float64).T
+    at_s, watts = torch.tensor([(sample.at_s, sample.watts) for sample in samples], dtype=torch.float64).T
     return torch.trapezoid(watts, at_s).item()
 
 
@@ -197,4 +197,4 @@ class Sampler:
 def _samples(sampler: Sampler) -> list[Sample]:
     if sampler.error is not None:
         raise EnergyError(f"a sensor failed: {sampler.error}") from sampler.error
-    return [Sample(at_s, *found) for at_s, found in list(sampler.taken)]
+    return [Sample(at_s, *values) for at_s, values in list(sampler.taken)]

@@ -68,12 +68,12 @@ def load(parent: int, root: Path = Path("/")) -> Load | None:
     with suppress(OSError, ValueError, IndexError):
         ticks, processes = os.sysconf("SC_CLK_TCK"), processes_in(root / "proc")
         family = family_of(parent, processes)
-        own = sum(processes[pid][1] for pid in family if pid in processes)
+        family_ticks = sum(processes[pid][1] for pid in family if pid in processes)
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         lines = [words for words in map(str.split, (root / "proc/stat").read_text().splitlines()) if words]
         # All but idling and waiting for a disk: user, nice, system, irq, softirq and steal.
         busy = sum(int(words[at]) for words in lines if words[0] in cores for at in (1, 2, 3, 6, 7, 8))
-        return Load(time.monotonic(), busy / ticks, own / ticks, frozenset(family))
+        return Load(time.monotonic(), busy / ticks, family_ticks / ticks, frozenset(family))
     return None
 
 
@@ -105,10 +105,10 @@ def others_now(seconds: float = 1.25 * LEAST_LOAD_S) -> float | None:
 
 def processes_in(proc: Path) -> dict[int, tuple[int, int]]:
     """By a process's number: its parent's, and the ticks that it and those that it has waited for have used."""
-    found = {}
+    processes = {}
     for folder in proc.iterdir():
         if folder.name.isdecimal():
             with suppress(OSError):  # it has ended meanwhile
                 words = (folder / "stat").read_text().rpartition(")")[2].split()  # a name may have spaces
-                found[int(folder.name)] = int(words[1]), sum(map(int, words[11:15]))
-    return found
+                processes[int(folder.name)] = int(words[1]), sum(map(int, words[11:15]))
+    return processes

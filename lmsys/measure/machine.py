@@ -7,7 +7,6 @@ import datetime
 import os
 import platform
 import statistics
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lmsys.files import git
 from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.measure.compare import release_memory
 from lmsys.measure.energy import Mark, Sampler, calls_between, repeated
@@ -84,16 +84,16 @@ def measure_ceilings(device: str, seconds: float = CEILING_S) -> dict[str, Any]:
 
 def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[float, float]:
     """(the best rate, FLOP/s; the spread of its runs), of the size and layout that a few runs found fastest."""
-    found: list[tuple[float, int, Callable[[], Any]]] = []
+    tried: list[tuple[float, int, Callable[[], Any]]] = []
     for transposed in (False, True) if device == "cpu" else (False,):
         for size in SIZES[device]:
             a = torch.randn(size, size, device=device, dtype=dtype)
             call: Callable[[], Any] = partial(torch.matmul, a, a.T if transposed else a)
             best, _ = _runs(call, device, 0.0, TRIED_RUNS)
-            found.append((2 * size**3 / best, size, call))
+            tried.append((2 * size**3 / best, size, call))
             if 8 * best > CEILING_S:  # the next size takes longer for one run
                 break
-    rate, size, call = max(found, key=itemgetter(0))
+    rate, size, call = max(tried, key=itemgetter(0))
     best, median = _runs(call, device, seconds)
     return max(rate, 2 * size**3 / best), median / best - 1
 
@@ -162,15 +162,9 @@ def commit() -> dict[str, Any]:
     if commit := os.environ.get("LMSYS_COMMIT"):
         return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
 
-    def git(*arguments: str) -> str | None:
-        try:
-            found = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
-        except OSError:
-            return None
-        return found.stdout.strip() if found.returncode == 0 else None
-
-    status = git("status", "--porcelain")
-    return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
+    folder = Path(__file__).parent
+    status = git(folder, "status", "--porcelain")
+    return {"commit": git(folder, "rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 
 
 # Dense operations that a multiprocessor ends in a cycle, by compute capability: NVIDIA's architecture white papers and
@@ -234,8 +228,8 @@ def measure_sustained(device: str, sensors: Sensors) -> dict[str, Any]:
     end_s = marks[-1][0]
     rate = calls_between(marks, end_s - WINDOW_S, end_s) / WINDOW_S * 2 * size**3
     readings = [reading for at_s, reading in sampler.taken if at_s > end_s - WINDOW_S]
-    found = {"matmul_flops_per_s": {str(dtype).removeprefix("torch."): rate}, "seconds": end_s - marks[0][0]}
-    return found | {name: value for name, value in state_of(readings).items() if value is not None}
+    facts = {"matmul_flops_per_s": {str(dtype).removeprefix("torch."): rate}, "seconds": end_s - marks[0][0]}
+    return facts | {name: value for name, value in state_of(readings).items() if value is not None}
 
 
 def has_settled(marks: list[Mark]) -> bool:

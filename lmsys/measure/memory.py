@@ -123,14 +123,14 @@ def phases(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, dic
     that a step returns is dropped; what the next step needs, it keeps itself. After a forward, live_bytes is what the
     backward needs and the output: the activations.
     """
-    found: dict[str, dict[str, int]] = {}
+    memory: dict[str, dict[str, int]] = {}
     live = 0
     if device != "cuda":
         for name, points in timeline(steps, "cpu").items():
             levels = [live, *(level for _, level in points)]
             live = levels[-1]
-            found[name] = {"peak_bytes": max(levels), "live_bytes": live}
-        return found
+            memory[name] = {"peak_bytes": max(levels), "live_bytes": live}
+        return memory
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -138,8 +138,8 @@ def phases(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, dic
         torch.cuda.reset_peak_memory_stats()
         step()
         peak, live = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()  # as the host has asked for
-        found[name] = {"peak_bytes": peak - before, "live_bytes": live - before}
-    return found
+        memory[name] = {"peak_bytes": peak - before, "live_bytes": live - before}
+    return memory
 
 
 def first_steps(
@@ -157,8 +157,8 @@ def first_steps(
         clock.synchronize(device)
         took.append(time.perf_counter() - start)
 
-    found = phases({"make": make, "first": first, "step": step}, device)
-    return took[0], found
+    memory = phases({"make": make, "first": first, "step": step}, device)
+    return took[0], memory
 
 
 def breakdown(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
@@ -200,11 +200,11 @@ def timeline(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, l
             ends.append(time.time_ns())
 
     events = allocator_events(run, device)
-    found: dict[str, list[tuple[float, int]]] = {name: [] for name in steps}
+    points: dict[str, list[tuple[float, int]]] = {name: [] for name in steps}
     for event, live in zip(events, itertools.accumulate(event.bytes for event in events), strict=True):
         index = min(bisect.bisect_left(ends, event.time_ns), len(ends) - 1)
-        found[[*steps][index]].append(((event.time_ns - events[0].time_ns) / 1e9, live))
-    return found
+        points[[*steps][index]].append(((event.time_ns - events[0].time_ns) / 1e9, live))
+    return points
 
 
 def write_snapshot(path: Path, call: Callable[[], Any], device: str) -> Path:
@@ -230,7 +230,7 @@ def allocator_events(call: Callable[[], Any], device: str, *, lines: bool = Fals
     if device == "cpu":
         with _Lines() if lines else nullcontext():
             recorded = _profiled(call)  # held until the lines are read: an event does not keep the one around it alive
-        found = [e for e in recorded if e.tag.name == "Allocation" and e.extra_fields.device.type == "cpu"]
+        allocations = [e for e in recorded if e.tag.name == "Allocation" and e.extra_fields.device.type == "cpu"]
         return [
             AllocatorEvent(
                 event.start_time_ns,
@@ -238,7 +238,7 @@ def allocator_events(call: Callable[[], Any], device: str, *, lines: bool = Fals
                 event.extra_fields.ptr,
                 *(_marked_source(event) if lines else ()),
             )
-            for event in sorted(found, key=lambda event: event.start_time_ns)
+            for event in sorted(allocations, key=lambda event: event.start_time_ns)
         ]
     trace = _history(call, "alloc" if lines else None)["device_traces"][torch.cuda.current_device()]
     sign = {"alloc": 1, "free_requested": -1}  # from then on memory_allocated() does not count it
@@ -288,11 +288,11 @@ def _profiled(call: Callable[[], Any]) -> list[Any]:
         result = call()
     del result
     waiting = list(recorded.kineto_results.experimental_event_tree())
-    found = []
+    events = []
     while waiting:
-        found.append(waiting.pop())
-        waiting.extend(found[-1].children)
-    return found
+        events.append(waiting.pop())
+        waiting.extend(events[-1].children)
+    return events
 
 
 class _Lines(torch.utils._python_dispatch.TorchDispatchMode):

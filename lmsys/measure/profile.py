@@ -232,7 +232,7 @@ def read_trace(events: Iterable[dict[str, Any]], device: str, steps: int) -> tup
     total: dict[str, float] = defaultdict(float)
     for item in work:
         total[item.name] += item.duration_s
-    count, longest = Counter(item.name for item in work), sorted(total.items(), key=lambda one: -one[1])
+    count, longest = Counter(item.name for item in work), sorted(total.items(), key=lambda kernel: -kernel[1])
     kernels = [Kernel(name, kind_of(name), s / steps, count[name] / steps) for name, s in longest]
     return kernels, _parts(by_category, work, steps)
 
@@ -240,15 +240,15 @@ def read_trace(events: Iterable[dict[str, Any]], device: str, steps: int) -> tup
 def _self_times(operators: list[dict[str, Any]]) -> list[_Work]:
     """Each operator's time without those that it called."""
     ordered = sorted(operators, key=lambda op: (op["tid"], op["ts"], -op["dur"]))
-    own = [op["dur"] for op in ordered]
+    self_us = [op["dur"] for op in ordered]
     open_: list[int] = []
     for index, op in enumerate(ordered):
         while open_ and (ordered[open_[-1]]["tid"] != op["tid"] or ordered[open_[-1]]["end"] <= op["ts"]):
             open_.pop()
         if open_:
-            own[open_[-1]] -= op["dur"]
+            self_us[open_[-1]] -= op["dur"]
         open_.append(index)
-    return [_Work(op["name"], max(us, 0) / 1e6, (op["tid"], op["ts"])) for op, us in zip(ordered, own, strict=True)]
+    return [_Work(op["name"], max(us, 0) / 1e6, (op["tid"], op["ts"])) for op, us in zip(ordered, self_us, strict=True)]
 
 
 def _parts(events: dict[str, list[dict[str, Any]]], work: list[_Work], steps: int) -> list[Part]:
@@ -275,8 +275,8 @@ def _parts(events: dict[str, list[dict[str, Any]]], work: list[_Work], steps: in
         for name in names:
             total[name] += item.duration_s
             kinds[name][kind_of(item.name)] += item.duration_s / steps
-    found = [Part(n, total[n] / steps, backward[n] / steps, count[n] / steps, dict(kinds[n])) for n in count]
-    return sorted(found, key=lambda part: -(part.total_s + part.backward_s))
+    parts = [Part(n, total[n] / steps, backward[n] / steps, count[n] / steps, dict(kinds[n])) for n in count]
+    return sorted(parts, key=lambda part: -(part.total_s + part.backward_s))
 
 
 def _enclosing(spans: list[tuple[Any, float, float, Any]], points: list[tuple[Any, float]]) -> list[set[Any]]:
@@ -284,14 +284,14 @@ def _enclosing(spans: list[tuple[Any, float, float, Any]], points: list[tuple[An
     marks = [(time, 1, index, thread, None) for index, (thread, time) in enumerate(points)]
     for thread, start, end, label in spans:
         marks += [(start, 0, 0, thread, label), (end, 2, 0, thread, label)]
-    found: list[set[Any]] = [set() for _ in points]
+    labels: list[set[Any]] = [set() for _ in points]
     open_: dict[Any, list[Any]] = defaultdict(list)
     for _, order, index, thread, label in sorted(marks, key=lambda mark: mark[:2]):
         if order == 1:
-            found[index] = set(open_[thread])
+            labels[index] = set(open_[thread])
         else:
             (open_[thread].append if order == 0 else open_[thread].remove)(label)
-    return found
+    return labels
 
 
 @dataclass(frozen=True)
@@ -384,20 +384,20 @@ def read_overlap(events: list[dict[str, Any]], device: str, steps: int) -> Commu
 
 def merged(intervals: Intervals, gap: float = 0.0) -> Intervals:
     """Their union, in order; those less than `gap` apart are one."""
-    found: Intervals = []
+    union: Intervals = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1] + gap:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if union and start <= union[-1][1] + gap:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            union.append((start, end))
+    return union
 
 
 def _timeline(sending: Intervals, computing: Intervals, steps: int) -> list[tuple[str, float, float]]:
     """The last of the steps, coarse enough to travel with a result."""
     if not computing:
         return []
-    begin, end = computing[0][0], max(one[-1][1] for one in (sending, computing) if one)
+    begin, end = computing[0][0], max(spans[-1][1] for spans in (sending, computing) if spans)
     middle, gap = begin + (end - begin) * (steps - 1) / steps, (end - begin) / 2000
     rows = []
     for what, intervals in (("communication", sending), ("computation", computing)):
@@ -423,8 +423,8 @@ def call_in_ranges(name: str, step: Step, device: str) -> None:
         torch.cuda.nvtx.range_push(name)
         try:
             with torch.autograd.set_multithreading_enabled(False):
-                found = step.run(prepared)
+                result = step.run(prepared)
             clock.synchronize(device)
         finally:
             torch.cuda.nvtx.range_pop()
-        step.keep(found, None)
+        step.keep(result, None)

@@ -27,16 +27,16 @@ def repeated(call: Callable[[], Outputs], seconds: float = 0.0) -> tuple[dict[st
     return first, calls, differ
 
 
-def apart(found: Outputs, expected: Outputs) -> dict[str, float]:
+def apart(outputs: Outputs, expected: Outputs) -> dict[str, float]:
     """The largest difference of each expected tensor whose bits are not those found, among its finite elements."""
-    return {name: _distance(found[name], x) for name, x in expected.items() if not _same(found[name], x)}
+    return {name: _distance(outputs[name], x) for name, x in expected.items() if not _same(outputs[name], x)}
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    bits = BITS[one.element_size()]
-    return torch.equal(one.detach().view(bits), other.view(bits))  # NaN is itself, and -0.0 is not 0.0
+def _same(x: Tensor, y: Tensor) -> bool:
+    bits = BITS[x.element_size()]
+    return torch.equal(x.detach().view(bits), y.view(bits))  # NaN is itself, and -0.0 is not 0.0
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
-    parts = zip(*(x.detach().reshape(-1).split(AT_ONCE) for x in (one, other)), strict=True)
+def _distance(first: Tensor, second: Tensor) -> float:
+    parts = zip(*(x.detach().reshape(-1).split(AT_ONCE) for x in (first, second)), strict=True)
     return max((x.double() - y.double()).abs().nan_to_num(0.0, posinf=0.0).max().item() for x, y in parts)

@@ -94,14 +94,14 @@ class Gpu(Sensors):
         return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
 
     def processes(self) -> list[int] | None:
-        found = self._ask("nvmlDeviceGetComputeRunningProcesses")
-        return None if found is None else [int(one.pid) for one in found]
+        processes = self._ask("nvmlDeviceGetComputeRunningProcesses")
+        return None if processes is None else [int(process.pid) for process in processes]
 
     def settings(self) -> dict[str, Any]:
         nvml, on = self._nvml, {None: None, 0: "off", 1: "on"}
         now, _ = self._ask("nvmlDeviceGetEccMode") or (None, None)
         mig, _ = self._ask("nvmlDeviceGetMigMode") or (None, None)
-        found = {
+        settings = {
             "ecc": on.get(now),
             "mig": on.get(mig),
             "persistence": on.get(self._ask("nvmlDeviceGetPersistenceMode")),
@@ -110,12 +110,12 @@ class Gpu(Sensors):
             "max_sm_mhz": _scaled(1.0, self._ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM)),
             "max_memory_mhz": _scaled(1.0, self._ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM)),
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in settings.items() if value is not None}
 
     def _instant(self) -> int | None:
         """Milliwatts of now: the other sensor tells, on most GPUs, the mean of a second."""
-        found = self._ask("nvmlDeviceGetFieldValues", [self._nvml.NVML_FI_DEV_POWER_INSTANT])
-        return int(found[0].value.uiVal) if found and found[0].nvmlReturn == self._nvml.NVML_SUCCESS else None
+        fields = self._ask("nvmlDeviceGetFieldValues", [self._nvml.NVML_FI_DEV_POWER_INSTANT])
+        return int(fields[0].value.uiVal) if fields and fields[0].nvmlReturn == self._nvml.NVML_SUCCESS else None
 
     def _ask(self, name: str, *args: Any) -> Any:
         """NVML's answer; None where this GPU, its driver or a part of a GPU has none."""
@@ -140,8 +140,11 @@ class Cpu(Sensors):
             else f"this machine shows no counters of a CPU's energy (RAPL) in {packages}: most virtual machines do not"
         )
         try:
-            self._counters = {one: (_whole(one / "energy_uj"), _whole(one / "max_energy_range_uj")) for one in counters}
-            self.limit_w = sum(_whole(one / "constraint_0_power_limit_uw") for one in counters) / 1e6 or None
+            self._counters = {
+                counter: (_whole(counter / "energy_uj"), _whole(counter / "max_energy_range_uj"))
+                for counter in counters
+            }
+            self.limit_w = sum(_whole(counter / "constraint_0_power_limit_uw") for counter in counters) / 1e6 or None
         except OSError as error:
             self.why_no_joules = (
                 f"the counter of this CPU's energy cannot be read: {error}; most systems let root alone read it"
@@ -153,10 +156,10 @@ class Cpu(Sensors):
         return Reading()
 
     def joules(self) -> float:
-        for one, (last, limit) in self._counters.items():
-            now = _whole(one / "energy_uj")
+        for counter, (last, limit) in self._counters.items():
+            now = _whole(counter / "energy_uj")
             self._used_uj += (now - last) % (limit + 1)
-            self._counters[one] = now, limit
+            self._counters[counter] = now, limit
         return self._used_uj / 1e6
 
     def settings(self) -> dict[str, Any]:
@@ -174,8 +177,8 @@ def sensors_of(device: str) -> Sensors:
     if device != "cuda":
         return Cpu()
     uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    if found := nvml(lambda nvml: Gpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))):
-        return found
+    if gpu := nvml(lambda nvml: Gpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))):
+        return gpu
     nothing = Sensors()
     nothing.why_no_joules = "nvidia-ml-py reads the GPU's energy and cannot here: python -m pip install nvidia-ml-py"
     return nothing
@@ -248,23 +251,23 @@ class Conditions:
 
         In a container their numbers may be of another count than ours: then all but as many as we are must be others'.
         """
-        found = self._sensors.processes()
-        if found is None:
+        processes = self._sensors.processes()
+        if processes is None:
             return None
         load = host.load(self._parent)
         family = load.family if load else {self._parent, os.getpid()}
-        return len({*found} - family) if os.getpid() in found else max(0, len(found) - len(family))
+        return len({*processes} - family) if os.getpid() in processes else max(0, len(processes) - len(family))
 
 
 def state_of(readings: Sequence[Reading]) -> dict[str, Any]:
     """The fields of a record that readings alone tell: median clocks and power, the highest temperature, and why a
     clock was not higher."""
     return {
-        "sm_clock_mhz": _median(one.sm_clock_mhz for one in readings),
-        "memory_clock_mhz": _median(one.memory_clock_mhz for one in readings),
-        "cpu_clock_mhz": _median(one.cpu_clock_mhz for one in readings),
-        "temperature_c": max(_known(one.temperature_c for one in readings), default=None),
-        "power_w": _median(one.power_w for one in readings),
+        "sm_clock_mhz": _median(reading.sm_clock_mhz for reading in readings),
+        "memory_clock_mhz": _median(reading.memory_clock_mhz for reading in readings),
+        "cpu_clock_mhz": _median(reading.cpu_clock_mhz for reading in readings),
+        "temperature_c": max(_known(reading.temperature_c for reading in readings), default=None),
+        "power_w": _median(reading.power_w for reading in readings),
         "clock_reasons": told(_reasons(readings) - {0x1}) or None,
     }
 
@@ -289,7 +292,7 @@ def told(reasons: Iterable[int]) -> str:
 
 
 def _reasons(readings: Iterable[Reading]) -> set[int]:
-    return {1 << place for one in readings for place in range(64) if one.reasons >> place & 1}
+    return {1 << place for reading in readings for place in range(64) if reading.reasons >> place & 1}
 
 
 def _known(values: Iterable[Number | None]) -> list[Number]:

@@ -70,15 +70,15 @@ class Turns:
         """Returns what holds for both in this round: ours where we lead it or are alone, else theirs."""
         return ours if self.leads(index) or not self.together else self._heard
 
-    def after(self, index: int, told: Any) -> None:
+    def after(self, index: int, word: Any) -> None:
         """Behind our part of a round. Whoever was second in it and leads the next keeps the baton."""
         if self.leads(index) or not self.leads(index + 1):
-            self._pass_on(told)
+            self._pass_on(word)
 
-    def _pass_on(self, told: Any) -> Any:
+    def _pass_on(self, word: Any) -> Any:
         """The baton and a word with it; what the other tells when it passes it back, None when it has left."""
         if self.together:
-            self._send(told)
+            self._send(word)
             self._wait()
         return self._heard
 
@@ -88,8 +88,8 @@ class Turns:
         if was_together:
             self._wait()  # the other has the baton until it leaves, too
 
-    def _send(self, told: Any) -> None:
-        self._line.send_bytes(json.dumps(told).encode())
+    def _send(self, word: Any) -> None:
+        self._line.send_bytes(json.dumps(word).encode())
 
     def _wait(self) -> None:
         self._rest()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from textwrap import wrap
 
-from lmsys.bench.fields import Field, Record
+from lmsys.bench.fields import ERROR, Field, Record
 from lmsys.bench.verdict import ratio_of, time_of, undisturbed
 from lmsys.reports.cells import CEILINGS, shown
 from lmsys.reports.load import by_name, machines_of
@@ -22,11 +22,13 @@ from lmsys.reports.words import MEANINGS, number, unit_of
 MOST = 20  # lines of a benchmark
 NARROW = 18  # characters that a setting keeps in a narrow terminal
 SHARES = {"mfu": "MFU %"} | {name: f"{ceiling.removeprefix('large ')} %" for name, ceiling in CEILINGS.items()}
+HEADS = SHARES | {ERROR.name: "error"}
 SIZES = int, float
 ABOUT = (
     "The fastest row comes first; of many sizes the largest is shown that was not disturbed, if any (pytest -v shows "
     "all). Speed is over the fastest other row, of somebody else's if any took turns, by rounds; level: by medians the "
-    "other is the faster one. disturbed: the machine was busy or slowed."
+    "other is the faster one. error: over what is allowed, at most 1 where right. disturbed: the machine was busy or "
+    "slowed."
 )
 
 
@@ -64,10 +66,11 @@ def _table(view: View, width: int, every: bool) -> Iterator[str]:
     telling = [name for name in axes if len({own.cases[0][name] for own in parts}) > 1]
     rates = [name for name, one in view.fields.items() if one.unit.endswith("/s") and view.has(name)]
     figures = ["time_s", *rates[:1], *[name for name in SHARES if view.has(name)][:1]]
+    figures += [ERROR.name] if every and view.has(ERROR.name) else []
     most = len(view.cases) if every else max(1, MOST // len(parts))
     groups = [(_words(own, own.cases[0], telling), [*_lines(own, figures, most)]) for own in parts]
     yield f"{view.benchmark.replace('_', ' ')}: {sum(len(one) for _, one in groups)} of {len(view.cases)} that ran"
-    heads = ["row", *(SHARES.get(name) or unit_of(view.fields[name])[0] for name in figures), "speed", ""]
+    heads = ["row", *(HEADS.get(name) or unit_of(view.fields[name])[0] for name in figures), "speed", ""]
     yield from _aligned([("", [heads]), *groups], width)
     yield ""
 

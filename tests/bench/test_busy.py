@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lmsys.bench import Settings
+from lmsys.bench import Settings, Sweep
 from lmsys.bench.isolation import POLL_S, QUIET_S, Isolated
 from lmsys.bench.plugin import _ease_waiting
 from lmsys.bench.results import Session, time_left
@@ -59,6 +59,7 @@ def test_the_share_of_others_is_of_the_time_that_was_looked_at(monkeypatch: pyte
 
 
 SECONDS = st.lists(st.floats(1e-2, 1e3), min_size=1, max_size=12)
+NOISE = st.floats(1 / 1.2, 1.2)  # of a group on another machine, beside the pace of all
 LEFT = re.compile(r", about (\d+) (min|s) left")
 
 
@@ -68,31 +69,59 @@ def told_s(text: str) -> float:
     return float(found[1]) * (60 if found[2] == "min" else 1)
 
 
-@given(done=SECONDS, to_do=SECONDS, pace=st.floats(0.1, 30.0), cases=st.integers(1, 40))
-def test_on_a_steady_machine_what_is_left_is_right(
-    done: list[float], to_do: list[float], pace: float, cases: int
+def assert_told(done: list[float], to_do: list[float], usual: list[float], cases: int = 1) -> None:
+    """What is left once a tenth has run is told within a factor of 1.5, by seconds of all groups, usual and true."""
+    assume(sum(done) >= 0.1 * (sum(done) + sum(to_do)) and sum(to_do) >= 2)
+    took = {str(at): seconds for at, seconds in enumerate(done)}
+    count = {str(at): cases for at in range(len(done) + len(to_do))}
+    text = time_left(took, count, {str(at): seconds for at, seconds in enumerate(usual)})
+    assert 1 / 1.5 < told_s(text) / sum(to_do) < 1.5
+
+
+@given(done=SECONDS, to_do=SECONDS, pace=st.floats(0.1, 30.0), cases=st.integers(1, 40), noises=st.data())
+def test_what_is_left_is_right_on_a_machine_of_any_pace(
+    done: list[float], to_do: list[float], pace: float, cases: int, noises: st.DataObject
 ) -> None:
-    """Where groups have run before here, at whatever pace, and a tenth of the work is done: within a factor of 1.5."""
-    assume(sum(done) >= 0.1 * (sum(done) + sum(to_do)) and pace * sum(to_do) >= 2)
-    usual = {str(at): seconds for at, seconds in enumerate([*done, *to_do])}
-    names = [*usual]
-    took = {name: (pace * usual[name], cases) for name in names[: len(done)]}
-    text = time_left(took, dict.fromkeys(names[len(done) :], cases), usual)
-    assert 1 / 1.5 < told_s(text) / (pace * sum(to_do)) < 1.5
+    """By seconds of the same groups elsewhere, or here on another day."""
+    noise = noises.draw(st.lists(NOISE, min_size=len(done) + len(to_do), max_size=len(done) + len(to_do)))
+    true_s = [pace * factor * seconds for factor, seconds in zip(noise, [*done, *to_do], strict=True)]
+    assert_told(true_s[: len(done)], true_s[len(done) :], [*done, *to_do], cases)
+
+
+@given(done=SECONDS, to_do=SECONDS, pace=st.floats(0.1, 30.0), odd=st.floats(0.01, 100.0))
+def test_a_group_that_compiled_elsewhere_and_not_here_does_not_tell_the_rest(
+    done: list[float], to_do: list[float], pace: float, odd: float
+) -> None:
+    """Nor the other way round, once two others have run."""
+    assume(len(done) >= 3)
+    true_s = [pace * seconds for seconds in [*done, *to_do]]
+    assert_told([true_s[0] * odd, *true_s[1 : len(done)]], true_s[len(done) :], [*done, *to_do])
 
 
 @given(cases=st.lists(st.integers(1, 40), min_size=2, max_size=12), case_s=st.floats(0.1, 100.0))
 def test_without_an_earlier_run_the_rest_is_what_its_cases_have_cost(cases: list[int], case_s: float) -> None:
-    first, *rest = cases
-    assume(case_s * sum(rest) >= 2)
-    text = time_left({"0": (first * case_s, first)}, {str(1 + at): one for at, one in enumerate(rest)}, {}, " in doubt")
+    assume(case_s * sum(cases[1:]) >= 2)
+    text = time_left({"0": cases[0] * case_s}, {str(at): one for at, one in enumerate(cases)}, {}, " in doubt")
     text, said, _ = text.partition(" in doubt")
-    assert said and 1 / 1.5 < told_s(text) / (case_s * sum(rest)) < 1.5
+    assert said and 1 / 1.5 < told_s(text) / (case_s * sum(cases[1:])) < 1.5
+
+
+def test_a_group_that_never_ran_costs_what_cases_have_cost() -> None:
+    """Beside others that are known: here twice as slow, and 3 s a case."""
+    told = time_left({"a": 6.0}, {"a": 2, "b": 5, "new": 4}, {"a": 3.0, "b": 10.0}, " in doubt")
+    assert told == f", about {2 * 10 + 4 * 3} s left in doubt"
 
 
 def test_before_anything_is_known_nothing_is_told() -> None:
     assert time_left({}, {"a": 1}, {}) == "" and time_left({}, {"a": 1, "b": 1}, {"a": 1.0}) == ""
     assert time_left({}, {"a": 1, "b": 1}, {"a": 1.0, "b": 9.0}) == ", about 10 s left"
+
+
+def test_the_end_is_told_in_seconds() -> None:
+    lefts = {s: time_left({}, {"a": 1}, {"a": s}) for s in (90.0, 119.0, 149.0, 151.0, 400.0)}
+    assert [text.split()[2:4] for text in lefts.values()] == [
+        ["90", "s"], ["119", "s"], ["149", "s"], ["3", "min"], ["7", "min"]
+    ]  # fmt: skip
 
 
 class Slow:
@@ -117,9 +146,9 @@ def test_the_next_run_knows_what_groups_take(tmp_path: Any, monkeypatch: pytest.
     monkeypatch.setenv("LMSYS_CACHE_DIR", str(tmp_path / "not" / "there"))
     monkeypatch.setattr("lmsys.bench.results.time", SimpleNamespace(monotonic=clock))
 
-    def lines(pace: float) -> list[str]:
+    def lines(pace: float, took_s: dict[str, float] | None = None) -> list[str]:
         said: list[str] = []
-        session = Session(Settings(device="cpu"), say=said.append)
+        session = Session(Settings(device="cpu"), Sweep(took_s=took_s or {}), say=said.append)
         session.__dict__["runner"] = Slow(clock, {"a": 1.0 * pace, "b": 100.0 * pace})
         session.benchmarks["attention"] = None  # type: ignore[assignment]
         session._groups |= {("attention", name): [name] * 2 for name in "ab"}
@@ -129,10 +158,15 @@ def test_the_next_run_knows_what_groups_take(tmp_path: Any, monkeypatch: pytest.
         return [line.partition(" attention")[0].partition(":")[0] for line in said]
 
     assert lines(1.0) == ["[1/2] a", "[2/2, about 1 s left if the rest costs as much a case] b"]
-    assert lines(3.0) == ["[1/2, about 2 min left] a", "[2/2, about 5 min left] b"]
+    assert lines(3.0) == ["[1/2, about 101 s left] a", "[2/2, about 5 min left] b"]
     (kept,) = (tmp_path / "not" / "there").iterdir()
     kept.write_text('{"attention a": "soon"}')  # as nobody wrote it
     assert lines(1.0)[0] == "[1/2] a"
+    kept.unlink()
+    elsewhere = {"attention a": 0.25, "attention b": 30.0}
+    assert lines(4.0, elsewhere) == ["[1/2] a", "[2/2, about 8 min left] b"]  # by the sweep's, 16 times as slow
+    kept.write_text('{"attention a": 0.5}')  # here, on another day
+    assert lines(4.0, elsewhere) == ["[1/2, about 60 s left] a", "[2/2, about 8 min left] b"]
 
 
 @pytest.fixture

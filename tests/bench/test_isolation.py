@@ -127,12 +127,12 @@ def test_an_interrupt_that_comes_with_the_answer_costs_nothing_later(monkeypatch
         return found
 
     with isolated(monkeypatch, 1) as runner:
-        assert runner.facts()["device"] == "cpu"
+        assert runner.ask("facts")["device"] == "cpu"
         monkeypatch.setattr("lmsys.bench.isolation.answered", answered)
         with pytest.raises(KeyboardInterrupt):
-            runner.facts()
+            runner.ask("facts")
         time.sleep(0.2)
-        assert runner.facts()["device"] == "cpu"
+        assert runner.ask("facts")["device"] == "cpu"
 
 
 @pytest.mark.parametrize(("more", "outcome"), some([(1, "oom"), (0, "error")], 2))
@@ -362,14 +362,14 @@ def test_an_answer_that_nobody_read_to_its_end_is_not_that_of_the_next_question(
         assert runner.machine == runner.machine and runner._worker is not None
         pid = runner._worker.pid
         unread.close()  # late: another worker has taken the place of the one that it read from
-        assert runner.facts() and runner._worker.pid == pid
+        assert runner.ask("facts") and runner._worker.pid == pid
     finally:
         runner.close()
 
 
 def test_an_interrupt_behind_a_question_leaves_no_answer_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, send = Isolated(Settings(seconds_per_row=0.01)), processes.Worker.send
-    runner.facts()  # a worker is there
+    runner.ask("facts")  # a worker is there
 
     def interrupted(*arguments: Any) -> None:
         send(*arguments)
@@ -379,7 +379,7 @@ def test_an_interrupt_behind_a_question_leaves_no_answer_to_the_next(monkeypatch
     try:
         monkeypatch.setattr(processes.Worker, "send", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            runner.facts()
+            runner.ask("facts")
         assert "clock_share" in runner.ready()
     finally:
         runner.close()

@@ -188,7 +188,7 @@ class Leaves(Repeated):
         super().__init__()
         self.fault, self.machine = fault, facts()
 
-    def rate_again(self, found: object) -> Never:
+    def ask(self, name: str, *args: object) -> Never:
         raise self.fault
 
 
@@ -213,8 +213,8 @@ class Rates:
 
     machine = facts()
 
-    def rate_again(self, found: list[tuple[object, object, dict[str, object]]]) -> tuple[list[str], list[object]]:
-        return [], [one | {"matmul_ceiling_fraction": 0.5} for _, _, one in found]
+    def ask(self, name: str, found: list[tuple[object, object, dict[str, object]]]) -> tuple[object, list[object]]:
+        return {"ceilings_moved": []}, [one | {"matmul_ceiling_fraction": 0.5} for _, _, one in found]
 
 
 def test_what_is_carried_over_is_rated_by_the_ceilings_of_the_new_file() -> None:

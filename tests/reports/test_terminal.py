@@ -131,6 +131,16 @@ def test_a_speed_is_over_the_best_peer_and_a_wrong_row_says_why() -> None:
     assert table[3].endswith("wrong result: o is 3 times the allowed error")
 
 
+def test_the_full_table_has_error_ratios() -> None:
+    records = [record("attention", name, 1e-3 * at, error_ratio=0.1 * at) for at, name in enumerate(ROWS, 1)]
+    found = told(records)
+    (table,) = tables(found)
+    assert found[1].split() == ["row", "ms", "TFLOP/s", "error", "speed"]
+    assert [line.split()[3] for line in table] == [number(one["error_ratio"]) for one in records]
+    with mock.patch("lmsys.reports.terminal.MOST", 2):
+        assert "error" not in told(records)[1]
+
+
 def test_of_many_sizes_the_largest_that_was_not_disturbed_is_shown() -> None:
     drawn = {("fwd", 2**size, row): (1e-5 * 2**size, size > 12) for size in range(5, 15) for row in ROWS}
     records = records_of(drawn)

@@ -85,6 +85,12 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
     return rest[place + 1], rest[place + 2 :]
 
 
+def without(words: list[str], *options: str) -> list[str]:
+    """Without these options and their values."""
+    kept = iter(word for word in words if not word.startswith(tuple(f"{option}=" for option in options)))
+    return [word for word in kept if word not in options or not next(kept)]
+
+
 def waits_for_a_gpu(words: list[str]) -> bool:
     """It selects a section that only the sweep of GPUs has."""
     sweep = SWEEPS[words[words.index("--sweep") + 1] if "--sweep" in words else "default"]

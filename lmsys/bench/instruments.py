@@ -1,0 +1,130 @@
+"""The instruments of a run, made on first use: clocks, sensors, the machine and its limits, the guard, ranks."""
+
+import json
+import os
+from collections.abc import Callable
+from functools import cached_property
+
+from lmsys.bench.benchmark import Benchmark, Case, Settings
+from lmsys.bench.fields import COMMON, Record, declared
+from lmsys.bench.guard import Guard
+from lmsys.bench.ranks import Ranks
+from lmsys.bench.record import seal
+from lmsys.bench.watch import Heartbeat
+from lmsys.measure import machine
+from lmsys.measure.clock import Clock, CpuClock, clock_of
+from lmsys.measure.machine import Limits, limits_of
+from lmsys.measure.memory import cap_gpu_memory, cap_host_memory
+from lmsys.measure.sensors import Conditions, Sensors, sensors_of
+from lmsys.measure.turns import ALONE, Turns
+
+RANKS_SHARE = 0.7  # of a deadline: ranks that hang end first, and say which
+
+
+class Instruments:
+    """ValueError for a memory limit that is more than the GPU has.
+
+    say        tells the user what is going on
+    heartbeat  of a worker whose parent watches
+    turns      with the worker that measures the same rows as they were
+    """
+
+    def __init__(
+        self, settings: Settings, say: Callable[[str], None] = lambda _: None, heartbeat: Heartbeat | None = None
+    ):
+        self.settings, self.say = settings, say
+        self.heartbeat, self.is_watched = heartbeat or Heartbeat(), heartbeat is not None
+        self.parent = os.getppid() if self.is_watched else os.getpid()  # of all processes of this run
+        self.turns: Turns = ALONE
+        self.kernels: dict[str, dict[str, str]] = {}  # by a row's target: names and hashes of what it has loaded
+        if self.settings.memory_limit_bytes is not None and self.settings.device == "cuda":
+            cap_gpu_memory(self.settings.memory_limit_bytes)
+
+    def ready(self) -> Record:
+        """Makes what is made once, before a row runs: nothing may differ for the first of them. The machine."""
+        if "guard" in vars(self):
+            return self.machine
+        if "machine" not in vars(self) and self.settings.timed:
+            self.say("measuring what this machine reaches")
+            if self.settings.energy and (why := self.sensors.why_no_joules):
+                self.say(f"--energy: no energy is measured: {why}")
+        _ = self.guard, self.machine, self.clocks, self.sensors
+        if self.settings.device == "cpu":
+            cap_host_memory()
+        return self.machine
+
+    @cached_property
+    def machine(self) -> Record:
+        settings = self.settings
+        facts = machine.describe(settings.device, command=settings.command, seed=settings.seed, sweep=settings.sweep)
+        facts["limits"] = vars(self.limits) if self.limits else None
+        clock = self.clocks["device"]
+        facts["clock_share"] = {"seconds": clock.share_s, "measured_by": clock.share_by}
+        if settings.timed:
+            facts["ceilings"] = self.ceilings()
+        if settings.timed and settings.sustained:
+            self.say("measuring what it sustains")
+            facts["sustained"] = machine.measure_sustained(settings.device, self.sensors)
+        return facts
+
+    def ceilings(self) -> Record:
+        """Each for as long as two rows, so that a quick look is quick."""
+        return machine.measure_ceilings(self.settings.device, 2 * self.settings.seconds_per_row)
+
+    def rated(self, benchmark: Benchmark, case: Case, record: Record) -> Record:
+        """The record with its rates as shares of what the machine reaches by now, sealed."""
+        record = _completed(record | benchmark.metrics(case, record, self.machine), benchmark)
+        record = json.loads(json.dumps(record))  # as a reader gets it
+        return record | {"seal": seal(record)}
+
+    @cached_property
+    def limits(self) -> Limits | None:
+        return limits_of(self.settings.device, self.sensors.settings().get("max_sm_mhz"))
+
+    @cached_property
+    def clocks(self) -> dict[str, Clock]:
+        """By kind, as a benchmark's `clock` names it."""
+        device = self.settings.device
+        return {"device": clock_of(device), "loop": clock_of(device, ahead=False), "host": CpuClock()}
+
+    @cached_property
+    def sensors(self) -> Sensors:
+        return sensors_of(self.settings.device)
+
+    def conditions(self) -> Conditions:
+        """The conditions on the device from now on, which the clocks know, too."""
+        now = Conditions(self.settings.device, self.sensors, self.parent)
+        for clock in self.clocks.values():
+            clock.others = now.strangers
+        return now
+
+    @cached_property
+    def guard(self) -> Guard:
+        """Remembers the judges as they are before the first row's file is imported."""
+        return Guard()
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """Processes for what several do together."""
+        seconds = self.settings.deadline_s
+        return Ranks(
+            self.settings.memory_limit_bytes,
+            RANKS_SHARE * seconds,
+            lambda: self.heartbeat.renew(seconds),
+            self.parent,
+        )
+
+    def close(self) -> None:
+        if "ranks" in self.__dict__:
+            self.ranks.close()
+
+
+def _completed(record: Record, benchmark: Benchmark) -> Record:
+    """Adds the fields that are functions of others. ValueError for a field that nobody has declared."""
+    known = declared(COMMON, benchmark.fields)
+    for field in known.values():
+        if field.of is not None:
+            record[field.name] = field.value(record)
+    if undeclared := sorted(record.keys() - known.keys()):
+        raise ValueError(f"benchmark {benchmark.name!r}: the fields {undeclared} of its records are declared nowhere")
+    return record
