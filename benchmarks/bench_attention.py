@@ -194,8 +194,8 @@ class Attention(Benchmark):
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
         """float32 first, once: there an error of 1 % shows. A row that cannot run it, or not in this memory, is held
-        to the stricter root-mean-square rule in its own dtype. Small cases also with a scale of their own, and all rows
-        in small cases of extreme inputs, and of inputs that lie in memory in other ways."""
+        to the stricter root-mean-square rule in its own dtype. Then all rows in small cases of extreme scores, and rows
+        from files in all small cases."""
         seed = runner.settings.seed
         if setup.inputs.seed == seed:  # as they were drawn
             setup.inputs.redraw_(seed + 1)

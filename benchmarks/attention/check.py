@@ -50,16 +50,18 @@ def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern:
 def check_small(candidates: Sequence[Candidate]) -> None:
     """Fails each candidate that is wrong in what `lmsys check` asks a kernel in small cases, and names its mistake.
 
-    They have several tiles, odd lengths, Q != K, grouped heads, a scale, other memory, inputs which a normal draw has
-    not. A row is asked once of each dtype, head dimension and direction, but not where it would compile for it, nor
-    where it is interpreted: that takes seconds, and no figure rests on it. An exception refuses a case. Patterns have
-    extremes in their timed calls alone.
+    They have several tiles, odd lengths, Q != K, grouped heads, a scale, other memory, and extreme scores. Of these the
+    last alone are asked of rows of the table, whose kernels compile for minutes: `lmsys check --all` asks the others. A
+    row is asked once of each dtype, head dimension and direction, but not where it would compile for it, nor where it
+    is interpreted: no figure rests on it. An exception refuses a case. Patterns have extremes in their timed calls
+    alone.
     """
     judged = [one for one in candidates if one.outcome in ("ok", "wrong") and not one.case.asked.options]
     for candidate in [one for one in judged if not (one.interpreted or one.entry.trait("compiles"))]:
         asked = candidate.case.asked
         dtypes = tuple(dict.fromkeys(("float32", asked.dtype)))
-        options = question.Options(asked.head_dim, asked.grad, dtypes, uses=False)
+        of_table = ".py:" not in candidate.entry.target
+        options = question.Options(asked.head_dim, asked.grad, dtypes, uses=False, extremes=of_table)
         answer, failure = candidate.watched(_answer, candidate.entry, options)
         candidate.notes["quick_check"] = str(answer or failure)
         if candidate.outcome == "wrong" and answer and answer.fault:

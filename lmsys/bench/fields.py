@@ -293,7 +293,7 @@ COMMON = (
     Field(
         "quick_check",
         role="detail",
-        about="What the small cases of lmsys check say of the row; without it they were not asked",
+        about="What the small cases of lmsys check say of the row, extreme ones of a row of the table; none: not asked",
     ),
     Field("alone", role="detail", about="Whether it was timed by itself, not in turns with its comparison"),
     *details("same_bits", "proof", "seal"),

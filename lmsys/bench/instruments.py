@@ -35,6 +35,7 @@ class Instruments:
     ):
         self.settings, self.say = settings, say
         self.heartbeat, self.is_watched = heartbeat or Heartbeat(), heartbeat is not None
+        self.parent = os.getppid() if self.is_watched else os.getpid()  # of all processes of this run
         self.turns: Turns = ALONE
         self.kernels: dict[str, dict[str, str]] = {}  # by a row's target: names and hashes of what it has loaded
         if self.settings.memory_limit_bytes is not None and self.settings.device == "cuda":
@@ -100,8 +101,11 @@ class Instruments:
         return sensors_of(self.settings.device)
 
     def conditions(self) -> Conditions:
-        """The conditions on the device from now on; this run's own processes are no strangers there."""
-        return Conditions(self.settings.device, self.sensors, os.getppid() if self.is_watched else os.getpid())
+        """The conditions on the device from now on, which the clocks know, too."""
+        now = Conditions(self.settings.device, self.sensors, self.parent)
+        for clock in self.clocks.values():
+            clock.others = now.strangers
+        return now
 
     @cached_property
     def guard(self) -> Guard:
@@ -112,7 +116,12 @@ class Instruments:
     def ranks(self) -> Ranks:
         """Processes for what several do together."""
         seconds = self.settings.deadline_s
-        return Ranks(self.settings.memory_limit_bytes, RANKS_SHARE * seconds, lambda: self.heartbeat.renew(seconds))
+        return Ranks(
+            self.settings.memory_limit_bytes,
+            RANKS_SHARE * seconds,
+            lambda: self.heartbeat.renew(seconds),
+            self.parent,
+        )
 
     def close(self) -> None:
         if "ranks" in self.__dict__:

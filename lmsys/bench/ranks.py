@@ -1,6 +1,7 @@
 """The ranks of a run: started when first needed, again when one has failed; under torchrun those that are there."""
 
 import gc
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial, wraps
@@ -14,6 +15,7 @@ from lmsys.bench.guard import Changed, Guard, State
 from lmsys.measure.clock import CYCLES_PER_S, clock_of
 from lmsys.measure.compare import release_memory
 from lmsys.measure.memory import cap_gpu_memory
+from lmsys.measure.sensors import Conditions, sensors_of
 from lmsys.measure.step import Step, nothing
 from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, device
 from lmsys.watchdog import under_torchrun
@@ -21,6 +23,7 @@ from lmsys.watchdog import under_torchrun
 P = ParamSpec("P")
 T = TypeVar("T")
 TIMEOUT_S = 420.0
+PARENT = "LMSYS_PARENT"  # a variable of ranks
 _SUBGROUPS: dict[int, Any] = {}  # of a rank, by world size
 _ENTROPY = random.SystemRandom()
 
@@ -60,16 +63,19 @@ def world_sizes(grid: Grid, backend: str) -> list[int]:
 
 
 class Ranks:
-    """One group at a time, each rank under the memory limit. `alive` is called before each run."""
+    """One group at a time, each rank under the memory limit. `alive` is called before each run; `parent`: the process
+    from which all of this run's come, and the ranks', too."""
 
     def __init__(
         self,
         memory_limit_bytes: int | None = None,
         timeout_s: float = TIMEOUT_S,
         alive: Callable[[], Any] = nothing,
+        parent: int | None = None,
     ) -> None:
         self._group: WorkerGroup | TorchrunGroup | None = joined()
         self._limit, self._timeout_s, self._alive = memory_limit_bytes, timeout_s, alive
+        self._environment = {PARENT: str(parent or os.getpid())}
 
     def run(self, world_size: int, backend: str, function: Callable[..., Any], *args: Any) -> list[Any]:
         """The results of function(*args) on each of the first `world_size` ranks; all ranks are asked.
@@ -107,7 +113,7 @@ class Ranks:
             self.close()
         if self._group is None:
             try:
-                self._group = WorkerGroup(world_size, backend, self._timeout_s)
+                self._group = WorkerGroup(world_size, backend, self._timeout_s, environment=self._environment)
             except ValueError as error:
                 raise Unsupported(str(error)) from error
         return self._group
@@ -171,6 +177,7 @@ def times(
     """
     kind, kept = device().type, dict[int, Any]()
     clock, marks = clock_of(kind, ahead=False), list[Any]()
+    clock.others = partial(_others, kind)
     begin = partial(dist.barrier, group) if kind == "cpu" else _together(group) if lead_s else nothing
     begin()
     done = clock.watch()
@@ -188,6 +195,12 @@ def times(
     finish()
     done()
     return [reading.run_s for reading in clock.read(marks)], kept
+
+
+def _others(kind: str) -> int | None:
+    """How many processes of other programs are on this rank's device; under torchrun its agent's are none."""
+    parent = int(os.environ.get(PARENT, os.getppid()))
+    return Conditions(kind, sensors_of(kind), parent).strangers()
 
 
 def _together(group: Any) -> Callable[[], Any]:

@@ -115,7 +115,8 @@ MACHINE: dict[
     str, Shape
 ] = {  # facts of `lmsys.measure.machine.describe`, and of what a run adds to it; others are text
     **dict.fromkeys(("cores", "memory_bytes", "gpu_count", "threads", "seed"), COUNT),
-    **dict.fromkeys(("ceilings", "limits", "sustained"), RATES),
+    **dict.fromkeys(("ceilings", "limits"), RATES),
+    "sustained": RATES | {"clock_reasons?": TEXT},
     "clock_share": check_object,
     "settings": check_object,
     "ceilings_moved": [TEXT],

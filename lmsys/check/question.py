@@ -20,6 +20,7 @@ class Options:
     seed      of the inputs
     layout    of attention's tensors: "bhsd" is (B, H, S, D), "bshd" (B, S, H, D)
     uses      attention is asked for what models do with it, too, and for sizes that small cases do not have
+    extremes  attention is asked extreme scores alone
     """
 
     head_dim: int = 64
@@ -28,6 +29,7 @@ class Options:
     seed: int = 0
     layout: str = "bhsd"
     uses: bool = True
+    extremes: bool = False
 
 
 @dataclass(frozen=True)

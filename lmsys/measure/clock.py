@@ -62,9 +62,12 @@ _SPAN_SLACK_S = 1e-2  # around a span: a few time slices of another program
 
 
 class ClockError(RuntimeError):
-    """Times that cannot be: something has meddled with the clock."""
+    """Times that cannot be: something has meddled with the clock, unless `others`, so many processes of other programs,
+    were seen on the device."""
 
-    failure = property(lambda self: ("wrong", str(self)))
+    def __init__(self, text: str, others: int | None = None):
+        super().__init__(f"other programs used the device (processes: {others}): {text}" if others else text)
+        self.failure = "error" if others else "wrong", str(self)
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class CudaClock:
     device, with what comes before the call in a loop, and where the host launches more slowly than the device works,
     that is the time.
 
+    others   how many processes of other programs are on the device, or None: asked where times cannot be
     share_s  what a pair of events adds to the span of the kernel between them, measured here by CUPTI when the clock is
              made, and taken off every reading; 0 for a loop, and where CUPTI cannot be had (`share_by` says)
     """
@@ -113,6 +117,7 @@ class CudaClock:
         self._marks: dict[int, tuple[tuple[Any, ...], float]] = {}
         self._numbers = itertools.count()
         self._is_bracketed = False
+        self.others: Callable[[], int | None] = nothing
         self.share_s, self.share_by, self._most_gap_s = 0.0, "not measured", float("inf")
         self.expect(nothing)
         if ahead:
@@ -171,7 +176,8 @@ class CudaClock:
             raise ClockError(
                 f"the device was busy for {gap_s * 1e6:.0f} us right before the start of a call, where the bench's own "
                 f"work takes at most {self._most_gap_s * 1e6:.0f}: the start was recorded again later, the call's work "
-                "ran before it, or another program uses the device"
+                "ran before it, or another program uses the device",
+                self.others(),
             )
         return [
             Reading(max(_seconds(start, end) - share_s, 0.0), _seconds(begin, ready))
@@ -252,7 +258,8 @@ class CudaClock:
             host_s, device_s = perf_counter() - begin, _seconds(start, end)
             if abs(host_s - device_s) > 0.02 * host_s + _SPAN_SLACK_S:
                 raise ClockError(
-                    f"a span of calls took {device_s:.4f} s by the device's clock and {host_s:.4f} s by the host's"
+                    f"a span of calls took {device_s:.4f} s by the device's clock and {host_s:.4f} s by the host's",
+                    self.others(),
                 )
 
         return done
@@ -272,6 +279,9 @@ class CpuClock:
     ahead = True  # host and device are one
     share_s, share_by = 0.0, "nothing"
     expect = forget = wait = drain = staticmethod(nothing)
+
+    def __init__(self) -> None:
+        self.others: Callable[[], int | None] = nothing
 
     def sample(
         self, run: Callable[[Any], Any], prepare: Callable[[], Any] = nothing, late: Callable[[], Any] = nothing

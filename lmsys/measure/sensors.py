@@ -234,14 +234,17 @@ class Conditions:
 
     def record(self, readings: Sequence[Reading]) -> dict[str, Any]:
         """The fields of a record, JSON-safe. `readings`: those that were taken between calls."""
-        load, counts = host.load(self._parent), [self._strangers, self._count()]
-        strangers = max(_known(counts), default=None)
+        load, strangers = host.load(self._parent), self.strangers()
         share = host.others_share(self._load, load)
         return state_of(readings) | {
             "other_processes": strangers,
             "others_cpu_share": share,
             "disturbed": disturbance(_reasons(readings), strangers, share if self._device == "cpu" else None),
         }
+
+    def strangers(self) -> int | None:
+        """The most strangers that were seen on the device, when this was made and now; None where it does not tell."""
+        return max(_known([self._strangers, self._count()]), default=None)
 
     def _count(self) -> int | None:
         """How many strangers have something on the device.

@@ -292,8 +292,11 @@ def write_history(folder: Path, out: Path, margin: float) -> list[str]:
 def _dated(path: Path) -> tuple[datetime, Machine]:
     """When the commit of a file was made, or where the file does not say that when its run began; and the run."""
     machine = machine_of([path])
-    info = json.loads(path.read_text(encoding="utf-8")).get("commit_info") or {}
-    return datetime.fromisoformat(str(info.get("time") or machine.runs[0].get("date"))).astimezone(UTC), machine
+    try:
+        info = json.loads(path.read_text(encoding="utf-8")).get("commit_info") or {}
+        return datetime.fromisoformat(str(info.get("time") or machine.runs[0].get("date"))).astimezone(UTC), machine
+    except (AttributeError, OverflowError, ValueError) as error:
+        raise InputError(f"{path}: no date of its commit or its run can be read ({error})") from None
 
 
 def _plot(benchmark: str, runs: list[Machine], since: list[list[Change]]) -> Plot:

@@ -18,6 +18,7 @@ from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.training.config import DataConfig, file_of
 
 END_OF_TEXT = "<|endoftext|>"  # stands between documents; a special token of a tokenizer for them
+NAMED = ("stdlib", "tinystories")  # others are files
 HELD_OUT = 20  # one file of so many is for validation
 
 Progress = Callable[[str, int, int], None]  # (work, how much of it is done, of how much)
@@ -102,7 +103,7 @@ def corpus_of(settings: DataConfig, progress: Progress = lambda *_: None) -> Cor
     """The corpus that settings name: `stdlib`, `tinystories` or the path of a text file, and a text to evaluate on."""
     name, folder = settings.corpus, Path(settings.folder) if settings.folder else None
     valid = Path(settings.valid) if settings.valid else None
-    if name not in ("stdlib", "tinystories"):
+    if name not in NAMED:
         if not Path(name).is_file():
             raise ValueError(f"corpus {name!r}: must be stdlib, tinystories or the path of a text file")
         return text_file(Path(name), valid)

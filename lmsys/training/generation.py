@@ -103,17 +103,20 @@ def generate(
     stop: int | None = None,
     seed: int = 0,
     use_cache: bool = True,
+    vocab_size: int | None = None,
 ) -> list[list[int]]:
     """Continues each prompt by at most `max_new_tokens` ids, without `stop`, which ends a row.
 
     Row i draws with seed + i, so it does not depend on the other rows. The prompts are read with the model's attention
     row, later tokens with the fastest that reads caches of different lengths; without the cache every step reads
-    everything with the model's row.
+    everything with the model's row. Ids from `vocab_size` on are not drawn: a tokenizer may have fewer than the model.
     Compiled blocks run uncompiled.
     ValueError: no prompt, an empty one, ids outside the vocabulary, more tokens than the model's context.
     """
     sampling = sampling or Sampling()
     _check(model, prompts, max_new_tokens, stop)
+    if vocab_size is not None:
+        values.whole("vocab_size", vocab_size, least=1, most=model.config.vocab_size)
     device = model.token_embeddings.weight.device
     generators = [torch.Generator().manual_seed(seed + row) for row in range(len(prompts))]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -126,7 +129,7 @@ def generate(
     made: list[list[int]] = [[] for _ in prompts]
     with torch.compiler.set_stance("force_eager"):
         for new in range(max_new_tokens):
-            logits = _next_logits(model, tokens, lengths + new, cache, first=new == 0)  # (B, V)
+            logits = _next_logits(model, tokens, lengths + new, cache, first=new == 0)[:, :vocab_size]
             if not logits.isfinite().all():
                 raise ValueError(f"the model's logits are not finite, of new token {new}")
             uniform = torch.stack([torch.rand((), dtype=torch.float64, generator=one) for one in generators])

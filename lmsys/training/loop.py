@@ -35,6 +35,18 @@ def model_facts(config: RunConfig) -> dict[str, Any]:
     return {name: value for name, value in asdict(config.model).items() if name not in RUNTIME_FIELDS}
 
 
+def facts_of(config: RunConfig) -> dict[str, Any]:
+    """What a checkpoint must have been saved with, so that a run of these settings goes on from it."""
+    train, packing = config.train, config.data.packing
+    return {
+        "model": model_facts(config),
+        "batch_size": train.batch_size,
+        "seed": train.seed,
+        "undecayed": train.undecayed,  # the optimizer numbers parameters by group
+        "packing": packing if packing == "documents" else None,  # a checkpoint from before it has none
+    }
+
+
 @dataclass(frozen=True)
 class Step:
     """loss: mean over the global batch; norm: of the gradient before clipping; taken: whether weights have moved."""
@@ -62,7 +74,7 @@ class Trainer:
 
     group   of the ranks that train; None: all
     found   the checkpoint to go on from; None: from the beginning
-    facts   what a checkpoint must have been saved with, beside model, batch size and seed: such as the tokenizer
+    facts   what a checkpoint must have been saved with, beside `facts_of`: such as the tokenizer
     ValueError for a checkpoint of another run, a batch that ranks cannot share evenly, a strategy that cannot do this.
     """
 
@@ -90,14 +102,7 @@ class Trainer:
         torch.manual_seed(train.seed)
         self.model = TransformerLM(model, device=device)
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
-        self.facts = {
-            "model": model_facts(config),
-            "batch_size": train.batch_size,
-            "seed": train.seed,
-            **(facts or {}),
-            "undecayed": train.undecayed,  # the optimizer numbers parameters by group
-            "packing": config.data.packing if packed else None,  # a checkpoint from before it has none
-        }
+        self.facts = facts_of(config) | (facts or {})
         shared = None
         if found is not None:
             found.require(**self.facts)

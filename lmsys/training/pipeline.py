@@ -8,11 +8,12 @@
 A result that is there and was made of the same settings is taken as it is, so an interrupted run goes on where it was.
 """
 
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -36,6 +37,7 @@ FOLDERS, FILES = ("tokenizer", "tokens", "checkpoints"), ("log.jsonl", "log.json
 PARTS = ("train", "valid")
 OF_A_RANK = ("train.threads", "data.processes")  # settings that each machine may have for itself
 DOWNLOAD_LINES_S = 5.0
+LONG = 100  # bytes of a token, on average over a text, that none has
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     STRATEGIES.select([config.train.strategy])
     if "train" in steps:
         possible.check(config, context.device)
+        if "tokenize" in steps and not skip_data:
+            _check_text(config)
         if rank == 0:
             log.check_packages(config)
     if context.device.type == "cpu" and config.train.threads is not None:
@@ -106,6 +110,8 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
 
 
 def _take(context: RunContext, steps: list[str], alone: bool) -> int:
+    if "train" in steps and (found := checkpoint.newest(context.checkpoints, verified=False)):
+        found.require(**loop.facts_of(context.config))  # before the data that it was made of is replaced
     if "tokenizer" in steps:
         doing.now("in 'tokenizer'")
         make_tokenizer(context, anew=alone)
@@ -151,6 +157,9 @@ def make_tokenizer(context: RunContext, anew: bool) -> None:
             f"training a tokenizer of {vocab_size:,} tokens on {sum(file.size for file in corpus.train) / 1e6:,.1f} MB"
         )
         tokenizer = train(corpus.train, vocab_size, [corpora.END_OF_TEXT], context.processes)
+        found = None if anew else checkpoint.newest(context.checkpoints, verified=False)
+        if found and found.facts.get("tokenizer") != tokenizer.fingerprint:
+            raise ValueError(f"{context.config.folder}: holds a training on other text: name another --output for this")
         record.unlink(missing_ok=True)  # it would speak for half of a save that is killed
         tokenizer.save(record.parent)
         write_json(record, made)
@@ -167,6 +176,10 @@ def make_tokens(context: RunContext, anew: bool) -> None:
     found = _read(folder / "made.json") or {}
     if not anew and {name: found.get(name) for name in made} == made:
         return
+    if not anew:
+        _check_lengths(
+            context.config, [_count(tokenizer, part, context) for part in (corpus.train, corpus.valid)], "tokens"
+        )
     context.say(f"tokenizing {sum(file.size for file in corpus.files) / 1e6:,.1f} MB")
     _wait(context)  # all have read made.json
     if context.rank == 0:
@@ -240,7 +253,9 @@ def print_sample(context: RunContext) -> None:
     room = min(config.max_new_tokens, model.config.context_length - len(prompt))
     stop = data.end_of_text(tokenizer)
     with context.autocast():
-        (made,) = generation.generate(model, [prompt], room, sampling, stop=stop, seed=config.seed)
+        (made,) = generation.generate(
+            model, [prompt], room, sampling, stop=stop, seed=config.seed, vocab_size=tokenizer.vocab_size
+        )
     context.say(f"sample of step {step:,}:\n{tokenizer.decode(prompt + made)}")
 
 
@@ -309,6 +324,33 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, e
     return source, data.fixed_windows(
         valid, config.model.context_length, config.evaluate.windows, data.end_of_text_of(valid, config)
     )
+
+
+def _check_text(config: RunConfig) -> None:
+    """ValueError where a file of text is too short, whatever its tokens will be: each has a byte or more."""
+    corpus, valid = Path(config.data.corpus), config.data.valid
+    if config.data.corpus not in corpora.NAMED and corpus.is_file():
+        size = corpus.stat().st_size
+        held_out = Path(valid).stat().st_size if valid and Path(valid).is_file() else size // corpora.HELD_OUT
+        _check_lengths(config, (size if valid else size - held_out, held_out), "bytes")
+
+
+def _count(tokenizer: Tokenizer, files: Sequence[chunks.Chunk], context: RunContext) -> float:
+    """The tokens of a text that may be shorter than a sequence; infinity of one that is not."""
+    if sum(file.size for file in files) > LONG * context.config.model.context_length:
+        return math.inf
+    return sum(map(len, data.encode_files(tokenizer, files)))
+
+
+def _check_lengths(config: RunConfig, sizes: Sequence[float], unit: str) -> None:
+    """ValueError where the text to train on, or for validation, has less than a sequence."""
+    context = config.model.context_length
+    for part, size in zip(("to train on", "for validation"), sizes, strict=True):
+        if size <= context:
+            raise ValueError(
+                f"corpus {config.data.corpus!r}: its text {part} has {size:,} {unit}, and a sequence takes"
+                f" {context + 1:,} tokens: name a longer text, or set a smaller model.context_length than {context:,}"
+            )
 
 
 def _facts(files: tuple[chunks.Chunk, ...]) -> list[Any]:

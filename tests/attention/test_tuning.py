@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="pip install triton==3.6.0 to test the tune
 import torch  # noqa: E402
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from triton.runtime.errors import OutOfResources  # noqa: E402
 
 from lmsys.attention import tuning  # noqa: E402
 from lmsys.attention.tuning import Tile  # noqa: E402
@@ -29,15 +30,17 @@ def nothing_tuned_yet(
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
-def clock(monkeypatch: pytest.MonkeyPatch, times: dict[Tile, float]) -> list[Tile]:
-    """Makes `tune` see `times`; returns the list of the tiles that it timed."""
+def clock(monkeypatch: pytest.MonkeyPatch, times: dict[Tile, float], drift: float = 0.0) -> list[Tile]:
+    """Makes `tune` see `times`, of which infinity is that of a tile for which there is no room; returns the list of the
+    tiles that it timed. Each of them makes the next slower, by a share `drift` of its time."""
     timed: list[Tile] = []
 
     def time(tile: Tile, launch: object) -> float:
         timed.append(tile)
-        return times[tile]
+        return times[tile] * (1 + drift * (len(timed) - 1))
 
     monkeypatch.setattr(tuning, "_time", time)
+    monkeypatch.setattr(tuning, "_fits", lambda tile, launch: times[tile] < float("inf"))
     return timed
 
 
@@ -52,7 +55,17 @@ def test_the_fastest_that_fits_is_chosen_and_remembered(order: list[float]) -> N
         assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == best
         monkeypatch.setattr(tuning, "_chosen", {})  # as a later process finds it
         assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == best
-        assert len(timed) == len(CANDIDATES)
+        assert len(timed) == 2 * (len(CANDIDATES) - 1)
+
+
+@given(order=st.permutations([1.0, 1.02, 1.04]), drift=st.floats(-0.1, 0.1))
+def test_a_clock_that_drifts_decides_nothing(order: list[float], drift: float) -> None:
+    """A tile that is timed while a GPU is cool looks better than it is, by more than the best is better."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(tuning, "_chosen", {})
+        tuning.cache_file().unlink(missing_ok=True)
+        clock(monkeypatch, dict(zip(CANDIDATES, order, strict=True)), drift)
+        assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == CANDIDATES[order.index(1.0)]
 
 
 def test_choices_of_other_cases_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,13 +102,24 @@ def test_a_cache_that_cannot_be_written_stops_no_kernel(monkeypatch: pytest.Monk
     timed = clock(monkeypatch, dict(zip(CANDIDATES, (3.0, 1.0, 2.0), strict=True)))
     with pytest.warns(UserWarning, match="tuned choices last for this process only"):
         assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == CANDIDATES[1]
-    assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == CANDIDATES[1] and len(timed) == len(CANDIDATES)
+    assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == CANDIDATES[1] and len(timed) == 2 * len(CANDIDATES)
 
 
 def test_no_tile_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, dict.fromkeys(CANDIDATES, float("inf")))
     with pytest.raises(RuntimeError, match="no tile of"):
         tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE)
+
+
+def test_a_tile_for_which_there_is_no_room_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[Tile] = []
+
+    def launch(tile: Tile) -> None:
+        if tile == CANDIDATES[0]:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(tuning, "_time", lambda tile, launch: float(timed.append(tile) or 1))
+    assert tuning.tune(("fwd", 64), CANDIDATES[:2], launch, DEVICE) == CANDIDATES[1] == timed[0]
 
 
 @pytest.mark.gpu
@@ -110,9 +134,9 @@ def test_a_kernel_is_timed_once_and_then_read(monkeypatch: pytest.MonkeyPatch) -
     q, k, v = torch.randn(3, 1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
     expected = tuning.candidates("fwd", q.dtype, 64, "ieee")
     first = flash_triton(q, k, v, causal=True)
-    assert tuple(timed) == expected
+    assert tuple(timed) == (*expected, *reversed(expected))
     (key,) = tuning._read()
     assert torch.cuda.get_device_name() in key and "bfloat16" in key
     monkeypatch.setattr(tuning, "_chosen", {})  # as a later process finds it
     monkeypatch.setattr("lmsys.attention.flash_triton._launches", {})
-    assert torch.equal(flash_triton(q, k, v, causal=True), first) and tuple(timed) == expected
+    assert torch.equal(flash_triton(q, k, v, causal=True), first) and len(timed) == 2 * len(expected)

@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.attention.check import check_small
 from benchmarks.bench_attention import Attention, rows_of
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention import ATTENTION
-from lmsys.bench import Grid, Settings
+from lmsys.bench import Candidate, Entry, Grid, Settings
 from lmsys.bench.fields import OPTION
 from lmsys.deterministic import CUBLAS_WORKSPACE
 from tests.support import processes
@@ -231,7 +233,24 @@ def test_a_row_from_a_file_is_asked_other_shapes_before_it_is_timed() -> None:
     (unasked,) = swept_rows([row], **axes, checks_files=False).values()
     assert unasked["outcome"] == "ok" and unasked["time_s"] > 0 and "quick_check" not in unasked
     (table,) = swept_rows(["naive"], **axes, checks_files=False).values()
-    assert table["quick_check"].endswith(" cases")
+    assert table["quick_check"] == "4 cases"
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "of_table"),
+    [("unshifted", "no maximum is subtracted", "wrong"), ("other_heads", "grouped heads, float32", "ok")],
+)
+def test_a_row_of_the_table_is_asked_extreme_scores_alone_before_it_is_timed(
+    name: str, told: str, of_table: str
+) -> None:
+    """Once in the table and once from its file."""
+    axes = {"dtype": ("float32",), "direction": ("fwd",), "length": ((64, 64),)}
+    (case,) = cases_of(Attention(), Settings(device="cpu"), attention=("naive",), **{**SMALL, **axes})
+    from_file = f"{ROOT / 'tests' / 'support' / 'wrong_kernels.py'}:{name}"
+    for target, outcome in ((f"tests.support.wrong_kernels:{name}", of_table), (from_file, "wrong")):
+        candidate = Candidate(case=replace(case, entry=Entry(name, target)))
+        check_small([candidate])
+        assert candidate.outcome == outcome and (told in str(candidate.reason)) == (outcome == "wrong")
 
 
 SHIPPED = """

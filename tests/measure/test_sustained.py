@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmsys.bench.validate import check_content
 from lmsys.measure import machine
 from tests.support.device import FakeDevice
 
@@ -29,10 +30,15 @@ def test_the_last_window_is_told_with_the_state_of_the_device(monkeypatch: pytes
     monkeypatch.setattr(machine, "SIZES", {"cpu": (64,)})
     for name, seconds in (("WINDOW_S", 0.05), ("LEAST_S", 0.1), ("MOST_S", 0.2), ("SAMPLE_S", 0.005)):
         monkeypatch.setattr(machine, name, seconds)
-    found = machine.measure_sustained("cpu", FakeDevice(sm_clock_mhz=1400.0, power_w=700.0))
+    found = machine.measure_sustained("cpu", FakeDevice(sm_clock_mhz=1400.0, power_w=700.0, reasons=0x4))
     assert found["matmul_flops_per_s"].keys() == {"float32"} and found["matmul_flops_per_s"]["float32"] > 1e6
     assert found["seconds"] >= 0.1 and (found["sm_clock_mhz"], found["power_w"]) == (1400, 700)
-    assert "temperature_c" not in found
+    assert found["clock_reasons"] == "power cap" and "temperature_c" not in found
+    content = {"fields": {}, "layouts": {}, "rows": {}, "records": [], "machine": {"sustained": found}}
+    check_content(content)  # as a reader of the result file does
+    content["machine"] = {"sustained": found | {"power_w": "much"}}
+    with pytest.raises(ValueError, match=r"machine\.sustained\.power_w"):
+        check_content(content)
 
 
 @pytest.mark.gpu

@@ -119,6 +119,13 @@ def test_the_stop_token_ends_a_row_and_no_other() -> None:
     assert generate(model, prompts, 0) == [[], [], []]
 
 
+@given(st.integers(1, 50))
+def test_only_ids_below_the_vocabulary_of_a_tokenizer_are_drawn(vocab_size: int) -> None:
+    """A tokenizer of a short text has fewer than its model, which no step has taught that."""
+    made = generate(make_model(), [[0], [0, 0]], 20, vocab_size=vocab_size)
+    assert max(map(max, made)) < vocab_size and (vocab_size < 40 or max(map(max, made)) >= 20)
+
+
 def test_equal_seeds_draw_alike_and_others_do_not() -> None:
     model = make_model()
     assert generate(model, [[1]], 20, seed=3) == generate(model, [[1]], 20, seed=3)
@@ -220,6 +227,9 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             generate(model, prompts, new, stop=stop)
+    for vocab_size in (0, 51):
+        with pytest.raises(ValueError, match=f"vocab_size={vocab_size} must be"):
+            generate(model, [[1]], 1, vocab_size=vocab_size)
     with torch.no_grad():
         model.lm_head.weight.fill_(math.nan)
     with pytest.raises(ValueError, match="logits are not finite"):

@@ -187,6 +187,42 @@ def test_data_for_another_machine_can_be_made_here(tmp_path: Path) -> None:
     assert (run.folder / "tokenizer" / "made.json").is_file()
 
 
+def test_a_text_that_gives_fewer_tokens_than_the_model_has_is_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To a sample: most of what a model draws after a few steps is then no token."""
+    run = config(tmp_path / "run", f"data.corpus={corpus(tmp_path)}", "model.vocab_size=3000", "train.steps=3")
+    assert pipeline.run(run.changed(["generate.max_new_tokens=15"]), pipeline.STEPS) == 0
+    assert Tokenizer.load(run.folder / "tokenizer").vocab_size < 400
+    assert "sample of step 3:\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("valid", [None, 16, 400])
+@pytest.mark.usefixtures("no_training")
+def test_a_text_that_no_tokenizer_makes_long_enough_is_refused_at_the_start(
+    valid: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A byte gives a token at most; of 319 the last 15 are for validation, and each sequence takes 17."""
+    text, options = tmp_path / "short.txt", list[str]()
+    text.write_text(("a " * 160)[: 16 if valid == 400 else 319])
+    if valid:
+        (tmp_path / "valid.txt").write_text("b " * (valid // 2))
+        options = ["--set", f"data.valid={tmp_path / 'valid.txt'}"]
+    part, size = {None: ("for validation", 15), 16: ("for validation", 16), 400: ("to train on", 16)}[valid]
+    said = told(capsys, tmp_path, "--corpus", str(text), *options)
+    assert f"corpus '{text}': its text {part} has {size} bytes, and a sequence takes 17 tokens: name a longer" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_text_whose_tokens_are_too_few_is_refused_before_a_step_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short.txt").write_text("the same words again " * 40)
+    said = told(capsys, tmp_path, "--corpus", str(tmp_path / "short.txt"))
+    assert "its text for validation has 8 tokens, and a sequence takes 17" in said
+    assert not (tmp_path / "run" / "tokens").exists()
+
+
 @pytest.mark.parametrize("step", pipeline.DATA_STEPS)
 def test_a_step_that_ended_in_the_middle_is_done_again(
     tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,177 @@
+"""A refused report leaves the folder of an earlier one as it is, byte for byte, and writes nothing elsewhere."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmsys.reports import page, plots
+from lmsys.reports.__main__ import main
+from tests.support.files import tree
+from tests.support.records import content_of, record, save
+
+
+def results(root: Path) -> None:
+    """Result files that can be reported, and others: their names say what is wrong with them."""
+    rows = [record("attention", "naive"), record("attention", "flex", 2e-3)]
+    for name, records, told in (
+        ("new", rows, {}),
+        ("old", rows, {"commit": "0" * 40}),
+        ("machine", rows, {"name": "another GPU", "gpu": "another GPU"}),
+        ("cases", [record("attention", "naive", queries=77)], {}),
+        ("empty", [], {}),
+        ("text", [rows[0] | {"time_s": "soon"}], {}),
+        ("undeclared", [rows[0] | {"benchmark": "nobodys"}], {}),
+    ):
+        save(root / f"{name}.json", records, **told)
+    (root / "broken.json").write_text((root / "new.json").read_text()[:-40])
+    (root / "list.json").write_text("[]")
+    (root / "nothing.json").touch()
+    (root / "runs").mkdir()
+    for name in ("a", "b"):
+        save(root / "runs" / f"{name}.json", rows)
+    changed: dict[str, Any] = {"undated": {"commit_info": {"time": "yesterday"}}, "odd": {"commit_info": "abc"}}
+    for name, more in changed.items():
+        (root / name).mkdir()
+        save(root / name / "a.json", rows)
+        (root / name / "b.json").write_text(json.dumps({"lmsys": content_of(rows)} | more))
+    for name, file in (("one", "new.json"), ("alien", "machine.json"), ("bad", "broken.json")):
+        (root / name).mkdir()
+        (root / name / "a.json").write_bytes((root / file).read_bytes())
+    save(root / "alien" / "b.json", rows)
+    save(root / "bad" / "b.json", rows)
+
+
+REFUSED = (
+    "",
+    "missing.json",
+    "new.json missing.json",
+    "runs",
+    "broken.json",
+    "list.json",
+    "nothing.json",
+    "new.json broken.json",
+    "text.json",
+    "empty.json",
+    "undeclared.json",
+    "new.json --baseline nobody",
+    "new.json --margin 0.1",
+    "new.json --noise old.json",
+    "new.json --anyway",
+    "new.json --sort time",
+    "new.json --against old.json",
+    "new.json --repeats old.json",
+    "new.json --output",
+    "--before old.json new.json --margin 0",
+    "--before old.json new.json --margin nan",
+    "--before old.json new.json --margin 2",
+    "--before old.json new.json --margin much",
+    "--before old.json new.json --baseline naive",
+    "--before old.json new.json --single-file",
+    "--before old.json new.json --noise old.json",
+    "--before old.json new.json --noise old.json missing.json",
+    "--before old.json machine.json",
+    "--before old.json cases.json",
+    "--before old.json new.json machine.json",
+    "--before missing.json new.json",
+    "--before broken.json new.json",
+    "--before old.json",
+    "--history missing",
+    "--history one",
+    "--history alien",
+    "--history bad",
+    "--history undated",
+    "--history odd",
+    "--history new.json",
+    "--history runs new.json",
+    "--history runs --baseline naive",
+    "--history runs --single-file",
+    "--history runs --before old.json",
+    "--history runs --margin -1",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Results, and in `site` the report that one of them made."""
+    monkeypatch.setattr(plots, "to_svg", lambda *_: '<svg width="1pt" height="1pt"></svg>')
+    monkeypatch.chdir(tmp_path)
+    results(tmp_path)
+    assert main(["new.json"]) == 0 and (tmp_path / "site" / "index.html").is_file()
+    return tmp_path
+
+
+def ended(command: str, program: str = "") -> int:
+    try:
+        return main(command.split(), (), Path("site"), program)
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+@pytest.mark.parametrize("program", ["lmsys report", "python -m reports"])
+def test_whatever_is_refused_the_report_stays_as_it_is(
+    program: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(folder)
+    for command in REFUSED:
+        capsys.readouterr()
+        code, told = ended(command, program), capsys.readouterr()
+        assert code == 2 and told.err.strip().splitlines()[-1].startswith(f"{program}: error: "), (command, told)
+        assert not told.out and tree(folder) == before, command
+
+
+def foreign_page(site: Path) -> None:
+    (site / page.MANIFEST).unlink()
+
+
+def spoilt_manifest(site: Path) -> None:
+    (site / page.MANIFEST).write_text('{"files": ["../new.json"]}')
+
+
+def foreign_table(site: Path) -> None:
+    known = json.loads((site / page.MANIFEST).read_text())["files"]
+    (site / page.MANIFEST).write_text(json.dumps({"files": [one for one in known if not one.startswith("tables/")]}))
+
+
+def linked_page(site: Path) -> None:
+    (site / "index.html").rename(site.parent / "mine.html")
+    (site / "index.html").symlink_to(site.parent / "mine.html")
+
+
+def linked_folder(site: Path) -> None:
+    (site / "tables").rename(site.parent / "tables")
+    (site / "tables").symlink_to(site.parent / "tables")
+
+
+def file_in_a_folders_place(site: Path) -> None:
+    (site / "tables").rename(site.parent / "tables")
+    (site / "tables").write_text("mine")
+
+
+def file_in_its_place(site: Path) -> None:
+    site.rename(site.parent / "elsewhere")
+    site.write_text("mine")
+
+
+FOREIGN = (foreign_page, spoilt_manifest, foreign_table, linked_page, linked_folder, file_in_a_folders_place)
+WRITING = ("old.json", "old.json --single-file", "--before old.json new.json", "--history runs")
+
+
+@pytest.mark.parametrize("change", [*FOREIGN, file_in_its_place])
+def test_a_folder_of_somebody_else_stays_as_it_is(
+    change: Callable[[Path], None], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(folder / "site")
+    before = tree(folder)
+    for command in WRITING:
+        assert ended(command) == 2 and "cannot write the report" in capsys.readouterr().err, command
+        assert tree(folder) == before, command
+
+
+def test_what_is_not_refused_takes_its_place(folder: Path) -> None:
+    """Or a law about refusals would hold for whatever does nothing."""
+    for command in WRITING:
+        before = tree(folder)
+        assert ended(command) == 0 and tree(folder) != before, command

@@ -1,0 +1,144 @@
+"""A refused `lmsys train` leaves the folder of an earlier training as it is, byte for byte."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmsys.files import claim
+from lmsys.training import pipeline
+from lmsys.training.__main__ import main
+from tests.support.files import tree
+from tests.support.training_runs import SETTINGS, config, corpus
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+REFUSED = (
+    "--set train.stepz=3",
+    "--set trian.steps=3",
+    "--set train.steps=few",
+    "--set train.steps=1.5",
+    "--set train.lr=nan",
+    "--set train.lr",
+    "--steps 0",
+    "--steps 2",  # fewer than its warm-up
+    "--keep 0",
+    "--max-seconds 0",
+    "--size huge",
+    "--config missing.json",
+    "--config broken.json",
+    "--config list.json",
+    "--set train.seed=-1",
+    "--set train.seed=7",
+    "--set generate.seed=x",
+    "--set generate.temperature=-1",
+    f"--set generate.prompt={'?' * 40}",
+    "--set train.batch_size=6 --set train.micro_batch_size=4",
+    "--set train.batch_size=16",
+    "--set train.device=tpu",
+    "--set train.graph=true",
+    "--set train.precision=fp8",
+    "--set data.packing=documents",
+    "--set model.num_heads=3",
+    "--set model.num_heads=1",
+    "--set model.num_layers=3",
+    "--set model.d_ff=64",
+    "--set model.vocab_size=290",
+    "--set model.vocab_size=310",
+    "--set model.context_length=8",
+    "--set model.attention=flash_gluon",
+    "--set model.attention=nobodys",
+    "--set log.wandb=mine",
+    "--strategy buckted",
+    "--strategy torch_ddp",
+    "--strategy mine.py:Missing",
+    "--corpus missing.txt",
+    "--corpus other.txt",
+    "--corpus short.txt",
+    "--corpus empty.txt",
+    "--corpus binary.txt",
+    "--set data.valid=missing.txt",
+    "--set data.valid=other.txt",
+    "--set data.tokenizer=missing",
+    "--set data.tokenizer=tokenizer",
+    "--ranks 0",
+    "train --set model.d_ff=64",
+    "evaluate --set model.d_ff=64",
+    "generate --set model.d_ff=64",
+    "sing",
+    "--output text.txt",
+    "--output foreign",
+)
+TOLD = {"--corpus other.txt": "run: holds a training on other text: name another --output for this"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which `run` has trained, and others stand that nobody may touch."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert pipeline.run(config(folder / "run", f"data.corpus={corpus(folder)}"), pipeline.STEPS) == 0
+    (folder / "other.txt").write_text("other words of another text " * 50)
+    (folder / "short.txt").write_text("a few")
+    (folder / "empty.txt").touch()
+    (folder / "binary.txt").write_bytes(b"\xff\xfe words " * 100)
+    (folder / "broken.json").write_text('{"train": {"steps": 3}')
+    (folder / "list.json").write_text("[]")
+    (folder / "mine.py").write_text("class Mine: ...")
+    (folder / "foreign" / "log.jsonl").mkdir(parents=True)
+    return folder
+
+
+def ended(folder: Path, *options: str) -> int:
+    settings = [f"output={folder / 'run'}", f"data.corpus={folder / 'text.txt'}", *SETTINGS]
+    try:
+        return main([*(part for one in settings for part in ("--set", one)), *options])
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_whatever_is_refused_the_training_stays_as_it_is(
+    command: str, trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    before = tree(trained)
+    code, told = ended(trained, *command.split()), capsys.readouterr().err
+    assert code == 2 and told.strip().splitlines()[-1].startswith("lmsys train: "), told
+    assert tree(trained) == before and TOLD.get(command, "") in told
+
+
+def test_tokens_are_not_replaced_by_those_of_a_text_that_is_too_short(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the tokenizer is given, and so the same."""
+    options = "--set", f"data.tokenizer={trained / 'run' / 'tokenizer'}", "--set", f"output={tmp_path / 'run'}"
+    assert ended(trained, *options) == 0
+    (tmp_path / "words.txt").write_text("the cat sat on a mat")
+    before = tree(tmp_path)
+    assert ended(trained, *options, "--set", f"data.valid={tmp_path / 'words.txt'}") == 2
+    assert "its text for validation has " in capsys.readouterr().err and tree(tmp_path) == before
+
+
+def test_a_second_training_into_one_output_is_refused(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first is at it."""
+    release = claim(trained / "run" / "log.jsonl")
+    before = tree(trained)
+    for command in ("", "train", "tokenizer", "tokenize"):
+        assert ended(trained, *command.split()) == 2 and tree(trained) == before, command
+        assert f"log.jsonl: process {os.getpid()} is writing it" in capsys.readouterr().err
+    release()
+
+
+def test_what_is_not_refused_goes_on(trained: Path, tmp_path: Path) -> None:
+    """Or the law would hold for whatever does nothing; also where the text has moved."""
+    for name in ("run", "text.txt"):
+        (shutil.copytree if name == "run" else shutil.copy)(trained / name, tmp_path / name)
+    before = tree(tmp_path)
+    assert ended(tmp_path, "--steps", "9") == 0
+    assert {name for name, found in tree(tmp_path).items() if before.get(name) != found} >= {"run/log.jsonl"}
+    assert (tmp_path / "run/checkpoints/step-00000009.json").is_file()
