@@ -15,21 +15,7 @@ from benchmarks.attention import check, patterns
 from benchmarks.attention.layout import ATTENTION as LAYOUT
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
 from lmsys.attention.contract import DTYPES, adapt, options_of, told, why_not_told
-from lmsys.bench import (
-    Axis,
-    Benchmark,
-    Candidate,
-    Case,
-    Entry,
-    Field,
-    Grid,
-    Record,
-    Settings,
-    Step,
-    Tools,
-    bench,
-    fields,
-)
+from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, bench, fields
 from lmsys.cost import operations
 from lmsys.deterministic import deterministic_mode
 from lmsys.extremes.attention import AttentionDraws
@@ -206,7 +192,7 @@ class Attention(Benchmark):
         candidate.call = adapt(candidate.entry.load())
         run(candidate.call, setup.inputs, pattern=setup.pattern, grad=candidate.case.asked.grad)
 
-    def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Tools) -> None:
+    def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
         """float32 first, once: there an error of 1 % shows. A row that cannot run it, or not in this memory, is held
         to the stricter root-mean-square rule in its own dtype. Then all rows in small cases of extreme scores, and rows
         from files in all small cases."""

@@ -24,7 +24,7 @@ from benchmarks.data_parallel.cases import (
 from benchmarks.data_parallel.layout import DATA_PARALLEL as LAYOUT
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
-from lmsys.bench import Axis, Candidate, Field, Grid, OnRanks, Record, Settings, Tools, bench, fields, ranks
+from lmsys.bench import Axis, Candidate, Field, Grid, OnRanks, Record, Settings, bench, fields, ranks
 from lmsys.cost.operations import model_parameters
 from lmsys.parallel import STRATEGIES
 
@@ -187,7 +187,7 @@ class DataParallel(ParallelBenchmark):
     def contends(self, case: ParallelCase) -> bool:
         return bool(case.entry.trait("synchronizes", True))
 
-    def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Tools) -> None:
+    def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         """Checks each row once; nothing is left for after timing, since the timed steps themselves are checked."""
         new = sorted((one for one in candidates if one.state is None), key=lambda one: -one.case.world_size)
         for number, candidate in enumerate(new, start=1):  # the largest first: one start of ranks
@@ -196,7 +196,7 @@ class DataParallel(ParallelBenchmark):
             told = candidate.outcome if candidate.reason is None else f"{candidate.outcome}: {candidate.reason}"
             runner.say(f"  [{number}/{len(new)}] {candidate.case.id}: {told}, {time.perf_counter() - start:.1f} s")
 
-    def _look_into(self, candidate: Candidate, runner: Tools) -> None:
+    def _look_into(self, candidate: Candidate, runner: Any) -> None:
         case, settings, run = candidate.case, runner.settings, runner.ranks.run
         start = case.world_size, case.backend
         if case.world_size > 1 and case.synchronizes:
@@ -237,7 +237,7 @@ class DataParallel(ParallelBenchmark):
                     trial.measurements[name].samples = row.samples
                     trial.measurements[name].record = communication(row, list(rows.values())) | memory(row)
 
-    def _take_pass(self, candidate: Candidate, one: Pass, number: int, runner: Tools) -> None:
+    def _take_pass(self, candidate: Candidate, one: Pass, number: int, runner: Any) -> None:
         """Takes the pass of this number, or takes it again in the place of the one before."""
         row = candidate.state
         taken = runner.ranks.run(row.case.world_size, row.case.backend, take_pass, row.case, one)

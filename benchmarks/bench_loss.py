@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -28,7 +29,6 @@ from lmsys.bench import (
     Settings,
     Step,
     Table,
-    Tools,
     bench,
     fields,
     positive,
@@ -142,7 +142,7 @@ class Loss(Benchmark):
         )
         setup.inputs.run(candidate.call)
 
-    def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Tools) -> None:
+    def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
         # Apart from the rows' own calls: where this fails, they have not.
         for x in (setup.inputs, setup.odd):
             x.exact, x.plain = ([one.cpu() for one in x.in_blocks(exact)] for exact in (True, False))

@@ -13,7 +13,7 @@ from benchmarks.model.cases import AXES, FIELDS, Gate, ModelTest, Row, model_of
 from benchmarks.model.layout import MODEL as LAYOUT
 from benchmarks.model.rig import Rig, cold_samples
 from lmsys import checkpointing, processes
-from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, Step, Tools, bench, fields
+from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, Step, bench, fields
 from lmsys.cost import memory, operations
 from lmsys.measure.compare import Failure, Kept, attempt
 from lmsys.measure.machine import peak_flops_per_s
@@ -92,7 +92,7 @@ class ModelBenchmark(Benchmark):
         if candidate.case.checkpoint == checkpointing.FIT:
             candidate.notes["levels"] = str(candidate.case.computed.checkpoint_blocks)
 
-    def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Tools) -> None:
+    def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
         if setup.gate is None:
             return super().check_all(candidates, setup, runner)
         setup.gate.check(candidates)

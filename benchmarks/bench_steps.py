@@ -23,21 +23,7 @@ from benchmarks.data_parallel import check, passes, rank
 from benchmarks.data_parallel.cases import MODELS, ParallelCase, StepsCase
 from benchmarks.data_parallel.steps_layout import STEPS as LAYOUT
 from lmsys.attention import ATTENTION
-from lmsys.bench import (
-    Axis,
-    Candidate,
-    Field,
-    Grid,
-    Record,
-    Settings,
-    Step,
-    Tools,
-    bench,
-    fields,
-    one_of,
-    positive,
-    ranks,
-)
+from lmsys.bench import Axis, Candidate, Field, Grid, Record, Settings, Step, bench, fields, one_of, positive, ranks
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.checkpointing import FIT
 from lmsys.measure import memory
@@ -276,7 +262,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
                 asked = grid.name, row, settings.device, *work, world_size
                 yield StepsCase(*asked, checkpoint=kept, residual=residual, steps=grid["steps"], model=model)
 
-    def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Tools) -> None:
+    def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         for candidate in candidates:
             case = candidate.case
             ranks = candidate.attempt(

@@ -18,21 +18,7 @@ from benchmarks.models import AUTO, DTYPES, LLAMA, MODEL_ROWS, why_not
 from benchmarks.training.layout import TRAINING as LAYOUT
 from benchmarks.training.rank import CORPUS, Epoch, TrainingCase, begin, clear, end, epoch, inspect, tokens_of
 from lmsys.attention import ATTENTION
-from lmsys.bench import (
-    Axis,
-    Benchmark,
-    Candidate,
-    Entry,
-    Field,
-    Grid,
-    Record,
-    Settings,
-    Tools,
-    bench,
-    fields,
-    positive,
-    ranks,
-)
+from lmsys.bench import Axis, Benchmark, Candidate, Entry, Field, Grid, Record, Settings, bench, fields, positive, ranks
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.compare import attempt
@@ -184,7 +170,7 @@ class Training(Benchmark):
         """The reference, which `check_all` fills."""
         return Curve()
 
-    def check_all(self, candidates: Sequence[Candidate], reference: Curve, runner: Tools) -> None:
+    def check_all(self, candidates: Sequence[Candidate], reference: Curve, runner: Any) -> None:
         """Makes the reference, once: there is none to compare with where it fails."""
         if reference.losses:
             return
@@ -194,7 +180,7 @@ class Training(Benchmark):
             for candidate in candidates:
                 candidate.failed(failure[0], f"the bench failed, not the row: the reference: {failure[1]}")
 
-    def _train_reference(self, plain: TrainingCase, reference: Curve, runner: Tools) -> None:
+    def _train_reference(self, plain: TrainingCase, reference: Curve, runner: Any) -> None:
         """As far as curves are compared."""
         run, left = partial(_on_ranks, plain, runner), min(CURVE_STEPS, plain.epochs * plain.steps)
         run(begin, tokens_of(*plain.text), runner.settings.seed)
@@ -284,7 +270,7 @@ def _other_weights(case: TrainingCase, weights: str, reference: Curve) -> str:
     return "" if before == weights else f"its weights are not those of {row}: sha256 {weights[:12]} and {before[:12]}"
 
 
-def _on_ranks(case: TrainingCase, runner: Tools, function: Callable[..., Any], *args: Any) -> list[Any]:
+def _on_ranks(case: TrainingCase, runner: Any, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Runs a function on the group, and gives the answers of the ranks that train."""
     return runner.ranks.run(case.num_ranks, case.backend, function, case, *args)[: case.world_size]
 

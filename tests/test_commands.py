@@ -34,6 +34,7 @@ NOT_RUN = {
     r"python -m lmsys.attention.flash_cuda": "compiles for minutes where there is nvcc: `nox -s gpu`",
     r"python -m lmsys.training .*train.graph=true.*": "needs a GPU: tests/training has it, with `nox -s gpu`",
     r"python -m dev.steps .*graphed.*": "needs a GPU; the command for a CPU is run",
+    r"python -m dev\.durations .*": "needs a result of the whole default sweep; tests/dev has it for made-up ones",
     r"lmsys check --all": "takes minutes: tests/check has it for a few rows",
     r"python -m tests\.museum.*": "takes a quarter of an hour: by hand, when an exhibit is added",
     r"git clone .*|cd .*|cp docs/examples/adapters.py .*": "the course's repositories, from a network",

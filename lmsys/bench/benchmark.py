@@ -382,8 +382,7 @@ def _benchmark(module: str, file: str, name: str) -> Benchmark:
 
 def judges_calls(benchmark: Benchmark) -> bool:
     """True where results of calls are judged."""
-    cls = type(benchmark)
-    return cls.judge is not Benchmark.judge or cls.errors is not Benchmark.errors
+    return (type(benchmark).judge, type(benchmark).errors) != (Benchmark.judge, Benchmark.errors)
 
 
 def bench(cls: type[Benchmark]) -> Callable[..., None]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lmsys.files import cache_folder, git
+from lmsys.values import hold
 
 PACKAGE = Path(__file__).parents[1]
 ROWS = "attention", "kernels", "model", "parallel", "tokenizer", "training", "autograd.py", "config.py"  # as they were
@@ -36,10 +37,14 @@ class Checkout:
         self.root = Path(git(Path.cwd(), "rev-parse", "--show-toplevel") or Path.cwd())  # without git the folder itself
         folder = Path(text).expanduser()
         self.commit = git(self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}") or ""
-        if self.commit and folder.is_dir():
-            raise ValueError(f"--against {text!r} is a folder and a git reference: name one by ./{text} or its commit")
-        if not self.commit and not folder.is_dir():
-            raise ValueError(f"--against {text!r}: neither a folder nor a git reference of {self.root}")
+        is_folder, begin = folder.is_dir(), f"--against {text!r}"
+        hold(
+            (
+                not (self.commit and is_folder),
+                f"{begin} is a folder and a git reference: name one by ./{text} or its commit",
+            ),
+            (self.commit or is_folder, f"{begin}: neither a folder nor a git reference of {self.root}"),
+        )
         self.name = self.commit[:10] or "".join(letter if letter.isalnum() else "-" for letter in folder.resolve().name)
         self._temporary, self._lock = _temporary_folder()
         try:

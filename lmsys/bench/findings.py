@@ -18,7 +18,7 @@ import hashlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,38 +52,35 @@ def source_of(entry: Entry) -> Record:
 def loaded_kernels() -> Iterator[dict[str, str]]:
     """Names and hashes, by Triton, of the kernels that are loaded meanwhile: each is once in a process."""
     hashes: dict[str, str] = {}
-    if importlib.util.find_spec("triton") is None:
-        yield hashes
-        return
-    import triton
 
     def note(module: Any, function: Any, name: str, group: Any, hash: str) -> None:
         hashes[name] = hash
 
-    hooks = triton.knobs.runtime.kernel_load_end_hook
-    hooks.add(note)
-    try:
+    with ExitStack() as stack:
+        if importlib.util.find_spec("triton"):
+            import triton
+
+            hooks = triton.knobs.runtime.kernel_load_end_hook
+            hooks.add(note)
+            stack.callback(hooks.remove, note)
         yield hashes
-    finally:
-        hooks.remove(note)
 
 
 @contextmanager
 def interpreted_kernels() -> Iterator[list[Any]]:
     """A list that grows by every kernel that Triton's interpreter runs meanwhile, wherever it is defined."""
     launched: list[Any] = []
-    if importlib.util.find_spec("triton") is None:
-        yield launched
-        return
-    from triton.runtime.interpreter import GridExecutor
+    with ExitStack() as stack:
+        if importlib.util.find_spec("triton"):
+            from triton.runtime.interpreter import GridExecutor
 
-    launch = GridExecutor.__call__
+            launch = GridExecutor.__call__
 
-    def noted(self: Any, *args: Any, **options: Any) -> Any:
-        launched.append(self)
-        return launch(self, *args, **options)
+            def noted(self: Any, *args: Any, **options: Any) -> Any:
+                launched.append(self)
+                return launch(self, *args, **options)
 
-    with mock.patch.object(GridExecutor, "__call__", noted):
+            stack.enter_context(mock.patch.object(GridExecutor, "__call__", noted))
         yield launched
 
 

@@ -121,10 +121,6 @@ class Part:
     put: Callable[[Any], Any]
 
 
-def _stream() -> Any:
-    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-
-
 def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None)  # one that is set costs every factory function
     if torch.empty(0).device != device:
@@ -151,7 +147,11 @@ PARTS = (
         )
         for device in ("cpu", "cuda")
     ),
-    Part("the current CUDA stream", _stream, lambda stream: stream and torch.cuda.set_stream(stream)),
+    Part(
+        "the current CUDA stream",
+        lambda: torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
+        lambda stream: stream and torch.cuda.set_stream(stream),
+    ),
     Part("whether garbage is collected", gc.isenabled, lambda enabled: (gc.disable, gc.enable)[enabled]()),
     Part("torch's default device", lambda: torch.empty(0).device, _set_default_device),
     Part("torch's seed", torch.initial_seed, torch.manual_seed),

@@ -17,6 +17,7 @@ from lmsys.measure.machine import Limits, limits_of
 from lmsys.measure.memory import cap_gpu_memory, cap_host_memory
 from lmsys.measure.sensors import Conditions, Sensors, sensors_of
 from lmsys.measure.turns import ALONE, Turns
+from lmsys.values import hold
 
 RANKS_SHARE = 0.7  # of a deadline: ranks that hang end first, and say which
 
@@ -72,8 +73,16 @@ class Instruments:
         return machine.measure_ceilings(self.settings.device, 2 * self.settings.seconds_per_row)
 
     def rated(self, benchmark: Benchmark, case: Case, record: Record) -> Record:
-        """The record with its rates as shares of what the machine reaches by now, sealed."""
-        record = _completed(record | benchmark.metrics(case, record, self.machine), benchmark)
+        """The record with its rates as shares of what the machine reaches by now, and all that follows from it, sealed.
+
+        ValueError for a field that nobody has declared.
+        """
+        record, known = record | benchmark.metrics(case, record, self.machine), declared(COMMON, benchmark.fields)
+        for field in known.values():
+            if field.of is not None:
+                record[field.name] = field.value(record)
+        unknown = sorted(record.keys() - known.keys())
+        hold((not unknown, f"benchmark {benchmark.name!r}: the fields {unknown} of its records are declared nowhere"))
         record = json.loads(json.dumps(record))  # as a reader gets it
         return record | {"seal": seal(record)}
 
@@ -117,14 +126,3 @@ class Instruments:
     def close(self) -> None:
         if "ranks" in self.__dict__:
             self.ranks.close()
-
-
-def _completed(record: Record, benchmark: Benchmark) -> Record:
-    """Adds the fields that are functions of others. ValueError for a field that nobody has declared."""
-    known = declared(COMMON, benchmark.fields)
-    for field in known.values():
-        if field.of is not None:
-            record[field.name] = field.value(record)
-    if undeclared := sorted(record.keys() - known.keys()):
-        raise ValueError(f"benchmark {benchmark.name!r}: the fields {undeclared} of its records are declared nowhere")
-    return record

@@ -116,8 +116,8 @@ class Isolated:
         try:
             return self.ask("collect", benchmark, grids, texts)
         except Ended as ended:
-            files = [word for text in texts.values() for word in text.split(",") if ".py" in word]
-            what = ", ".join(files) or type(benchmark).__module__
+            words = ",".join(texts.values()).split(",")
+            what = ", ".join(word for word in words if ".py" in word) or type(benchmark).__module__
             raise ValueError(f"{what} cannot be imported: {ended.reason}") from None
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:

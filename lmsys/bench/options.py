@@ -157,8 +157,8 @@ def min_rounds(config: pytest.Config) -> int:
 
 
 def outcomes(text: str | None) -> tuple[str, ...]:
-    begin = f"--fail-on {text!r}: "
-    return tuple(choice(name.strip(), record.OUTCOMES[1:], begin) for name in text.split(",")) if text else ()
+    names = text.split(",") if text else ()
+    return tuple(choice(name.strip(), record.OUTCOMES[1:], f"--fail-on {text!r}: ") for name in names)
 
 
 def number(option: str, text: str, right: str, **bounds: float) -> float:
@@ -197,8 +197,9 @@ def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
 
 
 def margin(text: str | None) -> float:
-    right = "a share above 0 and of at most 1, such as 0.02"
-    return MARGIN_IN_TURNS if text is None else number("--margin", text, right, above=0, most=1)
+    if text is None:
+        return MARGIN_IN_TURNS
+    return number("--margin", text, "a share above 0 and of at most 1, such as 0.02", above=0, most=1)
 
 
 def memory_limit(text: str | None, device: str) -> int | None:

@@ -36,7 +36,9 @@ class Paired(Isolated):
         """ValueError also where today's benchmark cannot run the earlier rows."""
         collected = super().collect(benchmark, grids, texts)
         check_rows(self.state, type(benchmark), collected[0])
-        self.state.use_today(_home(type(benchmark)))
+        package = sys.modules[type(benchmark).__module__.partition(".")[0]]
+        home = package.__path__[0] if hasattr(package, "__path__") else package.__file__ or ""
+        self.state.use_today(Path(home).resolve())  # the file that the benchmark stands in, or its whole package
         self.earlier._machine = self.machine
         try:
             self.earlier.collect(benchmark, (), {})  # imports it
@@ -105,9 +107,3 @@ def check_rows(checkout: Checkout, cls: type[Benchmark], cases: Mapping[str, Cas
         if case.entry.target.partition(":")[0] == cls.__module__:
             reason = f"the row {case.impl!r} stands in the file of its benchmark, which is today's"
             raise ValueError(f"--against {checkout.text}: {reason}: put it into a file of its own")
-
-
-def _home(cls: type[Benchmark]) -> Path:
-    """The file that a benchmark stands in, or the whole package."""
-    package = sys.modules[cls.__module__.partition(".")[0]]
-    return Path(package.__path__[0] if hasattr(package, "__path__") else package.__file__ or "").resolve()

@@ -57,8 +57,7 @@ def lmsys_timer(request: pytest.FixtureRequest) -> RecordedTimer:
     """The timer that pytest-benchmark's fixture, made after this one, replays samples by."""
     marker = request.node.get_closest_marker("benchmark")
     timer = RecordedTimer()
-    options = {**(marker.kwargs if marker else {}), "timer": timer}
-    request.node.add_marker(pytest.mark.benchmark(**options), append=False)
+    request.node.add_marker(pytest.mark.benchmark(**(marker.kwargs if marker else {}) | {"timer": timer}), append=False)
     return timer
 
 
@@ -244,8 +243,7 @@ def _session(config: pytest.Config) -> Session:
         _ease_waiting(session.say, host.others_now())
     if group is not None and group.rank > 0:
         session.output, session.say = None, lambda _: None  # one rank tells and writes
-    benchmarks: Any = config._benchmarksession
-    benchmarks.json = None  # the file is ours to write: whole, or not at all
+    config._benchmarksession.json = None  # the file is ours to write: whole, or not at all
     config.stash[SESSION] = session
     return session
 

@@ -149,8 +149,10 @@ class Session:
         self.runner.ready()
         cases = self._groups[group]
         number = list(self._groups).index(group) + 1
-        count = {_name(key): len(members) for key, members in self._groups.items()}
-        usual = self._usual if self._took or self._earlier else {}  # by another machine's seconds alone nothing is told
+        count = {" ".join(key): len(members) for key, members in self._groups.items()}
+        # Until a group that the sweep knows has run on this machine, its seconds on another tell nothing.
+        has_pace = self._took or self._earlier.keys() & self.sweep.took_s.keys()
+        usual = self._usual if has_pace else self._earlier
         left = time_left(self._took, count, usual, " if the rest costs as much a case")
         self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
         begin = time.monotonic()
@@ -161,7 +163,7 @@ class Session:
             for result in self.runner.run(self.benchmarks[group[0]], cases):
                 self._keep(group, result)
         finally:
-            self._took[_name(group)] = time.monotonic() - begin
+            self._took[" ".join(group)] = time.monotonic() - begin
 
     def _keep(self, group: Key, result: "trial.Result") -> None:
         self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two
@@ -172,7 +174,10 @@ class Session:
         """Keeps the last of several measurements with what a case's differ by, or the first that it did not survive."""
         runs: list[list[trial.Result]] = []
         try:
-            while len(runs) < self.repeats or self._is_doubtful(runs):
+            # Processes of one code differ, too, by where their memory lies: a change is looked for in two.
+            while len(runs) < self.repeats or (
+                self.checkout and len(runs) == 1 and _changes().look_changed([result.record for result in runs[0]])
+            ):
                 if runs:
                     self.runner.close()
                     why = ": a case looks changed" if self.checkout else f", {len(runs) + 1} of {self.repeats}"
@@ -186,10 +191,6 @@ class Session:
                     result.record["between_runs"] = spread
                 result.record["seal"] = record.seal(result.record)
                 self._keep(group, result)
-
-    def _is_doubtful(self, runs: "list[list[trial.Result]]") -> bool:
-        """True where one measurement shows a change: processes of one code differ, too, by where their memory lies."""
-        return bool(self.checkout) and len(runs) == 1 and _changes().look_changed([result.record for result in runs[0]])
 
     @property
     def _durations(self) -> Path:
@@ -403,10 +404,6 @@ class Session:
                 write_json(self._durations, self._earlier | self._took)
         if "runner" in self.__dict__:
             self.runner.close()
-
-
-def _name(group: Key) -> str:
-    return " ".join(group)
 
 
 def time_left(took: Mapping[str, float], cases: Mapping[str, int], usual: Mapping[str, float], doubt: str = "") -> str:

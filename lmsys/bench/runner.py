@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected
-from lmsys.bench.fields import Grid, Record, filled, given_axes
+from lmsys.bench.fields import Grid, Record, filled, given_axes, grouped
 from lmsys.bench.instruments import Instruments
 from lmsys.bench.trial import Endings, Result, Trial
 from lmsys.bench.watch import NOBODY
@@ -68,7 +68,7 @@ class Runner(Instruments):
         held = self._held()
         with benchmark.context(cases):
             trial = Trial(benchmark, cases, self, ended)
-            begun(trial.ids)
+            begun([*grouped((benchmark.key(case), case.id) for case in cases).values()])
             self._in_session(trial, trial.prepare)
             if self.settings.nvtx:
                 trial.attempt(trial.call_in_ranges)

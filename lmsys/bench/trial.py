@@ -10,7 +10,7 @@ from typing import Any
 
 from lmsys import draws
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, judges_calls, verdict
-from lmsys.bench.fields import Record, grouped
+from lmsys.bench.fields import Record
 from lmsys.bench.findings import OF_OTHERS, energy_fields, interpreted_kernels, loaded_kernels, same_bits, source_of
 from lmsys.bench.instruments import Instruments
 from lmsys.bench.record import rounded, summarize
@@ -60,16 +60,11 @@ class Trial:
         self._readings: list[Reading] = []  # of the turn that is sampled
         self.called_here: set[str] = set()  # cases whose calls this process makes
 
-    @property
-    def ids(self) -> list[list[str]]:
-        """The cases of each candidate."""
-        return [*grouped((id(self.candidate(case)), case.id) for case in self.cases).values()]
-
     def candidate(self, case: Case) -> Candidate:
         return self.candidates[self.benchmark.key(case)]
 
     def good(self) -> list[Candidate]:
-        return [one for one in self.candidates.values() if one.outcome == "ok"]
+        return [candidate for candidate in self.candidates.values() if candidate.outcome == "ok"]
 
     def attempt(self, call: Callable[..., Any], *args: Any) -> None:
         """A part of the trial that is the bench's own: where it fails, so does every candidate that was still good.
@@ -134,8 +129,8 @@ class Trial:
 
     def is_able(self, case: Case) -> bool:
         """True while the case is still to be timed."""
-        one = self.candidate(case)
-        return one.outcome == "ok" and not one.interpreted and not self.measurements[case.id].failure
+        candidate = self.candidate(case)
+        return candidate.outcome == "ok" and not candidate.interpreted and not self.measurements[case.id].failure
 
     def take(self, turn: Cases) -> None:
         if turn := [case for case in turn if self.is_able(case)]:  # what fails in one turn is not in the next
@@ -145,9 +140,9 @@ class Trial:
             conditions, self._readings = self.runner.conditions(), []
             self.benchmark.sample(turn, self)
             self.watch.heartbeat.rest()
-            found = conditions.record(self._readings)
+            fields = conditions.record(self._readings)
             for case in turn:
-                self.measurements[case.id].record = found | self.measurements[case.id].record
+                self.measurements[case.id].record = fields | self.measurements[case.id].record
             self._mend([self.candidate(case) for case in turn])
             self.watch.doing = "when timed calls were checked"
             self.check_timed(turn)
@@ -159,9 +154,9 @@ class Trial:
                     case, statistics.median(measurement.samples)
                 )
             if self.is_able(case) and measurement.samples is not None:
-                one = self.candidate(case)
-                found, _ = one.watched(self.benchmark.inspect, case, one, self.setup)
-                measurement.record |= found or {}
+                candidate = self.candidate(case)
+                fields, _ = candidate.watched(self.benchmark.inspect, case, candidate, self.setup)
+                measurement.record |= fields or {}
                 if self.settings.energy:
                     self.watch.doing = "when its energy was measured"
                     measurement.record |= self._energy(case)
@@ -197,8 +192,8 @@ class Trial:
         flops, dtype, read_bytes = work
         if time_s >= (least_s := limits.least_s(flops, dtype, 0 if cached else read_bytes)):
             return None
-        told = f"{time_s * 1e6:.3g} us, where its arithmetic and its reads take at least {least_s * 1e6:.3g}"
-        return "wrong", f"faster than this machine can be: {told}"
+        speed = f"{time_s * 1e6:.3g} us, where its arithmetic and its reads take at least {least_s * 1e6:.3g}"
+        return "wrong", f"faster than this machine can be: {speed}"
 
     def interleave(self, turn: Cases, min_rounds: int | None = None) -> None:
         """Times the steps of a turn side by side, in `min_rounds` rounds or the settings' at least."""
@@ -224,11 +219,11 @@ class Trial:
         self._readings += sampled.looks
         self.called_here |= steps.keys()
         for name in steps:
-            one = self.measurements[name]
-            one.samples, failure = sampled.samples.get(name), sampled.failures.get(name)
-            one.failure = self.watch.failure(candidates[name], failure)
-            one.kept = sampled.kept.get(name, [])
-            one.record = {
+            measurement = self.measurements[name]
+            measurement.samples, failure = sampled.samples.get(name), sampled.failures.get(name)
+            measurement.failure = self.watch.failure(candidates[name], failure)
+            measurement.kept = sampled.kept.get(name, [])
+            measurement.record = {
                 "clock_share_s": sampled.share_s.get(name),
                 "prepare_s": sampled.prepare_s.get(name),
             }
@@ -258,7 +253,7 @@ class Trial:
         """Judges the timed calls that were kept, each by its own inputs, which are drawn again."""
         for case in turn:
             measurement = self.measurements[case.id]
-            for kept in sorted(measurement.kept, key=lambda one: one.index):
+            for kept in sorted(measurement.kept, key=lambda call: call.index):
                 if self.is_able(case):
                     self._judge(case, measurement, kept)
             measurement.kept = []
@@ -287,19 +282,18 @@ class Trial:
     def check_again(self) -> None:
         """Checks rows of which no timed call was checked, on new inputs."""
         self.watch.doing = "in its check after it was timed"
-        timed = {id(one): one for one in map(self.candidate, self.cases) if one.outcome == "ok"}
-        timed = {key: one for key, one in timed.items() if any(self._needs_check(case, one) for case in self.cases)}
-        if not timed:
+        again = [candidate for candidate in self.good() if self._needs_check(candidate)]
+        if not again:
             return
         self.benchmark.redraw(self.setup, self.settings.seed + 2)
-        self.benchmark.check_all(list(timed.values()), self.setup, self.runner)
-        for one in timed.values():
-            if one.outcome != "ok":
-                one.reason = f"right before it was timed, not after: {one.reason}"
+        self.benchmark.check_all(again, self.setup, self.runner)
+        for candidate in again:
+            if candidate.outcome != "ok":
+                candidate.reason = f"right before it was timed, not after: {candidate.reason}"
 
-    def _needs_check(self, case: Case, candidate: Candidate) -> bool:
-        one = self.measurements[case.id]
-        return self.candidate(case) is candidate and bool(one.samples) and not (one.proof or one.failure)
+    def _needs_check(self, candidate: Candidate) -> bool:
+        measurements = [self.measurements[case.id] for case in self.cases if self.candidate(case) is candidate]
+        return any(each.samples and not (each.proof or each.failure) for each in measurements)
 
     def repeat(self) -> None:
         """Calls each row that was timed several times on one draw: whether it gives the same bits.
@@ -312,9 +306,9 @@ class Trial:
         if cases:
             self.benchmark.redraw(self.setup, self.settings.seed)
         self.watch.doing = "when it was called again on the same inputs"
-        for one in {id(one): one for one in map(self.candidate, cases)}.values():
+        for candidate in {self.benchmark.key(case): self.candidate(case) for case in cases}.values():
             seconds = REPEATS_SHARE * self.settings.seconds_per_row
-            one.notes["same_bits"] = same_bits(self.benchmark, one, self.setup, seconds)
+            candidate.notes["same_bits"] = same_bits(self.benchmark, candidate, self.setup, seconds)
 
     def release(self) -> None:
         """Drops what the group holds, before what is left is taken for code that stays."""

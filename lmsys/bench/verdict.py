@@ -62,16 +62,17 @@ def fastest(comparisons: Iterable[Sequence[Record]]) -> Fastest:
     def slowness(ours: str, theirs: str) -> float:
         return geometric_mean([_slowness(both[ours], both[theirs]) for both in rows if {ours, theirs} <= both.keys()])
 
+    def most(name: str, cases: dict[str, Record]) -> float:
+        return max(_slowness(cases[name], other) for other in cases.values())
+
     def rank(name: str) -> tuple[int, int, float]:
         shared = [cases for cases in rows if name in cases]
         slower = sum(slowness(name, other) > NEAR for other in set().union(*shared))
-        slowest = (max(_slowness(cases[name], other) for other in cases.values()) for cases in shared)
-        return slower, -len(shared), geometric_mean(slowest)
+        return slower, -len(shared), geometric_mean([most(name, cases) for cases in shared])
 
     row = min(sorted(set().union(*rows)), key=rank)
     shared = [cases for cases in rows if row in cases]
-    first = sum(all(_slowness(cases[row], other) <= NEAR for other in cases.values()) for cases in shared)
-    return Fastest(row, first, len(shared))
+    return Fastest(row, sum(most(row, cases) <= NEAR for cases in shared), len(shared))
 
 
 def _slowness(ours: Record, theirs: Record) -> float:

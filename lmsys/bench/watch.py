@@ -129,7 +129,7 @@ class Watch:
 
     def __init__(self, candidates: Iterable[Candidate], settings: Settings, heartbeat: Heartbeat, on_gpu: bool):
         self.settings, self.heartbeat, self._on_gpu = settings, heartbeat, on_gpu
-        self.rows = {id(one): row for row, one in enumerate(candidates)}
+        self.rows = {id(candidate): row for row, candidate in enumerate(candidates)}
         self.doing, self.expected_s = "in its first call", math.inf
         self.state = State()
         self._last: int | None = None  # the row whose work nobody has looked at since
@@ -143,15 +143,15 @@ class Watch:
         """`attempt` of a row's own work: until the device has done it, and with what it leaves changed put back."""
 
         def done() -> Any:
-            found = call(*args)
+            result = call(*args)
             synchronize(self.settings.device)
-            return found
+            return result
 
         self.beat(candidate)
-        found, failure = attempt(done)
+        result, failure = attempt(done)
         failure = _with(failure, self.state.mend())
         self.heartbeat.rest()
-        return None if failure else found, failure
+        return None if failure else result, failure
 
     def settle(self) -> None:
         """Puts back what the last row at work has left changed, after calls behind which nobody has looked."""
@@ -212,14 +212,14 @@ class BenchFault(RuntimeError):
 
 
 def _bench_own(call: Callable[..., Any], *args: Any) -> Any:
-    found, failure = attempt(call, *args)
+    result, failure = attempt(call, *args)
     if failure:
         raise BenchFault(failure[1])
-    return found
+    return result
 
 
 def copied(result: Any, key: int | None) -> Any:
     """A copy of a tensor, or of a tuple or list of them, where a key is given."""
     if key is None:
         return None
-    return result.clone() if isinstance(result, torch.Tensor) else [copied(one, key) for one in result]
+    return result.clone() if isinstance(result, torch.Tensor) else [copied(part, key) for part in result]

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.profiler import profile, record_function
 
 from lmsys.measure import clock, host
-from lmsys.values import one_of, shortly
+from lmsys.values import hold, one_of, shortly
 
 UNITS = {
     "B": 1,
@@ -72,9 +72,8 @@ def parse_size(text: str) -> int:
     """Bytes that "24GiB", "512MiB" or "16GB" name. ValueError for anything else."""
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?i?B)", text.strip())
     size = round(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
-    if size <= 0:
-        wanted = "write a positive number and a unit, such as 24GiB, 512MiB or 16GB"
-        raise ValueError(f"{shortly(text)} is not a size; {wanted}")
+    wanted = "write a positive number and a unit, such as 24GiB, 512MiB or 16GB"
+    hold((size > 0, f"{shortly(text)} is not a size; {wanted}"))
     return size
 
 
@@ -212,8 +211,9 @@ def write_snapshot(path: Path, call: Callable[[], Any], device: str) -> Path:
 
     ValueError elsewhere: only the CUDA allocator keeps one.
     """
-    if device != "cuda":
-        raise ValueError(f"{device=}: a memory snapshot needs CUDA, whose allocator keeps it; see timeline() instead")
+    hold(
+        (device == "cuda", f"{device=}: a memory snapshot needs CUDA, whose allocator keeps it; see timeline() instead")
+    )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(pickle.dumps(_history(call, "all")))
     return Path(path)

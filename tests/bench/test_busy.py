@@ -167,6 +167,8 @@ def test_the_next_run_knows_what_groups_take(tmp_path: Any, monkeypatch: pytest.
     assert lines(4.0, elsewhere) == ["[1/2] a", "[2/2, about 8 min left] b"]  # by the sweep's, 16 times as slow
     kept.write_text('{"attention a": 0.5}')  # here, on another day
     assert lines(4.0, elsewhere) == ["[1/2, about 60 s left] a", "[2/2, about 8 min left] b"]
+    kept.write_text('{"attention c": 0.5}')  # of this machine, and of nothing that another has run
+    assert lines(4.0, elsewhere)[0] == "[1/2] a"
 
 
 @pytest.fixture

@@ -1,0 +1,52 @@
+"""Seconds of groups that the sweep ships: made from results, and of groups that there are."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.sweeps import SWEEPS
+from dev import durations
+from lmsys.bench import Grid, Settings
+from lmsys.bench.runner import Runner
+from lmsys.verify import benchmarks_in
+from tests.support.processes import ENVIRONMENT, ROOT
+
+
+def result(path: Path, **machine: Any) -> Path:
+    content = {"schema": 2, "machine": machine, "fields": {}, "layouts": {}, "rows": {}, "records": []}
+    path.write_text(json.dumps({"lmsys": content}))
+    return path
+
+
+def test_of_several_results_the_least_of_each_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    took = {"a x": 1.23456, "a y": 2.0}, {"a y": 1.0, "b": 300.4}
+    names = [
+        str(result(tmp_path / f"{at}.json", device="cpu", sweep="default", took_s=one)) for at, one in enumerate(took)
+    ]
+    monkeypatch.setattr(durations, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["durations", *names])
+    durations.main()
+    made = json.loads((tmp_path / "durations_cpu.json").read_text())
+    assert made == {"a x": 1.23, "a y": 1.0, "b": 300.0}
+
+
+@pytest.mark.parametrize("machine", [{"sweep": "smoke", "took_s": {"a": 1.0}}, {"sweep": "default"}])
+def test_another_sweep_is_refused_and_so_is_a_run_without_times(machine: dict[str, Any], tmp_path: Path) -> None:
+    path = result(tmp_path / "out.json", device="cpu", **machine)
+    line = [sys.executable, "-m", "dev.durations", str(path)]
+    done = subprocess.run(line, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and f"{path}: it must be of the default sweep" in done.stderr
+
+
+def test_the_sweep_ships_seconds_of_its_own_groups() -> None:
+    """Make the file again, as `dev/durations.py` says, where the sweep has other groups."""
+    sweep, runner = SWEEPS["default"]["cpu"], Runner(Settings(device="cpu", timed=False))
+    groups = set[str]()
+    for name, benchmark in benchmarks_in(Path("benchmarks")).items():
+        cases, _ = runner.collect(benchmark, sweep.grids.get(name, (Grid("default"),)), {})
+        groups |= {f"{name} {case.group}" for case in cases.values()}
+    assert sweep.took_s.keys() <= groups and len(sweep.took_s) > 0.8 * len(groups)
