@@ -278,9 +278,8 @@ class CpuClock:
     saving_s = 5e-4  # autograd's own work on the host counts here, compiled above all
     ahead = True  # host and device are one
     share_s, share_by = 0.0, "nothing"
-
-    def __init__(self) -> None:
-        self.others: Callable[[], int | None] = nothing
+    others: Callable[[], int | None] = staticmethod(nothing)
+    expect = forget = wait = drain = staticmethod(nothing)  # calls take their time, one after another
 
     def sample(
         self, run: Callable[[Any], Any], prepare: Callable[[], Any] = nothing, late: Callable[[], Any] = nothing
@@ -290,23 +289,11 @@ class CpuClock:
         start, result, end = in_turn(perf_counter, partial(run, prepared), perf_counter)
         return Reading(end - start, ready - begin), result
 
-    def expect(self, late: Callable[[], Any]) -> None:
-        """Does nothing."""
-
     def read(self, pending: Sequence[Reading], share_s: float | None = None, trusted: bool = False) -> list[Reading]:
         return list(pending)
 
-    def forget(self, pending: Sequence[Reading]) -> None:
-        """Does nothing."""
-
     def shares(self, take: Callable[[], Any]) -> dict[str, float]:
         return {}
-
-    def wait(self, seconds: float) -> None:
-        """Does nothing."""
-
-    def drain(self) -> None:
-        """Does nothing."""
 
     def cost(self, call: Callable[[], Any], lead_s: float) -> Cost:
         start, _, end = in_turn(perf_counter, call, perf_counter)
