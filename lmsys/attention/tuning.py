@@ -159,8 +159,7 @@ def _read() -> dict[str, Tile]:
         if not path.is_file():
             return {}
         found = strict_json.read_json(path)
-        if not isinstance(found, dict):
-            raise ValueError(f"it must be an object of tiles; got {values.shortly(found)}")
+        values.hold((isinstance(found, dict), f"it must be an object of tiles; got {values.shortly(found)}"))
         return {key: _tile(tile) for key, tile in found.items()}
     except ValueError as error:
         cause = str(error).removeprefix(f"{path}: ")
@@ -169,8 +168,12 @@ def _read() -> dict[str, Tile]:
 
 def _tile(sizes: Any) -> Tile:
     names = [field.name for field in fields(Tile)]
-    if not isinstance(sizes, dict) or sizes.keys() != set(names):
-        raise ValueError(f"a tile must be an object with {', '.join(names)}; got {values.shortly(sizes)}")
+    values.hold(
+        (
+            isinstance(sizes, dict) and sizes.keys() == set(names),
+            f"a tile must be an object with {', '.join(names)}; got {values.shortly(sizes)}",
+        )
+    )
     for name, size in sizes.items():
         values.whole(name, size, least=1, most=MOST_SIZE)
     return Tile(**sizes)

@@ -44,8 +44,8 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
         able = next((x for x in options.dtypes if why_not(replace(simple, dtype=x)) is None), simple.dtype)
         usual = _cases(options, bears if options.uses else lambda asked: True)
         with_options = (one for one in cases_of_options(simple) if why_not_told(row, one.case.options) is None)
-        usual = chain(usual, with_options, larger(replace(simple, dtype=able)) if options.uses else ())
-        for asked in () if options.extremes else usual:
+        more = larger(replace(simple, dtype=able)) if options.uses else ()
+        for asked in () if options.extremes else chain(usual, with_options, more):
             yield Question(
                 f"{asked.about}, {asked.case.dtype}",
                 partial(failure, row, asked, options.grad, options.seed),

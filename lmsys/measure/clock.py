@@ -278,10 +278,8 @@ class CpuClock:
     saving_s = 5e-4  # autograd's own work on the host counts here, compiled above all
     ahead = True  # host and device are one
     share_s, share_by = 0.0, "nothing"
+    others: Callable[[], int | None] = staticmethod(nothing)
     expect = forget = wait = drain = staticmethod(nothing)
-
-    def __init__(self) -> None:
-        self.others: Callable[[], int | None] = nothing
 
     def sample(
         self, run: Callable[[Any], Any], prepare: Callable[[], Any] = nothing, late: Callable[[], Any] = nothing

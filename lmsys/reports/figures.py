@@ -244,10 +244,12 @@ def _sustained(run: Record) -> dict[str, str]:
     found, short = run.get("sustained") or {}, matmul_rates(run)
     facts = {}
     for dtype, rate in (found.get("matmul_flops_per_s") or {}).items():
-        told = [f"{number(rate / 1e12)} TFLOP/s"]
-        told += [f"{rate / short[dtype]:.0%} of the short one"] if short.get(dtype) else []
-        told += [f"{label} {exact(round(found[name]))} {unit}" for name, label, unit in STATE if found.get(name)]
-        told += [f"clock held by {found['clock_reasons']}"] if found.get("clock_reasons") else []
+        told = [
+            f"{number(rate / 1e12)} TFLOP/s",
+            *([f"{rate / short[dtype]:.0%} of the short one"] if short.get(dtype) else []),
+            *(f"{label} {exact(round(found[name]))} {unit}" for name, label, unit in STATE if found.get(name)),
+            *([f"clock held by {found['clock_reasons']}"] if found.get("clock_reasons") else []),
+        ]
         facts[f"matmul {dtype}, sustained"] = ", ".join(told)
     return facts
 

@@ -17,6 +17,7 @@ from lmsys.reports.figures import Figures, Html, facts_of, joined, runs_of, tag
 from lmsys.reports.load import InputError, file_name, run_told
 from lmsys.reports.tables import Part
 from lmsys.strict_json import read_json
+from lmsys.values import hold
 
 MANIFEST = "manifest.json"
 NAME = r"([\w-]{1,100}/)?[\w-]{1,200}\.(html|md|csv|svg)"
@@ -131,17 +132,27 @@ def fill(out: Path, files: Mapping[str, str]) -> None:
 
     ValueError, before anything is changed, where that would touch what is somebody else's; OSError where it fails.
     """
-    for name in files:
-        if not re.fullmatch(NAME, name):
-            raise ValueError(f"a file {name[:80]!r} cannot be written: its name must match {NAME}")
-    if folder := next((one for one in (out, *out.parents) if one.exists() and not one.is_dir()), None):
-        raise ValueError(f"{str(out)!r}: {folder} is a file, and a folder is needed")
+    hold(
+        *(
+            (re.fullmatch(NAME, name), f"a file {name[:80]!r} cannot be written: its name must match {NAME}")
+            for name in files
+        )
+    )
+    hold(
+        *(
+            (one.is_dir() or not one.exists(), f"{str(out)!r}: {one} is a file, and a folder is needed")
+            for one in (out, *out.parents)
+        )
+    )
     before = _written(out)
     for name in (*files, *before, MANIFEST):
         _check_place(out, name)
-    for name in files:
-        if name not in before and (out / name).exists():
-            raise ValueError(f"{out / name} is there, and this did not write it: remove it, or name another folder")
+    hold(
+        *(
+            (not path.exists(), f"{path} is there, and this did not write it: remove it, or name another folder")
+            for path in (out / name for name in files if name not in before)
+        )
+    )
     out.mkdir(parents=True, exist_ok=True)
     _note(out, before | files.keys())  # before they are there: what an interrupted run leaves is known, too
     for name, text in files.items():
@@ -163,8 +174,7 @@ def _written(out: Path) -> set[str]:
         return set()
     try:
         found = read_json(path, files=list)["files"]
-        if not all(isinstance(name, str) and re.fullmatch(NAME, name) for name in found):
-            raise ValueError("its files must be names of ours")
+        hold(*((isinstance(x, str) and re.fullmatch(NAME, x), "its files must be names of ours") for x in found))
     except ValueError as error:
         cause = str(error).removeprefix(f"{path}: ")
         raise ValueError(f"{path}: is no list of the files of a report ({cause}); name another folder") from None
@@ -173,8 +183,10 @@ def _written(out: Path) -> set[str]:
 
 def _check_place(out: Path, name: str) -> None:
     path = out / name
-    for one in (path, path.parent) if path.parent != out else (path,):
-        if one.is_symlink():
-            raise ValueError(f"{one} is a link, and this writes through none: remove it, or name another folder")
-    if path.parent.exists() and not path.parent.is_dir():
-        raise ValueError(f"{path.parent} is there, and it is no folder")
+    hold(
+        *(
+            (not one.is_symlink(), f"{one} is a link, and this writes through none: remove it, or name another folder")
+            for one in ((path, path.parent) if path.parent != out else (path,))
+        ),
+        (path.parent.is_dir() or not path.parent.exists(), f"{path.parent} is there, and it is no folder"),
+    )

@@ -56,8 +56,9 @@ class Checkpoint:
 
     def own(self, rank: int, *keys: str) -> State:
         """The part of a rank, of those that saved: at another world size, ask for all. Errors as in `shared`."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"{self.manifest}: saved by {self.world_size} ranks, has no part of {rank=}")
+        values.hold(
+            (0 <= rank < self.world_size, f"{self.manifest}: saved by {self.world_size} ranks, has no part of {rank=}")
+        )
         return load_state(self._verified(f"rank-{rank}"), *keys)
 
     def require(self, **facts: Any) -> None:
@@ -86,12 +87,12 @@ class Checkpoint:
         if entry is None:
             raise ValueError(f"{self.manifest}: names no file of {name!r}")
         path = self.manifest.with_name(entry["file"])
-        if not path.is_file():
-            raise ValueError(f"{path}: is missing")
-        if (size := path.stat().st_size) != entry["bytes"]:
-            raise ValueError(f"{path}: has {size:,} bytes and was saved with {entry['bytes']:,}")
-        if files.sha256_of(path) != entry["sha256"]:
-            raise ValueError(f"{path}: its SHA-256 is not the one that it was saved with")
+        values.hold((path.is_file(), f"{path}: is missing"))
+        size, saved = path.stat().st_size, entry["bytes"]
+        values.hold((size == saved, f"{path}: has {size:,} bytes and was saved with {saved:,}"))
+        values.hold(
+            (files.sha256_of(path) == entry["sha256"], f"{path}: its SHA-256 is not the one that it was saved with")
+        )
         return path
 
 
@@ -116,8 +117,12 @@ def save(
 
     SaveError on every rank when one of them fails, as with a full disk; ValueError for keep < 1 or step < 0.
     """
-    if step < 0 or (keep is not None and keep < 1):
-        raise ValueError(f"{step=} must be at least 0 and {keep=} at least 1, or None for all")
+    values.hold(
+        (
+            step >= 0 and (keep is None or keep >= 1),
+            f"{step=} must be at least 0 and {keep=} at least 1, or None for all",
+        )
+    )
     folder = Path(folder)
     manifest = folder / f"step-{step:08}.json"
     parts = {**({"shared": shared} if rank == 0 else {}), f"rank-{rank}": own or {}}
@@ -172,8 +177,12 @@ def read(manifest: Path) -> Checkpoint:
         where = f"{manifest}: files.{part}: must be"
         if not isinstance(entry, dict) or not all(type(entry.get(name)) is kind for name, kind in kinds.items()):
             raise ValueError(f"{where} an object with file, bytes and sha256; got {values.shortly(entry)}")
-        if not re.fullmatch(r"[\w.-]{1,200}", entry["file"]):
-            raise ValueError(f"{where} a file beside the manifest; got {values.shortly(entry['file'])}")
+        values.hold(
+            (
+                re.fullmatch(r"[\w.-]{1,200}", entry["file"]),
+                f"{where} a file beside the manifest; got {values.shortly(entry['file'])}",
+            )
+        )
     return Checkpoint(Path(manifest), found["step"], found["world_size"], found["facts"], found["files"])
 
 
@@ -353,8 +362,7 @@ def load_state(path: Path | IO[bytes], *keys: str) -> dict[str, Any]:
     except Exception as error:  # of a pickle that is wrong, almost any
         kind = type(error).__name__
         raise ValueError(f"{path}: must hold tensors and plain values alone; loading it gives {kind}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: must hold a dictionary; got {values.shortly(found)}")
+    values.hold((isinstance(found, dict), f"{path}: must hold a dictionary; got {values.shortly(found)}"))
     if missing := [key for key in keys if key not in found]:
         raise ValueError(f"{path}: must have {missing[0]!r}; got {values.shortly(list(found))}")
     return found

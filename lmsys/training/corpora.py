@@ -12,13 +12,13 @@ from pathlib import Path
 from platform import python_version
 from tempfile import TemporaryFile
 
+from lmsys import values
 from lmsys.files import cache_folder, replacing, sha256_of
 from lmsys.tokenizer.chunks import Chunk, cut_file, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.training.config import DataConfig, file_of
 
 END_OF_TEXT = "<|endoftext|>"  # stands between documents; a special token of a tokenizer for them
-NAMED = ("stdlib", "tinystories")  # others are files
 HELD_OUT = 20  # one file of so many is for validation
 
 Progress = Callable[[str, int, int], None]  # (work, how much of it is done, of how much)
@@ -57,8 +57,7 @@ def stdlib(folder: Path | None = None) -> Corpus:
     if not all(path.is_file() for path in paths):
         make_folder(folder, "data.folder")
         documents = list(_stdlib_documents())
-        if not documents:
-            raise ValueError(f"the standard library in {sysconfig.get_path('stdlib')} has no modules in source")
+        values.hold((documents, f"the standard library in {sysconfig.get_path('stdlib')} has no modules in source"))
         valid = documents[HELD_OUT - 1 :: HELD_OUT]
         train = [text for index, text in enumerate(documents) if index % HELD_OUT != HELD_OUT - 1]
         for path, texts in zip(paths, (train, valid), strict=True):
@@ -87,15 +86,18 @@ def text_file(path: Path, valid: Path | None = None) -> Corpus:
     ValueError for a file that is absent, empty or too short to be divided.
     """
     train = whole(Path(path))
-    if not train.size:
-        raise ValueError(f"there is no text in {path}")
+    values.hold((train.size, f"there is no text in {path}"))
     if valid is not None:
         return Corpus(train.path.stem, (train,), (whole(Path(valid)),))
     with train.path.open("rb") as file:
         after = train.size * (HELD_OUT - 1) // HELD_OUT
         border = cut_file(file.fileno(), Pretokenizer([END_OF_TEXT]), after, train.stop)
-    if border == train.stop:
-        raise ValueError(f"{path}: its last twentieth has no whitespace to divide it at; name a file for validation")
+    values.hold(
+        (
+            border < train.stop,
+            f"{path}: its last twentieth has no whitespace to divide it at: name a longer text, or data.valid",
+        )
+    )
     return Corpus(train.path.stem, (Chunk(train.path, 0, border),), (Chunk(train.path, border, train.stop),))
 
 
@@ -103,9 +105,8 @@ def corpus_of(settings: DataConfig, progress: Progress = lambda *_: None) -> Cor
     """The corpus that settings name: `stdlib`, `tinystories` or the path of a text file, and a text to evaluate on."""
     name, folder = settings.corpus, Path(settings.folder) if settings.folder else None
     valid = Path(settings.valid) if settings.valid else None
-    if name not in NAMED:
-        if not Path(name).is_file():
-            raise ValueError(f"corpus {name!r}: must be stdlib, tinystories or the path of a text file")
+    if name not in ("stdlib", "tinystories"):
+        values.hold((Path(name).is_file(), f"corpus {name!r}: must be stdlib, tinystories or the path of a text file"))
         return text_file(Path(name), valid)
     found = stdlib(folder) if name == "stdlib" else tinystories(folder, settings, progress)
     return found if valid is None else replace(found, valid=(whole(valid),))

@@ -111,10 +111,13 @@ def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
     except Exception as error:  # of a file that holds none, numpy raises almost any
         cause = getattr(error, "strerror", None) or error
         raise ValueError(values.shortened(f"{path}: cannot be read as an array of token ids: {cause}")) from error
-    if not isinstance(ids, np.ndarray):
-        raise ValueError(f"{path}: must be an array, a .npy; it is an archive of several")
-    if ids.ndim != 1 or ids.dtype.kind not in "ui":
-        raise ValueError(f"{path}: must be one row of whole numbers; got {ids.dtype} of shape {ids.shape}")
+    values.hold((isinstance(ids, np.ndarray), f"{path}: must be an array, a .npy; it is an archive of several"))
+    values.hold(
+        (
+            ids.ndim == 1 and ids.dtype.kind in "ui",
+            f"{path}: must be one row of whole numbers; got {ids.dtype} of shape {ids.shape}",
+        )
+    )
     if ids.size and ids.dtype.kind == "i" and (least := int(ids.min())) < 0:
         raise ValueError(f"{path}: id {least} is less than 0")
     facts_file = path.with_suffix(".json")
@@ -179,8 +182,7 @@ class TokenFiles:
     """The ids of .npy files, one behind another, read from disk as they are asked for."""
 
     def __init__(self, paths: Sequence[Path], tokenizer: Tokenizer | None = None):
-        if not paths:
-            raise ValueError("no token files are given")
+        values.hold((paths, "no token files are given"))
         self._paths = [Path(path) for path in paths]
         self._arrays = [open_tokens(path, tokenizer) for path in self._paths]
         self._firsts = np.cumsum([0, *map(len, self._arrays)]).tolist()
@@ -192,9 +194,12 @@ class TokenFiles:
     def end_of_text(self) -> int:
         """The id that ends each document. ValueError for a file that knows none, or another one than the first."""
         ids = [read_end_of_text(path) for path in self._paths]
-        for path, found in zip(self._paths, ids, strict=True):
-            if found != ids[0]:
-                raise ValueError(f"{path}: end_of_text={found} must be {ids[0]}, as in {self._paths[0]}")
+        values.hold(
+            *(
+                (found == ids[0], f"{path}: end_of_text={found} must be {ids[0]}, as in {self._paths[0]}")
+                for path, found in zip(self._paths, ids, strict=True)
+            )
+        )
         return ids[0]
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -230,11 +235,13 @@ class Batches:
         for name in ("context_length", "batch_size", "world_size", "accumulation"):
             values.whole(name, getattr(self, name), least=1)
         values.whole("rank", self.rank, least=0, most=self.world_size - 1)
-        if self.num_windows < 1:
-            raise ValueError(
+        values.hold(
+            (
+                self.num_windows >= 1,
                 f"{len(self.source):,} tokens are too few: one window of context_length={self.context_length}"
-                f" needs {self.context_length + 1:,}"
+                f" needs {self.context_length + 1:,}",
             )
+        )
 
     @property
     def num_windows(self) -> int:
@@ -265,8 +272,12 @@ class Batches:
 
     def _place(self, step: int, micro: int) -> int:
         """The first sequence of a micro-batch, of those of the step."""
-        if step < 0 or not 0 <= micro < self.accumulation:
-            raise ValueError(f"{step=} must be at least 0 and {micro=} in 0 to {self.accumulation - 1}")
+        values.hold(
+            (
+                step >= 0 and 0 <= micro < self.accumulation,
+                f"{step=} must be at least 0 and {micro=} in 0 to {self.accumulation - 1}",
+            )
+        )
         turn = self.rank * self.accumulation + micro if self.neighbours else micro * self.world_size + self.rank
         return turn * self.batch_size
 
@@ -309,11 +320,13 @@ def fixed_windows(
     it has none.
     """
     num_windows = (len(source) - 1) // context_length
-    if num_windows < 1 or count < 1:
-        raise ValueError(
+    values.hold(
+        (
+            num_windows >= 1 and count >= 1,
             f"{count=} windows of {context_length=} cannot be taken from {len(source):,} tokens: one needs"
-            f" {context_length + 1:,}"
+            f" {context_length + 1:,}",
         )
+    )
     places = np.arange(min(count, num_windows)) * num_windows // min(count, num_windows) * context_length
     windows = np.stack([source.read(int(place), int(place) + context_length + 1) for place in places])
     return _divided(windows, end_of_text)

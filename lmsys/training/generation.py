@@ -115,8 +115,8 @@ def generate(
     """
     sampling = sampling or Sampling()
     _check(model, prompts, max_new_tokens, stop)
-    if vocab_size is not None:
-        values.whole("vocab_size", vocab_size, least=1, most=model.config.vocab_size)
+    known = model.config.vocab_size
+    vocab_size = values.whole("vocab_size", known if vocab_size is None else vocab_size, least=1, most=known)
     device = model.token_embeddings.weight.device
     generators = [torch.Generator().manual_seed(seed + row) for row in range(len(prompts))]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -130,8 +130,7 @@ def generate(
     with torch.compiler.set_stance("force_eager"):
         for new in range(max_new_tokens):
             logits = _next_logits(model, tokens, lengths + new, cache, first=new == 0)[:, :vocab_size]
-            if not logits.isfinite().all():
-                raise ValueError(f"the model's logits are not finite, of new token {new}")
+            values.hold((logits.isfinite().all(), f"the model's logits are not finite, of new token {new}"))
             uniform = torch.stack([torch.rand((), dtype=torch.float64, generator=one) for one in generators])
             drawn = sampling.draw(logits, uniform.to(device))
             if stop is not None:

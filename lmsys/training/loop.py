@@ -30,16 +30,11 @@ RUNTIME_FIELDS = "attention", "checkpoint_blocks", "residual"  # of a model conf
 Say = Callable[[str], None]
 
 
-def model_facts(config: RunConfig) -> dict[str, Any]:
-    """The facts of a model by which a checkpoint is known to be of it."""
-    return {name: value for name, value in asdict(config.model).items() if name not in RUNTIME_FIELDS}
-
-
 def facts_of(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint must have been saved with, so that a run of these settings goes on from it."""
     train, packing = config.train, config.data.packing
     return {
-        "model": model_facts(config),
+        "model": {name: value for name, value in asdict(config.model).items() if name not in RUNTIME_FIELDS},
         "batch_size": train.batch_size,
         "seed": train.seed,
         "undecayed": train.undecayed,  # the optimizer numbers parameters by group

@@ -8,12 +8,11 @@
 A result that is there and was made of the same settings is taken as it is, so an interrupted run goes on where it was.
 """
 
-import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -37,7 +36,6 @@ FOLDERS, FILES = ("tokenizer", "tokens", "checkpoints"), ("log.jsonl", "log.json
 PARTS = ("train", "valid")
 OF_A_RANK = ("train.threads", "data.processes")  # settings that each machine may have for itself
 DOWNLOAD_LINES_S = 5.0
-LONG = 100  # bytes of a token, on average over a text, that none has
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,12 @@ class RunContext:
         if torch.distributed.is_initialized():
             return group.device()
         name = self.config.train.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if name not in ("cpu", "cuda") or name == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"train.device={name!r} must be cpu, or cuda where there is a CUDA device")
+        values.hold(
+            (
+                name in ("cpu", *["cuda"] * torch.cuda.is_available()),
+                f"train.device={name!r} must be cpu, or cuda where there is a CUDA device",
+            )
+        )
         return torch.device(name)
 
     @property
@@ -89,8 +91,8 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     STRATEGIES.select([config.train.strategy])
     if "train" in steps:
         possible.check(config, context.device)
-        if "tokenize" in steps and not skip_data:
-            _check_text(config)
+        if "tokenize" in steps and not skip_data and Path(config.data.corpus).is_file():
+            possible.check_text(config, corpora.corpus_of(config.data))
         if rank == 0:
             log.check_packages(config)
     if context.device.type == "cpu" and config.train.threads is not None:
@@ -98,12 +100,14 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     with ExitStack() as ending:
         if any(step in WRITERS for step in steps):
             corpora.make_folder(config.folder, "output")
-            for path in [config.folder / name for name in FOLDERS]:
-                if path.exists() and not path.is_dir():
-                    raise ValueError(f"{path}: must be a folder; move away what stands there")
-            for path in [config.folder / name for name in FILES]:
-                if path.is_dir():
-                    raise ValueError(f"{path}: must be a file; move the folder away")
+            folders, files = ([config.folder / name for name in names] for names in (FOLDERS, FILES))
+            values.hold(
+                *(
+                    (x.is_dir() or not x.exists(), f"{x}: must be a folder; move away what stands there")
+                    for x in folders
+                ),
+                *((not x.is_dir(), f"{x}: must be a file; move the folder away") for x in files),
+            )
             if rank == 0:
                 ending.callback(claim(config.folder / "log.jsonl"))
         return _take(context, [step for step in steps if not (skip_data and step in DATA_STEPS)], len(steps) == 1)
@@ -137,12 +141,16 @@ def _agree(config: RunConfig, steps: tuple[str, ...], skip_data: bool) -> None:
     own |= {"the step": " ".join(steps), "--skip-data": skip_data}
     first, *rest = collectives.gather_objects(own, None)
     for rank, other in enumerate(rest, start=1):
-        for name, value in first.items():
-            if name not in OF_A_RANK and other[name] != value:
-                raise ValueError(
+        values.hold(
+            *(
+                (
+                    name in OF_A_RANK or other[name] == value,
                     f"ranks have different settings: {name} is {value!r} on rank 0 and {other[name]!r} on rank {rank};"
-                    " start all with the same command"
+                    " start all with the same command",
                 )
+                for name, value in first.items()
+            )
+        )
 
 
 def make_tokenizer(context: RunContext, anew: bool) -> None:
@@ -158,8 +166,12 @@ def make_tokenizer(context: RunContext, anew: bool) -> None:
         )
         tokenizer = train(corpus.train, vocab_size, [corpora.END_OF_TEXT], context.processes)
         found = None if anew else checkpoint.newest(context.checkpoints, verified=False)
-        if found and found.facts.get("tokenizer") != tokenizer.fingerprint:
-            raise ValueError(f"{context.config.folder}: holds a training on other text: name another --output for this")
+        values.hold(
+            (
+                not found or found.facts.get("tokenizer") == tokenizer.fingerprint,
+                f"{context.config.folder}: holds a training on other text: name another --output for this",
+            )
+        )
         record.unlink(missing_ok=True)  # it would speak for half of a save that is killed
         tokenizer.save(record.parent)
         write_json(record, made)
@@ -174,12 +186,10 @@ def make_tokens(context: RunContext, anew: bool) -> None:
     corpus, tokenizer, folder = _corpus(context), _tokenizer(context), context.config.folder / "tokens"
     made = {"tokenizer": tokenizer.fingerprint, "text": [_facts(corpus.train), _facts(corpus.valid)]}
     found = _read(folder / "made.json") or {}
-    if not anew and {name: found.get(name) for name in made} == made:
-        return
     if not anew:
-        _check_lengths(
-            context.config, [_count(tokenizer, part, context) for part in (corpus.train, corpus.valid)], "tokens"
-        )
+        if {name: found.get(name) for name in made} == made:
+            return
+        possible.check_text(context.config, corpus, tokenizer)
     context.say(f"tokenizing {sum(file.size for file in corpus.files) / 1e6:,.1f} MB")
     _wait(context)  # all have read made.json
     if context.rank == 0:
@@ -262,10 +272,12 @@ def print_sample(context: RunContext) -> None:
 def _prompt(context: RunContext, tokenizer: Tokenizer) -> list[int]:
     prompt, most = context.config.generate.prompt, context.config.model.context_length
     ids = tokenizer.encode(prompt or corpora.END_OF_TEXT)
-    if len(ids) > most:
-        raise ValueError(
-            f"generate.prompt={values.shortly(prompt)} is {len(ids):,} tokens; model.context_length is {most:,}"
+    values.hold(
+        (
+            len(ids) <= most,
+            f"generate.prompt={values.shortly(prompt)} is {len(ids):,} tokens; model.context_length is {most:,}",
         )
+    )
     return ids
 
 
@@ -286,7 +298,7 @@ def _trained(context: RunContext, tokenizer: Tokenizer) -> tuple[TransformerLM, 
     found = checkpoint.newest(context.checkpoints)
     if found is None:
         raise ValueError(f"{context.checkpoints}: there is no checkpoint; train first")
-    found.require(model=loop.model_facts(context.config), tokenizer=tokenizer.fingerprint)
+    found.require(model=loop.facts_of(context.config)["model"], tokenizer=tokenizer.fingerprint)
     model = TransformerLM(context.config.model, device=context.device)
     model.load_state_dict(found.shared("model")["model"])
     return model, found.step
@@ -306,51 +318,24 @@ def _corpus(context: RunContext) -> corpora.Corpus:
 
 def _tokenizer(context: RunContext) -> Tokenizer:
     folder = Path(context.config.data.tokenizer or context.config.folder / "tokenizer")
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: there is no tokenizer; make one by the step `tokenizer`, without --skip-data")
+    values.hold(
+        (folder.is_dir(), f"{folder}: there is no tokenizer; make one by the step `tokenizer`, without --skip-data")
+    )
     tokenizer = Tokenizer.load(folder, [corpora.END_OF_TEXT] if context.config.data.tokenizer else [])
-    if tokenizer.vocab_size > (vocab_size := context.config.model.vocab_size):
-        raise ValueError(f"{folder}: has {tokenizer.vocab_size:,} tokens, more than model.vocab_size={vocab_size:,}")
+    size, most = tokenizer.vocab_size, context.config.model.vocab_size
+    values.hold((size <= most, f"{folder}: has {size:,} tokens, more than model.vocab_size={most:,}"))
     return tokenizer
 
 
 def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, evaluation.Windows]:
     """The tokens to train on, and the windows to evaluate on."""
     folder, config = context.config.folder / "tokens", context.config
-    made = _read(folder / "made.json")
-    if made is None:
-        raise ValueError(f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data")
+    made = _read(folder / "made.json") or {}
+    values.hold((made, f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data"))
     source, valid = (data.TokenFiles(data.shards(folder / f"{part}.npy", made["shards"]), tokenizer) for part in PARTS)
     return source, data.fixed_windows(
         valid, config.model.context_length, config.evaluate.windows, data.end_of_text_of(valid, config)
     )
-
-
-def _check_text(config: RunConfig) -> None:
-    """ValueError where a file of text is too short, whatever its tokens will be: each has a byte or more."""
-    corpus, valid = Path(config.data.corpus), config.data.valid
-    if config.data.corpus not in corpora.NAMED and corpus.is_file():
-        size = corpus.stat().st_size
-        held_out = Path(valid).stat().st_size if valid and Path(valid).is_file() else size // corpora.HELD_OUT
-        _check_lengths(config, (size if valid else size - held_out, held_out), "bytes")
-
-
-def _count(tokenizer: Tokenizer, files: Sequence[chunks.Chunk], context: RunContext) -> float:
-    """The tokens of a text that may be shorter than a sequence; infinity of one that is not."""
-    if sum(file.size for file in files) > LONG * context.config.model.context_length:
-        return math.inf
-    return sum(map(len, data.encode_files(tokenizer, files)))
-
-
-def _check_lengths(config: RunConfig, sizes: Sequence[float], unit: str) -> None:
-    """ValueError where the text to train on, or for validation, has less than a sequence."""
-    context = config.model.context_length
-    for part, size in zip(("to train on", "for validation"), sizes, strict=True):
-        if size <= context:
-            raise ValueError(
-                f"corpus {config.data.corpus!r}: its text {part} has {size:,} {unit}, and a sequence takes"
-                f" {context + 1:,} tokens: name a longer text, or set a smaller model.context_length than {context:,}"
-            )
 
 
 def _facts(files: tuple[chunks.Chunk, ...]) -> list[Any]:

@@ -11,6 +11,8 @@ from lmsys.config import ModelConfig
 from lmsys.cost.memory import fit
 from lmsys.model import fused, transformer
 from lmsys.parallel import STRATEGIES, collectives
+from lmsys.tokenizer import Tokenizer
+from lmsys.training import corpora, data
 from lmsys.training.config import RunConfig
 
 
@@ -62,11 +64,13 @@ def _why_no_graph(config: RunConfig, row: registry.Entry, device: torch.device) 
 def check_accumulation(config: RunConfig, row: registry.Entry, world_size: int, able: bool) -> None:
     """ValueError where ranks would accumulate micro-batches, and the strategy is not `able` to."""
     train = config.train
-    if not able and world_size > 1 and train.accumulation(world_size) > 1:
-        raise ValueError(
+    values.hold(
+        (
+            able or world_size == 1 or train.accumulation(world_size) == 1,
             f"strategy {row.name!r} cannot accumulate micro-batches: train.micro_batch_size is to be"
-            f" {train.batch_size // world_size}, train.batch_size over {world_size} ranks"
+            f" {train.batch_size // world_size}, train.batch_size over {world_size} ranks",
         )
+    )
 
 
 MEMORY_SHARE = 0.9  # of a GPU's: the rest is for libraries, fragments and what the prediction leaves out
@@ -82,11 +86,13 @@ def fitted(
     model, train = config.model, config.train
     if model.checkpoint_blocks != checkpointing.FIT:
         return model
-    if train.fused:
-        raise ValueError(
+    values.hold(
+        (
+            not train.fused,
             "model.checkpoint_blocks=fit with train.fused=true: fused blocks keep all that their backward reads, so it"
-            " must be none"
+            " must be none",
         )
+    )
     world_size, _ = collectives.size_and_rank(group)
     memory = min(collectives.gather_objects(_memory(train.memory_gib, device), group))
     stage = max(strategy.trait("zero_stage", 0), int(train.sharded_optimizer))
@@ -99,11 +105,13 @@ def fitted(
 def _memory(gib: float | None, device: torch.device) -> float:
     if gib is not None:
         return gib * 2**30
-    if device.type != "cuda":
-        raise ValueError(
+    values.hold(
+        (
+            device.type == "cuda",
             "model.checkpoint_blocks=fit needs train.memory_gib on a CPU, whose memory others use too; on a GPU it is"
-            f" {MEMORY_SHARE:.0%} of its memory"
+            f" {MEMORY_SHARE:.0%} of its memory",
         )
+    )
     return MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
@@ -136,3 +144,23 @@ def _why_no_attention(row: registry.Entry, case: AttentionCase) -> str | None:
         return contract.why_not_told(contract.adapt(row.load()), case.options)
     except ImportError as error:
         return str(error)
+
+
+LONG = 100  # bytes of a token, on average over a text, that none has
+
+
+def check_text(config: RunConfig, corpus: corpora.Corpus, tokenizer: Tokenizer | None = None) -> None:
+    """ValueError where the text to train on, or for validation, has less than a sequence.
+
+    Without a tokenizer it is known by the bytes, of which each token has one or more.
+    """
+    least, unit = config.model.context_length + 1, "tokens" if tokenizer else "bytes"
+    for part, files in (("to train on", corpus.train), ("for validation", corpus.valid)):
+        size = sum(file.size for file in files)
+        if tokenizer and size < LONG * least:
+            size = sum(map(len, data.encode_files(tokenizer, files)))
+        if size < least:
+            raise ValueError(
+                f"corpus {config.data.corpus!r}: its text {part} has {size:,} {unit}, and a sequence takes {least:,}"
+                " tokens: name a longer text, or set a smaller model.context_length"
+            )

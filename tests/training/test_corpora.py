@@ -282,7 +282,7 @@ def test_a_run_downloads_what_its_settings_say(
     [
         (None, "must be stdlib, tinystories or the path of a text file"),
         (b"", "there is no text in"),
-        (b"one" * 100, "has no whitespace to divide it at; name a file for validation"),
+        (b"one" * 100, "has no whitespace to divide it at: name a longer text, or data.valid"),
         ("caf\u00e9 au lait ".encode("latin-1") * 100, "is not UTF-8 text: invalid continuation byte at byte 3"),
     ],
     ids=["missing", "empty", "one word", "not UTF-8"],
@@ -340,7 +340,7 @@ def test_a_text_file_is_divided_between_words(tmp_path: Path) -> None:
     assert corpus_of(DataConfig(corpus=str(path))) == found
     assert corpus_of(DataConfig(corpus=str(path), valid=str(other))) == text_file(path, other)
     path.write_text("x" * 1000)
-    with pytest.raises(ValueError, match="name a file for validation"):
+    with pytest.raises(ValueError, match="name a longer text, or data.valid"):
         text_file(path)
 
 

@@ -202,13 +202,13 @@ def test_a_text_that_gives_fewer_tokens_than_the_model_has_is_trained_on(
 def test_a_text_that_no_tokenizer_makes_long_enough_is_refused_at_the_start(
     valid: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A byte gives a token at most; of 319 the last 15 are for validation, and each sequence takes 17."""
+    """A byte gives a token at most; of 319 the last 14 are for validation, and a sequence takes 17."""
     text, options = tmp_path / "short.txt", list[str]()
     text.write_text(("a " * 160)[: 16 if valid == 400 else 319])
     if valid:
         (tmp_path / "valid.txt").write_text("b " * (valid // 2))
         options = ["--set", f"data.valid={tmp_path / 'valid.txt'}"]
-    part, size = {None: ("for validation", 15), 16: ("for validation", 16), 400: ("to train on", 16)}[valid]
+    part, size = {None: ("for validation", 14), 16: ("for validation", 16), 400: ("to train on", 16)}[valid]
     said = told(capsys, tmp_path, "--corpus", str(text), *options)
     assert f"corpus '{text}': its text {part} has {size} bytes, and a sequence takes 17 tokens: name a longer" in said
     assert not (tmp_path / "run").exists()
