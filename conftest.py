@@ -7,10 +7,6 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores: more threads would wait for one another
-
 import torch
 
 if not torch.cuda.is_available():

@@ -47,8 +47,6 @@ from tests.support.training_runs import (
 )
 from tests.support.variants import some
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(autouse=True)
 def nothing_goes_on() -> Iterator[None]:
