@@ -134,13 +134,13 @@ def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> AttentionCase:
 
 
 def on_devices(names: tuple[str, ...], compiled_on_cpu: bool) -> list[Any]:
-    """For `parametrize`: each row with "cuda", and with "cpu" where it runs on one."""
+    """For `parametrize`: each row with "cuda", and with "cpu" where it runs on one; what compiles there takes long."""
     pairs = []
     for name in names:
         row = Row(name, "cpu")
         cuda_alone = re.search("runs on CUDA( only)?$", row.why_not(row.case()) or "")
         if not cuda_alone and (compiled_on_cpu or name not in COMPILED):
-            pairs.append(pytest.param(name, "cpu"))
+            pairs.append(pytest.param(name, "cpu", marks=[pytest.mark.long] * (name in COMPILED)))
         pairs.append(pytest.param(name, "cuda", marks=pytest.mark.gpu))
     return pairs
 
