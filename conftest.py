@@ -7,10 +7,6 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores: more threads would wait for one another
-
 import torch
 
 if not torch.cuda.is_available():
@@ -53,6 +49,7 @@ def pytest_lmsys_sweeps() -> Mapping[str, Mapping[str, Sweep]]:
 LEFT_OUT = pytest.StashKey[dict[str, int]]()  # how many tests by their mark
 HOW = {
     "gpu": "which need a GPU: {} (python -m pytest -m gpu, where there is one)",
+    "long": "which compile, or start many processes: {} (python3 -m nox -s long, as CI does)",
     "on_request": "which take minutes: {} (python -m pytest -m on_request)",
 }
 
@@ -63,13 +60,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     has_gpu, asked = torch.cuda.is_available(), config.option.markexpr or ""
     left_out: dict[str, list[pytest.Item]] = {mark: [] for mark in HOW}
     for item in items:
-        if item.get_closest_marker("gpu") and not has_gpu:
-            if "gpu" in asked:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
-            else:
-                left_out["gpu"].append(item)
-        elif item.get_closest_marker("on_request") and "on_request" not in asked:
-            left_out["on_request"].append(item)
+        needs_gpu = item.get_closest_marker("gpu") and not has_gpu
+        marks = ["gpu"] if needs_gpu else [mark for mark in ("on_request", "long") if item.get_closest_marker(mark)]
+        if marks and marks[0] not in asked:
+            left_out[marks[0]].append(item)
+        elif needs_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
     without = {id(item) for several in left_out.values() for item in several}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in without])
     items[:] = [item for item in items if id(item) not in without]

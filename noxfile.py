@@ -2,7 +2,8 @@
 # requires-python = ">=3.11"
 # dependencies = ["nox>=2025.2.9"]
 # ///
-"""Sessions: lint, tests, bench; on request gpu, newest, tritons, fuzz, commands, browser, report, docs, site, package.
+"""Sessions: lint, tests, bench. On request: long, gpu, newest, tritons, fuzz, commands, browser, report,
+docs, site, package.
 
 Each wraps lines of docs/install.md.
 
@@ -10,6 +11,7 @@ Each wraps lines of docs/install.md.
 """
 
 import argparse
+import os
 import re
 import shutil
 import tempfile
@@ -26,6 +28,7 @@ TORCH = "torch==2.13.0"
 TRITON = "triton==3.6.0"  # for a torch that brings none, as CPU builds: there its interpreter runs the kernels
 TRITONS = list(dict.fromkeys(re.findall(r'"([\d.]+)"', Path("lmsys/kernels/tritons.py").read_text())))  # each once
 SITE = Path("reports/site")
+WORKERS = str(min(8, 1 + (os.cpu_count() or 1)))  # of tests: one more than processors, for a test waits now and then
 NOTHING_TO_BUILD = 3  # what flash_cuda's build exits with; its row then says why, and the others are tested
 PROJECT = nox.project.load_toml("pyproject.toml")
 
@@ -56,8 +59,15 @@ def tests(session: nox.Session) -> None:
     # A file's tests stay together: what they share is made once. conftest.py has the longest files begin first.
     # Tests start hundreds of interpreters, which need not all compile the same modules.
     env = {"PYTHONDONTWRITEBYTECODE": ""}
-    pytest = "python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"
+    pytest = "python", "-m", "pytest", "-n", WORKERS, "--dist", "loadfile", "--no-loadscope-reorder"
     session.run(*pytest, *session.posargs, env=env)
+
+
+@nox.session(default=False)
+def long(session: nox.Session) -> None:
+    """The laws that compile for a CPU or start many processes, which CI asks beside the others."""
+    install(session, "test")
+    session.run("python", "-m", "pytest", "-n", WORKERS, "-m", "long", *session.posargs)
 
 
 @nox.session(default=False)
@@ -88,8 +98,8 @@ def tritons(session: nox.Session, triton: str) -> None:
     tests = "tests/kernels", "tests/attention/test_gluon_kernels.py", "tests/attention/test_sass.py"
     pytest = "python", "-m", "pytest", "-n", "2", "--dist", "loadfile"
     session.run(*pytest, *(session.posargs or tests))
-    if not session.posargs:  # the head dimensions that the suite leaves out
-        session.run(*pytest, "-m", "on_request", "-k", "well_made or decode", *tests)
+    if not session.posargs:  # what the suite leaves out
+        session.run(*pytest, "-m", "on_request", *tests)
 
 
 @nox.session(default=False)

@@ -12,6 +12,9 @@ from typing import Any
 # Each process that compiles for a CPU would try for a second whether AVX code can be compiled and loaded, the first on
 # a machine for seven. It can. Also for the processes that tests start.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Workers of xdist and what tests start share the cores: more threads would wait for one another, with tiny tensors for
+# ten times as long as they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
@@ -22,6 +25,7 @@ from lmsys.check.question import poison
 from lmsys.parallel.group import WorkerGroup
 from tests.support.processes import STARTUP, smoke_sweep
 
+torch.set_num_threads(1)  # here, where torch is imported already
 os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # "ci" draws the same few examples every time; --hypothesis-profile explore draws others, and more.
@@ -115,15 +119,6 @@ def gpu_ranks(groups: dict[str, WorkerGroup]) -> WorkerGroup:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"NCCL needs a GPU for each of two ranks, and here are {torch.cuda.device_count()}")
     return _ready(groups, 2, "nccl")
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors on several threads wait for each other when the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -14,166 +15,139 @@ from lmsys.attention import ATTENTION
 ROOT = Path(__file__).parents[1]
 FILES = sorted(file for room in ("lmsys", "benchmarks", "dev", "reports") for file in (ROOT / room).rglob("*.py"))
 PLAIN = (  # of lmsys: what a machine without torch can import
-    *(
-        "__init__",
-        "commands",
-        "registry",
-        "config",
-        "files",
-        "strict_json",
-        "values",
-        "processes",
-        "doing",
-        "watchdog",
-        "measure/__init__",
-        "measure/step",
-        "training/config",
-    ),
-    "checkpointing",
-    *("cost/__init__", "cost/operations", "cost/memory", "cost/communication"),
-    *(
-        f"bench/{name}"
-        for name in ("__init__ benchmark checkout fields options plugin record results validate").split()
-    ),
+    *"__init__ checkpointing commands config doing files processes registry strict_json values watchdog".split(),
+    *"cost/__init__ cost/communication cost/memory cost/operations".split(),
+    *"measure/__init__ measure/host measure/step training/config".split(),
+    *"bench/__init__ bench/benchmark bench/checkout bench/fields bench/options bench/plugin bench/record".split(),
+    *"bench/results bench/validate bench/verdict".split(),
 )
-LATE = (
-    "bench/benchmark",
-    "bench/options",
-    "bench/plugin",
-    "bench/results",
-    "bench/__main__",
-)  # import what needs torch inside of functions
+LATE = "bench/benchmark", "bench/options", "bench/plugin", "bench/results"  # import what needs torch in functions
 ROWS = "lmsys.attention", "lmsys.parallel"
 DATA = "lmsys/files.py", *(f"lmsys/training/{name}.py" for name in ("corpora", "data"))
 TERMINAL = "lmsys.reports.terminal"  # by which a run tells its answers, in the report's words
+OF_WORKERS = (
+    *(f"lmsys.{name}" for name in "config files processes strict_json tokenizer values training.config".split()),
+    *("lmsys.training.corpora", "lmsys.training.data"),
+)
 OF_REPORTS = (
-    *(
-        "lmsys.reports",
-        "lmsys.commands",
-        "lmsys.files",
-        "lmsys.strict_json",
-        "lmsys.values",
-        "lmsys.cost.communication",
-    ),
-    *(f"lmsys.bench.{name}" for name in ("changes", "fields", "record", "validate", "verdict")),
+    *(f"lmsys.{name}" for name in "commands cost.communication files reports strict_json values".split()),
+    *(f"lmsys.bench.{name}" for name in "changes fields record validate verdict".split()),
 )
 
 
-def imports(file: Path) -> Iterator[str]:
+@cache
+def imports(file: Path) -> list[str]:
     """Absolute names of what a file imports, anywhere in it: modules, and `module.name` for `from` imports."""
-    package = file.relative_to(ROOT).parent.parts
+    package, names = file.relative_to(ROOT).parent.parts, []
     for node in ast.walk(ast.parse(file.read_text(), str(file))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
-def imports_of(file: Path, *names: str) -> list[str]:
-    return [found for found in imports(file) if any(found == name or found.startswith(f"{name}.") for name in names)]
-
-
-def within(*folders: str) -> list[Path]:
-    return [file for file in FILES if file.relative_to(ROOT).as_posix().startswith(folders)]
-
-
-def name_of(file: Path) -> str:
-    return file.relative_to(ROOT).as_posix()
+            names += [f"{module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def outside(file: Path) -> Iterator[str]:
     """The modules that a file imports when it is imported: not inside of functions, not for type checkers only."""
-    tree = ast.parse(file.read_text(), str(file))
-    for node in tree.body:
+    for node in ast.parse(file.read_text(), str(file)).body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("file", within("lmsys/"), ids=name_of)
-def test_the_library_imports_neither_benchmarks_nor_tests(file: Path) -> None:
-    assert not imports_of(file, "benchmarks", "dev", "tests", "reports")
-    if not within_room(file, "reports"):
-        found = imports_of(file, "pandas", "matplotlib", "lmsys.reports")
-        assert set(found) <= ({TERMINAL} if name_of(file) == "lmsys/bench/plugin.py" else set())
-    if not within_room(file, "bench"):
-        assert not imports_of(file, "pytest")
+def among(name: str, modules: tuple[str, ...]) -> bool:
+    """True where the name is one of the modules, or in one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def within_room(file: Path, room: str) -> bool:
-    return name_of(file).startswith(f"lmsys/{room}/")
+def within(*folders: str, but: str = "-") -> list[Path]:
+    names = {file: file.relative_to(ROOT).as_posix() for file in FILES}
+    return [file for file, name in names.items() if name.startswith(folders) and not name.startswith(but)]
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_modules_import_no_torch(name: str) -> None:
-    file = ROOT / "lmsys" / f"{name}.py"
-    found = list(outside(file)) if name in LATE else list(imports(file))
-    plain = {f"lmsys.{one.replace('/', '.').removesuffix('.__init__')}" for one in PLAIN} | {"lmsys"}
-    for one in found:
-        assert one.partition(".")[0] not in ("torch", "triton", "numpy", "pandas")
-        if one.partition(".")[0] == "lmsys":
-            assert one in plain or one.rpartition(".")[0] in plain, f"{name} reaches {one}, which may import torch"
-
-
-@pytest.mark.parametrize("file", within("lmsys/tokenizer/", *DATA), ids=name_of)
-def test_what_workers_load_has_no_torch(file: Path) -> None:
-    assert not imports_of(file, "torch", "triton")
-    allowed = [
-        "lmsys.processes",
-        "lmsys.config",
-        "lmsys.strict_json",
-        "lmsys.values",
-        "lmsys.tokenizer",
-        "lmsys.training.config",
-        *(path.removesuffix(".py").replace("/", ".") for path in DATA),
+def violations(files: list[Path], *forbidden: str, allowed: tuple[str, ...] = ()) -> list[str]:
+    """A line for each import of a forbidden module that is not in an allowed one."""
+    assert files
+    return [
+        f"{file.relative_to(ROOT)} imports {name}"
+        for file in files
+        for name in imports(file)
+        if among(name, forbidden) and not among(name, allowed)
     ]
-    assert sorted(imports_of(file, "lmsys")) == sorted(imports_of(file, *allowed))
 
 
 def test_no_circle_of_imports() -> None:
     """Of the bench, also inside of functions and for type checkers."""
     modules = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in within("lmsys/bench/")}
     graph = {
-        module: {one for found in imports(file) for one in (found, found.rpartition(".")[0]) if one in modules}
+        module: {part for name in imports(file) for part in (name, name.rpartition(".")[0]) if part in modules}
         for module, file in modules.items()
     }
     TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("file", within("lmsys/measure/"), ids=name_of)
-def test_measuring_names_no_kernel(file: Path) -> None:
-    assert not imports_of(file, *ROWS, "lmsys.model", "lmsys.testing", "lmsys.registry")
+def test_the_library_imports_neither_benchmarks_nor_tests() -> None:
+    assert not violations(within("lmsys/"), "benchmarks", "dev", "tests", "reports")
+    plugin = within("lmsys/bench/plugin.py")
+    assert not violations(plugin, "pandas", "matplotlib", "lmsys.reports", allowed=(TERMINAL,))
+    others = [file for file in within("lmsys/", but="lmsys/reports/") if file not in plugin]
+    assert not violations(others, "pandas", "matplotlib", "lmsys.reports")
+    assert not violations(within("lmsys/", but="lmsys/bench/"), "pytest")
 
 
-@pytest.mark.parametrize("file", within("lmsys/reports/", "reports/"), ids=name_of)
-def test_reports_know_only_what_a_result_is(file: Path) -> None:
-    assert not imports_of(file, "torch", "benchmarks", "dev", "tests", "pytest")
-    assert sorted(imports_of(file, "lmsys")) == sorted(imports_of(file, *OF_REPORTS))
+def test_plain_modules_import_no_torch() -> None:
+    plain = {f"lmsys.{name.replace('/', '.')}".removesuffix(".__init__") for name in PLAIN}
+    wrong = []
+    for name in PLAIN:
+        file = ROOT / "lmsys" / f"{name}.py"
+        for module in outside(file) if name in LATE else imports(file):
+            source = ROOT / module.replace(".", "/")
+            reached = module if source.is_dir() or source.with_suffix(".py").exists() else module.rpartition(".")[0]
+            reaches = among(module, ("lmsys",)) and reached not in plain
+            if reaches or among(module, ("torch", "triton", "numpy", "pandas")):
+                wrong.append(f"{name} reaches {module}, which may import torch")
+    assert not wrong
 
 
-@pytest.mark.parametrize("file", within("benchmarks/"), ids=name_of)
-def test_no_family_of_benchmarks_imports_another(file: Path) -> None:
-    families = {one.stem.removeprefix("bench_") for one in (ROOT / "benchmarks").glob("bench_*.py")}
-    families |= {one.name for one in (ROOT / "benchmarks").iterdir() if one.is_dir() and one.name != "__pycache__"}
-    own = SHARED.get(family_of(file), family_of(file))
-    for one in imports_of(file, "benchmarks"):
-        family = one.split(".")[1].removeprefix("bench_")
-        assert family not in families or SHARED.get(family, family) == own, f"{name_of(file)} imports {one}"
+def test_what_workers_load_has_no_torch() -> None:
+    assert not violations(within("lmsys/tokenizer/", *DATA), "torch", "triton", "lmsys", allowed=OF_WORKERS)
 
 
-@pytest.mark.parametrize("file", within("benchmarks/"), ids=name_of)
-def test_no_benchmark_needs_the_tools_of_maintainers(file: Path) -> None:
-    assert not imports_of(file, "dev", "tests")
+def test_measuring_names_no_kernel() -> None:
+    assert not violations(within("lmsys/measure/"), *ROWS, "lmsys.model", "lmsys.testing", "lmsys.registry")
+
+
+def test_reports_know_only_what_a_result_is() -> None:
+    files = within("lmsys/reports/", "reports/")
+    assert not violations(files, "torch", "benchmarks", "dev", "tests", "pytest", "lmsys", allowed=OF_REPORTS)
 
 
 SHARED = {"anatomy": "model", "steps": "data_parallel"}  # the same cases, other questions
 
 
 def family_of(file: Path) -> str:
-    return file.relative_to(ROOT / "benchmarks").parts[0].removeprefix("bench_").removesuffix(".py")
+    """The family of a file of benchmarks, which is also that of those whose cases it shares."""
+    name = file.relative_to(ROOT / "benchmarks").parts[0].removeprefix("bench_").removesuffix(".py")
+    return SHARED.get(name, name)
+
+
+def test_no_family_of_benchmarks_imports_another() -> None:
+    files = within("benchmarks/")
+    modules: dict[str, list[str]] = {}
+    for file in [*(ROOT / "benchmarks").glob("bench_*.py"), *(ROOT / "benchmarks").glob("*/__init__.py")]:
+        name = file.relative_to(ROOT / "benchmarks").parts[0].removesuffix(".py")
+        modules.setdefault(family_of(file), []).append(f"benchmarks.{name}")
+    assert len(modules) > 5
+    for file in files:
+        others = [name for family, names in modules.items() if family != family_of(file) for name in names]
+        assert not violations([file], *others)
+
+
+def test_no_benchmark_needs_the_tools_of_maintainers() -> None:
+    assert not violations(within("benchmarks/"), "dev", "tests")
 
 
 def test_torchs_compiler_comes_with_what_is_compiled() -> None:
@@ -194,4 +168,7 @@ def test_the_rules_would_see_a_forbidden_import(tmp_path: Path, monkeypatch: pyt
     file = tmp_path / "lmsys" / "measure" / "clock.py"
     file.parent.mkdir(parents=True)
     file.write_text("def f():\n    from ..attention import naive\n    import reports.load\n    from . import clock\n")
-    assert list(imports(file)) == ["lmsys.attention.naive", "reports.load", "lmsys.measure.clock"]
+    assert imports(file) == ["lmsys.attention.naive", "reports.load", "lmsys.measure.clock"]
+    assert violations([file], "lmsys.attention", "reports", allowed=("reports.load",)) == [
+        "lmsys/measure/clock.py imports lmsys.attention.naive"
+    ]

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.processes import ROOT
 
-MARKS = {"plain": [], "gpu": ["gpu"], "long": ["on_request"], "both": ["gpu", "on_request"]}
+MARKS = {"plain": [], "gpu": ["gpu"], "long": ["long"], "hours": ["on_request"], "both": ["gpu", "on_request"]}
 
 
 class Item:
@@ -42,21 +42,23 @@ def collected(asked: str) -> tuple[dict[str, bool], list[str], list[str]]:
 @pytest.mark.parametrize(
     ("asked", "has_gpu", "runs", "counts"),
     [
-        ("", False, {"plain": False}, (2, 1)),
-        ("gpu", False, {"plain": False, "gpu": True, "both": True}, (0, 1)),
-        ("on_request", False, {"plain": False, "long": False}, (2, 0)),
-        ("", True, {"plain": False, "gpu": False}, (0, 2)),
-        ("gpu and on_request", True, dict.fromkeys(MARKS, False), (0, 0)),
+        ("", False, {"plain": False}, (2, 1, 1)),
+        ("gpu", False, {"plain": False, "gpu": True, "both": True}, (0, 1, 1)),
+        ("on_request", False, {"plain": False, "hours": False}, (2, 1, 0)),
+        ("long", False, {"plain": False, "long": False}, (2, 0, 1)),
+        ("", True, {"plain": False, "gpu": False}, (0, 1, 2)),
+        ("gpu or long or on_request", True, dict.fromkeys(MARKS, False), (0, 0, 0)),
     ],
 )
 def test_what_does_not_run_is_counted(
-    asked: str, has_gpu: bool, runs: dict[str, bool], counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    asked: str, has_gpu: bool, runs: dict[str, bool], counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     found, deselected, lines = collected(asked)
     assert found == runs and {*found, *deselected} == {*MARKS} and len(found) + len(deselected) == len(MARKS)
     expected = [
         f"tests left out, which need a GPU: {counts[0]} (python -m pytest -m gpu, where there is one)",
-        f"tests left out, which take minutes: {counts[1]} (python -m pytest -m on_request)",
+        f"tests left out, which compile, or start many processes: {counts[1]} (python3 -m nox -s long, as CI does)",
+        f"tests left out, which take minutes: {counts[2]} (python -m pytest -m on_request)",
     ]
     assert lines == [line for line, count in zip(expected, counts, strict=True) if count]

@@ -89,7 +89,9 @@ def check(found: dict[tuple[str, str], dict[str, Any]], by_chance: bool = False)
             assert FAULTS[name].told in one["reason"], one["reason"]
 
 
-@pytest.mark.parametrize("call", [1, pytest.param(2, marks=pytest.mark.on_request), TIMED_CALL])
+@pytest.mark.parametrize(
+    "call", [1, pytest.param(2, marks=pytest.mark.on_request), pytest.param(TIMED_CALL, marks=pytest.mark.long)]
+)
 def test_what_a_row_leaves_changed_is_its_own_error(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its first call, in its check and in a timed one; nothing of it is felt by the rows before and behind it."""
     with isolated(monkeypatch, call) as runner:
@@ -135,6 +137,7 @@ def test_an_interrupt_that_comes_with_the_answer_costs_nothing_later(monkeypatch
         assert runner.ask("facts")["device"] == "cpu"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("more", "outcome"), some([(1, "oom"), (0, "error")], 2))
 def test_a_row_that_is_killed_as_memory_ran_out_is_out_of_memory(
     more: int, outcome: str, monkeypatch: pytest.MonkeyPatch
@@ -275,6 +278,7 @@ IMPORTED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", some(IMPORTED, one_in=3))
 def test_a_file_that_cannot_be_imported_is_a_usage_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(text)

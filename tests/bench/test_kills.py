@@ -48,6 +48,7 @@ def is_new(journal: Path, before: int) -> bool:
     return journal.exists() and journal.stat().st_ino != before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seed", "sizes", "kills"),
     [

@@ -140,9 +140,14 @@ def test_plain():
     "options",
     [
         ("--benchmark-autosave", "--benchmark-compare"),
-        ("--benchmark-group-by=param:size", "-k", "parametrized"),
-        ("--benchmark-disable", "-n", "2"),
-        ("--benchmark-skip",),
+        *(
+            pytest.param(options, marks=pytest.mark.long)
+            for options in (
+                ("--benchmark-group-by=param:size", "-k", "parametrized"),
+                ("--benchmark-disable", "-n", "2"),
+                ("--benchmark-skip",),
+            )
+        ),
     ],
     ids=lambda options: " ".join(options) or "none",
 )

@@ -382,6 +382,7 @@ def test_a_run_writes_a_record_for_each_case(smoke_result: Path) -> None:
     assert "-W2-torch_fsdp2: ok, " in smoke_result.with_name("smoke.txt").read_text()
 
 
+@pytest.mark.long
 def test_two_rendezvous_agents_are_one_group_and_write_one_result(tmp_path: Path) -> None:
     """torchrun with two nodes, both on this machine: each agent starts one rank of the same benchmark."""
     with socket.socket() as free:

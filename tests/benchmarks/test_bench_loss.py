@@ -64,6 +64,7 @@ def test_rows_are_timed_and_accounted_for(precision: str, monkeypatch: pytest.Mo
     assert 0 < found["chunked"]["peak_bytes"] < found["eager"]["peak_bytes"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
 def test_the_compiled_row_runs() -> None:
     one = records(row=("compiled",))["compiled"]

@@ -154,6 +154,7 @@ def test_without_transformers_llama_is_unsupported(monkeypatch: pytest.MonkeyPat
     assert "[peers]' brings it" in found["step", "eager", "llama"]["reason"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
 def test_compiled_rows_run_beside_eager_ones() -> None:
     found = records(compile=("eager", "compiled"), mode=("step",), attention=("sdpa_math",))

@@ -15,12 +15,15 @@ from tests.support import harness
 from tests.support.cheats import CHEATS, forget
 from tests.support.variants import some
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = {"cpu": (1, 4, 2, 200, 200, 32), "cuda": (2, 8, 4, 1024, 1024, 64)}
 SMALLER = (1, 2, 1, 100, 100, 32)  # of kernels that are interpreted, for seconds
 DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 DTYPES = "float32", "float16", "bfloat16"
-WAYS = [(name, direction) for name, one in CHEATS.items() for direction in one.directions]
+WAYS = [
+    pytest.param(name, direction, marks=[] if "cpu" in cheat.devices else [pytest.mark.gpu])
+    for name, cheat in CHEATS.items()
+    for direction in cheat.directions
+]
 
 
 @pytest.fixture(autouse=True)
@@ -78,14 +81,14 @@ def honest() -> Iterator[Any]:
         ways = list(product(DTYPES, ["fwd", "bwd", "fwdbwd"]))
         on_cpu = [way for way in ways if "triton" not in name or way[0] != "bfloat16"]  # which is not interpreted
         always = on_cpu[4 * number % len(on_cpu)]
+        on_gpus = name != "honest" and ATTENTION[name].trait("compiles", False)  # a CPU takes minutes; the sweep has it
         for way in ways:
-            yield pytest.param(name, *way, marks=[] if way == always else [pytest.mark.on_request])
+            marks = [pytest.mark.on_request] * (way != always) + [pytest.mark.gpu] * on_gpus
+            yield pytest.param(name, *way, marks=marks)
 
 
 @pytest.mark.parametrize(("name", "dtype", "direction"), [*honest()])
 def test_an_honest_row_is_not(name: str, dtype: str, direction: str, device: str) -> None:
     entry = Entry(name, "tests.support.cheats:honest") if name == "honest" else ATTENTION[name]
-    if device == "cpu" and entry.trait("compiles", False):
-        pytest.skip("on a CPU what is compiled takes minutes; the sweep has it")
     found = record_of(entry, direction, device, dtype)
     assert found["outcome"] in ("ok", "unsupported"), found["reason"]

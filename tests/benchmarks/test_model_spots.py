@@ -29,7 +29,6 @@ from tests.support.cheats import CLOCK, seen
 from tests.support.harness import cases_of, results
 from tests.support.variants import some
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = {"size": ("tiny",), "context": (32,), "batch": (2,), "compile": ("eager",)}
 needs_llama = pytest.mark.skipif(LLAMA.why_not(None) is not None, reason=str(LLAMA.why_not(None)))
 WHOLES = [pytest.param("auto"), pytest.param("llama", marks=needs_llama)]

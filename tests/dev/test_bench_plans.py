@@ -22,7 +22,6 @@ from tests.support.collected import collect
 from tests.support.harness import cases_of, records
 
 triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.usefixtures("one_thread")
 known = pytest.mark.skipif(not is_known(), reason="the kernels know some versions of Triton")
 SHAPES = list(product(("fwd", "bwd"), (64, 128), (True, False), (128, SHORT, 1024, 16384)))
 ONE = {"plan": ("planned",), "head_dim": (64,), "length": ((128, 128),), "causal": (True,)}

@@ -18,7 +18,6 @@ from lmsys.model.linear import recorded
 from lmsys.training.gradients import GraphedGradients
 from lmsys.training.optimizer import AdamW
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = replace(
     model_config("tiny", context_length=8), vocab_size=96, d_model=32, d_ff=64, attention="naive", num_kv_heads=2
 )

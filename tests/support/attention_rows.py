@@ -1,6 +1,7 @@
 """Every row of the attention table on every device, and the cases that hypothesis draws for it."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -132,6 +133,18 @@ def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> AttentionCase:
     return replace(case, grad=row.why_not(replace(case, grad=True)) is None)
 
 
+def on_devices(names: tuple[str, ...], compiled_on_cpu: bool) -> list[Any]:
+    """For `parametrize`: each row with "cuda", and with "cpu" where it runs on one; what compiles there takes long."""
+    pairs = []
+    for name in names:
+        row = Row(name, "cpu")
+        cuda_alone = re.search("runs on CUDA( only)?$", row.why_not(row.case()) or "")
+        if not cuda_alone and (compiled_on_cpu or name not in COMPILED):
+            pairs.append(pytest.param(name, "cpu", marks=[pytest.mark.long] * (name in COMPILED)))
+        pairs.append(pytest.param(name, "cuda", marks=pytest.mark.gpu))
+    return pairs
+
+
 def law(
     compiled_on_cpu: bool = False,
     only: tuple[str, ...] = (),
@@ -146,14 +159,11 @@ def law(
     """
 
     def decorate(check: Callable[[Row, AttentionCase, int], None]) -> Callable:
-        @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-        @pytest.mark.parametrize("name", only or list(ATTENTION))
+        @pytest.mark.parametrize(("name", "device"), on_devices(only or tuple(ATTENTION), compiled_on_cpu))
         def test(name: str, device: str) -> None:
             row = Row(name, device)
             if reason := row.why_not(row.case(**fixed)):
                 pytest.skip(reason)
-            if name in COMPILED and device == "cpu" and not compiled_on_cpu:
-                pytest.skip("compiles for each shape: on CPU it is held to the oracle only")
             drawn = of(row, **fixed)
             if square:
                 drawn = drawn.map(lambda case: replace(case, queries=case.keys))

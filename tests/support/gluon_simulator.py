@@ -747,9 +747,6 @@ def simulated() -> Iterator[None]:
     from lmsys.attention.flash_gluon import kernels as product
 
     with ExitStack() as patches:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # partitions are threads enough
-        patches.callback(torch.set_num_threads, threads)
         patches.enter_context(on_one_core())
         for owner, name, stand_in in [
             (product, "Kernel", Kernel),

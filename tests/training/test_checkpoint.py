@@ -29,9 +29,6 @@ CONFIG = ModelConfig(16, 32, 2, 2, vocab_size=40, context_length=8, attention="n
 STATE = {"x": torch.arange(5.0), "n": 3, "deep": {"list": [1, "two", None, (3.5, True)]}}
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 class Run:
     """A training run, as plain as it can be: what must be saved, and what a step does with it."""
 

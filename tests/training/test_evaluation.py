@@ -19,9 +19,6 @@ CONFIG = ModelConfig(8, 16, 1, 2, vocab_size=30, context_length=12, attention="n
 SOURCE = RandomTokens(30, 500)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @settings(max_examples=15)
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 12))
 def test_every_token_counts_the_same(batch_size: int, count: int, context: int) -> None:

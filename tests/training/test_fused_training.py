@@ -12,7 +12,6 @@ from lmsys.training.loop import Trainer
 from lmsys.training.reproducible import weights_sha256
 from tests.support.training_runs import config, fused_anywhere, trainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ALONE = "train.strategy=none", "train.batch_size=4"
 
 

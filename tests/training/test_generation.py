@@ -22,9 +22,6 @@ GREEDY = Sampling(temperature=0)
 SAMPLINGS = [GREEDY, Sampling(0.8), Sampling(1.2, 5), Sampling(1.0, None, 0.7)]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: object) -> TransformerLM:
     torch.manual_seed(seed)
     shape = {"d_model": 16, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 50, "context_length": 32}

@@ -29,8 +29,6 @@ CPU = torch.device("cpu")
 VOCABULARY = 20
 PACKED = ("data.packing=documents", "train.steps=4", "model.vocab_size=300")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Ids:
     """A source of given ids."""

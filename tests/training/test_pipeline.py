@@ -18,8 +18,6 @@ from lmsys.training.__main__ import main, parser, read_config
 from lmsys.training.corpora import END_OF_TEXT
 from tests.support.training_runs import SETTINGS, config, corpus
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def no_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,6 +199,7 @@ def test_a_fault_ends_all_on_nccl(launcher: str, fault: str, start: Callable[...
     assert re.search(TOLD[fault], said), said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("launcher", "fault", "seed", "at_start"), cases({"raise": 10}))
 def test_a_rank_that_raises_ends_all(
     launcher: str, fault: str, seed: int, at_start: bool, start: Callable[..., Run], tmp_path: Path

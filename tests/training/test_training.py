@@ -47,8 +47,6 @@ from tests.support.training_runs import (
 )
 from tests.support.variants import some
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(autouse=True)
 def nothing_goes_on() -> Iterator[None]:
@@ -362,6 +360,7 @@ def test_a_killed_run_goes_on(data: Path, tmp_path: Path, kills: range) -> None:
         assert losses(folder) == losses(whole)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_is_started_again(data: Path, tmp_path: Path, group: WorkerGroup) -> None:
     whole, run = copy_of(data, tmp_path / "whole"), copy_of(data, tmp_path / "run")
     assert group.run(train_on_rank, config(whole, "train.steps=20")) == [0, 0]
@@ -423,6 +422,7 @@ def test_two_signals_end_a_run_of_which_a_rank_has_stopped(data: Path, tmp_path:
     assert len(ranks) == 2 and not any(map(is_alive, ranks))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has gone")
 def test_ranks_end_with_the_agent_that_torchrun_is(data: Path, tmp_path: Path) -> None:
     folder = copy_of(data, tmp_path / "run")
