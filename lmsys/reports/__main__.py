@@ -26,9 +26,9 @@ from lmsys.bench.changes import MARGIN
 from lmsys.commands import parser as command_parser
 from lmsys.reports import against, page
 from lmsys.reports.answers import answers, step_chapters
+from lmsys.reports.items import csv_of
 from lmsys.reports.layout import chapters
 from lmsys.reports.load import InputError, read
-from lmsys.reports.tables import csv_of
 from lmsys.reports.views import view_of
 from lmsys.values import finite
 

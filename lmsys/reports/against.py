@@ -31,8 +31,8 @@ from lmsys.bench.changes import (
 from lmsys.bench.fields import Record
 from lmsys.reports import page, plots
 from lmsys.reports.cells import Notes, below, mark
+from lmsys.reports.items import Block, Chapter, Plot, Table, csv_of
 from lmsys.reports.load import InputError, Machine, file_name, read
-from lmsys.reports.tables import Block, Chapter, Plot, Table, csv_of
 from lmsys.reports.words import number, sentence
 
 DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # of a run: with another, times are of something else

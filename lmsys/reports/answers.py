@@ -10,8 +10,8 @@ from dataclasses import replace
 from lmsys.bench.fields import Record, grouped
 from lmsys.bench.verdict import FAILED, failed, not_run
 from lmsys.reports.fastest import Question, fastest_of, reading_order
+from lmsys.reports.items import Block, Chapter, Table
 from lmsys.reports.load import Machine, commands, drawn_by_layout, file_name
-from lmsys.reports.tables import Block, Chapter, Table
 from lmsys.reports.views import UNSAID, view_of
 from lmsys.reports.words import MEANINGS, label_of, number
 
@@ -60,8 +60,9 @@ def step_shares(machine: Machine) -> Table | None:
     words = machine.words_of(*machine.layouts)
     cases.sort(key=lambda one: reading_order(words, [_value(one, name) for name in BY]))
     names = "benchmark", "section", *KEYS, "impl", "time_s", *SHARES
-    data = [{name: _value(one, name) for name in names} for one in cases]
+    data: list[Record] = [{name: _value(one, name) for name in names} for one in cases]
     shares = [name for name in SHARES if any(line[name] is not None for line in data)]
+    most = max(data, key=lambda line: line[shares[0]] or 0)
     shown = [name for name in KEYS if len({line[name] for line in data}) > 1]
     told = [f"{head} {data[0][name]}" for name, head in KEYS.items() if name not in shown]
     return Table(
@@ -73,6 +74,7 @@ def step_shares(machine: Machine) -> Table | None:
         data=data,
         keys=2 + len(shown),
         source=machine.about(cases),
+        answer=f"highest: {number(100 * most[shares[0]])} %, {most['impl']}, {most['size']}",
     )
 
 

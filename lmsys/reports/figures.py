@@ -7,8 +7,9 @@ from html import escape
 
 from lmsys.bench.fields import Record
 from lmsys.reports.cells import DETAILS, STATE, SUPERSCRIPTS
+from lmsys.reports.items import Block, Chapter, Plot, Table
 from lmsys.reports.load import Machine, matmul_rates
-from lmsys.reports.tables import LEFT_OUT, Block, Chapter, Plot, Table
+from lmsys.reports.tables import LEFT_OUT
 from lmsys.reports.words import OUTCOMES, digits, exact, inside_a_sentence, number, sentence, span
 
 BRIEF = 80  # characters: what is no longer is said again rather than linked to
@@ -41,6 +42,17 @@ def _brief(item: Table | Plot) -> str:
     return item.title.split(" · ")[0]
 
 
+def _has_items(block: Block) -> bool:
+    return bool(block.items)
+
+
+def _gist(block: Block, subject: str = "", otherwise: str = "") -> Html:
+    """The answer of a block's first table that has one, for who does not open it."""
+    answers = (item.answer for item in block.items if isinstance(item, Table) and item.answer)
+    text = next(answers, otherwise)
+    return tag("span", f"{subject}: {text}" if subject else text, class_="gist") if text else Html()
+
+
 @dataclass(frozen=True)
 class Figures:
     """Blocks, tables and plots as HTML; with `inline` plots stand in the page, and no link leads out of it."""
@@ -70,21 +82,19 @@ class Figures:
         ]
         return tag("div", *inside, *folded, class_="answers")
 
-    def chapter(self, chapter: Chapter, anchor: str) -> list[Html]:
-        """Its first block, then the others, each behind a click."""
-        first, *others = (block for block in chapter.blocks if block.items)
-        title = [tag("h4", first.title)] if first.title and not chapter.title.endswith(first.title) else []
-        folded = [
-            tag(
-                "details",
-                tag("summary", tag("h4", block.title or sentence(_names(block.items)))),
-                self._block(block),
-                class_="block",
-                id=f"{anchor}-{at}",
-            )
-            for at, block in enumerate(others)
-        ]
-        return [tag("h3", chapter.title, id=anchor), *title, self._block(first), *folded]
+    def chapter(self, chapter: Chapter, anchor: str, is_open: bool) -> Html:
+        """Its title and answer, and at a click its first block, then the others, each behind a click of its own."""
+        first, *others = filter(_has_items, chapter.blocks)
+        subject = "" if chapter.title.endswith(first.title) else first.title
+        inside = [tag("h4", subject)] if subject else []
+        inside.append(self._block(first))
+        for at, block in enumerate(others):
+            title = block.title or sentence(_names(block.items))
+            summary = tag("summary", tag("h4", title), _gist(block))
+            inside.append(tag("details", summary, self._block(block), class_="block", id=f"{anchor}-{at}"))
+        summary = tag("summary", tag("h3", chapter.title), _gist(first, subject, _brief(first.items[0])))
+        opened = {"open": ""} if is_open else {}
+        return tag("details", summary, *inside, class_="chapter", id=anchor, **opened)
 
     def _block(self, block: Block) -> Html:
         """Its first table beside its first plot, and all else behind a click."""
@@ -154,6 +164,8 @@ def _told_once(item: Table | Plot, heading: str, told: set[str]) -> Table | Plot
     """The figure without what its block's heading or a figure above it says of its cases."""
     about, *held = item.caption.splitlines() or [""]
     lines = [line for line in held if line not in told]
+    about = "" if about in told and isinstance(item, Plot) else about
+    told.add(about)
     short = [sentence(line.removeprefix(heading).removeprefix("; ").removeprefix(".")) for line in lines]
     item = replace(item, caption="\n".join([about, " ".join(filter(None, short))]))
     if isinstance(item, Table):

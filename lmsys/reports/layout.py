@@ -22,9 +22,9 @@ What a name in a list of fields may look like says `View.chosen`; an expression,
 from collections.abc import Mapping
 from typing import Any
 
+from lmsys.reports.items import Block, Chapter
 from lmsys.reports.load import drawn_by_layout
 from lmsys.reports.steps import applied, each
-from lmsys.reports.tables import Block, Chapter
 from lmsys.reports.views import View
 from lmsys.reports.words import NAMES, filled, sentence
 

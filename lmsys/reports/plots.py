@@ -14,8 +14,10 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports.cells import NOT_RUN, SPEEDUP, is_compared
-from lmsys.reports.tables import Plot, about_of, titled
-from lmsys.reports.views import View, lighter
+from lmsys.reports.items import Plot
+from lmsys.reports.styles import lighter
+from lmsys.reports.tables import about_of, titled
+from lmsys.reports.views import View
 from lmsys.reports.words import FILES, OUTCOMES, is_clocked, label_of, scaled, sentence, unit_of
 
 WIDTH_IN = 5.0  # about a phone's width at matplotlib's 72 points an inch, so that text keeps its size there

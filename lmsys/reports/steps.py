@@ -9,7 +9,7 @@ from lmsys.bench.fields import Field
 from lmsys.reports import plots, special, tables, versus
 from lmsys.reports.cells import base_of, bases_of, beside, compared, is_compared
 from lmsys.reports.expressions import value_of
-from lmsys.reports.tables import Items, Table
+from lmsys.reports.items import Items, Table
 from lmsys.reports.views import View
 from lmsys.reports.words import filled, number
 from lmsys.values import choice

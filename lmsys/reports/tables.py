@@ -1,16 +1,16 @@
 """Tables of cases: their cells with outcomes and footnotes, as Markdown and as CSV; and the blocks of a page."""
 
-import csv
-import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from lmsys.bench.fields import Field, Record, grouped
 from lmsys.bench.verdict import undisturbed
 from lmsys.reports.cells import CEILINGS, NOT_RUN, SPEEDUP, Notes, below, cell, detail, is_compared, mark, mean_text
-from lmsys.reports.load import Machine
+from lmsys.reports.expressions import value_of
+from lmsys.reports.items import Table
 from lmsys.reports.views import View
 from lmsys.reports.words import (
     FILES,
@@ -19,7 +19,10 @@ from lmsys.reports.words import (
     inside_a_sentence,
     is_clocked,
     label_of,
+    number,
+    scaled,
     sentence,
+    span,
     unit_of,
 )
 
@@ -28,64 +31,7 @@ LEFT_OUT = "Left out, as no case of it could run"
 SPREAD = ("mean_s", "std_s", "p20_s", "p80_s", "rounds")  # stand beside a time in its CSV
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table as it is read (`columns`, `rows` of text, `notes` below) and as numbers (`data`, SI units, by field).
-
-    The first `keys` columns say what a row is; `name` is the stem of its files, `source` where its numbers are from.
-    `best` are the places, row and column, of the best of those in its row that were sampled together; `details` says
-    more of some places. `runs` are the runs of its lines, each with its command; `plot` draws what it answers.
-    """
-
-    name: str
-    title: str
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    data: Sequence[Mapping[str, Any]]
-    notes: Sequence[str] = field(default_factory=list)
-    keys: int = 1
-    source: str = ""
-    best: frozenset[tuple[int, int]] = frozenset()
-    details: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    runs: Sequence[tuple[str, str]] = ()
-    plot: "Plot | None" = None
-
-    def markdown(self) -> str:
-        align = ["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)
-        lines = [self.columns, align, *self.rows]
-        body = "\n".join("| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-        made = [f"{run}, made by: `" + command.replace("`", "'") + "`" for run, command in self.runs]
-        notes = "".join(f"{_plain(note)}  \n" for note in (*self.notes, *made))
-        caption = _plain(f"{self.caption} {self.source}".strip())
-        return f"### {_plain(self.title)}\n\n{caption}\n\n{body}\n" + (f"\n{notes}" if notes else "")
-
-    def files(self) -> dict[str, str]:
-        drawn = self.plot.files() if self.plot else {}
-        return {f"tables/{self.name}.md": self.markdown(), f"tables/{self.name}.csv": csv_of(self.data), **drawn}
-
-
-def _plain(text: str) -> str:
-    """Puts a text on one line: a line break of a result file must not end a table's row."""
-    return " ".join(text.split()) if "\n" in text or "\r" in text else text
-
-
-def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """Every field that is no list and no object, in order of appearance."""
-    names = dict.fromkeys(name for one in records for name in one)
-    lists = {name for one in records for name, value in one.items() if isinstance(value, list | dict)}
-    file = io.StringIO()
-    writer = csv.DictWriter(
-        file, [name for name in names if name not in lists], lineterminator="\n", extrasaction="ignore"
-    )
-    writer.writeheader()
-    writer.writerows({name: _no_formula(value) for name, value in one.items()} for one in records)
-    return file.getvalue()
-
-
-def _no_formula(value: Any) -> Any:
-    """A word of a result file that begins as a formula gets a quote: a spreadsheet would run it."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+Winners = list[tuple[Any, Record]]  # rows, each with the case in which it is the best of its line
 
 
 def data_of(view: View, *names: str) -> list[Record]:
@@ -124,6 +70,7 @@ def pivot(
     heads, inner, notes = view.values(columns), view.values(inside) if inside else [None], Notes()
     lines: list[list[str]] = []
     best: set[tuple[int, int]] = set()
+    winners: Winners = []
     details: dict[tuple[int, int], str] = {}
     compares = is_clocked(one) and metric != SPEEDUP and "impl" in (columns, inside)
     for key in view.ordered(*rows).distinct(*rows):
@@ -131,7 +78,10 @@ def pivot(
         line = [case for group in found for case in group] if compares else []
         texts = [_group(view, metric, group, group if inside == "impl" else line, notes) for group in found]
         if columns == "impl" and len(inner) == 1:
-            best |= {(len(lines), len(rows) + at) for at in _best(view, one, [group[0] for group in found])}
+            firsts = [group[0] for group in found]
+            for at, case in _best(view, one, firsts):
+                best.add((len(lines), len(rows) + at))
+                winners.append((heads[at], case))
         if is_clocked(one) and len(inner) == 1:
             details |= {(len(lines), len(rows) + at): detail(view, group[0]) for at, group in enumerate(found)}
         lines.append([*map(view.text, rows, key), *texts])
@@ -159,7 +109,22 @@ def pivot(
         source=view.machine.about(view.cases),
         best=frozenset(best),
         details=details,
+        answer=_answer(view, one, winners, len(lines)),
     )
+
+
+def _answer(view: View, one: Field, winners: Winners, lines: int) -> str:
+    """Which row is the best in most lines of a table, and its figures there; of ours alone the best may be slow."""
+    layout = view.machine.layouts.get(view.benchmark)
+    if not winners or layout and not view.has_any("peer"):
+        return ""
+    ((row, count),) = Counter(row for row, _ in winners).most_common(1)
+    cases = sorted((case for winner, case in winners if winner == row), key=itemgetter(one.name))
+    figures = span([number(scaled(one, case[one.name])) for case in (cases[0], cases[-1])])
+    where = f" in {count} of {lines} lines" if lines > 1 else ""
+    aside = ", disturbed" if any(case.get("disturbed") for case in cases) else ""
+    label = inside_a_sentence(label_of(one).partition(",")[0])
+    return f"best {label}: {view.text('impl', row)}{where}, {figures} {unit_of(one)[0]}{aside}"
 
 
 def _with_something(view: View, columns: str) -> tuple[View, list[str]]:
@@ -172,17 +137,21 @@ def _with_something(view: View, columns: str) -> tuple[View, list[str]]:
     return view.only(lambda case: case[columns] not in without), [f"{LEFT_OUT}: {names}. “Not run here” says why."]
 
 
-def _best(view: View, one: Field, line: Sequence[Record | None]) -> list[int]:
-    """The place of the best value among those that were sampled together, as `_group` marks the others; none where no
-    value is better than another."""
+def _best(view: View, one: Field, line: Sequence[Record | None]) -> list[tuple[int, Record]]:
+    """The place and case of the best value among those that were sampled together, as `_group` marks the others.
+
+    None where no value is better than another. Cases that do not what the benchmark asks for are no rivals of others.
+    """
     timed = [(at, case) for at, case in enumerate(line) if case and case["time_s"] and case.get(one.name) is not None]
     against = _against(view, [case for _, case in timed])
     together = [(at, case) for at, case in timed if against and case["comparison"] == against["comparison"]]
     if len(together) < 2 or one.unit not in ("s", "B") and not _more_is_better(one):
         return []
     choose = max if _more_is_better(one) else min
-    best = choose(case[one.name] for case in undisturbed([case for _, case in together]))
-    return [at for at, case in together if case[one.name] == best]
+    asked = view.machine.layouts.get(view.benchmark, {}).get("fastest", {}).get("contends", "True")
+    contenders = [case for _, case in together if value_of(asked, case)] or [case for _, case in together]
+    best = choose(case[one.name] for case in undisturbed(contenders))
+    return [(at, case) for at, case in together if case[one.name] == best and case in contenders]
 
 
 def _more_is_better(one: Field) -> bool:
@@ -249,11 +218,16 @@ def listing(
         rows.append([*replace(view, cases=[case]).constants(keys).values(), *found])
     told = [_told(sentence(label_of(one)), one.about) for one in fields if one.about]
     best: set[tuple[int, int]] = set()
+    winners: Winners = []
+    decisive = next((one for one in fields if is_clocked(one)), None)  # says who is best
     single = len({case["id"] for case in view.cases}) == len(view.cases)  # else a case has several lines
     for rivals in view.groups("comparison") if single else ():
         line = [case if case["comparison"] == rivals[0] else None for case in view.cases]
         for at, one in enumerate(fields):
-            best |= {(row, len(keys) + at) for row in _best(view, one, line)}
+            for row, case in _best(view, one, line):
+                best.add((row, len(keys) + at))
+                if one is decisive:
+                    winners.append((case["impl"], case))
     return Table(
         name=view.file(view.filled(word)),
         title=titled(view.filled(title), view),
@@ -266,6 +240,7 @@ def listing(
         source=view.machine.about(view.cases),
         best=frozenset(best),
         details=details,
+        answer=_answer(view, decisive, winners, len(view.distinct("comparison"))) if decisive else "",
     )
 
 
@@ -297,41 +272,3 @@ def _ending(case: Record) -> str:
     if case["outcome"] != "ok":
         return MEANINGS[case["outcome"]]
     return ENDINGS[0] if case["time_s"] is not None else ENDINGS[1]
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A drawing; `name` is the stem of its file."""
-
-    name: str
-    title: str
-    caption: str
-    svg: str
-
-    def files(self) -> dict[str, str]:
-        return {f"plots/{self.name}.svg": self.svg}
-
-
-Items = list[Table | Plot | None]
-
-
-@dataclass(frozen=True)
-class Block:
-    """Tables and plots of one subject; `lead` comes first, and its first table and plot are read at once."""
-
-    title: str
-    lead: Sequence[Table | Plot | None]
-    more: Sequence[Table | Plot | None] = ()
-
-    @property
-    def items(self) -> list[Table | Plot]:
-        return [item for item in (*self.lead, *self.more) if item]
-
-
-@dataclass(frozen=True)
-class Chapter:
-    title: str
-    blocks: Sequence[Block]
-
-
-Part = tuple[Machine, Block, Sequence[Chapter]]  # the block holds the answers
