@@ -37,6 +37,7 @@ WAYS = {
     "eager": "PyTorch's own kernels, one after another",
 }
 COLUMNS = ["setting", "fastest row", "time", "rate", "speed", "over the next fastest"]
+NEXT = 5  # its last; none where it says no more than the speed
 MFU = " MFU is that of the fastest row, in the shape where it is highest."
 LINE_IN = 0.29  # height of a setting and its dots
 STANDING = (
@@ -116,6 +117,9 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
         share = [_percent(line["mfu"])] if shares else []
         rows.append([head, row, *measured, *speeds, *share, runs[line["run"]]])
     columns = [*COLUMNS, *(["MFU"] if shares else []), "run"]
+    if not any(row[NEXT] for row in rows):
+        for cells in (columns, *rows):
+            del cells[NEXT]
     name = f"{machine.slug}-fastest-{file_name(question.word)}"
     notes = below(marks, rows) + [f"Runs: {', '.join(f'{letter} of {names[run]}' for run, letter in runs.items())}."]
     rows_named = set[str]().union(*(line["named"] for line in lines))
@@ -192,7 +196,7 @@ def reading_order(words: Mapping[str, Mapping[object, str]], key: Sequence[objec
 
 
 def _answer(line: Record, notes: Notes) -> list[str]:
-    """The row, its speed over the base, and over the next, in words."""
+    """The row, its speed over the base, and over the next where that is another, in words."""
     aside = ""
     if line["disturbed"]:
         aside = mark(notes, DISTURBED) if line["disturbed"] == "some" else ", all of them disturbed"
@@ -205,7 +209,7 @@ def _answer(line: Record, notes: Notes) -> list[str]:
     speed = _times(line["speedup"], line["over_as"])
     if speed and line["unsteady"]:
         speed += mark(notes, UNSTEADY)
-    return [row, speed, _times(line["lead"], line["next_as"])]
+    return [row, speed, "" if line["next"] == line["over"] else _times(line["lead"], line["next_as"])]
 
 
 def _percent(share: float | None) -> str:

@@ -76,7 +76,7 @@ class Figures:
             if isinstance(item, Table)
         ]
         folded = [
-            tag("details", tag("summary", f"{item.title}: {len(item.rows)} reasons"), self._table(item))
+            tag("details", tag("summary", f"{item.title}: {len(item.rows)} reason{'s' * (len(item.rows) > 1)}"), self._table(item))
             for item in block.more
             if isinstance(item, Table)
         ]
@@ -196,7 +196,7 @@ def _value(table: Table, row: int, column: int, said: str) -> Html:
     """A cell; the best of its line, and what was wrong, are told apart."""
     text = table.rows[row][column]
     kind = "wrong" if OUTCOMES["wrong"] in text else "best" if (row, column) in table.best else ""
-    facts = {"class_": kind, "title": said}
+    facts = {"class_": kind, "title": said, "data_head": table.columns[column] if table.runs else ""}
     return tag("td", text, **{name: value for name, value in facts.items() if value})
 
 

@@ -233,10 +233,9 @@ def bars(
     for at, value in enumerate(shown):
         style = view.style(by, value)
         places = {key: groups.index(key[1]) + (at - (len(shown) - 1) / 2) * width for key in cases if key[0] == value}
-        own = [key for key in places if key in heights]
-        axes.bar(
-            [places[key] for key in own],
-            [heights[key] for key in own],
+        axes.bar(  # without a height it has no bar, but a colour in the legend
+            list(places.values()),
+            [heights.get(key, math.nan) for key in places],
             0.92 * width,
             label=style.label,
             color=style.color,
