@@ -129,10 +129,9 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
     parts = []
     for both in machines:
         changes, machine = against.in_turns(both), against.of_today(both)
-        found = []
+        found = step_chapters(machine)
         for name in machine.benchmarks:
             found += chapters(view_of(machine, name, baseline))
-        found = [*step_chapters(machine), *found]
         answer = answers(machine)
         if changes:
             block, first = against.block_and_chapters(changes)

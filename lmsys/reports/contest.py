@@ -60,10 +60,11 @@ class Contest:
         winner = fastest(self.comparisons)
         best = best_of([[case for case in rows if case["impl"] == winner.row] for rows in self.comparisons], winner.row)
         ways = {self.way: " or ".join(sorted({self.run_as(case)[1] for case in best}))} if self.way else {}
+        called = {", ".join((self.machine.called(case), *self.run_as(case)[1:])) for case in best}
         rows = sorted({str(case["impl"]) for case in self.cases})
         facts = {
             "row": winner.row,
-            "called": " or ".join(sorted(set(map(self._called, best)))),
+            "called": " or ".join(sorted(called)),
             **ways,
             "fastest": winner.first,
             "comparisons": winner.comparisons,
@@ -73,9 +74,8 @@ class Contest:
             **self._figures(best),
         }
         run = self.cases[0]["run"]
-        origin = {name: self.machine.runs[run].get(name) for name in ("date", "commit")}
-        behind = self._behind(winner, best, facts, rows)
-        return {**facts, **origin, **behind, "run": run, "rivals": self._rivals(best, others)}
+        facts |= {name: self.machine.runs[run].get(name) for name in ("date", "commit")}
+        return {**facts, **self._behind(winner, best, facts, rows), "run": run, "rivals": self._rivals(best, others)}
 
     def _behind(self, winner: Fastest, best: Sequence[Record], facts: Record, rows: Sequence[str]) -> Record:
         """The facts behind a line: what is said of its figures, and how far each row stands from the fastest."""
@@ -94,9 +94,6 @@ class Contest:
             "over_as": self._as(facts["over"], over),
             "next_as": self._as(facts["next"], following),
         }
-
-    def _called(self, case: Record) -> str:
-        return ", ".join((self.machine.called(case), *self.run_as(case)[1:]))
 
     def _as(self, name: str | None, best: Sequence[Record]) -> str:
         """A row's name, and how it was run where that is one way."""

@@ -29,6 +29,7 @@ ABOUT = (
     f" and says in how many shapes no other row was more than {NEAR_TEXT} faster."
 )
 DISTURBED = "Cases that were disturbed decide nothing here, because others were not."
+RIVALS = "In another run, which took no turns with this one, these took less time: {}."
 UNSTEADY = f"Unsteady: from p20 to p80 the samples of one of the two spread over more than {STEADY:.0%} of the median."
 WAYS = {
     "compiled": "by torch.compile",
@@ -122,7 +123,6 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
             del cells[NEXT]
     name = f"{machine.slug}-fastest-{file_name(question.word)}"
     notes = below(marks, rows) + [f"Runs: {', '.join(f'{letter} of {names[run]}' for run, letter in runs.items())}."]
-    rows_named = set[str]().union(*(line["named"] for line in lines))
     made = commands(machine, runs)
     return Table(
         name=name,
@@ -131,7 +131,7 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
         columns=columns,
         rows=rows,
         data=[{name: value for name, value in line.items() if name not in INNER} for line in lines],
-        notes=notes + legend(machine, question.kind, rows_named),
+        notes=notes + legend(machine, question.kind, set().union(*(line["named"] for line in lines))),
         keys=2,
         source=machine.about(sum(settings.values(), [])),
         best=frozenset((at, 2) for at, line in enumerate(lines) if line["fastest"]),
@@ -197,15 +197,13 @@ def reading_order(words: Mapping[str, Mapping[object, str]], key: Sequence[objec
 
 def _answer(line: Record, notes: Notes) -> list[str]:
     """The row, its speed over the base, and over the next where that is another, in words."""
-    aside = ""
-    if line["disturbed"]:
-        aside = mark(notes, DISTURBED) if line["disturbed"] == "some" else ", all of them disturbed"
+    aside = {"some": mark(notes, DISTURBED) if line["disturbed"] == "some" else "", "all": ", all of them disturbed"}
+    disturbed = aside.get(line["disturbed"], "")
     if not line["fastest"]:  # each was slower than another, as may be where samples spread
-        return [f"not settled{aside}", "", ""]
-    row = line["called"] + (f" (of {line['rows']} rows)" if line["rows"] < FEW else "") + aside
+        return [f"not settled{disturbed}", "", ""]
+    row = line["called"] + f" (of {line['rows']} rows)" * (line["rows"] < FEW) + disturbed
     if line["rivals"]:
-        names = ", ".join(line["rivals"])
-        row += mark(notes, f"In another run, which took no turns with this one, these took less time: {names}.")
+        row += mark(notes, RIVALS.format(", ".join(line["rivals"])))
     speed = _times(line["speedup"], line["over_as"])
     if speed and line["unsteady"]:
         speed += mark(notes, UNSTEADY)

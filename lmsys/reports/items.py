@@ -35,8 +35,7 @@ class Table:
     answer: str = ""
 
     def markdown(self) -> str:
-        align = ["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)
-        lines = [self.columns, align, *self.rows]
+        lines = [self.columns, (["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)), *self.rows]
         body = "\n".join("| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
         made = [f"{run}, made by: `" + command.replace("`", "'") + "`" for run, command in self.runs]
         notes = "".join(f"{_plain(note)}  \n" for note in (*self.notes, *made))

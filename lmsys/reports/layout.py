@@ -61,8 +61,7 @@ def _blocks(view: View, declared: Layout) -> list[Block]:
         if "blocks" in declared:
             found += [block for inner in declared["blocks"] for block in _blocks(part, inner)]
             continue
-        heading = {"heading": part.heading and f", {part.heading}"}
-        title = filled(declared.get("title", part.title), heading)
+        title = filled(declared.get("title", part.title), {"heading": part.heading and f", {part.heading}"})
         found.append(Block(title, each(part, *declared.get("lead", ())), each(part, *declared.get("more", ()))))
     return found
 

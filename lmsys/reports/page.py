@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lmsys.bench.fields import grouped
-from lmsys.reports.figures import Figures, Html, facts_of, joined, runs_of, tag
+from lmsys.reports.figures import Figures, Html, facts_of, joined, runs_of, tag, tags
 from lmsys.reports.items import Part
 from lmsys.reports.load import InputError, file_name, run_told
 from lmsys.strict_json import read_json
@@ -69,16 +69,16 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
         for chapter in chapters:
             anchor = f"{machine.slug}-{file_name(chapter.title.lower())}"
             inside.append(figures.chapter(chapter, anchor, is_short))
-        body.append(tag("section", *inside))
+        body.append(tag("section", inside))
     names = sorted({str(case["impl"]) for machine, _, _ in parts for case in machine.records})
     head = joined([tag("h1", "lmsys report", id="top"), tag("p", LEAD)])
-    said = [*(tag("p", note) for note in notes), tag("p", *_about(parts, single_file))]
+    remarks = tags("p", notes), tag("p", _about(parts, single_file))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>lmsys report</title>\n<style>\n{CSS}</style>\n<script>{SCRIPT}</script></head>\n<body>\n"
-        + tag("main", head, *first, *said, _contents(contents, names, _commands(parts)), *body, UP)
+        + tag("main", head, first, remarks, _contents(contents, names, _commands(parts)), body, UP)
         + "\n</body></html>\n"
     )
 
@@ -118,9 +118,9 @@ def _contents(links: Sequence[Html], names: Sequence[str], commands: Mapping[str
     return joined(
         [
             tag("p", tag("label", "Rows: ", field), said, class_="controls"),
-            tag("nav", tag("ul", *links, id="contents")),
-            tag("datalist", *(tag("option", value=name) for name in names), id="rows"),
-            tag("datalist", *(tag("option", value=one, label=run) for run, one in commands.items()), id="runs"),
+            tag("nav", tag("ul", links, id="contents")),
+            tag("datalist", [tag("option", value=name) for name in names], id="rows"),
+            tag("datalist", [tag("option", value=line, label=run) for run, line in commands.items()], id="runs"),
             tag("output", id="said"),
             tag("noscript", tag("p", "Without scripts, what is behind “More” is in the folders tables/ and plots/.")),
         ]

@@ -170,9 +170,8 @@ def lines(
     if ceiling:
         axes.axhline(ceiling[1], **CEILING)
         above = sum(value > ceiling[1] for value in values) if ceiling[0] else 0
-        text = f"{ceiling[0]}, {above} figures above it" if above else ceiling[0]
         axes.annotate(
-            text,
+            f"{ceiling[0]}, {above} figures above it" if above else ceiling[0],
             (1, ceiling[1]),
             (0, 3),
             xycoords=("axes fraction", "data"),

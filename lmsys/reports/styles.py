@@ -50,8 +50,7 @@ def styles_of(
         known, place = table.get(rows[value], {}), places[rows[value]]
         color = lighter(known.get("color") or PALETTE[place % len(PALETTE)], min(0.22 * variants[rows[value]], 0.7))
         variants[rows[value]] += 1
-        marker = MARKERS[place % len(MARKERS)]
-        found[value] = Style(str(value), color, peers[value], marker, label)
+        found[value] = Style(str(value), color, peers[value], MARKERS[place % len(MARKERS)], label)
     return found
 
 

@@ -11,6 +11,7 @@ from lmsys.bench.verdict import undisturbed
 from lmsys.reports.cells import CEILINGS, NOT_RUN, SPEEDUP, Notes, below, cell, detail, is_compared, mark, mean_text
 from lmsys.reports.expressions import value_of
 from lmsys.reports.items import Table
+from lmsys.reports.load import Machine
 from lmsys.reports.views import View
 from lmsys.reports.words import (
     FILES,
@@ -29,9 +30,6 @@ from lmsys.reports.words import (
 ENDINGS = ("timed", "verified, untimed", *MEANINGS.values())
 LEFT_OUT = "Left out, as no case of it could run"
 SPREAD = ("mean_s", "std_s", "p20_s", "p80_s", "rounds")  # stand beside a time in its CSV
-
-
-Winners = list[tuple[Any, Record]]  # rows, each with the case in which it is the best of its line
 
 
 def data_of(view: View, *names: str) -> list[Record]:
@@ -69,8 +67,7 @@ def pivot(
     view, left_out = _with_something(view, columns)
     heads, inner, notes = view.values(columns), view.values(inside) if inside else [None], Notes()
     lines: list[list[str]] = []
-    best: set[tuple[int, int]] = set()
-    winners: Winners = []
+    best: dict[tuple[int, int], Record] = {}
     details: dict[tuple[int, int], str] = {}
     compares = is_clocked(one) and metric != SPEEDUP and "impl" in (columns, inside)
     for key in view.ordered(*rows).distinct(*rows):
@@ -78,10 +75,8 @@ def pivot(
         line = [case for group in found for case in group] if compares else []
         texts = [_group(view, metric, group, group if inside == "impl" else line, notes) for group in found]
         if columns == "impl" and len(inner) == 1:
-            firsts = [group[0] for group in found]
-            for at, case in _best(view, one, firsts):
-                best.add((len(lines), len(rows) + at))
-                winners.append((heads[at], case))
+            firsts = _best(view, one, [group[0] for group in found])
+            best |= {(len(lines), len(rows) + at): case for at, case in firsts}
         if is_clocked(one) and len(inner) == 1:
             details |= {(len(lines), len(rows) + at): detail(view, group[0]) for at, group in enumerate(found)}
         lines.append([*map(view.text, rows, key), *texts])
@@ -109,22 +104,21 @@ def pivot(
         source=view.machine.about(view.cases),
         best=frozenset(best),
         details=details,
-        answer=_answer(view, one, winners, len(lines)),
+        answer=_answer(view, one, list(best.values()), len(lines)),
     )
 
 
-def _answer(view: View, one: Field, winners: Winners, lines: int) -> str:
+def _answer(view: View, one: Field, winners: Sequence[Record], lines: int) -> str:
     """Which row is the best in most lines of a table, and its figures there; of ours alone the best may be slow."""
-    layout = view.machine.layouts.get(view.benchmark)
-    if not winners or layout and not view.has_any("peer"):
+    if not winners or view.machine.layouts.get(view.benchmark) and not view.has_any("peer"):
         return ""
-    ((row, count),) = Counter(row for row, _ in winners).most_common(1)
-    cases = sorted((case for winner, case in winners if winner == row), key=itemgetter(one.name))
+    ((row, count),) = Counter(case["impl"] for case in winners).most_common(1)
+    cases = sorted((case for case in winners if case["impl"] == row), key=itemgetter(one.name))
     figures = span([number(scaled(one, case[one.name])) for case in (cases[0], cases[-1])])
-    where = f" in {count} of {lines} lines" if lines > 1 else ""
-    aside = ", disturbed" if any(case.get("disturbed") for case in cases) else ""
-    label = inside_a_sentence(label_of(one).partition(",")[0])
-    return f"best {label}: {view.text('impl', row)}{where}, {figures} {unit_of(one)[0]}{aside}"
+    disturbed = any(case.get("disturbed") for case in cases)
+    words = f"{inside_a_sentence(label_of(one).partition(',')[0])}: {view.text('impl', row)}"
+    where = f" in {count} of {lines} lines" * (lines > 1)
+    return f"best {words}{where}, {figures} {unit_of(one)[0]}" + ", disturbed" * disturbed
 
 
 def _with_something(view: View, columns: str) -> tuple[View, list[str]]:
@@ -148,10 +142,15 @@ def _best(view: View, one: Field, line: Sequence[Record | None]) -> list[tuple[i
     if len(together) < 2 or one.unit not in ("s", "B") and not _more_is_better(one):
         return []
     choose = max if _more_is_better(one) else min
-    asked = view.machine.layouts.get(view.benchmark, {}).get("fastest", {}).get("contends", "True")
-    contenders = [case for _, case in together if value_of(asked, case)] or [case for _, case in together]
+    contenders = contending(view.machine, [case for _, case in together])
     best = choose(case[one.name] for case in undisturbed(contenders))
     return [(at, case) for at, case in together if case[one.name] == best and case in contenders]
+
+
+def contending(machine: Machine, cases: Sequence[Record]) -> Sequence[Record]:
+    """The cases that do what their benchmark asks who is fastest in; all of them where none does."""
+    tests = {name: layout.get("fastest", {}).get("contends", "True") for name, layout in machine.layouts.items()}
+    return [case for case in cases if value_of(tests.get(case["benchmark"], "True"), case)] or cases
 
 
 def _more_is_better(one: Field) -> bool:
@@ -217,17 +216,13 @@ def listing(
         found = [cell(view, name, case, notes, ending=name == metrics[0]) for name in metrics]
         rows.append([*replace(view, cases=[case]).constants(keys).values(), *found])
     told = [_told(sentence(label_of(one)), one.about) for one in fields if one.about]
-    best: set[tuple[int, int]] = set()
-    winners: Winners = []
-    decisive = next((one for one in fields if is_clocked(one)), None)  # says who is best
+    best: dict[tuple[int, int], Record] = {}
     single = len({case["id"] for case in view.cases}) == len(view.cases)  # else a case has several lines
     for rivals in view.groups("comparison") if single else ():
         line = [case if case["comparison"] == rivals[0] else None for case in view.cases]
         for at, one in enumerate(fields):
-            for row, case in _best(view, one, line):
-                best.add((row, len(keys) + at))
-                if one is decisive:
-                    winners.append((case["impl"], case))
+            best |= {(row, len(keys) + at): case for row, case in _best(view, one, line)}
+    winners = [case for (_, at), case in best.items() if at in clocked[:1]]
     return Table(
         name=view.file(view.filled(word)),
         title=titled(view.filled(title), view),
@@ -240,7 +235,9 @@ def listing(
         source=view.machine.about(view.cases),
         best=frozenset(best),
         details=details,
-        answer=_answer(view, decisive, winners, len(view.distinct("comparison"))) if decisive else "",
+        answer=_answer(view, fields[clocked[0] - len(keys)], winners, len(view.distinct("comparison")))
+        if winners
+        else "",
     )
 
 

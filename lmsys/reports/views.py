@@ -126,9 +126,6 @@ class View:
         """Captions say nothing of these fields."""
         return replace(self, said=(*self.said, *names))
 
-    def but(self, **changes: Any) -> "View":
-        return replace(self, **changes)
-
     def said_also(self, text: str) -> "View":
         """Captions say besides what an expression gives for the first case."""
         return replace(self, also=value_of(text, self.cases[0])) if self.cases else self
@@ -222,8 +219,7 @@ class View:
             if name in several:
                 found += several[name]
             elif sign in "?!+":
-                test = {"?": self.varies, "!": self.has, "+": self.has_any}[sign]
-                found += [plain] if test(plain) else []
+                found += [plain] if {"?": self.varies, "!": self.has, "+": self.has_any}[sign](plain) else []
             elif sign == "|":
                 found = found or [plain]
             elif "~" in name:
