@@ -197,13 +197,22 @@ def test_every_option_is_told(source: str) -> None:
 
 def test_commands_of_pages_write_no_result_of_another() -> None:
     """A reader who runs two of them in one folder keeps both results."""
+    assert len(written_by("--benchmark-json", "pytest")) > 30
+
+
+def test_commands_of_pages_build_no_report_over_another() -> None:
+    assert len(written_by("-o", "reports", "lmsys.reports", "lmsys.reports.__main__")) > 12
+
+
+def written_by(option: str, *modules: str) -> dict[str, list[str]]:
+    """By the path that an option names the words of the command that writes it: no path is of two."""
     written: dict[str, list[str]] = {}
     for page, module, arguments in ALL:
-        words = " ".join(arguments).replace("--benchmark-json=", "--benchmark-json ").split(" ")
-        if module == "pytest" and "--benchmark-json" in words:
-            path = words[words.index("--benchmark-json") + 1]
+        words = " ".join(arguments).replace(f"{option}=", f"{option} ").split(" ")
+        if module in modules and option in words:
+            path = words[words.index(option) + 1]
             assert written.setdefault(path, words) == words, f"{page}: {path} is also of {' '.join(written[path])}"
-    assert len(written) > 30
+    return written
 
 
 def test_every_axis_setting_and_section_is_told() -> None:

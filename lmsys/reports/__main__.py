@@ -26,9 +26,9 @@ from lmsys.bench.changes import MARGIN
 from lmsys.commands import parser as command_parser
 from lmsys.reports import against, page
 from lmsys.reports.answers import answers, step_chapters
+from lmsys.reports.items import csv_of
 from lmsys.reports.layout import chapters
 from lmsys.reports.load import InputError, read
-from lmsys.reports.tables import csv_of
 from lmsys.reports.views import view_of
 from lmsys.values import finite
 
@@ -129,10 +129,9 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
     parts = []
     for both in machines:
         changes, machine = against.in_turns(both), against.of_today(both)
-        found = []
+        found = step_chapters(machine)
         for name in machine.benchmarks:
             found += chapters(view_of(machine, name, baseline))
-        found = [*step_chapters(machine), *found]
         answer = answers(machine)
         if changes:
             block, first = against.block_and_chapters(changes)

@@ -31,8 +31,8 @@ from lmsys.bench.changes import (
 from lmsys.bench.fields import Record
 from lmsys.reports import page, plots
 from lmsys.reports.cells import Notes, below, mark
+from lmsys.reports.items import Block, Chapter, Plot, Table, csv_of
 from lmsys.reports.load import InputError, Machine, file_name, read
-from lmsys.reports.tables import Block, Chapter, Plot, Table, csv_of
 from lmsys.reports.words import number, sentence
 
 DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # of a run: with another, times are of something else
@@ -193,22 +193,23 @@ def block_and_chapters(found: Compared) -> tuple[Block, list[Chapter]]:
 
 
 def _caption(found: Compared) -> str:
-    spreads = [one["between_runs"] for _, side in _sides(found) for one in side.records if one.get("between_runs")]
-    said = [f"The margin is {100 * found.margin:.3g} %."]
-    if found.in_turns:
-        said.append("Each row took turns with itself as it was, and is compared by its own ratio, round by round;")
-    else:
-        said.append("Each row is compared by its ratio, round by round, to the row that stands as “beside”;")
-    said.append("intervals are of 95 %. Of the changes, at most one in twenty is expected to be false.")
-    if spreads:
-        said.append(f"Cases that were measured repeatedly differ by {100 * median(spreads):.2g} % between runs.")
-    if found.between_runs:
-        said.append(f"The runs that --noise named differ by {100 * found.between_runs:.2g} %.")
-    if spreads or found.between_runs:
-        said.append("Intervals are wider by that.")
-    if any(one.disturbed for one in found.changes):
-        said.append("The verdict on a case that was disturbed may come from the disturbance: measure it again.")
-    return " ".join(said)
+    spreads = [case["between_runs"] for _, side in _sides(found) for case in side.records if case.get("between_runs")]
+    rows = "Each row took turns with itself as it was, and is compared by its own ratio, round by round;"
+    beside = "Each row is compared by its ratio, round by round, to the row that stands as “beside”;"
+    repeated = f"Cases that were measured repeatedly differ by {100 * median(spreads or [0]):.2g} % between runs."
+    noise = f"The runs that --noise named differ by {100 * found.between_runs:.2g} %."
+    disturbed = "The verdict on a case that was disturbed may come from the disturbance: measure it again."
+    sentences = {
+        f"The margin is {100 * found.margin:.3g} %.": True,
+        rows: found.in_turns,
+        beside: not found.in_turns,
+        "intervals are of 95 %. Of the changes, at most one in twenty is expected to be false.": True,
+        repeated: spreads,
+        noise: found.between_runs,
+        "Intervals are wider by that.": spreads or found.between_runs,
+        disturbed: any(change.disturbed for change in found.changes),
+    }
+    return " ".join(text for text, is_so in sentences.items() if is_so)
 
 
 def _sides(found: Compared) -> list[tuple[str, Machine]]:

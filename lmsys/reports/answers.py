@@ -10,8 +10,9 @@ from dataclasses import replace
 from lmsys.bench.fields import Record, grouped
 from lmsys.bench.verdict import FAILED, failed, not_run
 from lmsys.reports.fastest import Question, fastest_of, reading_order
+from lmsys.reports.items import Block, Chapter, Table
 from lmsys.reports.load import Machine, commands, drawn_by_layout, file_name
-from lmsys.reports.tables import Block, Chapter, Table
+from lmsys.reports.tables import contending
 from lmsys.reports.views import UNSAID, view_of
 from lmsys.reports.words import MEANINGS, label_of, number
 
@@ -33,7 +34,6 @@ SHARES = {
     "sustained_ceiling_fraction": "Sustained ceiling, %",
 }
 MOST_LINES = 24  # of an answer: of more settings, numbers count as shapes, over which a line is the mean
-MOST_AT_ONCE = 40  # lines that are read at once, about a printed page
 ABOUT = (
     "The arithmetic of a training step by the formula over its median time, as a share of three rates. MFU: of the peak"
     " that the device's maker states. Short ceiling: of a large matmul of this run, which is over before the device is"
@@ -43,12 +43,9 @@ ABOUT = (
 
 
 def step_chapters(machine: Machine) -> list[Chapter]:
-    """A chapter that is this table alone, behind a click where it is long; none where no step has a share."""
+    """A chapter that is this table alone; none where no step has a share."""
     table = step_shares(machine)
-    if table is None:
-        return []
-    block = Block("", [table]) if len(table.rows) <= MOST_AT_ONCE else Block("", [], [table])
-    return [Chapter("Training steps: MFU", [block])]
+    return [Chapter("Training steps: MFU", [Block("", [table])])] if table else []
 
 
 def step_shares(machine: Machine) -> Table | None:
@@ -60,8 +57,9 @@ def step_shares(machine: Machine) -> Table | None:
     words = machine.words_of(*machine.layouts)
     cases.sort(key=lambda one: reading_order(words, [_value(one, name) for name in BY]))
     names = "benchmark", "section", *KEYS, "impl", "time_s", *SHARES
-    data = [{name: _value(one, name) for name in names} for one in cases]
+    data: list[Record] = [{name: _value(one, name) for name in names} for one in cases]
     shares = [name for name in SHARES if any(line[name] is not None for line in data)]
+    most = max(contending(machine, cases), key=lambda case: case.get(shares[0]) or 0)
     shown = [name for name in KEYS if len({line[name] for line in data}) > 1]
     told = [f"{head} {data[0][name]}" for name, head in KEYS.items() if name not in shown]
     return Table(
@@ -73,6 +71,7 @@ def step_shares(machine: Machine) -> Table | None:
         data=data,
         keys=2 + len(shown),
         source=machine.about(cases),
+        answer=f"highest: {number(100 * most[shares[0]])} %, {most['impl']}, {most['size']}",
     )
 
 
@@ -155,8 +154,7 @@ def _not_run(machine: Machine) -> Table | None:
     for reason, rows in not_run(machine.records).items():
         of = [one for one in machine.records if one["impl"] in rows]
         without = {one["run"] for one in of if one["outcome"] == "unsupported" and one["reason"] == reason}
-        others = {one["run"] for one in of if without} - without
-        elsewhere = sorted(_ran(of, others) - _ran(of, without))
+        elsewhere = sorted(_ran(of, {one["run"] for one in of if without} - without) - _ran(of, without))
         also = [f"in another run {', '.join(elsewhere)} ran"] if elsewhere else []
         lines.append([", ".join(rows), "; ".join([reason, *also]), str(rows.total())])
     return _listed(machine, "not-run", "Not run here", ["row", "why", "cases"], lines) if lines else None
@@ -168,14 +166,13 @@ def _ran(cases: Sequence[Record], runs: Container[int]) -> set[str]:
 
 
 def _listed(machine: Machine, word: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    data = [dict(zip(columns, row, strict=True)) for row in rows]
     return Table(
         f"{machine.slug}-{word}",
         title,
         "",
         columns,
         rows,
-        data,
+        [dict(zip(columns, row, strict=True)) for row in rows],
         keys=len(columns),
         source=machine.about(machine.records),
     )

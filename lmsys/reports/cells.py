@@ -180,14 +180,13 @@ def detail(view: View, case: Record | None) -> str:
     if case is None or case["time_s"] is None:
         return ""
     low, high = (number(scaled(view.fields["time_s"], case.get(name))) for name in ("p20_s", "p80_s"))
-    bits = {None: "", True: "the same bits each time", False: "bits vary"}
     known = [
         f"{case['rounds']} rounds" if case.get("rounds") else "",
         f"p20 to p80 {low} to {high} {unit_of(view.fields['time_s'])[0]}" if spread_of(case) is not None else "",
         f"error {number(case['error_ratio'])} of what is allowed" if case.get("error_ratio") is not None else "",
         ", ".join(_conditions(view, case)),
         case.get("energy_note"),
-        bits[case.get("repeatable")],
+        {None: "", True: "the same bits each time", False: "bits vary"}[case.get("repeatable")],
         view.machine.run_of(case),
     ]
     return DETAILS.join(filter(None, known))
@@ -195,8 +194,7 @@ def detail(view: View, case: Record | None) -> str:
 
 def _conditions(view: View, case: Record) -> list[str]:
     """The state of the machine while the case was sampled; a memory clock only where it was not at its highest."""
-    settings = view.machine.runs[case["run"]].get("settings") or {}
-    usual = {"memory_clock_mhz": settings.get("max_memory_mhz")}
+    usual = {"memory_clock_mhz": (view.machine.runs[case["run"]].get("settings") or {}).get("max_memory_mhz")}
     known = [(case.get(name), label, unit) for name, label, unit in STATE if case.get(name) != usual.get(name)]
     told = [f"{label} {exact(round(value))} {unit}" for value, label, unit in known if value]
     reasons, processes, share = (case.get(name) for name in ("clock_reasons", "other_processes", "others_cpu_share"))

@@ -1,14 +1,16 @@
 """Blocks, tables, plots and the facts of a machine as HTML, in which nothing that a result file says is a tag."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from typing import Any
 
 from lmsys.bench.fields import Record
 from lmsys.reports.cells import DETAILS, STATE, SUPERSCRIPTS
+from lmsys.reports.items import Block, Chapter, Plot, Table
 from lmsys.reports.load import Machine, matmul_rates
-from lmsys.reports.tables import LEFT_OUT, Block, Chapter, Plot, Table
+from lmsys.reports.tables import LEFT_OUT
 from lmsys.reports.words import OUTCOMES, digits, exact, inside_a_sentence, number, sentence, span
 
 BRIEF = 80  # characters: what is no longer is said again rather than linked to
@@ -19,26 +21,47 @@ class Html(str):
     """Text that is HTML already."""
 
 
-def tag(name: str, *inside: str, **attributes: str) -> Html:
-    """An element. The one place where text is made safe: all but Html is escaped, attributes too.
+Inside = str | Iterable[str]  # Html stays as it is, all else is text
+
+
+def tag(name: str, *inside: Inside, **attributes: str | None) -> Html:
+    """An element, without the attributes that are None. The one place where text is made safe: all but Html is escaped.
 
     End tags that the HTML standard lets a writer omit (13.1.2.4) are omitted, a tenth of a page's bytes.
     """
-    said = "".join(f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"' for key, value in attributes.items())
-    return Html(f"<{name}{said}>{joined(inside)}" + (f"</{name}>" if name not in NO_END else ""))
+    given = ((key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not None)
+    start = "".join(f' {key}="{escape(value)}"' for key, value in given)
+    return Html(f"<{name}{start}>" + "".join(map(joined, inside)) + f"</{name}>" * (name not in NO_END))
 
 
-def joined(parts: Iterable[str]) -> Html:
-    return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts))
+def joined(part: Inside) -> Html:
+    if isinstance(part, Html):
+        return part
+    return Html(escape(part) if isinstance(part, str) else "".join(map(joined, part)))
+
+
+def tags(name: str, texts: Iterable[str]) -> Html:
+    """An element for each of these."""
+    return joined(tag(name, text) for text in texts)
 
 
 def _names(items: Sequence[Table | Plot]) -> str:
-    return ", ".join(dict.fromkeys(inside_a_sentence(_brief(item).split(",")[0]) for item in items))
+    return ", ".join(dict.fromkeys([inside_a_sentence(_brief(item).partition(",")[0]) for item in items]))
 
 
 def _brief(item: Table | Plot) -> str:
     """The title without what the heading above it already says."""
-    return item.title.split(" · ")[0]
+    return item.title.partition(" · ")[0]
+
+
+def _of_kind(items: Iterable[Table | Plot | None], kind: type) -> list[Any]:
+    return [item for item in items if isinstance(item, kind)]
+
+
+def _gist(block: Block, subject: str = "", otherwise: str = "") -> Html:
+    """The answer of a block's first table that has one, for who does not open it."""
+    text = ([table.answer for table in _of_kind(block.items, Table) if table.answer] + [otherwise])[0]
+    return tag("span", f"{subject}: {text}" if subject else text, class_="gist") if text else Html()
 
 
 @dataclass(frozen=True)
@@ -49,61 +72,52 @@ class Figures:
     _named: set[str] = field(default_factory=set, init=False)
     _explained: dict[str, str] = field(default_factory=dict, init=False)  # where the page says what a figure shows
 
-    def _anchor(self, name: str) -> dict[str, str]:
+    def _anchor(self, name: str) -> str | None:
         """The id of a figure, for the first of those that a page shows twice."""
         if name in self._named:
-            return {}
+            return None
         self._named.add(name)
-        return {"id": name}
+        return name
 
     def answers(self, block: Block) -> Html:
         """Each question with its plot beside it; what is seldom asked behind a click."""
-        inside = [
-            tag("div", self._table(item), *map(self._plot, [item.plot] if item.plot else []), class_="answer")
-            for item in block.lead
-            if isinstance(item, Table)
-        ]
-        folded = [
-            tag("details", tag("summary", f"{item.title}: {len(item.rows)} reasons"), self._table(item))
-            for item in block.more
-            if isinstance(item, Table)
-        ]
-        return tag("div", *inside, *folded, class_="answers")
+        inside = []
+        for table in _of_kind(block.lead, Table):
+            inside.append(tag("div", self._table(table), self._plot(table.plot) if table.plot else "", class_="answer"))
+        for table in _of_kind(block.more, Table):
+            summary = f"{table.title}: {len(table.rows)} reason" + "s" * (len(table.rows) > 1)
+            inside.append(tag("details", tag("summary", summary), self._table(table)))
+        return tag("div", inside, class_="answers")
 
-    def chapter(self, chapter: Chapter, anchor: str) -> list[Html]:
-        """Its first block, then the others, each behind a click."""
-        first, *others = (block for block in chapter.blocks if block.items)
-        title = [tag("h4", first.title)] if first.title and not chapter.title.endswith(first.title) else []
-        folded = [
-            tag(
-                "details",
-                tag("summary", tag("h4", block.title or sentence(_names(block.items)))),
-                self._block(block),
-                class_="block",
-                id=f"{anchor}-{at}",
-            )
-            for at, block in enumerate(others)
-        ]
-        return [tag("h3", chapter.title, id=anchor), *title, self._block(first), *folded]
+    def chapter(self, chapter: Chapter, anchor: str, is_open: bool) -> Html:
+        """Its title and answer, and at a click its first block, then the others, each behind a click of its own."""
+        blocks = [block for block in chapter.blocks if block.items]
+        first = blocks[0]
+        subject = "" if chapter.title.endswith(first.title) else first.title
+        inside = [tag("h4", subject) if subject else "", self._block(first)]
+        for at, block in enumerate(blocks[1:]):
+            summary = tag("summary", tag("h4", block.title or sentence(_names(block.items))), _gist(block))
+            inside.append(tag("details", summary, self._block(block), class_="block", id=f"{anchor}-{at}"))
+        summary = tag("summary", tag("h3", chapter.title), _gist(first, subject, _brief(first.items[0])))
+        return tag("details", summary, inside, class_="chapter", id=anchor, open="" if is_open else None)
 
     def _block(self, block: Block) -> Html:
         """Its first table beside its first plot, and all else behind a click."""
-        told = set[str]()
-        tables, plots = ([item for item in block.lead if isinstance(item, kind)] for kind in (Table, Plot))
-        first = [_told_once(item, block.title, told) for item in (*tables[:1], *plots[:1])]
-        more = [_told_once(item, block.title, told) for item in block.items if item not in (*tables[:1], *plots[:1])]
-        inside = [tag("div", *self._figures(first), class_="pair")]
-        if more:
-            inside.append(
-                tag("details", tag("summary", f"More: {_names(more)}"), tag("template", *self._figures(more)))
-            )
-        return joined(inside)
+        known = set[str]()
+        first = _of_kind(block.lead, Table)[:1] + _of_kind(block.lead, Plot)[:1]
+        more = [item for item in block.items if item not in first]
+        first, more = ([_said_once(item, block.title, known) for item in items] for items in (first, more))
+        pair = tag("div", self._figures(first), class_="pair")
+        if not more:
+            return pair
+        folded = tag("details", tag("summary", f"More: {_names(more)}"), tag("template", self._figures(more)))
+        return joined([pair, folded])
 
     def _figures(self, items: Sequence[Table | Plot]) -> list[Html]:
         """Tables one below another, then plots side by side as far as the screen is wide."""
-        tables = [self._table(item) for item in items if isinstance(item, Table)]
-        plots = [self._plot(item) for item in items if isinstance(item, Plot)]
-        return [*tables, *([tag("div", *plots, class_="plots")] if plots else [])]
+        figures = list(map(self._table, _of_kind(items, Table)))
+        plots = list(map(self._plot, _of_kind(items, Plot)))
+        return figures + [tag("div", plots, class_="plots")] * bool(plots)
 
     def _plot(self, plot: Plot) -> Html:
         file = f"plots/{plot.name}.svg"
@@ -113,79 +127,76 @@ class Figures:
             width, height = re.findall(r'(?:width|height)="([\d.]+)pt"', plot.svg)[:2]
             image = tag("img", src=file, alt=plot.title, loading="lazy", width=width, height=height)
         anchor = f"plot-{plot.name}"
-        caption = tag("figcaption", *self._caption(plot.caption, anchor), *self._links({"SVG": file}))
-        return tag("figure", image, caption, **self._anchor(anchor))
+        caption = tag("figcaption", self._caption(plot.caption, anchor), self._link("SVG", file))
+        return tag("figure", image, caption, id=self._anchor(anchor))
 
     def _caption(self, caption: str, anchor: str) -> list[str]:
         """The caption of a figure, or a link to where the page has said it; then what is held constant in it."""
         about, _, held = caption.partition("\n")
         first = self._explained.setdefault(about, anchor)
-        is_said = first != anchor and len(about) > BRIEF
-        shown = tag("a", "What this shows.", href=f"#{first}") if is_said else about
+        is_known = first != anchor and len(about) > BRIEF
+        shown = tag("a", "What this shows.", href=f"#{first}") if is_known else about
         return [shown, f" {held}" if held else ""]
 
-    def _links(self, files: Mapping[str, str]) -> list[str]:
-        """Links to files beside the page, by what they are called; none in a page that is sent alone."""
-        links = [] if self.inline else [tag("a", name, href=file) for name, file in files.items()]
-        return [text for link in links for text in (" ", link)]
+    def _link(self, name: str, file: str) -> Html:
+        """A link to a file beside the page; none in a page that is sent alone."""
+        return Html() if self.inline else joined([" ", tag("a", name, href=file)])
 
     def _table(self, table: Table) -> Html:
-        head = [
-            tag("th", column or "row", **({"class_": "key"} if at < table.keys else {}))
-            for at, column in enumerate(table.columns)
-        ]
+        keys, others = table.columns[: table.keys], table.columns[table.keys :]
+        head = [tag("th", key or "row", class_="key") for key in keys] + [tags("th", others)]
         rows = [_line(table, at) for at in range(len(table.rows))]
-        inside = tag("div", tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows)), class_="scroll")
+        inside = tag("div", tag("table", tag("thead", tag("tr", head)), tag("tbody", rows)), class_="scroll")
         anchor = f"table-{table.name}"
         title = tag("a", _brief(table), href=f"#{anchor}", class_="title")
-        ends = {"CSV": f"tables/{table.name}.csv", "Markdown": f"tables/{table.name}.md"}
-        caption = tag("figcaption", *self._caption(table.caption, anchor), *self._links(ends))
+        links = self._link("CSV", f"tables/{table.name}.csv"), self._link("Markdown", f"tables/{table.name}.md")
+        caption = tag("figcaption", self._caption(table.caption, anchor), links)
         if not table.runs:
-            return tag("figure", title, inside, *_list(table.notes), caption, **self._anchor(anchor))
+            return tag("figure", title, inside, _list(table.notes), caption, id=self._anchor(anchor))
         marks = [note for note in table.notes if note[0] in SUPERSCRIPTS]
         behind = [note for note in table.notes if note not in marks]
         made = [joined([f"{run}, made by: ", tag("code", command)]) for run, command in table.runs]
         summary = tag("summary", "How to read this, and the runs and commands behind it")
-        details = tag("details", summary, *_list(made), *_list(behind), caption, class_="source")
-        return tag("figure", title, inside, *_list(marks), details, **self._anchor(anchor))
+        details = tag("details", summary, _list(made), _list(behind), caption, class_="source")
+        return tag("figure", title, inside, _list(marks), details, id=self._anchor(anchor))
 
 
-def _told_once(item: Table | Plot, heading: str, told: set[str]) -> Table | Plot:
+def _said_once(item: Table | Plot, heading: str, known: set[str]) -> Table | Plot:
     """The figure without what its block's heading or a figure above it says of its cases."""
     about, *held = item.caption.splitlines() or [""]
-    lines = [line for line in held if line not in told]
-    short = [sentence(line.removeprefix(heading).removeprefix("; ").removeprefix(".")) for line in lines]
-    item = replace(item, caption="\n".join([about, " ".join(filter(None, short))]))
+    lines = [line for line in held if line not in known]
     if isinstance(item, Table):
-        notes = [note for note in item.notes if note not in told or not note.startswith(LEFT_OUT)]
-        told.update(notes)
+        notes = [note for note in item.notes if note not in known or not note.startswith(LEFT_OUT)]
         item = replace(item, notes=notes)
-    told.update(lines)
-    return item
+        known.update(notes)
+    elif about in known:
+        about = ""
+    known.update(lines, [about])
+    short = [sentence(line.removeprefix(heading).removeprefix("; ").removeprefix(".")) for line in lines]
+    return replace(item, caption="\n".join([about, " ".join(filter(None, short))]))
 
 
-def _list(notes: Sequence[str]) -> list[Html]:
-    return [tag("ul", *(tag("li", note) for note in notes), class_="notes")] if notes else []
+def _list(notes: Sequence[str]) -> Html:
+    return tag("ul", tags("li", notes), class_="notes") if notes else Html()
 
 
 def _line(table: Table, row: int) -> Html:
     """A row. Details that all its cells share are the row's own, since rows sampled together share most."""
-    texts, columns = table.rows[row], range(table.keys, len(table.rows[row]))
-    details = {at: said.split(DETAILS) for at in columns if (said := table.details.get((row, at)))}
-    shared = next(iter(details.values())) if len(details) > 1 else list[str]()
-    common = [part for part in shared if all(part in own for own in details.values())]
-    own = {at: DETAILS.join(part for part in parts if part not in common) for at, parts in details.items()}
-    cells = [_value(table, row, at, own.get(at, "")) for at in columns]
-    title = {"title": DETAILS.join(common)} if common else {}
-    return tag("tr", *(tag("th", text) for text in texts[: table.keys]), *cells, **title)
+    columns = range(table.keys, len(table.rows[row]))
+    details = {at: table.details.get((row, at), "").split(DETAILS) for at in columns}
+    several = [facts for facts in details.values() if facts != [""]]
+    common = [fact for fact in several[0] if all(fact in facts for facts in several)] if len(several) > 1 else []
+    own = {at: DETAILS.join(fact for fact in details[at] if fact not in common) for at in columns}
+    cells = [_value(table, row, at, own[at]) for at in columns]
+    return tag("tr", tags("th", table.rows[row][: table.keys]), cells, title=DETAILS.join(common) or None)
 
 
-def _value(table: Table, row: int, column: int, said: str) -> Html:
+def _value(table: Table, row: int, column: int, details: str) -> Html:
     """A cell; the best of its line, and what was wrong, are told apart."""
     text = table.rows[row][column]
-    kind = "wrong" if OUTCOMES["wrong"] in text else "best" if (row, column) in table.best else ""
-    facts = {"class_": kind, "title": said}
-    return tag("td", text, **{name: value for name, value in facts.items() if value})
+    kind = "wrong" if OUTCOMES["wrong"] in text else "best" if (row, column) in table.best else None
+    head = table.columns[column] if table.runs else None
+    return tag("td", text, class_=kind, title=details or None, data_head=head)
 
 
 FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()
@@ -207,56 +218,54 @@ def runs_of(machine: Machine) -> Html:
     days = sorted({str(run.get("date") or "undated")[:10] for run in machine.runs})
     commits = dict.fromkeys(str(run.get("commit") or "unknown")[:10] for run in machine.runs)
     count = f"{len(machine.runs)} runs" if len(machine.runs) > 1 else "One run"
-    several = f"{len(commits)} commits" if len(commits) > 1 else f"commit {[*commits][0]}"
-    said = f"{count}, {span(days)}, {several}: {len(machine.records):,} cases. "
+    several = f"{len(commits)} commits" if len(commits) > 1 else f"commit {''.join(commits)}"
+    text = f"{count}, {span(days)}, {several}: {len(machine.records):,} cases. "
     commands = {str(run.get("command") or "") for run in machine.runs}
     command = commands.pop() if len(commands) == 1 else ""
-    return tag("p", said, *([tag("code", command)] if command else []))
+    return tag("p", text, tag("code", command) if command else "")
 
 
 def facts_of(runs: Sequence[Record]) -> Html:
     """The runs behind a machine's figures: what all have in common, then a line for each with what they have not."""
-    told = [_of_run(run) for run in runs]
-    names = dict.fromkeys(name for facts in told for name in facts)
-    rows = {name: [facts.get(name, "–") for facts in told] for name in names}
-    common = [
-        tag("tr", tag("th", name), tag("td", values[0])) for name, values in rows.items() if len(set(values)) == 1
-    ]
-    own = {name: values for name, values in rows.items() if len(set(values)) > 1}
-    head = tag("thead", tag("tr", *(tag("th", name) for name in own)))
-    lines = [tag("tr", *(tag("td", value) for value in line)) for line in zip(*own.values(), strict=True)]
-    found = [common, [head, tag("tbody", *lines)]] if own else [common]
-    return joined(tag("div", tag("table", *rows, class_="facts"), class_="scroll") for rows in found)
+    facts = list(map(_of_run, runs))
+    names = dict.fromkeys(name for run in facts for name in run)
+    values = {name: [run.get(name, "–") for run in facts] for name in names}
+    differing = [name for name in names if len(set(values[name])) > 1]
+    tables = [[tag("tr", tag("th", name), tag("td", values[name][0])) for name in names if name not in differing]]
+    if differing:
+        lines = zip(*map(values.__getitem__, differing), strict=True)
+        body = [tag("tr", tags("td", line)) for line in lines]
+        tables.append([tag("thead", tag("tr", tags("th", differing))), tag("tbody", body)])
+    return joined(tag("div", tag("table", rows, class_="facts"), class_="scroll") for rows in tables)
 
 
 def _of_run(run: Record) -> dict[str, str]:
-    copy, memory = (run.get("ceilings") or {}).get("copy_bytes_per_s"), run.get("memory_bytes")
     facts = {name: str(run[name]) for name in FACTS if run.get(name) not in (None, "")}
-    facts |= {"commit": f"{facts['commit']} with local changes"} if run.get("dirty") and "commit" in facts else {}
-    facts |= {"memory": f"{memory / 2**30:.1f} GiB"} if memory else {}
-    facts |= {f"matmul {dtype}": f"{number(rate / 1e12)} TFLOP/s" for dtype, rate in sorted(matmul_rates(run).items())}
-    facts |= {"copy": f"{number(copy / 1e9)} GB/s"} if copy else {}
-    return facts | _sustained(run) | _settings(run.get("settings") or {})
+    if run.get("dirty") and "commit" in facts:
+        facts["commit"] += " with local changes"
+    memory, copy = run.get("memory_bytes"), (run.get("ceilings") or {}).get("copy_bytes_per_s")
+    measured = {"memory": memory and f"{memory / 2**30:.1f} GiB"}
+    for dtype, rate in sorted(matmul_rates(run).items()):
+        measured[f"matmul {dtype}"] = f"{number(rate / 1e12)} TFLOP/s"
+    measured |= {"copy": copy and f"{number(copy / 1e9)} GB/s", **_sustained(run)}
+    for name, (label, unit) in SETTINGS.items():
+        value = (run.get("settings") or {}).get(name)
+        measured[label] = value is not None and f"{digits(value)} {unit}".strip()
+    return facts | {name: text for name, text in measured.items() if text}
 
 
 def _sustained(run: Record) -> dict[str, str]:
     """The matmul that the machine keeps up, beside the one that it reaches for a moment."""
-    found, short = run.get("sustained") or {}, matmul_rates(run)
+    sustained, short = run.get("sustained") or {}, matmul_rates(run)
     facts = {}
-    for dtype, rate in (found.get("matmul_flops_per_s") or {}).items():
-        told = [
-            f"{number(rate / 1e12)} TFLOP/s",
-            *([f"{rate / short[dtype]:.0%} of the short one"] if short.get(dtype) else []),
-            *(f"{label} {exact(round(found[name]))} {unit}" for name, label, unit in STATE if found.get(name)),
-            *([f"clock held by {found['clock_reasons']}"] if found.get("clock_reasons") else []),
+    for dtype, rate in (sustained.get("matmul_flops_per_s") or {}).items():
+        words = [f"{number(rate / 1e12)} TFLOP/s"]
+        if short.get(dtype):
+            words.append(f"{rate / short[dtype]:.0%} of the short one")
+        words += [
+            f"{label} {exact(round(sustained[name]))} {unit}" for name, label, unit in STATE if sustained.get(name)
         ]
-        facts[f"matmul {dtype}, sustained"] = ", ".join(told)
+        if sustained.get("clock_reasons"):
+            words.append(f"clock held by {sustained['clock_reasons']}")
+        facts[f"matmul {dtype}, sustained"] = ", ".join(words)
     return facts
-
-
-def _settings(found: Record) -> dict[str, str]:
-    return {
-        label: f"{digits(found[name])} {unit}".strip()
-        for name, (label, unit) in SETTINGS.items()
-        if found.get(name) is not None
-    }

@@ -22,9 +22,9 @@ What a name in a list of fields may look like says `View.chosen`; an expression,
 from collections.abc import Mapping
 from typing import Any
 
+from lmsys.reports.items import Block, Chapter
 from lmsys.reports.load import drawn_by_layout
 from lmsys.reports.steps import applied, each
-from lmsys.reports.tables import Block, Chapter
 from lmsys.reports.views import View
 from lmsys.reports.words import NAMES, filled, sentence
 
@@ -61,8 +61,7 @@ def _blocks(view: View, declared: Layout) -> list[Block]:
         if "blocks" in declared:
             found += [block for inner in declared["blocks"] for block in _blocks(part, inner)]
             continue
-        heading = {"heading": part.heading and f", {part.heading}"}
-        title = filled(declared.get("title", part.title), heading)
+        title = filled(declared.get("title", part.title), {"heading": part.heading and f", {part.heading}"})
         found.append(Block(title, each(part, *declared.get("lead", ())), each(part, *declared.get("more", ()))))
     return found
 

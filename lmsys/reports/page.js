@@ -49,12 +49,18 @@ function sort(head) {
   table.tBodies[0].append(...[...table.tBodies[0].rows].sort(compare));
 }
 
-// The rows that are asked for, by parts of their names; with none of them in a table, all of it stays.
-function filter(table) {
-  const asked = document.getElementById("only").value.split(/[\s,]+/).filter(Boolean);
+// The rows that are asked for, by parts of their names.
+const askedFor = () => document.getElementById("only").value.split(/[\s,]+/).filter(Boolean);
+const isAsked = (cell, asked) => asked.some(one => cell.textContent.includes(one));
+const nameTest = () => {
   const names = new Set([...document.getElementById("rows").options].map(one => one.value));
-  const named = cell => names.has(cell.textContent.replace(/:.*/, ""));
-  const hidden = cell => asked.length > 0 && named(cell) && !asked.some(one => cell.textContent.includes(one));
+  return cell => names.has(cell.textContent.replace(/:.*/, ""));
+};
+
+// With none of them in a table, all of it stays.
+function filter(table) {
+  const asked = askedFor(), named = nameTest();
+  const hidden = cell => asked.length > 0 && named(cell) && !isAsked(cell, asked);
   const heads = [...table.tHead.rows[0].cells], lines = [...table.tBodies[0].rows];
   const columns = heads.map(hidden), rows = lines.map(line => [...line.cells].some(cell => cell.tagName === "TH" && hidden(cell)));
   const left = (all, gone) => !all.some((one, at) => named(one) && !gone[at]) && all.some(named);
@@ -70,6 +76,24 @@ function filterAll() {
   const asked = document.getElementById("asked");
   asked.textContent = `Rows: ${rows}`, asked.hidden = !rows;
   document.querySelectorAll("table:not(.facts)").forEach(filter);
+  reveal();
+}
+
+// Each chapter that has such a row opens at the first of them, and closes again when nothing is asked for.
+function reveal() {
+  const asked = askedFor(), named = nameTest();
+  const find = part => [...part.querySelectorAll("th")].find(cell => named(cell) && isAsked(cell, asked));
+  for (const chapter of document.querySelectorAll(".chapter")) {
+    const folded = () => [...chapter.querySelectorAll("details > template")].find(one => find(one.content))?.parentElement;
+    const place = find(chapter) ?? folded();
+    for (const one of [chapter, ...chapter.querySelectorAll("details")]) {
+      const holds = Boolean(place) && one.contains(place);
+      if (holds === one.open || !holds && !one.dataset.asked) continue;
+      one.dataset.asked = holds ? "yes" : "";
+      if (holds) unfold(one);
+      one.open = holds;
+    }
+  }
 }
 
 // A table wider than the screen says that it scrolls, and keys can scroll it. What names its lines stays beside the
@@ -116,7 +140,7 @@ addEventListener("DOMContentLoaded", () => {
   prepare(document.body);
   field.addEventListener("input", () => filterAll() ?? setAddress(address().id, field.value));
   addEventListener("toggle", event => {
-    if (!event.target.open) return;
+    if (!event.target.open || event.target.dataset.asked) return;
     unfold(event.target);
     const first = event.target.id || event.target.querySelector(".title")?.getAttribute("href").slice(1);
     if (first && !event.target.contains(document.getElementById(address().id))) // that is what go() opened

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lmsys.bench.fields import grouped
-from lmsys.reports.figures import Figures, Html, facts_of, joined, runs_of, tag
+from lmsys.reports.figures import Figures, Html, facts_of, joined, runs_of, tag, tags
+from lmsys.reports.items import Part
 from lmsys.reports.load import InputError, file_name, run_told
-from lmsys.reports.tables import Part
 from lmsys.strict_json import read_json
 from lmsys.values import hold
 
@@ -28,6 +28,7 @@ _HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = (
     f"default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; font-src data:; script-src 'sha256-{_HASH}'"
 )
+MOST_OPEN = 3  # chapters of a page that are read at once; of more, each is a line with its answer
 LEAD = (
     "A figure is of a result that passed its check. A row is one implementation, such as a kernel or a strategy, named "
     "as on the command line; a case is one row in one setting."
@@ -60,25 +61,25 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
     """
     first, contents, body = [], [], []
     figures = Figures(single_file)
+    is_short = sum(len(chapters) for _, _, chapters in parts) <= MOST_OPEN
     for machine, answers, chapters in parts:
-        anchors = {chapter.title: f"{machine.slug}-{file_name(chapter.title.lower())}" for chapter in chapters}
-        links = [tag("li", tag("a", title, href=f"#{anchor}")) for title, anchor in anchors.items()]
-        contents.append(tag("li", tag("a", machine.title, href=f"#{machine.slug}"), tag("ul", *links)))
+        contents.append(tag("li", tag("a", f"{machine.title}: everything measured", href=f"#{machine.slug}")))
         first.append(tag("section", tag("h2", machine.title), runs_of(machine), figures.answers(answers)))
         facts = tag("details", tag("summary", "Machine, versions and runs"), facts_of(machine.runs))
         inside = [tag("h2", f"{machine.title}: everything measured", id=machine.slug), facts]
         for chapter in chapters:
-            inside += figures.chapter(chapter, anchors[chapter.title])
-        body.append(tag("section", *inside))
+            anchor = f"{machine.slug}-{file_name(chapter.title.lower())}"
+            inside.append(figures.chapter(chapter, anchor, is_short))
+        body.append(tag("section", inside))
     names = sorted({str(case["impl"]) for machine, _, _ in parts for case in machine.records})
     head = joined([tag("h1", "lmsys report", id="top"), tag("p", LEAD)])
-    said = [*(tag("p", note) for note in notes), tag("p", *_about(parts, single_file))]
+    remarks = tags("p", notes), tag("p", _about(parts, single_file))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>lmsys report</title>\n<style>\n{CSS}</style>\n<script>{SCRIPT}</script></head>\n<body>\n"
-        + tag("main", head, *first, *said, _contents(contents, names, _commands(parts)), *body, UP)
+        + tag("main", head, first, remarks, _contents(contents, names, _commands(parts)), body, UP)
         + "\n</body></html>\n"
     )
 
@@ -118,9 +119,9 @@ def _contents(links: Sequence[Html], names: Sequence[str], commands: Mapping[str
     return joined(
         [
             tag("p", tag("label", "Rows: ", field), said, class_="controls"),
-            tag("nav", tag("ul", *links, id="contents")),
-            tag("datalist", *(tag("option", value=name) for name in names), id="rows"),
-            tag("datalist", *(tag("option", value=one, label=run) for run, one in commands.items()), id="runs"),
+            tag("nav", tag("ul", links, id="contents")),
+            tag("datalist", [tag("option", value=name) for name in names], id="rows"),
+            tag("datalist", [tag("option", value=line, label=run) for run, line in commands.items()], id="runs"),
             tag("output", id="said"),
             tag("noscript", tag("p", "Without scripts, what is behind “More” is in the folders tables/ and plots/.")),
         ]

@@ -14,8 +14,10 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports.cells import NOT_RUN, SPEEDUP, is_compared
-from lmsys.reports.tables import Plot, about_of, titled
-from lmsys.reports.views import View, lighter
+from lmsys.reports.items import Plot
+from lmsys.reports.styles import lighter
+from lmsys.reports.tables import about_of, titled
+from lmsys.reports.views import View
 from lmsys.reports.words import FILES, OUTCOMES, is_clocked, label_of, scaled, sentence, unit_of
 
 WIDTH_IN = 5.0  # about a phone's width at matplotlib's 72 points an inch, so that text keeps its size there
@@ -168,9 +170,8 @@ def lines(
     if ceiling:
         axes.axhline(ceiling[1], **CEILING)
         above = sum(value > ceiling[1] for value in values) if ceiling[0] else 0
-        text = f"{ceiling[0]}, {above} figures above it" if above else ceiling[0]
         axes.annotate(
-            text,
+            f"{ceiling[0]}, {above} figures above it" if above else ceiling[0],
             (1, ceiling[1]),
             (0, 3),
             xycoords=("axes fraction", "data"),
@@ -231,10 +232,9 @@ def bars(
     for at, value in enumerate(shown):
         style = view.style(by, value)
         places = {key: groups.index(key[1]) + (at - (len(shown) - 1) / 2) * width for key in cases if key[0] == value}
-        own = [key for key in places if key in heights]
-        axes.bar(
-            [places[key] for key in own],
-            [heights[key] for key in own],
+        axes.bar(  # without a height it has no bar, but a colour in the legend
+            list(places.values()),
+            [heights.get(key, math.nan) for key in places],
             0.92 * width,
             label=style.label,
             color=style.color,

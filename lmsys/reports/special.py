@@ -15,7 +15,8 @@ from lmsys.bench.fields import Field, Record
 from lmsys.cost.communication import fit_latency_bandwidth
 from lmsys.reports import plots
 from lmsys.reports.cells import SPEEDUP, base_of, compared
-from lmsys.reports.tables import Items, Plot, Table, listing, pivot
+from lmsys.reports.items import Items, Plot, Table
+from lmsys.reports.tables import listing, pivot
 from lmsys.reports.views import View
 from lmsys.reports.words import number
 

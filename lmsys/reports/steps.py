@@ -1,6 +1,7 @@
 """The steps of layouts: each makes views of a view, or draws tables and plots (`lmsys.reports.layout`)."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -9,7 +10,7 @@ from lmsys.bench.fields import Field
 from lmsys.reports import plots, special, tables, versus
 from lmsys.reports.cells import base_of, bases_of, beside, compared, is_compared
 from lmsys.reports.expressions import value_of
-from lmsys.reports.tables import Items, Table
+from lmsys.reports.items import Items, Table
 from lmsys.reports.views import View
 from lmsys.reports.words import filled, number
 from lmsys.values import choice
@@ -118,7 +119,7 @@ def read_as(view: View, name: str, words: Sequence[Sequence[Any]]) -> View:
 
 @step
 def unstyled(view: View) -> View:
-    return view.but(styles={})
+    return replace(view, styles={})
 
 
 @step
@@ -256,7 +257,7 @@ def products(view: View, names: Sequence[Sequence[str]]) -> View:
     for one, other in names:
         known = {case[one] * case[other] for case in view.cases if type(case[one]) is type(case[other]) is int}
         held += [f"{one}·{other} = {known.pop():,}"] if view.varies(one) and len(known) == 1 else []
-    return view.but(also=", ".join(held))
+    return replace(view, also=", ".join(held))
 
 
 @step

@@ -1,15 +1,16 @@
 """Tables of cases: their cells with outcomes and footnotes, as Markdown and as CSV; and the blocks of a page."""
 
-import csv
-import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from lmsys.bench.fields import Field, Record, grouped
 from lmsys.bench.verdict import undisturbed
 from lmsys.reports.cells import CEILINGS, NOT_RUN, SPEEDUP, Notes, below, cell, detail, is_compared, mark, mean_text
+from lmsys.reports.expressions import value_of
+from lmsys.reports.items import Table
 from lmsys.reports.load import Machine
 from lmsys.reports.views import View
 from lmsys.reports.words import (
@@ -19,73 +20,16 @@ from lmsys.reports.words import (
     inside_a_sentence,
     is_clocked,
     label_of,
+    number,
+    scaled,
     sentence,
+    span,
     unit_of,
 )
 
 ENDINGS = ("timed", "verified, untimed", *MEANINGS.values())
 LEFT_OUT = "Left out, as no case of it could run"
 SPREAD = ("mean_s", "std_s", "p20_s", "p80_s", "rounds")  # stand beside a time in its CSV
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table as it is read (`columns`, `rows` of text, `notes` below) and as numbers (`data`, SI units, by field).
-
-    The first `keys` columns say what a row is; `name` is the stem of its files, `source` where its numbers are from.
-    `best` are the places, row and column, of the best of those in its row that were sampled together; `details` says
-    more of some places. `runs` are the runs of its lines, each with its command; `plot` draws what it answers.
-    """
-
-    name: str
-    title: str
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    data: Sequence[Mapping[str, Any]]
-    notes: Sequence[str] = field(default_factory=list)
-    keys: int = 1
-    source: str = ""
-    best: frozenset[tuple[int, int]] = frozenset()
-    details: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    runs: Sequence[tuple[str, str]] = ()
-    plot: "Plot | None" = None
-
-    def markdown(self) -> str:
-        align = ["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)
-        lines = [self.columns, align, *self.rows]
-        body = "\n".join("| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-        made = [f"{run}, made by: `" + command.replace("`", "'") + "`" for run, command in self.runs]
-        notes = "".join(f"{_plain(note)}  \n" for note in (*self.notes, *made))
-        caption = _plain(f"{self.caption} {self.source}".strip())
-        return f"### {_plain(self.title)}\n\n{caption}\n\n{body}\n" + (f"\n{notes}" if notes else "")
-
-    def files(self) -> dict[str, str]:
-        drawn = self.plot.files() if self.plot else {}
-        return {f"tables/{self.name}.md": self.markdown(), f"tables/{self.name}.csv": csv_of(self.data), **drawn}
-
-
-def _plain(text: str) -> str:
-    """Puts a text on one line: a line break of a result file must not end a table's row."""
-    return " ".join(text.split()) if "\n" in text or "\r" in text else text
-
-
-def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """Every field that is no list and no object, in order of appearance."""
-    names = dict.fromkeys(name for one in records for name in one)
-    lists = {name for one in records for name, value in one.items() if isinstance(value, list | dict)}
-    file = io.StringIO()
-    writer = csv.DictWriter(
-        file, [name for name in names if name not in lists], lineterminator="\n", extrasaction="ignore"
-    )
-    writer.writeheader()
-    writer.writerows({name: _no_formula(value) for name, value in one.items()} for one in records)
-    return file.getvalue()
-
-
-def _no_formula(value: Any) -> Any:
-    """A word of a result file that begins as a formula gets a quote: a spreadsheet would run it."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def data_of(view: View, *names: str) -> list[Record]:
@@ -123,7 +67,7 @@ def pivot(
     view, left_out = _with_something(view, columns)
     heads, inner, notes = view.values(columns), view.values(inside) if inside else [None], Notes()
     lines: list[list[str]] = []
-    best: set[tuple[int, int]] = set()
+    best: dict[tuple[int, int], Record] = {}
     details: dict[tuple[int, int], str] = {}
     compares = is_clocked(one) and metric != SPEEDUP and "impl" in (columns, inside)
     for key in view.ordered(*rows).distinct(*rows):
@@ -131,7 +75,8 @@ def pivot(
         line = [case for group in found for case in group] if compares else []
         texts = [_group(view, metric, group, group if inside == "impl" else line, notes) for group in found]
         if columns == "impl" and len(inner) == 1:
-            best |= {(len(lines), len(rows) + at) for at in _best(view, one, [group[0] for group in found])}
+            firsts = _best(view, one, [group[0] for group in found])
+            best |= {(len(lines), len(rows) + at): case for at, case in firsts}
         if is_clocked(one) and len(inner) == 1:
             details |= {(len(lines), len(rows) + at): detail(view, group[0]) for at, group in enumerate(found)}
         lines.append([*map(view.text, rows, key), *texts])
@@ -159,7 +104,21 @@ def pivot(
         source=view.machine.about(view.cases),
         best=frozenset(best),
         details=details,
+        answer=_answer(view, one, list(best.values()), len(lines)),
     )
+
+
+def _answer(view: View, one: Field, winners: Sequence[Record], lines: int) -> str:
+    """Which row is the best in most lines of a table, and its figures there; of ours alone the best may be slow."""
+    if not winners or view.machine.layouts.get(view.benchmark) and not view.has_any("peer"):
+        return ""
+    ((row, count),) = Counter(case["impl"] for case in winners).most_common(1)
+    cases = sorted((case for case in winners if case["impl"] == row), key=itemgetter(one.name))
+    figures = span([number(scaled(one, case[one.name])) for case in (cases[0], cases[-1])])
+    disturbed = any(case.get("disturbed") for case in cases)
+    words = f"{inside_a_sentence(label_of(one).partition(',')[0])}: {view.text('impl', row)}"
+    where = f" in {count} of {lines} lines" * (lines > 1)
+    return f"best {words}{where}, {figures} {unit_of(one)[0]}" + ", disturbed" * disturbed
 
 
 def _with_something(view: View, columns: str) -> tuple[View, list[str]]:
@@ -172,17 +131,26 @@ def _with_something(view: View, columns: str) -> tuple[View, list[str]]:
     return view.only(lambda case: case[columns] not in without), [f"{LEFT_OUT}: {names}. “Not run here” says why."]
 
 
-def _best(view: View, one: Field, line: Sequence[Record | None]) -> list[int]:
-    """The place of the best value among those that were sampled together, as `_group` marks the others; none where no
-    value is better than another."""
+def _best(view: View, one: Field, line: Sequence[Record | None]) -> list[tuple[int, Record]]:
+    """The place and case of the best value among those that were sampled together, as `_group` marks the others.
+
+    None where no value is better than another. Cases that do not what the benchmark asks for are no rivals of others.
+    """
     timed = [(at, case) for at, case in enumerate(line) if case and case["time_s"] and case.get(one.name) is not None]
     against = _against(view, [case for _, case in timed])
     together = [(at, case) for at, case in timed if against and case["comparison"] == against["comparison"]]
     if len(together) < 2 or one.unit not in ("s", "B") and not _more_is_better(one):
         return []
     choose = max if _more_is_better(one) else min
-    best = choose(case[one.name] for case in undisturbed([case for _, case in together]))
-    return [at for at, case in together if case[one.name] == best]
+    contenders = contending(view.machine, [case for _, case in together])
+    best = choose(case[one.name] for case in undisturbed(contenders))
+    return [(at, case) for at, case in together if case[one.name] == best and case in contenders]
+
+
+def contending(machine: Machine, cases: Sequence[Record]) -> Sequence[Record]:
+    """The cases that do what their benchmark asks who is fastest in; all of them where none does."""
+    tests = {name: layout.get("fastest", {}).get("contends", "True") for name, layout in machine.layouts.items()}
+    return [case for case in cases if value_of(tests.get(case["benchmark"], "True"), case)] or cases
 
 
 def _more_is_better(one: Field) -> bool:
@@ -248,12 +216,13 @@ def listing(
         found = [cell(view, name, case, notes, ending=name == metrics[0]) for name in metrics]
         rows.append([*replace(view, cases=[case]).constants(keys).values(), *found])
     told = [_told(sentence(label_of(one)), one.about) for one in fields if one.about]
-    best: set[tuple[int, int]] = set()
+    best: dict[tuple[int, int], Record] = {}
     single = len({case["id"] for case in view.cases}) == len(view.cases)  # else a case has several lines
     for rivals in view.groups("comparison") if single else ():
         line = [case if case["comparison"] == rivals[0] else None for case in view.cases]
         for at, one in enumerate(fields):
-            best |= {(row, len(keys) + at) for row in _best(view, one, line)}
+            best |= {(row, len(keys) + at): case for row, case in _best(view, one, line)}
+    winners = [case for (_, at), case in best.items() if at in clocked[:1]]
     return Table(
         name=view.file(view.filled(word)),
         title=titled(view.filled(title), view),
@@ -266,6 +235,9 @@ def listing(
         source=view.machine.about(view.cases),
         best=frozenset(best),
         details=details,
+        answer=_answer(view, fields[clocked[0] - len(keys)], winners, len(view.distinct("comparison")))
+        if winners
+        else "",
     )
 
 
@@ -297,41 +269,3 @@ def _ending(case: Record) -> str:
     if case["outcome"] != "ok":
         return MEANINGS[case["outcome"]]
     return ENDINGS[0] if case["time_s"] is not None else ENDINGS[1]
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A drawing; `name` is the stem of its file."""
-
-    name: str
-    title: str
-    caption: str
-    svg: str
-
-    def files(self) -> dict[str, str]:
-        return {f"plots/{self.name}.svg": self.svg}
-
-
-Items = list[Table | Plot | None]
-
-
-@dataclass(frozen=True)
-class Block:
-    """Tables and plots of one subject; `lead` comes first, and its first table and plot are read at once."""
-
-    title: str
-    lead: Sequence[Table | Plot | None]
-    more: Sequence[Table | Plot | None] = ()
-
-    @property
-    def items(self) -> list[Table | Plot]:
-        return [item for item in (*self.lead, *self.more) if item]
-
-
-@dataclass(frozen=True)
-class Chapter:
-    title: str
-    blocks: Sequence[Block]
-
-
-Part = tuple[Machine, Block, Sequence[Chapter]]  # the block holds the answers

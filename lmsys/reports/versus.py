@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from lmsys.bench.fields import BATCH_INVARIANT, REPEATABLE, Field, Record, grouped
 from lmsys.bench.verdict import undisturbed
 from lmsys.reports.cells import SPEEDUP, Notes, below, geometric_mean, mark, mean_text
-from lmsys.reports.fastest import ratio_of_best
-from lmsys.reports.tables import Table, data_of
+from lmsys.reports.contest import ratio_of_best
+from lmsys.reports.items import Table
+from lmsys.reports.tables import data_of
 from lmsys.reports.views import View
 from lmsys.reports.words import filled, label_of, number
 

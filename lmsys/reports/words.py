@@ -137,11 +137,11 @@ def timing(cases: Sequence[Record]) -> str:
     """How the timed cases were timed, and how far their samples spread."""
     timed = [case for case in cases if case.get("time_s") is not None]
     facts = [CLOCKS.get(clock, clock) for clock in sorted({case["clock"] for case in timed if case.get("clock")})]
-    if rounds := [case["rounds"] for case in timed if case.get("rounds")]:
-        facts.append(f"at least {min(rounds)} rounds")
+    rounds = [case["rounds"] for case in timed if case.get("rounds")]
+    facts += [f"at least {min(rounds)} rounds"] if rounds else []
     for name, label, unit in (("sm_clock_mhz", "SM clock", "MHz"), ("power_w", "power", "W")):
-        if known := [round(case[name]) for case in timed if case.get(name)]:
-            facts.append(f"{label} {span([exact(min(known)), exact(max(known))])} {unit}")
-    if spreads := [spread for case in timed if (spread := spread_of(case)) is not None]:
-        facts.append(f"p20 to p80 within {number(100 * max(spreads))} % of the median")
+        known = sorted(round(case[name]) for case in timed if case.get(name))
+        facts += [f"{label} {span(list(map(exact, known)))} {unit}"] if known else []
+    spreads = [spread for spread in map(spread_of, timed) if spread is not None]
+    facts += [f"p20 to p80 within {number(100 * max(spreads))} % of the median"] if spreads else []
     return f"{sentence(', '.join(facts))}. " if facts else ""

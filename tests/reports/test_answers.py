@@ -237,7 +237,7 @@ def test_without_samples_there_is_a_fastest_row_and_no_speed(tmp_path: Path) -> 
     files = built(tmp_path / "out", save(tmp_path / "1.json", found))
     for word, row in (("attention", "flash_triton (of 2 rows)"), ("step", "auto, fused (of 2 rows)")):
         (fastest,) = cells(files, f"fastest-{word}")
-        assert (fastest["fastest row"], fastest["speed"], fastest["over the next fastest"]) == (row, "", "")
+        assert (fastest["fastest row"], fastest["speed"]) == (row, "") and "over the next fastest" not in fastest
 
 
 def test_a_later_run_of_slower_ways_takes_no_answers_place(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.layouts import KEPT
 from lmsys import checkpointing
-from lmsys.reports.answers import MOST_AT_ONCE
+from lmsys.reports.page import MOST_OPEN
 from lmsys.reports.words import number
 from tests.support.records import GIB, NO_PLOT, built, cells, numbers, part, record, save, sums
 
@@ -255,12 +255,39 @@ def test_all_steps_stand_in_one_table_of_shares(tmp_path: Path) -> None:
     assert not any("-mfu" in name for name in only)
 
 
-@pytest.mark.parametrize(("count", "closed"), [(MOST_AT_ONCE, False), (MOST_AT_ONCE + 1, True)])
-def test_a_long_table_of_shares_is_behind_a_click(count: int, closed: bool, tmp_path: Path) -> None:
-    records = [record("model", "naive", mfu=0.5, context=128 * number) for number in range(1, count + 1)]
-    files = report(tmp_path, records)
-    assert len(cells(files, "mfu")) == count
-    assert (b"<summary>More: MFU of every step</summary>" in files["index.html"]) == closed
+@pytest.mark.parametrize(("sections", "is_open"), [(1, True), (4, False)])
+def test_chapters_of_a_long_page_are_lines(sections: int, is_open: bool, tmp_path: Path) -> None:
+    records = [record("attention", "naive", section=f"s{number}") for number in range(sections)]
+    page = report(tmp_path, records)["index.html"].decode()
+    chapters = re.findall('<details class="chapter"([^>]*)>', page)
+    assert (len(chapters) <= MOST_OPEN) == is_open and all((" open" in one) == is_open for one in chapters)
+
+
+def test_the_line_of_a_chapter_says_its_answer(tmp_path: Path) -> None:
+    """By undisturbed figures where there are any; of our own rows alone nobody is the best."""
+    quiet, busy = {"disturbed": None}, {"disturbed": "other programs took half of the CPU"}
+    for rows, answer in (
+        ({"naive": (2e-3, quiet), "sdpa_flash": (1e-3, quiet)}, "best time: sdpa_flash, 1.00 ms"),
+        ({"naive": (2e-3, quiet), "sdpa_flash": (1e-3, busy)}, "best time: naive, 2.00 ms"),
+        ({"naive": (2e-3, busy), "sdpa_flash": (1e-3, busy)}, "best time: sdpa_flash, 1.00 ms, disturbed"),
+        ({"naive": (2e-3, quiet), "flash_triton": (1e-3, quiet)}, "Time, ms"),
+    ):
+        records = [record("attention", name, time, time_s=time) | facts for name, (time, facts) in rows.items()]
+        files = report(tmp_path, records)
+        (line,) = re.findall(
+            '<h3>Attention: Everyday sizes</h3><span class="gist">([^<]*)<', files["index.html"].decode()
+        )
+        assert line == f"Forward, bfloat16, causal: {answer}"
+
+
+def test_the_best_strategy_is_one_that_does_what_is_asked(tmp_path: Path) -> None:
+    """Without synchronization a step is faster, and no training."""
+    times = {"none": 1e-3, "flat": 2e-3, "torch_ddp": 3e-3}
+    records = [record("data_parallel", name, time, time_s=time, mfu=5e-4 / time) for name, time in times.items()]
+    page = report(tmp_path, records)["index.html"].decode()
+    assert "best step: flat, 2.05 ms" in page and re.search('<td class="best"[^>]*>2.05 ±', page)
+    assert ">highest: 25.0 %, flat, small<" in page
+    assert not re.search('<td class="best"[^>]*>1.02 ±', page)
 
 
 def test_what_holds_two_strategies_together_is_a_table(tmp_path: Path) -> None:

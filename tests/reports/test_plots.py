@@ -8,7 +8,8 @@ import pytest
 
 from lmsys.reports import plots
 from lmsys.reports.load import read
-from lmsys.reports.views import Style, View, view_of
+from lmsys.reports.styles import Style
+from lmsys.reports.views import View, view_of
 from tests.support.records import built, of_everything, record, rows_of, save
 
 
@@ -92,6 +93,19 @@ def test_words_of_bars_stand_at_their_tiers(tmp_path: Path) -> None:
     assert len(words) == 2 and len(ticks) == 3
     assert sorted(words) == pytest.approx([ticks[0], ticks[2]], abs=5)
     assert 0 < min(words) < max(words) < 360
+
+
+def test_a_row_without_a_bar_has_its_colour_in_the_legend(tmp_path: Path) -> None:
+    """In each plot of bars all drawn things of its rows have colours of rows, and none is matplotlib's first."""
+    records = [record("attention", "naive", section="tiers", queries=q, keys=64) for q in (64, 128)]
+    records += [
+        one | {"impl": "flex", "id": f"{one['id']}-", "outcome": "unsupported", "reason": "no", "time_s": None}
+        for one in records
+    ]
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records), drawn="bars")
+    drawing = files["plots/synthetic-gpu-tiers-bfloat16-causal-fwd-bars.svg"].decode()
+    assert ">flex<" in drawing and "#1f77b4" not in drawing
+    assert rows_of("attention")["flex"]["color"] in drawing.partition(">naive<")[2]
 
 
 def test_the_heat_map_keeps_rows_of_words(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lmsys.reports import page, plots
 from lmsys.reports.__main__ import build
-from lmsys.reports.tables import Part, Plot, Table
+from lmsys.reports.items import Part, Plot, Table
 from tests.support.pages import PAGES, links
 from tests.support.processes import ROOT
 

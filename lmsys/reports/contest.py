@@ -1,0 +1,159 @@
+"""The cases of one setting: which run decides who is fastest there, by how much, and who was faster elsewhere."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from lmsys.bench.fields import Field, Record, grouped
+from lmsys.bench.verdict import NEAR, NEAR_TEXT, Fastest, fastest, ratio_of, time_of, undisturbed
+from lmsys.reports.cells import DETAILS, STEADY, geometric_mean
+from lmsys.reports.load import Machine
+from lmsys.reports.words import digits, label_of, number, scaled, spread_of, unit_of
+
+Rows = Sequence[Record]  # cases that took turns
+TIME = Field("time_s", "s", "time", shown="ms")
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Comparisons of one setting.
+
+    comparisons  cases that took turns, a list for each shape and run
+    bases        names that the fastest row is compared with: the first that was timed, else the next fastest
+    way          the field that says how a row was run, where its ways are compared, too; else empty
+    """
+
+    machine: Machine
+    comparisons: Sequence[Rows]
+    bases: Sequence[str]
+    way: str
+
+    @property
+    def cases(self) -> list[Record]:
+        return list(chain.from_iterable(self.comparisons))
+
+    def of_one_run(self) -> "Contest":
+        """The comparisons of one run, by these criteria in order: it measured the most preferred base; it has most rows
+        that win a shape in any run; most shapes in which all of these took turns; most rows; it is the latest.
+
+        A run without what a user would otherwise take, or without rows that won elsewhere, may lack the fastest.
+        """
+        shapes = grouped((_shape(case), case) for case in self.cases).values()
+        winners = {self.run_as(min(cases, key=time_of)) for cases in shapes}
+        runs = grouped((rows[0]["run"], rows) for rows in self.comparisons)
+
+        def worth(run: int) -> tuple[int, int, int, int, int]:
+            measured = set(chain.from_iterable(map(_names, chain.from_iterable(runs[run]))))
+            place = next((i for i, base in enumerate(self.bases) if base in measured), len(self.bases))
+            together = [set(map(self.run_as, rows)) for rows in runs[run]]
+            rows = set[tuple[str, ...]]().union(*together)
+            return -place, len(rows & winners), sum(map(winners.issubset, together)), len(rows), run
+
+        return replace(self, comparisons=runs[max(runs, key=worth)])
+
+    def run_as(self, case: Record) -> tuple[str, ...]:
+        """A case's row, and the way in which it was run where ways are compared."""
+        return (case["impl"], str(case.get(self.way))) if self.way else (case["impl"],)
+
+    def line(self, others: Sequence[Record]) -> Record:
+        """The fastest row, its speed over a base and over the next; `others`: cases of the setting in all runs."""
+        winner = fastest(self.comparisons)
+        best = best_of([[case for case in rows if case["impl"] == winner.row] for rows in self.comparisons], winner.row)
+        ways = {self.way: " or ".join(sorted({self.run_as(case)[1] for case in best}))} if self.way else {}
+        called = {", ".join((self.machine.called(case), *self.run_as(case)[1:])) for case in best}
+        rows = sorted({str(case["impl"]) for case in self.cases})
+        facts = {
+            "row": winner.row,
+            "called": " or ".join(sorted(called)),
+            **ways,
+            "fastest": winner.first,
+            "comparisons": winner.comparisons,
+            "rows": len(rows),
+            **self._speed(winner.row),
+            "mfu": max((float(case.get("mfu") or 0) for case in best), default=0) or None,
+            **self._figures(best),
+        }
+        run = self.cases[0]["run"]
+        facts |= {name: self.machine.runs[run].get(name) for name in ("date", "commit")}
+        return {**facts, **self._behind(winner, best, facts, rows), "run": run, "rivals": self._rivals(best, others)}
+
+    def _behind(self, winner: Fastest, best: Sequence[Record], facts: Record, rows: Sequence[str]) -> Record:
+        """The facts behind a line: what is said of its figures, and how far each row stands from the fastest."""
+        shapes = "shape" if winner.comparisons == 1 else "shapes"
+        near = f"in {winner.first} of {winner.comparisons} {shapes} no other was more than {NEAR_TEXT} faster"
+        details = [self.machine.run_of(self.cases[0]), f"{', '.join(rows)} took turns", near]
+        details += [f"time and rate in its longest shape: {facts['shape']}"] if facts["shape"] else []
+        over, following = best_of(self.comparisons, facts["over"]), best_of(self.comparisons, facts["next"])
+        names = sorted({str(case.get("strategy") or case["impl"]) for case in self.cases})
+        ratios = {name: self.ratios(name, winner.row) for name in names}
+        return {
+            "details": DETAILS.join(details),
+            "standing": {name: geometric_mean(ratios[name])[0] for name in names if any(ratios[name])},
+            "named": names,
+            "unsteady": any((spread_of(case) or 0.0) > STEADY for case in chain(best, over)),
+            "over_as": self._as(facts["over"], over),
+            "next_as": self._as(facts["next"], following),
+        }
+
+    def _as(self, name: str | None, best: Sequence[Record]) -> str:
+        """A row's name, and how it was run where that is one way."""
+        ways = {self.run_as(case)[1:] for case in best}
+        return ", ".join((name, *(ways.pop() if len(ways) == 1 else ()))) if name else ""
+
+    def ratios(self, ours: str, theirs: str) -> list[float | None]:
+        return [ratio_of_best(rows, ours, theirs) for rows in self.comparisons]
+
+    def _speed(self, row: str) -> Record:
+        """The speed over the first base that took turns with the row, and over the next: the fastest other one."""
+        rows = {str(case["impl"]) for case in self.cases}
+        ratios = {name: self.ratios(row, name) for name in rows.union(self.bases) - {row}}
+        speeds = {name: geometric_mean(ratios[name]) for name in ratios if any(ratios[name])}
+        if not speeds:
+            return {"over": None, "speedup": None, "next": None, "lead": None}
+        # Of most shapes, then the fastest.
+        following = min(sorted(rows & speeds.keys()), key=lambda name: (-speeds[name][1], speeds[name][0]))
+        base = next(filter(speeds.__contains__, self.bases), following)
+        return {"over": base, "speedup": speeds[base][0], "next": following, "lead": speeds[following][0]}
+
+    def _rivals(self, best: Sequence[Record], others: Sequence[Record]) -> list[str]:
+        """Rows that took no turns with the fastest, and in another run less time for the same shape."""
+        times = {_shape(case): time_of(case) for case in best}
+        others = [case for case in others if case["run"] != best[0]["run"]]
+        faster = {self.run_as(case) for case in others if time_of(case) * NEAR < times.get(_shape(case), 0)}
+        return sorted(map(", ".join, faster.difference(map(self.run_as, self.cases))))
+
+    def _figures(self, best: Sequence[Record]) -> Record:
+        """Time and rate of a row in the case that takes it longest; `measured`: the two in words; `shape`: which case.
+
+        The rate is the first that its benchmark declares; without one there is no word for it.
+        """
+        case, fields = max(best, key=time_of), self.machine.fields[best[0]["benchmark"]].values()
+        rates = [field for field in fields if field.role == "metric" and field.unit.endswith("/s")]
+        shown = [TIME] + [rate for rate in rates if case.get(rate.name)][:1]
+        axes = [field for field in fields if field.role == "axis" and len({each.get(field.name) for each in best}) > 1]
+        sizes = [f"{label_of(axis)} {digits(case[axis.name])}" for axis in axes]
+        words = [f"{number(scaled(field, case[field.name]))}\N{NO-BREAK SPACE}{unit_of(field)[0]}" for field in shown]
+        facts = {field.name: case[field.name] for field in shown}
+        return facts | {"shape": ", ".join(sizes), "measured": (words + [""])[:2]}
+
+
+def best_of(comparisons: Sequence[Rows], name: str | None) -> list[Record]:
+    """The fastest case of a row in each comparison that has it; none where the row is None."""
+    cases = ([case for case in rows if name and name in _names(case)] for rows in comparisons)
+    return [min(undisturbed(own), key=time_of) for own in cases if own]
+
+
+def ratio_of_best(rows: Rows, ours: str, theirs: str) -> float | None:
+    """Theirs over ours, of the fastest case of each row or strategy, such as the best size of buckets; None without."""
+    pair = best_of([rows], ours) + best_of([rows], theirs)
+    return ratio_of(*pair) if len(pair) == 2 else None
+
+
+def _names(case: Record) -> Iterable[str]:
+    """By these a base may name a case: a strategy is several rows, such as one for each size of buckets."""
+    return case["impl"], case.get("strategy") or ""
+
+
+def _shape(case: Record) -> str:
+    """The comparison without its date."""
+    return str(case["comparison"]).partition(" ")[0]

@@ -1,0 +1,108 @@
+"""The parts of a report as data: tables and plots with their files, and the blocks and chapters that hold them."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmsys.reports.load import Machine
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as it is read (`columns`, `rows` of text, `notes` below) and as numbers (`data`, SI units, by field).
+
+    The first `keys` columns say what a row is; `name` is the stem of its files, `source` where its numbers are from.
+    `best` are the places, row and column, of the best of those in its row that were sampled together; `details` says
+    more of some places. `runs` are the runs of its lines, each with its command; `plot` draws what it answers, and
+    `answer` says it in a line.
+    """
+
+    name: str
+    title: str
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    data: Sequence[Mapping[str, Any]]
+    notes: Sequence[str] = field(default_factory=list)
+    keys: int = 1
+    source: str = ""
+    best: frozenset[tuple[int, int]] = frozenset()
+    details: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    runs: Sequence[tuple[str, str]] = ()
+    plot: "Plot | None" = None
+    answer: str = ""
+
+    def markdown(self) -> str:
+        lines = [self.columns, (["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)), *self.rows]
+        body = "\n".join("| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+        made = [f"{run}, made by: `" + command.replace("`", "'") + "`" for run, command in self.runs]
+        notes = "".join(f"{_plain(note)}  \n" for note in (*self.notes, *made))
+        caption = _plain(f"{self.caption} {self.source}".strip())
+        return f"### {_plain(self.title)}\n\n{caption}\n\n{body}\n" + (f"\n{notes}" if notes else "")
+
+    def files(self) -> dict[str, str]:
+        drawn = self.plot.files() if self.plot else {}
+        return {f"tables/{self.name}.md": self.markdown(), f"tables/{self.name}.csv": csv_of(self.data), **drawn}
+
+
+def _plain(text: str) -> str:
+    """Puts a text on one line: a line break of a result file must not end a table's row."""
+    return " ".join(text.split()) if "\n" in text or "\r" in text else text
+
+
+def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
+    """Every field that is no list and no object, in order of appearance."""
+    names = dict.fromkeys(name for one in records for name in one)
+    lists = {name for one in records for name, value in one.items() if isinstance(value, list | dict)}
+    file = io.StringIO()
+    writer = csv.DictWriter(
+        file, [name for name in names if name not in lists], lineterminator="\n", extrasaction="ignore"
+    )
+    writer.writeheader()
+    writer.writerows({name: _no_formula(value) for name, value in one.items()} for one in records)
+    return file.getvalue()
+
+
+def _no_formula(value: Any) -> Any:
+    """A word of a result file that begins as a formula gets a quote: a spreadsheet would run it."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawing; `name` is the stem of its file."""
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+
+    def files(self) -> dict[str, str]:
+        return {f"plots/{self.name}.svg": self.svg}
+
+
+Items = list[Table | Plot | None]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tables and plots of one subject; `lead` comes first, and its first table and plot are read at once."""
+
+    title: str
+    lead: Sequence[Table | Plot | None]
+    more: Sequence[Table | Plot | None] = ()
+
+    @property
+    def items(self) -> list[Table | Plot]:
+        return [item for item in (*self.lead, *self.more) if item]
+
+
+@dataclass(frozen=True)
+class Chapter:
+    title: str
+    blocks: Sequence[Block]
+
+
+Part = tuple[Machine, Block, Sequence[Chapter]]  # the block holds the answers
