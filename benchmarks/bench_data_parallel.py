@@ -26,7 +26,7 @@ from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
 from lmsys.bench import Axis, Candidate, Field, Grid, Record, Settings, bench, fields, ranks
 from lmsys.cost.operations import model_parameters
-from lmsys.parallel import STRATEGIES
+from lmsys.parallel import STRATEGIES, StrategyTraits
 
 PASSES = {"gloo": 2, "nccl": 3}  # of each row, in turns: a GPU's clock moves, and rows are compared within a pass
 TUNED_MB = {"gloo": (1, 25), "nccl": (10, 25, 100, 400)}  # to choose from, for a strategy that is to be tuned
@@ -180,12 +180,12 @@ class DataParallel(ParallelBenchmark):
         )
         for model, world_size, entry in works:
             ways = product(variants(grid, entry), grid.product("checkpoint", "residual"))
-            for variant, (kept, stream) in ways if world_size > 1 or not entry.trait("synchronizes", True) else ():
+            for variant, (kept, stream) in ways if world_size > 1 or not StrategyTraits.of(entry).synchronizes else ():
                 asked = *model, world_size, *variant
                 yield ParallelCase(grid.name, entry, settings.device, *asked, checkpoint=kept, residual=stream)
 
     def contends(self, case: ParallelCase) -> bool:
-        return bool(case.entry.trait("synchronizes", True))
+        return bool(case.synchronizes)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         """Checks each row once; nothing is left for after timing, since the timed steps themselves are checked."""
@@ -204,7 +204,7 @@ class DataParallel(ParallelBenchmark):
             check.judge_by_trials(candidate, run, settings.seed)
         if candidate.outcome != "ok" or not settings.timed:
             return
-        if case.entry.trait("tuned_bucket_mb", False):
+        if case.traits.tuned_bucket_mb:
             sized = [replace(case, asked_bucket_mb=mb) for mb in TUNED_MB[case.backend]]
             tried = Pass(settings.seed, settings.seed, 0, TUNING_STEPS)
             passes = {one: run(*start, take_pass, one, tried) for one in sized}

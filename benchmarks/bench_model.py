@@ -13,6 +13,7 @@ from benchmarks.model.cases import AXES, FIELDS, Gate, ModelTest, Row, model_of
 from benchmarks.model.layout import MODEL as LAYOUT
 from benchmarks.model.rig import Rig, cold_samples
 from lmsys import checkpointing, processes
+from lmsys.attention import AttentionTraits
 from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, Step, bench, fields
 from lmsys.cost import memory, operations
 from lmsys.measure.compare import Failure, Kept, attempt
@@ -197,7 +198,7 @@ class Model(ModelBenchmark):
 
 def predicted_bytes(case: ModelTest, record: Record) -> int | None:
     """Bytes held and the peak above them, where `training_memory` says them: ours, eager, and keeping no scores."""
-    if (case.mode, case.compile) != ("step", "eager") or case.peer or case.attention.trait("keeps_scores", False):
+    if (case.mode, case.compile) != ("step", "eager") or case.peer or AttentionTraits.of(case.attention).keeps_scores:
         return None
     runtime = case.runtime
     if levels := record.get("levels"):

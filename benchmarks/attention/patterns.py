@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lmsys.attention import Documents, Pattern
+from lmsys.attention import AttentionTraits, Documents, Pattern
 from lmsys.bench import Entry
 from lmsys.measure import clock, compare
 from lmsys.registry import load_target
@@ -70,7 +70,7 @@ def made_before_calls(entry: Entry, pattern: Pattern, queries: int, keys: int, d
     if (documents := pattern.documents) is not None:
         lengths = documents.lengths
         found["documents_s"] = _seconds(lambda: Documents(lengths, device).cu_seqlens(len(lengths)), device)
-    if (target := entry.trait("mask")) and pattern.options.keys() & {"window", "documents"}:
+    if (target := AttentionTraits.of(entry).mask) and pattern.options.keys() & {"window", "documents"}:
         make = partial(load_target(target), pattern, queries, keys, torch.device(device))
         found["mask_s"] = compare.attempt(lambda: _seconds(make, device))[0]
     return found

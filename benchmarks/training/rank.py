@@ -20,7 +20,7 @@ from lmsys.bench import Entry, Record, findings, ranks
 from lmsys.measure import memory
 from lmsys.measure.clock import synchronize
 from lmsys.measure.sensors import sensors_of
-from lmsys.parallel import STRATEGIES
+from lmsys.parallel import STRATEGIES, StrategyTraits
 from lmsys.parallel.group import device
 from lmsys.tokenizer import Tokenizer, chunks, pretokens, train
 from lmsys.training import corpora, data, loop, reproducible
@@ -136,7 +136,7 @@ class TrainingCase(TrainedCase):
     @property
     def reference(self) -> "TrainingCase":
         """One process with naive attention, in micro-batches whose scores fit."""
-        alone = next(row for row in STRATEGIES.values() if not row.trait("synchronizes", True))
+        alone = next(row for row in STRATEGIES.values() if not StrategyTraits.of(row).synchronizes)
         fitting = max(1, MAX_SCORES // (self.config.num_heads * self.context**2))
         micro = max(size for size in range(1, self.batch + 1) if self.batch % size == 0 and size <= fitting)
         return replace(
@@ -153,8 +153,8 @@ class TrainingCase(TrainedCase):
         """The case as the training loop takes it. ValueError for an option that the loop does not have."""
         if isinstance(self.bucket_mb, str):
             raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
-        not_fused = self.compile == "fused" and self.entry.trait("why_not_fused", "")
-        not_reproducible = self.reproducible and self.entry.trait("why_not_reproducible", "")
+        not_fused = self.compile == "fused" and self.traits.why_not_fused
+        not_reproducible = self.reproducible and self.traits.why_not_reproducible
         values.hold((not not_fused, str(not_fused)), (not not_reproducible, str(not_reproducible)))
         steps = self.steps * self.epochs
         train = TrainConfig(

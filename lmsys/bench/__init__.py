@@ -3,7 +3,7 @@
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Settings, bench
 from lmsys.bench.fields import Axis, Field, Grid, Record, Sweep, one_of, positive, yes_no
 from lmsys.measure.step import Step
-from lmsys.registry import Entry, Table
+from lmsys.registry import Entry, Table, Traits
 
 __all__ = [
     "Axis",
@@ -18,6 +18,7 @@ __all__ = [
     "Step",
     "Sweep",
     "Table",
+    "Traits",
     "bench",
     "one_of",
     "positive",

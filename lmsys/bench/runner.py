@@ -28,9 +28,8 @@ from lmsys.measure.machine import Limits, limits_of
 from lmsys.measure.memory import cap_gpu_memory, cap_host_memory
 from lmsys.measure.sensors import Conditions, Sensors, sensors_of
 from lmsys.measure.turns import ALONE, Turns
-from lmsys.registry import Entry
+from lmsys.registry import Traits
 
-REPORTED = ("color", "baseline", "rivals")  # traits of rows that a report reads
 RANKS_SHARE = 0.7  # of a deadline: ranks that hang end first, and say which
 EATEN_BYTES = 2**28  # that a group has kept: it is told from what allocators hold
 
@@ -73,7 +72,7 @@ class Runner:
                     f"a file replaces {', '.join(names)} when it is imported, by which its rows are judged"
                 )
             pairs = [pair for case in cases.values() for pair in benchmark.rows_of(case).items()]
-            rows = {(kind, row.name): _reported(row) for kind, row in pairs}
+            rows = {(kind, row.name): row.to_json() | Traits.of(row).changed for kind, row in pairs}
             return Collected(cases, {name: case.group for name, case in cases.items()}, rows)
         finally:
             self.heartbeat.rest()
@@ -214,11 +213,6 @@ class Runner:
     def close(self) -> None:
         if "ranks" in self.__dict__:
             self.ranks.close()
-
-
-def _reported(row: Entry) -> Record:
-    traits = {trait: row.trait(trait) for trait in REPORTED}
-    return row.to_json() | {trait: value for trait, value in traits.items() if value}
 
 
 def _completed(record: Record, benchmark: Benchmark) -> Record:

@@ -1,11 +1,17 @@
 """Facts about a strategy that benchmarks, training and reports act on."""
 
+from dataclasses import dataclass
 
-class Traits:
-    """Class attributes with their defaults. A strategy sets those in which it differs; `Entry.trait` reads them.
+from lmsys.registry import Traits
+
+
+@dataclass(frozen=True)
+class StrategyTraits(Traits):
+    """A strategy's class has those in which it differs as attributes; `StrategyTraits.of` reads them.
 
     synchronizes      False: every rank trains for itself, and the others are measured against that
-    zero_stage        what ranks divide between steps: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too
+    zero_stage        what ranks divide between steps: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too;
+                      None: it does not say
     shards_gradients  a rank is left with a part of the gradients: their norm is that of all parts
     all_reduces       every rank gets all mean gradients, so that a ShardedOptimizer may step them
     accumulates       backwards under no_sync() may come before one that synchronizes
@@ -25,16 +31,13 @@ class Traits:
     why_not_unused    why every rank must use every parameter in each backward; empty: it need not
     why_not_unequal   why ranks must use the same parameters; empty: they need not
     why_not_reproducible  why its sums cannot be those of a tree; empty: they can
-    baseline          rows are compared with the timed row of the largest number; 0: never with this one
-    rivals            the rows that the report compares it with
-    kernels           a regular expression found in the names of its own device kernels: they count as communication
 
-    One trait has no default: `warm_ups_before_graph`, calls before a CUDA graph is captured where the usual number is
-    too small.
+    One fact is an attribute of the class alone, and no trait: `warm_ups_before_graph`, calls before a CUDA graph is
+    captured where the usual number is too small.
     """
 
     synchronizes: bool = True
-    zero_stage: int = 0
+    zero_stage: int | None = None
     shards_gradients: bool = False
     all_reduces: bool = False
     accumulates: bool = True
@@ -53,9 +56,6 @@ class Traits:
     why_not_unused: str = ""
     why_not_unequal: str = ""
     why_not_reproducible: str = ""
-    baseline: int = 0
-    rivals: tuple[str, ...] = ()
-    kernels: str = ""
 
 
 SURROUNDS_BLOCKS = "it waits for the parameters of a block when that is called, and fused blocks are not called"

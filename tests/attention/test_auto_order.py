@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmsys.attention import ATTENTION, AttentionCase
+from lmsys.attention import ATTENTION, AttentionCase, AttentionTraits
 from lmsys.attention.pattern import OPTIONS
 
 RESULTS = Path(__file__).parents[2] / "reports" / "results"
@@ -22,7 +22,7 @@ def contends(row: str, case: AttentionCase) -> bool:
     """A row of ours or of torch's; where keys are hidden one that keeps them apart itself, since runs time it alone."""
     if row not in ATTENTION or (ATTENTION[row].peer and row not in TORCH):
         return False
-    return ATTENTION[row].trait("isolates") or not case.options.keys() - {"softcap", "offset"}
+    return AttentionTraits.of(ATTENTION[row]).isolates or not case.options.keys() - {"softcap", "offset"}
 
 
 def case_of(record: dict[str, Any]) -> AttentionCase:

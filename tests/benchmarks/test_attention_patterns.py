@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks import axes
 from benchmarks.attention import patterns
 from benchmarks.bench_attention import Attention, AttentionTest
-from lmsys.attention import ATTENTION, AttentionCase, Pattern
+from lmsys.attention import ATTENTION, AttentionCase, AttentionTraits, Pattern
 from lmsys.cost.operations import attention_flops
 from lmsys.registry import Entry
 from tests.support.patterns import spelled
@@ -129,7 +129,9 @@ def test_what_is_made_before_calls_is_timed_where_there_is_something() -> None:
     def made(name: str, **options: Any) -> dict[str, float | None]:
         pattern = patterns.make(1, 64, 64, "cpu", causal=True, **options)
         entry = (
-            Entry("slow", "operator:add", traits={"mask": f"{__name__}:slow"}) if name == "slow" else ATTENTION[name]
+            Entry("slow", "operator:add", traits=AttentionTraits(mask=f"{__name__}:slow"))
+            if name == "slow"
+            else ATTENTION[name]
         )
         return patterns.made_before_calls(entry, pattern, 64, 64, "cpu")
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.bench_attention import Attention, AttentionTest
 from lmsys.attention import ATTENTION
-from lmsys.bench import Entry
+from lmsys.bench import Entry, Traits
 from lmsys.bench.guard import Guard
 from tests.support import harness
 from tests.support.cheats import CHEATS, forget
@@ -85,7 +85,7 @@ def honest() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "dtype", "direction"), [*honest()])
 def test_an_honest_row_is_not(name: str, dtype: str, direction: str, device: str) -> None:
     entry = Entry(name, "tests.support.cheats:honest") if name == "honest" else ATTENTION[name]
-    if device == "cpu" and entry.trait("compiles", False):
+    if device == "cpu" and Traits.of(entry).compiles:
         pytest.skip("on a CPU what is compiled takes minutes; the sweep has it")
     found = record_of(entry, direction, device, dtype)
     assert found["outcome"] in ("ok", "unsupported"), found["reason"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lmsys.attention import ATTENTION, AttentionCase, Documents, attention, flash_torch
+from lmsys.attention import ATTENTION, AttentionCase, AttentionTraits, Documents, attention, flash_torch
 from lmsys.attention.compiled import compile_for
 from lmsys.attention.contract import case_of
 from lmsys.attention.pattern import Pattern, checked_pattern
@@ -32,7 +32,7 @@ SEED = int(os.environ.get("LMSYS_RANDOM_SEED", "0"))
 CONTEXTS = {"cpu": ("eager", "autocast", "checkpoint"), "cuda": ("eager", "compile", "autocast", "graph", "checkpoint")}
 CLASSES = 24
 RARELY = 100
-COMPILING = [row.name for row in ATTENTION.values() if row.trait("compiles", False)] + ["flash_attn_4"]
+COMPILING = [row.name for row in ATTENTION.values() if AttentionTraits.of(row).compiles] + ["flash_attn_4"]
 NO_OPTIONS = {name: value for name, value in attention.__kwdefaults__.items() if name not in ("scale", "impl")}
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
