@@ -14,7 +14,7 @@ from benchmarks import axes, models
 from benchmarks.attention import check, patterns
 from benchmarks.attention.layout import ATTENTION as LAYOUT
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
-from lmsys.attention.contract import DTYPES, adapt, options_of, told, why_not_told
+from lmsys.attention.contract import DTYPES, adapt, keywords_of, options_of, why_not_told
 from lmsys.bench import (
     Axis,
     Benchmark,
@@ -244,7 +244,7 @@ class Attention(Benchmark):
         """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""
         call, do = candidate.call, setup.inputs.do
         q, k, v = setup.inputs.leaves(candidate.case.asked.grad)
-        options = told(call, setup.pattern)
+        options = keywords_of(call, setup.pattern)
 
         def forward(_: Any = None) -> Tensor:
             return call(q, k, v, scale=None, **options)

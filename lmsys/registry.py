@@ -14,13 +14,14 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Self, get_origin, get_type_hints
 
 from lmsys.commands import PIP, with_extra
-from lmsys.values import hold
+from lmsys.values import choice, hold
 
 PROJECT = ("pyproject.toml", "setup.py", ".git")  # a folder that holds one of these is a project's root
 ALIKE = 0.85  # difflib's ratio, from which on an attribute is taken for a misspelt trait: "synchronises" has 0.92
@@ -122,12 +123,11 @@ class Traits:
         """The traits that a table states of the row of this name, the others at their defaults; ValueError as `of`."""
         types = get_type_hints(cls)
         for name, value in values.items():
-            if name not in types:
-                raise ValueError(_no_trait(row, name, types))
-            kind = types[name]
+            kind = types[choice(name, types, f"row {row!r}: trait {name!r} ")]
             if not isinstance(value, tuple if get_origin(kind) is tuple else kind):
-                wanted = inspect.formatannotation(kind)
-                raise ValueError(f"row {row!r}: trait {name!r} must be of type {wanted}; got {value!r}")
+                raise ValueError(
+                    f"row {row!r}: trait {name!r} must be of type {inspect.formatannotation(kind)}; got {value!r}"
+                )
         return cls(**values)
 
     @property
@@ -139,28 +139,25 @@ class Traits:
 @cache
 def _traits_of(table: type[Traits], row: "Entry") -> Any:
     """The traits of a row whose table has not stated all of them."""
-    if isinstance(row.traits, Traits):
-        return table.stated(row.name, row.stated)
-    try:
-        implementation = row.load()
-    except ImportError:  # a row that cannot run here has defaults
-        return table.stated(row.name, row.stated)
-    defaults = asdict(table())
-    attributes = {name: getattr(implementation, name) for name in defaults if hasattr(implementation, name)}
-    for name in dir(implementation):
-        value = inspect.getattr_static(implementation, name, None)
-        if name in defaults or name.startswith("_") or not isinstance(value, bool | int | str | tuple):
-            continue
-        near = difflib.get_close_matches(name, defaults, 1, ALIKE)
-        if near and type(value) is type(defaults[near[0]]):
-            raise ValueError(_no_trait(row.name, name, defaults))
+    attributes: dict[str, Any] = {}
+    if not isinstance(row.traits, Traits):
+        with suppress(ImportError):  # a row that cannot run here has defaults
+            attributes = _attributes(row, asdict(table()))
     return table.stated(row.name, {**attributes, **row.stated})
 
 
-def _no_trait(row: str, name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else "."
-    return f"row {row!r}: there is no trait {name!r}{hint} The traits are {', '.join(sorted(names))}"
+def _attributes(row: "Entry", defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What a function or class says of traits: those of its attributes that are traits, or are one but for a letter.
+
+    An attribute with a name like that of a trait, and a value of its type, is taken for a misspelt one.
+    """
+    implementation = row.load()
+    attributes = {name: getattr(implementation, name) for name in defaults if hasattr(implementation, name)}
+    for name in (name for name in dir(implementation) if not name.startswith("_")):
+        near = difflib.get_close_matches(name, defaults, 1, ALIKE)
+        if near and type(inspect.getattr_static(implementation, name, None)) is type(defaults[near[0]]):
+            attributes[name] = getattr(implementation, name)
+    return attributes
 
 
 @dataclass(frozen=True)

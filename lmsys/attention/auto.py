@@ -52,7 +52,10 @@ def fastest_first(case: AttentionCase) -> tuple[str, ...]:
     if case.dtype == "float32":
         return "sdpa_efficient", "flash_triton", "vectorized"
     queries = case.batch * case.heads * case.queries
-    shapes = FASTER.get((case.grad, case.head_dim, case.causal), ())
-    faster = [row for row, keys, least, most in shapes if case.keys <= keys and least <= queries <= most]
+    faster = [
+        row
+        for row, keys, least, most in FASTER.get((case.grad, case.head_dim, case.causal), ())
+        if case.keys <= keys and least <= queries <= most
+    ]
     next_ = ("flash_triton", "sdpa_cudnn") if case.grad and case.head_dim <= 64 else ("sdpa_cudnn", "flash_triton")
     return *faster, "flash_gluon", *next_, "sdpa_flash", "sdpa_efficient", "vectorized"

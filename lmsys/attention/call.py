@@ -18,7 +18,7 @@ from lmsys.attention.contract import (
     case_of,
     check_inputs,
     constants_of,
-    told,
+    keywords_of,
     why_not_told,
 )
 from lmsys.attention.documents import Documents
@@ -124,7 +124,7 @@ def attention(
     elif pattern.bounded and not isolates:
         row, options = partial(kept_apart, row), {"pattern": pattern}
     else:
-        options = told(row, pattern)
+        options = keywords_of(row, pattern)
     # A row's products have the dtypes that it gives them.
     with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
         result = row(q4, k4, v4, scale=scale, **options)

@@ -141,8 +141,8 @@ def _tile_weights(
     if softcap is not None:
         capped = torch.tanh(scores / softcap)
         scores = capped * softcap
-    for one in others:
-        scores = _hide(scores, one) if one.dtype == torch.bool else (_by_head(scores, one) + one).view_as(scores)
+    for x in others:
+        scores = _hide(scores, x) if x.dtype == torch.bool else (_by_head(scores, x) + x).view_as(scores)
     p = torch.exp(scores - lse.unsqueeze(-1))
     dbias = ds = p * (dp - delta.unsqueeze(-1))
     if softcap is not None:
@@ -231,8 +231,7 @@ def backward_here(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, ...]
     return (compiled_flash_backward if q.is_cuda else flash_backward)(q, *others, **options)
 
 
-_operator, _gradients = custom_ops.custom_op("flash_torch", flash_forward, backward_here)
-FlashTorch = custom_ops.autograd_function("FlashTorch", flash_forward, backward_here, _gradients)
+FlashTorch, _attend = custom_ops.flash("flash_torch", "FlashTorch", flash_forward, backward_here)
 
 
 def flash_torch(
@@ -248,7 +247,7 @@ def flash_torch(
 
     `pattern` stands in the place of `causal`.
     """
-    return custom_ops.attend(FlashTorch, _operator, q, k, v, causal, scale, pattern)
+    return _attend(q, k, v, causal, scale, pattern)
 
 
 def flash_torch_supports(case: contract.AttentionCase) -> str | None:

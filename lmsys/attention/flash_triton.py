@@ -250,14 +250,12 @@ def _backward(
     return dq, dk, dv
 
 
-_operator, _gradients = custom_ops.custom_op("flash_triton", _forward, partial(_backward, together=False))
-_operator_torch_bwd, _gradients_torch_bwd = custom_ops.custom_op(
-    "flash_triton_torch_bwd", _forward, flash_torch.backward_here
-)
 # The `tile` of FlashTriton is that of all three kernels.
-FlashTriton = custom_ops.autograd_function("FlashTriton", _forward, _backward, _gradients)
-FlashTritonTorchBackward = custom_ops.autograd_function(
-    "FlashTritonTorchBackward", _forward, flash_torch.backward_here, _gradients_torch_bwd
+FlashTriton, _attend = custom_ops.flash(
+    "flash_triton", "FlashTriton", _forward, _backward, registered=partial(_backward, together=False)
+)
+FlashTritonTorchBackward, _attend_torch_bwd = custom_ops.flash(
+    "flash_triton_torch_bwd", "FlashTritonTorchBackward", _forward, flash_torch.backward_here
 )
 
 
@@ -274,7 +272,7 @@ def flash_triton(
 
     `pattern` stands in the place of `causal`.
     """
-    return custom_ops.attend(FlashTriton, _operator, q, k, v, causal, scale, pattern)
+    return _attend(q, k, v, causal, scale, pattern)
 
 
 def flash_triton_torch_bwd(
@@ -287,7 +285,7 @@ def flash_triton_torch_bwd(
     pattern: Pattern | None = None,
 ) -> Any:
     """`flash_triton` with a compiled PyTorch backward, as a course solution has it before its own Triton backward."""
-    return custom_ops.attend(FlashTritonTorchBackward, _operator_torch_bwd, q, k, v, causal, scale, pattern)
+    return _attend_torch_bwd(q, k, v, causal, scale, pattern)
 
 
 def flash_triton_supports(case: contract.AttentionCase) -> str | None:
@@ -302,8 +300,10 @@ def flash_triton_supports(case: contract.AttentionCase) -> str | None:
             return f"needs compute capability 8.0 or later; this GPU has {case.capability[0]}.{case.capability[1]}"
         few = case.queries <= contract.FEW_QUERIES or case.options
         if few and case.capability is not None and case.capability[0] == 10 and version().startswith(("3.6", "3.7")):
-            told = "Triton 3.6.0 fails to compile options, and few queries, for this GPU's compute capability 10; 3.8.0"
-            return f"{told} compiles them; this is {version()}"
+            return (
+                "Triton 3.6.0 fails to compile options, and few queries, for this GPU's compute capability 10; 3.8.0"
+                f" compiles them; this is {version()}"
+            )
         return None
     if not INTERPRETED:
         return "runs on CUDA; on CPU only in Triton's interpreter (TRITON_INTERPRET=1), for verification"
@@ -312,6 +312,3 @@ def flash_triton_supports(case: contract.AttentionCase) -> str | None:
     if case.batch * case.heads * case.queries * case.keys > INTERPRETED_SCORES:
         return f"Triton's interpreter is too slow above {INTERPRETED_SCORES:,} scores (batch x heads x queries x keys)"
     return None
-
-
-flash_triton_torch_bwd_supports = flash_triton_supports

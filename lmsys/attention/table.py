@@ -58,6 +58,7 @@ ATTENTION = Table(
             "flash_triton_torch_bwd",
             "flash_triton",
             "Triton forward, PyTorch backward",
+            supports="flash_triton:flash_triton_supports",
             extra="triton",
             color="#ddaa00",
             mask=INTERVALS,

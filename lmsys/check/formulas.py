@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from lmsys import draws, testing
-from lmsys.check import places, signature
-from lmsys.check.question import Fault, Options, Question
+from lmsys.check import signature
+from lmsys.check.question import Fault, Options, Question, where, worst
 
 Inputs = Mapping[str, Tensor]
 Settings = Mapping[str, Any]
@@ -275,7 +275,7 @@ def _called(name: str) -> str:
 
 
 def _fault(name: str, names: Sequence[str], output: Tensor, right: Tensor, ratio: float, mistake: str | None) -> Fault:
-    at = places.worst(output, right)
+    at = worst(output, right)
     place = f"[{', '.join(map(str, at))}]" if at else ""
     lines = [
         f"  {_called(name)}{place}: expected {right[at].item():.6g}, got {output[at].item():.6g}; the largest error is"
@@ -286,5 +286,5 @@ def _fault(name: str, names: Sequence[str], output: Tensor, right: Tensor, ratio
         error = (output.double() - right).abs()
         wrong = error > error.max() / ratio if math.isfinite(ratio) else ~output.isfinite()
         kind = "wrong" if math.isfinite(ratio) else "NaN or inf"
-        lines.append(f"  {kind} at: {places.where(wrong, axes)}")
+        lines.append(f"  {kind} at: {where(wrong, axes)}")
     return Fault.explained("\n".join(lines), mistake, ratio, [*map(_called, names[: names.index(name)])])

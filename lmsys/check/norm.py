@@ -86,9 +86,9 @@ def _of_module(implementation: Any, problem: Problem) -> Called:
     """The module as a function: its parameters take the place of weight and bias."""
     x = problem.inputs["x"]
     module = built(implementation, BUILT, {"width": x.shape[-1], "eps": EPS}).to(x.device, x.dtype)
-    names = [name for name, _ in module.named_parameters()]
 
     def call(x: Tensor, **parameters: Tensor) -> Any:
+        names = [name for name, _ in module.named_parameters()]
         return torch.func.functional_call(module, dict(zip(names, parameters.values(), strict=False)), (x,))
 
     return Called(call, {name: name for name in problem.inputs}, by_place=False)

@@ -167,17 +167,17 @@ def asked_of(claim: Claim) -> list[Asked]:
     about, before_each = "float32 masters, saved and loaded before each of many tiny steps", range(1, MASTER_STEPS)
     given, dtype = ({"lr": MASTER_LR},), torch.bfloat16
     tiny = Asked("float32 masters, many tiny steps", MASTER_STEPS, given, dtype=dtype, masters=True)
-    loaded = replace(tiny, about=about, reloads=frozenset(before_each))
-    return [Asked("several steps", 6), *(of_sgd if sgd else of_adam), *of_all, *of_extremes, tiny, loaded]
+    of_masters = tiny, replace(tiny, about=about, reloads=frozenset(before_each))
+    return [Asked("several steps", 6), *(of_sgd if sgd else of_adam), *of_all, *of_extremes, *of_masters]
 
 
 def run_of(asked: Asked, seed: int, device: str) -> Run:
     """Its parameters, settings and gradients: the same bits on any machine."""
 
     def drawn(name: str) -> list[torch.Tensor]:
-        keys = [draws.key(seed, f"{name} {i}") for i in range(len(SHAPES))]
-        pairs = zip(keys, SHAPES, strict=True)
-        return [draws.values(key, 0, torch.Size(shape).numel()).view(shape).to(device) for key, shape in pairs]
+        keys = (draws.key(seed, f"{name} {i}") for i in range(len(SHAPES)))
+        sized = zip(keys, map(torch.Size, SHAPES), strict=True)
+        return [draws.values(key, 0, shape.numel()).view(shape).to(device) for key, shape in sized]
 
     parameters = drawn("parameter")
     if asked.masters:  # 1.4 to 1.6: bfloat16 rounds a step away from the first to the last

@@ -69,8 +69,8 @@ class Trial:
 
     def switches(self, rank: int, micro_batch: int) -> dict[str, bool]:
         """The keyword arguments of a rank's forward."""
-        asked = {"rare": rank == 0, "once": micro_batch == 0}
-        return {name: value for name, value in asked.items() if name in self.parts}
+        switches = {"rare": rank == 0, "once": micro_batch == 0}
+        return {name: value for name, value in switches.items() if name in self.parts}
 
     def examples(self, rank: int) -> int:
         return FEW if self.uneven and rank == self.world_size - 1 else EXAMPLES

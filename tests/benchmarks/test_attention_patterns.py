@@ -112,12 +112,12 @@ def test_a_row_without_a_parameter_for_an_option_is_unsupported() -> None:
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None) -> Any:
         return q
 
-    from lmsys.attention.contract import told, why_not_told
+    from lmsys.attention.contract import keywords_of, why_not_told
 
     assert why_not_told(plain, {"window": 3}) == "it has no parameter `window`"
-    assert told(plain, Pattern(True)) == {"causal": True}
+    assert keywords_of(plain, Pattern(True)) == {"causal": True}
     with pytest.raises(ValueError, match="has no parameter `window`"):
-        told(plain, Pattern(True, 3))
+        keywords_of(plain, Pattern(True, 3))
 
 
 def slow(*_: Any) -> None:

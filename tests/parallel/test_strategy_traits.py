@@ -46,7 +46,7 @@ def test_a_strategy_in_a_file_of_its_own_has_traits_of_its_own(tmp_path: Path) -
 def test_a_misspelt_trait_of_a_class_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text("class Plain:\n    synchronises = False\n")
-    with pytest.raises(ValueError, match="row 'Plain': there is no trait 'synchronises'; did you mean synchronizes?"):
+    with pytest.raises(ValueError, match="row 'Plain': trait 'synchronises' must .* did you mean synchronizes"):
         STRATEGIES.select([f"{file}:Plain"])
 
 
