@@ -185,7 +185,7 @@ class DataParallel(ParallelBenchmark):
                 yield ParallelCase(grid.name, entry, settings.device, *asked, checkpoint=kept, residual=stream)
 
     def contends(self, case: ParallelCase) -> bool:
-        return bool(case.synchronizes)
+        return bool(case.traits.synchronizes)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         """Checks each row once; nothing is left for after timing, since the timed steps themselves are checked."""
@@ -199,7 +199,7 @@ class DataParallel(ParallelBenchmark):
     def _look_into(self, candidate: Candidate, runner: Any) -> None:
         case, settings, run = candidate.case, runner.settings, runner.ranks.run
         start = case.world_size, case.backend
-        if case.world_size > 1 and case.synchronizes:
+        if case.world_size > 1 and case.traits.synchronizes:
             candidate.judge(run(*start, check.gate, case, settings.seed)[0], "float32")
             check.judge_by_trials(candidate, run, settings.seed)
         if candidate.outcome != "ok" or not settings.timed:
@@ -245,7 +245,7 @@ class DataParallel(ParallelBenchmark):
         row.passes[number : number + 1] = [samples]
         row.alone += map(max, zip(*(rank.alone for rank in taken), strict=True))
         row.bits[number] = taken[0].bits
-        if len({rank.model for rank in taken}) > 1 and row.case.synchronizes:
+        if len({rank.model for rank in taken}) > 1 and row.case.traits.synchronizes:
             candidate.failed("wrong", "after the timed steps ranks have different parameters")
         elif any(rank.late_s > sum(rank.samples) + LATE_S for rank in taken):
             candidate.failed("wrong", "its weights took longer to come than all timed steps, which had been left until")
@@ -257,7 +257,7 @@ class DataParallel(ParallelBenchmark):
             candidate = trial.candidate(case)
             if candidate.outcome != "ok":
                 continue
-            if case.world_size > 1 and not case.synchronizes:
+            if case.world_size > 1 and not case.traits.synchronizes:
                 candidate.notes["unchecked"] = "each rank trains for itself"
                 continue
             ratios = candidate.attempt(self._judge_pass, case, candidate, passes[number], number, trial)

@@ -244,10 +244,6 @@ class TrainedCase(ModelCase):
     def traits(self) -> StrategyTraits:
         return StrategyTraits.of(self.entry)
 
-    @property
-    def synchronizes(self) -> bool:
-        return self.traits.synchronizes
-
 
 @dataclass(frozen=True)
 class Batch:

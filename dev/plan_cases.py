@@ -33,14 +33,15 @@ def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[F
         return [BackwardPlan(p, l2_mib, **step) for p, l2_mib, step in wanted if not step or p == ahead]
     sizes = (0, 32) if causal and keys <= SHORT else (32,) if causal else (0,)
     two = [
-        ForwardPlan(2, stages, *flags, l2_mib, chained=keys <= SHORT)
-        for flags in product((False, True), repeat=3)
+        ForwardPlan(2, stages, ping_pong, named, dynamic, l2_mib, chained=keys <= SHORT)
+        for ping_pong, named, dynamic in product((False, True), repeat=3)
         for stages in ((2, 3) if head_dim == 64 else (2,))
         for l2_mib in sizes
     ]
     three = [
         ForwardPlan(3, stages, ping_pong, named, dynamic, sizes[0])
-        for stages, ping_pong, named, dynamic in product((2, 3), *[(False, True)] * 3)
+        for stages in (2, 3)
+        for ping_pong, named, dynamic in product((False, True), repeat=3)
         if not (stages == 3 and ping_pong and named)  # wants more named barriers than there are
     ]
     small = [replace(plan, stages=3, tile_k=64, ctas=2 if head_dim == 64 else 1, chained=True) for plan in two]

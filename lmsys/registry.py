@@ -240,8 +240,10 @@ class Table(Mapping[str, Entry]):
 
     def _rows(self) -> dict[str, Entry]:
         if self._all is None:
-            points = importlib.metadata.entry_points(group=self.group)
-            plugins = {point.name: Entry(point.name, point.value) for point in points}
+            plugins = {
+                point.name: Entry(point.name, point.value)
+                for point in importlib.metadata.entry_points(group=self.group)
+            }
             if clash := sorted(plugins.keys() & self._stated.keys()):
                 raise ValueError(f"entry points in {self.group!r} redefine the rows {clash}; give them other names")
             self._all = self._stated | plugins

@@ -270,10 +270,10 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
         "num_buckets": seen.num_buckets,
         "timeline": [list(interval) for interval in seen.communication.timeline],
     }
-    alone = {one.case.world_size: one for one in rows if one.passes and not one.case.synchronizes}
+    alone = {one.case.world_size: one for one in rows if one.passes and not one.case.traits.synchronizes}
     if 1 in alone:
         record["scaling_efficiency"] = statistics.median(alone[1].samples) / time_s
-    if case.world_size == 1 or not case.synchronizes:
+    if case.world_size == 1 or not case.traits.synchronizes:
         return record
     if row.alone or case.world_size in alone:
         other = alone.get(case.world_size, row)

@@ -49,7 +49,7 @@ def blocks_of(case: cases.ParallelCase, num_layers: int) -> int | str:
         ranks = {
             "world_size": case.world_size,
             "stage": max(stage, int(case.sharded_optimizer)),
-            "gradients_stay": case.synchronizes and stage < 3,
+            "gradients_stay": case.traits.synchronizes and stage < 3,
         }
         config = replace(case.config, **case.runtime)
         setting = fitted(

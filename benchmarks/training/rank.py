@@ -86,7 +86,7 @@ class TrainingCase(TrainedCase):
     @property
     def world_size(self) -> int:
         """The ranks that train: one, which accumulates the batches of all, where the strategy does not synchronize."""
-        return self.num_ranks if self.synchronizes else 1
+        return self.num_ranks if self.traits.synchronizes else 1
 
     @property
     def global_batch(self) -> int:

@@ -59,8 +59,7 @@ def _by_head(scores: Tensor, added: Tensor) -> Tensor:
 def _tile_size(num_heads: int, longest: int, device: str) -> int:
     """A power of two, as large as TILE_SCORES allows for `num_heads` tiles at once."""
     fits = math.isqrt(TILE_SCORES[device] // num_heads)
-    needed = 1 << (longest - 1).bit_length()
-    return max(MIN_TILE, min(MAX_TILE, needed, 1 << max(fits, 1).bit_length() - 1))
+    return max(MIN_TILE, min(MAX_TILE, 1 << (longest - 1).bit_length(), 1 << max(fits, 1).bit_length() - 1))
 
 
 def flash_forward(

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from lmsys.attention import contract, custom_ops, flash_torch, flash_triton_kernels, side_by_side
+from lmsys.attention import contract, custom_ops, flash_torch, flash_triton_kernels
 from lmsys.attention.bounds import Bounds
 from lmsys.attention.flash_triton_decode import decode, decodes, forward_tensors
 from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern
@@ -229,7 +229,7 @@ def _backward(
         # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet: Triton binds one
         # on launch, but descriptors are encoded before. This call binds it, also while a graph is captured.
         torch.cuda.is_current_stream_capturing()
-    dq, dk, dv = side_by_side.gradients_like(q, k, v, lambda x: describable(torch.empty_like(x)), together)
+    dq, dk, dv = custom_ops.gradients_like(q, k, v, lambda x: describable(torch.empty_like(x)), together)
     q, k, v, o, do = (describable(x) for x in (q, k, v, o, do))
     rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))

@@ -9,7 +9,6 @@ from lmsys.registry import Entry, Table, Traits
 
 INTERVALS = "lmsys.attention.pattern:intervals"
 BOOLEAN = "lmsys.attention.peers:boolean_mask"
-ANY_CASE = "none"  # in place of the function that refuses cases: the row runs every one
 
 
 @dataclass(frozen=True)
@@ -26,14 +25,15 @@ class AttentionTraits(Traits):
     mask: str = ""
 
 
-def _ours(name: str, module: str, label: str, *, extra: str = "", supports: str = "", **traits: Any) -> Entry:
-    """A row of this package, whose module also has `<name>_supports` where `supports` names no other function."""
-    package, supports = "lmsys.attention", supports or f"{module}:{name}_supports"
+def _ours(name: str, module: str, label: str, *, extra: str = "", supports: str | None = "", **traits: Any) -> Entry:
+    """A row of this package. `supports`: by default `<name>_supports` of its module; None: the row runs every case."""
+    if supports is not None:
+        supports = f"lmsys.attention.{supports or f'{module}:{name}_supports'}"
     return Entry(
         name,
-        f"{package}.{module}:{name}",
+        f"lmsys.attention.{module}:{name}",
         label,
-        supports="" if supports == ANY_CASE else f"{package}.{supports}",
+        supports=supports or "",
         extra=extra,
         traits=AttentionTraits.stated(name, traits),
     )
@@ -50,9 +50,9 @@ _flash_attn = partial(_peer, module="peers_flash_attn")
 ATTENTION = Table(
     "attention",
     [
-        _ours("naive", "naive", "naive PyTorch", supports=ANY_CASE, color="#00bbff", keeps_scores=True, baseline=1),
+        _ours("naive", "naive", "naive PyTorch", supports=None, color="#00bbff", keeps_scores=True, baseline=1),
         _ours("naive_compiled", "naive", "naive, torch.compile", color="#cc6611", keeps_scores=True, compiles=True),
-        _ours("vectorized", "vectorized", "vectorized PyTorch", supports=ANY_CASE, color="#445511", keeps_scores=True),
+        _ours("vectorized", "vectorized", "vectorized PyTorch", supports=None, color="#445511", keeps_scores=True),
         _ours("flash_torch", "flash_torch", "FlashAttention-2, PyTorch", color="#7700ee", mask=INTERVALS),
         _ours(
             "flash_triton_torch_bwd",

@@ -4,7 +4,6 @@ The file is `tuning.json` in $LMSYS_CACHE_DIR (default ~/.cache/lmsys). A choice
 Triton version and version of the kernels' source; others are kept beside it.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -17,6 +16,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from lmsys import strict_json, values
+from lmsys.kernels.trial import digest_of
 
 MOST_SIZE = 2**16  # of a tile, in any of its numbers
 
@@ -138,7 +138,5 @@ def _time(tile: Tile, launch: Callable[[Tile], None]) -> float:
 
 @cache
 def _sources() -> str:
-    """A hash of the kernels and their candidates, so that a choice does not outlive the code it was made for."""
-    here = Path(__file__)
-    files = here.with_name("flash_triton.py"), here.with_name("flash_triton_kernels.py"), here
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    """The digest of the kernels and their candidates."""
+    return digest_of(*map(Path(__file__).with_name, ("flash_triton.py", "flash_triton_kernels.py", "tuning.py")))

@@ -64,8 +64,9 @@ def of_a_handout(entry: Entry, options: Options, causal: bool) -> Iterator[Quest
     with interpreted_kernels() as launched:
         row, simple = _row(entry, options, launched), next(_cases(options))
         for batch, length, head_dim in ((2, 16, 16), (4, 128, 64), (1, 256, 32)):
-            sizes = {"batch": batch, "queries": length, "keys": length, "head_dim": head_dim}
-            full = replace(simple.case, heads=1, kv_heads=1, **sizes)
+            full = replace(
+                simple.case, batch=batch, heads=1, kv_heads=1, queries=length, keys=length, head_dim=head_dim
+            )
             for case in (full, replace(full, causal=True))[: 1 + causal]:
                 asked = Asked(f"{length} queries{', causal' * case.causal}", case, room=1e-2)
                 yield Question(asked.about, partial(failure, row, asked, options.grad, options.seed))

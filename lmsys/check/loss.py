@@ -15,10 +15,11 @@ from functools import partial
 import torch
 
 from lmsys import config, draws, registry
+from lmsys.attention.contract import is_function
 from lmsys.check.formulas import DTYPES, NARROW, RESULT, Asked, Problem, drawn, judge, questions_of, run
 from lmsys.check.loss_mistakes import OPTIONS, mistakes, plain, right
 from lmsys.check.question import Fault, Options, Question
-from lmsys.check.signature import Called, Roles, built, called, is_function, is_module, names_of, parameters_of
+from lmsys.check.signature import Called, Roles, built, called, is_module, names_of, parameters_of
 from lmsys.extremes.loss import KINDS, WIDTH, write_head, write_kind
 
 ROLES: Roles = {

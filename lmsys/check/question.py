@@ -173,9 +173,9 @@ class Holds:
     @property
     def right(self) -> bool:
         """True where nothing is wrong, and in each direction something is right."""
-        asked = DIRECTIONS if self.grad else DIRECTIONS[:1]
-        totals = {name: sum((of[name] for of in self.counts.values()), Counter[str]()) for name in asked}
-        return all(total["right"] and not total["wrong"] for total in totals.values())
+        directions = DIRECTIONS if self.grad else DIRECTIONS[:1]
+        totals = [sum((of[name] for of in self.counts.values()), Counter[str]()) for name in directions]
+        return all(total["right"] and not total["wrong"] for total in totals)
 
     def worst(self) -> dict[str, str]:
         """By aspect the worst of its answers in either direction."""

@@ -122,8 +122,8 @@ def _problem(asked: Asked, options: Options, pairs: str) -> Problem:
     positions = torch.arange(asked.shape[2]) * asked.more.get("step", 1) + asked.more.get("first position", 0)
     angles = positions.double()[:, None] * theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
     settings = {"positions": positions, "theta": theta, "pairs": pairs}
-    tables = {"cos": angles.cos().float(), "sin": angles.sin().float()}
-    return Problem.of(asked, options, {"x": x}, settings | tables, drawn(options, "upstream", *asked.shape))
+    settings |= {"cos": angles.cos().float(), "sin": angles.sin().float()}
+    return Problem.of(asked, options, {"x": x}, settings, drawn(options, "upstream", *asked.shape))
 
 
 NEIGHBOURS, HALVES = "neighbours (2i, 2i + 1)", "halves (i, i + D / 2)"

@@ -97,8 +97,10 @@ TRIALS = (
 
 def trials(world_size: int, seed: int, sharded: bool = False) -> list[Trial]:
     """All trials of a strategy, or of a sharded optimizer, from the simplest to the rarest."""
-    asked = OPTIMIZER_TRIALS if sharded else TRIALS
-    return [replace(trial, sharded=sharded, world_size=world_size, seed=seed) for trial in asked]
+    return [
+        replace(trial, sharded=sharded, world_size=world_size, seed=seed)
+        for trial in (OPTIMIZER_TRIALS if sharded else TRIALS)
+    ]
 
 
 class Probe(nn.Module):

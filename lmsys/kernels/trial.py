@@ -38,7 +38,7 @@ def refusal(row: str, trial: processes.Function, sources: tuple[Path, ...], capa
     `sources`: the files, or folders of them, that a verdict holds for.
     """
     versions = f"triton {triton.__version__}", f"torch {torch.__version__}", f"sm_{capability[0]}{capability[1]}"
-    key = "/".join((row, *versions, _hash(sources)))
+    key = "/".join((row, *versions, digest_of(*sources)))
     if key not in _verdicts:
         known = KEPT.read()
         if key not in known:
@@ -67,6 +67,7 @@ def _tried(trial: processes.Function, capability: tuple[int, int]) -> str:
     return EXACT
 
 
-def _hash(sources: tuple[Path, ...]) -> str:
+def digest_of(*sources: Path) -> str:
+    """A hash of files, or folders of them, so that a verdict or a choice does not outlive the code it was made for."""
     files = [file for source in sources for file in (sorted(source.glob("*.py")) if source.is_dir() else [source])]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lmsys.attention import ATTENTION
 from lmsys.attention.contract import AttentionCase
-from lmsys.attention.side_by_side import gradients_like, whole_of
+from lmsys.attention.custom_ops import gradients_like, whole_of
 from lmsys.model.rotary import HAS_TRITON
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="pip install triton to test its kernels")

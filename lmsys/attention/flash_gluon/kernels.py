@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lmsys.attention.bounds import Bounds
-from lmsys.attention.custom_ops import flash
+from lmsys.attention.custom_ops import flash, gradients_like
 from lmsys.attention.documents import keep
 from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
@@ -29,7 +29,6 @@ from lmsys.attention.flash_gluon.plans import (
 )
 from lmsys.attention.flash_gluon.preprocess import postprocess_kernel, preprocess_kernel
 from lmsys.attention.pattern import Pattern
-from lmsys.attention.side_by_side import gradients_like
 from lmsys.kernels.launch import DirectKernel, describable, geometry, raw_stream
 
 LOG2_E = math.log2(math.e)
