@@ -13,11 +13,11 @@ from benchmarks.model.cases import AXES, FIELDS, Gate, ModelTest, Row, model_of
 from benchmarks.model.layout import MODEL as LAYOUT
 from benchmarks.model.rig import Rig, cold_samples
 from lmsys import checkpointing, processes
-from lmsys.attention import AttentionTraits
 from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, Step, bench, fields
 from lmsys.cost import memory, operations
 from lmsys.measure.compare import Failure, Kept, attempt
 from lmsys.measure.machine import peak_flops_per_s
+from lmsys.traits import AttentionTraits
 
 RECOMPUTING = "train_forward", "backward", "step"  # modes that differ by what is kept for a backward
 

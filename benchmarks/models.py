@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from lmsys import checkpointing, testing
-from lmsys.attention import ATTENTION, AttentionCase, AttentionTraits, compiled
+from lmsys.attention import ATTENTION, AttentionCase, compiled
 from lmsys.bench import Case, Entry, Field, Record, Table, ranks
 from lmsys.config import ModelConfig, model_config
 from lmsys.cost.memory import fit
 from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM, transformer
-from lmsys.parallel import StrategyTraits
+from lmsys.traits import AttentionTraits, StrategyTraits
 
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of the matmuls
 MEASURED = DTYPES | {"tf32": None}  # of the large matmuls

@@ -94,8 +94,15 @@ class Draws:
         self.tensors, self.seed = dict(tensors), seed
         self._held: dict[str, Tensor] = {}
         for name, x in self.tensors.items():
-            form = x.dtype, (std or {}).get(name, 1.0), (below or {}).get(name)
-            self._held[name] = _elements(key(seed, name), 0, x.numel() + STARTS, *form, x.device)
+            self._held[name] = _elements(
+                key(seed, name),
+                0,
+                x.numel() + STARTS,
+                x.dtype,
+                (std or {}).get(name, 1.0),
+                (below or {}).get(name),
+                x.device,
+            )
 
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
         """Writes in place and untold: storage, layout and version stay the same."""

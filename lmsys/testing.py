@@ -122,9 +122,8 @@ class Inputs:
 
 def pick(x: Tensor, spot: Spot, kv_heads: int) -> Tensor:
     """A copy of the spot's part of an output: (U, G, rows, D) of o or dq; of dk or dv whole heads, (U, 1, K, D)."""
-    rows = slice(None) if spot.rows is None else spot.rows
     units = x.detach().unflatten(1, (kv_heads, -1))
-    return torch.stack([units[unit][:, rows] for unit in spot.units])
+    return torch.stack([units[unit][:, spot.rows or slice(None)] for unit in spot.units])
 
 
 def make_inputs(

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from lmsys.attention import AttentionTraits, Documents, Pattern
+from lmsys.attention import Documents, Pattern
 from lmsys.bench import Entry
 from lmsys.measure import clock, compare
 from lmsys.registry import load_target
+from lmsys.traits import AttentionTraits
 
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap"  # the axes, in the order of their fields
 MADE_TIMES = 3

@@ -24,7 +24,7 @@ from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.machine import peak_flops_per_s
 from lmsys.measure.profile import Communication
 from lmsys.model import fused as fused_blocks
-from lmsys.parallel import StrategyTraits
+from lmsys.traits import StrategyTraits
 
 NARROW = ("comm_dtype", "compute_dtype")
 Narrow = tuple[str, torch.dtype] | None  # which of these, and what it is

@@ -20,11 +20,12 @@ from lmsys.bench import Entry, Record, findings, ranks
 from lmsys.measure import memory
 from lmsys.measure.clock import synchronize
 from lmsys.measure.sensors import sensors_of
-from lmsys.parallel import STRATEGIES, StrategyTraits
+from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
 from lmsys.tokenizer import Tokenizer, chunks, pretokens, train
 from lmsys.training import corpora, data, loop, reproducible
 from lmsys.training.config import RunConfig, TrainConfig
+from lmsys.traits import StrategyTraits
 
 LEAST_LR, WARMUP = 0.1, 0.1  # of the learning rate; of all steps
 

@@ -6,7 +6,8 @@ from lmsys.attention.contract import AttentionCase
 from lmsys.attention.documents import Documents
 from lmsys.attention.lse import merge
 from lmsys.attention.pattern import Pattern
-from lmsys.attention.table import ATTENTION, AttentionTraits
+from lmsys.attention.table import ATTENTION
+from lmsys.traits import AttentionTraits
 
 __all__ = [
     "ATTENTION",

@@ -24,8 +24,9 @@ from lmsys.attention.contract import (
 from lmsys.attention.documents import Documents
 from lmsys.attention.hidden import kept_apart
 from lmsys.attention.pattern import OPTIONS, checked_pattern
-from lmsys.attention.table import ATTENTION, AttentionTraits
+from lmsys.attention.table import ATTENTION
 from lmsys.kernels.custom_op import constant
+from lmsys.traits import AttentionTraits
 
 
 def attention(

@@ -301,6 +301,9 @@ def keywords_of(row: Callable[..., Tensor], pattern: Pattern) -> dict[str, Any]:
     return {"pattern": pattern} if takes_pattern else {"causal": pattern.causal, **pattern.options}
 
 
+told = keywords_of  # as an earlier state calls it, which `--against` gives this file
+
+
 @constant
 def why_not_told(row: Callable[..., Tensor], options: Iterable[str]) -> str | None:
     """None, or the options that a row has no parameter for: one that takes every keyword might leave them unread."""

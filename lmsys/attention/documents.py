@@ -193,8 +193,13 @@ def kept_on_documents(most: int) -> Callable[[Callable[..., Any]], Callable[...,
 
         @wraps(make)
         def made(documents: Documents | None, *key: Any) -> Any:
-            cache = without if documents is None else documents.kept
-            return keep(cache, (make.__qualname__, *key), partial(make, documents, *key), key[-1], most)
+            return keep(
+                without if documents is None else documents.kept,
+                (make.__qualname__, *key),
+                partial(make, documents, *key),
+                key[-1],
+                most,
+            )
 
         return made
 

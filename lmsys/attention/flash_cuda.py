@@ -91,8 +91,7 @@ class _Problem(ctypes.Structure):
 @cache
 def nvcc() -> str | None:
     """CUDA's compiler: on the path, else under $CUDA_HOME or /usr/local/cuda."""
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    return shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
+    return shutil.which("nvcc") or shutil.which(os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin/nvcc")
 
 
 @cache

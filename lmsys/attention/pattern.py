@@ -154,8 +154,9 @@ class Pattern:
         assert self.mask is None
         if isinstance(self.offset, Tensor):
             return self._intervals(num_queries, num_keys, device)
-        numbers = self.causal, self.window, self.prefix, self.offset
-        bounds = _bounds_of(self.documents, *numbers, num_queries, num_keys, device)
+        bounds = _bounds_of(
+            self.documents, self.causal, self.window, self.prefix, self.offset, num_queries, num_keys, device
+        )
         return bounds if self.key_lengths is None else bounds.until(self.key_lengths)
 
     def span(self, num_keys: int) -> int:

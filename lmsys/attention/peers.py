@@ -250,8 +250,9 @@ def _make_block_mask(
 ) -> BlockMask:
     # Uncompiled, creation holds a (Q, K) matrix of flags: 4 GiB at 65,536.
     batch = None if documents is None or documents.batch == 1 else documents.batch
-    seen = _mask_mod(left, right, prefix, offset, documents)
-    return create_block_mask(seen, batch, None, queries, keys, device=device)
+    return create_block_mask(
+        _mask_mod(left, right, prefix, offset, documents), batch, None, queries, keys, device=device
+    )
 
 
 _block_mask_of = kept_on_documents(most=64)(_make_block_mask)

@@ -1,28 +1,15 @@
 """The attention table, in reading order. A new kernel is a file beside this one and a row below."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lmsys.attention.auto import fastest_first
-from lmsys.registry import Entry, Table, Traits
+from lmsys.registry import Entry, Table
+from lmsys.traits import AttentionTraits
 
 INTERVALS = "lmsys.attention.pattern:intervals"
 BOOLEAN = "lmsys.attention.peers:boolean_mask"
-
-
-@dataclass(frozen=True)
-class AttentionTraits(Traits):
-    """Facts about an attention row. A function in a user's file has them as attributes.
-
-    keeps_scores  it holds Q x K scores: memory grows as the square of the length
-    isolates      nothing that a pattern hides from a query changes its result, be it NaN
-    mask          module:attr of a function (pattern, queries, keys, device), which makes what it reads of a pattern
-    """
-
-    keeps_scores: bool = False
-    isolates: bool = False
-    mask: str = ""
 
 
 def _ours(name: str, module: str, label: str, *, extra: str = "", supports: str | None = "", **traits: Any) -> Entry:

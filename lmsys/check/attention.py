@@ -122,9 +122,8 @@ def _of_extremes(
 
 def _cases(options: Options, bears: Callable[[Asked], bool] = lambda asked: True) -> Iterator[Asked]:
     """Those in the dtypes that are asked for, on a GPU where there is one."""
-    cuda = torch.cuda.is_available()
-    capability = torch.cuda.get_device_capability() if cuda else None
-    all_asked = cases("cuda" if cuda else "cpu", capability, options.head_dim, bears)
+    device = ("cuda", torch.cuda.get_device_capability()) if torch.cuda.is_available() else ("cpu", None)
+    all_asked = cases(*device, options.head_dim, bears)
     return (asked for asked in all_asked if asked.case.dtype in options.dtypes)
 
 

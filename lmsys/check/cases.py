@@ -162,10 +162,10 @@ def answer(
     for name, x in outputs.items():
         like = inputs.tensors[LIKE[name]] if name in LIKE else inputs.q[..., 0].float()
         if x.shape != like.shape or x.dtype != like.dtype:
-            expected = f"expected {like.dtype} of shape {tuple(like.shape)}"
             right = {before: outputs[before] for before in [*outputs][: [*outputs].index(name)]}
             return right, Fault(
-                f"  {name} is {x.dtype} of shape {tuple(x.shape)}; {expected}", backward=name not in ("o", "lse")
+                f"  {name} is {x.dtype} of shape {tuple(x.shape)}; expected {like.dtype} of shape {tuple(like.shape)}",
+                backward=name not in ("o", "lse"),
             )
     return outputs, None
 

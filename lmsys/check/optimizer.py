@@ -97,8 +97,11 @@ def failure(optimizer: Any, claim: Claim, form: Form | None, asked: Asked, seed:
             return Fault(f"  step {step + 1} makes parameter {i} {p.dtype} of shape {tuple(p.shape)}")
         ratios = _ratios(p, exact[step][i], plain[step][i])
         if max(ratios) > 1:
-            place = _place(asked, step, i, ratios, p, exact[step][i])
-            return Fault.explained(place, explain(claim, form, asked, run, (made, exact, plain), begins), max(ratios))
+            return Fault.explained(
+                _place(asked, step, i, ratios, p, exact[step][i]),
+                explain(claim, form, asked, run, (made, exact, plain), begins),
+                max(ratios),
+            )
     return None
 
 

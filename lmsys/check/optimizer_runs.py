@@ -175,9 +175,10 @@ def run_of(asked: Asked, seed: int, device: str) -> Run:
     """Its parameters, settings and gradients: the same bits on any machine."""
 
     def drawn(name: str) -> list[torch.Tensor]:
-        keys = (draws.key(seed, f"{name} {i}") for i in range(len(SHAPES)))
-        sized = zip(keys, map(torch.Size, SHAPES), strict=True)
-        return [draws.values(key, 0, shape.numel()).view(shape).to(device) for key, shape in sized]
+        return [
+            draws.values(draws.key(seed, f"{name} {i}"), 0, shape.numel()).view(shape).to(device)
+            for i, shape in enumerate(map(torch.Size, SHAPES))
+        ]
 
     parameters = drawn("parameter")
     if asked.masters:  # 1.4 to 1.6: bfloat16 rounds a step away from the first to the last
@@ -235,7 +236,9 @@ def trace_of(
 def _made(
     make: Any, claim: Claim, run: Run, parameters: list[torch.nn.Parameter], settings: Sequence[Settings]
 ) -> Optimizer:
-    pairs = zip(run.groups, settings, strict=True)
-    groups = [{"params": [parameters[i] for i in members], **claim.taken(given)} for members, given in pairs]
+    groups = [
+        {"params": [parameters[i] for i in members], **claim.taken(given)}
+        for members, given in zip(run.groups, settings, strict=True)
+    ]
     masters = (claim.masters or {}) if parameters[0].dtype == torch.bfloat16 else {}
     return make(groups, **claim.taken(settings[0]), **masters)

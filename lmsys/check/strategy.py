@@ -150,6 +150,8 @@ def optimizer_rules(steps: Sequence[Before]) -> Iterator[Rule]:
         left = steps[-2].means
         stale = {name: x + left[name] * (world_size - 1) / world_size for name, x in g.items()}
         yield "zero_grad() leaves gradients of parameters that other ranks own: they add to the next", now.after(stale)
-        sums = {name: x + left[name] for name, x in g.items()}
-        yield "zero_grad() leaves gradients: they add to the next", now.after(sums)
+        yield (
+            "zero_grad() leaves gradients: they add to the next",
+            now.after({name: x + left[name] for name, x in g.items()}),
+        )
     yield "it is stepped twice", now.after(g, times=2)

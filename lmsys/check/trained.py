@@ -18,8 +18,9 @@ from lmsys.check import laptop
 from lmsys.check.question import poison
 from lmsys.check.recorder import Recorder
 from lmsys.extremes.strategy import Probe, Trial, batch, change_options, made_optimizer, probe
-from lmsys.parallel import StrategyTraits, adapter, baselines
+from lmsys.parallel import adapter, baselines
 from lmsys.parallel.group import STOPPED, device, is_lost_peer
+from lmsys.traits import StrategyTraits
 
 OTHERS_S = 2.0  # for the other ranks to end, once this one has raised
 SMALL_MB = 2.0**-13  # 32 float32: a layer has more

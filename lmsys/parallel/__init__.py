@@ -1,7 +1,7 @@
 """The table of data-parallel strategies, in reading order. A new one is a file beside this one and a row below."""
 
-from lmsys.parallel.traits import StrategyTraits
 from lmsys.registry import Entry, Table
+from lmsys.traits import StrategyTraits
 
 __all__ = ["STRATEGIES", "StrategyTraits"]
 

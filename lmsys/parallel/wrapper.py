@@ -35,7 +35,7 @@ from lmsys.parallel.structure import (
     watch,
     weakly,
 )
-from lmsys.parallel.traits import StrategyTraits
+from lmsys.traits import StrategyTraits
 from lmsys.values import hold
 
 

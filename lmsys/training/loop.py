@@ -22,9 +22,10 @@ from lmsys import doing, registry
 from lmsys.cost.operations import model_flops
 from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM
-from lmsys.parallel import StrategyTraits, adapter, collectives, sharded_optimizer, structure
+from lmsys.parallel import adapter, collectives, sharded_optimizer, structure
 from lmsys.training import checkpoint, data, evaluation, gradients, log, optimizer, possible, reproducible
 from lmsys.training.config import RunConfig
+from lmsys.traits import StrategyTraits
 
 RUNTIME_FIELDS = "attention", "checkpoint_blocks", "residual"  # of a model config: how it is computed, not what it is
 Say = Callable[[str], None]

@@ -6,12 +6,13 @@
 import torch
 
 from lmsys import checkpointing, registry, values
-from lmsys.attention import ATTENTION, AttentionCase, AttentionTraits, contract
+from lmsys.attention import ATTENTION, AttentionCase, contract
 from lmsys.config import ModelConfig
 from lmsys.cost.memory import fit
 from lmsys.model import fused, transformer
-from lmsys.parallel import STRATEGIES, StrategyTraits, collectives
+from lmsys.parallel import STRATEGIES, collectives
 from lmsys.training.config import RunConfig
+from lmsys.traits import AttentionTraits, StrategyTraits
 
 
 def check(

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmsys.attention import ATTENTION, AttentionTraits, Documents, Pattern
+from lmsys.attention import ATTENTION, Documents, Pattern
 from lmsys.registry import Entry, load_target
+from lmsys.traits import AttentionTraits
 
 ROWS = {name: row for name, row in ATTENTION.items() if row.target.startswith("lmsys.")}  # not those of other packages
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from lmsys.attention import ATTENTION, AttentionCase, AttentionTraits
+from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.attention.pattern import OPTIONS
+from lmsys.traits import AttentionTraits
 
 RESULTS = Path(__file__).parents[2] / "reports" / "results"
 PUBLISHED = [*RESULTS.glob("*.json"), *(RESULTS / "h100").glob("*.json")]

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from benchmarks import axes
 from benchmarks.attention import patterns
 from benchmarks.bench_attention import Attention, AttentionTest
-from lmsys.attention import ATTENTION, AttentionCase, AttentionTraits, Pattern
+from lmsys.attention import ATTENTION, AttentionCase, Pattern
 from lmsys.cost.operations import attention_flops
 from lmsys.registry import Entry
+from lmsys.traits import AttentionTraits
 from tests.support.patterns import spelled
 
 SIZES = st.integers(1, 40)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lmsys.parallel import STRATEGIES, StrategyTraits
+from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry, Traits
+from lmsys.traits import StrategyTraits
 
 OPTIONS = {  # trait: the option of the constructor that it speaks of
     "takes_bucket_mb": "bucket_mb",

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lmsys.attention import ATTENTION, AttentionCase, AttentionTraits, Documents, attention, flash_torch
+from lmsys.attention import ATTENTION, AttentionCase, Documents, attention, flash_torch
 from lmsys.attention.compiled import compile_for
 from lmsys.attention.contract import case_of
 from lmsys.attention.pattern import Pattern, checked_pattern
 from lmsys.check.question import poison
 from lmsys.testing import MEMORY, Inputs, Oracle, make_inputs
+from lmsys.traits import AttentionTraits
 from tests.support.patterns import document_lengths, drawn_bias, drawn_mask
 
 SEED = int(os.environ.get("LMSYS_RANDOM_SEED", "0"))

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmsys.parallel import STRATEGIES as TABLE
-from lmsys.parallel import StrategyTraits
 from lmsys.parallel.group import WorkerGroup
 from lmsys.training.config import TrainConfig
 from lmsys.training.optimizer_triton import whole_squares
 from lmsys.training.reproducible import Tree, exact_norm
+from lmsys.traits import StrategyTraits
 from tests.support.training_runs import config, reproduced, trainer
 from tests.support.variants import some
 
