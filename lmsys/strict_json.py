@@ -204,9 +204,9 @@ class Kept:
         try:
             return {key: self.parsed(answer) for key, answer in self._content().items()}
         except ValueError as error:
-            cause = str(error).removeprefix(f"{self.path}: ")
             raise ValueError(
-                f"{self.path}: {self.what} are corrupt ({cause}); delete the file to {self.again} anew"
+                f"{self.path}: {self.what} are corrupt ({str(error).removeprefix(f'{self.path}: ')}); delete the file"
+                f" to {self.again} anew"
             ) from error
 
     def add(self, key: str, answer: Any) -> None:

@@ -297,8 +297,11 @@ def keywords_of(row: Callable[..., Tensor], pattern: Pattern) -> dict[str, Any]:
         return {"causal": pattern.causal}
     if reason := why_not_told(row, tuple(pattern.options)):
         raise ValueError(reason)
-    takes_pattern = why_not_told(row, ("pattern",)) is None
-    return {"pattern": pattern} if takes_pattern else {"causal": pattern.causal, **pattern.options}
+    return (
+        {"pattern": pattern}
+        if why_not_told(row, ("pattern",)) is None
+        else {"causal": pattern.causal, **pattern.options}
+    )
 
 
 told = keywords_of  # as an earlier state calls it, which `--against` gives this file

@@ -132,8 +132,7 @@ def _extent(pattern: Pattern, bounds: Bounds | None, q: Tensor, *dlse: Tensor | 
         slopes = pattern.alibi.float().expand(q.shape[:2]).contiguous()
         places = pattern.position(q.shape[2], q.device).to(torch.int32)
         position = F.pad(places.expand(q.shape[0], -1).flatten(), (0, ROW_PADDING))
-    softcap = None if pattern.softcap is None else float(pattern.softcap)
-    extent = *interval, softcap, slopes, position, *dlse
+    extent = *interval, None if pattern.softcap is None else float(pattern.softcap), slopes, position, *dlse
     return extent if _form(extent) else ()
 
 

@@ -122,8 +122,10 @@ def _of_extremes(
 
 def _cases(options: Options, bears: Callable[[Asked], bool] = lambda asked: True) -> Iterator[Asked]:
     """Those in the dtypes that are asked for, on a GPU where there is one."""
-    device = ("cuda", torch.cuda.get_device_capability()) if torch.cuda.is_available() else ("cpu", None)
-    all_asked = cases(*device, options.head_dim, bears)
+    cuda = torch.cuda.is_available()
+    all_asked = cases(
+        "cuda" if cuda else "cpu", torch.cuda.get_device_capability() if cuda else None, options.head_dim, bears
+    )
     return (asked for asked in all_asked if asked.case.dtype in options.dtypes)
 
 

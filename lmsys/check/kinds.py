@@ -211,8 +211,7 @@ def verdict_on(
 
 
 def _in_cases(reason: str, cases: Sequence[str]) -> str:
-    more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
-    return f"refused in {cases[0]}{more}: {reason}"
+    return f"refused in {cases[0]}{f' and {len(cases) - 1} more' * (len(cases) > 1)}: {reason}"
 
 
 def _number(fault: Fault) -> float | None:

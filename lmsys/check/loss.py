@@ -88,8 +88,9 @@ def roles_of(implementation: object) -> Roles:
     roles = {name: ROLES[name] for name in ROLES if name not in OPTIONS or not is_function(implementation)}
     if names_of(name for name, x in parameters.items() if x.default is x.empty) & set(ROLES["weight"]):
         return roles
-    others = {name: roles[name] for name in roles if name not in ("logits", "hidden", "weight")}
-    return {"logits": (*ROLES["logits"], *ROLES["hidden"]), **others}
+    return {"logits": (*ROLES["logits"], *ROLES["hidden"])} | {
+        name: roles[name] for name in roles if name not in ("logits", "hidden", "weight")
+    }
 
 
 def _problem(call: Called, asked: Asked, options: Options) -> Problem:

@@ -71,8 +71,11 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
         with_bias = len(list(built(implementation, BUILT, {"width": 64, "eps": EPS}).parameters())) > 1
     else:
         with_bias = called(implementation, ROLES).has("bias")
-    cases = (*CASES, LARGE_MEAN) if with_bias else CASES
-    return questions_of(cases, partial(_judged, implementation, with_bias, options), options)
+    return questions_of(
+        (*CASES, LARGE_MEAN) if with_bias else CASES,
+        partial(_judged, implementation, with_bias, options),
+        options,
+    )
 
 
 def _judged(implementation: Any, with_bias: bool, options: Options, asked: Asked) -> Fault | None:

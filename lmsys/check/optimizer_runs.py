@@ -60,8 +60,9 @@ def claim_of(optimizer: Any) -> Claim:
     elif "momentum" in parameters or "sgd" in name.lower():
         algorithm, why = "SGD", f"it takes {'momentum' if 'momentum' in parameters else 'no betas'}"
     else:
-        takes = ", ".join(parameters) or "no settings"
-        raise ValueError(f"{name} takes {takes}: neither betas (AdamW, Adam) nor momentum (SGD)")
+        raise ValueError(
+            f"{name} takes {', '.join(parameters) or 'no settings'}: neither betas (AdamW, Adam) nor momentum (SGD)"
+        )
     return Claim(algorithm, why, frozenset(parameters) & frozenset(DEFAULTS), _masters(name, parameters))
 
 

@@ -173,8 +173,9 @@ class Holds:
     @property
     def right(self) -> bool:
         """True where nothing is wrong, and in each direction something is right."""
-        directions = DIRECTIONS if self.grad else DIRECTIONS[:1]
-        totals = [sum((of[name] for of in self.counts.values()), Counter[str]()) for name in directions]
+        totals = [
+            sum((of[name] for of in self.counts.values()), Counter[str]()) for name in DIRECTIONS[: 1 + self.grad]
+        ]
         return all(total["right"] and not total["wrong"] for total in totals)
 
     def worst(self) -> dict[str, str]:

@@ -258,5 +258,7 @@ def _rounded(dtype: torch.dtype) -> dict[str, Formula]:
 
 def _over_heads(inputs: Inputs, settings: Settings) -> Tensor:
     x = inputs["x"]
-    heads = {"positions": torch.arange(x.shape[1], device=x.device)}
-    return turned(x, angles_of(x, {**settings, **heads})[:, None, :], settings["pairs"])  # angles (H, 1, D / 2)
+    angles = angles_of(x, {**settings, "positions": torch.arange(x.shape[1], device=x.device)})[
+        :, None
+    ]  # (H, 1, D / 2)
+    return turned(x, angles, settings["pairs"])

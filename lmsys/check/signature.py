@@ -79,8 +79,9 @@ def called(implementation: Any, roles: Roles) -> Called:
 
 def built(implementation: Any, roles: Roles, values: Mapping[str, Any]) -> nn.Module:
     """A module of its class, built with the values of its roles. ValueError as `called` has it."""
-    given = _roles(inspect.signature(implementation).parameters, roles)
-    return implementation(**{name: values[role] for name, role in given.items()})
+    return implementation(
+        **{name: values[role] for name, role in _roles(inspect.signature(implementation).parameters, roles).items()}
+    )
 
 
 def _roles(parameters: Mapping[str, inspect.Parameter], roles: Roles, positional: bool = False) -> dict[str, str]:
