@@ -258,7 +258,5 @@ def _rounded(dtype: torch.dtype) -> dict[str, Formula]:
 
 def _over_heads(inputs: Inputs, settings: Settings) -> Tensor:
     x = inputs["x"]
-    angles = angles_of(x, {**settings, "positions": torch.arange(x.shape[1], device=x.device)})[
-        :, None
-    ]  # (H, 1, D / 2)
-    return turned(x, angles, settings["pairs"])
+    angles = angles_of(x, {**settings, "positions": torch.arange(x.shape[1], device=x.device)})  # (H, D / 2)
+    return turned(x, angles[:, None, :], settings["pairs"])
