@@ -17,6 +17,7 @@ PLAIN = (  # of lmsys: what a machine without torch can import
         "__init__",
         "commands",
         "registry",
+        "traits",
         "config",
         "files",
         "strict_json",
