@@ -13,7 +13,7 @@ from benchmarks.model.anatomy_layout import ANATOMY as LAYOUT
 from benchmarks.model.cases import FIELDS, ModelTest
 from benchmarks.model.rig import Rig
 from lmsys.attention import ATTENTION
-from lmsys.bench import Field, Grid, Record, Settings, bench, fields
+from lmsys.bench import Field, Grid, Record, Settings, Traits, bench, fields
 from lmsys.cost.memory import training_memory
 from lmsys.measure import compare, memory
 from lmsys.measure.profile import KINDS, largest_allocations, part, profile_call, register_kernels
@@ -85,7 +85,7 @@ class Anatomy(bench_model.ModelBenchmark):
 
     def setup(self, cases: Sequence[ModelTest], settings: Settings) -> bench_model.Setup:
         for row in (*ATTENTION.values(), *(case.entry for case in cases)):
-            register_kernels(row.trait("kernels", ""), "attention")
+            register_kernels(Traits.of(row).kernels, "attention")
         return super().setup(cases, settings)
 
     def sample(self, turn: Sequence[AnatomyTest], trial: Any) -> None:

@@ -14,8 +14,22 @@ from benchmarks import axes, models
 from benchmarks.attention import check, patterns
 from benchmarks.attention.layout import ATTENTION as LAYOUT
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
-from lmsys.attention.contract import DTYPES, adapt, options_of, told, why_not_told
-from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, bench, fields
+from lmsys.attention.contract import DTYPES, adapt, keywords_of, options_of, why_not_told
+from lmsys.bench import (
+    Axis,
+    Benchmark,
+    Candidate,
+    Case,
+    Entry,
+    Field,
+    Grid,
+    Record,
+    Settings,
+    Step,
+    Traits,
+    bench,
+    fields,
+)
 from lmsys.cost import operations
 from lmsys.deterministic import deterministic_mode
 from lmsys.extremes.attention import AttentionDraws
@@ -230,7 +244,7 @@ class Attention(Benchmark):
         """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""
         call, do = candidate.call, setup.inputs.do
         q, k, v = setup.inputs.leaves(candidate.case.asked.grad)
-        options = told(call, setup.pattern)
+        options = keywords_of(call, setup.pattern)
 
         def forward(_: Any = None) -> Tensor:
             return call(q, k, v, scale=None, **options)
@@ -257,7 +271,7 @@ class Attention(Benchmark):
     def batch_of(self, candidate: Candidate) -> int:
         """1 for rows that would compile for another batch, or cannot run one of 1."""
         is_asked = (
-            not candidate.entry.trait("compiles")
+            not Traits.of(candidate.entry).compiles
             and candidate.entry.why_not(replace(candidate.case.asked, batch=1)) is None
         )
         return candidate.case.batch if is_asked else 1

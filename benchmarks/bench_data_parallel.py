@@ -27,6 +27,7 @@ from benchmarks.data_parallel.rank import inspect, take_pass
 from lmsys.bench import Axis, Candidate, Field, Grid, OnRanks, Record, Settings, bench, fields, ranks
 from lmsys.cost.operations import model_parameters
 from lmsys.parallel import STRATEGIES
+from lmsys.traits import StrategyTraits
 
 PASSES = {"gloo": 2, "nccl": 3}  # of each row, in turns: a GPU's clock moves, and rows are compared within a pass
 TUNED_MB = {"gloo": (1, 25), "nccl": (10, 25, 100, 400)}  # to choose from, for a strategy that is to be tuned
@@ -180,12 +181,12 @@ class DataParallel(ParallelBenchmark):
         )
         for model, world_size, entry in works:
             ways = product(variants(grid, entry), grid.product("checkpoint", "residual"))
-            for variant, (kept, stream) in ways if world_size > 1 or not entry.trait("synchronizes", True) else ():
+            for variant, (kept, stream) in ways if world_size > 1 or not StrategyTraits.of(entry).synchronizes else ():
                 asked = *model, world_size, *variant
                 yield ParallelCase(grid.name, entry, settings.device, *asked, checkpoint=kept, residual=stream)
 
     def contends(self, case: ParallelCase) -> bool:
-        return bool(case.entry.trait("synchronizes", True))
+        return bool(case.traits.synchronizes)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         """Checks each row once; nothing is left for after timing, since the timed steps themselves are checked."""
@@ -199,12 +200,12 @@ class DataParallel(ParallelBenchmark):
     def _look_into(self, candidate: Candidate, runner: Any) -> None:
         case, settings, run = candidate.case, runner.settings, runner.ranks.run
         start = case.world_size, case.backend
-        if case.world_size > 1 and case.synchronizes:
+        if case.world_size > 1 and case.traits.synchronizes:
             candidate.judge(run(*start, check.gate, case, settings.seed)[0], "float32")
             check.judge_by_trials(candidate, run, settings.seed)
         if candidate.outcome != "ok" or not settings.timed:
             return
-        if case.entry.trait("tuned_bucket_mb", False):
+        if case.traits.tuned_bucket_mb:
             sized = [replace(case, asked_bucket_mb=mb) for mb in TUNED_MB[case.backend]]
             tried = Pass(settings.seed, settings.seed, 0, TUNING_STEPS)
             passes = {one: run(*start, take_pass, one, tried) for one in sized}
@@ -245,7 +246,7 @@ class DataParallel(ParallelBenchmark):
         row.passes[number : number + 1] = [samples]
         row.alone += map(max, zip(*(rank.alone for rank in taken), strict=True))
         row.bits[number] = taken[0].bits
-        if len({rank.model for rank in taken}) > 1 and row.case.synchronizes:
+        if len({rank.model for rank in taken}) > 1 and row.case.traits.synchronizes:
             candidate.failed("wrong", "after the timed steps ranks have different parameters")
         elif any(rank.late_s > sum(rank.samples) + LATE_S for rank in taken):
             candidate.failed("wrong", "its weights took longer to come than all timed steps, which had been left until")
@@ -257,7 +258,7 @@ class DataParallel(ParallelBenchmark):
             candidate = trial.candidate(case)
             if candidate.outcome != "ok":
                 continue
-            if case.world_size > 1 and not case.synchronizes:
+            if case.world_size > 1 and not case.traits.synchronizes:
                 candidate.notes["unchecked"] = "each rank trains for itself"
                 continue
             ratios = candidate.attempt(self._judge_pass, case, candidate, passes[number], number, trial)

@@ -29,6 +29,7 @@ from lmsys.bench import (
     Settings,
     Step,
     Table,
+    Traits,
     bench,
     fields,
     positive,
@@ -43,8 +44,8 @@ LOSSES = Table(
     "loss",
     [
         Entry("chunked", "lmsys.model.loss:linear_cross_entropy", "in chunks"),
-        Entry("eager", UNCHUNKED, "all logits, eager", traits={"baseline": 1}),
-        Entry("compiled", UNCHUNKED, "all logits, torch.compile", peer=True, traits={"baseline": 2, "compiles": True}),
+        Entry("eager", UNCHUNKED, "all logits, eager", traits=Traits(baseline=1)),
+        Entry("compiled", UNCHUNKED, "all logits, torch.compile", peer=True, traits=Traits(baseline=2, compiles=True)),
         Entry(
             "torch_chunked",
             TORCH_CHUNKED,
@@ -122,7 +123,7 @@ class Loss(Benchmark):
 
     def why_not(self, case: LossTest) -> str | None:
         return models.why_no_arithmetic(
-            case.precision, case.device, case.entry.trait("compiles", False)
+            case.precision, case.device, Traits.of(case.entry).compiles
         ) or case.entry.why_not(case)
 
     def context(self, cases: Sequence[LossTest]) -> AbstractContextManager[None]:
@@ -138,7 +139,7 @@ class Loss(Benchmark):
     def open(self, candidate: Candidate, setup: Setup) -> None:
         call = candidate.entry.load()
         candidate.call = (
-            torch.compile(call, dynamic=False, fullgraph=True) if candidate.entry.trait("compiles", False) else call
+            torch.compile(call, dynamic=False, fullgraph=True) if Traits.of(candidate.entry).compiles else call
         )
         setup.inputs.run(candidate.call)
 
@@ -150,7 +151,7 @@ class Loss(Benchmark):
 
     def check(self, candidate: Candidate, setup: Setup) -> Mapping[str, float]:
         ratios = setup.inputs.check(candidate.call)
-        if not candidate.entry.trait("compiles", False):  # another shape would be compiled for
+        if not Traits.of(candidate.entry).compiles:  # another shape would be compiled for
             of_odd = setup.odd.check(candidate.call)
             ratios |= {f"{name}, of {ODD_VOCABULARY} classes": ratio for name, ratio in of_odd.items()}
         return ratios | faults_of_options(candidate.entry)

@@ -17,6 +17,7 @@ from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Setting
 from lmsys.cost import memory, operations
 from lmsys.measure.compare import Failure, Kept, attempt
 from lmsys.measure.machine import peak_flops_per_s
+from lmsys.traits import AttentionTraits
 
 RECOMPUTING = "train_forward", "backward", "step"  # modes that differ by what is kept for a backward
 
@@ -197,7 +198,7 @@ class Model(ModelBenchmark):
 
 def predicted_bytes(case: ModelTest, record: Record) -> int | None:
     """Bytes held and the peak above them, where `training_memory` says them: ours, eager, and keeping no scores."""
-    if (case.mode, case.compile) != ("step", "eager") or case.peer or case.attention.trait("keeps_scores", False):
+    if (case.mode, case.compile) != ("step", "eager") or case.peer or AttentionTraits.of(case.attention).keeps_scores:
         return None
     runtime = case.runtime
     if levels := record.get("levels"):

@@ -23,7 +23,21 @@ from benchmarks.data_parallel import check, passes, rank
 from benchmarks.data_parallel.cases import MODELS, ParallelCase, StepsCase
 from benchmarks.data_parallel.steps_layout import STEPS as LAYOUT
 from lmsys.attention import ATTENTION
-from lmsys.bench import Axis, Candidate, Field, Grid, Record, Settings, Step, bench, fields, one_of, positive, ranks
+from lmsys.bench import (
+    Axis,
+    Candidate,
+    Field,
+    Grid,
+    Record,
+    Settings,
+    Step,
+    Traits,
+    bench,
+    fields,
+    one_of,
+    positive,
+    ranks,
+)
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.checkpointing import FIT
 from lmsys.measure import memory
@@ -32,6 +46,7 @@ from lmsys.measure.sensors import Reading, sensors_of, state_of
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
 from lmsys.training.optimizer import clip_factor, scale_gradients, whole_norm
+from lmsys.traits import StrategyTraits
 
 STEPS = 20
 KERNELS = {  # of a step's time, beside the optimizer's
@@ -57,12 +72,12 @@ class TrainingRig(rank.Rig):
             passes.Pass(seed, seed, 0, 0),
             {"lr": LR_SHARE * models.LR_BY_WIDTH / case.config.d_model, "betas": (0.9, 0.95)},
         )
-        self.divided = case.entry.trait("shards_gradients", False) and case.world_size > 1
+        self.divided = case.traits.shards_gradients and case.world_size > 1
         self.group = ranks.subgroup(case.world_size)
 
     def update(self) -> None:
         with part(UPDATE):
-            if self.case.entry.trait("fused_adamw", False):  # DTensors, whose norm torch knows
+            if self.case.traits.fused_adamw:  # DTensors, whose norm torch knows
                 torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
             else:
                 scale_gradients(
@@ -105,8 +120,8 @@ class Alone:
 def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
     """Builds the row, takes its steps, and looks into some more."""
     for row in ATTENTION.values():
-        register_kernels(row.trait("kernels", ""), "attention")
-    register_kernels(case.entry.trait("kernels", ""), "communication")
+        register_kernels(Traits.of(row).kernels, "attention")
+    register_kernels(case.traits.kernels, "communication")
     kind, group = device().type, ranks.subgroup(case.world_size)
     with rank.prepared(case):
         rigs: list[TrainingRig] = []
@@ -249,7 +264,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
     def cases(self, grid: Grid, settings: Settings) -> Iterator[StepsCase]:
         """Rows that synchronize, on two ranks or more."""
         sizes = [size for size in ranks.world_sizes(grid, ranks.backend_of(settings.device)) if size > 1]
-        rows = [row for row in STRATEGIES.select(grid["strategy"]) if row.trait("synchronizes", True)]
+        rows = [row for row in STRATEGIES.select(grid["strategy"]) if StrategyTraits.of(row).synchronizes]
         for work, world_size, row, model, kept, residual in product(
             grid.product("size", "context", "batch", "precision", "compile"),
             sizes,

@@ -133,14 +133,25 @@ ROWS = "benchmarks.tokenizer.rows:"
 peer = partial(registry.Entry, peer=True, extra="peers")
 
 
+@dataclass(frozen=True)
+class TokenizerTraits(registry.Traits):
+    """Facts about a tokenizer's row.
+
+    processes  how many it works in, whatever the sweep says; 0: as many as the sweep says
+    """
+
+    processes: int = 0
+
+
 TOKENIZERS = registry.Table(
     "tokenizer",
     [
         registry.Entry("lmsys", f"{ROWS}Ours", "this library"),
-        registry.Entry("lmsys_serial", f"{ROWS}Ours", "this library, one process", traits={"processes": 1}),
+        registry.Entry("lmsys_serial", f"{ROWS}Ours", "this library, one process", traits=TokenizerTraits(processes=1)),
         peer("tiktoken", f"{ROWS}Tiktoken", "tiktoken", supports=f"{ROWS}tiktoken_supports"),
         peer("huggingface", f"{ROWS}HuggingFace", "Hugging Face tokenizers", supports=f"{ROWS}huggingface_supports"),
     ],
+    traits=TokenizerTraits,
 )
 
 SMALL_BYTES, SMALL_TOKENS = 30_000, 200  # what the definition can train on in a second
@@ -227,7 +238,7 @@ class Tokenizers(Benchmark):
                 task,
                 grid["text_bytes"],
                 grid["vocab_size"],
-                entry.trait("processes", grid["processes"]),
+                TokenizerTraits.of(entry).processes or grid["processes"],
                 grid["rounds"],
             )
 

@@ -24,6 +24,7 @@ from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.compare import attempt
 from lmsys.parallel import STRATEGIES
 from lmsys.testing import CURVE_BUDGET, CURVE_STEPS, curve_ratios
+from lmsys.traits import StrategyTraits
 
 CURVE_POINTS = 100  # of a curve that travels with a record
 
@@ -144,10 +145,11 @@ class Training(Benchmark):
             attention,
             STRATEGIES.select(grid["strategy"]),
         ):
-            sets_buckets = entry.trait("takes_bucket_mb", False) or entry.trait("tuned_bucket_mb", False)
+            traits = StrategyTraits.of(entry)
+            sets_buckets = traits.takes_bucket_mb or traits.tuned_bucket_mb
             buckets = grid["bucket_mb"] if sets_buckets else (None,)
             ways = product(buckets, grid["reproducible"])
-            for bucket_mb, same in ways if num_ranks > 1 or not entry.trait("synchronizes", True) else ():
+            for bucket_mb, same in ways if num_ranks > 1 or not traits.synchronizes else ():
                 asked = *model, row, num_ranks, bucket_mb, *text, same, len(buckets) > 1
                 case = TrainingCase(grid.name, entry, settings.device, *asked)
                 if grid.given & {"train_tokens", "val_tokens"}:

@@ -21,6 +21,7 @@ from lmsys.bench import Case, Entry, Field, Record, Table, ranks
 from lmsys.config import ModelConfig, model_config
 from lmsys.cost.memory import fit
 from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM, transformer
+from lmsys.traits import AttentionTraits, StrategyTraits
 
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of the matmuls
 MEASURED = DTYPES | {"tf32": None}  # of the large matmuls
@@ -115,12 +116,23 @@ MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
 LR_BY_WIDTH = 0.256
 VOCABULARIES = {"tiny": 1000}  # of other sizes as of any model: of tiny that would be five sixths of its parameters
 
-# What stands for an attention row in a model only: the choice of one, and a whole model of its own.
+
+@dataclass(frozen=True)
+class ModelTraits(AttentionTraits):
+    """Facts about what stands in the place of an attention row.
+
+    whole_model  it is a model of its own, and not the attention of ours
+    """
+
+    whole_model: bool = False
+
+
+# Beside attention rows a model takes these: the choice of a row, and whole models.
 AUTO = Entry("auto", "lmsys.attention:attention", "the fastest attention row that can run it")
-whole_model = partial(Entry, peer=True, extra="peers", traits={"whole_model": True})
+whole_model = partial(Entry, peer=True, extra="peers", traits=ModelTraits(whole_model=True))
 LLAMA = whole_model("llama", "benchmarks.model.llama:Llama", "Hugging Face Llama")
 LLAMA_TUNED = whole_model("llama_tuned", "benchmarks.model.llama:LlamaTuned", "Hugging Face Llama, no mask tensor")
-MODEL_ROWS = Table(ATTENTION.kind, [*ATTENTION.values(), AUTO, LLAMA, LLAMA_TUNED])  # all that a model takes
+MODEL_ROWS = Table(ATTENTION.kind, [*ATTENTION.values(), AUTO, LLAMA, LLAMA_TUNED], traits=ModelTraits)
 
 
 WHAT_IS_KEPT = (  # fields of a ModelCase's records
@@ -229,8 +241,8 @@ class TrainedCase(ModelCase):
         return ranks.backend_of(self.device)
 
     @property
-    def synchronizes(self) -> bool:
-        return self.entry.trait("synchronizes", True)
+    def traits(self) -> StrategyTraits:
+        return StrategyTraits.of(self.entry)
 
 
 @dataclass(frozen=True)

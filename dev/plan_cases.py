@@ -2,6 +2,8 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from string import digits
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 
 from lmsys.attention import AttentionCase
 from lmsys.attention.flash_gluon import plans
-from lmsys.attention.flash_gluon.plans import BackwardPlan, ForwardPlan
+from lmsys.attention.flash_gluon.plans import REORDERED, BackwardPlan, ForwardPlan
 from lmsys.bench import Case, Record
 
 WIDTH = 2048  # heads x head_dim
@@ -17,6 +19,34 @@ PLANNED, CANDIDATES = "planned", "candidates"
 PLAIN, DETERMINISTIC, RAGGED, TRANSPOSED, GROUPED = FORMS = "plain", "deterministic", "ragged", "transposed", "grouped"
 PLANS: Mapping[str, Any] = {"fwd": (ForwardPlan, plans.forward_plan), "bwd": (BackwardPlan, plans.backward_plan)}
 Plan = ForwardPlan | BackwardPlan
+SHORT = 512  # keys, up to which a forward has few key tiles to hide the beginning and the end of a tile behind
+SMALL_TILES = 1024  # keys, up to which tiles of 64 of them may win
+
+
+def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[ForwardPlan] | list[BackwardPlan]:
+    """The plans worth timing: settings that once won such a shape, and their neighbours."""
+    if direction == "bwd":
+        steps = [{}, REORDERED, REORDERED | {"fma_exp": True}]
+        steps += [step | {"peeled": True} for step in steps[1:]] if causal else []
+        wanted = product((False, True), (5, 11, 22) if causal else (0,), steps)
+        ahead = head_dim == 128  # at 64 a log-sum-exp a step ahead spills registers in these orders, at 128 it gains
+        return [BackwardPlan(p, l2_mib, **step) for p, l2_mib, step in wanted if not step or p == ahead]
+    sizes = (0, 32) if causal and keys <= SHORT else (32,) if causal else (0,)
+    two = [
+        ForwardPlan(2, stages, ping_pong, named, dynamic, l2_mib, chained=keys <= SHORT)
+        for ping_pong, named, dynamic in product((False, True), repeat=3)
+        for stages in ((2, 3) if head_dim == 64 else (2,))
+        for l2_mib in sizes
+    ]
+    three = [
+        ForwardPlan(3, stages, ping_pong, named, dynamic, sizes[0])
+        for stages in (2, 3)
+        for ping_pong, named, dynamic in product((False, True), repeat=3)
+        if not (stages == 3 and ping_pong and named)  # wants more named barriers than there are
+    ]
+    small = [replace(plan, stages=3, tile_k=64, ctas=2 if head_dim == 64 else 1, chained=True) for plan in two]
+    room = head_dim == 64 and keys > SHORT  # three of them want more registers than there are at 128
+    return list(dict.fromkeys([*two, *(three if room else []), *(small if keys <= SMALL_TILES else [])]))
 
 
 def name_of(plan: Plan) -> str:
@@ -110,7 +140,7 @@ def plans_of(case: PlanCase, asked: Sequence[str | Plan]) -> list[tuple[Plan, bo
     found: list[tuple[Plan, bool]] = []
     for one in asked:
         if one == CANDIDATES:
-            found += [(plan, False) for plan in plans.candidates(case.direction, *shape)]
+            found += [(plan, False) for plan in candidates(case.direction, *shape)]
         elif one == PLANNED and shape[:2] in plans.FORWARD:
             found.append((own(*shape), True))
         elif isinstance(one, cls):

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = list(benchmark.cases(filled(DEFAULTS, DataParallel.axes, given), settings))
     except ValueError as error:
         parser.error(str(error))
-    cases = [case for case in cases if case.synchronizes or case.world_size == 1]
+    cases = [case for case in cases if case.traits.synchronizes or case.world_size == 1]
     one = Pass(settings.seed, settings.seed, settings.seed, asked["steps"])
     versions = []
     with closing(Ranks()) as ranks:

@@ -51,7 +51,10 @@ def values(seed: int, first: int, count: int, device: str | torch.device = "cpu"
 
 
 def whole_numbers(seed: int, first: int, count: int, below: int, device: str | torch.device = "cpu") -> Tensor:
-    """The same of numbers from 0 on that are less than `below`, at most 2**31, each as likely as any other: int64."""
+    """The `count` whole numbers of the seed's stream from `first` on: 0 <= number < below, all equally likely, int64.
+
+    `below` is at most 2**31.
+    """
     return _stream(lambda words: words * below >> 32, torch.int64, seed, first, count, device)
 
 
@@ -64,12 +67,12 @@ def _stream(
     device: str | torch.device,
 ) -> Tensor:
     """The elements that `of` makes of the seed's words from `first` on, not of all at once."""
-    found = torch.empty(count, dtype=dtype, device=device)
+    elements = torch.empty(count, dtype=dtype, device=device)
     for begin in range(first - first % 4, first + count, 4 * _AT_ONCE):
         words = philox(seed, begin // 4, min(_AT_ONCE, -((begin - first - count) // 4)), device)
         low, high = max(begin, first), min(begin + 4 * _AT_ONCE, first + count)
-        found[low - first : high - first] = of(words)[low - begin : high - begin]
-    return found
+        elements[low - first : high - first] = of(words)[low - begin : high - begin]
+    return elements
 
 
 class Draws:
@@ -91,8 +94,15 @@ class Draws:
         self.tensors, self.seed = dict(tensors), seed
         self._held: dict[str, Tensor] = {}
         for name, x in self.tensors.items():
-            what = (std or {}).get(name, 1.0), (below or {}).get(name)
-            self._held[name] = _elements(key(seed, name), 0, x.numel() + STARTS, x.dtype, *what, x.device)
+            self._held[name] = _elements(
+                key(seed, name),
+                0,
+                x.numel() + STARTS,
+                x.dtype,
+                (std or {}).get(name, 1.0),
+                (below or {}).get(name),
+                x.device,
+            )
 
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
         """Writes in place and untold: storage, layout and version stay the same."""

@@ -8,20 +8,23 @@ import difflib
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import itertools
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, get_origin, get_type_hints
 
 from lmsys.commands import PIP, with_extra
-from lmsys.values import hold
+from lmsys.values import choice, hold
 
-PROJECT = ("pyproject.toml", "setup.py", ".git")  # of which a project's root has one
+PROJECT = ("pyproject.toml", "setup.py", ".git")  # a folder that holds one of these is a project's root
+ALIKE = 0.85  # difflib's ratio, from which on an attribute is taken for a misspelt trait: "synchronises" has 0.92
 
 
 def load_target(target: str) -> Any:
@@ -86,8 +89,75 @@ def place_of(error: BaseException) -> str:
         str(Path(__file__).parent),
         "<",
     )
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(installed)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(installed)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Facts about a row that others act on, with their types and defaults. A table adds facts in a subclass.
+
+    color     the color of the row in plots, "#rrggbb"; empty: the report chooses one
+    baseline  speedups are over the timed row of the largest number; 0: never over this one
+    rivals    names of the rows that the report compares this one with
+    compiles  its first call runs torch.compile, for seconds
+    kernels   a regular expression found in the names of its own device kernels, by which profiles know their kind
+    """
+
+    color: str = ""
+    baseline: int = 0
+    rivals: tuple[str, ...] = ()
+    compiles: bool = False
+    kernels: str = ""
+
+    @classmethod
+    def of(cls, row: "Entry") -> Self:
+        """The traits of a row: what its table states, else attributes of its function or class, else the defaults.
+
+        ValueError names the row and a trait that does not exist, or whose value has another type.
+        """
+        return row.traits if isinstance(row.traits, cls) else _traits_of(cls, row)  # type: ignore[arg-type]
+
+    @classmethod
+    def stated(cls, row: str, values: Mapping[str, Any]) -> Self:
+        """The traits that a table states of the row of this name, the others at their defaults; ValueError as `of`."""
+        types = get_type_hints(cls)
+        for name, value in values.items():
+            kind = types[choice(name, types, f"row {row!r}: trait {name!r} ")]
+            if not isinstance(value, tuple if get_origin(kind) is tuple else kind):
+                raise ValueError(
+                    f"row {row!r}: trait {name!r} must be of type {inspect.formatannotation(kind)}; got {value!r}"
+                )
+        return cls(**values)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The traits that differ from their defaults."""
+        return {trait.name: value for trait in fields(self) if (value := getattr(self, trait.name)) != trait.default}
+
+
+@cache
+def _traits_of(table: type[Traits], row: "Entry") -> Any:
+    """The traits of a row whose table has not stated all of them."""
+    attributes: dict[str, Any] = {}
+    if not isinstance(row.traits, Traits):
+        with suppress(ImportError):  # a row that cannot run here has defaults
+            attributes = _attributes(row, asdict(table()))
+    return table.stated(row.name, {**attributes, **row.stated})
+
+
+def _attributes(row: "Entry", defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What a function or class says of traits: those of its attributes that are traits, or are one but for a letter.
+
+    An attribute with a name like that of a trait, and a value of its type, is taken for a misspelt one.
+    """
+    implementation = row.load()
+    attributes = {name: getattr(implementation, name) for name in defaults if hasattr(implementation, name)}
+    for name in (name for name in dir(implementation) if not name.startswith("_")):
+        near = difflib.get_close_matches(name, defaults, 1, ALIKE)
+        if near and type(inspect.getattr_static(implementation, name, None)) is type(defaults[near[0]]):
+            attributes[name] = getattr(implementation, name)
+    return attributes
 
 
 @dataclass(frozen=True)
@@ -101,7 +171,8 @@ class Entry:
     supports  `module:attr` of a function `case -> None | reason why not`; empty: every case
     extra     the optional dependency that brings the packages the row needs
     install   what pip installs for it, where no extra does
-    traits    facts about the row that others act on, plain values by name: read them by `trait`
+    traits    facts that others act on: the `Traits` of the table, all of them; or some by name, and the others are
+              attributes of its function or class, as those of a row from a user's file are. `Traits.of` reads them
     """
 
     name: str
@@ -111,23 +182,16 @@ class Entry:
     supports: str = ""
     extra: str = ""
     install: str = ""
-    traits: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    traits: Traits | Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    def trait(self, name: str, default: Any = None) -> Any:
-        """A fact about the row: as the table states it, else the attribute of its function or class, else the default.
-
-        So a row from a user's file has traits too: they are attributes of what the file defines.
-        """
-        if name in self.traits:
-            return self.traits[name]
-        try:
-            return getattr(self.load(), name, default)
-        except ImportError:
-            return default
+    @property
+    def stated(self) -> Mapping[str, Any]:
+        """The traits that its table states, by name, without those that it leaves at their defaults."""
+        return self.traits.changed if isinstance(self.traits, Traits) else self.traits
 
     def to_json(self) -> dict[str, Any]:
         """The row as a report needs it: name, label, whose it is, and the traits that its table states."""
-        return {"name": self.name, "label": self.label or self.name, "peer": self.peer, **self.traits}
+        return {"name": self.name, "label": self.label or self.name, "peer": self.peer, **self.stated}
 
     def load(self) -> Any:
         """The implementation itself. ImportError names the extra that would bring a missing package."""
@@ -155,8 +219,9 @@ class Entry:
 class Table(Mapping[str, Entry]):
     """Rows by name, in table order.
 
-    group  the entry point group through which rows of other packages join; empty: none do
-    auto   what "auto" tries for a case: names, the fastest first
+    group   the entry point group through which rows of other packages join; empty: none do
+    auto    what "auto" tries for a case: names, the fastest first
+    traits  the class of its rows' traits; ValueError names a row and a trait that it does not have
     """
 
     def __init__(
@@ -165,9 +230,12 @@ class Table(Mapping[str, Entry]):
         entries: Iterable[Entry],
         group: str = "",
         auto: Callable[[Any], Iterable[str]] = lambda case: (),
+        traits: type[Traits] = Traits,
     ):
-        self.kind, self.group, self.auto = kind, group, auto
-        self._own = {entry.name: entry for entry in entries}
+        self.kind, self.group, self.auto, self.traits = kind, group, auto, traits
+        self._stated = {entry.name: entry for entry in entries}
+        for entry in self._stated.values():
+            traits.stated(entry.name, entry.stated)
         self._all: dict[str, Entry] | None = None
 
     def _rows(self) -> dict[str, Entry]:
@@ -176,9 +244,9 @@ class Table(Mapping[str, Entry]):
                 point.name: Entry(point.name, point.value)
                 for point in importlib.metadata.entry_points(group=self.group)
             }
-            if clash := sorted(plugins.keys() & self._own.keys()):
+            if clash := sorted(plugins.keys() & self._stated.keys()):
                 raise ValueError(f"entry points in {self.group!r} redefine the rows {clash}; give them other names")
-            self._all = self._own | plugins
+            self._all = self._stated | plugins
         return self._all
 
     def __getitem__(self, name: str) -> Entry:
@@ -210,7 +278,9 @@ class Table(Mapping[str, Entry]):
             (callable(implementation), f"{target=} must name a function or a class; it is {implementation!r}"),
             (name not in self._rows(), f"{target=}: the table has a row {name!r} of its own; give yours another name"),
         )
-        return Entry(name, target)
+        entry = Entry(name, target)
+        self.traits.of(entry)
+        return entry
 
     def pick(self, name: str, case: Any) -> Entry:
         """The row `name`, or for "auto" the first of those that the table prefers for the case, that can run `case`.
@@ -223,5 +293,5 @@ class Table(Mapping[str, Entry]):
             if (reason := entry.why_not(case)) is None:
                 return entry
             reasons[entry.name] = reason
-        told = [reason if row == name else f"{row}: {reason}" for row, reason in reasons.items()]
-        raise ValueError(f"{self.kind} {name!r} cannot run {case}: " + "; ".join(told))
+        listed = [reason if row == name else f"{row}: {reason}" for row, reason in reasons.items()]
+        raise ValueError(f"{self.kind} {name!r} cannot run {case}: " + "; ".join(listed))

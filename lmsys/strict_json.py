@@ -4,14 +4,15 @@ import difflib
 import json
 import re
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from lmsys.files import read_text
+from lmsys.files import cache_folder, read_text, write_json
 from lmsys.values import SHORT, shortened, shortly
 
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character that JSON escapes as two
@@ -177,3 +178,46 @@ def _called(kind: Any) -> str:
         list: "a list",
     }
     return names.get(kind) or f"a list of {len(get_args(kind))} numbers"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Answers by key that are kept in a file of the cache folder, for later runs.
+
+    name    the file's
+    what    the answers, in a message
+    again   what is done anew without the file, in a message
+    parsed  an answer as it is used, from what JSON holds of it; ValueError for what is none
+    """
+
+    name: str
+    what: str
+    again: str
+    parsed: Callable[[Any], Any]
+
+    @property
+    def path(self) -> Path:
+        return cache_folder() / self.name
+
+    def read(self) -> dict[str, Any]:
+        """All answers. ValueError, with the path, when the file is not what `add` writes."""
+        try:
+            return {key: self.parsed(answer) for key, answer in self._content().items()}
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path}: {self.what} are corrupt ({str(error).removeprefix(f'{self.path}: ')}); delete the file"
+                f" to {self.again} anew"
+            ) from error
+
+    def add(self, key: str, answer: Any) -> None:
+        """Keeps what JSON holds of an answer. Reads the file again: another process may have written meanwhile."""
+        try:
+            write_json(self.path, dict(sorted((self._content() | {key: answer}).items())))
+        except OSError as error:
+            warnings.warn(f"{self.path}: {self.what} last for this process only: {error}", stacklevel=3)
+
+    def _content(self) -> dict[str, Any]:
+        content = read_json(self.path) if self.path.is_file() else {}
+        if not isinstance(content, dict):
+            raise ValueError(f"it must be an object; got {shortly(content)}")
+        return content

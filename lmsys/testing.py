@@ -46,7 +46,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys.attention.contract import DTYPES, FEW_QUERIES, AttentionCase, repeat_heads, told
+from lmsys.attention.contract import DTYPES, FEW_QUERIES, AttentionCase, keywords_of, repeat_heads
 from lmsys.attention.naive import log_sum_exp, masked_scores, naive, with_sinks
 from lmsys.attention.pattern import PLAIN, Pattern
 
@@ -122,9 +122,8 @@ class Inputs:
 
 def pick(x: Tensor, spot: Spot, kv_heads: int) -> Tensor:
     """A copy of the spot's part of an output: (U, G, rows, D) of o or dq; of dk or dv whole heads, (U, 1, K, D)."""
-    rows = slice(None) if spot.rows is None else spot.rows
     units = x.detach().unflatten(1, (kv_heads, -1))
-    return torch.stack([units[unit][:, rows] for unit in spot.units])
+    return torch.stack([units[unit][:, spot.rows or slice(None)] for unit in spot.units])
 
 
 def make_inputs(
@@ -182,11 +181,11 @@ def run(
     q, k, v = inputs.leaves(grad)
     pattern = pattern or PLAIN[causal]
     with torch.set_grad_enabled(grad):
-        found = row(q, k, v, scale=scale, **told(row, pattern))
-    results = found if pattern.return_lse else (found,)
+        result = row(q, k, v, scale=scale, **keywords_of(row, pattern))
+    results = result if pattern.return_lse else (result,)
     outputs = dict(zip(("o", "lse"), (x.detach() for x in results), strict=False))
     if lse and not pattern.return_lse:
-        outputs["lse"] = saved_lse(found, q)
+        outputs["lse"] = saved_lse(result, q)
     if grad:
         upstream = (inputs.do, _dlse(inputs.do, results[-1]))[: len(results)]
         outputs |= zip(("dq", "dk", "dv"), torch.autograd.grad(results, (q, k, v), upstream), strict=True)
@@ -228,8 +227,7 @@ class Oracle:
         self.grad = case.grad if grad is None else grad
         self.dtype = torch.float32 if inputs.q.dtype == torch.float64 else inputs.q.dtype
         self._kv_heads = case.kv_heads
-        units = spot.units if spot else _sample(case, inputs.seed)
-        self._batch, self._head = [list(one) for one in zip(*units, strict=True)]
+        self._batch, self._head = map(list, zip(*(spot.units if spot else _sample(case, inputs.seed)), strict=True))
         self._rows = spot.rows if spot and spot.rows else slice(0, case.queries)
         self._q, self._k, self._v, self._do = map(self._pick, (inputs.q, inputs.k, inputs.v, inputs.do))
         self._q, self._do = (x[:, :, self._rows] for x in (self._q, self._do))
@@ -271,7 +269,7 @@ class Oracle:
         return {name: ratio if bool(outputs[name].isfinite().all()) else math.inf for name, ratio in ratios.items()}
 
     def judge(self, picked: dict[str, Tensor], rms: bool = False) -> dict[str, float]:
-        """The same of the sampled heads, or of the spot, alone."""
+        """`error_ratios` of outputs of the sampled heads, or of the spot, alone."""
         ratios = {}
         for name, output in picked.items():
             reference = self.reference[name]
@@ -345,8 +343,8 @@ class Oracle:
         heads, scores = (case.batch, case.heads), (case.batch, case.heads, case.queries, case.keys)
         shapes = {"mask": scores, "bias": scores, "alibi": heads, "sinks": heads}
         given: dict[str, Any] = {name: x for name, x in pattern.options.items() if name in shapes}
-        found = replace(pattern, mask=None, bias=None, alibi=None, sinks=None).of_entries(self._batch)
-        return replace(found, **{name: self._pick(x.expand(shapes[name])) for name, x in given.items()})  # (U, G, ...)
+        others = replace(pattern, mask=None, bias=None, alibi=None, sinks=None).of_entries(self._batch)
+        return replace(others, **{name: self._pick(x.expand(shapes[name])) for name, x in given.items()})  # (U, G, ...)
 
     def _run(self, compute: torch.dtype, rounded: torch.dtype, attend: Callable[..., Tensor]) -> dict[str, Tensor]:
         """`attend` in dtype `compute`, block by block, its results rounded once to `rounded` and held in float64."""
@@ -398,21 +396,20 @@ def _sample(case: AttentionCase, seed: int) -> list[tuple[int, int]]:
     elements = max(group * case.queries, case.keys) * case.head_dim
     total = case.batch * case.kv_heads
     count = min(total, max(1, min(MAX_SCORES // scores, MAX_ELEMENTS // elements)))
-    units = sorted(random.Random(seed).sample(range(total), count))
-    return [divmod(unit, case.kv_heads) for unit in units]
+    return [divmod(unit, case.kv_heads) for unit in sorted(random.Random(seed).sample(range(total), count))]
 
 
-def error_ratio(found: Tensor, reference: Tensor, plain: Tensor) -> float:
+def error_ratio(output: Tensor, reference: Tensor, plain: Tensor) -> float:
     """The rule above for any tensor: `found` against a float64 `reference`; `plain` is what PyTorch itself makes of it.
 
-    `plain` has the dtype that is judged. 1 or less is right; inf where `found` holds NaN or inf.
+    `plain` has the dtype that is judged. 1 or less is right; inf where `output` holds NaN or inf.
     """
-    error = _norm_max(found.detach().double() - reference)
-    ratio = error / _budget(reference, plain.detach().double(), plain.dtype)
+    budget = _budget(reference, plain.detach().double(), plain.dtype)
+    ratio = _norm_max(output.detach().double() - reference) / budget
     return ratio if math.isfinite(ratio) else math.inf
 
 
-def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype, mean: bool = True) -> float:
+def ratio_of(output: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype, mean: bool = True) -> float:
     """The error of `found` over its budget, which is what the `plain` computation loses when it is rounded to `dtype`.
 
     `error_ratio` has absolute terms and gradients are small, so all are taken in units of the reference's
@@ -420,9 +417,9 @@ def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype
     unless `mean` is False: what plain PyTorch makes exactly leaves no mean error to others.
     """
     _, exponent = math.frexp(reference.abs().max().item())
-    found, reference, plain = (x.double() / 2.0**exponent for x in (found, reference, plain))
-    ratio = error_ratio(found, reference, plain.to(dtype))
-    return max(ratio, norm_rms(found - reference) / rms_budget(reference, plain)) if found.dim() and mean else ratio
+    output, reference, plain = (x.double() / 2.0**exponent for x in (output, reference, plain))
+    ratio = error_ratio(output, reference, plain.to(dtype))
+    return max(ratio, norm_rms(output - reference) / rms_budget(reference, plain)) if output.dim() and mean else ratio
 
 
 def curve_ratios(
@@ -432,8 +429,8 @@ def curve_ratios(
 
     As many steps are compared as both have, CURVE_STEPS at most. 1 or less is right; inf where anything is not finite.
     """
-    pairs = zip(losses[:CURVE_STEPS], reference, strict=False)
-    apart = [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in pairs]
+    differences = [a - b for a, b in zip(losses[:CURVE_STEPS], reference, strict=False)]
+    apart = [abs(x) if math.isfinite(x) else math.inf for x in differences]
     step = apart.index(max(apart))
     off = abs(norm / reference_norm - 1)
     return {

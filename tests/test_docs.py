@@ -16,7 +16,7 @@ import pytest
 import lmsys
 from benchmarks.axes import NAMED
 from benchmarks.sweeps import SWEEPS
-from lmsys.attention import ATTENTION
+from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.bench.options import OPTIONS as BENCH_OPTIONS
 from lmsys.parallel import STRATEGIES
 from lmsys.training import __main__ as training
@@ -234,11 +234,16 @@ def named_sections() -> Iterator[tuple[str, str]]:
             yield from ((benchmark, grid.name) for benchmark, grids in sweep.grids.items() for grid in grids)
 
 
-def test_every_row_is_told() -> None:
-    first_cells = "".join(
-        line.split("|")[1] for line in PAGES["docs/install.md"].splitlines() if line.startswith("| `")
-    )
-    assert not [name for name in ATTENTION if f"`{name}`" not in first_cells]
+def test_every_row_that_needs_more_than_torch_is_told() -> None:
+    """A kernel in plain PyTorch is two places to add, and no third."""
+    case = AttentionCase(1, 1, 1, 16, 16, 64, "float32", grad=True)
+    rows = (line.split("|")[1] for line in PAGES["docs/install.md"].splitlines() if line.startswith("| `"))
+    first_cells = "".join(rows)
+    needing = [name for name, row in ATTENTION.items() if row.extra or row.install or row.why_not(case)]
+    assert len(needing) >= 9 and not [name for name in needing if f"`{name}`" not in first_cells]
+
+
+def test_every_strategy_is_told() -> None:
     assert not [name for name in STRATEGIES if f"`{name}`" not in PAGES["docs/strategy.md"]]
 
 

@@ -15,7 +15,8 @@ from lmsys.attention import ATTENTION
 ROOT = Path(__file__).parents[1]
 FILES = sorted(file for room in ("lmsys", "benchmarks", "dev", "reports") for file in (ROOT / room).rglob("*.py"))
 PLAIN = (  # of lmsys: what a machine without torch can import
-    *"__init__ checkpointing commands config doing files processes registry strict_json values watchdog".split(),
+    *"__init__ checkpointing commands config doing files processes registry strict_json traits values".split(),
+    "watchdog",
     *"cost/__init__ cost/communication cost/memory cost/operations".split(),
     *"measure/__init__ measure/host measure/step training/config".split(),
     *"bench/__init__ bench/benchmark bench/checkout bench/fields bench/options bench/plugin bench/record".split(),

@@ -1,14 +1,16 @@
 """Tables: rows by name, by path, from other packages; and reasons for what cannot run."""
 
 import importlib.metadata
+import re
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from lmsys.registry import Entry, Table, load_target
+from lmsys.registry import Entry, Table, Traits, load_target
 
 TABLE_ROWS = [
     Entry("plain", "math:sqrt"),
@@ -137,16 +139,76 @@ def test_plain_modules_run_where_torch_is_not_installed(module: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
 
-def test_traits_are_the_tables_else_the_rows_own_else_the_default(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("class Kernel:\n    stage = 2\n")
-    (own,) = Table("row", []).select([f"{file}:Kernel"])
-    assert (own.trait("stage", 0), own.trait("other", 7)) == (2, 7)
-    assert Entry("a", f"{file}:Kernel", traits={"stage": 3}).trait("stage") == 3
-    assert Entry("absent", "no_such_package:x").trait("stage", 5) == 5
-    assert Entry("a", "m:a", "A", traits={"color": "#123456"}).to_json() == {
+@dataclass(frozen=True)
+class Facts(Traits):
+    """The traits of a table of tests."""
+
+    stage: int | None = None
+    sums: bool = True
+
+
+def row_of(folder: Path, text: str, table: Table) -> Entry:
+    """The row of `Kernel` in a file of this text, as a user asks for it."""
+    file = folder / "mine.py"
+    file.write_text(text)
+    (row,) = table.select([f"{file}:Kernel"])
+    return row
+
+
+def test_traits_are_the_tables_else_the_rows_else_the_defaults(tmp_path: Path) -> None:
+    row = row_of(tmp_path, "class Kernel:\n    stage = 2\n", Table("row", [], traits=Facts))
+    assert Facts.of(row) == Facts(stage=2)
+    assert Facts.of(replace(row, traits={"stage": 3, "color": "#123456"})) == Facts(stage=3, color="#123456")
+    assert Facts.of(replace(row, traits=Facts(sums=False))) == Facts(sums=False)  # all of them: it is not loaded
+    assert Facts.of(Entry("absent", "no_such_package:x", traits={"stage": 5})) == Facts(stage=5)
+    assert Facts.of(Entry("narrow", "no_such_package:x", traits=Traits(baseline=1))) == Facts(baseline=1)
+
+
+@pytest.mark.parametrize("traits", [{"color": "#123456"}, Traits(color="#123456")])
+def test_a_report_reads_the_traits_that_the_table_states(traits: Traits | dict[str, str]) -> None:
+    assert Entry("a", "m:a", "A", traits=traits).to_json() == {
         "name": "a",
         "label": "A",
         "peer": False,
         "color": "#123456",
     }
+
+
+def test_a_trait_that_does_not_exist_is_an_error_at_the_row() -> None:
+    known = "color, baseline, rivals, compiles, kernels, stage, sums"
+    wanted = f"row 'a': trait 'summs' must be one of {known}; did you mean sums?"
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        Table("row", [Entry("a", "m:a", traits={"summs": False})], traits=Facts)
+    with pytest.raises(ValueError, match="row 'a': trait 'stage' must be one of color, "):
+        Table("row", [Entry("a", "m:a", traits=Facts(stage=1))])
+    with pytest.raises(ValueError, match="row 'a': trait 'stage' must be of type int . None; got 'two'"):
+        Table("row", [Entry("a", "m:a", traits={"stage": "two"})], traits=Facts)
+    with pytest.raises(AttributeError):
+        _ = Facts.of(Entry("a", "math:sqrt")).summs  # type: ignore[attr-defined]
+
+
+def test_a_misspelt_trait_of_a_users_row_is_an_error(tmp_path: Path) -> None:
+    table = Table("row", [], traits=Facts)
+    with pytest.raises(ValueError, match="row 'Kernel': trait 'summs' must be one of .*; did you mean sums"):
+        row_of(tmp_path, "def Kernel(): ...\n\nKernel.summs = False\nKernel.rivals = ()\n", table)
+
+
+def test_attributes_that_are_no_traits_are_the_users_affair(tmp_path: Path) -> None:
+    text = "class Kernel:\n    block_size = 64\n    sum = 'a text'\n    def stages(self): ...\n"
+    assert Facts.of(row_of(tmp_path, text, Table("row", [], traits=Facts))) == Facts()
+
+
+def test_a_trait_of_another_type_is_an_error_at_the_users_row(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="row 'Kernel': trait 'sums' must be of type bool; got 'no'"):
+        row_of(tmp_path, "class Kernel:\n    sums = 'no'\n", Table("row", [], traits=Facts))
+
+
+def test_a_misspelt_trait_of_another_packages_row_is_an_error_where_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "theirs.py").write_text("def kernel(): ...\n\nkernel.summs = False\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    points = [SimpleNamespace(name="theirs", value="theirs:kernel")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points if group == "g" else [])
+    with pytest.raises(ValueError, match="row 'theirs': trait 'summs' must be one of .*; did you mean sums"):
+        Facts.of(Table("number", [], group="g", traits=Facts)["theirs"])

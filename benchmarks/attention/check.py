@@ -26,7 +26,7 @@ from lmsys.bench import Candidate, Record, benchmark, plain
 from lmsys.check import kinds, question
 from lmsys.extremes.attention import AttentionDraws, Unit, drawn_unit, extreme_of
 from lmsys.measure import clock, compare
-from lmsys.registry import Entry
+from lmsys.registry import Entry, Traits
 from lmsys.testing import Inputs, Oracle, Spot, make_inputs, pick, run
 
 SLEEP_CYCLES = 4 * 10**7  # about 20 ms, longer than a warm call takes to launch its first kernel
@@ -57,7 +57,7 @@ def check_small(candidates: Sequence[Candidate]) -> None:
     alone.
     """
     judged = [one for one in candidates if one.outcome in ("ok", "wrong") and not one.case.asked.options]
-    for candidate in [one for one in judged if not (one.interpreted or one.entry.trait("compiles"))]:
+    for candidate in [one for one in judged if not (one.interpreted or Traits.of(one.entry).compiles)]:
         asked = candidate.case.asked
         dtypes = tuple(dict.fromkeys(("float32", asked.dtype)))
         of_table = ".py:" not in candidate.entry.target

@@ -17,6 +17,7 @@ from lmsys.attention import Documents, Pattern
 from lmsys.bench import Entry
 from lmsys.measure import clock, compare
 from lmsys.registry import load_target
+from lmsys.traits import AttentionTraits
 
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap"  # the axes, in the order of their fields
 MADE_TIMES = 3
@@ -70,7 +71,7 @@ def made_before_calls(entry: Entry, pattern: Pattern, queries: int, keys: int, d
     if (documents := pattern.documents) is not None:
         lengths = documents.lengths
         found["documents_s"] = _seconds(lambda: Documents(lengths, device).cu_seqlens(len(lengths)), device)
-    if (target := entry.trait("mask")) and pattern.options.keys() & {"window", "documents"}:
+    if (target := AttentionTraits.of(entry).mask) and pattern.options.keys() & {"window", "documents"}:
         make = partial(load_target(target), pattern, queries, keys, torch.device(device))
         found["mask_s"] = compare.attempt(lambda: _seconds(make, device))[0]
     return found

@@ -24,6 +24,7 @@ from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.machine import peak_flops_per_s
 from lmsys.measure.profile import Communication
 from lmsys.model import fused as fused_blocks
+from lmsys.traits import StrategyTraits
 
 NARROW = ("comm_dtype", "compute_dtype")
 Narrow = tuple[str, torch.dtype] | None  # which of these, and what it is
@@ -60,7 +61,7 @@ class ParallelCase(TrainedCase):
         asked = {
             "bucket_mb": self.asked_bucket_mb,
             "comm_dtype": None if self.comm_dtype == "float32" else getattr(torch, self.comm_dtype),
-            "compute_dtype": torch.bfloat16 if self.precision == "bf16" and self.entry.trait("compute_dtype") else None,
+            "compute_dtype": torch.bfloat16 if self.precision == "bf16" and self.traits.compute_dtype else None,
         }
         given = {name: value for name, value in asked.items() if value is not None}
         return given | {"bucket_mb": None} if self.asked_bucket_mb == "all" else given
@@ -86,7 +87,7 @@ class ParallelCase(TrainedCase):
         if (self.device, self.compile) != ("cpu", "eager") or self.residual != other.residual:
             return False
         exact = self.precision == "fp32" and self.narrow == other.narrow is None and self.world_size <= 2
-        adds = all(one.entry.trait("halves_sums", False) for one in (self, other))
+        adds = all(one.traits.halves_sums for one in (self, other))
         return replace(self, checkpoint=other.checkpoint) == other or (exact and adds)
 
 
@@ -122,10 +123,11 @@ class StepsCase(ParallelCase):
 
 def variants(grid: Grid, entry: Entry) -> Iterable[tuple[float | str | None, str, bool]]:
     """(asked_bucket_mb, comm_dtype, sharded_optimizer): of each the grid's values, where the strategy takes them."""
+    traits = StrategyTraits.of(entry)
     return product(
-        grid["bucket_mb"] if entry.trait("takes_bucket_mb", False) else (None,),
-        grid["comm_dtype"] if entry.trait("comm_dtypes", False) else ("float32",),
-        grid["sharded_optimizer"] if entry.trait("all_reduces", False) else (False,),
+        grid["bucket_mb"] if traits.takes_bucket_mb else (None,),
+        grid["comm_dtype"] if traits.comm_dtypes else ("float32",),
+        grid["sharded_optimizer"] if traits.all_reduces else (False,),
     )
 
 
@@ -235,8 +237,8 @@ def why_not(case: ParallelCase) -> str | None:
         reason
         or (case.compile in COMPILED and why_no_compiler(case.device))
         or (case.replayed and case.device != "cuda" and "CUDA graphs need a CUDA device")
-        or (case.replayed and case.entry.trait("why_not_graphed", ""))
-        or (fused and (fused_blocks.why_not(torch.device(case.device)) or case.entry.trait("why_not_fused", "")))
+        or (case.replayed and case.traits.why_not_graphed)
+        or (fused and (fused_blocks.why_not(torch.device(case.device)) or case.traits.why_not_fused))
         or (fused and case.checkpoint != "none" and "fused blocks keep all that their backward reads")
         or (
             case.precision == "fp16"
@@ -268,10 +270,10 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
         "num_buckets": seen.num_buckets,
         "timeline": [list(interval) for interval in seen.communication.timeline],
     }
-    alone = {one.case.world_size: one for one in rows if one.passes and not one.case.synchronizes}
+    alone = {one.case.world_size: one for one in rows if one.passes and not one.case.traits.synchronizes}
     if 1 in alone:
         record["scaling_efficiency"] = statistics.median(alone[1].samples) / time_s
-    if case.world_size == 1 or not case.synchronizes:
+    if case.world_size == 1 or not case.traits.synchronizes:
         return record
     if row.alone or case.world_size in alone:
         other = alone.get(case.world_size, row)
@@ -285,7 +287,7 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
     if seen.network is not None:
         latency, bandwidth = seen.network
         record |= {"latency_s": latency, "bandwidth_bytes_per_s": bandwidth}
-        if seen.num_buckets and case.entry.trait("all_reduce_model", True):
+        if seen.num_buckets and case.traits.all_reduce_model:
             record["predicted_exposed_s"] = ddp_overhead(
                 4 * model_parameters(case.config), seen.num_buckets, latency, bandwidth
             )
@@ -296,8 +298,8 @@ def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
     """The row that a row's communication is compared with, if it has been timed: on as many ranks, sharded alike."""
     asked = row.case.world_size, row.case.sharded_optimizer
     same = [one for one in rows if one.passes and (one.case.world_size, one.case.sharded_optimizer) == asked]
-    candidates = (one for one in same if one.case.entry.trait("baseline", 0))
-    return max(candidates, key=lambda one: one.case.entry.trait("baseline", 0), default=None)
+    candidates = (one for one in same if one.case.traits.baseline)
+    return max(candidates, key=lambda one: one.case.traits.baseline, default=None)
 
 
 def memory(row: Row) -> Record:
@@ -305,7 +307,7 @@ def memory(row: Row) -> Record:
     case, num_parameters = row.case, model_parameters(row.case.config)
     record: Record = {name: max(seen.memory[name] for seen in row.seen) for name in row.seen[0].memory}
     record["optimizer_fraction"] = record["optimizer_bytes"] / (8 * num_parameters)
-    if (stage := case.entry.trait("zero_stage")) is not None:
+    if (stage := case.traits.zero_stage) is not None:
         predicted = zero_memory(num_parameters, case.world_size, max(stage, int(case.sharded_optimizer)))
         record |= {f"predicted_{name}_bytes": value for name, value in predicted.items()}
     return record

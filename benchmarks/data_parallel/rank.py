@@ -45,11 +45,11 @@ def blocks_of(case: cases.ParallelCase, num_layers: int) -> int | str:
     """The case's levels of checkpointing for a model of so many blocks; what fits is what fits on every rank."""
     setting = case.runtime.get("checkpoint_blocks", 0)
     if setting == FIT:
-        group, stage = subgroup(case.world_size), case.entry.trait("zero_stage", 0)
+        group, stage = subgroup(case.world_size), case.traits.zero_stage or 0
         ranks = {
             "world_size": case.world_size,
             "stage": max(stage, int(case.sharded_optimizer)),
-            "gradients_stay": case.synchronizes and stage < 3,
+            "gradients_stay": case.traits.synchronizes and stage < 3,
         }
         config = replace(case.config, **case.runtime)
         setting = fitted(
@@ -130,7 +130,7 @@ class Rig:
         self.strategy = wrap(case, model_of(case, config_of(case), one.seed + rank), case.options)
         self.batches = passes.Batches(case.config, case.batch, one)
         self.data = self.batches.now
-        theirs = case.entry.trait("fused_adamw", False)
+        theirs = case.traits.fused_adamw
         cls, fused = (torch.optim.AdamW, {"fused": on != "cpu"}) if theirs else (optimizer.AdamW, {})
         self.optimizer = make_optimizer(case, self.strategy, cls, **adamw, **fused)
         if isinstance(self.optimizer, optimizer.AdamW):
@@ -173,7 +173,7 @@ class Rig:
     def can_stay_local(self) -> bool:
         """True where a step without synchronization is the same computation: not where ranks hold or step parts only,
         and not where it would be a recording of its own."""
-        whole = self.case.entry.trait("local_step", True) and not self.case.sharded_optimizer
+        whole = self.case.traits.local_step and not self.case.sharded_optimizer
         return self.strategy.can_stay_local and whole and not self.case.replayed
 
     @property
@@ -196,7 +196,7 @@ def inspect(case: cases.ParallelCase, seed: int) -> cases.Inspection:
         rig, found = _phases(case, passes.Pass(seed, seed, 0, INSPECTED))
         rig.warm()
         seconds = min(rig.times(rig.step, INSPECTED))
-        profile.register_kernels(case.entry.trait("kernels", ""), "communication")
+        profile.register_kernels(case.traits.kernels, "communication")
         sent = profile.communication_of(rig.step, rig.finish, lambda: torch.distributed.barrier(group), device().type)
         finite = bool(rig.step().isfinite())
     buckets, size = (getattr(rig.strategy.wrapper, name, None) for name in ("buckets", "bucket_mb"))

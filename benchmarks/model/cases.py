@@ -90,7 +90,7 @@ class ModelTest(models.ModelCase):
     @property
     def peer(self) -> bool:
         """True where the whole model is somebody else's, not only its attention."""
-        return self.entry.trait("whole_model", False)
+        return models.ModelTraits.of(self.entry).whole_model
 
     @property
     def group(self) -> str:

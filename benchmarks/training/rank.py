@@ -25,6 +25,7 @@ from lmsys.parallel.group import device
 from lmsys.tokenizer import Tokenizer, chunks, pretokens, train
 from lmsys.training import corpora, data, loop, reproducible
 from lmsys.training.config import RunConfig, TrainConfig
+from lmsys.traits import StrategyTraits
 
 LEAST_LR, WARMUP = 0.1, 0.1  # of the learning rate; of all steps
 
@@ -86,7 +87,7 @@ class TrainingCase(TrainedCase):
     @property
     def world_size(self) -> int:
         """The ranks that train: one, which accumulates the batches of all, where the strategy does not synchronize."""
-        return self.num_ranks if self.synchronizes else 1
+        return self.num_ranks if self.traits.synchronizes else 1
 
     @property
     def global_batch(self) -> int:
@@ -136,7 +137,7 @@ class TrainingCase(TrainedCase):
     @property
     def reference(self) -> "TrainingCase":
         """One process with naive attention, in micro-batches whose scores fit."""
-        alone = next(row for row in STRATEGIES.values() if not row.trait("synchronizes", True))
+        alone = next(row for row in STRATEGIES.values() if not StrategyTraits.of(row).synchronizes)
         fitting = max(1, MAX_SCORES // (self.config.num_heads * self.context**2))
         micro = max(size for size in range(1, self.batch + 1) if self.batch % size == 0 and size <= fitting)
         return replace(
@@ -153,8 +154,8 @@ class TrainingCase(TrainedCase):
         """The case as the training loop takes it. ValueError for an option that the loop does not have."""
         if isinstance(self.bucket_mb, str):
             raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
-        not_fused = self.compile == "fused" and self.entry.trait("why_not_fused", "")
-        not_reproducible = self.reproducible and self.entry.trait("why_not_reproducible", "")
+        not_fused = self.compile == "fused" and self.traits.why_not_fused
+        not_reproducible = self.reproducible and self.traits.why_not_reproducible
         values.hold((not not_fused, str(not_fused)), (not not_reproducible, str(not_reproducible)))
         steps = self.steps * self.epochs
         train = TrainConfig(

@@ -34,7 +34,7 @@ class Bounds:
         return self.seen_by()
 
     def seen_by(self) -> "Bounds":
-        """The same made anew, as torch.compile traces it."""
+        """`of_keys` made anew, as torch.compile traces it."""
         keys = torch.arange(self.num_keys, dtype=torch.int32, device=self.first.device)
         keys = keys.expand(self.first.shape[0], -1).contiguous()
         first = torch.searchsorted(self.end, keys, right=True, out_int32=True)  # queries that end at j or before it
@@ -42,7 +42,7 @@ class Bounds:
         return Bounds(first, end, self.first.shape[1])
 
     def until(self, key_lengths: Tensor) -> "Bounds":
-        """The same where batch entry b has only its first key_lengths[b] keys."""
+        """These intervals, cut off where batch entry b has only its first key_lengths[b] keys."""
         lengths = key_lengths.clamp(0, self.num_keys).to(torch.int32).unsqueeze(1)
         end = torch.minimum(self.end, lengths)
         return Bounds(self.first.expand(end.shape).contiguous(), end, self.num_keys)

@@ -128,8 +128,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")
         if x.layout != torch.strided or x.is_nested:
-            told = "a nested tensor" if x.is_nested else f"layout {x.layout}"
-            raise ValueError(f"{name} must be a dense tensor (layout torch.strided); got {told}")
+            layout = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+            raise ValueError(f"{name} must be a dense tensor (layout torch.strided); got {layout}")
     if scale is not None and not torch.compiler.is_compiling():
         finite("scale", scale, least=-FLOAT32_MAX, most=FLOAT32_MAX)
     if not (q.dim() == k.dim() == v.dim() and q.dim() >= 3):
@@ -138,8 +138,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
     if 0 in (q.shape[-1], k.shape[-1], v.shape[-1], *heads):
         raise ValueError(f"q, k, v must have a head and a head dimension of at least 1; got shapes {_shapes(q, k, v)}")
     if k.shape[:-1] != v.shape[:-1]:
-        told = f"{tuple(k.shape)} and {tuple(v.shape)}"
-        raise ValueError(f"k and v must have one shape but for the head dimension; got {told}")
+        shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
+        raise ValueError(f"k and v must have one shape but for the head dimension; got {shapes}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k must have one head dimension; got {q.shape[-1]} and {k.shape[-1]}")
     same = q.dim() - 2 if q.dim() == 3 else q.dim() - 3  # 3-D: (B, S, D), no head axis
@@ -167,7 +167,7 @@ def constants_of(case: AttentionCase) -> tuple[Any, ...]:
     """The fields of a case that torch.compile traces, as constants: for lengths that it leaves open, typical ones."""
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    found, typical = [], TYPICAL_ON_CPU if case.device == "cpu" else TYPICAL
+    fields, typical = [], TYPICAL_ON_CPU if case.device == "cpu" else TYPICAL
 
     def closed(name: str, value: int) -> int:
         is_open = name in typical and not has_static_value(value)
@@ -181,8 +181,8 @@ def constants_of(case: AttentionCase) -> tuple[Any, ...]:
             value = tuple(closed(name, x) for x in value)
         elif isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
             value = closed(name, value)
-        found.append(value)
-    return tuple(found)
+        fields.append(value)
+    return tuple(fields)
 
 
 def as_4d(x: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ ROLES = {"causal": ("causal", "is_causal"), "scale": ("scale", "sm_scale", "soft
 def adapt(implementation: Any) -> Callable[..., Tensor]:
     """A row's callable, `f(q, k, v, *, causal, scale)` on 4-D tensors, from what a target names.
 
-    It takes options of a `Pattern` by parameters of their names, or all of them by `pattern`: see `told`.
+    It takes options of a `Pattern` by parameters of their names, or all of them by `pattern`: see `keywords_of`.
 
     A `torch.autograd.Function`, or a function, whose fourth parameter is the mask and which takes no scale, is taken as
     CS336 writes them: `f(q, k, v, is_causal)` on (B, S, D) with as many key heads as query heads. One that takes a
@@ -244,11 +244,11 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
     if not callable(implementation):
         raise ValueError(f"an attention row must be callable; got {implementation!r}")
     taken, takes_all = _taken(implementation), _takes_all(implementation)
-    if not _is_function(implementation) and (takes_all or ROLES.keys() <= taken.keys()):
+    if not is_function(implementation) and (takes_all or ROLES.keys() <= taken.keys()):
         return implementation
     roles = {name: role for role, names in ROLES.items() for name in names if name in taken}
-    by_name = "scale" in roles.values() or "causal" in taken and not _is_function(implementation)
-    function = implementation.apply if _is_function(implementation) else implementation
+    by_name = "scale" in roles.values() or "causal" in taken and not is_function(implementation)
+    function = implementation.apply if is_function(implementation) else implementation
     if not by_name and len(taken) > 3:
         return _adapt_cs336(function)
 
@@ -257,25 +257,26 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
         if causal and "causal" not in roles.values():
             raise ValueError(f"{causal=}: this row has no parameter for it")
         given = {name: values[role] for name in taken if (role := roles.get(name))}
-        return function(q, k, v, *given.values()) if _is_function(implementation) else function(q, k, v, **given)
+        return function(q, k, v, *given.values()) if is_function(implementation) else function(q, k, v, **given)
 
     return row
 
 
-def _is_function(implementation: Any) -> bool:
+def is_function(implementation: Any) -> bool:
+    """True for an autograd Function."""
     return isinstance(implementation, type(torch.autograd.Function))  # the metaclass of every such class
 
 
 def _taken(implementation: Any) -> dict[str, inspect.Parameter]:
     """The parameters of a call, by name, in their order; of an autograd Function the first four, and what it needs."""
-    if not _is_function(implementation):
+    if not is_function(implementation):
         return dict(inspect.signature(implementation).parameters)
     taken = list(inspect.signature(implementation.forward).parameters.items())[1:]  # behind ctx
-    return dict(taken[:4]) | {name: one for name, one in taken[4:] if one.default is one.empty}
+    return dict(taken[:4]) | {name: parameter for name, parameter in taken[4:] if parameter.default is parameter.empty}
 
 
 def _takes_all(implementation: Any) -> bool:
-    return any(one.kind is one.VAR_KEYWORD for one in _taken(implementation).values())
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _taken(implementation).values())
 
 
 def why_not_called(implementation: Any, case: AttentionCase) -> str | None:
@@ -286,7 +287,7 @@ def why_not_called(implementation: Any, case: AttentionCase) -> str | None:
     return "it takes no causal" if case.causal and len(taken) == 3 else None
 
 
-def told(row: Callable[..., Tensor], pattern: Pattern) -> dict[str, Any]:
+def keywords_of(row: Callable[..., Tensor], pattern: Pattern) -> dict[str, Any]:
     """The keywords by which a row is told the pattern: `causal`, and each option that is given by its name.
 
     A row with a parameter `pattern` gets it whole in their place, but not where `causal` says it all. ValueError names
@@ -296,8 +297,14 @@ def told(row: Callable[..., Tensor], pattern: Pattern) -> dict[str, Any]:
         return {"causal": pattern.causal}
     if reason := why_not_told(row, tuple(pattern.options)):
         raise ValueError(reason)
-    takes_all = why_not_told(row, ("pattern",)) is None
-    return {"pattern": pattern} if takes_all else {"causal": pattern.causal, **pattern.options}
+    return (
+        {"pattern": pattern}
+        if why_not_told(row, ("pattern",)) is None
+        else {"causal": pattern.causal, **pattern.options}
+    )
+
+
+told = keywords_of  # as an earlier state calls it, which `--against` gives this file
 
 
 @constant

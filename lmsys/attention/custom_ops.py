@@ -1,5 +1,10 @@
 """Makes kernels differentiable: for eager PyTorch as an autograd Function, and for whoever looks at operators, such as
-torch.compile, by custom operators, nodes of known shapes into which nobody looks."""
+torch.compile, by custom operators, nodes of known shapes into which nobody looks.
+
+Queries, keys and values may be parts of one tensor, which their projection has written: gradients then lie alike.
+
+Legend: B batch, H query heads, Hkv key/value heads, N = H + 2 Hkv, S length, D head dimension.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,8 +36,42 @@ def _like_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _like(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-def _laid_out(found: Tensor) -> Tensor:
-    return found if found.transpose(1, 2).is_contiguous() else _like(found).copy_(found)
+def _laid_out(x: Tensor) -> Tensor:
+    return x if x.transpose(1, 2).is_contiguous() else _like(x).copy_(x)
+
+
+def whole_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    """The contiguous tensor (B, S, N, D) of which q (B, H, S, D), k and v (B, Hkv, S, D) are the heads, in this order.
+
+    None where they are not.
+    """
+    (batch, heads, length, head_dim), (_, kv_heads, _, _) = q.shape, k.shape
+    row = (heads + 2 * kv_heads) * head_dim
+    if q.stride(2) != row or not k.shape == v.shape == (batch, kv_heads, length, head_dim):
+        return None
+    first, strides = q.storage_offset(), (length * row, head_dim, row, 1)
+    offsets = first, first + heads * head_dim, first + (heads + kv_heads) * head_dim
+    if any(x.stride() != strides or x.storage_offset() != at for x, at in zip((q, k, v), offsets, strict=True)):
+        return None
+    if len({x.untyped_storage().data_ptr() for x in (q, k, v)}) != 1:
+        return None
+    return q.as_strided((batch, length, heads + 2 * kv_heads, head_dim), (length * row, row, head_dim, 1))
+
+
+def gradients_like(
+    q: Tensor, k: Tensor, v: Tensor, like: Callable[[Tensor], Tensor], together: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty dq, dk and dv: parts of one tensor where q, k and v are, so that the projection's backward finds one.
+
+    Else `like` makes each of its input, also where a row of a head is no multiple of 16 bytes, as descriptors need it,
+    and where not `together`: a custom operator has told beforehand how its results lie.
+    """
+    whole = whole_of(q, k, v) if together else None
+    if whole is None or q.shape[-1] * q.element_size() % 16:
+        return like(q), like(k), like(v)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    dq, dk, dv = torch.empty_like(whole).transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
+    return dq, dk, dv
 
 
 def _apart(pattern: Pattern | None) -> tuple[str, tuple[int, ...], tuple[float, ...], list[Tensor]]:
@@ -55,7 +94,7 @@ def _kind(value: Any) -> str:
 def _together(causal: bool, layout: str, *parts: Sequence[Any]) -> dict[str, Pattern]:
     """The keyword by which a kernel is told a pattern that was taken apart, where there was one."""
     left, given = dict(zip("nft", map(iter, parts), strict=True)), dict[str, Any]()
-    for name, kinds in (one.split(":") for one in layout.split()):
+    for name, kinds in (part.split(":") for part in layout.split()):
         values = [next(left[kind]) for kind in kinds]
         made = Documents.of_parts(*values) if name == "documents" else tuple(values)
         given[name] = made if len(kinds) > 1 else values[0]
@@ -67,13 +106,11 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, patte
     return naive(*(x.to(wide) for x in (q, k, v)), causal=causal, scale=scale, pattern=pattern).to(q.dtype)
 
 
-def custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Tensor], Backward]:
+def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Tensor], Backward]:
     """The operators `lmsys::<name>` and `lmsys::<name>_backward` as functions on 4-D tensors, differentiable each:
     (q, k, v, causal, scale, pattern) -> o and (q, k, v, o, lse, do, causal, scale, pattern) -> dq, dk, dv.
 
-    A pattern, or None, stands in the place of `causal`. `forward(q, k, v, causal, scale)` gives o and the log-sum-exp,
-    `backward(q, k, v, o, lse, do, causal, scale)` gives dq, dk, dv; each may be given a `pattern`. Second derivatives
-    are those of `naive`.
+    A pattern, or None, stands in the place of `causal`. Second derivatives are those of `naive`.
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, *parts: Any) -> tuple[Tensor, Tensor]:
@@ -115,8 +152,8 @@ def custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callable
             causal, scale, *parts = ctx.asked
             function = partial(_exact, causal=causal, scale=scale, **_together(causal, *parts, tensors))
             _, pull = torch.func.vjp(lambda q, k, v, do: torch.func.vjp(function, q, k, v)[1](do), q, k, v, do)
-            *found, of_do = pull(grads)
-            return *found, None, None, of_do, *[None] * (5 + len(tensors))
+            *gradients, of_do = pull(grads)
+            return *gradients, None, None, of_do, *[None] * (5 + len(tensors))
 
     class CustomOp(torch.autograd.Function):
         """Stays out of the registered operators: in compiled code each call of one costs the host about 15 us."""
@@ -137,8 +174,8 @@ def custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callable
         def backward(ctx: Any, *grads: Tensor) -> Any:
             q, k, v, o, lse, *tensors = ctx.saved_tensors
             args = q, k, v, o, lse, grads[0], *ctx.asked
-            found = backward_op(*args, tensors) if torch.compiler.is_compiling() else Gradients.apply(*args, *tensors)
-            return *found, *[None] * (5 + len(tensors))
+            dqkv = backward_op(*args, tensors) if torch.compiler.is_compiling() else Gradients.apply(*args, *tensors)
+            return *dqkv, *[None] * (5 + len(tensors))
 
     class Refusing(CustomOp):
         jvp = staticmethod(no_forward_mode)  # which torch.compile takes in no Function
@@ -159,12 +196,12 @@ def custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callable
     return attend, gradients
 
 
-def autograd_function(name: str, forward: Forward, backward: Backward, gradients: Backward) -> Any:
+def _autograd_function(name: str, forward: Forward, backward: Backward, gradients: Backward) -> Any:
     """The class `name` with `.apply(q, k, v, causal, scale, tile, pattern)` on (..., H, S, D) or (B, S, D).
 
-    The last four may be left out: `tile` is what `forward` and `backward`, else as for `custom_op`, take as one more
+    The last four may be left out: `tile` is what `forward` and `backward`, else as for `flash`, take as one more
     argument; a `pattern`, which some of them take, they are given by its name. They take the maximum before they scale,
-    so `scale` must be positive (ValueError); `attend` takes any. `gradients` makes those to be differentiated again.
+    so `scale` must be positive (ValueError). `gradients` makes those to be differentiated again.
     """
 
     class Flash(torch.autograd.Function):
@@ -203,39 +240,46 @@ def autograd_function(name: str, forward: Forward, backward: Backward, gradients
             if q.dim() == 4:
                 return *run(q, k, v, o, lse, grads[0], *asked, **options), None, None, None, None
             q4, k4, v4, o4, do4 = (as_4d(x) for x in (q, k, v, o, grads[0]))
-            found = run(q4, k4, v4, o4, lse.view(q4.shape[:-1]), do4, *asked, **options)
-            return *(dx.reshape(x.shape) for dx, x in zip(found, (q, k, v), strict=True)), None, None, None, None
+            dqkv = run(q4, k4, v4, o4, lse.view(q4.shape[:-1]), do4, *asked, **options)
+            return *(dx.reshape(x.shape) for dx, x in zip(dqkv, (q, k, v), strict=True)), None, None, None, None
 
     Flash.__name__ = Flash.__qualname__ = name
     Flash.kernels = forward, backward
     return Flash
 
 
-def attend(
-    eager: Any,
-    operator: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float | None,
-    pattern: Pattern | None = None,
-) -> Any:
-    """Calls an `autograd_function`, or where somebody looks a `custom_op`. They need scale > 0; here any will do."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if scale <= 0:
-        q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
-    if pattern is not None and not NEEDS.isdisjoint(pattern.options):
-        if torch.compiler.is_exporting():
-            asked = ", ".join(sorted(NEEDS & pattern.options.keys()))
-            raise ValueError(
-                f"a flash row is no operator under {asked}, as torch.export needs; impl='vectorized' has it"
-            )
-        run = attend_with_lse
-        if torch.compiler.is_compiling():
-            from lmsys.attention.untraced import attend_with_lse as run
-        return run(eager, q, k, v, scale, pattern)
-    causal = causal if pattern is None else pattern.causal
-    if is_watched():
-        return operator(q, k, v, causal, scale, pattern)
-    return eager.apply(q, k, v, causal, scale, None, pattern)
+def flash(
+    name: str, class_name: str, forward: Forward, backward: Backward, registered: Backward | None = None
+) -> tuple[Any, Callable[..., Any]]:
+    """The autograd Function of a flash row, `<class_name>.apply`, and `attend(q, k, v, causal, scale, pattern)`.
+
+    `forward(q, k, v, causal, scale)` gives o and the log-sum-exp, `backward(q, k, v, o, lse, do, causal, scale)` gives
+    dq, dk, dv; each may be given a `pattern`. `registered` is the backward of the operators `lmsys::<name>` and
+    `lmsys::<name>_backward`, where that is another one. `attend` takes any scale. It calls the operators where somebody
+    looks at them, such as torch.compile.
+    """
+    operator, gradients = _custom_op(name, forward, registered or backward)
+    eager = _autograd_function(class_name, forward, backward, gradients)
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, pattern: Pattern | None = None
+    ) -> Any:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if scale <= 0:
+            q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
+        if pattern is not None and not NEEDS.isdisjoint(pattern.options):
+            if torch.compiler.is_exporting():
+                options = ", ".join(sorted(NEEDS & pattern.options.keys()))
+                raise ValueError(
+                    f"a flash row is no operator under {options}, as torch.export needs; impl='vectorized' has it"
+                )
+            run = attend_with_lse
+            if torch.compiler.is_compiling():
+                from lmsys.attention.untraced import attend_with_lse as run
+            return run(eager, q, k, v, scale, pattern)
+        causal = causal if pattern is None else pattern.causal
+        if is_watched():
+            return operator(q, k, v, causal, scale, pattern)
+        return eager.apply(q, k, v, causal, scale, None, pattern)
+
+    return eager, attend

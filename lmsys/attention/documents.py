@@ -58,7 +58,7 @@ class Documents:
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> "Documents":
         """From where documents begin and the last one ends: (N + 1,) integers 0, ..., S, on attention's device."""
-        _check_integers("cu_seqlens", cu_seqlens, (1,))
+        _check_tokens("cu_seqlens", cu_seqlens, (1,))
         edges = cu_seqlens.tolist()
         if len(edges) < 2 or edges[0] != 0:
             raise ValueError(f"cu_seqlens={shortly(edges)} must be 0, then where each document ends")
@@ -70,11 +70,11 @@ class Documents:
     @classmethod
     def from_ids(cls, ids: Tensor) -> "Documents":
         """From a number for each token, one for all tokens of a document: (S,) or (B, S) integers."""
-        _check_integers("ids", ids, (1, 2))
+        _check_tokens("ids", ids, (1, 2))
         lengths = []
         for row in ids if ids.dim() == 2 else [ids]:
-            found, counts = torch.unique_consecutive(row, return_counts=True)
-            if len(found.unique()) != len(found):
+            numbers, counts = torch.unique_consecutive(row, return_counts=True)
+            if len(numbers.unique()) != len(numbers):
                 raise ValueError(f"ids={shortly(row.tolist())}: the tokens of a document must stand together")
             lengths.append(counts.tolist())
         return cls(lengths, ids.device)
@@ -82,10 +82,10 @@ class Documents:
     @classmethod
     def of_parts(cls, *parts: Tensor) -> "Documents":
         """Those that `parts` has taken apart, for the time of a call: nothing is kept, and nobody knows the lengths."""
-        found = cls.__new__(cls)
-        found.starts, found.ends, found.key_starts, found.key_ends, found.places = parts
-        found.longest, found._keys, found.kept = getattr(parts[0], "longest", FARTHEST), None, None
-        return found
+        documents = cls.__new__(cls)
+        documents.starts, documents.ends, documents.key_starts, documents.key_ends, documents.places = parts
+        documents.longest, documents._keys, documents.kept = getattr(parts[0], "longest", FARTHEST), None, None
+        return documents
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -99,8 +99,8 @@ class Documents:
 
     def of_entries(self, entries: Sequence[int]) -> "Documents":
         """The documents of some batch entries."""
-        keys = self._keys and self._keys.of_entries(entries)
-        return Documents([self.lengths[entry % self.batch] for entry in entries], self.device, keys)
+        lengths = [self.lengths[entry % self.batch] for entry in entries]
+        return Documents(lengths, self.device, self._keys and self._keys.of_entries(entries))
 
     @property
     def batch(self) -> int:
@@ -172,10 +172,10 @@ def _made_to_last(make: Callable[[], Any], device: torch.device) -> Any:
 
     def made() -> Any:
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            found = make()
+            value = make()
             if stream is not None:  # so that it is there for every stream that later finds it
                 stream.synchronize()
-            return found
+            return value
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(made).result()
@@ -193,8 +193,13 @@ def kept_on_documents(most: int) -> Callable[[Callable[..., Any]], Callable[...,
 
         @wraps(make)
         def made(documents: Documents | None, *key: Any) -> Any:
-            kept = without if documents is None else documents.kept
-            return keep(kept, (make.__qualname__, *key), partial(make, documents, *key), key[-1], most)
+            return keep(
+                without if documents is None else documents.kept,
+                (make.__qualname__, *key),
+                partial(make, documents, *key),
+                key[-1],
+                most,
+            )
 
         return made
 
@@ -203,22 +208,29 @@ def kept_on_documents(most: int) -> Callable[[Callable[..., Any]], Callable[...,
 
 def _rows(lengths: Any) -> Sequence[Any]:
     if isinstance(lengths, str) or not isinstance(lengths, Sequence) or not lengths:
-        told = "their lengths, as in Documents([3, 5]), or one list of lengths for each batch entry"
-        raise ValueError(f"documents are made of {told}; got {shortly(lengths)}")
+        raise ValueError(
+            "documents are made of their lengths, as in Documents([3, 5]), or one list of lengths for each batch entry;"
+            f" got {shortly(lengths)}"
+        )
     return lengths if isinstance(lengths[0], Sequence) else [lengths]
 
 
 def _checked(lengths: Any) -> tuple[int, ...]:
     if not isinstance(lengths, Sequence) or not lengths:
         raise ValueError(f"documents of a batch entry must be a list of lengths; got {shortly(lengths)}")
-    found = tuple(whole("length of a document", length, least=1, most=FARTHEST) for length in lengths)
-    whole("number of tokens of a batch entry", sum(found), most=FARTHEST)
-    return found
+    lengths = tuple(whole("length of a document", length, least=1, most=FARTHEST) for length in lengths)
+    whole("number of tokens of a batch entry", sum(lengths), most=FARTHEST)
+    return lengths
 
 
-def _check_integers(name: str, x: Any, dims: tuple[int, ...]) -> None:
+def check_integers(name: str, x: Any) -> None:
+    """ValueError unless x is a tensor of int32 or int64."""
     if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
-        told = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be a torch.Tensor of int32 or int64; got {told}")
+        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be a torch.Tensor of int32 or int64; got {given}")
+
+
+def _check_tokens(name: str, x: Any, dims: tuple[int, ...]) -> None:
+    check_integers(name, x)
     if x.dim() not in dims or 0 in x.shape:
         raise ValueError(f"{name} must have {' or '.join(map(str, dims))} dimensions of tokens; got {tuple(x.shape)}")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, aligned, why_not_plain
-from lmsys.attention.custom_ops import attend, autograd_function, custom_op
+from lmsys.attention.custom_ops import flash
 from lmsys.attention.pattern import PLAIN, Pattern
 from lmsys.files import cache_folder, check_private
 
@@ -91,8 +91,7 @@ class _Problem(ctypes.Structure):
 @cache
 def nvcc() -> str | None:
     """CUDA's compiler: on the path, else under $CUDA_HOME or /usr/local/cuda."""
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    return shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
+    return shutil.which("nvcc") or shutil.which(os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin/nvcc")
 
 
 @cache
@@ -112,8 +111,7 @@ def nvcc_command(
     dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles, windowed: bool = False
 ) -> list[str]:
     """The command that builds a variant, without the name of the result."""
-    told = macros(dtype, head_dim, tiles, windowed)
-    escaped = [macro.replace(",", "\\,") for macro in told]  # nvcc splits lists at commas
+    escaped = [macro.replace(",", "\\,") for macro in macros(dtype, head_dim, tiles, windowed)]  # nvcc splits at commas
     return [str(nvcc()), *FLAGS, f"-arch=sm_{capability[0]}{capability[1]}", *escaped, str(SOURCE)]
 
 
@@ -123,8 +121,8 @@ def build(
     """The shared library of a variant, from the cache or compiled now. RuntimeError with nvcc's words if it fails."""
     command = nvcc_command(dtype, head_dim, capability, tiles or tiles_for(dtype, head_dim), windowed)
     sources = SOURCE.read_bytes() + SOURCE.with_suffix(".cuh").read_bytes()
-    told = "\0".join([*command[1:-1], _nvcc_version()]).encode()
-    name = f"flash_cuda-{hashlib.sha256(sources + told).hexdigest()[:16]}.so"
+    given = "\0".join([*command[1:-1], _nvcc_version()]).encode()
+    name = f"flash_cuda-{hashlib.sha256(sources + given).hexdigest()[:16]}.so"
     path = cache_folder() / name
     if not path.exists():
         what = f"{DTYPE_NAMES[dtype]}, head_dim {head_dim}, sm_{capability[0]}{capability[1]}"
@@ -233,8 +231,7 @@ def _backward(
     return dq, dk, dv
 
 
-_operator, _gradients = custom_op("flash_cuda", _forward, _backward)
-FlashCuda = autograd_function("FlashCuda", _forward, _backward, _gradients)  # its `tile` is `Tiles`
+FlashCuda, _attend = flash("flash_cuda", "FlashCuda", _forward, _backward)  # its `tile` is `Tiles`
 
 
 def flash_cuda(
@@ -250,7 +247,7 @@ def flash_cuda(
 
     `pattern`, of a window, stands in the place of `causal`.
     """
-    return attend(FlashCuda, _operator, q, k, v, causal, scale, pattern)
+    return _attend(q, k, v, causal, scale, pattern)
 
 
 def flash_cuda_supports(case: AttentionCase) -> str | None:

@@ -59,8 +59,7 @@ def _by_head(scores: Tensor, added: Tensor) -> Tensor:
 def _tile_size(num_heads: int, longest: int, device: str) -> int:
     """A power of two, as large as TILE_SCORES allows for `num_heads` tiles at once."""
     fits = math.isqrt(TILE_SCORES[device] // num_heads)
-    needed = 1 << (longest - 1).bit_length()
-    return max(MIN_TILE, min(MAX_TILE, needed, 1 << max(fits, 1).bit_length() - 1))
+    return max(MIN_TILE, min(MAX_TILE, 1 << (longest - 1).bit_length(), 1 << max(fits, 1).bit_length() - 1))
 
 
 def flash_forward(
@@ -141,8 +140,8 @@ def _tile_weights(
     if softcap is not None:
         capped = torch.tanh(scores / softcap)
         scores = capped * softcap
-    for one in others:
-        scores = _hide(scores, one) if one.dtype == torch.bool else (_by_head(scores, one) + one).view_as(scores)
+    for x in others:
+        scores = _hide(scores, x) if x.dtype == torch.bool else (_by_head(scores, x) + x).view_as(scores)
     p = torch.exp(scores - lse.unsqueeze(-1))
     dbias = ds = p * (dp - delta.unsqueeze(-1))
     if softcap is not None:
@@ -231,8 +230,7 @@ def backward_here(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, ...]
     return (compiled_flash_backward if q.is_cuda else flash_backward)(q, *others, **options)
 
 
-_operator, _gradients = custom_ops.custom_op("flash_torch", flash_forward, backward_here)
-FlashTorch = custom_ops.autograd_function("FlashTorch", flash_forward, backward_here, _gradients)
+FlashTorch, _attend = custom_ops.flash("flash_torch", "FlashTorch", flash_forward, backward_here)
 
 
 def flash_torch(
@@ -248,7 +246,7 @@ def flash_torch(
 
     `pattern` stands in the place of `causal`.
     """
-    return custom_ops.attend(FlashTorch, _operator, q, k, v, causal, scale, pattern)
+    return _attend(q, k, v, causal, scale, pattern)
 
 
 def flash_torch_supports(case: contract.AttentionCase) -> str | None:

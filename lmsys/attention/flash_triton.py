@@ -33,7 +33,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from lmsys.attention import contract, custom_ops, flash_torch, flash_triton_kernels, side_by_side
+from lmsys.attention import contract, custom_ops, flash_torch, flash_triton_kernels
 from lmsys.attention.bounds import Bounds
 from lmsys.attention.flash_triton_decode import decode, decodes, forward_tensors
 from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern
@@ -132,8 +132,7 @@ def _extent(pattern: Pattern, bounds: Bounds | None, q: Tensor, *dlse: Tensor | 
         slopes = pattern.alibi.float().expand(q.shape[:2]).contiguous()
         places = pattern.position(q.shape[2], q.device).to(torch.int32)
         position = F.pad(places.expand(q.shape[0], -1).flatten(), (0, ROW_PADDING))
-    softcap = None if pattern.softcap is None else float(pattern.softcap)
-    extent = *interval, softcap, slopes, position, *dlse
+    extent = *interval, None if pattern.softcap is None else float(pattern.softcap), slopes, position, *dlse
     return extent if _form(extent) else ()
 
 
@@ -229,7 +228,7 @@ def _backward(
         # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet: Triton binds one
         # on launch, but descriptors are encoded before. This call binds it, also while a graph is captured.
         torch.cuda.is_current_stream_capturing()
-    dq, dk, dv = side_by_side.gradients_like(q, k, v, lambda x: describable(torch.empty_like(x)), together)
+    dq, dk, dv = custom_ops.gradients_like(q, k, v, lambda x: describable(torch.empty_like(x)), together)
     q, k, v, o, do = (describable(x) for x in (q, k, v, o, do))
     rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -250,14 +249,12 @@ def _backward(
     return dq, dk, dv
 
 
-_operator, _gradients = custom_ops.custom_op("flash_triton", _forward, partial(_backward, together=False))
-_operator_torch_bwd, _gradients_torch_bwd = custom_ops.custom_op(
-    "flash_triton_torch_bwd", _forward, flash_torch.backward_here
-)
 # The `tile` of FlashTriton is that of all three kernels.
-FlashTriton = custom_ops.autograd_function("FlashTriton", _forward, _backward, _gradients)
-FlashTritonTorchBackward = custom_ops.autograd_function(
-    "FlashTritonTorchBackward", _forward, flash_torch.backward_here, _gradients_torch_bwd
+FlashTriton, _attend = custom_ops.flash(
+    "flash_triton", "FlashTriton", _forward, _backward, registered=partial(_backward, together=False)
+)
+FlashTritonTorchBackward, _attend_torch_bwd = custom_ops.flash(
+    "flash_triton_torch_bwd", "FlashTritonTorchBackward", _forward, flash_torch.backward_here
 )
 
 
@@ -274,7 +271,7 @@ def flash_triton(
 
     `pattern` stands in the place of `causal`.
     """
-    return custom_ops.attend(FlashTriton, _operator, q, k, v, causal, scale, pattern)
+    return _attend(q, k, v, causal, scale, pattern)
 
 
 def flash_triton_torch_bwd(
@@ -287,7 +284,7 @@ def flash_triton_torch_bwd(
     pattern: Pattern | None = None,
 ) -> Any:
     """`flash_triton` with a compiled PyTorch backward, as a course solution has it before its own Triton backward."""
-    return custom_ops.attend(FlashTritonTorchBackward, _operator_torch_bwd, q, k, v, causal, scale, pattern)
+    return _attend_torch_bwd(q, k, v, causal, scale, pattern)
 
 
 def flash_triton_supports(case: contract.AttentionCase) -> str | None:
@@ -302,8 +299,10 @@ def flash_triton_supports(case: contract.AttentionCase) -> str | None:
             return f"needs compute capability 8.0 or later; this GPU has {case.capability[0]}.{case.capability[1]}"
         few = case.queries <= contract.FEW_QUERIES or case.options
         if few and case.capability is not None and case.capability[0] == 10 and version().startswith(("3.6", "3.7")):
-            told = "Triton 3.6.0 fails to compile options, and few queries, for this GPU's compute capability 10; 3.8.0"
-            return f"{told} compiles them; this is {version()}"
+            return (
+                "Triton 3.6.0 fails to compile options, and few queries, for this GPU's compute capability 10; 3.8.0"
+                f" compiles them; this is {version()}"
+            )
         return None
     if not INTERPRETED:
         return "runs on CUDA; on CPU only in Triton's interpreter (TRITON_INTERPRET=1), for verification"
@@ -312,6 +311,3 @@ def flash_triton_supports(case: contract.AttentionCase) -> str | None:
     if case.batch * case.heads * case.queries * case.keys > INTERPRETED_SCORES:
         return f"Triton's interpreter is too slow above {INTERPRETED_SCORES:,} scores (batch x heads x queries x keys)"
     return None
-
-
-flash_triton_torch_bwd_supports = flash_triton_supports

@@ -237,8 +237,8 @@ def _gpu(device: torch.device) -> tuple[int, int]:
     are divided."""
     if device.type != "cuda":
         return 8, ROOM
-    found = torch.cuda.get_device_properties(device)
-    return found.multi_processor_count, found.shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
 def forward_tensors(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys.attention.contract import repeat_heads, told
+from lmsys.attention.contract import keywords_of, repeat_heads
 from lmsys.attention.pattern import Pattern
 
 
@@ -30,7 +30,7 @@ def kept_apart(
     q, k, v, bias, sinks, spoilt = sound(q, k, v, *added, *_sight(pattern, q.shape[2], k.shape[2], q.device))
     if bias is not None or sinks is not None:
         pattern = replace(pattern, bias=bias, sinks=sinks)
-    result = row(q, k, v, scale=scale, **told(row, pattern))
+    result = row(q, k, v, scale=scale, **keywords_of(row, pattern))
     if not pattern.return_lse:
         return _Spoilt.apply(result, spoilt)
     return _Spoilt.apply(result[0], spoilt), _Spoilt.apply(result[1].unsqueeze(-1), spoilt).squeeze(-1)

@@ -71,15 +71,15 @@ class WithLse(torch.autograd.Function):
         *saved, bias, sinks = ctx.saved_tensors
         (do, dlse), (o, lse), dsinks = grads, saved[3:], None
         pattern = replace(ctx.pattern, bias=bias)
-        found = ctx.run(*saved, do, pattern.causal, ctx.scale, pattern=pattern, dlse=dlse)
+        gradients = ctx.run(*saved, do, pattern.causal, ctx.scale, pattern=pattern, dlse=dlse)
         if sinks is not None:
-            delta = (o.to(lse.dtype) * do).sum(dim=-1)
-            ds = (torch.exp(sinks.unsqueeze(-1) - lse) * (dlse - delta)).sum(dim=-1)
+            p = torch.exp(sinks.unsqueeze(-1) - lse)
+            ds = (p * (dlse - (o.to(lse.dtype) * do).sum(dim=-1))).sum(dim=-1)
             dsinks = ds.sum_to_size(sinks.shape).to(sinks.dtype)
-        return None, *(*found, None)[:4], dsinks, None, None
+        return None, *(*gradients, None)[:4], dsinks, None, None
 
 
 def attend_with_lse(eager: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, pattern: Pattern) -> Any:
     """Gives what a flash row does for a pattern with one of NEEDS: o, or o and the log-sum-exp."""
-    found = WithLse.apply(eager.kernels, q, k, v, pattern.bias, pattern.sinks, scale, pattern)
-    return found if pattern.return_lse else found[0]
+    o, lse = WithLse.apply(eager.kernels, q, k, v, pattern.bias, pattern.sinks, scale, pattern)
+    return (o, lse) if pattern.return_lse else o

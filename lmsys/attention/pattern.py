@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.bounds import Bounds, intervals_of
-from lmsys.attention.documents import FARTHEST, INTEGERS, Documents, kept_on_documents
+from lmsys.attention.documents import FARTHEST, Documents, check_integers, kept_on_documents
 from lmsys.autograd import is_watched
 from lmsys.values import broadcasts, finite, flag, shortly, whole
 
@@ -121,8 +121,8 @@ class Pattern:
         if self.documents is not None:
             rows = slice(first_query, first_query + num_queries)
             edges = self.documents.key_starts[:, rows], self.documents.key_ends[:, rows]
-        found = intervals_of(position, edges, self.left, self.right, self.prefix, num_keys)
-        return found if self.key_lengths is None else found.until(self.key_lengths)
+        bounds = intervals_of(position, edges, self.left, self.right, self.prefix, num_keys)
+        return bounds if self.key_lengths is None else bounds.until(self.key_lengths)
 
     def added(self, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor | None:
         """Biases of the scores of these queries and keys: (B or 1, H or 1, rows, columns or 1)."""
@@ -154,9 +154,10 @@ class Pattern:
         assert self.mask is None
         if isinstance(self.offset, Tensor):
             return self._intervals(num_queries, num_keys, device)
-        numbers = self.causal, self.window, self.prefix, self.offset
-        found = _bounds_of(self.documents, *numbers, num_queries, num_keys, device)
-        return found if self.key_lengths is None else found.until(self.key_lengths)
+        bounds = _bounds_of(
+            self.documents, self.causal, self.window, self.prefix, self.offset, num_queries, num_keys, device
+        )
+        return bounds if self.key_lengths is None else bounds.until(self.key_lengths)
 
     def span(self, num_keys: int) -> int:
         """The most keys that a query may see, by its window and documents."""
@@ -172,16 +173,16 @@ class Pattern:
         return replace(self, documents=documents, **tensors)
 
     def simplest(self, num_queries: int, num_keys: int) -> "Pattern":
-        """The same pattern without what hides nothing: a window as long as the sequence, an offset to its end."""
-        found = self
-        others = found.documents is not None and found.documents.keys is not found.documents
-        if isinstance(found.offset, Tensor) or others or found.alibi is not None:
-            return found
-        if isinstance(found.window, int) and found.window >= num_queries + found.offset:
-            found = replace(found, window=None)
-        if found.causal and found.window is None and max(found.offset, (found.prefix or 0) - 1) >= num_keys - 1:
-            found = replace(found, causal=False, prefix=None)
-        return found if found.right is not None or not found.offset else replace(found, offset=0)
+        """This pattern without options that hide nothing: a window as long as the sequence, an offset to its end."""
+        others = self.documents is not None and self.documents.keys is not self.documents
+        if isinstance(self.offset, Tensor) or others or self.alibi is not None:
+            return self
+        simple = self
+        if isinstance(simple.window, int) and simple.window >= num_queries + self.offset:
+            simple = replace(simple, window=None)
+        if simple.causal and simple.window is None and max(self.offset, (simple.prefix or 0) - 1) >= num_keys - 1:
+            simple = replace(simple, causal=False, prefix=None)
+        return simple if simple.right is not None or not self.offset else replace(simple, offset=0)
 
 
 def tile_of(x: Tensor, rows: slice, columns: slice) -> Tensor:
@@ -261,11 +262,11 @@ def checked_pattern(
         if not causal or window is not None:
             raise ValueError(f"{prefix=} needs causal=True and no window: it adds keys to those up to a query's own")
     offset = _checked_offset(offset, q, k, batch, documents, key_lengths)
-    found = Pattern(
+    pattern = Pattern(
         causal, window, offset, documents, key_lengths, mask, softcap, prefix, bias, alibi, sinks, return_lse
     )
     # A compiler would make code for either side of each comparison of lengths.
-    return found if torch.compiler.is_compiling() else found.simplest(q.shape[-2], k.shape[-2])
+    return pattern if torch.compiler.is_compiling() else pattern.simplest(q.shape[-2], k.shape[-2])
 
 
 def _checked_window(window: Any, causal: bool) -> int | tuple[int, int]:
@@ -301,13 +302,17 @@ def _checked_offset(
 
 def _check_documents(documents: Any, q: Tensor, k: Tensor, batch: int) -> None:
     if not isinstance(documents, Documents):
-        told = "made once, as by Documents(lengths, device)"
-        raise ValueError(f"documents must be lmsys.attention.Documents, {told}; got {shortly(documents)}")
+        raise ValueError(
+            "documents must be lmsys.attention.Documents, made once, as by Documents(lengths, device);"
+            f" got {shortly(documents)}"
+        )
     tokens, keys = documents.num_tokens, documents.keys.num_tokens
     if (tokens, keys) != (q.shape[-2], k.shape[-2]):
-        told = f"they have {tokens} tokens{'' if tokens == keys else f' and {keys} keys'}, "
-        told += f"for {q.shape[-2]} queries and {k.shape[-2]} keys"
-        raise ValueError(f"documents must fill the sequence, of as many queries as keys unless keys= says more; {told}")
+        raise ValueError(
+            "documents must fill the sequence, of as many queries as keys unless keys= says more; they have"
+            f" {tokens} tokens{'' if tokens == keys else f' and {keys} keys'}, for {q.shape[-2]} queries and"
+            f" {k.shape[-2]} keys"
+        )
     if documents.batch not in (1, batch):
         raise ValueError(f"documents must be of 1 or {batch} batch entries, as q is; got {documents.batch}")
     if documents.device != q.device:
@@ -315,9 +320,7 @@ def _check_documents(documents: Any, q: Tensor, k: Tensor, batch: int) -> None:
 
 
 def _check_lengths(name: str, x: Any, q: Tensor, batch: int, most: int | None = None) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
-        told = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be a torch.Tensor of int32 or int64; got {told}")
+    check_integers(name, x)
     if x.shape != (batch,):
         raise ValueError(f"{name} must be one for each batch entry, of shape ({batch},); got {tuple(x.shape)}")
     if x.device != q.device:

@@ -121,14 +121,15 @@ def sdpa_flash_supports(case: AttentionCase) -> str | None:
 
 
 def sdpa_efficient_supports(case: AttentionCase) -> str | None:
-    can_use = cuda_backend.can_use_efficient_attention
-    says = partial(_torch_says, case, SDPBackend.EFFICIENT_ATTENTION, can_use, "bias")
-    return says() if case.device == "cuda" else "SDPA's memory-efficient attention runs on CUDA only"
+    if case.device != "cuda":
+        return "SDPA's memory-efficient attention runs on CUDA only"
+    return _torch_says(case, SDPBackend.EFFICIENT_ATTENTION, cuda_backend.can_use_efficient_attention, "bias")
 
 
 def sdpa_cudnn_supports(case: AttentionCase) -> str | None:
-    says = partial(_torch_says, case, SDPBackend.CUDNN_ATTENTION, cuda_backend.can_use_cudnn_attention)
-    return says() if case.device == "cuda" else "SDPA's cuDNN attention runs on CUDA only"
+    if case.device != "cuda":
+        return "SDPA's cuDNN attention runs on CUDA only"
+    return _torch_says(case, SDPBackend.CUDNN_ATTENTION, cuda_backend.can_use_cudnn_attention)
 
 
 def why_not_scale(case: AttentionCase) -> str | None:
@@ -145,13 +146,13 @@ def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[...,
     if reason := _why_not_known(case, *added) or why_not_scale(case):
         return reason
     ask = partial(_asked, backend=backend, can_use=can_use, deterministic=torch.are_deterministic_algorithms_enabled())
-    if (said := ask(case)) is None:
+    if (reasons := ask(case)) is None:
         return None
-    if said:
-        return f"torch: {said}"
+    if reasons:
+        return f"torch: {reasons}"
     takes = [change for change, other in _changes(case).items() if ask(other) is None]
-    told = f"it would take {' or '.join(takes)}" if takes else "another row can: SDPA math runs every case"
-    return f"torch {torch.__version__} refuses and does not say why; {told}"
+    advice = f"it would take {' or '.join(takes)}" if takes else "another row can: SDPA math runs every case"
+    return f"torch {torch.__version__} refuses and does not say why; {advice}"
 
 
 def _changes(case: AttentionCase) -> dict[str, AttentionCase]:
@@ -249,8 +250,9 @@ def _make_block_mask(
 ) -> BlockMask:
     # Uncompiled, creation holds a (Q, K) matrix of flags: 4 GiB at 65,536.
     batch = None if documents is None or documents.batch == 1 else documents.batch
-    seen = _mask_mod(left, right, prefix, offset, documents)
-    return create_block_mask(seen, batch, None, queries, keys, device=device)
+    return create_block_mask(
+        _mask_mod(left, right, prefix, offset, documents), batch, None, queries, keys, device=device
+    )
 
 
 _block_mask_of = kept_on_documents(most=64)(_make_block_mask)
@@ -266,12 +268,12 @@ def _mask_mod(
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         entry = batch if several else 0
         place, start, end = (x[entry, query] for x in packed) if packed else (query, 0, None)
-        found = place + offset + right >= key if right is not None else key >= 0
+        seen = place + offset + right >= key if right is not None else key >= 0
         if prefix is not None:
-            found = found | (key < start + prefix)
+            seen = seen | (key < start + prefix)
         if left is not None:
-            found = found & (place + offset - left <= key)
-        return found if end is None else found & (start <= key) & (key < end)
+            seen = seen & (place + offset - left <= key)
+        return seen if end is None else seen & (start <= key) & (key < end)
 
     return seen
 

@@ -4,8 +4,6 @@ The file is `tuning.json` in $LMSYS_CACHE_DIR (default ~/.cache/lmsys). A choice
 Triton version and version of the kernels' source; others are kept beside it.
 """
 
-import hashlib
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
@@ -17,7 +15,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from lmsys import strict_json, values
-from lmsys.files import cache_folder, write_json
+from lmsys.kernels.trial import digest_of
 
 MOST_SIZE = 2**16  # of a tile, in any of its numbers
 
@@ -79,11 +77,16 @@ def block_d(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def cache_file() -> Path:
-    """The file that keeps tuned choices."""
-    return cache_folder() / "tuning.json"
+def _tile(sizes: Any) -> Tile:
+    names = [field.name for field in fields(Tile)]
+    if not isinstance(sizes, dict) or sizes.keys() != set(names):
+        raise ValueError(f"a tile must be an object with {', '.join(names)}; got {values.shortly(sizes)}")
+    for name, size in sizes.items():
+        values.whole(name, size, least=1, most=MOST_SIZE)
+    return Tile(**sizes)
 
 
+KEPT = strict_json.Kept("tuning.json", "tuned choices", "tune", _tile)
 _chosen: dict[tuple[object, ...], Tile] = {}  # by device and the plain case
 
 
@@ -97,16 +100,12 @@ def tune(case: tuple[object, ...], tiles: Sequence[Tile], launch: Callable[[Tile
         return tiles[0]
     if (device.index, *case) not in _chosen:
         key = "/".join(map(str, (torch.cuda.get_device_name(device), triton.__version__, _sources(), *case)))
-        known = _read()
+        known = KEPT.read()
         if key not in known:
             if torch.cuda.is_current_stream_capturing():
                 return tiles[0]
-            best = _fastest(tiles, launch)
-            known = _read() | {key: best}  # read again: another process may have written meanwhile
-            try:
-                write_json(cache_file(), {key: asdict(tile) for key, tile in sorted(known.items())})
-            except OSError as error:
-                warnings.warn(f"{cache_file()}: tuned choices last for this process only: {error}", stacklevel=2)
+            known[key] = _fastest(tiles, launch)
+            KEPT.add(key, asdict(known[key]))
         _chosen[device.index, *case] = known[key]
     return _chosen[device.index, *case]
 
@@ -115,8 +114,8 @@ def _fastest(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
     """Times them there and back: a clock that falls evenly meanwhile, as at a power cap, does so for all alike."""
     times = dict.fromkeys((tile for tile in tiles if _fits(tile, launch)), 0.0)
     if not times:
-        told = ", ".join(f"{tile.block_q} x {tile.block_k}" for tile in tiles)
-        raise RuntimeError(f"no tile of {told} fits this GPU's shared memory and registers; take another row")
+        sizes = ", ".join(f"{tile.block_q} x {tile.block_k}" for tile in tiles)
+        raise RuntimeError(f"no tile of {sizes} fits this GPU's shared memory and registers; take another row")
     for tile in (*times, *reversed(times)):
         times[tile] += _time(tile, launch)
     return min(times, key=lambda tile: times[tile])
@@ -146,34 +145,5 @@ def _time(tile: Tile, launch: Callable[[Tile], None]) -> float:
 
 @cache
 def _sources() -> str:
-    """A hash of the kernels and their candidates, so that a choice does not outlive the code it was made for."""
-    here = Path(__file__)
-    files = here.with_name("flash_triton.py"), here.with_name("flash_triton_kernels.py"), here
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-
-
-def _read() -> dict[str, Tile]:
-    """Choices on disk. ValueError, with the path, when the file is not what `tune` writes."""
-    path = cache_file()
-    try:
-        if not path.is_file():
-            return {}
-        found = strict_json.read_json(path)
-        values.hold((isinstance(found, dict), f"it must be an object of tiles; got {values.shortly(found)}"))
-        return {key: _tile(tile) for key, tile in found.items()}
-    except ValueError as error:
-        cause = str(error).removeprefix(f"{path}: ")
-        raise ValueError(f"{path}: the tuning cache is corrupt ({cause}); delete the file to tune anew") from error
-
-
-def _tile(sizes: Any) -> Tile:
-    names = [field.name for field in fields(Tile)]
-    values.hold(
-        (
-            isinstance(sizes, dict) and sizes.keys() == set(names),
-            f"a tile must be an object with {', '.join(names)}; got {values.shortly(sizes)}",
-        )
-    )
-    for name, size in sizes.items():
-        values.whole(name, size, least=1, most=MOST_SIZE)
-    return Tile(**sizes)
+    """The digest of the kernels and their candidates."""
+    return digest_of(*map(Path(__file__).with_name, ("flash_triton.py", "flash_triton_kernels.py", "tuning.py")))

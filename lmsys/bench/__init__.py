@@ -3,7 +3,7 @@
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, OnRanks, Settings, Tools, bench
 from lmsys.bench.fields import Axis, Field, Grid, Record, Sweep, one_of, positive, yes_no
 from lmsys.measure.step import Step
-from lmsys.registry import Entry, Table
+from lmsys.registry import Entry, Table, Traits
 
 __all__ = [
     "Axis",
@@ -20,6 +20,7 @@ __all__ = [
     "Sweep",
     "Table",
     "Tools",
+    "Traits",
     "bench",
     "one_of",
     "positive",

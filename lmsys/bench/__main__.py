@@ -74,12 +74,13 @@ def file_of(benchmark: str) -> Path:
 
 def option_of_rows(file: Path, rows: list[str]) -> str:
     """The option that names these rows, and those that others are compared with. ValueError where a file has none."""
+    from lmsys.registry import Traits
     from lmsys.verify import benchmarks_of
 
     for benchmark in benchmarks_of(file).values():
         tables = {"row": next(iter(benchmark.tables.values())), **benchmark.tables}
         for axis in [axis for axis in benchmark.axes if axis.name in tables]:
-            beside = [name for name, entry in tables[axis.name].items() if entry.trait("baseline", 0)]
+            beside = [name for name, entry in tables[axis.name].items() if Traits.of(entry).baseline]
             return f"{axis.option or f'--axis={axis.name}'}={','.join(dict.fromkeys([*beside, *rows]))}"
     raise ValueError(f"--row {rows[0]}: {file} has no axis of rows")
 

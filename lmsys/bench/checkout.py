@@ -54,6 +54,11 @@ class Checkout:
             bench = [path for path in sorted(PACKAGE.iterdir()) if path.name not in (*ROWS, "__pycache__")]
             for path in (*bench, *(PACKAGE / name for name in JUDGES)):
                 self.use_today(path)
+            registry = self._mapped(PACKAGE / "registry.py")
+            if registry.is_symlink():
+                text = registry.read_text() + (PACKAGE / "bench" / "earlier.py").read_text()
+                registry.unlink()
+                registry.write_text(text)
             self.working_folder = self._mapped(Path.cwd())
             if not self.working_folder.is_dir():
                 raise ValueError(f"--against {text!r}: it has no folder {Path.cwd().relative_to(self.root)}")

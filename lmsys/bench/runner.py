@@ -20,9 +20,8 @@ from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Lost, release_memory
 from lmsys.measure.host import resident_bytes
 from lmsys.measure.turns import ALONE
-from lmsys.registry import Entry
+from lmsys.registry import Traits
 
-REPORTED = ("color", "baseline", "rivals")  # traits of rows that a report reads
 EATEN_BYTES = 2**28  # that a group has kept: it is told from what allocators hold
 
 
@@ -47,7 +46,8 @@ class Runner(Instruments):
                     f"a file replaces {', '.join(names)} when it is imported, by which its rows are judged"
                 )
             pairs = [pair for case in cases.values() for pair in benchmark.rows_of(case).items()]
-            return cases, {(kind, row.name): _reported(row) for kind, row in pairs}
+            rows = {(kind, row.name): row.to_json() | Traits.of(row).changed for kind, row in pairs}
+            return cases, rows
         finally:
             self.heartbeat.rest()
 
@@ -121,7 +121,3 @@ class Runner(Instruments):
     def ask(self, name: str, *args: Any) -> Any:
         """Returns what this method returns: a worker is asked alike."""
         return getattr(self, name)(*args)
-
-
-def _reported(row: Entry) -> Record:
-    return row.to_json() | {trait: value for trait in REPORTED if (value := row.trait(trait))}

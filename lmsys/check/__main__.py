@@ -24,6 +24,7 @@ from lmsys.check.cases import DTYPES
 from lmsys.check.kinds import KINDS, LIMIT_S, RIGHT, SCHEMA, WRONG, Answer, check_target, verdict_on
 from lmsys.check.question import Options, poison
 from lmsys.processes import ProcessError, Worker, in_own_process
+from lmsys.registry import Traits
 from lmsys.values import choice
 
 USAGE = 2
@@ -69,7 +70,7 @@ def _check_all(options: Options, kinds: Sequence[str], as_json: bool) -> int:
         for number, (kind, entry) in enumerate(rows, start=1):
             print("" if as_json else f"{number:3} of {len(rows)}, {kind} {entry.name}: ", end="", flush=True)
             try:
-                most = MOST_COMPILED if entry.trait("compiles") else None
+                most = MOST_COMPILED if Traits.of(entry).compiles else None
                 answer = worker.call(verdict_on, entry, options, kind, kind == "attention", most, timeout_s=LIMIT_S)
             except Exception as error:
                 answer = Answer(0, (str(error),), "" if isinstance(error, ImportError) else _reason(error))

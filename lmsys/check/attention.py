@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmsys.attention.contract import AttentionCase, adapt, why_not_called, why_not_told
 from lmsys.bench.findings import interpreted_kernels
-from lmsys.check import extremes, laptop, places
+from lmsys.check import extremes, laptop
 from lmsys.check.cases import (
     LIKE,
     Asked,
@@ -24,7 +24,7 @@ from lmsys.check.cases import (
     two_threads,
 )
 from lmsys.check.patterns import explain
-from lmsys.check.question import Fault, Options, Question
+from lmsys.check.question import Fault, Options, Question, where, worst
 from lmsys.measure.repeats import apart, repeated
 from lmsys.registry import Entry
 from lmsys.testing import MEMORY, Oracle, make_inputs, run
@@ -43,7 +43,7 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
         simple = next(_cases(options)).case
         able = next((x for x in options.dtypes if why_not(replace(simple, dtype=x)) is None), simple.dtype)
         usual = _cases(options, bears if options.uses else lambda asked: True)
-        with_options = (one for one in cases_of_options(simple) if why_not_told(row, one.case.options) is None)
+        with_options = (asked for asked in cases_of_options(simple) if why_not_told(row, asked.case.options) is None)
         more = larger(replace(simple, dtype=able)) if options.uses else ()
         for asked in () if options.extremes else chain(usual, with_options, more):
             yield Question(
@@ -55,8 +55,8 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
             )
         for dtype in options.dtypes:
             yield from _of_extremes(why_not, row, replace(simple, dtype=dtype), options)
-        if launched or laptop.told:
-            reason = laptop.INTERPRETED * bool(launched) + laptop.PRETENDED * bool(laptop.told)
+        if launched or laptop.running:
+            reason = laptop.INTERPRETED * bool(launched) + laptop.PRETENDED * bool(laptop.running)
             yield Question("on a GPU", lambda: None, reason=reason.strip())
 
 
@@ -65,8 +65,10 @@ def of_a_handout(entry: Entry, options: Options, causal: bool) -> Iterator[Quest
     with interpreted_kernels() as launched:
         row, simple = _row(entry, options, launched), next(_cases(options))
         for batch, length, head_dim in ((2, 16, 16), (4, 128, 64), (1, 256, 32)):
-            one = replace(simple.case, batch=batch, heads=1, kv_heads=1, queries=length, keys=length, head_dim=head_dim)
-            for case in (one, replace(one, causal=True))[: 1 + causal]:
+            full = replace(
+                simple.case, batch=batch, heads=1, kv_heads=1, queries=length, keys=length, head_dim=head_dim
+            )
+            for case in (full, replace(full, causal=True))[: 1 + causal]:
                 asked = Asked(f"{length} queries{', causal' * case.causal}", case, room=1e-2)
                 yield Question(asked.about, partial(failure, row, asked, options.grad, options.seed))
 
@@ -97,8 +99,9 @@ def _of_sequences(row: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _why_not(entry: Entry, launched: Sequence[Any], case: AttentionCase) -> str | None:
-    reason = entry.why_not(case) or why_not_called(entry.load(), case)
-    return laptop.NO_BFLOAT16 if launched and case.dtype == "bfloat16" else reason
+    if launched and case.dtype == "bfloat16":
+        return laptop.NO_BFLOAT16
+    return entry.why_not(case) or why_not_called(entry.load(), case)
 
 
 def _of_extremes(
@@ -121,8 +124,9 @@ def _of_extremes(
 def _cases(options: Options, bears: Callable[[Asked], bool] = lambda asked: True) -> Iterator[Asked]:
     """Those in the dtypes that are asked for, on a GPU where there is one."""
     cuda = torch.cuda.is_available()
-    capability = torch.cuda.get_device_capability() if cuda else None
-    all_asked = cases("cuda" if cuda else "cpu", capability, options.head_dim, bears)
+    all_asked = cases(
+        "cuda" if cuda else "cpu", torch.cuda.get_device_capability() if cuda else None, options.head_dim, bears
+    )
     return (asked for asked in all_asked if asked.case.dtype in options.dtypes)
 
 
@@ -185,14 +189,14 @@ def _of_circumstances(row: Any, asked: Asked, grad: bool, seed: int, name: str) 
 def _fault(
     name: str, outputs: Mapping[str, Tensor], oracle: Oracle, case: AttentionCase, ratio: float, mistake: str | None
 ) -> Fault:
-    found, budget = outputs[name], oracle.budget[name]
+    output, budget = outputs[name], oracle.budget[name]
     expected = oracle.reference[name].unflatten(0, (case.batch, case.kv_heads)).flatten(1, 2)  # (B, H, S, D)
-    at = places.worst(found, expected)
-    wrong = ~((found.double() - expected).abs() <= budget)
+    at = worst(output, expected)
+    wrong = ~((output.double() - expected).abs() <= budget)
     lines = [
-        f"  {name}[{', '.join(map(str, at))}]: expected {expected[at].item():.6g}, got {found[at].item():.6g};"
+        f"  {name}[{', '.join(map(str, at))}]: expected {expected[at].item():.6g}, got {output[at].item():.6g};"
         f" the largest error is {ratio:.3g} times what is allowed",
-        f"  wrong at: {places.where(wrong)}",
+        f"  wrong at: {where(wrong)}",
     ]
     right = [*LIKE][: [*LIKE].index(name)] if name in LIKE else []
     return Fault.explained("\n".join(lines), mistake, ratio, right)

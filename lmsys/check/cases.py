@@ -43,11 +43,13 @@ class Asked:
     use: "Use | None" = None
 
     def __str__(self) -> str:
-        one = self.case
-        heads = f"{one.heads}" if one.heads == one.kv_heads else f"{one.heads} over {one.kv_heads}"
-        told = f"{one.dtype}, batch {one.batch}, heads {heads}, {one.queries} queries, {one.keys} keys, head dimension"
-        mask = ", ".join(["causal" if one.causal else "full", *one.options])
-        return f"{told} {one.head_dim}, {mask}{'' if one.scale is None else f', scale {one.scale:g}'}"
+        case = self.case
+        heads = f"{case.heads}" if case.heads == case.kv_heads else f"{case.heads} over {case.kv_heads}"
+        mask = ", ".join(["causal" if case.causal else "full", *case.options])
+        return (
+            f"{case.dtype}, batch {case.batch}, heads {heads}, {case.queries} queries, {case.keys} keys, head dimension"
+            f" {case.head_dim}, {mask}{'' if case.scale is None else f', scale {case.scale:g}'}"
+        )
 
 
 def cases(
@@ -61,24 +63,24 @@ def cases(
     Rarer questions have odd lengths, and are causal. Of a row that `bears` no odd lengths, or no causal mask, they are
     asked without, so that each says something of its own.
     """
-    one = AttentionCase(
+    case = AttentionCase(
         1, 2, 2, 64, 64, head_dim, DTYPES[0], causal=False, grad=True, device=device, capability=capability
     )
-    long = replace(one, queries=LONG, keys=LONG)
-    odd = replace(one, queries=ODD, keys=ODD)
+    long = replace(case, queries=LONG, keys=LONG)
+    odd = replace(case, queries=ODD, keys=ODD)
     simple = [
-        Asked("one tile", one, aspect="full mask"),
-        Asked("one tile, causal", replace(one, causal=True), aspect="causal mask"),
+        Asked("one tile", case, aspect="full mask"),
+        Asked("one tile, causal", replace(case, causal=True), aspect="causal mask"),
         Asked("several tiles", long, aspect="full mask"),
         Asked("several tiles, causal", replace(long, causal=True), aspect="causal mask"),
-        Asked("several batches and heads", replace(one, batch=3, heads=3, kv_heads=3), aspect=HEADS),
+        Asked("several batches and heads", replace(case, batch=3, heads=3, kv_heads=3), aspect=HEADS),
         Asked("an odd length", odd, aspect="odd lengths"),
         Asked("an odd length, causal", replace(odd, causal=True), aspect="odd lengths"),
     ]
     yield from simple  # before the row is asked what it bears: should the process die, the case is known
     length, masked = ODD if bears(simple[5]) else WHOLE, bears(simple[1])
     shorter = ODD - 100 if length == ODD else WHOLE // 2
-    usual = replace(one, queries=length, keys=length)
+    usual = replace(case, queries=length, keys=length)
     causal = replace(usual, causal=masked)
     differ = "queries and keys of different number"
     rare = [
@@ -90,7 +92,7 @@ def cases(
         Asked("grouped heads", replace(causal, heads=4, kv_heads=2), aspect="grouped heads"),
         Asked("a scale of its own", replace(usual, scale=0.3), aspect="scale"),
     ]
-    memory = [*in_memory(replace(causal, batch=2))]
+    memory = [Asked(about, replace(causal, batch=2), name, "strides") for name, (_, _, about) in MEMORY.items()]
     memory.insert(1, replace(memory[0], about=f"{memory[0].about}, again"))
     yield from [*rare, *memory]
     for dtype in DTYPES[1:]:
@@ -99,26 +101,21 @@ def cases(
             yield replace(asked, case=replace(asked.case, dtype=dtype), aspect=aspect)
 
 
-def larger(one: AttentionCase) -> Iterator[Asked]:
+def larger(case: AttentionCase) -> Iterator[Asked]:
     """Variants of a small case with what real models have: more heads and keys, other head dimensions."""
-    yield Asked("a negative scale", replace(one, scale=-0.3), aspect="scale")
-    yield Asked("six heads", replace(one, heads=6, kv_heads=6), aspect=HEADS)
-    yield Asked("30 pairs of batch and head", replace(one, batch=5, heads=6, kv_heads=6), aspect=HEADS)
-    yield Asked("more than 1,024 keys", replace(one, keys=1100, queries=32, causal=False), aspect=LONGER)
-    yield Asked("a last tile of one key", replace(one, keys=65, queries=65), aspect=LONGER)
+    yield Asked("a negative scale", replace(case, scale=-0.3), aspect="scale")
+    yield Asked("six heads", replace(case, heads=6, kv_heads=6), aspect=HEADS)
+    yield Asked("30 pairs of batch and head", replace(case, batch=5, heads=6, kv_heads=6), aspect=HEADS)
+    yield Asked("more than 1,024 keys", replace(case, keys=1100, queries=32, causal=False), aspect=LONGER)
+    yield Asked("a last tile of case key", replace(case, keys=65, queries=65), aspect=LONGER)
     for head_dim in (40, 80, 96):
-        yield Asked(f"head dimension {head_dim}", replace(one, head_dim=head_dim), aspect="head dimensions")
-    yield from (Asked(about, one, aspect="calls of models", use=use) for about, use in USES.items())
+        yield Asked(f"head dimension {head_dim}", replace(case, head_dim=head_dim), aspect="head dimensions")
+    yield from (Asked(about, case, aspect="calls of models", use=use) for about, use in USES.items())
 
 
-def in_memory(case: AttentionCase) -> Iterator[Asked]:
-    """The case with inputs that do not lie as fresh tensors do."""
-    return (Asked(about, case, name, "strides") for name, (_, _, about) in MEMORY.items())
-
-
-def cases_of_options(one: AttentionCase) -> Iterator[Asked]:
+def cases_of_options(case: AttentionCase) -> Iterator[Asked]:
     """A small causal case for each option of attention beside `causal`."""
-    small = replace(one.plain, batch=2, heads=2, kv_heads=1, queries=40, keys=40, causal=True)
+    small = replace(case.plain, batch=2, heads=2, kv_heads=1, queries=40, keys=40, causal=True)
     values: dict[str, Any] = {"window": 10, "offset": 9, "softcap": 2.0, "prefix": 30}
     for name in OPTIONS:
         yield Asked(f"with {name}", replace(small, **{name: values.get(name, True)}), aspect="options")
@@ -165,10 +162,10 @@ def answer(
     for name, x in outputs.items():
         like = inputs.tensors[LIKE[name]] if name in LIKE else inputs.q[..., 0].float()
         if x.shape != like.shape or x.dtype != like.dtype:
-            expected = f"expected {like.dtype} of shape {tuple(like.shape)}"
             right = {before: outputs[before] for before in [*outputs][: [*outputs].index(name)]}
             return right, Fault(
-                f"  {name} is {x.dtype} of shape {tuple(x.shape)}; {expected}", backward=name not in ("o", "lse")
+                f"  {name} is {x.dtype} of shape {tuple(x.shape)}; expected {like.dtype} of shape {tuple(like.shape)}",
+                backward=name not in ("o", "lse"),
             )
     return outputs, None
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.contract import DTYPES, AttentionCase
-from lmsys.check import places
 from lmsys.check.cases import Asked, answer
-from lmsys.check.question import Fault
+from lmsys.check.question import Fault, worst
 from lmsys.extremes.attention import KINDS, Unit, plant, unit_tensors
 from lmsys.testing import Oracle, Spot, make_inputs, pick
 
@@ -77,7 +76,7 @@ def _fault(
     unit, name, ratio, oracle = wrong[kind]
     given = pick(outputs[name], Spot((unit,)), case.kv_heads)
     expected = oracle.reference[name]
-    at = places.worst(given, expected)
+    at = worst(given, expected)
     place = ", ".join(map(str, (unit[0], unit[1] * given.shape[1] + at[1], *at[2:])))
     off = ~((given.double() - expected).abs() <= oracle.budget[name])
     size = "not finite" if math.isinf(ratio) else f"{ratio:.3g} times what is allowed"

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from lmsys import draws, testing
-from lmsys.check import places, signature
-from lmsys.check.question import Fault, Options, Question
+from lmsys.check import signature
+from lmsys.check.question import Fault, Options, Question, where, worst
 
 Inputs = Mapping[str, Tensor]
 Settings = Mapping[str, Any]
@@ -118,8 +118,13 @@ def outputs_of(formula: Formula, problem: Problem, dtype: torch.dtype = torch.fl
     result = formula(leaves, problem.settings)
     if problem.grad_output is None:
         return {RESULT: result.detach()}
-    upstream = problem.grad_output.to(result.dtype)
-    gradients = torch.autograd.grad(result, [*leaves.values()], upstream, allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(
+        result,
+        [*leaves.values()],
+        problem.grad_output.to(result.dtype),
+        allow_unused=True,
+        materialize_grads=True,
+    )
     return {RESULT: result.detach()} | dict(zip(leaves, gradients, strict=True))
 
 
@@ -224,8 +229,9 @@ def run(call: signature.Called, problem: Problem) -> Outputs:
         result = call({**leaves, **problem.settings})
     outputs = {RESULT: result.detach()}
     if grad and result.requires_grad:
-        upstream = problem.upstream.to(result.dtype).expand(result.shape)
-        gradients = torch.autograd.grad(result, list(leaves.values()), upstream, allow_unused=True)
+        gradients = torch.autograd.grad(
+            result, list(leaves.values()), problem.upstream.to(result.dtype).expand(result.shape), allow_unused=True
+        )
         outputs |= {name: x for name, x in zip(leaves, gradients, strict=True) if x is not None}
     torch.cuda.synchronize() if result.is_cuda else None
     return outputs
@@ -275,7 +281,7 @@ def _called(name: str) -> str:
 
 
 def _fault(name: str, names: Sequence[str], output: Tensor, right: Tensor, ratio: float, mistake: str | None) -> Fault:
-    at = places.worst(output, right)
+    at = worst(output, right)
     place = f"[{', '.join(map(str, at))}]" if at else ""
     lines = [
         f"  {_called(name)}{place}: expected {right[at].item():.6g}, got {output[at].item():.6g}; the largest error is"
@@ -285,6 +291,5 @@ def _fault(name: str, names: Sequence[str], output: Tensor, right: Tensor, ratio
         axes = ("batch", "row", "column")[-right.dim() :] if right.dim() <= 3 else ("batch", "head", "row", "column")
         error = (output.double() - right).abs()
         wrong = error > error.max() / ratio if math.isfinite(ratio) else ~output.isfinite()
-        kind = "wrong" if math.isfinite(ratio) else "NaN or inf"
-        lines.append(f"  {kind} at: {places.where(wrong, axes)}")
+        lines.append(f"  {'wrong' if math.isfinite(ratio) else 'NaN or inf'} at: {where(wrong, axes)}")
     return Fault.explained("\n".join(lines), mistake, ratio, [*map(_called, names[: names.index(name)])])

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from lmsys.attention import ATTENTION
-from lmsys.check import holds, laptop, signature
-from lmsys.check.question import Fault, Options, Question, poison
+from lmsys.attention.contract import is_function
+from lmsys.check import laptop, signature
+from lmsys.check.question import Fault, Holds, Options, Question, poison
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry, Table, load_target
 
@@ -38,8 +39,8 @@ class Kind:
         yield from load_target(self.asks)(entry, options)
 
     def remark(self, entry: Entry, options: Options) -> str | None:
-        said = getattr(importlib.import_module(self.asks.partition(":")[0]), "remark", None)
-        return said(entry, options) if said else None
+        remark = getattr(importlib.import_module(self.asks.partition(":")[0]), "remark", None)
+        return remark(entry, options) if remark else None
 
 
 OURS = {  # rows of kinds that have no table of their own
@@ -66,11 +67,11 @@ OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # the parameter by
 def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
     """The kind and the row of a name or of path.py:attribute. ValueError, with the kinds there are, for others."""
     if kind is None and ".py" not in target:
-        kind = next((one.name for one in KINDS.values() if target in list(one.table)), "attention")
+        kind = next((kind.name for kind in KINDS.values() if target in list(kind.table)), "attention")
     if kind is not None:
-        found = KINDS[kind]
-        (entry,) = found.table.select([target])
-        return found, entry
+        known = KINDS[kind]
+        (entry,) = known.table.select([target])
+        return known, entry
     (entry,) = Table("implementation", []).select([target])
     return find(target, kind_of(entry.load()))
 
@@ -84,7 +85,7 @@ def kind_of(implementation: Any) -> str:
         return "optimizer"
     if kind := signature.kind_of(implementation):
         return kind
-    if signature.is_function(implementation):
+    if is_function(implementation):
         return "attention"
     names = list(inspect.signature(implementation).parameters)
     if hasattr(implementation, "finish_gradient_synchronization") or names[:1] == ["module"]:
@@ -102,8 +103,8 @@ def check_target(target: str, kind: str | None, options: Options, as_json: bool 
     """`check` of a name of a table or path.py:attribute, in a process of its own. ValueError as `find` has it."""
     laptop.install()
     with laptop.Laptop() if ".py:" in target else nullcontext():
-        found, entry = find(target, kind)
-    return check(entry, options, found.name, as_json)
+        known, entry = find(target, kind)
+    return check(entry, options, known.name, as_json)
 
 
 def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool = False) -> int:
@@ -120,7 +121,7 @@ def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool
             print(json.dumps({"schema": SCHEMA, "name": entry.name, "kind": kind, **values}), flush=True)
 
     poison(setattr)
-    held = holds.Holds(options.grad) if kind == "attention" else None
+    held = Holds(options.grad) if kind == "attention" else None
     start, answer = time.perf_counter(), verdict_on(entry, options, kind, held is not None, say=say, held=held)
     right = held.right if held else answer.right > 0 and not answer.fault
     if answer.fault and held is None:
@@ -167,7 +168,7 @@ def verdict_on(
     may_raise: bool = False,
     most: int | None = None,
     say: Callable[..., None] = lambda text, /, **values: None,
-    held: holds.Holds | None = None,
+    held: Holds | None = None,
 ) -> Answer:
     """Asks a row, up to the first wrong answer.
 
@@ -210,8 +211,7 @@ def verdict_on(
 
 
 def _in_cases(reason: str, cases: Sequence[str]) -> str:
-    more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
-    return f"refused in {cases[0]}{more}: {reason}"
+    return f"refused in {cases[0]}{f' and {len(cases) - 1} more' * (len(cases) > 1)}: {reason}"
 
 
 def _number(fault: Fault) -> float | None:

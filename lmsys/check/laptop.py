@@ -23,7 +23,7 @@ GPU = torch.device("cuda", 0)  # as code is told; there is none
 NO_BFLOAT16, NO_THREADS = (f"Triton's interpreter {x}" for x in ("computes bfloat16 wrongly", "runs no two threads"))
 INTERPRETED = "Triton's interpreter ran its kernels, an autotuner's first configuration alone: a GPU runs other code. "
 PRETENDED = "It asks for a GPU, and was told that its tensors are on one"
-told: list[Any] = []  # the row that runs in `Laptop`, whose backward then does
+running: list[Any] = []  # the row that runs in `Laptop`, whose backward then does
 _apply = BackwardCFunction.apply
 
 
@@ -106,7 +106,7 @@ def _install_in_triton() -> None:
 
 def _backward(self: Any, *gradients: Any) -> Any:
     """The backward of an autograd Function, in `Laptop` where forwards are."""
-    with Laptop() if told else nullcontext():
+    with Laptop() if running else nullcontext():
         return _apply(self, *gradients)
 
 
@@ -123,10 +123,10 @@ def fitting(row: Callable[..., Tensor], score: Callable[[Any], int]) -> Callable
 
     if BackwardCFunction.apply is not _backward:
         return row
-    told.clear()
+    running.clear()
     plain = score(row)
-    told.append(row)
+    running.append(row)
     if score(call) > plain:
         return call
-    told.clear()
+    running.clear()
     return row

@@ -15,10 +15,11 @@ from functools import partial
 import torch
 
 from lmsys import config, draws, registry
+from lmsys.attention.contract import is_function
 from lmsys.check.formulas import DTYPES, NARROW, RESULT, Asked, Problem, drawn, judge, questions_of, run
 from lmsys.check.loss_mistakes import OPTIONS, mistakes, plain, right
 from lmsys.check.question import Fault, Options, Question
-from lmsys.check.signature import Called, Roles, built, called, is_function, is_module, names_of, parameters_of
+from lmsys.check.signature import Called, Roles, built, called, is_module, names_of, parameters_of
 from lmsys.extremes.loss import KINDS, WIDTH, write_head, write_kind
 
 ROLES: Roles = {
@@ -77,7 +78,7 @@ def faults_of_options(entry: registry.Entry) -> dict[str, float]:
     cases = CASES if ".py:" in entry.target else OPTION_CASES
     taken = names_of(parameters_of(entry.load())) & {name for option in OPTIONS for name in ROLES[option]}
     asked = questions(entry, Options(dtypes=("float32",)), cases) if taken or cases is CASES else ()
-    judged = {one.about: one.judge() for one in asked if one.reason is None}
+    judged = {question.about: question.judge() for question in asked if question.reason is None}
     return {about: fault.error_ratio or math.inf for about, fault in judged.items() if fault}
 
 
@@ -87,8 +88,9 @@ def roles_of(implementation: object) -> Roles:
     roles = {name: ROLES[name] for name in ROLES if name not in OPTIONS or not is_function(implementation)}
     if names_of(name for name, x in parameters.items() if x.default is x.empty) & set(ROLES["weight"]):
         return roles
-    both = (*ROLES["logits"], *ROLES["hidden"])
-    return {"logits": both} | {name: roles[name] for name in roles if name not in ("logits", "hidden", "weight")}
+    return {"logits": (*ROLES["logits"], *ROLES["hidden"])} | {
+        name: roles[name] for name in roles if name not in ("logits", "hidden", "weight")
+    }
 
 
 def _problem(call: Called, asked: Asked, options: Options) -> Problem:

@@ -71,8 +71,11 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
         with_bias = len(list(built(implementation, BUILT, {"width": 64, "eps": EPS}).parameters())) > 1
     else:
         with_bias = called(implementation, ROLES).has("bias")
-    cases = (*CASES, LARGE_MEAN) if with_bias else CASES
-    return questions_of(cases, partial(_judged, implementation, with_bias, options), options)
+    return questions_of(
+        (*CASES, LARGE_MEAN) if with_bias else CASES,
+        partial(_judged, implementation, with_bias, options),
+        options,
+    )
 
 
 def _judged(implementation: Any, with_bias: bool, options: Options, asked: Asked) -> Fault | None:
@@ -86,9 +89,9 @@ def _of_module(implementation: Any, problem: Problem) -> Called:
     """The module as a function: its parameters take the place of weight and bias."""
     x = problem.inputs["x"]
     module = built(implementation, BUILT, {"width": x.shape[-1], "eps": EPS}).to(x.device, x.dtype)
-    names = [name for name, _ in module.named_parameters()]
 
     def call(x: Tensor, **parameters: Tensor) -> Any:
+        names = [name for name, _ in module.named_parameters()]
         return torch.func.functional_call(module, dict(zip(names, parameters.values(), strict=False)), (x,))
 
     return Called(call, {name: name for name in problem.inputs}, by_place=False)

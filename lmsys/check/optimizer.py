@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from lmsys import registry, testing
-from lmsys.check import places
 from lmsys.check.optimizer_formula import FORMS, Adam, Form, Formula, Run, Sgd, Trace
 from lmsys.check.optimizer_runs import Asked, Claim, asked_of, claim_of, run_of, trace_of
-from lmsys.check.question import Fault, Options, Question
+from lmsys.check.question import Fault, Options, Question, worst
 
 
 def questions(entry: registry.Entry, options: Options) -> Iterator[Question]:
@@ -98,8 +97,11 @@ def failure(optimizer: Any, claim: Claim, form: Form | None, asked: Asked, seed:
             return Fault(f"  step {step + 1} makes parameter {i} {p.dtype} of shape {tuple(p.shape)}")
         ratios = _ratios(p, exact[step][i], plain[step][i])
         if max(ratios) > 1:
-            place = _place(asked, step, i, ratios, p, exact[step][i])
-            return Fault.explained(place, explain(claim, form, asked, run, (made, exact, plain), begins), max(ratios))
+            return Fault.explained(
+                _place(asked, step, i, ratios, p, exact[step][i]),
+                explain(claim, form, asked, run, (made, exact, plain), begins),
+                max(ratios),
+            )
     return None
 
 
@@ -125,7 +127,7 @@ def _ratios(made: Tensor, exact: Tensor, plain: Tensor) -> list[float]:
 def _place(asked: Asked, step: int, i: int, ratios: list[float], made: Tensor, exact: Tensor) -> str:
     row, wrong, size = ratios.index(max(ratios)), sum(ratio > 1 for ratio in ratios), asked.sizes.get(step)
     made, exact = (x.reshape(len(ratios), -1)[row] for x in (made, exact))
-    (column,) = places.worst(made, exact)
+    (column,) = worst(made, exact)
     return (
         f"  step {step + 1} of {asked.steps}, parameter {i}, row {row}, column {column}: expected"
         f" {exact[column].item():.6g}, got {made[column].item():.6g}; the largest error is"

@@ -60,8 +60,9 @@ def claim_of(optimizer: Any) -> Claim:
     elif "momentum" in parameters or "sgd" in name.lower():
         algorithm, why = "SGD", f"it takes {'momentum' if 'momentum' in parameters else 'no betas'}"
     else:
-        takes = ", ".join(parameters) or "no settings"
-        raise ValueError(f"{name} takes {takes}: neither betas (AdamW, Adam) nor momentum (SGD)")
+        raise ValueError(
+            f"{name} takes {', '.join(parameters) or 'no settings'}: neither betas (AdamW, Adam) nor momentum (SGD)"
+        )
     return Claim(algorithm, why, frozenset(parameters) & frozenset(DEFAULTS), _masters(name, parameters))
 
 
@@ -167,17 +168,18 @@ def asked_of(claim: Claim) -> list[Asked]:
     about, before_each = "float32 masters, saved and loaded before each of many tiny steps", range(1, MASTER_STEPS)
     given, dtype = ({"lr": MASTER_LR},), torch.bfloat16
     tiny = Asked("float32 masters, many tiny steps", MASTER_STEPS, given, dtype=dtype, masters=True)
-    loaded = replace(tiny, about=about, reloads=frozenset(before_each))
-    return [Asked("several steps", 6), *(of_sgd if sgd else of_adam), *of_all, *of_extremes, tiny, loaded]
+    of_masters = tiny, replace(tiny, about=about, reloads=frozenset(before_each))
+    return [Asked("several steps", 6), *(of_sgd if sgd else of_adam), *of_all, *of_extremes, *of_masters]
 
 
 def run_of(asked: Asked, seed: int, device: str) -> Run:
     """Its parameters, settings and gradients: the same bits on any machine."""
 
     def drawn(name: str) -> list[torch.Tensor]:
-        keys = [draws.key(seed, f"{name} {i}") for i in range(len(SHAPES))]
-        pairs = zip(keys, SHAPES, strict=True)
-        return [draws.values(key, 0, torch.Size(shape).numel()).view(shape).to(device) for key, shape in pairs]
+        return [
+            draws.values(draws.key(seed, f"{name} {i}"), 0, shape.numel()).view(shape).to(device)
+            for i, shape in enumerate(map(torch.Size, SHAPES))
+        ]
 
     parameters = drawn("parameter")
     if asked.masters:  # 1.4 to 1.6: bfloat16 rounds a step away from the first to the last
@@ -235,7 +237,9 @@ def trace_of(
 def _made(
     make: Any, claim: Claim, run: Run, parameters: list[torch.nn.Parameter], settings: Sequence[Settings]
 ) -> Optimizer:
-    pairs = zip(run.groups, settings, strict=True)
-    groups = [{"params": [parameters[i] for i in members], **claim.taken(given)} for members, given in pairs]
+    groups = [
+        {"params": [parameters[i] for i in members], **claim.taken(given)}
+        for members, given in zip(run.groups, settings, strict=True)
+    ]
     masters = (claim.masters or {}) if parameters[0].dtype == torch.bfloat16 else {}
     return make(groups, **claim.taken(settings[0]), **masters)

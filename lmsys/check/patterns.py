@@ -124,8 +124,9 @@ def mistakes(case: AttentionCase) -> dict[str, Formula]:
             "read": partial(torch.nn.functional.pad, pad=(0, 0, 0, more))
         }
     if case.heads != case.kv_heads:
-        modulo = "query head h reads key head h % kv_heads, not h // group"
-        changes[modulo] = {"heads": lambda head: head % case.kv_heads}
+        changes["query head h reads key head h % kv_heads, not h // group"] = {
+            "heads": lambda head: head % case.kv_heads
+        }
     if case.kv_heads > 1:
         changes["every query head reads key head 0"] = {"heads": lambda head: 0}
     return {words: replace(right(case), **change) for words, change in changes.items()}

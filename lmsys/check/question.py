@@ -1,5 +1,6 @@
-"""A question that an implementation is asked, and the fault that its answer may have."""
+"""A question that an implementation is asked, the fault that its answer may have, and a table of the answers."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,3 +111,91 @@ def poison(replace: Callable[[Any, str, Any], Any]) -> None:
     for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")]:
         if not hasattr(getattr(owner, name), "poisoned"):
             replace(owner, name, poisoned(getattr(owner, name)))
+
+
+AXES = ("batch", "head", "row", "column")
+
+
+def where(wrong: Tensor, axes: Sequence[str] = AXES) -> str:
+    """The axes of a mask, by default (B, H, S, D), on which only some elements are wrong: "rows 214 to 236 of 237, the
+    last 23"."""
+    parts = []
+    for axis, name in enumerate(axes):
+        others = [other for other in range(len(axes)) if other != axis]
+        at = (wrong.amax(dim=others) if others else wrong).nonzero().flatten().tolist()
+        if len(at) < wrong.shape[axis]:
+            parts.append(_of_axis(name, at, wrong.shape[axis]))
+    return f"{', '.join(parts) or 'everywhere'} ({100 * wrong.float().mean().item():.3g} % of the elements)"
+
+
+def _of_axis(name: str, at: Sequence[int], size: int) -> str:
+    first, last = at[0], at[-1]
+    if len(at) == 1:
+        return f"{name} {first} of {size}"
+    names = "batches" if name == "batch" else f"{name}s"
+    if len(at) == last - first + 1:
+        tail = f", the last {len(at)}" if last == size - 1 else f", the first {len(at)}" if first == 0 else ""
+        return f"{names} {first} to {last} of {size}{tail}"
+    steps = {b - a for a, b in zip(at, at[1:], strict=False)}
+    if len(steps) == 1:
+        return f"{names} {first}, {first + steps.pop()}, ... {last} of {size}"
+    return f"{len(at)} of {size} {names}, from {first} to {last}"
+
+
+def worst(output: Tensor, expected: Tensor) -> tuple[int, ...]:
+    """The index of the largest error; what is not finite is the largest."""
+    error = (output.double() - expected).abs().nan_to_num(nan=float("inf"))
+    return tuple(int(index) for index in torch.unravel_index(error.argmax(), error.shape))
+
+
+DIRECTIONS = ("forward", "backward")
+WORST = ("wrong", "refused", "right")
+
+
+@dataclass
+class Holds:
+    """Answers are "right", "wrong", or "refused" by an exception.
+
+    grad    the backward is asked for, too
+    counts  of answers, by aspect and direction
+    """
+
+    grad: bool
+    counts: dict[str, dict[str, Counter[str]]] = field(default_factory=dict)
+
+    def add(self, aspect: str, fault: Fault | None) -> None:
+        """Counts an answer; its backward, where the forward is at fault, is not judged."""
+        counts = self.counts.setdefault(aspect, {name: Counter() for name in DIRECTIONS})
+        verdict = "right" if fault is None else "refused" if fault.raises else "wrong"
+        in_forward = fault is not None and not fault.backward
+        counts["forward"][verdict if in_forward else "right"] += 1
+        if self.grad and not in_forward:
+            counts["backward"][verdict] += 1
+
+    @property
+    def right(self) -> bool:
+        """True where nothing is wrong, and in each direction something is right."""
+        totals = [
+            sum((of[name] for of in self.counts.values()), Counter[str]()) for name in DIRECTIONS[: 1 + self.grad]
+        ]
+        return all(total["right"] and not total["wrong"] for total in totals)
+
+    def worst(self) -> dict[str, str]:
+        """By aspect the worst of its answers in either direction."""
+        both = {aspect: sum(of.values(), Counter[str]()) for aspect, of in self.counts.items()}
+        return {aspect: next(verdict for verdict in WORST if counts[verdict]) for aspect, counts in both.items()}
+
+    def __str__(self) -> str:
+        width = max(map(len, self.counts), default=0) + 2
+        lines = ["  " + " " * width + f"{DIRECTIONS[0]:24}{DIRECTIONS[1] if self.grad else ''}".rstrip()]
+        for aspect, of in self.counts.items():
+            lines.append(f"  {aspect:{width}}{_cell(of['forward']):24}{_cell(of['backward'])}".rstrip())
+        return "\n".join(lines)
+
+
+def _cell(counts: Counter[str]) -> str:
+    """The worst of the answers, and how many they are, where not all are alike."""
+    if not counts:
+        return ""
+    worst = next(verdict for verdict in WORST if counts[verdict])
+    return worst if len(counts) == 1 else f"{worst}: {counts[worst]} of {counts.total()}"

@@ -122,8 +122,8 @@ def _problem(asked: Asked, options: Options, pairs: str) -> Problem:
     positions = torch.arange(asked.shape[2]) * asked.more.get("step", 1) + asked.more.get("first position", 0)
     angles = positions.double()[:, None] * theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
     settings = {"positions": positions, "theta": theta, "pairs": pairs}
-    tables = {"cos": angles.cos().float(), "sin": angles.sin().float()}
-    return Problem.of(asked, options, {"x": x}, settings | tables, drawn(options, "upstream", *asked.shape))
+    settings |= {"cos": angles.cos().float(), "sin": angles.sin().float()}
+    return Problem.of(asked, options, {"x": x}, settings, drawn(options, "upstream", *asked.shape))
 
 
 NEIGHBOURS, HALVES = "neighbours (2i, 2i + 1)", "halves (i, i + D / 2)"
@@ -258,5 +258,5 @@ def _rounded(dtype: torch.dtype) -> dict[str, Formula]:
 
 def _over_heads(inputs: Inputs, settings: Settings) -> Tensor:
     x = inputs["x"]
-    heads = {"positions": torch.arange(x.shape[1], device=x.device)}
-    return turned(x, angles_of(x, {**settings, **heads})[:, None, :], settings["pairs"])  # angles (H, 1, D / 2)
+    angles = angles_of(x, {**settings, "positions": torch.arange(x.shape[1], device=x.device)})  # (H, D / 2)
+    return turned(x, angles[:, None, :], settings["pairs"])

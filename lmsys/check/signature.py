@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
+
+from lmsys.attention.contract import is_function
 
 Roles = Mapping[str, Sequence[str]]  # by role the names that parameters of it have
 
@@ -14,11 +15,6 @@ Roles = Mapping[str, Sequence[str]]  # by role the names that parameters of it h
 def is_module(implementation: Any) -> bool:
     """True for a module's class."""
     return inspect.isclass(implementation) and issubclass(implementation, nn.Module)
-
-
-def is_function(implementation: Any) -> bool:
-    """True for an autograd Function."""
-    return inspect.isclass(implementation) and issubclass(implementation, torch.autograd.Function)
 
 
 def parameters_of(implementation: Any) -> dict[str, inspect.Parameter]:
@@ -83,8 +79,9 @@ def called(implementation: Any, roles: Roles) -> Called:
 
 def built(implementation: Any, roles: Roles, values: Mapping[str, Any]) -> nn.Module:
     """A module of its class, built with the values of its roles. ValueError as `called` has it."""
-    given = _roles(inspect.signature(implementation).parameters, roles)
-    return implementation(**{name: values[role] for name, role in given.items()})
+    return implementation(
+        **{name: values[role] for name, role in _roles(inspect.signature(implementation).parameters, roles).items()}
+    )
 
 
 def _roles(parameters: Mapping[str, inspect.Parameter], roles: Roles, positional: bool = False) -> dict[str, str]:

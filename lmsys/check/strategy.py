@@ -82,8 +82,14 @@ class Ranks(AbstractContextManager["Ranks"]):
             return self._group.run(train, entry, trial, next(self._numbers), {}, timeout_s=TRIAL_S)
         except WorkerError as error:
             first, *trace = str(error).strip().splitlines()
-            kinds = f"{error.kind}: ", f"torch.distributed.{error.kind}: "
-            texts = [first, *(line.partition(": ")[2] for line in trace if line.startswith(kinds))]
+            texts = [
+                first,
+                *(
+                    line.partition(": ")[2]
+                    for line in trace
+                    if line.startswith((f"{error.kind}: ", f"torch.distributed.{error.kind}: "))
+                ),
+            ]
             return [
                 Result(failure=Failure(error.rank, error.kind, texts[-1], first.partition(" failed ")[2].rstrip(":")))
             ]
@@ -148,8 +154,12 @@ def optimizer_rules(steps: Sequence[Before]) -> Iterator[Rule]:
     if number > 0:
         yield "the optimizer's state is lost between steps", now.after(g, afresh=True)
         left = steps[-2].means
-        stale = {name: x + left[name] * (world_size - 1) / world_size for name, x in g.items()}
-        yield "zero_grad() leaves gradients of parameters that other ranks own: they add to the next", now.after(stale)
-        both = {name: x + left[name] for name, x in g.items()}
-        yield "zero_grad() leaves gradients: they add to the next", now.after(both)
+        yield (
+            "zero_grad() leaves gradients of parameters that other ranks own: they add to the next",
+            now.after({name: x + left[name] * (world_size - 1) / world_size for name, x in g.items()}),
+        )
+        yield (
+            "zero_grad() leaves gradients: they add to the next",
+            now.after({name: x + left[name] for name, x in g.items()}),
+        )
     yield "it is stepped twice", now.after(g, times=2)

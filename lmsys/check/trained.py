@@ -20,6 +20,7 @@ from lmsys.check.recorder import Recorder
 from lmsys.extremes.strategy import Probe, Trial, batch, change_options, made_optimizer, probe
 from lmsys.parallel import adapter, baselines
 from lmsys.parallel.group import STOPPED, device, is_lost_peer
+from lmsys.traits import StrategyTraits
 
 OTHERS_S = 2.0  # for the other ranks to end, once this one has raised
 SMALL_MB = 2.0**-13  # 32 float32: a layer has more
@@ -134,18 +135,19 @@ def _trained(
 
 def why_not(entry: registry.Entry, trial: Trial, asked: Any) -> str | None:
     """None, or why what the row loads, `asked`, cannot be asked the trial."""
-    if not entry.trait("synchronizes", True):
+    traits = StrategyTraits.of(entry)
+    if not traits.synchronizes:
         return "it synchronizes nothing"
     with suppress(TypeError, ValueError):
         if trial.small_buckets and not {"bucket_mb", "bucket_size_mb"} & inspect.signature(asked).parameters.keys():
             return "it takes no size of buckets"
     if trial.micro_batches > 1 and not hasattr(asked, "no_sync"):
         return "it has no no_sync()"
-    if trial.micro_batches > 1 and not entry.trait("accumulates", True):
+    if trial.micro_batches > 1 and not traits.accumulates:
         return "it does not accumulate"
-    if {"once", "idle", "rare"} & set(trial.parts) and (reason := entry.trait("why_not_unused", "")):
+    if {"once", "idle", "rare"} & set(trial.parts) and (reason := traits.why_not_unused):
         return reason
-    return entry.trait("why_not_unequal", "") or None if "rare" in trial.parts else None
+    return traits.why_not_unequal or None if "rare" in trial.parts else None
 
 
 @dataclass(frozen=True)

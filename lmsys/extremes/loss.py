@@ -51,10 +51,9 @@ class ExtremeTokens:
 
     def write_weight(self, weight: Tensor) -> None:
         """Writes the classes' rows of weight (V, M) in place, with the signs that the row of the top was drawn with."""
-        size = 2.0 ** round(-math.log2(weight.shape[1]) / 2)
-        signs = torch.copysign(torch.full_like(weight.data[self.top], size), weight.data[self.top])
-        weight.data[self.top] = signs
-        weight.data[self.targets.start : self.targets.stop] = -signs
+        top = weight.data[self.top]
+        top.copy_(torch.copysign(torch.full_like(top, 2.0 ** round(-math.log2(weight.shape[1]) / 2)), top))
+        weight.data[self.targets.start : self.targets.stop] = -top
 
     def write_tokens(self, hidden: Tensor, weight: Tensor, targets: Tensor, first: int = 0) -> None:
         """Writes hidden (n, M) and targets (n) in place, which are those of the tokens first, first + 1, ...

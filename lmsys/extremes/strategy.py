@@ -69,8 +69,8 @@ class Trial:
 
     def switches(self, rank: int, micro_batch: int) -> dict[str, bool]:
         """The keyword arguments of a rank's forward."""
-        asked = {"rare": rank == 0, "once": micro_batch == 0}
-        return {name: value for name, value in asked.items() if name in self.parts}
+        switches = {"rare": rank == 0, "once": micro_batch == 0}
+        return {name: value for name, value in switches.items() if name in self.parts}
 
     def examples(self, rank: int) -> int:
         return FEW if self.uneven and rank == self.world_size - 1 else EXAMPLES
@@ -97,8 +97,10 @@ TRIALS = (
 
 def trials(world_size: int, seed: int, sharded: bool = False) -> list[Trial]:
     """All trials of a strategy, or of a sharded optimizer, from the simplest to the rarest."""
-    asked = OPTIMIZER_TRIALS if sharded else TRIALS
-    return [replace(trial, sharded=sharded, world_size=world_size, seed=seed) for trial in asked]
+    return [
+        replace(trial, sharded=sharded, world_size=world_size, seed=seed)
+        for trial in (OPTIMIZER_TRIALS if sharded else TRIALS)
+    ]
 
 
 class Probe(nn.Module):

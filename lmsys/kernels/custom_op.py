@@ -48,7 +48,7 @@ def _folding(operator: Any) -> Callable[..., Any]:
             return x.expand(-1, batch, *x.shape[2:]).flatten(0, 1)
 
         batch = args[0].shape[1 if in_dims[0] == 0 else 0]
-        found = operator(*tree_map(folded, args, in_dims))
-        return tuple(x.unflatten(0, (info.batch_size, batch)) for x in found), (0,) * len(found)
+        results = operator(*tree_map(folded, args, in_dims))
+        return tuple(x.unflatten(0, (info.batch_size, batch)) for x in results), (0,) * len(results)
 
     return rule

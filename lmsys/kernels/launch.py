@@ -159,26 +159,26 @@ class DirectKernel:
         args: list[Any] = []
         for x, meta in zip(tensors, self._metas, strict=True):
             key = x.data_ptr(), x.shape, x.stride(), meta
-            found = _descriptors.get(key)
-            args += self._described(x, key) if found is None else found
+            arguments = _descriptors.get(key)
+            args += self._described(x, key) if arguments is None else arguments
         args += *others, *self._constants
         self._launch(grid, grid_y, 1, stream, *self._head, *((args,) if self._common else args))
 
     def _described(self, x: Tensor, key: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments that a kernel takes for x: a tensor map and what belongs to it, or without TMA `strided`."""
         address, _, _, meta = key
-        found: tuple[Any, ...]
+        arguments: tuple[Any, ...]
         if isinstance(meta, torch.dtype):
-            found = (strided(x, address),)
+            arguments = (strided(x, address),)
         else:
             shape, strides = geometry(x)
             swizzle, element_size, element_type, *block = meta
             encoded = self._encode(address, swizzle, element_size, element_type, block, shape, strides, 0)
-            found = encoded, *shape, *strides
+            arguments = encoded, *shape, *strides
         if len(_descriptors) >= MAX_DESCRIPTORS:
             _descriptors.clear()
-        _descriptors[key] = found
-        return found
+        _descriptors[key] = arguments
+        return arguments
 
 
 class PublicKernel:

@@ -6,14 +6,13 @@ torch and of the kernels' source, and to one compute capability; others are kept
 
 import hashlib
 import sys
-import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 
 from lmsys import processes, strict_json, values
-from lmsys.files import cache_folder, write_json
 from lmsys.kernels.tritons import ON_GPUS
 
 DEADLINE_S = 600.0  # most of it is for compiling, on a machine that is busy
@@ -23,9 +22,13 @@ OF_THE_MOMENT = "out of memory"  # what says nothing about a version
 _verdicts: dict[str, str] = {}  # by key: EXACT, or what was wrong
 
 
-def trials_file() -> Path:
-    """The file that keeps verdicts."""
-    return cache_folder() / "trials.json"
+def _verdict(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"a verdict must be a text; got {values.shortly(value)}")
+    return value
+
+
+KEPT = strict_json.Kept("trials.json", "verdicts", "try", _verdict)
 
 
 def refusal(row: str, trial: processes.Function, sources: tuple[Path, ...], capability: tuple[int, int]) -> str | None:
@@ -35,20 +38,20 @@ def refusal(row: str, trial: processes.Function, sources: tuple[Path, ...], capa
     `sources`: the files, or folders of them, that a verdict holds for.
     """
     versions = f"triton {triton.__version__}", f"torch {torch.__version__}", f"sm_{capability[0]}{capability[1]}"
-    key = "/".join((row, *versions, _hash(sources)))
+    key = "/".join((row, *versions, digest_of(*sources)))
     if key not in _verdicts:
-        known = _read()
+        known = KEPT.read()
         if key not in known:
             print(f"lmsys: trying {row} on {', '.join(versions)} (once, a minute or two)", file=sys.stderr, flush=True)
             known[key] = _tried(trial, capability)
             if OF_THE_MOMENT not in known[key]:
-                _keep(key, known[key])
+                KEPT.add(key, known[key])
         _verdicts[key] = known[key]
     if _verdicts[key] == EXACT:
         return None
     return (
         f"was tried on {versions[0]}, on which its GPU tests have not run: {_verdicts[key]}; it runs on triton "
-        f"{', '.join(ON_GPUS)}; to try again, delete {trials_file()}"
+        f"{', '.join(ON_GPUS)}; to try again, delete {KEPT.path}"
     )
 
 
@@ -59,34 +62,12 @@ def _tried(trial: processes.Function, capability: tuple[int, int]) -> str:
         return values.shortened(error.failure[1])
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-        said = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"  # the compiler ends with its reason
-        return values.shortened(f"{type(error).__name__}: {said}")
+        text = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"  # the compiler ends with its reason
+        return values.shortened(f"{type(error).__name__}: {text}")
     return EXACT
 
 
-def _hash(sources: tuple[Path, ...]) -> str:
+def digest_of(*sources: Path) -> str:
+    """A hash of files, or folders of them, so that a verdict or a choice does not outlive the code it was made for."""
     files = [file for source in sources for file in (sorted(source.glob("*.py")) if source.is_dir() else [source])]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-
-
-def _read() -> dict[str, str]:
-    """Verdicts on disk. ValueError, with the path, when the file is not what `_keep` writes."""
-    path = trials_file()
-    if not path.is_file():
-        return {}
-    try:
-        found = strict_json.read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{path}: the verdicts are corrupt ({error}); delete the file to try anew") from error
-    if not (isinstance(found, dict) and all(isinstance(verdict, str) for verdict in found.values())):
-        raise ValueError(f"{path}: the verdicts are corrupt (not an object of texts); delete the file to try anew")
-    return found
-
-
-def _keep(key: str, verdict: str) -> None:
-    path = trials_file()
-    known = _read() | {key: verdict}  # read again: another process may have written meanwhile
-    try:
-        write_json(path, dict(sorted(known.items())))
-    except OSError as error:
-        warnings.warn(f"{path}: a verdict lasts for this process only: {error}", stacklevel=2)

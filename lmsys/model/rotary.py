@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lmsys import autograd, values
-from lmsys.attention.side_by_side import whole_of
+from lmsys.attention.custom_ops import whole_of
 from lmsys.kernels import HAS_TRITON, custom_op
 from lmsys.model import functions, fused
 

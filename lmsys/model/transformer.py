@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lmsys import checkpointing, values
 from lmsys.attention import ATTENTION, Documents, Pattern, attention, row_of
-from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, capability_of, told
+from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, capability_of, keywords_of
 from lmsys.config import ModelConfig
 from lmsys.measure.profile import part
 from lmsys.model import functions, fused, linear, rotary, selective
@@ -381,7 +381,7 @@ class TransformerLM(nn.Module):
         )
         if documents is None:
             return row
-        options = told(row, Pattern(True, documents=documents))
+        options = keywords_of(row, Pattern(True, documents=documents))
         return lambda q, k, v, causal: row(q, k, v, **options)
 
 

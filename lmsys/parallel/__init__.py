@@ -1,8 +1,9 @@
 """The table of data-parallel strategies, in reading order. A new one is a file beside this one and a row below."""
 
 from lmsys.registry import Entry, Table
+from lmsys.traits import StrategyTraits
 
-__all__ = ["STRATEGIES"]
+__all__ = ["STRATEGIES", "StrategyTraits"]
 
 
 def _ours(name: str, target: str, label: str, color: str, supports: str = "") -> Entry:
@@ -34,4 +35,5 @@ STRATEGIES = Table(
         _peer("torch_fsdp2_zero2", "TorchFSDP2Zero2", "torch FSDP2, not resharded", "#008855"),
     ],
     group="lmsys.parallel",
+    traits=StrategyTraits,
 )

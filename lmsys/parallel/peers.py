@@ -16,12 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lmsys.parallel.collectives import Group, broadcast_
 from lmsys.parallel.structure import Groups, blocks_of, grouped
-from lmsys.parallel.traits import RESIZES_PARAMETERS, SURROUNDS_BLOCKS, Traits
+from lmsys.parallel.traits import RESIZES_PARAMETERS, SURROUNDS_BLOCKS
 
 
-class _Peer(Traits, nn.Module):
+class _Peer(nn.Module):
     """The base of torch's own strategies, whose backward itself averages gradients."""
 
+    zero_stage = 0
     why_not_reproducible = "torch adds gradients in an order of its own: take a strategy of ours, such as bucketed"
 
     def finish_gradient_synchronization(self) -> None:

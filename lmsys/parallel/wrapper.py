@@ -35,14 +35,14 @@ from lmsys.parallel.structure import (
     watch,
     weakly,
 )
-from lmsys.parallel.traits import Traits
+from lmsys.traits import StrategyTraits
 from lmsys.values import hold
 
 
-class Wrapper(Traits, nn.Module):
+class Wrapper(nn.Module):
     """Base of the strategies: agreement, broadcast, hooks, `no_sync`. A strategy fills in `_synchronize`.
 
-    Facts about a strategy are class attributes: `Traits` lists them with their defaults.
+    Facts about a strategy are class attributes: `StrategyTraits` lists them with their defaults.
     Several backwards add their gradients, also between two calls of `finish_gradient_synchronization`.
 
     process_group  None: the default one, or a single rank where there is none
@@ -52,6 +52,8 @@ class Wrapper(Traits, nn.Module):
     made different forwards.
     """
 
+    zero_stage = 0
+    synchronizes = StrategyTraits.synchronizes
     _walk: Any = None  # of a forward, where a strategy gathers parameters as it goes on
 
     def __init__(self, module: nn.Module, process_group: Group = None):

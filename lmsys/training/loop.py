@@ -25,6 +25,7 @@ from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM
 from lmsys.parallel import adapter, collectives, sharded_optimizer, structure
 from lmsys.training import checkpoint, data, evaluation, gradients, log, optimizer, possible, reproducible
 from lmsys.training.config import RunConfig
+from lmsys.traits import StrategyTraits
 
 RUNTIME_FIELDS = "attention", "checkpoint_blocks", "residual"  # of a model config: how it is computed, not what it is
 Say = Callable[[str], None]
@@ -87,11 +88,12 @@ class Trainer:
         self.config, self.windows, self.device, self.group = config, windows, device, group
         self.world_size, self.rank = collectives.size_and_rank(group)
         row, model = possible.check(config, device, group)
+        traits = StrategyTraits.of(row)
         packed = config.data.packing == "documents"
         self.autocast = evaluation.autocast_of(train.precision, device)
         self.batches = data.Batches(
             source, config.model.context_length, train.held, train.seed, self.rank, self.world_size,
-            train.accumulation(self.world_size), train.reproducible and not row.trait("sums_each_backward", False),
+            train.accumulation(self.world_size), train.reproducible and not traits.sums_each_backward,
             data.end_of_text_of(source, config),
         )  # fmt: skip
         torch.manual_seed(train.seed)
@@ -104,14 +106,14 @@ class Trainer:
             shared = found.shared("model", "progress")
             self.model.load_state_dict(shared["model"])
         if train.compile:  # a strategy may surround each block, and reduce its gradients early
-            alike = train.reproducible or row.trait("synchronizes", True)  # other graphs add in other orders
+            alike = train.reproducible or traits.synchronizes  # other graphs add in other orders
             together = 1 if alike else BLOCKS_PER_GRAPH
             self.model.compile_blocks(together, fullgraph=not packed)  # graphs end at attention on documents
         if train.fused:
             self.model.fuse_blocks()
         with gradients.on_capture_stream() if train.graph else nullcontext():  # which torch's DDP keeps
             self.strategy = self._strategy(row)
-        self._shards_gradients = row.trait("shards_gradients", False)
+        self._shards_gradients = traits.shards_gradients
         self.optimizer = self._optimizer()
         if isinstance(self.optimizer, optimizer.AdamW):
             self.optimizer.rounded = self.model.rounded
@@ -123,7 +125,7 @@ class Trainer:
     def _strategy(self, row: registry.Entry) -> adapter.Adapter:
         train = self.config.train
         options: dict[str, Any] = {} if train.bucket_mb is None else {"bucket_mb": train.bucket_mb}
-        if row.trait("compute_dtype", False) and train.precision == "bf16" and not train.reproducible:
+        if StrategyTraits.of(row).compute_dtype and train.precision == "bf16" and not train.reproducible:
             options["compute_dtype"] = torch.bfloat16
         group = collectives.TreeSums(self.group) if train.reproducible else self.group
         strategy = adapter.Adapter(row.load(), Loss(self.model), group, **options)

@@ -14,6 +14,7 @@ from lmsys.parallel import STRATEGIES, collectives
 from lmsys.tokenizer import Tokenizer
 from lmsys.training import corpora, data
 from lmsys.training.config import RunConfig
+from lmsys.traits import AttentionTraits, StrategyTraits
 
 
 def check(
@@ -27,19 +28,20 @@ def check(
     train = config.train
     world_size, _ = collectives.size_and_rank(group)
     (row,) = STRATEGIES.select([train.strategy])
+    traits = StrategyTraits.of(row)
     check_attention(config, device)
     model = fitted(config, row, device, group)
     name, not_graphed = f"strategy {row.name!r}", train.graph and _why_no_graph(config, row, device)
-    not_fused = train.fused and (fused.why_not(device) or row.trait("why_not_fused", ""))
-    not_saved, not_reproducible = row.trait("why_not_saved", ""), row.trait("why_not_reproducible", "")
-    doubly_sharded = train.sharded_optimizer and row.trait("shards_gradients", False)
-    drifts_apart = world_size > 1 and not row.trait("synchronizes", True)
+    not_fused = train.fused and (fused.why_not(device) or traits.why_not_fused)
+    not_reproducible = train.reproducible and traits.why_not_reproducible
+    doubly_sharded = train.sharded_optimizer and traits.shards_gradients
+    drifts_apart = world_size > 1 and not traits.synchronizes
     values.hold(
         (not not_fused, f"train.fused=true with {name}: {not_fused}"),
         (not not_graphed, f"train.graph=true: {not_graphed}"),
         (not drifts_apart, f"{name} lets ranks drift apart: it is for measuring, and trains on one rank only"),
-        (not not_saved, f"{name}: {not_saved}"),
-        (not (train.reproducible and not_reproducible), f"{name} with train.reproducible: {not_reproducible}"),
+        (not traits.why_not_saved, f"{name}: {traits.why_not_saved}"),
+        (not not_reproducible, f"{name} with train.reproducible: {not_reproducible}"),
         (
             not row.peer or torch.distributed.is_initialized(),
             f"{name} needs a process group: start it by --ranks 1 or torchrun",
@@ -48,7 +50,7 @@ def check(
     )
     if train.fused:
         fused.check_levels(config.model)
-    check_accumulation(config, row, world_size, able=row.trait("accumulates", True))
+    check_accumulation(config, row, world_size, able=traits.accumulates)
     return row, model
 
 
@@ -57,7 +59,7 @@ def _why_no_graph(config: RunConfig, row: registry.Entry, device: torch.device) 
         return f"CUDA graphs need train.device=cuda, not {device.type}"
     if config.data.packing != "none":
         return f"each batch of data.packing={config.data.packing!r} has masks of its own, and is no replay"
-    reason = row.trait("why_not_graphed", "")
+    reason = StrategyTraits.of(row).why_not_graphed
     return reason and f"strategy {row.name!r}: {reason}"
 
 
@@ -95,10 +97,11 @@ def fitted(
     )
     world_size, _ = collectives.size_and_rank(group)
     memory = min(collectives.gather_objects(_memory(train.memory_gib, device), group))
-    stage = max(strategy.trait("zero_stage", 0), int(train.sharded_optimizer))
+    traits = StrategyTraits.of(strategy)
+    stage = max(traits.zero_stage or 0, int(train.sharded_optimizer))
     return fit(
         model, train.held, model.context_length, train.precision, memory, world_size=world_size, stage=stage,
-        gradients_stay=(strategy.trait("synchronizes", True) and stage < 3) or train.accumulation(world_size) > 1,
+        gradients_stay=(traits.synchronizes and stage < 3) or train.accumulation(world_size) > 1,
     )  # fmt: skip
 
 
@@ -138,7 +141,7 @@ def _why_no_attention(row: registry.Entry, case: AttentionCase) -> str | None:
         return reason
     if not case.documents:
         return None
-    if row.trait("compiles", False):
+    if AttentionTraits.of(row).compiles:
         return "it compiles anew for the documents of each batch"
     try:
         return contract.why_not_told(contract.adapt(row.load()), case.options)

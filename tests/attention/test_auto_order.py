@@ -9,6 +9,7 @@ import pytest
 
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.attention.pattern import OPTIONS
+from lmsys.traits import AttentionTraits
 
 RESULTS = Path(__file__).parents[2] / "reports" / "results"
 PUBLISHED = [*RESULTS.glob("*.json"), *(RESULTS / "h100").glob("*.json")]
@@ -22,7 +23,7 @@ def contends(row: str, case: AttentionCase) -> bool:
     """A row of ours or of torch's; where keys are hidden one that keeps them apart itself, since runs time it alone."""
     if row not in ATTENTION or (ATTENTION[row].peer and row not in TORCH):
         return False
-    return ATTENTION[row].trait("isolates") or not case.options.keys() - {"softcap", "offset"}
+    return AttentionTraits.of(ATTENTION[row]).isolates or not case.options.keys() - {"softcap", "offset"}
 
 
 def case_of(record: dict[str, Any]) -> AttentionCase:

@@ -233,7 +233,7 @@ def test_every_plan_is_right_at_any_length(
 
 
 def short_plans() -> list[Any]:
-    from lmsys.attention.flash_gluon.plans import SHORT, candidates
+    from dev.plan_cases import SHORT, candidates
 
     return [(head_dim, plan) for head_dim in (64, 128) for plan in candidates("fwd", head_dim, False, SHORT)]
 

@@ -86,7 +86,7 @@ def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int,
 
 def small_tiles() -> list[tuple[int, Any]]:
     """Candidates for short sequences with tiles of 64 keys."""
-    from lmsys.attention.flash_gluon.plans import SHORT, candidates
+    from dev.plan_cases import SHORT, candidates
 
     plans = [(head_dim, plan) for head_dim in (64, 128) for plan in candidates("fwd", head_dim, False, SHORT)]
     return [(head_dim, plan) for head_dim, plan in plans if plan.tile_k == 64 and not plan.dynamic]
@@ -472,7 +472,7 @@ def test_another_triton_is_tried_where_there_is_a_gpu(monkeypatch: pytest.Monkey
 def test_another_triton_is_tried_from_within_compiled_functions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from lmsys.attention.flash_gluon import support, tried
+    from lmsys.attention.flash_gluon import support
     from lmsys.kernels import trial
     from tests.support.trials import COUNT
 
@@ -480,8 +480,8 @@ def test_another_triton_is_tried_from_within_compiled_functions(
     monkeypatch.setenv(COUNT, str(tmp_path / "count"))
     monkeypatch.setattr(trial, "_verdicts", {})
     monkeypatch.setattr(triton, "__version__", "3.99.0")
-    monkeypatch.setattr(tried, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
-    monkeypatch.setattr(tried, "SELFTEST", "tests.support.trials:right")
+    monkeypatch.setattr(support, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
+    monkeypatch.setattr(support, "SELFTEST", "tests.support.trials:right")
     case = replace(CASE, device="cuda", capability=(9, 0))
 
     def doubled(x: torch.Tensor) -> torch.Tensor:

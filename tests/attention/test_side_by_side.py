@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lmsys.attention import ATTENTION
 from lmsys.attention.contract import AttentionCase
-from lmsys.attention.side_by_side import gradients_like, whole_of
+from lmsys.attention.custom_ops import gradients_like, whole_of
 from lmsys.model.rotary import HAS_TRITON
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="pip install triton to test its kernels")
@@ -96,13 +96,14 @@ def test_compiled_code_gets_gradients_as_it_was_told_of_them(device: str, monkey
     """Its operators have told how results lie before they ran; others would have to be copied."""
     from lmsys.attention import custom_ops, flash_triton
 
-    def laid_out(found: Tensor) -> Tensor:
-        assert found.transpose(1, 2).is_contiguous()
-        return found
+    def laid_out(x: Tensor) -> Tensor:
+        assert x.transpose(1, 2).is_contiguous()
+        return x
 
     monkeypatch.setattr(custom_ops, "_laid_out", laid_out)
+    monkeypatch.setattr(custom_ops, "is_watched", lambda: True)
     leaves = [x.detach().requires_grad_() for x in parts_of(drawn((2, 40, 1, 2, 16))[0].to(device), 1)]
-    o = flash_triton._operator(*leaves, True, 0.25)
+    o = flash_triton.flash_triton(*leaves, causal=True, scale=0.25)
     torch.autograd.grad(o, leaves, torch.ones_like(o))
 
 

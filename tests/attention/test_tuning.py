@@ -48,7 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, times: dict[Tile, float], drift: floa
 def test_the_fastest_that_fits_is_chosen_and_remembered(order: list[float]) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(tuning, "_chosen", {})
-        tuning.cache_file().unlink(missing_ok=True)
+        tuning.KEPT.path.unlink(missing_ok=True)
         timed = clock(monkeypatch, dict(zip(CANDIDATES, order, strict=True)))
         best = CANDIDATES[order.index(1.0)]
         assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == best
@@ -72,7 +72,7 @@ def test_choices_of_other_cases_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     clock(monkeypatch, dict(zip(CANDIDATES, (3.0, 1.0, 2.0), strict=True)))
     for case in (("fwd", 64), ("dq", 64), ("fwd", 128)):
         tuning.tune(case, CANDIDATES, print, DEVICE)
-    assert len(tuning._read()) == 3
+    assert len(tuning.KEPT.read()) == 3
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,11 @@ def test_choices_of_other_cases_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_a_corrupt_cache_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, dict.fromkeys(CANDIDATES, 1.0))
-    tuning.cache_file().parent.mkdir(parents=True, exist_ok=True)
-    tuning.cache_file().write_text(text)
-    with pytest.raises(ValueError, match="tuning cache is corrupt") as error:
+    tuning.KEPT.path.parent.mkdir(parents=True, exist_ok=True)
+    tuning.KEPT.path.write_text(text)
+    with pytest.raises(ValueError, match="tuned choices are corrupt") as error:
         tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE)
-    assert str(tuning.cache_file()) in str(error.value)
+    assert str(tuning.KEPT.path) in str(error.value)
 
 
 def test_a_cache_that_cannot_be_written_stops_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_kernel_is_timed_once_and_then_read(monkeypatch: pytest.MonkeyPatch) -
     expected = tuning.candidates("fwd", q.dtype, 64, "ieee")
     first = flash_triton(q, k, v, causal=True)
     assert tuple(timed) == (*expected, *reversed(expected))
-    (key,) = tuning._read()
+    (key,) = tuning.KEPT.read()
     assert torch.cuda.get_device_name() in key and "bfloat16" in key
     monkeypatch.setattr(tuning, "_chosen", {})  # as a later process finds it
     monkeypatch.setattr("lmsys.attention.flash_triton._launches", {})

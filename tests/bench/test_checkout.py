@@ -110,3 +110,26 @@ def test_what_a_killed_run_has_left_is_removed_and_what_is_in_use_is_not(reposit
 
 def test_the_list_of_what_stays_as_it_was_names_what_there_is() -> None:
     assert all((PACKAGE / name).exists() for name in (*ROWS, *JUDGES))
+
+
+def test_the_registry_has_what_earlier_rows_need(repository: Path) -> None:
+    tell(repository, "lmsys/registry.py", text="today\n")
+    tell(repository, "lmsys/bench/earlier.py", text="and more\n")
+    state = Checkout("HEAD")
+    assert (state.folder / "lmsys" / "registry.py").read_text() == "today\nand more\n"
+    assert (repository / "lmsys" / "registry.py").read_text() == "today\n"
+    state.close()
+
+
+def test_earlier_rows_read_traits_by_name_and_have_any() -> None:
+    code = """if True:
+        from lmsys import registry
+        from lmsys.traits import AttentionTraits, StrategyTraits
+
+        exec(open(registry.__file__.replace("registry.py", "bench/earlier.py")).read())
+        row = registry.Entry("a", "math:sqrt", traits={"keeps_scores": True, "of_old": 3})
+        assert registry.Table("attention", [row])["a"].trait("keeps_scores") is row.trait("none", True) is True
+        assert row.trait("of_old") == 3 and row.trait("none") is None
+        assert AttentionTraits.of(row).keeps_scores and StrategyTraits.of(row) == StrategyTraits()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)

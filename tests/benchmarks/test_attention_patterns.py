@@ -14,6 +14,7 @@ from benchmarks.bench_attention import Attention, AttentionTest
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
 from lmsys.cost.operations import attention_flops
 from lmsys.registry import Entry
+from lmsys.traits import AttentionTraits
 from tests.support.patterns import spelled
 
 SIZES = st.integers(1, 40)
@@ -112,12 +113,12 @@ def test_a_row_without_a_parameter_for_an_option_is_unsupported() -> None:
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None) -> Any:
         return q
 
-    from lmsys.attention.contract import told, why_not_told
+    from lmsys.attention.contract import keywords_of, why_not_told
 
     assert why_not_told(plain, {"window": 3}) == "it has no parameter `window`"
-    assert told(plain, Pattern(True)) == {"causal": True}
+    assert keywords_of(plain, Pattern(True)) == {"causal": True}
     with pytest.raises(ValueError, match="has no parameter `window`"):
-        told(plain, Pattern(True, 3))
+        keywords_of(plain, Pattern(True, 3))
 
 
 def slow(*_: Any) -> None:
@@ -129,7 +130,9 @@ def test_what_is_made_before_calls_is_timed_where_there_is_something() -> None:
     def made(name: str, **options: Any) -> dict[str, float | None]:
         pattern = patterns.make(1, 64, 64, "cpu", causal=True, **options)
         entry = (
-            Entry("slow", "operator:add", traits={"mask": f"{__name__}:slow"}) if name == "slow" else ATTENTION[name]
+            Entry("slow", "operator:add", traits=AttentionTraits(mask=f"{__name__}:slow"))
+            if name == "slow"
+            else ATTENTION[name]
         )
         return patterns.made_before_calls(entry, pattern, 64, 64, "cpu")
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.bench_attention import Attention, AttentionTest
 from lmsys.attention import ATTENTION
-from lmsys.bench import Entry
+from lmsys.bench import Entry, Traits
 from lmsys.bench.guard import Guard
 from tests.support import harness
 from tests.support.cheats import CHEATS, forget
@@ -81,7 +81,7 @@ def honest() -> Iterator[Any]:
         ways = list(product(DTYPES, ["fwd", "bwd", "fwdbwd"]))
         on_cpu = [way for way in ways if "triton" not in name or way[0] != "bfloat16"]  # which is not interpreted
         always = on_cpu[4 * number % len(on_cpu)]
-        on_gpus = name != "honest" and ATTENTION[name].trait("compiles", False)  # a CPU takes minutes; the sweep has it
+        on_gpus = name != "honest" and Traits.of(ATTENTION[name]).compiles  # a CPU takes minutes; the sweep has it
         for way in ways:
             marks = [pytest.mark.on_request] * (way != always) + [pytest.mark.gpu] * on_gpus
             yield pytest.param(name, *way, marks=marks)

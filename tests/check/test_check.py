@@ -11,7 +11,8 @@ from torch import Tensor
 from lmsys.attention import ATTENTION, Pattern
 from lmsys.attention.naive import naive
 from lmsys.check import __main__ as command
-from lmsys.check import attention, places
+from lmsys.check import attention
+from lmsys.check import question as places
 from lmsys.check.__main__ import main
 from lmsys.check.kinds import KINDS, RIGHT, WRONG, Kind, check
 from lmsys.check.question import Options

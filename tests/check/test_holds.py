@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lmsys.check import attention
 from lmsys.check.cases import USES, Asked, cases, larger
-from lmsys.check.holds import Holds
 from lmsys.check.kinds import RIGHT, WRONG, check
-from lmsys.check.question import Fault, Options
+from lmsys.check.question import Fault, Holds, Options
 from lmsys.registry import Entry
 from tests.support.wrong_kernels import attend
 

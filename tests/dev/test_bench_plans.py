@@ -11,8 +11,8 @@ import torch
 
 from dev import bench_plans, plan_cases
 from dev.bench_plans import Plans, ShortPlans
-from dev.plan_cases import FORMS, PlanCase, name_of, plan_called
-from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, SHORT, BackwardPlan, ForwardPlan, candidates
+from dev.plan_cases import FORMS, SHORT, PlanCase, candidates, name_of, plan_called
+from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, BackwardPlan, ForwardPlan
 from lmsys.attention.naive import masked_scores, naive
 from lmsys.attention.pattern import PLAIN
 from lmsys.kernels.tritons import is_known

@@ -172,8 +172,8 @@ READERS = {
     "manifest of a report": Reader(manifest, lambda path: fill(path.parent, {"index.html": "y"})),
     "report": Reader(result, undrawn, refuses_by=InputError),
     "report with plots": Reader(result, report, one_in=100, refuses_by=InputError),
-    "tuning cache": Reader(tuned, in_cache(tuning._read)),
-    "verdicts on kernels": Reader(verdicts, in_cache(trial._read)),
+    "tuning cache": Reader(tuned, in_cache(tuning.KEPT.read)),
+    "verdicts on kernels": Reader(verdicts, in_cache(trial.KEPT.read)),
 }
 
 

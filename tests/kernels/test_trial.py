@@ -62,10 +62,10 @@ def test_a_refusal_says_why_and_what_to_do(
     monkeypatch.setattr(trial, "DEADLINE_S", 3.0 if function is hang else 60.0)
     reason = str(asked(function))
     assert f"was tried on triton 3.99.0, on which its GPU tests have not run: {what};" in reason
-    assert "it runs on triton 3.6.0" in reason and f"to try again, delete {trial.trials_file()}" in reason
+    assert "it runs on triton 3.6.0" in reason and f"to try again, delete {trial.KEPT.path}" in reason
     forget(monkeypatch)
     assert asked(function) == reason and len(trials()) == 1
-    trial.trials_file().unlink()
+    trial.KEPT.path.unlink()
     forget(monkeypatch)
     assert asked(right) is None
 
@@ -98,12 +98,12 @@ def test_a_verdict_is_of_its_versions_its_gpu_and_its_sources(monkeypatch: pytes
     source.write_text("x = 1\n")
     forget(monkeypatch)
     assert tried() == 0, "an empty file changes nothing"
-    assert len(json.loads(trial.trials_file().read_text())) == 5
+    assert len(json.loads(trial.KEPT.path.read_text())) == 5
 
 
 def test_what_was_full_for_a_moment_is_told_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "out of memory" in str(asked(full)) and "out of memory" in str(asked(full))
-    assert len(trials()) == 1 and not trial.trials_file().exists()
+    assert len(trials()) == 1 and not trial.KEPT.path.exists()
     forget(monkeypatch)
     assert asked(right) is None
 
@@ -113,11 +113,11 @@ def test_what_was_full_for_a_moment_is_told_and_not_kept(monkeypatch: pytest.Mon
     ["{not json", "[1, 2]", '{"key": 7}', '{"a": "", "a": ""}', pytest.param("[" * 10**5, id="nested too deep")],
 )
 def test_corrupt_verdicts_are_named(text: str) -> None:
-    trial.trials_file().parent.mkdir(parents=True)
-    trial.trials_file().write_text(text)
+    trial.KEPT.path.parent.mkdir(parents=True)
+    trial.KEPT.path.write_text(text)
     with pytest.raises(ValueError, match="verdicts are corrupt") as error:
         asked(right)
-    assert str(trial.trials_file()) in str(error.value)
+    assert str(trial.KEPT.path) in str(error.value)
 
 
 def test_where_nothing_can_be_written_a_verdict_lasts_for_the_process(tmp_path: Path) -> None:

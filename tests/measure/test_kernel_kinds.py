@@ -13,6 +13,7 @@ from lmsys.attention import ATTENTION
 from lmsys.measure import profile
 from lmsys.measure.profile import KINDS, kind_of, register_kernels
 from lmsys.parallel import STRATEGIES
+from lmsys.registry import Traits
 
 LIBRARY = Path(__file__).parents[2] / "lmsys"
 KINDS_OF_FOLDERS = {"attention": "attention", "parallel": "communication", "training": "elementwise"}
@@ -62,7 +63,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(profile, "_registered", dict(profile._registered))
     for table, kind in ((ATTENTION, "attention"), (STRATEGIES, "communication")):
         for row in table.values():
-            register_kernels(row.trait("kernels", ""), kind)
+            register_kernels(Traits.of(row).kernels, kind)
     yield
     kind_of.cache_clear()
 

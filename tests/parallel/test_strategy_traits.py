@@ -2,15 +2,15 @@
 
 import inspect
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from lmsys.parallel import STRATEGIES
-from lmsys.parallel.traits import Traits
-from lmsys.registry import Entry
+from lmsys.registry import Entry, Traits
+from lmsys.traits import StrategyTraits
 
-DEFAULTS = {name: value for name, value in vars(Traits).items() if not name.startswith("_")}
 OPTIONS = {  # trait: the option of the constructor that it speaks of
     "takes_bucket_mb": "bucket_mb",
     "tuned_bucket_mb": "bucket_mb",
@@ -36,42 +36,52 @@ rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
 def test_a_strategy_in_a_file_of_its_own_has_traits_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(OWN_FILE)
-    plain, derived = STRATEGIES.select([f"{file}:Plain", f"{file}:Derived"])
-    assert plain.trait("zero_stage") == 2 and plain.trait("takes_bucket_mb") is True
-    assert plain.trait("rivals") == ("zero1",)
-    assert plain.trait("all_reduces", False) is False and plain.trait("color") is None
-    assert derived.trait("why_not_graphed") == "it asks for values"
-    assert derived.trait("takes_bucket_mb") is derived.trait("all_reduces") is derived.trait("comm_dtypes") is True
-    assert (derived.trait("zero_stage", 7), derived.trait("synchronizes")) == (0, True)
+    rows = STRATEGIES.select([f"{file}:Plain", f"{file}:Derived"])
+    plain, derived = (StrategyTraits.of(row) for row in rows)
+    assert plain == StrategyTraits(zero_stage=2, takes_bucket_mb=True, rivals=("zero1",))
+    assert derived.why_not_graphed == "it asks for values"
+    assert derived.takes_bucket_mb is derived.all_reduces is derived.comm_dtypes is True
+    assert (derived.zero_stage, derived.synchronizes, derived.color) == (0, True, "")
+
+
+def test_a_misspelt_trait_of_a_class_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("class Plain:\n    synchronises = False\n")
+    with pytest.raises(ValueError, match="row 'Plain': trait 'synchronises' must .* did you mean synchronizes"):
+        STRATEGIES.select([f"{file}:Plain"])
 
 
 @rows
-def test_every_row_has_every_trait(row: Entry) -> None:
-    for name, default in DEFAULTS.items():
-        assert type(row.trait(name)) is type(default), name
-        assert name in Traits.__doc__
-    assert re.fullmatch("#[0-9a-f]{6}", row.trait("color"))
-    assert all(rival in ROWS and rival != row.name for rival in row.trait("rivals"))
+def test_every_row_has_a_color_and_rivals_of_the_table(row: Entry) -> None:
+    traits = StrategyTraits.of(row)
+    assert re.fullmatch("#[0-9a-f]{6}", traits.color)
+    assert all(rival in ROWS and rival != row.name for rival in traits.rivals)
+
+
+def test_every_trait_is_described() -> None:
+    assert all(trait.name in f"{StrategyTraits.__doc__}{Traits.__doc__}" for trait in fields(StrategyTraits))
 
 
 @rows
 def test_a_trait_that_speaks_of_an_option_has_it(row: Entry) -> None:
     options = inspect.signature(row.load()).parameters
-    assert all(option in options for trait, option in OPTIONS.items() if row.trait(trait))
+    assert all(option in options for trait, option in OPTIONS.items() if getattr(StrategyTraits.of(row), trait))
 
 
 @rows
 def test_traits_of_sharding_agree(row: Entry) -> None:
-    stage = row.trait("zero_stage")
-    assert row.trait("shards_gradients") == (stage >= 2)
-    assert row.trait("compute_dtype") == bool(row.trait("why_not_graphed")) == (stage == 3)
-    assert row.trait("local_step") == (not row.trait("why_not_fused")) == (stage == 0)
-    assert row.trait("all_reduces") == (stage == 0 and row.trait("synchronizes"))
+    traits = StrategyTraits.of(row)
+    stage = traits.zero_stage
+    assert stage is not None and traits.shards_gradients == (stage >= 2)
+    assert traits.compute_dtype == bool(traits.why_not_graphed) == (stage == 3)
+    assert traits.local_step == (not traits.why_not_fused) == (stage == 0)
+    assert traits.all_reduces == (stage == 0 and traits.synchronizes)
 
 
 def test_facts_that_single_rows_have() -> None:
     def where(trait: str) -> list[str]:
-        return [name for name, row in ROWS.items() if row.trait(trait) != DEFAULTS[trait]]
+        usual = getattr(StrategyTraits(zero_stage=0), trait)
+        return [name for name, row in ROWS.items() if getattr(StrategyTraits.of(row), trait) != usual]
 
     assert where("synchronizes") == ["none"] and where("baseline") == ["naive"]
     assert where("takes_bucket_mb") == where("comm_dtypes") == ["bucketed", "copy_engine"]
@@ -83,5 +93,5 @@ def test_facts_that_single_rows_have() -> None:
 
 
 def test_rows_have_colors_of_their_own() -> None:
-    colors = [row.trait("color") for row in ROWS.values()]
+    colors = [StrategyTraits.of(row).color for row in ROWS.values()]
     assert len(set(colors)) == len(colors)

@@ -7,6 +7,7 @@ import pytest
 
 from lmsys.attention import ATTENTION
 from lmsys.parallel import STRATEGIES
+from lmsys.registry import Traits
 from lmsys.reports.plots import DARK, INK, LIFT
 from lmsys.reports.styles import PALETTE, lighter
 
@@ -44,7 +45,7 @@ def test_the_distance_is_that_of_the_standard() -> None:
 @pytest.mark.parametrize("table", ["attention", "strategies", "palette"])
 def test_rows_are_told_apart(table: str, kind: str) -> None:
     rows = {"attention": ATTENTION, "strategies": STRATEGIES}.get(table, {})
-    colors = {name: str(row.trait("color")) for name, row in rows.items()} or {color: color for color in PALETTE}
+    colors = {name: str(Traits.of(row).color) for name, row in rows.items()} or {color: color for color in PALETTE}
     seen = {name: lab(color, kind) for name, color in colors.items()}
     for (one, a), (other, b) in combinations(seen.items(), 2):
         assert np.linalg.norm(a - b) >= LEAST, f"{one} and {other}: {colors[one]}, {colors[other]}"
@@ -54,7 +55,7 @@ def test_rows_are_told_apart(table: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", SEEN)
 def test_rows_are_told_apart_on_dark_paper_too(kind: str) -> None:
     for rows in (ATTENTION, STRATEGIES):
-        seen = {name: lab(lighter(str(row.trait("color")), LIFT), kind) for name, row in rows.items()}
+        seen = {name: lab(lighter(str(Traits.of(row).color), LIFT), kind) for name, row in rows.items()}
         assert all(np.linalg.norm(seen[one] - seen[other]) >= LEAST_ON_DARK for one, other in combinations(seen, 2))
         assert all(found[0] >= lab(DARK["#ffffff"], kind)[0] + LEAST for found in seen.values())
     assert lab(DARK[INK], kind)[0] > 80

@@ -26,13 +26,14 @@ from lmsys.attention.contract import case_of
 from lmsys.attention.pattern import Pattern, checked_pattern
 from lmsys.check.question import poison
 from lmsys.testing import MEMORY, Inputs, Oracle, make_inputs
+from lmsys.traits import AttentionTraits
 from tests.support.patterns import document_lengths, drawn_bias, drawn_mask
 
 SEED = int(os.environ.get("LMSYS_RANDOM_SEED", "0"))
 CONTEXTS = {"cpu": ("eager", "autocast", "checkpoint"), "cuda": ("eager", "compile", "autocast", "graph", "checkpoint")}
 CLASSES = 24
 RARELY = 100
-COMPILING = [row.name for row in ATTENTION.values() if row.trait("compiles", False)] + ["flash_attn_4"]
+COMPILING = [row.name for row in ATTENTION.values() if AttentionTraits.of(row).compiles] + ["flash_attn_4"]
 NO_OPTIONS = {name: value for name, value in attention.__kwdefaults__.items() if name not in ("scale", "impl")}
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 

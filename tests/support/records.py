@@ -22,8 +22,8 @@ from benchmarks.bench_tokenizer import Tokenizers
 from benchmarks.bench_training import Training
 from lmsys.bench.fields import COMMON, Field, declared
 from lmsys.bench.record import summarize
-from lmsys.bench.runner import REPORTED
 from lmsys.config import SIZES
+from lmsys.registry import Traits
 from lmsys.reports import plots
 from lmsys.reports.__main__ import main
 from lmsys.reports.page import MANIFEST
@@ -84,8 +84,7 @@ def fields_of(benchmark: str) -> dict[str, Field]:
 def rows_of(kind: str) -> dict[str, Record]:
     """A table's rows as a result file has them, with the traits that a report reads."""
     table = {name: row for cls in ALL for name, row in cls.tables.get(kind, {}).items()}
-    traits = {name: {trait: row.trait(trait) for trait in REPORTED} for name, row in table.items()}
-    return {name: row.to_json() | {k: v for k, v in traits[name].items() if v} for name, row in table.items()}
+    return {name: row.to_json() | Traits.of(row).changed for name, row in table.items()}
 
 
 def record(benchmark: str, impl: str, seconds: float = 1e-3, outcome: str = "ok", **told: Any) -> Record:

@@ -19,17 +19,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from dev.plan_cases import SHORT, candidates
 from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
 from lmsys.attention.flash_gluon.kernels import BLOCK_Q, ROWS, TILE_K, backward_options, forward_options, layout
 from lmsys.attention.flash_gluon.plans import (
     BACKWARD,
     FORWARD,
-    SHORT,
     BackwardPlan,
     ForwardPlan,
     bounded_plans,
-    candidates,
     forward_plan,
 )
 from lmsys.attention.flash_gluon.preprocess import postprocess_kernel, preprocess_kernel

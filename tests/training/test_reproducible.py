@@ -15,6 +15,7 @@ from lmsys.parallel.group import WorkerGroup
 from lmsys.training.config import TrainConfig
 from lmsys.training.optimizer_triton import whole_squares
 from lmsys.training.reproducible import Tree, exact_norm
+from lmsys.traits import StrategyTraits
 from tests.support.training_runs import config, reproduced, trainer
 from tests.support.variants import some
 
@@ -115,7 +116,8 @@ EXECUTIONS = pytest.mark.parametrize("execution", ["", "compile", "compile,graph
 
 def takes(strategy: str, execution: str) -> bool:
     row = TABLE[strategy]
-    reasons = {"graph": row.trait("why_not_graphed"), "fused": row.trait("why_not_fused")}
+    traits = StrategyTraits.of(row)
+    reasons = {"graph": traits.why_not_graphed, "fused": traits.why_not_fused}
     return not any(reasons.get(name) for name in execution.split(","))
 
 

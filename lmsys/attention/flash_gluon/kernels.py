@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lmsys.attention.bounds import Bounds
-from lmsys.attention.custom_ops import attend, autograd_function, custom_op
+from lmsys.attention.custom_ops import flash, gradients_like
 from lmsys.attention.documents import keep
 from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
@@ -28,12 +28,8 @@ from lmsys.attention.flash_gluon.plans import (
     heads_at_once,
 )
 from lmsys.attention.flash_gluon.preprocess import postprocess_kernel, preprocess_kernel
-from lmsys.attention.flash_gluon.support import flash_gluon_supports
 from lmsys.attention.pattern import Pattern
-from lmsys.attention.side_by_side import gradients_like
 from lmsys.kernels.launch import DirectKernel, describable, geometry, raw_stream
-
-__all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
 
 LOG2_E = math.log2(math.e)
 TILE_K = 128
@@ -347,8 +343,9 @@ def _backward(
     return dq, dk, dv
 
 
-_operator, _gradients = custom_op("flash_gluon", _forward, partial(_backward, together=False))
-FlashGluon = autograd_function("FlashGluon", _forward, _backward, _gradients)
+FlashGluon, _attend = flash(
+    "flash_gluon", "FlashGluon", _forward, _backward, registered=partial(_backward, together=False)
+)
 
 
 def flash_gluon(
@@ -359,4 +356,4 @@ def flash_gluon(
     bfloat16 or float16. dq is added up in no fixed order, unless `torch.use_deterministic_algorithms(True)`.
     `pattern`, of a window, documents or both, stands in the place of `causal`.
     """
-    return attend(FlashGluon, _operator, q, k, v, causal, scale, pattern)
+    return _attend(q, k, v, causal, scale, pattern)

@@ -73,7 +73,6 @@ Choices that hold in every plan, and alternatives that lost (the named commits s
 """
 
 from dataclasses import dataclass, replace
-from itertools import product
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,6 @@ class BackwardPlan:
 
 
 ANY = 2**31
-SHORT = 512  # keys, up to which a forward has few key tiles to hide the beginning and the end of a tile behind
-SMALL_TILES = 1024  # keys, up to which tiles of 64 of them may win
 
 SHORT_64 = ForwardPlan(2, 3, False, False, True, 0, tile_k=64, ctas=2, chained=True)
 
@@ -173,31 +170,6 @@ def bounded_plans(head_dim: int) -> list[ForwardPlan]:
 
 def backward_plan(head_dim: int, causal: bool, keys: int) -> BackwardPlan:
     return next(plan for longest, plan in BACKWARD[head_dim, causal] if keys <= longest)
-
-
-def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[ForwardPlan] | list[BackwardPlan]:
-    """The plans worth timing: settings that once won such a shape, and their neighbours."""
-    if direction == "bwd":
-        steps = [{}, REORDERED, REORDERED | {"fma_exp": True}]
-        steps += [step | {"peeled": True} for step in steps[1:]] if causal else []
-        wanted = product((False, True), (5, 11, 22) if causal else (0,), steps)
-        ahead = head_dim == 128  # at 64 a log-sum-exp a step ahead spills registers in these orders, at 128 it gains
-        return [BackwardPlan(p, l2_mib, **step) for p, l2_mib, step in wanted if not step or p == ahead]
-    sizes = (0, 32) if causal and keys <= SHORT else (32,) if causal else (0,)
-    two = [
-        ForwardPlan(2, stages, *flags, l2_mib, chained=keys <= SHORT)
-        for flags in product((False, True), repeat=3)
-        for stages in ((2, 3) if head_dim == 64 else (2,))
-        for l2_mib in sizes
-    ]
-    three = [
-        ForwardPlan(3, stages, ping_pong, named, dynamic, sizes[0])
-        for stages, ping_pong, named, dynamic in product((2, 3), *[(False, True)] * 3)
-        if not (stages == 3 and ping_pong and named)  # wants more named barriers than there are
-    ]
-    small = [replace(plan, stages=3, tile_k=64, ctas=2 if head_dim == 64 else 1, chained=True) for plan in two]
-    room = head_dim == 64 and keys > SHORT  # three of them want more registers than there are at 128
-    return list(dict.fromkeys([*two, *(three if room else []), *(small if keys <= SMALL_TILES else [])]))
 
 
 def heads_at_once(l2_mib: int, bytes_per_head: int) -> int:

@@ -65,34 +65,33 @@ def check(
     pattern = None if shape.window is None else Pattern(True, shape.window)
     o, lse = kernels._forward(q, k, v, shape.causal, SCALE, plans[0], pattern)
     grads = kernels._backward(q, k, v, o, lse, do, shape.causal, SCALE, deterministic, plans[1], pattern)
-    for (name, right), found in zip(expected.items(), (o, *grads), strict=True):
-        if not torch.equal(found, right.to(dtype)):
+    for (name, right), result in zip(expected.items(), (o, *grads), strict=True):
+        if not torch.equal(result, right.to(dtype)):
             raise ValueError(f"{name} is wrong where it is a whole number: {shape}, {dtype}, {plans}, {deterministic=}")
 
 
 def draw(shape: Shape, seed: int) -> tuple[Tensor, ...]:
     """q, k, v, do and the weights (B, H, Q, K), in float64."""
     generator = torch.Generator().manual_seed(seed)
-    one = torch.arange(shape.keys)
-    code = ((one[:, None] // 2 >> torch.arange(BITS)) & 1) * 2 - 1  # (K, BITS)
+    keys = torch.arange(shape.keys)
+    code = ((keys[:, None] // 2 >> torch.arange(BITS)) & 1) * 2 - 1  # (K, BITS)
     copies = (shape.head_dim - 1) // BITS
     k = torch.zeros(shape.keys, shape.head_dim, dtype=torch.float64)
     k[:, : copies * BITS] = code.repeat(1, copies).double()
     q_of = k.clone()  # by key: the query that looks for its pair
-    k[:, -1] = 1.0 - 2.0 * (one % 2)
+    k[:, -1] = 1.0 - 2.0 * (keys % 2)
     last = torch.full((shape.queries,), shape.keys - 1)  # the last key that a query sees
     if shape.causal:
         last = torch.arange(shape.queries).clamp(max=shape.keys - 1)
     first = torch.zeros_like(last) if shape.window is None else (last + 1 - shape.window).clamp(min=0)
     chance = torch.rand(shape.batch, shape.heads, shape.queries, generator=generator)
     key = (first + (chance * (last + 1 - first)).long()).minimum(last)
-    visible = (one >= first[:, None]) & (one <= last[:, None])  # (Q, K)
-    weights = ((one // 2 == key[..., None] // 2) & visible).double()
+    visible = (keys >= first[:, None]) & (keys <= last[:, None])  # (Q, K)
+    weights = ((keys // 2 == key[..., None] // 2) & visible).double()
     weights /= weights.sum(-1, keepdim=True)
 
     def whole(heads: int, length: int) -> Tensor:
-        size = shape.batch, heads, length, shape.head_dim
-        return torch.randint(-1, 2, size, generator=generator).double()
+        return torch.randint(-1, 2, (shape.batch, heads, length, shape.head_dim), generator=generator).double()
 
     v = 2 * whole(shape.kv_heads, shape.keys)
     return q_of[key], k.expand_as(v).contiguous(), v, whole(shape.heads, shape.queries), weights

@@ -1,11 +1,18 @@
 """The cases that the row runs, apart from the kernels, which a Triton of another version could not even import."""
 
+from pathlib import Path
+
+import torch
+
 from lmsys.attention.contract import AttentionCase, why_not_plain
-from lmsys.kernels import tritons
+from lmsys.kernels import launch, trial, tritons
+from lmsys.kernels.custom_op import constant
 
 HEAD_DIMS = (64, 128)
 HOPPER = (9, 0)
 PATTERNS = "window", "documents"
+SELFTEST = "lmsys.attention.flash_gluon.selftest:run"
+SOURCES = Path(__file__).parent, Path(launch.__file__)  # a trial's verdict is about these
 
 
 def flash_gluon_supports(case: AttentionCase) -> str | None:
@@ -19,8 +26,12 @@ def flash_gluon_supports(case: AttentionCase) -> str | None:
         return f"knows float16 and bfloat16, not {case.dtype}"
     if case.head_dim not in HEAD_DIMS:
         return f"knows head_dim 64 and 128, not {case.head_dim}"
-    if tritons.version() in tritons.ON_GPUS:
-        return None
-    from lmsys.attention.flash_gluon.tried import refused_when_tried
+    return None if tritons.version() in tritons.ON_GPUS else refused_when_tried()
 
-    return refused_when_tried()
+
+@constant  # a trial cannot be traced
+def refused_when_tried() -> str | None:
+    """None, or why the row is refused on a Triton that nobody has run it on: it is tried once, on a GPU."""
+    if not torch.cuda.is_available():
+        return f"has to be tried on a GPU before it runs on triton {tritons.version()}, and torch sees none here"
+    return trial.refusal("flash_gluon", SELFTEST, SOURCES, HOPPER)

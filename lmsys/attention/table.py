@@ -1,0 +1,101 @@
+"""The attention table, in reading order. A new kernel is a file beside this one and a row below."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lmsys.attention.auto import fastest_first
+from lmsys.registry import Entry, Table
+from lmsys.traits import AttentionTraits
+
+INTERVALS = "lmsys.attention.pattern:intervals"
+BOOLEAN = "lmsys.attention.peers:boolean_mask"
+
+
+def _ours(name: str, module: str, label: str, *, extra: str = "", supports: str | None = "", **traits: Any) -> Entry:
+    """A row of this package. `supports`: by default `<name>_supports` of its module; None: the row runs every case."""
+    if supports is not None:
+        supports = f"lmsys.attention.{supports or f'{module}:{name}_supports'}"
+    return Entry(
+        name,
+        f"lmsys.attention.{module}:{name}",
+        label,
+        supports=supports or "",
+        extra=extra,
+        traits=AttentionTraits.stated(name, traits),
+    )
+
+
+def _peer(
+    name: str, label: str, extra: str = "peers", install: str = "", module: str = "peers", **traits: Any
+) -> Entry:
+    return replace(_ours(name, module, label, extra=extra, **traits), peer=True, install=install)
+
+
+_flash_attn = partial(_peer, module="peers_flash_attn")
+
+ATTENTION = Table(
+    "attention",
+    [
+        _ours("naive", "naive", "naive PyTorch", supports=None, color="#00bbff", keeps_scores=True, baseline=1),
+        _ours("naive_compiled", "naive", "naive, torch.compile", color="#cc6611", keeps_scores=True, compiles=True),
+        _ours("vectorized", "vectorized", "vectorized PyTorch", supports=None, color="#445511", keeps_scores=True),
+        _ours("flash_torch", "flash_torch", "FlashAttention-2, PyTorch", color="#7700ee", mask=INTERVALS),
+        _ours(
+            "flash_triton_torch_bwd",
+            "flash_triton",
+            "Triton forward, PyTorch backward",
+            supports="flash_triton:flash_triton_supports",
+            extra="triton",
+            color="#ddaa00",
+            mask=INTERVALS,
+            kernels=r"^_(fwd|split_keys|combine)_kernel$",
+        ),
+        _ours(
+            "flash_triton",
+            "flash_triton",
+            "FlashAttention-2, Triton",
+            extra="triton",
+            color="#ff88aa",
+            isolates=True,
+            mask=INTERVALS,
+            kernels=r"^_(fwd|split_keys|combine|dq|dq_again|dkdv|dkdv_again)_kernel$",
+        ),
+        _ours(
+            "flash_gluon",
+            "flash_gluon.kernels",
+            "Gluon, Hopper",
+            supports="flash_gluon.support:flash_gluon_supports",
+            extra="triton",
+            color="#111188",
+            mask=INTERVALS,
+            kernels=r"^(forward|preprocess|backward|postprocess)_kernel$",
+        ),
+        _ours(
+            "flash_cuda",
+            "flash_cuda",
+            "FlashAttention-2, CUDA C++",
+            color="#552222",
+            kernels=r"^(fwd|dq|dkdv)_kernel\b",
+        ),
+        _peer("sdpa", "SDPA, PyTorch's choice", color="#111122", baseline=3, mask=BOOLEAN),
+        _peer("sdpa_math", "SDPA math", color="#994477", keeps_scores=True, mask=BOOLEAN),
+        _peer("sdpa_efficient", "SDPA efficient", color="#442255", mask=BOOLEAN),
+        _peer("sdpa_flash", "SDPA flash", color="#9977ff", baseline=2, mask=BOOLEAN),
+        _peer("sdpa_cudnn", "SDPA cuDNN", color="#aabb55", mask=BOOLEAN),
+        _peer("flex", "FlexAttention", color="#4455aa", compiles=True, mask="lmsys.attention.peers:block_mask"),
+        _flash_attn("varlen_attn", "torch varlen_attn", "", color="#77bb77"),
+        _flash_attn("flash_attn_2", "flash-attn 2", "", "flash-attn --no-build-isolation", color="#bb77bb"),
+        _flash_attn(
+            "flash_attn_3",
+            "flash-attn 3, Hopper",
+            "",
+            "flash-attn-3 from PyTorch's own package index, as docs/install.md says,",
+            color="#dd0044",
+        ),
+        _flash_attn("flash_attn_4", "flash-attn 4 (CuTe)", color="#008855"),
+    ],
+    group="lmsys.attention",
+    auto=fastest_first,
+    traits=AttentionTraits,
+)

@@ -1,0 +1,75 @@
+"""Facts about the rows of our tables, with types and defaults. Imports no torch.
+
+They stand outside of the tables' packages, so that today's benchmarks read them of the rows of an earlier state, too.
+"""
+
+from dataclasses import dataclass
+
+from lmsys.registry import Traits
+
+
+@dataclass(frozen=True)
+class AttentionTraits(Traits):
+    """Facts about an attention row. A function in a user's file has them as attributes.
+
+    keeps_scores  it holds Q x K scores: memory grows as the square of the length
+    isolates      nothing that a pattern hides from a query changes its result, be it NaN
+    mask          module:attr of a function (pattern, queries, keys, device), which makes what it reads of a pattern
+    """
+
+    keeps_scores: bool = False
+    isolates: bool = False
+    mask: str = ""
+
+
+@dataclass(frozen=True)
+class StrategyTraits(Traits):
+    """A strategy's class has those in which it differs as attributes; `StrategyTraits.of` reads them.
+
+    synchronizes      False: every rank trains for itself, and the others are measured against that
+    zero_stage        what ranks divide between steps: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too;
+                      None: it does not say
+    shards_gradients  a rank is left with a part of the gradients: their norm is that of all parts
+    all_reduces       every rank gets all mean gradients, so that a ShardedOptimizer may step them
+    accumulates       backwards under no_sync() may come before one that synchronizes
+    sums_each_backward  every backward is summed over ranks, also under no_sync(): ranks come before micro-batches
+    local_step        a step under no_sync() is the same computation without communication
+    all_reduce_model  latency and bandwidth of an all-reduce predict the communication that its buckets expose
+    takes_bucket_mb   the benchmark's bucket sizes are its option `bucket_mb`
+    tuned_bucket_mb   the benchmark chooses its option `bucket_mb` by timing a few
+    comm_dtypes       the benchmark's communication dtypes are its option `comm_dtype`
+    compute_dtype     with bf16 its option `compute_dtype` is bfloat16: parameters are gathered as matmuls read them
+    halves_sums       a mean gradient of two ranks is the sum of theirs, halved: in float32 these are the same bits
+    fused_adamw       its parameters are DTensors: the optimizer must be torch's own AdamW, on a GPU the fused one
+    why_not_graphed   why its step cannot be replayed as a CUDA graph; empty: it can
+    why_not_fused     why it cannot train blocks of `TransformerLM.fuse_blocks`: it hooks blocks, or writes parameters
+                      without a change of their versions, so that copies of them would be old; empty: it can
+    why_not_saved     why the training loop cannot save its state; empty: it can
+    why_not_unused    why every rank must use every parameter in each backward; empty: it need not
+    why_not_unequal   why ranks must use the same parameters; empty: they need not
+    why_not_reproducible  why its sums cannot be those of a tree; empty: they can
+
+    One fact is an attribute of the class alone, and no trait: `warm_ups_before_graph`, calls before a CUDA graph is
+    captured where the usual number is too small.
+    """
+
+    synchronizes: bool = True
+    zero_stage: int | None = None
+    shards_gradients: bool = False
+    all_reduces: bool = False
+    accumulates: bool = True
+    sums_each_backward: bool = False
+    local_step: bool = True
+    all_reduce_model: bool = True
+    takes_bucket_mb: bool = False
+    tuned_bucket_mb: bool = False
+    comm_dtypes: bool = False
+    compute_dtype: bool = False
+    halves_sums: bool = False
+    fused_adamw: bool = False
+    why_not_graphed: str = ""
+    why_not_fused: str = ""
+    why_not_saved: str = ""
+    why_not_unused: str = ""
+    why_not_unequal: str = ""
+    why_not_reproducible: str = ""

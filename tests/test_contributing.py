@@ -1,0 +1,60 @@
+"""CONTRIBUTING's "Add a kernel: two places", done as it says in a copy of the tree."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text().partition("## Add a kernel: two places")[2].partition("\n## ")[0]
+TABLE_WIDE = (  # tests that look at all rows of the table
+    "tests/attention/test_attention_traits.py",
+    "tests/attention/test_auto_order.py",
+    "tests/reports/test_colors.py",
+    "tests/test_docs.py",
+    "tests/test_imports.py",
+)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of the tree with the kernel of CONTRIBUTING: its file, and its row behind the last of ours."""
+    for name in ("lmsys", "benchmarks", "tests", "dev", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (x for x in ROOT.iterdir() if not (tmp_path / x.name).exists() and x.name != ".git"):
+        (tmp_path / file.name).symlink_to(file)
+    file, table = re.findall(r"^\d\. `(lmsys/attention/\w+\.py)`", TEXT, re.MULTILINE)
+    code = TEXT.partition("```python\n")[2].partition("   ```")[0]
+    (tmp_path / file).write_text(dedent(code))
+    (row,) = re.findall(r"^ +\+ +(_ours.*)$", TEXT, re.MULTILINE)
+    rows = (tmp_path / table).read_text()
+    peer = "        _peer("
+    assert file.endswith("exp2.py") and peer in rows
+    (tmp_path / table).write_text(rows.replace(peer, f"        {row}\n{peer}", 1))
+    return tmp_path
+
+
+def ran(tree: Path, *arguments: str) -> str:
+    """The output of pytest in the tree; AssertionError where a test fails."""
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_a_kernel_is_two_places(tree: Path) -> None:
+    of_all_rows = "states_every_trait or single_rows or colors_of_their_own or is_told"
+    output = ran(tree, "tests/attention/test_attention_traits.py", "tests/test_docs.py", "-k", of_all_rows)
+    assert "test_every_row_states_every_trait[exp2] PASSED" in output
+
+
+@pytest.mark.on_request
+def test_no_other_test_fails_for_want_of_a_third_place(tree: Path) -> None:
+    assert "passed" in ran(tree, *TABLE_WIDE)
+    assert "passed" in ran(tree, "tests", "-k", "exp2")
