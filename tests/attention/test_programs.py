@@ -116,7 +116,7 @@ def test_modes_of_the_compiler(row: str, mode: str, options: str) -> None:
         assert_right(found, results, leaves, **asked)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("row", but(["flash_torch", "vectorized", "auto"], "auto"))
 def test_a_module_is_exported_for_any_length(row: str, strict: bool) -> None:
     class Module(torch.nn.Module):

@@ -198,6 +198,7 @@ def _graphs(cases: list[ParallelCase]) -> list[int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.skipif(reason := why_no_compiler("cpu"), reason=str(reason))
 def test_all_rows_of_a_group_share_compiled_blocks(two_ranks: Ranks) -> None:
     """One graph, whoever comes first, also within DDP, and in every pass."""

@@ -103,6 +103,7 @@ def test_a_second_forward_for_the_backward_gives_the_same(case: Case, autocast: 
 NEEDS = (True, True, True, True), (False, True, False, True), (True, False, False, False)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
 @pytest.mark.parametrize("autocast", [torch.bfloat16, None])
 @pytest.mark.parametrize("needs", some([(needs,) for needs in NEEDS], 3))

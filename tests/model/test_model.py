@@ -98,7 +98,9 @@ needs_compiler = pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=s
 @pytest.mark.parametrize(
     ("row", "backend"),
     [
-        *(("naive", "inductor"), ("sdpa_flash", "aot_eager"), ("flash_triton", "inductor")),
+        *(("naive", "aot_eager"), ("sdpa_flash", "aot_eager")),
+        pytest.param("naive", "inductor", marks=pytest.mark.long),
+        pytest.param("flash_triton", "inductor", marks=pytest.mark.long),
         pytest.param("flash_torch", "inductor", marks=pytest.mark.on_request),
     ],
 )

@@ -153,6 +153,7 @@ def test_on_a_gpu_the_kernel_is_differentiated_and_compiled(dtype: torch.dtype, 
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
 def test_compiled_equals_eager() -> None:
     rope, x = draw((2, 5, 4, 2, 4), 0, torch.float32)

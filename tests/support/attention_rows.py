@@ -133,13 +133,18 @@ def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> AttentionCase:
     return replace(case, grad=row.why_not(replace(case, grad=True)) is None)
 
 
-def on_devices(names: tuple[str, ...], compiled_on_cpu: bool) -> list[Any]:
-    """For `parametrize`: each row with "cuda", and with "cpu" where it runs on one; what compiles there takes long."""
+def on_devices(names: tuple[str, ...], compiled_on_cpu: bool, **fixed: Any) -> list[Any]:
+    """For `parametrize`: each row with "cuda", and with "cpu" where it runs on one; what compiles there takes long.
+
+    A row that runs on a CPU, but knows nothing of the fields that are fixed, has promised nothing of them.
+    """
     pairs = []
     for name in names:
         row = Row(name, "cpu")
-        cuda_alone = re.search("runs on CUDA( only)?$", row.why_not(row.case()) or "")
-        if not cuda_alone and (compiled_on_cpu or name not in COMPILED):
+        reason = row.why_not(row.case()) or ""
+        knows = bool(reason) or row.why_not(row.case(**fixed)) is None
+        cuda_alone = re.search("runs on CUDA( only)?$", reason)
+        if knows and not cuda_alone and (compiled_on_cpu or name not in COMPILED):
             pairs.append(pytest.param(name, "cpu", marks=[pytest.mark.long] * (name in COMPILED)))
         pairs.append(pytest.param(name, "cuda", marks=pytest.mark.gpu))
     return pairs
@@ -159,7 +164,7 @@ def law(
     """
 
     def decorate(check: Callable[[Row, AttentionCase, int], None]) -> Callable:
-        @pytest.mark.parametrize(("name", "device"), on_devices(only or tuple(ATTENTION), compiled_on_cpu))
+        @pytest.mark.parametrize(("name", "device"), on_devices(only or tuple(ATTENTION), compiled_on_cpu, **fixed))
         def test(name: str, device: str) -> None:
             row = Row(name, device)
             if reason := row.why_not(row.case(**fixed)):
