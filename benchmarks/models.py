@@ -6,7 +6,7 @@ and fp16 is autocast with a scaled loss.
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,10 +21,10 @@ from lmsys.bench import Case, Entry, Field, Record, Table, ranks
 from lmsys.config import ModelConfig, model_config
 from lmsys.cost.memory import fit
 from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM, transformer
+from lmsys.training.prepare import AUTOCAST, run_blocks
 
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of the matmuls
 MEASURED = DTYPES | {"tf32": None}  # of the large matmuls
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}  # by length of the mantissa
 LOSS_SCALE = 2.0**12  # keeps float16 gradients above its smallest value
 ERROR_RTOL, BUDGET_RTOL = 1e-3, 0.5  # made again: what is exact is float64; plain PyTorch rounds in an order of its own
@@ -59,24 +59,38 @@ def matmuls(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def autocast(precision: str, device: str) -> torch.autocast:
-    return torch.autocast(device, AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
-
-
 def widened(logits: Tensor) -> Tensor:
     """Widens to float32 what is narrower, as losses are computed."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def ratio_by_group(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype, groups: Tensor) -> float:
-    """The largest `ratio_of` of any group of rows: `groups` holds a number for each row, 0 for ordinary ones.
+def ratio_by_group(
+    x: Tensor,
+    reference: Tensor,
+    plain: Tensor,
+    dtype: torch.dtype,
+    groups: Tensor,
+    rows: Sequence[int] | None = None,
+    times: float = 2,
+) -> float:
+    """The largest `ratio_of` any group of rows: `groups` holds a number for each row, 0 for ordinary ones.
 
     Rows of extreme inputs are groups of their own: neither do they lend others their budget, nor take theirs. They may
     be exact in plain PyTorch, so only the ordinary ones are held in root mean square.
+
+    rows  the rows of `reference`, `plain` and `groups` that x holds; None: all. An extreme group keeps the budget of
+          all its rows: a single one may hang on one rounding, which plain PyTorch makes well or badly by chance
+    times  what plain PyTorch loses in root mean square: `lmsys.testing.SPOT_TIMES` for a spot
     """
-    groups = groups.to(found.device)
-    parts = [(groups == group, group == 0) for group in groups.unique().tolist()]
-    return max(testing.ratio_of(found[rows], reference[rows], plain[rows], dtype, mean) for rows, mean in parts)
+    groups = groups.to(x.device)
+    looked_at = torch.arange(len(groups), device=x.device) if rows is None else torch.tensor(rows, device=x.device)
+    whole = reference.to(torch.promote_types(x.dtype, reference.dtype), copy=True)
+    whole[looked_at] = x.to(whole.dtype)  # rows that nobody looks at count as right
+    ratios = []
+    for group in groups[looked_at].unique().tolist():
+        part = looked_at[groups[looked_at] == 0] if group == 0 else groups == group
+        ratios.append(testing.ratio_of(whole[part], reference[part], plain[part], dtype, group == 0, times))
+    return max(ratios)
 
 
 def mean_ratio(found: Tensor, terms: Tensor, plain: Tensor, groups: Tensor | None = None) -> float:
@@ -109,6 +123,13 @@ def matmul_rates(flops: float, time_s: float, dtype: str, machine: Record) -> Re
 
 
 COMPILED = ("compiled", "graphed")  # ways to run blocks that need a compiler
+
+
+def blocks_of(compile: str) -> str:
+    """How blocks are run, "eager", "compiled" or "fused": beside that, some ways replay a step as one CUDA graph."""
+    return "compiled" if compile in COMPILED else compile
+
+
 NUM_BLOCKS = BLOCKS_PER_GRAPH  # of a model that is checked: as many as make one compiled graph stand for all
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
 # Learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466).
@@ -182,6 +203,11 @@ class ModelCase(Case):
     @property
     def config(self) -> ModelConfig:
         return config_of(self.size, self.context)
+
+    @property
+    def blocks(self) -> str:
+        """How blocks are run, as `lmsys.training.prepare` calls it."""
+        return blocks_of(self.compile)
 
     @property
     def replayed(self) -> bool:
@@ -280,6 +306,5 @@ def variant(base: TransformerLM, compile: str, **changes: Any) -> TransformerLM:
     as a ModelCase's `compile` says: all have one set of parameters."""
     model = copy.deepcopy(base, {id(x): x for x in (*base.parameters(), *base.buffers())})
     model.config = replace(base.config, **changes)
-    if compile == "fused":
-        return model.fuse_blocks()
-    return model.compile_blocks(BLOCKS_PER_GRAPH) if compile in COMPILED else model
+    run_blocks(model, blocks_of(compile), together=BLOCKS_PER_GRAPH)
+    return model

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import AUTOCAST, COMPILED, LLAMA, TrainedCase, matmul_rates
+from benchmarks.models import COMPILED, LLAMA, TrainedCase, matmul_rates
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Entry, Grid, Record, Settings
 from lmsys.cost.communication import ddp_overhead
@@ -24,6 +24,7 @@ from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.machine import peak_flops_per_s
 from lmsys.measure.profile import Communication
 from lmsys.model import fused as fused_blocks
+from lmsys.training.prepare import AUTOCAST
 
 NARROW = ("comm_dtype", "compute_dtype")
 Narrow = tuple[str, torch.dtype] | None  # which of these, and what it is

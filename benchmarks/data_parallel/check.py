@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.data_parallel.cases import NARROW, Narrow, ParallelCase
-from benchmarks.data_parallel.rank import Gradients, blocks_of, make_optimizer, model_of, prepared, wrap
+from benchmarks.data_parallel.rank import Gradients, blocks_of, compiler_of, execution, model_of
 from benchmarks.models import NUM_BLOCKS, Batch, build, matmuls
 from lmsys import processes, testing
 from lmsys.bench import Candidate, ranks
@@ -33,6 +33,7 @@ from lmsys.cost.operations import model_parameters
 from lmsys.extremes.strategy import Trial, trials
 from lmsys.model import Loss
 from lmsys.parallel.group import WorkerError, device
+from lmsys.training.prepare import prepare
 
 STEPS = 3
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
@@ -46,7 +47,7 @@ def gate(case: ParallelCase, seed: int) -> dict[str, float]:
     """Errors over their budgets, by parameter, on the rank where they are worst; on every rank the same."""
     options = case.options
     wide = {name: value for name, value in options.items() if name not in NARROW}
-    with prepared(case), matmuls("fp32"):
+    with compiler_of(case), matmuls("fp32"):
         found = [_ratios(case, wide, seed, None)]
         if case.narrow is not None:
             found.append(_ratios(case, options, seed, case.narrow))
@@ -92,9 +93,10 @@ def _of_rank(data: Batch, rank: int) -> tuple[Tensor, Tensor]:
 
 def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object], seed: int) -> State:
     rank = dist.get_rank()
-    strategy = wrap(case, model := model_of(case, config, seed + rank), options)
-    optimizer = make_optimizer(case, strategy, torch.optim.SGD, **SGD)
-    gradients = Gradients(strategy, "fp32")
+    model = model_of(case, config, seed + rank)
+    prepared = prepare(model, execution(case, options=options, precision="fp32"), torch.optim.SGD, **SGD)
+    strategy, optimizer, _ = prepared
+    gradients = Gradients(prepared)
     if case.replayed:
         gradients.record()
     for data in _batches(config, case.world_size, seed):

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.data_parallel.cases import Narrow, ParallelCase
-from benchmarks.models import ROUNDING, Batch, autocast, build, matmuls
+from benchmarks.models import ROUNDING, Batch, build, matmuls
 from lmsys import draws, testing
 from lmsys.bench.ranks import on_part, release, subgroup
 from lmsys.config import ModelConfig
 from lmsys.cost.operations import model_parameters
 from lmsys.model import Loss
 from lmsys.parallel.group import device
+from lmsys.training.prepare import autocast
 from lmsys.training.reproducible import weights_sha256
 
 # With eps far above a gradient's size AdamW moves by the gradient's size: it sees one that is halved, and where a

@@ -1,7 +1,7 @@
 """One rank of a data-parallel training, ready to be timed, looked into and compared. Runs on the ranks."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 
 from benchmarks.data_parallel import cases, passes
-from benchmarks.models import COMPILED, RECOMPILE_LIMIT, autocast, build, fitted, gpu_memory, matmuls
+from benchmarks.models import RECOMPILE_LIMIT, build, fitted, gpu_memory, matmuls
 from lmsys.bench.ranks import on_part, release, subgroup, times
 from lmsys.checkpointing import FIT, for_fewer
 from lmsys.config import ModelConfig
 from lmsys.measure import clock, memory, profile
 from lmsys.measure.step import Step
-from lmsys.model import Loss
-from lmsys.parallel import adapter, collectives, overlapped, sharded_optimizer
+from lmsys.parallel import collectives, overlapped
 from lmsys.parallel.group import device
 from lmsys.training import gradients, optimizer
+from lmsys.training.prepare import Execution, Prepared, prepare
 
 INSPECTED = 3  # steps that are timed to learn what one costs
 _COMPILED: list[str] = []  # the group of cases whose graphs this rank holds
 
 
 @contextmanager
-def prepared(case: cases.ParallelCase) -> Iterator[None]:
+def compiler_of(case: cases.ParallelCase) -> Iterator[None]:
     """Releases what was there before. Keeps what is compiled meanwhile for the group's other rows and passes, whose
     blocks are the same.
 
@@ -70,17 +70,13 @@ def model_of(case: cases.ParallelCase, config: ModelConfig, seed: int) -> Any:
     return ours if other is None else other.load()(config, device()).take_weights(ours)
 
 
-def wrap(case: cases.ParallelCase, model: Any, options: dict[str, Any]) -> adapter.Adapter:
-    """The model's loss under the case's strategy, compiled or fused before where the case asks for it.
-
-    A model to be graphed is wrapped on the stream of captures, which DDP keeps.
-    """
-    if case.compile == "fused":
-        model.fuse_blocks()
-    elif case.compile in COMPILED:
-        model.compile_blocks()
-    with gradients.on_capture_stream() if case.replayed else nullcontext():
-        return adapter.Adapter(case.entry.load(), Loss(model), subgroup(case.world_size), **options)
+def execution(case: cases.ParallelCase, **changes: Any) -> Execution:
+    """How the case runs its model, on the ranks that it takes."""
+    asked = Execution(
+        case.entry, case.options, case.precision, case.blocks, graph=case.replayed,
+        sharded_optimizer=case.sharded_optimizer, group=subgroup(case.world_size),
+    )  # fmt: skip
+    return replace(asked, **changes)
 
 
 class Gradients:
@@ -89,12 +85,11 @@ class Gradients:
     Holds no reference to itself: a graph with NCCL's calls inside must go before the process group does.
     """
 
-    def __init__(self, strategy: adapter.Adapter, precision: str):
-        self.strategy = strategy
-        kind = device().type
+    def __init__(self, model: Prepared):
+        self.strategy = strategy = model.strategy
 
         def loss(*inputs: Tensor) -> Tensor:
-            with autocast(precision, kind):
+            with model.autocast():
                 return strategy(*inputs)
 
         self.loss = loss
@@ -112,30 +107,19 @@ class Gradients:
         return (self.graph or self.compute)(*inputs)
 
 
-def make_optimizer(
-    case: cases.ParallelCase, strategy: adapter.Adapter, cls: Any, **options: Any
-) -> torch.optim.Optimizer:
-    if case.sharded_optimizer:
-        return sharded_optimizer.ShardedOptimizer(
-            strategy.wrapper.parameters(), cls, subgroup(case.world_size), **options
-        )
-    return strategy.make_optimizer(cls, **options)
-
-
 class Rig:
     """A model, its strategy, its optimizer and this rank's batches. Ranks begin with weights of their own."""
 
     def __init__(self, case: cases.ParallelCase, one: passes.Pass, adamw: dict[str, Any] = passes.ADAMW):
         self.case, on, rank = case, str(device()), torch.distributed.get_rank()
-        self.strategy = wrap(case, model_of(case, config_of(case), one.seed + rank), case.options)
-        self.batches = passes.Batches(case.config, case.batch, one)
-        self.data = self.batches.now
         theirs = case.entry.trait("fused_adamw", False)
         cls, fused = (torch.optim.AdamW, {"fused": on != "cpu"}) if theirs else (optimizer.AdamW, {})
-        self.optimizer = make_optimizer(case, self.strategy, cls, **adamw, **fused)
-        if isinstance(self.optimizer, optimizer.AdamW):
-            self.optimizer.rounded = self.strategy.module.model.rounded
-        self.gradients = Gradients(self.strategy, case.precision)
+        model = model_of(case, config_of(case), one.seed + rank)
+        prepared = prepare(model, execution(case), cls, **adamw, **fused)
+        self.strategy, self.optimizer, _ = prepared
+        self.batches = passes.Batches(case.config, case.batch, one)
+        self.data = self.batches.now
+        self.gradients = Gradients(prepared)
 
     def loss(self) -> Tensor:
         return self.gradients.loss(self.data.tokens, self.data.targets)
@@ -191,7 +175,7 @@ class Rig:
 def inspect(case: cases.ParallelCase, seed: int) -> cases.Inspection:
     """The network; memory, phase by phase, of a training from its beginning; a step's time and its communication."""
     group = subgroup(case.world_size)
-    with prepared(case):
+    with compiler_of(case):
         network = overlapped.latency_and_bandwidth(group, device()) if case.world_size > 1 else None
         rig, found = _phases(case, passes.Pass(seed, seed, 0, INSPECTED))
         rig.warm()
@@ -278,7 +262,7 @@ class Taken:
 def take_pass(case: cases.ParallelCase, one: passes.Pass) -> Taken:
     """Takes the steps and keeps what they led to: none of them can tell whether it will be judged."""
     alone: list[float] = []
-    with prepared(case):
+    with compiler_of(case):
         rig = Rig(case, one)
         rig.warm()
         samples = rig.times(rig.step, one.steps)

@@ -35,6 +35,7 @@ from lmsys.cost.operations import model_parameters
 from lmsys.extremes.model import EMBEDDINGS, FIRST_ID, ROWS, group_of, write_model
 from lmsys.measure.compare import release_memory
 from lmsys.model import TransformerLM
+from lmsys.training.prepare import autocast
 
 Row = tuple[str, str, bool, str, str]
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
@@ -112,8 +113,7 @@ class ModelTest(models.ModelCase):
     @property
     def row(self) -> Row:
         """The key of a candidate, which is compiled and checked once for all its modes."""
-        blocks = "compiled" if self.compile in models.COMPILED else self.compile
-        return blocks, self.entry.name, self.grad, self.checkpoint, self.residual
+        return self.blocks, self.entry.name, self.grad, self.checkpoint, self.residual
 
     @property
     def computed(self) -> config.ModelConfig:
@@ -214,7 +214,7 @@ class Gate:
     def outputs(self, model: nn.Module, grad: bool, precision: str = "") -> dict[str, Tensor]:
         """The logits, or the loss and the gradient of every parameter, by its name in our model."""
         data, precision = self.data, precision or self.precision
-        with torch.set_grad_enabled(grad), models.autocast(precision, data.tokens.device.type):
+        with torch.set_grad_enabled(grad), autocast(precision, data.tokens.device.type):
             if not grad:
                 return {LOGITS: model(data.tokens)}
             loss = model.loss(data.tokens, data.targets)

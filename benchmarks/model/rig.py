@@ -20,13 +20,14 @@ from torch.optim import Optimizer
 
 from benchmarks.model.cases import ModelTest, Row, model_of
 from benchmarks.model.spots import NUM_ROWS, OUTPUTS, UPDATE, UPDATES, Spots
-from benchmarks.models import LOSS_SCALE, Batch, arithmetic, autocast, build
+from benchmarks.models import LOSS_SCALE, Batch, arithmetic, build
 from lmsys import draws, testing
 from lmsys.bench import Settings, Step, benchmark
 from lmsys.extremes.model import FIRST_ID, plant, planted, write_model
 from lmsys.measure import compare, memory
 from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.training import gradients, optimizer
+from lmsys.training.prepare import autocast
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny

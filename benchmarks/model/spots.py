@@ -25,11 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.model.cases import ModelTest
 from benchmarks.models import (
-    AUTOCAST,
     LOSS_SCALE,
     ROUNDING,
     Batch,
-    autocast,
     matmuls,
     mean_ratio,
     ratio_by_group,
@@ -40,7 +38,8 @@ from lmsys.bench.plain import check_plain
 from lmsys.extremes.model import group_of
 from lmsys.measure.compare import Kept
 from lmsys.model import TransformerLM, linear
-from lmsys.testing import BLOCK_SCORES
+from lmsys.testing import BLOCK_SCORES, SPOT_TIMES
+from lmsys.training.prepare import AUTOCAST, autocast
 
 EMBEDDINGS, HEAD = "token_embeddings.weight", "lm_head.weight"
 Meant = Callable[[str, Tensor], Tensor]
@@ -219,30 +218,30 @@ class Spots:
 
     def judge(self, case: ModelTest, kept: Kept, meant: Meant) -> Mapping[str, float]:
         """The error over its budget of each part; `meant` as `Reference` has it."""
-        found, spot = dict(kept.result), self.spot(kept.key)
-        update = found.pop(UPDATE, None)
-        if broken := [name for name, x in found.items() if not x.isfinite().all()]:
+        parts, spot = dict(kept.result), self.spot(kept.key)
+        update = parts.pop(UPDATE, None)
+        if broken := [name for name, x in parts.items() if not x.isfinite().all()]:
             return dict.fromkeys(broken, float("inf"))
         narrow = case.residual == "narrow"
         references = [Reference(self.base, self.precision, exact, meant, narrow) for exact in (True, False)]
         ratios = update.ratios() if update else {}
-        if ALL_STATES in found:
-            exact, plain = (one.losses(found[ALL_STATES], self.data.targets) for one in references)
-            ratios[LOSS] = mean_ratio(found[LOSS], exact, plain)
+        if ALL_STATES in parts:
+            losses = [reference.losses(parts[ALL_STATES], self.data.targets) for reference in references]
+            ratios[LOSS] = mean_ratio(parts[LOSS], *losses)
         make = self._right_outputs if case.mode in OUTPUTS else self._right_gradients
-        rights = make(references[0], spot), make(references[1], spot)
-        if EMBEDDINGS in found:
-            found[EMBEDDINGS] = found[EMBEDDINGS][self._sequences(spot)[1]]
-        for name in found.keys() - {LOSS, ALL_STATES}:
-            ratios[name] = ratio_by_group(
-                found[name], rights[0][name], rights[1][name], ROUNDING[self.precision], self._group(name, spot)
-            )
+        exact, plain = (make(reference, spot) for reference in references)
+        if EMBEDDINGS in parts:
+            parts[EMBEDDINGS] = parts[EMBEDDINGS][self._sequences(spot)[1]]
+        dtype = ROUNDING[self.precision]
+        for name in parts.keys() - {LOSS, ALL_STATES}:
+            groups, rows = self._groups(name, spot), spot.rows.get(name)
+            ratios[name] = ratio_by_group(parts[name], exact[name], plain[name], dtype, groups, rows, SPOT_TIMES)
         return ratios
 
-    def _group(self, name: str, spot: Spot) -> Tensor:
-        """A number for each row of a part: 0 where neither its token nor the row itself is extreme."""
+    def _groups(self, name: str, spot: Spot) -> Tensor:
+        """A number for each row of what is right: 0 where neither its token nor the row itself is extreme."""
         if name not in (LOGITS, STATES, EMBEDDINGS):
-            return group_of(name, len(self.parameters[name]))[spot.rows[name]]
+            return group_of(name, len(self.parameters[name]))
         ids = self.data.tokens[spot.sequence, spot.positions].cpu()
         group = group_of(EMBEDDINGS, self.base.config.vocab_size)[ids]
         return group[self._sequences(spot)[1]] if name == EMBEDDINGS else group
@@ -252,11 +251,12 @@ class Spots:
         return {STATES: states, LOGITS: logits}
 
     def _right_gradients(self, reference: Reference, spot: Spot) -> Parts:
+        """Gradients of the embeddings of the spot's tokens, and of whole matrices: see `ratio_by_group`."""
         sequences, chosen = self._sequences(spot)
         rows = spot.rows if self.whole else {}
-        found = reference.gradients(self.data, sequences, list(rows))
+        right = reference.gradients(self.data, sequences, list(rows))
         ids = self.data.tokens[spot.sequence, spot.positions][chosen]
-        return {EMBEDDINGS: found[EMBEDDINGS][ids]} | {name: found[name][some] for name, some in rows.items()}
+        return right | {EMBEDDINGS: right[EMBEDDINGS][ids]}
 
     def _sequences(self, spot: Spot) -> tuple[list[int], list[int]]:
         """The sequences to be run, and those of the spot's tokens that no other sequence holds."""

@@ -1,5 +1,7 @@
 """Facts about a strategy that benchmarks, training and reports act on."""
 
+from lmsys.registry import Entry
+
 
 class Traits:
     """Class attributes with their defaults. A strategy sets those in which it differs; `Entry.trait` reads them.
@@ -56,6 +58,14 @@ class Traits:
     baseline: int = 0
     rivals: tuple[str, ...] = ()
     kernels: str = ""
+
+
+def traits_of(row: Entry) -> Traits:
+    """All facts of a row: those that neither its table nor its class states have their defaults."""
+    traits = Traits()
+    for name in Traits.__annotations__:
+        setattr(traits, name, row.trait(name, getattr(Traits, name)))
+    return traits
 
 
 SURROUNDS_BLOCKS = "it waits for the parameters of a block when that is called, and fused blocks are not called"

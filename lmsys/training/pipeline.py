@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from lmsys.parallel import STRATEGIES, collectives, group
 from lmsys.tokenizer import Tokenizer, chunks, train
 from lmsys.training import checkpoint, corpora, data, evaluation, generation, log, loop, possible
 from lmsys.training.config import RunConfig
+from lmsys.training.prepare import autocast
 
 DATA_STEPS = ("tokenizer", "tokenize")
 WRITERS = (*DATA_STEPS, "train")  # steps that write in the output
@@ -68,7 +70,7 @@ class RunContext:
     @property
     def autocast(self) -> Callable[[], torch.autocast]:
         """Attention rows that train in bfloat16 may not know float32."""
-        return evaluation.autocast_of(self.config.train.precision, self.device)
+        return partial(autocast, self.config.train.precision, self.device.type)
 
     def say(self, text: str) -> None:
         """On rank 0; with escapes for characters that the terminal does not have."""
@@ -86,7 +88,7 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     config.train.accumulation(world_size)  # what cannot be is refused here, not after the data has been made
     STRATEGIES.select([config.train.strategy])
     if "train" in steps:
-        possible.check(config, context.device)
+        possible.plan(config, context.device)
         if rank == 0:
             log.check_packages(config)
     if context.device.type == "cpu" and config.train.threads is not None:

@@ -1,7 +1,10 @@
-"""Refuses a training that cannot run here, by its settings and the machine alone, before any work is done for it.
+"""How a training runs here, by its settings and the machine alone; one that cannot is refused before any work is done.
 
 `fitted` also finds the levels of checkpointing that fit into the memory of a rank's device.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -9,35 +12,76 @@ from lmsys import checkpointing, registry, values
 from lmsys.attention import ATTENTION, AttentionCase, contract
 from lmsys.config import ModelConfig
 from lmsys.cost.memory import fit
-from lmsys.model import fused, transformer
+from lmsys.model import BLOCKS_PER_GRAPH, fused, transformer
 from lmsys.parallel import STRATEGIES, collectives
+from lmsys.parallel.traits import Traits, traits_of
 from lmsys.training.config import RunConfig
+from lmsys.training.prepare import Execution
 
 
-def check(
-    config: RunConfig, device: torch.device, group: collectives.Group = None
-) -> tuple[registry.Entry, ModelConfig]:
-    """(the row of the strategy, the model's config as `fitted` makes it).
+@dataclass(frozen=True)
+class Plan:
+    """How the model is run on each rank.
 
-    It reads no data and makes no model. All ranks call it. ValueError with the setting and the reason where `device` or
-    the ranks cannot train so.
+    model   its config, with the levels of checkpointing that fit
+    micro_batches  of a rank in a step
+    traits  of the strategy
+    """
+
+    model: ModelConfig
+    execution: Execution
+    micro_batches: int
+    traits: Traits
+
+
+def plan(config: RunConfig, device: torch.device, group: collectives.Group = None) -> Plan:
+    """Reads no data and makes no model. All ranks call it.
+
+    ValueError with the setting and the reason where `device` or the ranks cannot train so.
     """
     train = config.train
     world_size, _ = collectives.size_and_rank(group)
     (row,) = STRATEGIES.select([train.strategy])
-    check_attention(config, device)
-    model = fitted(config, row, device, group)
-    name, not_graphed = f"strategy {row.name!r}", train.graph and _why_no_graph(config, row, device)
-    not_fused = train.fused and (fused.why_not(device) or row.trait("why_not_fused", ""))
-    not_saved, not_reproducible = row.trait("why_not_saved", ""), row.trait("why_not_reproducible", "")
-    doubly_sharded = train.sharded_optimizer and row.trait("shards_gradients", False)
-    drifts_apart = world_size > 1 and not row.trait("synchronizes", True)
+    traits = traits_of(row)
+    _check_attention(config, device)
+    model = fitted(config, traits, device, group)
+    _check_strategy(config, row, traits, device, world_size)
+    micro_batches = train.accumulation(world_size)
+    check_accumulation(config, world_size, micro_batches, able=traits.accumulates)
+    return Plan(model, _execution(config, row, traits, group), micro_batches, traits)
+
+
+def _execution(config: RunConfig, row: registry.Entry, traits: Traits, group: collectives.Group) -> Execution:
+    train = config.train
+    options: dict[str, Any] = {} if train.bucket_mb is None else {"bucket_mb": train.bucket_mb}
+    if traits.compute_dtype and train.precision == "bf16" and not train.reproducible:
+        options["compute_dtype"] = torch.bfloat16
+    one_a_graph = train.reproducible or traits.synchronizes  # other graphs add in other orders; strategies hook blocks
+    compiler = {
+        "together": 1 if one_a_graph else BLOCKS_PER_GRAPH,
+        "fullgraph": config.data.packing != "documents",  # graphs end at attention on documents
+    }
+    blocks = "fused" if train.fused else "compiled" if train.compile else "eager"
+    return Execution(
+        row, options, train.precision, blocks, compiler, train.graph, train.sharded_optimizer, train.reproducible, group
+    )
+
+
+def _check_strategy(
+    config: RunConfig, row: registry.Entry, traits: Traits, device: torch.device, world_size: int
+) -> None:
+    train, name = config.train, f"strategy {row.name!r}"
+    not_fused = train.fused and (fused.why_not(device) or traits.why_not_fused)
+    not_graphed = train.graph and _why_no_graph(config, name, traits, device)
+    not_reproducible = train.reproducible and traits.why_not_reproducible
+    doubly_sharded = train.sharded_optimizer and traits.shards_gradients
+    drifts_apart = world_size > 1 and not traits.synchronizes
     values.hold(
         (not not_fused, f"train.fused=true with {name}: {not_fused}"),
         (not not_graphed, f"train.graph=true: {not_graphed}"),
         (not drifts_apart, f"{name} lets ranks drift apart: it is for measuring, and trains on one rank only"),
-        (not not_saved, f"{name}: {not_saved}"),
-        (not (train.reproducible and not_reproducible), f"{name} with train.reproducible: {not_reproducible}"),
+        (not traits.why_not_saved, f"{name}: {traits.why_not_saved}"),
+        (not not_reproducible, f"{name} with train.reproducible: {not_reproducible}"),
         (
             not row.peer or torch.distributed.is_initialized(),
             f"{name} needs a process group: start it by --ranks 1 or torchrun",
@@ -46,25 +90,22 @@ def check(
     )
     if train.fused:
         fused.check_levels(config.model)
-    check_accumulation(config, row, world_size, able=row.trait("accumulates", True))
-    return row, model
 
 
-def _why_no_graph(config: RunConfig, row: registry.Entry, device: torch.device) -> str:
+def _why_no_graph(config: RunConfig, name: str, traits: Traits, device: torch.device) -> str:
     if device.type != "cuda":
         return f"CUDA graphs need train.device=cuda, not {device.type}"
     if config.data.packing != "none":
         return f"each batch of data.packing={config.data.packing!r} has masks of its own, and is no replay"
-    reason = row.trait("why_not_graphed", "")
-    return reason and f"strategy {row.name!r}: {reason}"
+    return traits.why_not_graphed and f"{name}: {traits.why_not_graphed}"
 
 
-def check_accumulation(config: RunConfig, row: registry.Entry, world_size: int, able: bool) -> None:
+def check_accumulation(config: RunConfig, world_size: int, micro_batches: int, able: bool) -> None:
     """ValueError where ranks would accumulate micro-batches, and the strategy is not `able` to."""
     train = config.train
-    if not able and world_size > 1 and train.accumulation(world_size) > 1:
+    if not able and world_size > 1 and micro_batches > 1:
         raise ValueError(
-            f"strategy {row.name!r} cannot accumulate micro-batches: train.micro_batch_size is to be"
+            f"strategy {train.strategy!r} cannot accumulate micro-batches: train.micro_batch_size is to be"
             f" {train.batch_size // world_size}, train.batch_size over {world_size} ranks"
         )
 
@@ -72,9 +113,7 @@ def check_accumulation(config: RunConfig, row: registry.Entry, world_size: int, 
 MEMORY_SHARE = 0.9  # of a GPU's: the rest is for libraries, fragments and what the prediction leaves out
 
 
-def fitted(
-    config: RunConfig, strategy: registry.Entry, device: torch.device, group: collectives.Group = None
-) -> ModelConfig:
+def fitted(config: RunConfig, traits: Traits, device: torch.device, group: collectives.Group = None) -> ModelConfig:
     """The model's config, where it says "fit" with the levels that the least memory of any rank allows.
 
     All ranks call it, and get the same. ValueError where nothing fits, or the device's memory is not known.
@@ -89,10 +128,10 @@ def fitted(
         )
     world_size, _ = collectives.size_and_rank(group)
     memory = min(collectives.gather_objects(_memory(train.memory_gib, device), group))
-    stage = max(strategy.trait("zero_stage", 0), int(train.sharded_optimizer))
+    stage = max(traits.zero_stage, int(train.sharded_optimizer))
     return fit(
         model, train.held, model.context_length, train.precision, memory, world_size=world_size, stage=stage,
-        gradients_stay=(strategy.trait("synchronizes", True) and stage < 3) or train.accumulation(world_size) > 1,
+        gradients_stay=(traits.synchronizes and stage < 3) or train.accumulation(world_size) > 1,
     )  # fmt: skip
 
 
@@ -107,7 +146,7 @@ def _memory(gib: float | None, device: torch.device) -> float:
     return MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
-def check_attention(config: RunConfig, device: torch.device) -> None:
+def _check_attention(config: RunConfig, device: torch.device) -> None:
     """ValueError, with the rows that can, where model.attention cannot train here, or not on packed documents."""
     model, train, packed = config.model, config.train, config.data.packing == "documents"
     dtype = "bfloat16" if train.precision == "bf16" else "float32"
@@ -121,8 +160,9 @@ def check_attention(config: RunConfig, device: torch.device) -> None:
     if reason:
         able = ", ".join(name for name in ATTENTION if not _why_no_attention(ATTENTION[name], case))
         with_what = "data.packing='documents'" if packed else f"train.precision={train.precision!r} on {device.type}"
-        told = f"model.attention={model.attention!r} cannot train with {with_what}: {reason}"
-        raise ValueError(f"{told}; here these can: {able}")
+        raise ValueError(
+            f"model.attention={model.attention!r} cannot train with {with_what}: {reason}; here these can: {able}"
+        )
 
 
 def _why_no_attention(row: registry.Entry, case: AttentionCase) -> str | None:
