@@ -420,7 +420,9 @@ def ratio_of(
 
     `error_ratio` has absolute terms and gradients are small, so all are taken in units of the reference's
     largest value. More than one number is held in root mean square too, as attention rows without a float32 form are,
-    unless `mean` is False: what plain PyTorch makes exactly leaves no mean error to others. `times` is as in `rms_budget`.
+    unless `mean` is False: what plain PyTorch makes exactly leaves no mean error to others.
+
+    times  what plain PyTorch loses may be lost so often, in root mean square
     """
     _, exponent = math.frexp(reference.abs().max().item())
     found, reference, plain = (x.double() / 2.0**exponent for x in (found, reference, plain))

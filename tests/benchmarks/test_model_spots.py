@@ -24,6 +24,7 @@ from lmsys.attention.naive import naive
 from lmsys.extremes import model as extremes
 from lmsys.measure.compare import Kept
 from lmsys.model.loss import linear_cross_entropy
+from lmsys.testing import SPOT_TIMES
 from lmsys.training.optimizer import AdamW
 from tests.support.cheats import CLOCK, seen
 from tests.support.harness import cases_of, results
@@ -129,6 +130,15 @@ def test_a_single_row_of_an_extreme_kind_has_the_budget_of_all_of_them() -> None
     assert alone > 1, "the row by itself has too little"
     ordinary = ratio_by_group(reference[[1, 2]] + 3.0, reference, plain, torch.bfloat16, groups, [1, 2])
     assert ordinary > 1
+
+
+def test_a_spot_has_the_budget_in_root_mean_square_that_the_policy_gives_to_spots() -> None:
+    torch.manual_seed(0)
+    reference = torch.randn(8, 16, dtype=torch.float64)
+    plain, groups = reference + 0.05, torch.zeros(8, dtype=torch.int64)
+    for off, times, is_right in [(2.5, 2.0, False), (2.5, SPOT_TIMES, True), (3.5, SPOT_TIMES, False)]:
+        ratio = ratio_by_group(reference + off * 0.05, reference, plain, torch.bfloat16, groups, times=times)
+        assert (ratio <= 1) == is_right, (off, times, ratio)
 
 
 @pytest.mark.parametrize("residual", ["wide", "narrow"])
