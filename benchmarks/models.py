@@ -93,7 +93,7 @@ def ratio_by_group(
     return max(ratios)
 
 
-def mean_ratio(found: Tensor, terms: Tensor, plain: Tensor, groups: Tensor | None = None) -> float:
+def mean_ratio(mean: Tensor, terms: Tensor, plain: Tensor, groups: Tensor | None = None) -> float:
     """The error of a mean over its budget: what the `plain` computation of its terms loses in root mean square.
 
     No mean of errors is larger than that. The error of the plain mean says little: errors of both signs may cancel.
@@ -104,7 +104,7 @@ def mean_ratio(found: Tensor, terms: Tensor, plain: Tensor, groups: Tensor | Non
     groups = torch.zeros_like(terms) if groups is None else groups.to(terms.device)
     parts = [groups == group for group in groups.unique()]
     budget = sum(part.double().mean().item() * testing.rms_budget(terms[part], plain[part]) for part in parts)
-    ratio = abs(found.item() - terms.mean().item()) / budget
+    ratio = abs(mean.item() - terms.mean().item()) / budget
     return ratio if math.isfinite(ratio) else math.inf
 
 

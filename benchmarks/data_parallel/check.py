@@ -48,12 +48,12 @@ def gate(case: ParallelCase, seed: int) -> dict[str, float]:
     options = case.options
     wide = {name: value for name, value in options.items() if name not in NARROW}
     with compiler_of(case), matmuls("fp32"):
-        found = [_ratios(case, wide, seed, None)]
+        by_dtypes = [_ratios(case, wide, seed, None)]
         if case.narrow is not None:
-            found.append(_ratios(case, options, seed, case.narrow))
+            by_dtypes.append(_ratios(case, options, seed, case.narrow))
     if model_parameters(case.config) > MOST_KEPT:
         _alone.cache_clear()  # a model that takes all the memory there is, is next
-    return {name: max(ratios[name] for ratios in found) for name in found[0]}
+    return {name: max(ratios[name] for ratios in by_dtypes) for name in by_dtypes[0]}
 
 
 def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: Narrow) -> dict[str, float]:
@@ -68,11 +68,11 @@ def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: N
     alone = partial(_alone, config, case.world_size, seed)
     config = replace(config, checkpoint_blocks=blocks_of(case, layers), residual=case.residual)
     start, exact, plain = alone(None, torch.float32, 0), alone(None, torch.float64), alone(narrow, torch.float32)
-    found = _trained(case, config, options, seed)
+    state = _trained(case, config, options, seed)
     dtype = torch.float32 if narrow is None else narrow[1]
     ratios = {}
     for name, first in start.items():
-        moved = [x[name].double() - first.double() for x in (found, exact, plain)]
+        moved = [x[name].double() - first.double() for x in (state, exact, plain)]
         ratios[name] = (
             testing.ratio_of(moved[0], moved[1], moved[2].to(torch.float32), dtype) if moved[1].any() else 0.0
         )

@@ -110,14 +110,14 @@ class Gradients:
 class Rig:
     """A model, its strategy, its optimizer and this rank's batches. Ranks begin with weights of their own."""
 
-    def __init__(self, case: cases.ParallelCase, one: passes.Pass, adamw: dict[str, Any] = passes.ADAMW):
+    def __init__(self, case: cases.ParallelCase, asked: passes.Pass, adamw: dict[str, Any] = passes.ADAMW):
         self.case, on, rank = case, str(device()), torch.distributed.get_rank()
         theirs = case.entry.trait("fused_adamw", False)
         cls, fused = (torch.optim.AdamW, {"fused": on != "cpu"}) if theirs else (optimizer.AdamW, {})
-        model = model_of(case, config_of(case), one.seed + rank)
+        model = model_of(case, config_of(case), asked.seed + rank)
         prepared = prepare(model, execution(case), cls, **adamw, **fused)
         self.strategy, self.optimizer, _ = prepared
-        self.batches = passes.Batches(case.config, case.batch, one)
+        self.batches = passes.Batches(case.config, case.batch, asked)
         self.data = self.batches.now
         self.gradients = Gradients(prepared)
 
@@ -139,7 +139,7 @@ class Rig:
         return loss
 
     def step_alone(self) -> None:
-        """The same without synchronization; gradients of what was never synchronized go as they came."""
+        """A step without synchronization; its gradients are dropped as every step drops them."""
         with self.strategy.no_sync():
             self.loss().backward()
         self.update()
@@ -167,8 +167,8 @@ class Rig:
 
     def times(self, step: Callable[[], Any], count: int) -> list[float]:
         """Seconds of each of so many steps, each on the next batch."""
-        one = Step(lambda _: step(), redraw=self.batches.draw)
-        return times(one, range(count), subgroup(self.case.world_size), finish=self.finish)[0]
+        call = Step(lambda _: step(), redraw=self.batches.draw)
+        return times(call, range(count), subgroup(self.case.world_size), finish=self.finish)[0]
 
 
 @on_part
@@ -177,7 +177,7 @@ def inspect(case: cases.ParallelCase, seed: int) -> cases.Inspection:
     group = subgroup(case.world_size)
     with compiler_of(case):
         network = overlapped.latency_and_bandwidth(group, device()) if case.world_size > 1 else None
-        rig, found = _phases(case, passes.Pass(seed, seed, 0, INSPECTED))
+        rig, bytes_of_phases = _phases(case, passes.Pass(seed, seed, 0, INSPECTED))
         rig.warm()
         seconds = min(rig.times(rig.step, INSPECTED))
         profile.register_kernels(case.entry.trait("kernels", ""), "communication")
@@ -185,10 +185,10 @@ def inspect(case: cases.ParallelCase, seed: int) -> cases.Inspection:
         finite = bool(rig.step().isfinite())
     buckets, size = (getattr(rig.strategy.wrapper, name, None) for name in ("buckets", "bucket_mb"))
     mb, count = float(size) if size else None, len(buckets) if buckets else None
-    return cases.Inspection(found, sent, seconds, mb, count, finite, network)
+    return cases.Inspection(bytes_of_phases, sent, seconds, mb, count, finite, network)
 
 
-def _phases(case: cases.ParallelCase, one: passes.Pass) -> tuple[Rig, dict[str, int]]:
+def _phases(case: cases.ParallelCase, asked: passes.Pass) -> tuple[Rig, dict[str, int]]:
     """A rig, and bytes at points of its beginning and its first steps.
 
     The phases are those of what a graph records: its own memory is set aside as a whole.
@@ -197,7 +197,7 @@ def _phases(case: cases.ParallelCase, one: passes.Pass) -> tuple[Rig, dict[str, 
     made: dict[str, Any] = {}
 
     def init() -> None:
-        rigs.append(Rig(case, one))
+        rigs.append(Rig(case, asked))
         made["outside at init"] = rigs[0].outside_bytes
 
     def forward() -> None:
@@ -259,21 +259,21 @@ class Taken:
 
 
 @on_part
-def take_pass(case: cases.ParallelCase, one: passes.Pass) -> Taken:
+def take_pass(case: cases.ParallelCase, asked: passes.Pass) -> Taken:
     """Takes the steps and keeps what they led to: none of them can tell whether it will be judged."""
     alone: list[float] = []
     with compiler_of(case):
-        rig = Rig(case, one)
+        rig = Rig(case, asked)
         rig.warm()
-        samples = rig.times(rig.step, one.steps)
+        samples = rig.times(rig.step, asked.steps)
         begin, state, _, end = clock.in_turn(
             perf_counter, rig.strategy.full_state_dict, lambda: clock.synchronize(device().type), perf_counter
         )
-        bits = passes.leave(case, one, state)
+        bits = passes.leave(case, asked, state)
         del state
         model = rig.strategy.fingerprint()
         if case.world_size > 1 and rig.can_stay_local:
             rig.batches.draw()
             rig.step_alone()
-            alone = rig.times(rig.step_alone, -(-one.steps // 2))
+            alone = rig.times(rig.step_alone, -(-asked.steps // 2))
     return Taken(samples, alone, model, end - begin, bits)

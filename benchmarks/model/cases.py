@@ -171,7 +171,7 @@ class Gate:
         """Judges each; on half the batch, and half again, where it is the gate's own reference that has no room."""
         while True:
             try:
-                return self.judge([one for one in candidates if one.outcome == "ok"])
+                return self.judge([candidate for candidate in candidates if candidate.outcome == "ok"])
             except (torch.OutOfMemoryError, MemoryError):
                 if self.batch == 1:
                     raise
@@ -179,31 +179,31 @@ class Gate:
             self._draw(self.batch // 2)
 
     def judge(self, candidates: Sequence[Candidate]) -> None:
-        for grad in sorted({one.case.grad for one in candidates}):
+        for grad in sorted({row.case.grad for row in candidates}):
             exact = models.variant(copy.deepcopy(self.base).double(), "eager", attention="naive")
             reference = self.outputs(exact, grad, "fp32")
             del exact
-            for residual in sorted({one.case.residual for one in candidates}):
-                rows = [one for one in candidates if (one.case.grad, one.case.residual) == (grad, residual)]
+            for residual in sorted({row.case.residual for row in candidates}):
+                rows = [row for row in candidates if (row.case.grad, row.case.residual) == (grad, residual)]
                 stream = {} if residual == "wide" else {"residual": residual}
                 plain = (
                     self.outputs(models.variant(self.base, "eager", attention="naive", **stream), grad) if rows else {}
                 )
                 for candidate in rows:
-                    if found := candidate.attempt(self.outputs, candidate.call, grad):
+                    if results := candidate.attempt(self.outputs, candidate.call, grad):
                         candidate.judge(
-                            {name: self.ratio(name, found[name], x, plain[name]) for name, x in reference.items()}
+                            {name: self.ratio(name, results[name], x, plain[name]) for name, x in reference.items()}
                         )
-                        candidate.notes["gradient_error"] = self.gradient_error(found, reference) if grad else None
+                        candidate.notes["gradient_error"] = self.gradient_error(results, reference) if grad else None
 
-    def ratio(self, name: str, found: Tensor, reference: Tensor, plain: Tensor) -> float:
+    def ratio(self, name: str, result: Tensor, reference: Tensor, plain: Tensor) -> float:
         """The error over its budget: of rows of a gradient, and of the logits of tokens, by groups."""
         dtype = models.ROUNDING[self.precision]
         if not reference.dim():
-            return testing.ratio_of(found, reference, plain, dtype)
+            return testing.ratio_of(result, reference, plain, dtype)
         group = self.group(name, reference)
-        found, reference, plain = (x.reshape(-1, x.shape[-1]) for x in (found, reference, plain))
-        return models.ratio_by_group(found, reference, plain, dtype, group)
+        result, reference, plain = (x.reshape(-1, x.shape[-1]) for x in (result, reference, plain))
+        return models.ratio_by_group(result, reference, plain, dtype, group)
 
     def group(self, name: str, x: Tensor) -> Tensor:
         """A number for each row of an output: 0 where it is ordinary."""
@@ -225,14 +225,14 @@ class Gate:
             gradients = model.as_ours(gradients)
         return {"loss": loss.detach()} | {f"{GRADIENT} {name}": x / scale for name, x in gradients.items()}
 
-    def gradient_error(self, found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
+    def gradient_error(self, results: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
         """The error of the ordinary rows of all gradients as one vector, as a share of its length; None where it is no
         number."""
         off = size = 0.0
         for name, x in reference.items():
             if name.startswith(GRADIENT):
                 ordinary = (self.group(name, x) == 0).to(x.device) if x.dim() > 1 else slice(None)
-                off += (found[name].double() - x)[ordinary].square().sum().item()
+                off += (results[name].double() - x)[ordinary].square().sum().item()
                 size += x[ordinary].square().sum().item()
         share = math.sqrt(off / size)
         return share if math.isfinite(share) else None

@@ -72,19 +72,19 @@ class Reference:
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The loss of each token (B S), from hidden states (B, S, M) that somebody else has made."""
         with self._arithmetic():
-            logits = (self._logits(one.to(self.dtype) if self.exact else one) for one in hidden)
-            found = [
+            logits = (self._logits(states.to(self.dtype) if self.exact else states) for states in hidden)
+            by_sequence = [
                 torch.nn.functional.cross_entropy(widened(x), y, reduction="none")
                 for x, y in zip(logits, targets, strict=True)
             ]
-        return torch.cat(found)
+        return torch.cat(by_sequence)
 
     def gradients(self, data: Batch, sequences: Sequence[int], names: Sequence[str]) -> dict[str, Tensor]:
         """By name, what these sequences add to the gradients of the mean loss: of the embeddings, and of `names`."""
         scale = LOSS_SCALE if self.precision == "fp16" else 1.0
         self.leaves = {name: self._weight(name).requires_grad_() for name in names}
         total = {name: torch.zeros_like(self._weight(name)) for name in (EMBEDDINGS, *names)}
-        for tokens, targets in ((data.tokens[one], data.targets[one]) for one in sequences):
+        for tokens, targets in ((data.tokens[sequence], data.targets[sequence]) for sequence in sequences):
             x = self._embedded(tokens).requires_grad_()
             with self._arithmetic():
                 logits = widened(self._logits(self._hidden(x)))
@@ -140,7 +140,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         return naive(q[:, :, first:end], k[:, :, :end], v[:, :, :end], causal=True, first_query=first)
 
     starts = range(0, length, rows)
-    return torch.cat([checkpoint(block, one, use_reentrant=False, preserve_rng_state=False) for one in starts], dim=2)
+    return torch.cat(
+        [checkpoint(block, begin, use_reentrant=False, preserve_rng_state=False) for begin in starts], dim=2
+    )
 
 
 NUM_TOKENS, NUM_ROWS = 64, 8  # of a sequence, and of a matrix
@@ -182,17 +184,17 @@ class Spots:
     def outputs(self, case: ModelTest, result: Any, key: int | None) -> Parts | None:
         """Copies of what a forward has returned, where the key says; None without a key. See `check_plain`."""
         names = [LOGITS] if case.mode == "forward" else [LOSS, LOGITS if case.peer else STATES]
-        found = dict(zip(names, [result] if case.mode == "forward" else result, strict=True))
-        for name, x in found.items():
+        parts = dict(zip(names, [result] if case.mode == "forward" else result, strict=True))
+        for name, x in parts.items():
             check_plain(name, x, self._like(name), (self.data.tokens, self.data.targets))
         if key is None:
             return None
         spot = self.spot(key)
-        if STATES in found:
-            found[ALL_STATES] = found[STATES]
+        if STATES in parts:
+            parts[ALL_STATES] = parts[STATES]
         return {
             name: x.detach().clone() if name in (LOSS, ALL_STATES) else x.detach()[spot.sequence, spot.positions]
-            for name, x in found.items()
+            for name, x in parts.items()
         }
 
     def _like(self, name: str) -> Tensor:
@@ -264,7 +266,7 @@ class Spots:
         ids = tokens[spot.sequence, spot.positions]
         if self.whole:
             return list(range(len(tokens))), list(range(len(ids)))
-        held = torch.stack([torch.isin(ids, one) for one in tokens]).cpu()  # (B, tokens of the spot)
+        held = torch.stack([torch.isin(ids, sequence) for sequence in tokens]).cpu()  # (B, tokens of the spot)
         run = held[:, held.sum(dim=0).argmin()]
         chosen = ~(held & ~run[:, None]).any(dim=0)
         return run.nonzero().flatten().tolist(), chosen.nonzero().flatten().tolist()

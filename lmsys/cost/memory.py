@@ -80,16 +80,16 @@ def fit(
     """
 
     def chosen(levels: Sequence[str]) -> tuple[ModelConfig, int]:
-        found = replace(config, checkpoint_blocks=setting_of(levels))
-        footprint = training_memory(found, batch, context, precision, world_size, stage)
-        return found, footprint.peak if not gradients_stay else sum(vars(footprint).values())
+        candidate = replace(config, checkpoint_blocks=setting_of(levels))
+        footprint = training_memory(candidate, batch, context, precision, world_size, stage)
+        return candidate, footprint.peak if not gradients_stay else sum(vars(footprint).values())
 
     blocks = config.num_layers
     for more, less in pairwise([*LEVELS, LEVELS[-1]]):
         for count in range(blocks, 0, -1):
-            found, peak = chosen([less] * (blocks - count) + [more] * count)
+            fitting, peak = chosen([less] * (blocks - count) + [more] * count)
             if peak <= memory:
-                return found
+                return fitting
     least, room = (f"{size / 2**30:.4g} GiB" for size in (peak, memory))
     raise ValueError(f"checkpoint_blocks={FIT!r}: a step needs {least} of {room} even where whole blocks are run again")
 
@@ -101,8 +101,8 @@ def zero_memory(num_parameters: int, world_size: int, stage: int) -> dict[str, f
     al. 2020, "ZeRO" (arXiv 1910.02054), section 5, there with 16-bit parameters and gradients. ValueError for another.
     """
     one_of("stage", stage, range(4))
-    one = 4.0 * num_parameters
-    parts = {"parameters": (one, 3), "gradients": (one, 2), "optimizer": (2 * one, 1)}
+    whole = 4.0 * num_parameters
+    parts = {"parameters": (whole, 3), "gradients": (whole, 2), "optimizer": (2 * whole, 1)}
     return {name: size / world_size if stage >= since else size for name, (size, since) in parts.items()}
 
 

@@ -325,7 +325,10 @@ class TransformerLM(nn.Module):
         return self.loss_of(self.hidden(tokens, positions, documents=documents), targets)
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The same of the states that `hidden` has made. ValueError for targets that are not class indices (B, S)."""
+        """The loss from the states that `hidden` has made.
+
+        ValueError for targets that are not class indices (B, S).
+        """
         with part("head and loss"), self._rounded_shown():
             loss: Tensor = linear_cross_entropy(hidden, self.lm_head.weight, targets)
         return loss
@@ -365,8 +368,8 @@ class TransformerLM(nn.Module):
         if documents is not None:
             fits = documents.num_tokens == length and documents.batch in (1, batch)
             if not fits or documents.device != tokens.device:
-                told = f"{batch} sequences of {length} tokens on {tokens.device}"
-                raise ValueError(f"documents must fill {told}; got {documents}")
+                tokens_words = f"{batch} sequences of {length} tokens on {tokens.device}"
+                raise ValueError(f"documents must fill {tokens_words}; got {documents}")
         if positions is not None:
             shapes: list[functions.Shape] = [(length,), (batch, length)]
             functions.check_ids("positions", positions, "positions in the context", shapes, self.config.context_length)

@@ -61,7 +61,7 @@ def _arguments(strategy: Any, group: Group, options: dict[str, Any]) -> dict[str
         given["process_group"] = group
     if "bucket_size_mb" in taken:
         given["bucket_size_mb"] = given.pop("bucket_mb", 25)
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
     if (unknown := sorted(given.keys() - taken.keys())) and not takes_all:
         raise ValueError(f"{strategy.__name__} does not take {', '.join(unknown)}")
     return given

@@ -202,12 +202,12 @@ def inbox_bytes(layouts: Sequence[Layout], itemsizes: Sequence[int], world_size:
 
 def parts_of(layout: Layout, segment: slice) -> list[tuple[int, slice, int]]:
     """The tensors that have elements in a segment: the number of each, which elements, and where in the segment."""
-    found = []
+    parts = []
     for index, (shape, _, start) in enumerate(layout.places):
         first, last = max(segment.start, start), min(segment.stop, start + shape.numel())
         if first < last:
-            found.append((index, slice(first - start, last - start), first - segment.start))
-    return found
+            parts.append((index, slice(first - start, last - start), first - segment.start))
+    return parts
 
 
 def _bucket(layout: Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int, handle: Any) -> _Bucket:
@@ -264,7 +264,7 @@ class CopyEngines(Collectives):
         self._agree()
         if buckets:
             self._exchange = self._exchange_of(buckets)
-            self._means = [_means(*one) for one in zip(buckets, self._exchange.flats, strict=True)]
+            self._means = [_means(*pair) for pair in zip(buckets, self._exchange.flats, strict=True)]
         if buffers:
             self._all_gather = self._all_gather_of([buffer.flat for buffer in buffers])
 

@@ -194,7 +194,7 @@ class Fsdp(wrapper.Wrapper):
         shares = iter(use if all(use) else means.tolist())
         for flat in flats:
             flat.settle(islice(shares, len(flat.params)))
-        if (told := self._heed(means[len(use) :])) is not None and told[-1] > 0:
+        if (heeded := self._heed(means[len(use) :])) is not None and heeded[-1] > 0:
             self._learn()
 
     def unshard(self) -> None:
@@ -266,7 +266,7 @@ class Fsdp(wrapper.Wrapper):
 
     def _load(self, state: dict[str, Any], strict: bool) -> Any:
         held = self.module.state_dict(keep_vars=True)
-        told = wrapper.compared(held, state, strict)
+        differences = wrapper.compared(held, state, strict)
         values = {id(x): wrapper.whole(state[name]) for name, x in held.items() if name in state}
         for flat in self._flats():
             flat.load(values)
@@ -274,7 +274,7 @@ class Fsdp(wrapper.Wrapper):
             for x in self.module.buffers():
                 if id(x) in values:
                     x.copy_(values[id(x)])
-        return told
+        return differences
 
     def _flats(self) -> Iterator[FlatShard]:
         for unit in self._units:
@@ -422,7 +422,7 @@ class Fsdp(wrapper.Wrapper):
 
     def _learn(self) -> None:
         """Expects units in the order of rank 0, and those that it has not used behind them."""
-        found = gather_objects([unit.number for unit in self._other_order], self.group)[0]
-        unused = [unit for unit in self._order if unit.number not in found]
-        self._order = [self._units[number] for number in found] + unused
+        order = gather_objects([unit.number for unit in self._other_order], self.group)[0]
+        unused = [unit for unit in self._order if unit.number not in order]
+        self._order = [self._units[number] for number in order] + unused
         self._other_order = []

@@ -98,8 +98,8 @@ class WorkerGroup:
             file = doing.shared_file()
             self._doing.append(doing.map_file(file))
             doing.write(self._doing[-1], doing.AT_FIRST)
-            said = last_words(rank, file) if with_last_words else ""
-            self._workers.append(Worker(environment, open_files=[file], last_words=said))
+            words = last_words(rank, file) if with_last_words else ""
+            self._workers.append(Worker(environment, open_files=[file], last_words=words))
             self._workers[-1].send(_join, backend, rank, world_size, self._store.port, timeout_s, file)
             os.close(file)
         self._collect(timeout_s)
@@ -154,7 +154,7 @@ class WorkerGroup:
                 deadline = 0.0
         if not waiting and not failures:
             return [results[rank] for rank in range(self.world_size)]
-        error = _blame(failures, sorted(waiting.values()), timeout_s, [doing.read(one) for one in self._doing])
+        error = _blame(failures, sorted(waiting.values()), timeout_s, [doing.read(board) for board in self._doing])
         self._end(grace_s=0.0)
         raise error
 
@@ -188,10 +188,10 @@ class TorchrunGroup:
             result = function(*args)
         except Exception as error:
             failure = Failure.of(error)
-        found = gather_objects((failure, result, doing.last()), None)
-        if failures := {rank: one for rank, (one, *_) in enumerate(found) if one is not None}:
-            raise _blame(failures, [], self.timeout_s, [one for *_, one in found])
-        return [one for _, one, _ in found]
+        reports = gather_objects((failure, result, doing.last()), None)
+        if failures := {rank: one for rank, (one, *_) in enumerate(reports) if one is not None}:
+            raise _blame(failures, [], self.timeout_s, [one for *_, one in reports])
+        return [one for _, one, _ in reports]
 
     def close(self) -> None:
         watchdog.end()
@@ -209,8 +209,8 @@ def _check_environment() -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         text = os.environ.get(name)
         if text is None or not text.isdecimal():
-            told = "is not set" if text is None else f"is {values.shortly(text)}"
-            raise ValueError(f"${name} {told}, where torchrun sets a whole number: start ranks by torchrun")
+            state = "is not set" if text is None else f"is {values.shortly(text)}"
+            raise ValueError(f"${name} {state}, where torchrun sets a whole number: start ranks by torchrun")
 
 
 def is_lost_peer(kind: str, text: str) -> bool:
@@ -235,8 +235,8 @@ def _blame(
         return WorkerError(silent[0], TIMEOUT, f"rank {ranks}; all were ended")
 
     def order(rank: int) -> tuple[bool, bool, float]:
-        one = failures[rank]
-        return one.kind not in (DIED, STOPPED), is_lost_peer(one.kind, one.text), one.at_s
+        failure = failures[rank]
+        return failure.kind not in (DIED, STOPPED), is_lost_peer(failure.kind, failure.text), failure.at_s
 
     rank = min(sorted(failures), key=order)
     kind, text = failures[rank].kind, failures[rank].text

@@ -140,7 +140,7 @@ class Overlapped(wrapper.Wrapper):
         return Bucket(number, indices, params, layout, self.comm_dtype or params[0].dtype, params, layout)
 
     def _plan(self, order: list[int]) -> None:
-        self.buckets = [self._bucket(*one) for one in enumerate(self._partition(order))]
+        self.buckets = [self._bucket(*numbered) for numbered in enumerate(self._partition(order))]
         self._bucket_of = {index: bucket.number for bucket in self.buckets for index in bucket.indices}
         self._begin()
 
@@ -229,23 +229,23 @@ def latency_and_bandwidth(group: Group, device: torch.device) -> tuple[float, fl
         least = torch.minimum(least, least.new_tensor(times))
         slowest = least.clone()
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        found = slowest.tolist()
-        if found == sorted(found) or not left:  # all ranks decide alike
+        seconds = slowest.tolist()
+        if seconds == sorted(seconds) or not left:  # all ranks decide alike
             break
-    return fit_latency_bandwidth(sizes, found)
+    return fit_latency_bandwidth(sizes, seconds)
 
 
 def _seconds(x: torch.Tensor, group: Group) -> float:
     """The least of CALLS, after one that connects."""
-    found = []
+    samples = []
     for _ in range(1 + CALLS):
         dist.barrier(group) if not is_nccl(group, x) else torch.cuda.synchronize(x.device)
         start = time.perf_counter()
         dist.all_reduce(x, group=group)
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
-        found.append(time.perf_counter() - start)
-    return min(found[1:])
+        samples.append(time.perf_counter() - start)
+    return min(samples[1:])
 
 
 class Bucketed(Overlapped):

@@ -25,7 +25,7 @@ class _Peer(Traits, nn.Module):
     why_not_reproducible = "torch adds gradients in an order of its own: take a strategy of ours, such as bucketed"
 
     def finish_gradient_synchronization(self) -> None:
-        """Does nothing: the backward ends when gradients are averaged."""
+        """A no-op: the backward ends when gradients are averaged."""
 
     def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> torch.optim.Optimizer:
         return optimizer_cls(grouped(self.module, groups), **kwargs)

@@ -155,16 +155,16 @@ class ShardedOptimizer(Optimizer):
         """Takes this rank's part of a full state dict, or its own share. ValueError for another's share."""
         groups = [dict(group) for group in state_dict["param_groups"]]
         check_share(groups, self.rank, self.world_size)
-        found, here = ([len(group["params"]) for group in of] for of in (groups, self.param_groups))
-        if found != here:
-            raise ValueError(f"the state dict has param groups of {found} parameters, this optimizer of {here}")
-        own, local_groups = set[int](), []
+        given_counts, here = ([len(group["params"]) for group in of] for of in (groups, self.param_groups))
+        if given_counts != here:
+            raise ValueError(f"the state dict has param groups of {given_counts} parameters, this optimizer of {here}")
+        kept, local_groups = set[int](), []
         for saved, group in zip(groups, self.param_groups, strict=True):
             group.update(without(saved, "params"))
             numbers = dict(zip(group["params"], saved["params"], strict=True))
-            own.update(numbers[p] for p in group["params"] if self.owners[p] == self.rank)
-            local_groups.append({**saved, "params": [number for number in saved["params"] if number in own]})
-        state = {key: x for key, x in state_dict["state"].items() if key in own or not isinstance(key, int)}
+            kept.update(numbers[p] for p in group["params"] if self.owners[p] == self.rank)
+            local_groups.append({**saved, "params": [number for number in saved["params"] if number in kept]})
+        state = {key: x for key, x in state_dict["state"].items() if key in kept or not isinstance(key, int)}
         self._local.load_state_dict({"state": state, "param_groups": local_groups})
         self.state = self._local.state
 
@@ -173,7 +173,7 @@ def merge_shares(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The shares of all ranks as one state dict, as the optimizer without shards would give it."""
     state = {number: values for share in shares for number, values in share["state"].items()}
     groups = [without(group, "shard") for group in shares[0]["param_groups"]]
-    state = dict(sorted(state.items(), key=lambda one: (isinstance(one[0], str), one[0])))
+    state = dict(sorted(state.items(), key=lambda item: (isinstance(item[0], str), item[0])))
     return {"state": state, "param_groups": groups}
 
 
@@ -213,11 +213,11 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
         )
     state: dict[int, State] = {}
     for flat, params in enumerate(chain(*flats)):
-        found = [share["state"][flat] for share in shares if flat in share["state"]]
-        for name, value in found[0].items() if found else ():
+        held_parts = [share["state"][flat] for share in shares if flat in share["state"]]
+        for name, value in held_parts[0].items() if held_parts else ():
             parts = [copy.deepcopy(value) for _ in params]  # a counter is added to in place
             if _has_elements(name, value):
-                joined = torch.cat([one[name] for one in found])
+                joined = torch.cat([held_part[name] for held_part in held_parts])
                 parts = [x.clone() for x in Layout.of(params).views(joined)]
             for p, part in zip(params, parts, strict=True):
                 state.setdefault(numbers[id(p)], {})[name] = part
@@ -232,22 +232,22 @@ def flat_share(
     A parameter without state, since it has never had a gradient, has zeros there.
     """
     groups, flats, numbers = _laid_out(module, groups)
-    found: dict[int, State] = {}
+    share: dict[int, State] = {}
     for flat, params in enumerate(chain(*flats)):
         held = [state["state"].get(numbers[id(p)]) for p in params]
-        some: State = next((one for one in held if one), {})
+        some: State = next((state_of_p for state_of_p in held if state_of_p), {})
         if some:
-            found[flat] = dict(some)
+            share[flat] = dict(some)
         for name, value in some.items():
             if _has_elements(name, value):
                 layout = Layout.of(params)
                 joined = value.new_zeros(world_size * layout.part(world_size))
-                for one, view in zip(held, layout.views(joined), strict=True):
-                    if one:
-                        view.copy_(one[name])
-                found[flat][name] = joined.chunk(world_size)[rank].clone()
-    own = [{**group, "shard": [rank, world_size]} for group in _groups(state, flats)]
-    return {"state": found, "param_groups": own}
+                for state_of_p, view in zip(held, layout.views(joined), strict=True):
+                    if state_of_p:
+                        view.copy_(state_of_p[name])
+                share[flat][name] = joined.chunk(world_size)[rank].clone()
+    shard_groups = [{**group, "shard": [rank, world_size]} for group in _groups(state, flats)]
+    return {"state": share, "param_groups": shard_groups}
 
 
 def _has_elements(name: str, value: Any) -> bool:

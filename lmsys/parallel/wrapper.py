@@ -63,9 +63,9 @@ class Wrapper(Traits, nn.Module):
         self._history = 0  # of what this rank has done since it last finished: the same on all
         self._structure, self._change = Structure(module), ""
         self._norms = {  # that would normalize by a rank's own batch in training mode
-            name: one
-            for name, one in module.named_modules()
-            if isinstance(one, _BatchNorm) and not isinstance(one, nn.SyncBatchNorm) and self.world_size > 1
+            name: child
+            for name, child in module.named_modules()
+            if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and self.world_size > 1
         }
         self._told: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, the flags of the step before
         self._look_for_changes()
@@ -172,16 +172,16 @@ class Wrapper(Traits, nn.Module):
 
         ValueError where it is of other parameters, or of other groups of them.
         """
-        own, given = self._names_in(optimizer), state_dict["param_groups"]
-        fitting = [next((group for group in given if set(names) <= set(group["params"])), None) for names in own]
-        numbers = {name: number for number, name in enumerate(chain(*own))}
+        mine, given = self._names_in(optimizer), state_dict["param_groups"]
+        fitting = [next((group for group in given if set(names) <= set(group["params"])), None) for names in mine]
+        numbers = {name: number for number, name in enumerate(chain(*mine))}
         if None in fitting or not state_dict["state"].keys() <= numbers.keys():
-            raise ValueError(f"the state has other parameters, or other groups of them, than this optimizer: {own}")
+            raise ValueError(f"the state has other parameters, or other groups of them, than this optimizer: {mine}")
         found = {
             "state": {numbers[name]: tree_map(whole, x) for name, x in state_dict["state"].items()},
             "param_groups": [
                 {**(group or {}), "params": [numbers[name] for name in names]}
-                for group, names in zip(fitting, own, strict=True)
+                for group, names in zip(fitting, mine, strict=True)
             ],
         }
         optimizer.load_state_dict(self._own_state(optimizer, found))
@@ -213,8 +213,8 @@ class Wrapper(Traits, nn.Module):
         """
         hold((not assign, "assign=True puts other parameters into the module than those that are synchronized"))
         prefixed = bool(state_dict) and all(name.startswith("module.") for name in state_dict)
-        found = {name.removeprefix("module.") if prefixed else name: x for name, x in state_dict.items()}
-        return self._load(found, strict)
+        state = {name.removeprefix("module.") if prefixed else name: x for name, x in state_dict.items()}
+        return self._load(state, strict)
 
     def _load(self, state: dict[str, Any], strict: bool) -> Any:
         return self.module.load_state_dict({name: whole(x) for name, x in state.items()}, strict)
@@ -366,7 +366,7 @@ def dense(p: Tensor) -> Tensor:
 def _agree(module: nn.Module, group: Group) -> None:
     """ValueError on every rank that names the first difference between what ranks hold, or what no strategy takes."""
     on_meta = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if x.is_meta]
-    sparse = [name or "the module" for name, one in module.named_modules() if getattr(one, "sparse", False) is True]
+    sparse = [name or "the module" for name, child in module.named_modules() if getattr(child, "sparse", False) is True]
     ignores = hasattr(module, "_ddp_params_and_buffers_to_ignore")
     hold(
         (
@@ -376,11 +376,11 @@ def _agree(module: nn.Module, group: Group) -> None:
         (not sparse, f"{', '.join(sparse[:1])} makes sparse gradients: strategies add dense ones; set sparse=False"),
         (not ignores, "the module names parameters that DDP is to ignore: hold them in another module"),
     )
-    own = [
+    mine = [
         *((name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()),
         *((name, tuple(x.shape), str(x.dtype), None) for name, x in module.named_buffers()),
     ]
-    first, *others = gather_objects(own, group)
+    first, *others = gather_objects(mine, group)
     for rank, other in enumerate(others, start=1):
         for here, there in zip_longest(first, other):
             if here != there:
@@ -389,9 +389,9 @@ def _agree(module: nn.Module, group: Group) -> None:
                 )
 
 
-def _words(found: tuple[Any, ...] | None) -> str:
-    if found is None:
+def _words(difference: tuple[Any, ...] | None) -> str:
+    if difference is None:
         return "nothing more"
-    name, shape, dtype, trained = found
+    name, shape, dtype, trained = difference
     kind = {None: "buffer", True: "parameter", False: "frozen parameter"}[trained]
     return f"the {kind} {name} {shape} {dtype.removeprefix('torch.')}"

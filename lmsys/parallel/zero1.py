@@ -218,7 +218,9 @@ class Zero1(overlapped.Overlapped):
             [number for number, buffer in enumerate(self.flat_buffers) if not buffer.owners.keys().isdisjoint(params)]
             for params in units
         )
-        self._others = [[p for p, rank in one.owners.items() if rank != self.rank] for one in self.flat_buffers]
+        self._others = [
+            [p for p, rank in flat_buffer.owners.items() if rank != self.rank] for flat_buffer in self.flat_buffers
+        ]
         for block, numbers in zip(blocks_of(self.module), needed, strict=True):
             surround(block, weakly(self._wait_for, numbers))
 

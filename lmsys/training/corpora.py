@@ -42,8 +42,8 @@ def make_folder(folder: Path, setting: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()
     except OSError as error:
-        told = f"files cannot be written in {folder}: {error.strerror}; name another folder"
-        raise ValueError(f"{setting}: {told}") from error
+        words = f"files cannot be written in {folder}: {error.strerror}; name another folder"
+        raise ValueError(f"{setting}: {words}") from error
 
 
 def stdlib(folder: Path | None = None) -> Corpus:
@@ -106,8 +106,8 @@ def corpus_of(settings: DataConfig, progress: Progress = lambda *_: None) -> Cor
         if not Path(name).is_file():
             raise ValueError(f"corpus {name!r}: must be stdlib, tinystories or the path of a text file")
         return text_file(Path(name), valid)
-    found = stdlib(folder) if name == "stdlib" else tinystories(folder, settings, progress)
-    return found if valid is None else replace(found, valid=(whole(valid),))
+    corpus = stdlib(folder) if name == "stdlib" else tinystories(folder, settings, progress)
+    return corpus if valid is None else replace(corpus, valid=(whole(valid),))
 
 
 def _download_once(url: str, folder: Path, sha256: str | None, progress: Progress) -> Path:
@@ -120,8 +120,8 @@ def _download_once(url: str, folder: Path, sha256: str | None, progress: Progres
     elif sha256 is not None:
         if not note.is_file() or note.stat().st_mtime < path.stat().st_mtime:  # the file came in another way
             note.write_text(sha256_of(path))
-        if (found := note.read_text()) != sha256.lower():
-            raise ValueError(f"{path}: its SHA-256 is {found}, and must be {sha256}; remove it to download it again")
+        if (digest := note.read_text()) != sha256.lower():
+            raise ValueError(f"{path}: its SHA-256 is {digest}, and must be {sha256}; remove it to download it again")
     return path
 
 
@@ -189,12 +189,12 @@ def download(
             kept = f"; {part} keeps the {part.stat().st_size:,} bytes that came" if part.is_file() else ""
             raise ConnectionError(f"{url}: {failure}, in {len(pauses_s) + 1} tries{kept}")
         time.sleep(pause_s)
-    found = sha256_of(part)
-    if named and named != {found}:
+    digest = sha256_of(part)
+    if named and named != {digest}:
         part.unlink()
-        raise ValueError(f"{url}: its SHA-256 is {found}, and must be {' and '.join(sorted(named))}; removed")
+        raise ValueError(f"{url}: its SHA-256 is {digest}, and must be {' and '.join(sorted(named))}; removed")
     part.replace(path)
-    return found
+    return digest
 
 
 def _fetch(url: str, part: Path, progress: Callable[[int, int], None]) -> set[str]:

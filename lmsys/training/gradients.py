@@ -161,7 +161,7 @@ class Gradients:
         return losses
 
     def _add_in_pairs(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> list[Tensor]:
-        """The same on one rank alone."""
+        """Like `_accumulate`, on one rank alone: gradients are added as a tree adds those of ranks."""
         losses, sums, parameters = [], Tree(), self._tree or []
         for inputs, weight in zip(batches, weights, strict=True):
             losses.append(self._backward(inputs, weight))
@@ -184,7 +184,7 @@ class Gradients:
 
 
 class ReplayedGradients:
-    """The same as one CUDA graph, which the first call records: see `GraphedGradients`.
+    """`Gradients` as one CUDA graph, which the first call records: see `GraphedGradients`.
 
     A micro-batch is (tokens, targets), and its weight is 1: ValueError for another. Drop it before the process group
     ends.

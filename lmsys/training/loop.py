@@ -84,7 +84,7 @@ class Trainer:
         source: data.Source,
         windows: evaluation.Windows,
         device: torch.device,
-        found: checkpoint.Checkpoint | None = None,
+        saved: checkpoint.Checkpoint | None = None,
         facts: dict[str, Any] | None = None,
         group: collectives.Group = None,
     ):
@@ -103,9 +103,9 @@ class Trainer:
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
         self.facts = facts_of(config) | (facts or {})
         shared = None
-        if found is not None:
-            found.require(**self.facts)
-            shared = found.shared("model", "progress")
+        if saved is not None:
+            saved.require(**self.facts)
+            shared = saved.shared("model", "progress")
             self.model.load_state_dict(shared["model"])
         self._settings = dict[str, Any](betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
         groups = {} if train.undecayed is None else {"groups": optimizer.undecayed(self.model, train.undecayed)}
@@ -115,8 +115,8 @@ class Trainer:
         possible.check_accumulation(config, self.world_size, plan.micro_batches, able=self.strategy.can_stay_local)
         self._gradients = self._make_gradients()
         self.facts["optimizer"] = checkpoint.optimizer_layout(self.strategy)
-        if found is not None and shared is not None:
-            self._resume(found, shared)
+        if saved is not None and shared is not None:
+            self._resume(saved, shared)
 
     def _make_gradients(self) -> gradients.Gradients | gradients.ReplayedGradients:
         train = self.config.train
@@ -129,17 +129,17 @@ class Trainer:
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _resume(self, found: checkpoint.Checkpoint, shared: dict[str, Any]) -> None:
+    def _resume(self, saved: checkpoint.Checkpoint, shared: dict[str, Any]) -> None:
         settings = [{name: group[name] for name in self._settings} for group in self.optimizer.param_groups]
-        checkpoint.restore_optimizer(self.strategy, self.optimizer, found, shared, self.rank, self.world_size)
+        checkpoint.restore_optimizer(self.strategy, self.optimizer, saved, shared, self.rank, self.world_size)
         for group, of_this_run in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(of_this_run)  # it has those with which it was saved
-        self.step = found.step
+        self.step = saved.step
         self.skipped, self.in_a_row, self.seconds = (
             shared["progress"][name] for name in ("skipped", "in_a_row", "seconds")
         )
-        if self.rank < found.world_size:
-            checkpoint.set_rng_state(found.own(self.rank, "rng")["rng"], self.device)
+        if self.rank < saved.world_size:
+            checkpoint.set_rng_state(saved.own(self.rank, "rng")["rng"], self.device)
 
     @property
     def schedule(self) -> dict[str, float]:
@@ -204,11 +204,11 @@ class Trainer:
         )
 
     def save(self, folder: Path) -> Path:
-        shared, own = checkpoint.capture(self.strategy, self.optimizer, self.rank)
+        shared, of_rank = checkpoint.capture(self.strategy, self.optimizer, self.rank)
         shared["progress"] = {"skipped": self.skipped, "in_a_row": self.in_a_row, "seconds": self.seconds}
-        own["rng"] = checkpoint.rng_state(self.device)
+        of_rank["rng"] = checkpoint.rng_state(self.device)
         return checkpoint.save(
-            folder, self.step, shared, own, facts=self.facts | {"schedule": self.schedule},
+            folder, self.step, shared, of_rank, facts=self.facts | {"schedule": self.schedule},
             keep=self.config.checkpoint.keep, rank=self.rank, world_size=self.world_size,
             gather=lambda mine: collectives.gather_objects(mine, self.group),
         )  # fmt: skip

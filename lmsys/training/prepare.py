@@ -1,4 +1,4 @@
-"""What is done to a model before its first step, in this order, by training and by benchmarks alike.
+"""A model is made ready for its first step, in this order, by training and by benchmarks alike.
 
     1 weights    are float32, in blocks that keep for the backward what the model's config says
     2 blocks     are compiled, or run by fused kernels: before a strategy, which may surround each of them
