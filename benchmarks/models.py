@@ -19,7 +19,6 @@ from lmsys import checkpointing, testing
 from lmsys.attention import ATTENTION, AttentionCase, compiled
 from lmsys.bench import Case, Entry, Field, Record, Table, ranks
 from lmsys.config import ModelConfig, model_config
-from lmsys.cost.memory import fit
 from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM, transformer
 from lmsys.training.prepare import AUTOCAST, run_blocks
 
@@ -273,25 +272,6 @@ class Batch:
             config.vocab_size, (batch, config.context_length + 1), device=device, generator=generator
         )
         return cls(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-
-
-def fitted(config: ModelConfig, batch: int, precision: str, memory: float | None = None, **ranks: Any) -> ModelConfig:
-    """The config, where it says "fit" with the levels that fit into `memory`, by default this process's share of its
-    GPU's; `ranks` as `lmsys.cost.memory.fit` takes them. ValueError where nothing fits."""
-    if config.checkpoint_blocks != checkpointing.FIT:
-        return config
-    return fit(config, batch, config.context_length, precision, memory or gpu_memory(), **ranks)
-
-
-def gpu_memory() -> float:
-    """Bytes that a model may take of this process's GPU."""
-    from lmsys.training.possible import MEMORY_SHARE  # which an earlier state of the code may not have
-
-    return (
-        MEMORY_SHARE
-        * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        * torch.cuda.get_per_process_memory_fraction()
-    )
 
 
 def build(config: ModelConfig, device: str, seed: int) -> TransformerLM:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.data_parallel import cases, passes
-from benchmarks.models import RECOMPILE_LIMIT, build, fitted, gpu_memory, matmuls
+from benchmarks.models import RECOMPILE_LIMIT, build, matmuls
 from lmsys.bench.ranks import on_part, release, subgroup, times
 from lmsys.checkpointing import FIT, for_fewer
 from lmsys.config import ModelConfig
 from lmsys.measure import clock, memory, profile
 from lmsys.measure.step import Step
-from lmsys.parallel import collectives, overlapped
+from lmsys.parallel import overlapped
 from lmsys.parallel.group import device
 from lmsys.training import gradients, optimizer
-from lmsys.training.prepare import Execution, Prepared, prepare
+from lmsys.training.prepare import Execution, Prepared, fitted, gpu_memory, prepare
 
 INSPECTED = 3  # steps that are timed to learn what one costs
 _COMPILED: list[str] = []  # the group of cases whose graphs this rank holds
@@ -45,16 +45,8 @@ def blocks_of(case: cases.ParallelCase, num_layers: int) -> int | str:
     """The case's levels of checkpointing for a model of so many blocks; what fits is what fits on every rank."""
     setting = case.runtime.get("checkpoint_blocks", 0)
     if setting == FIT:
-        group, stage = subgroup(case.world_size), case.entry.trait("zero_stage", 0)
-        ranks = {
-            "world_size": case.world_size,
-            "stage": max(stage, int(case.sharded_optimizer)),
-            "gradients_stay": case.synchronizes and stage < 3,
-        }
         config = replace(case.config, **case.runtime)
-        setting = fitted(
-            config, case.batch, case.precision, min(collectives.gather_objects(gpu_memory(), group)), **ranks
-        ).checkpoint_blocks
+        setting = fitted(config, execution(case), case.batch, gpu_memory()).checkpoint_blocks
     return for_fewer(setting, case.config.num_layers, num_layers)
 
 

@@ -31,11 +31,12 @@ from benchmarks import axes, models
 from lmsys import checkpointing, config, testing
 from lmsys.attention import AttentionCase
 from lmsys.bench import Axis, Candidate, Entry, Field, Record, fields
+from lmsys.cost.memory import fit
 from lmsys.cost.operations import model_parameters
 from lmsys.extremes.model import EMBEDDINGS, FIRST_ID, ROWS, group_of, write_model
 from lmsys.measure.compare import release_memory
 from lmsys.model import TransformerLM
-from lmsys.training.prepare import autocast
+from lmsys.training.prepare import autocast, gpu_memory
 
 Row = tuple[str, str, bool, str, str]
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
@@ -118,7 +119,10 @@ class ModelTest(models.ModelCase):
     @property
     def computed(self) -> config.ModelConfig:
         """The config of the row's model. ValueError where no levels of checkpointing fit."""
-        return models.fitted(replace(self.config, **self.runtime), self.batch, self.precision)
+        model = replace(self.config, **self.runtime)
+        if model.checkpoint_blocks != checkpointing.FIT:
+            return model
+        return fit(model, self.batch, self.context, self.precision, gpu_memory())
 
     @property
     def asked(self) -> AttentionCase:

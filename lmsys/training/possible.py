@@ -1,7 +1,4 @@
-"""How a training runs here, by its settings and the machine alone; one that cannot is refused before any work is done.
-
-`fitted` also finds the levels of checkpointing that fit into the memory of a rank's device.
-"""
+"""How a training runs here, by its settings and the machine alone; one that cannot is refused before any work."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +8,11 @@ import torch
 from lmsys import checkpointing, registry, values
 from lmsys.attention import ATTENTION, AttentionCase, contract
 from lmsys.config import ModelConfig
-from lmsys.cost.memory import fit
 from lmsys.model import BLOCKS_PER_GRAPH, fused, transformer
 from lmsys.parallel import STRATEGIES, collectives
 from lmsys.parallel.traits import Traits, traits_of
 from lmsys.training.config import RunConfig
-from lmsys.training.prepare import Execution
+from lmsys.training.prepare import MEMORY_SHARE, Execution, fitted, gpu_memory
 
 
 @dataclass(frozen=True)
@@ -44,11 +40,11 @@ def plan(config: RunConfig, device: torch.device, group: collectives.Group = Non
     (row,) = STRATEGIES.select([train.strategy])
     traits = traits_of(row)
     _check_attention(config, device)
-    model = fitted(config, traits, device, group)
+    execution, micro_batches = _execution(config, row, traits, group), train.accumulation(world_size)
+    model = _fitted(config, execution, micro_batches, device)
     _check_strategy(config, row, traits, device, world_size)
-    micro_batches = train.accumulation(world_size)
     check_accumulation(config, world_size, micro_batches, able=traits.accumulates)
-    return Plan(model, _execution(config, row, traits, group), micro_batches, traits)
+    return Plan(model, execution, micro_batches, traits)
 
 
 def _execution(config: RunConfig, row: registry.Entry, traits: Traits, group: collectives.Group) -> Execution:
@@ -110,40 +106,28 @@ def check_accumulation(config: RunConfig, world_size: int, micro_batches: int, a
         )
 
 
-MEMORY_SHARE = 0.9  # of a GPU's: the rest is for libraries, fragments and what the prediction leaves out
-
-
-def fitted(config: RunConfig, traits: Traits, device: torch.device, group: collectives.Group = None) -> ModelConfig:
-    """The model's config, where it says "fit" with the levels that the least memory of any rank allows.
+def _fitted(config: RunConfig, execution: Execution, micro_batches: int, device: torch.device) -> ModelConfig:
+    """The model's config, where it says "fit" with the levels that fit.
 
     All ranks call it, and get the same. ValueError where nothing fits, or the device's memory is not known.
     """
     model, train = config.model, config.train
     if model.checkpoint_blocks != checkpointing.FIT:
         return model
-    if train.fused:
-        raise ValueError(
+    values.hold(
+        (
+            not train.fused,
             "model.checkpoint_blocks=fit with train.fused=true: fused blocks keep all that their backward reads, so it"
-            " must be none"
-        )
-    world_size, _ = collectives.size_and_rank(group)
-    memory = min(collectives.gather_objects(_memory(train.memory_gib, device), group))
-    stage = max(traits.zero_stage, int(train.sharded_optimizer))
-    return fit(
-        model, train.held, model.context_length, train.precision, memory, world_size=world_size, stage=stage,
-        gradients_stay=(traits.synchronizes and stage < 3) or train.accumulation(world_size) > 1,
-    )  # fmt: skip
-
-
-def _memory(gib: float | None, device: torch.device) -> float:
-    if gib is not None:
-        return gib * 2**30
-    if device.type != "cuda":
-        raise ValueError(
+            " must be none",
+        ),
+        (
+            train.memory_gib is not None or device.type == "cuda",
             "model.checkpoint_blocks=fit needs train.memory_gib on a CPU, whose memory others use too; on a GPU it is"
-            f" {MEMORY_SHARE:.0%} of its memory"
-        )
-    return MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+            f" {MEMORY_SHARE:.0%} of its memory",
+        ),
+    )
+    memory = gpu_memory() if train.memory_gib is None else train.memory_gib * 2**30
+    return fitted(model, execution, train.held, memory, micro_batches > 1)
 
 
 def _check_attention(config: RunConfig, device: torch.device) -> None:

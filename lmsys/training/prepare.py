@@ -1,6 +1,6 @@
 """A model is made ready for its first step, in this order, by training and by benchmarks alike.
 
-    1 weights    are float32, in blocks that keep for the backward what the model's config says
+    1 weights    are float32, in blocks that keep for the backward what the model's config says, or what is `fitted`
     2 blocks     are compiled, or run by fused kernels: before a strategy, which may surround each of them
     3 strategy   wraps the loss; on the stream of captures where a graph is to come, since torch's DDP keeps its stream
     4 optimizer  is the strategy's own, or a sharded one; ours also writes the rounded weights of fused blocks
@@ -18,11 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lmsys.config import ModelConfig
+from lmsys.cost.memory import fit
 from lmsys.model import Loss
 from lmsys.parallel import adapter, collectives, sharded_optimizer, structure
 from lmsys.registry import Entry
 from lmsys.training import gradients, optimizer
 
+MEMORY_SHARE = 0.9  # of a GPU's: the rest is for libraries, fragments and what the prediction leaves out
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of the other precisions matmuls read float32
 
 
@@ -49,6 +52,30 @@ class Execution:
     sharded_optimizer: bool = False
     tree_sums: bool = False
     group: collectives.Group = None
+
+
+def fitted(
+    config: ModelConfig, execution: Execution, batch: int, memory: float, accumulates: bool = False
+) -> ModelConfig:
+    """The config with the levels of checkpointing that the least `memory` of any rank, in bytes, allows.
+
+    All ranks call it, and get the same. `accumulates`: gradients of earlier micro-batches are there in a backward.
+    ValueError where nothing fits.
+    """
+    row, group = execution.strategy, execution.group
+    stage = max(row.trait("zero_stage", 0), int(execution.sharded_optimizer))
+    stay = accumulates or (row.trait("synchronizes", True) and stage < 3)
+    return fit(
+        config, batch, config.context_length, execution.precision, min(collectives.gather_objects(memory, group)),
+        world_size=collectives.size_and_rank(group)[0], stage=stage, gradients_stay=stay,
+    )  # fmt: skip
+
+
+def gpu_memory() -> float:
+    """Bytes that a model may take of this process's GPU."""
+    device = torch.cuda.current_device()
+    share = MEMORY_SHARE * torch.cuda.get_per_process_memory_fraction()
+    return share * torch.cuda.get_device_properties(device).total_memory
 
 
 class Prepared(NamedTuple):
