@@ -124,11 +124,6 @@ def matmul_rates(flops: float, time_s: float, dtype: str, machine: Record) -> Re
 COMPILED = ("compiled", "graphed")  # ways to run blocks that need a compiler
 
 
-def blocks_of(compile: str) -> str:
-    """How blocks are run, "eager", "compiled" or "fused": beside that, some ways replay a step as one CUDA graph."""
-    return "compiled" if compile in COMPILED else compile
-
-
 NUM_BLOCKS = BLOCKS_PER_GRAPH  # of a model that is checked: as many as make one compiled graph stand for all
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
 # Learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466).
@@ -205,8 +200,8 @@ class ModelCase(Case):
 
     @property
     def blocks(self) -> str:
-        """How blocks are run, as `lmsys.training.prepare` calls it."""
-        return blocks_of(self.compile)
+        """How blocks are run, "eager", "compiled" or "fused"; some ways replay a step as a CUDA graph beside that."""
+        return "compiled" if self.compile in COMPILED else self.compile
 
     @property
     def replayed(self) -> bool:
@@ -281,10 +276,10 @@ def build(config: ModelConfig, device: str, seed: int) -> TransformerLM:
         return TransformerLM(config, device)
 
 
-def variant(base: TransformerLM, compile: str, **changes: Any) -> TransformerLM:
+def variant(base: TransformerLM, blocks: str, **changes: Any) -> TransformerLM:
     """`base`, which has not run yet, with another attention row or other runtime fields of its config, and with blocks
-    as a ModelCase's `compile` says: all have one set of parameters."""
+    as `ModelCase.blocks` says: all have one set of parameters."""
     model = copy.deepcopy(base, {id(x): x for x in (*base.parameters(), *base.buffers())})
     model.config = replace(base.config, **changes)
-    run_blocks(model, blocks_of(compile), together=BLOCKS_PER_GRAPH)
+    run_blocks(model, blocks, together=BLOCKS_PER_GRAPH)
     return model

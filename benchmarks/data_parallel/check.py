@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.data_parallel.cases import NARROW, Narrow, ParallelCase
-from benchmarks.data_parallel.rank import Gradients, blocks_of, compiler_of, execution, model_of
+from benchmarks.data_parallel.rank import blocks_of, compiler_of, execution, model_of
 from benchmarks.models import NUM_BLOCKS, Batch, build, matmuls
 from lmsys import processes, testing
 from lmsys.bench import Candidate, ranks
@@ -95,10 +95,7 @@ def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object]
     rank = dist.get_rank()
     model = model_of(case, config, seed + rank)
     prepared = prepare(model, execution(case, options=options, precision="fp32"), torch.optim.SGD, **SGD)
-    strategy, optimizer, _ = prepared
-    gradients = Gradients(prepared)
-    if case.replayed:
-        gradients.record()
+    (strategy, optimizer, _), gradients = prepared, prepared.gradients(case.replayed)
     for data in _batches(config, case.world_size, seed):
         gradients(*_of_rank(data, rank))
         optimizer.step()

@@ -19,7 +19,7 @@ from lmsys.measure.step import Step
 from lmsys.parallel import overlapped
 from lmsys.parallel.group import device
 from lmsys.training import gradients, optimizer
-from lmsys.training.prepare import Execution, Prepared, fitted, gpu_memory, prepare
+from lmsys.training.prepare import Execution, fitted, gpu_memory, prepare
 
 INSPECTED = 3  # steps that are timed to learn what one costs
 _COMPILED: list[str] = []  # the group of cases whose graphs this rank holds
@@ -71,34 +71,6 @@ def execution(case: cases.ParallelCase, **changes: Any) -> Execution:
     return replace(asked, **changes)
 
 
-class Gradients:
-    """Forward, backward and synchronization of a strategy: call by call, or, once it is asked to, as one CUDA graph.
-
-    Holds no reference to itself: a graph with NCCL's calls inside must go before the process group does.
-    """
-
-    def __init__(self, model: Prepared):
-        self.strategy = strategy = model.strategy
-
-        def loss(*inputs: Tensor) -> Tensor:
-            with model.autocast():
-                return strategy(*inputs)
-
-        self.loss = loss
-        self.compute = gradients.backward_of(loss, strategy.finish)
-        self.graph: gradients.GraphedGradients | None = None  # once it is recorded, or to be
-
-    def record(self) -> None:
-        """Makes the next call record a graph, which later calls replay."""
-        self.graph = gradients.GraphedGradients(
-            self.compute, self.strategy.module.parameters(), gradients.warm_ups_of(self.strategy.wrapper)
-        )
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """The loss; the gradients are there and are the mean over ranks."""
-        return (self.graph or self.compute)(*inputs)
-
-
 class Rig:
     """A model, its strategy, its optimizer and this rank's batches. Ranks begin with weights of their own."""
 
@@ -107,19 +79,19 @@ class Rig:
         theirs = case.entry.trait("fused_adamw", False)
         cls, fused = (torch.optim.AdamW, {"fused": on != "cpu"}) if theirs else (optimizer.AdamW, {})
         model = model_of(case, config_of(case), asked.seed + rank)
-        prepared = prepare(model, execution(case), cls, **adamw, **fused)
-        self.strategy, self.optimizer, _ = prepared
+        self.prepared = prepare(model, execution(case), cls, **adamw, **fused)
+        self.strategy, self.optimizer, _ = self.prepared
+        self.gradients = self.prepared.gradients()
         self.batches = passes.Batches(case.config, case.batch, asked)
         self.data = self.batches.now
-        self.gradients = Gradients(prepared)
 
     def loss(self) -> Tensor:
-        return self.gradients.loss(self.data.tokens, self.data.targets)
+        return self.prepared.loss(self.data.tokens, self.data.targets)
 
     def warm(self) -> None:
         """Everything is planned, compiled and recorded when this is done."""
         if self.case.replayed:
-            self.gradients.record()
+            self.gradients = self.prepared.gradients(graph=True)
         for _ in range(passes.WARM_STEPS[device().type]):
             self.batches.draw()
             self.step()
@@ -142,7 +114,8 @@ class Rig:
 
     def finish(self) -> None:
         """Waits for what a step leaves under way, as ZeRO-1 its gather; what is recorded leaves nothing."""
-        if self.gradients.graph is None and hasattr(self.strategy.wrapper, "wait"):
+        recorded = isinstance(self.gradients, gradients.GraphedGradients)
+        if not recorded and hasattr(self.strategy.wrapper, "wait"):
             self.strategy.wrapper.wait()
 
     @property

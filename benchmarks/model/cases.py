@@ -141,7 +141,7 @@ def model_of(case: ModelTest, base: TransformerLM, shared: bool) -> nn.Module:
         if "checkpoint_blocks" in changes:
             layers, fewer = case.config.num_layers, base.config.num_layers
             changes["checkpoint_blocks"] = checkpointing.for_fewer(case.computed.checkpoint_blocks, layers, fewer)
-        return models.variant(base, case.compile, **changes)
+        return models.variant(base, case.blocks, **changes)
     theirs = case.entry.load()(base.config, base.lm_head.weight.device).take_weights(base, shared)
     return theirs.compile_blocks() if case.compile in models.COMPILED else theirs
 

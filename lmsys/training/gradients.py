@@ -8,7 +8,7 @@ Source: Gray 2019, "Getting Started with CUDA Graphs" (developer.nvidia.com/blog
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -130,20 +130,20 @@ class GraphedGradients:
 class Gradients:
     """Forward and backward of micro-batches under a strategy, which leave the mean over the global batch in `.grad`.
 
-    autocast  makes the context of a forward
-    divisor   of the loss of a micro-batch
-    tree      the parameters whose gradients are added in pairs of micro-batches, as ranks would add theirs; None: each
+    loss_of  the loss of a micro-batch under the strategy
+    divisor  of that loss
+    tree     the parameters whose gradients are added in pairs of micro-batches, as ranks would add theirs; None: each
               backward adds to the gradients that are there
     """
 
     def __init__(
         self,
         strategy: Adapter,
-        autocast: Callable[[], AbstractContextManager[Any]],
+        loss_of: Callable[..., Tensor],
         divisor: int,
         tree: Iterable[torch.nn.Parameter] | None = None,
     ):
-        self._strategy, self._autocast, self._divisor = strategy, autocast, divisor
+        self._strategy, self._loss_of, self._divisor = strategy, loss_of, divisor
         self._tree = None if tree is None else list(tree)
 
     def __call__(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> Tensor:
@@ -175,8 +175,7 @@ class Gradients:
 
     def _backward(self, inputs: tuple[Any, ...], weight: float) -> Tensor:
         """The loss of a micro-batch, whose gradients are added to those that are there."""
-        with self._autocast():
-            loss = self._strategy(*inputs)
+        loss = self._loss_of(*inputs)
         if weight != 1:
             loss = loss * weight
         (loss / self._divisor).backward()

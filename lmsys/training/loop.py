@@ -24,7 +24,7 @@ from lmsys.parallel import collectives
 from lmsys.training import checkpoint, data, evaluation, gradients, log, optimizer, possible, reproducible
 from lmsys.training import stop as stop_signals
 from lmsys.training.config import RunConfig
-from lmsys.training.prepare import prepare
+from lmsys.training.prepare import Prepared, prepare
 
 RUNTIME_FIELDS = "attention", "checkpoint_blocks", "residual"  # of a model config: how it is computed, not what it is
 Say = Callable[[str], None]
@@ -109,20 +109,19 @@ class Trainer:
             self.model.load_state_dict(shared["model"])
         self._settings = dict[str, Any](betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
         groups = {} if train.undecayed is None else {"groups": optimizer.undecayed(self.model, train.undecayed)}
-        self.strategy, self.optimizer, self.autocast = prepare(
-            self.model, plan.execution, optimizer.AdamW, lr=train.lr, **self._settings, **groups
-        )
+        prepared = prepare(self.model, plan.execution, lr=train.lr, **self._settings, **groups)
+        self.strategy, self.optimizer, self.autocast = prepared
         possible.check_accumulation(config, self.world_size, plan.micro_batches, able=self.strategy.can_stay_local)
-        self._gradients = self._make_gradients()
+        self._gradients = self._make_gradients(prepared)
         self.facts["optimizer"] = checkpoint.optimizer_layout(self.strategy)
         if saved is not None and shared is not None:
             self._resume(saved, shared)
 
-    def _make_gradients(self) -> gradients.Gradients | gradients.ReplayedGradients:
+    def _make_gradients(self, prepared: Prepared) -> gradients.Gradients | gradients.ReplayedGradients:
         train = self.config.train
         alone = train.reproducible and self.world_size == 1
         divisor = train.leaves if train.reproducible else self.batches.accumulation
-        launched = gradients.Gradients(self.strategy, self.autocast, divisor, self._parameters if alone else None)
+        launched = gradients.Gradients(self.strategy, prepared.loss, divisor, self._parameters if alone else None)
         return gradients.ReplayedGradients(launched, self.strategy) if train.graph else launched
 
     @property

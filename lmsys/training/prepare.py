@@ -5,7 +5,7 @@
     3 strategy   wraps the loss; on the stream of captures where a graph is to come, since torch's DDP keeps its stream
     4 optimizer  is the strategy's own, or a sharded one; ours also writes the rounded weights of fused blocks
     5 forward    is under autocast, as the precision says
-    6 graph      of forward, backward and synchronization, on the first step: `lmsys.training.gradients`
+    6 gradients  of forward, backward and synchronization, call by call or as one CUDA graph
 
 `--against` measures earlier states of the code by this file as it is today: what it names, they have.
 """
@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lmsys.config import ModelConfig
 from lmsys.cost.memory import fit
@@ -79,11 +80,26 @@ def gpu_memory() -> float:
 
 
 class Prepared(NamedTuple):
-    """A model's loss under its strategy, the optimizer, and what makes the context of a forward."""
+    """A model's loss under its strategy, the optimizer, and what makes the context of a forward.
+
+    Nothing of it refers to itself: a graph with NCCL's calls inside must go before the process group does.
+    """
 
     strategy: adapter.Adapter
     optimizer: torch.optim.Optimizer
     autocast: Callable[[], torch.autocast]
+
+    def loss(self, *inputs: Any) -> Tensor:
+        with self.autocast():
+            return self.strategy(*inputs)
+
+    def gradients(self, graph: bool = False) -> Callable[..., Tensor]:
+        """A function that leaves the mean gradients of all ranks and gives the loss; `graph`: replayed from then on."""
+        compute = gradients.backward_of(self.loss, self.strategy.finish)
+        if not graph:
+            return compute
+        warm_ups = gradients.warm_ups_of(self.strategy.wrapper)
+        return gradients.GraphedGradients(compute, self.strategy.module.parameters(), warm_ups)
 
 
 def prepare(model: Any, execution: Execution, optimizer_cls: Any = optimizer.AdamW, **options: Any) -> Prepared:
