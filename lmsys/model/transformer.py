@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lmsys import checkpointing, values
-from lmsys.attention import ATTENTION, Documents, Pattern, attention, row_of
-from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, capability_of, told
+from lmsys.attention import ATTENTION, Documents, Pattern, attention, contract, row_of
 from lmsys.config import ModelConfig
 from lmsys.measure.profile import part
 from lmsys.model import functions, fused, linear, rotary, selective
@@ -142,10 +141,10 @@ def attention_case(
     *,
     grad: bool,
     documents: bool = False,
-) -> AttentionCase:
+) -> contract.AttentionCase:
     """The case that a model makes for its attention row, of `batch` sequences of `length` tokens."""
-    capability = capability_of(device.index) if device.type == "cuda" else None
-    return AttentionCase(
+    capability = contract.capability_of(device.index) if device.type == "cuda" else None
+    return contract.AttentionCase(
         batch,
         config.num_heads,
         config.kv_heads,
@@ -377,14 +376,18 @@ class TransformerLM(nn.Module):
     def _attend(self, x: Tensor, documents: Documents | None = None) -> Any:
         """The row's function for this shape, dtype and mode, looked up outside of compiled blocks."""
         batch, length, _ = x.shape
-        dtype, grad, packed = DTYPE_NAMES[linear.matmul_dtype(x)], torch.is_grad_enabled(), documents is not None
+        dtype, grad, packed = (
+            contract.DTYPE_NAMES[linear.matmul_dtype(x)],
+            torch.is_grad_enabled(),
+            documents is not None,
+        )
         row, _ = row_of(
             self.config.attention,
             attention_case(self.config, batch, length, dtype, x.device, grad=grad, documents=packed),
         )
         if documents is None:
             return row
-        options = told(row, Pattern(True, documents=documents))
+        options = contract.told(row, Pattern(True, documents=documents))
         return lambda q, k, v, causal: row(q, k, v, **options)
 
 

@@ -23,23 +23,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_map
 
-from lmsys.parallel.collectives import APART, Group, broadcast_, gather_objects, size_and_rank
-from lmsys.parallel.structure import (
-    Among,
-    Groups,
-    Structure,
-    before_backward,
-    grouped,
-    is_in_backward,
-    tensors_in,
-    watch,
-    weakly,
-)
-from lmsys.parallel.traits import Traits
+from lmsys.parallel import collectives, structure, traits
 from lmsys.values import hold
 
 
-class Wrapper(Traits, nn.Module):
+class Wrapper(traits.Traits, nn.Module):
     """Base of the strategies: agreement, broadcast, hooks, `no_sync`. A strategy fills in `_synchronize`.
 
     Facts about a strategy are class attributes: `Traits` lists them with their defaults.
@@ -54,14 +42,14 @@ class Wrapper(Traits, nn.Module):
 
     _walk: Any = None  # of a forward, where a strategy gathers parameters as it goes on
 
-    def __init__(self, module: nn.Module, process_group: Group = None):
+    def __init__(self, module: nn.Module, process_group: collectives.Group = None):
         super().__init__()
         self.module, self.group = module, process_group
-        self.world_size, self.rank = size_and_rank(process_group)
+        self.world_size, self.rank = collectives.size_and_rank(process_group)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self._synchronizing, self._unfinished, self._in_backward = True, False, False
         self._history = 0  # of what this rank has done since it last finished: the same on all
-        self._structure, self._change = Structure(module), ""
+        self._structure, self._change = structure.Structure(module), ""
         self._norms = {  # that would normalize by a rank's own batch in training mode
             name: child
             for name, child in module.named_modules()
@@ -71,11 +59,11 @@ class Wrapper(Traits, nn.Module):
         self._look_for_changes()
         _agree(module, process_group)
         for x in (*module.parameters(), *module.buffers()):
-            broadcast_(x, process_group)
+            collectives.broadcast_(x, process_group)
         for index, p in enumerate(self.trainable):
-            p.register_post_accumulate_grad_hook(weakly(self._on_grad, index))
-        self._whole = Among(module.parameters())
-        watch(self)
+            p.register_post_accumulate_grad_hook(structure.weakly(self._on_grad, index))
+        self._whole = structure.Among(module.parameters())
+        structure.watch(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._prepare()
@@ -84,12 +72,12 @@ class Wrapper(Traits, nn.Module):
             self._note(0)
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._watch(*tensors_in(output))
+            self._watch(*structure.tensors_in(output))
         return output
 
     def _watch(self, tensors: list[Tensor], hidden: bool) -> None:
         """Has `_enter_backward` called before a backward from these outputs. hidden: there may be others."""
-        before_backward(tensors, weakly(self._enter_backward, self._walk))
+        structure.before_backward(tensors, structure.weakly(self._enter_backward, self._walk))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """RuntimeError where an optimizer would step by gradients that are this rank's own."""
@@ -101,7 +89,7 @@ class Wrapper(Traits, nn.Module):
 
     def _prepare(self) -> None:
         """For a forward; RuntimeError where a backward was not finished."""
-        if not is_in_backward():  # else checkpointing runs it again
+        if not structure.is_in_backward():  # else checkpointing runs it again
             self._refuse_unfinished()
             self._leave_backward(late=True)
 
@@ -143,13 +131,15 @@ class Wrapper(Traits, nn.Module):
         if self.world_size > 1 and self.trainable:
             self._synchronize()
 
-    def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> torch.optim.Optimizer:
+    def make_optimizer(
+        self, optimizer_cls: Any, groups: structure.Groups | None = None, **kwargs: Any
+    ) -> torch.optim.Optimizer:
         """The optimizer that steps what this strategy trains.
 
         groups  called with the name, in the module, of each trained parameter, and it: the options in which the
                 optimizer treats it otherwise, such as {"weight_decay": 0.0} or {}
         """
-        return optimizer_cls(grouped(self.module, groups), **kwargs)
+        return optimizer_cls(structure.grouped(self.module, groups), **kwargs)
 
     def parameters_in(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
         """The module's parameters, by the optimizer's param groups."""
@@ -241,7 +231,7 @@ class Wrapper(Traits, nn.Module):
         """Called before a backward that begins from this wrapper's output, or goes on with that of another forward."""
         if not self._in_backward:
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(weakly(self._leave_backward))
+            torch.autograd.Variable._execution_engine.queue_callback(structure.weakly(self._leave_backward))
             self._begin_backward()
 
     def _leave_backward(self, late: bool = False) -> None:
@@ -315,10 +305,10 @@ class Wrapper(Traits, nn.Module):
         changed, history, square, *_ = found = told.tolist()
         if changed > 0:
             self._told = None
-            raise _changed(gather_objects(self._change, self.group))
+            raise _changed(collectives.gather_objects(self._change, self.group))
         if square - history**2 > 0.1 / self.world_size:
             self._told = None
-            raise RuntimeError(APART)
+            raise RuntimeError(collectives.APART)
         return found
 
 
@@ -363,7 +353,7 @@ def dense(p: Tensor) -> Tensor:
     return p.grad
 
 
-def _agree(module: nn.Module, group: Group) -> None:
+def _agree(module: nn.Module, group: collectives.Group) -> None:
     """ValueError on every rank that names the first difference between what ranks hold, or what no strategy takes."""
     on_meta = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if x.is_meta]
     sparse = [name or "the module" for name, child in module.named_modules() if getattr(child, "sparse", False) is True]
@@ -380,7 +370,7 @@ def _agree(module: nn.Module, group: Group) -> None:
         *((name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()),
         *((name, tuple(x.shape), str(x.dtype), None) for name, x in module.named_buffers()),
     ]
-    first, *others = gather_objects(mine, group)
+    first, *others = collectives.gather_objects(mine, group)
     for rank, other in enumerate(others, start=1):
         for here, there in zip_longest(first, other):
             if here != there:

@@ -13,8 +13,7 @@ from platform import python_version
 from tempfile import TemporaryFile
 
 from lmsys.files import cache_folder, replacing, sha256_of
-from lmsys.tokenizer.chunks import Chunk, cut_file, whole
-from lmsys.tokenizer.pretokens import Pretokenizer
+from lmsys.tokenizer import chunks, pretokens
 from lmsys.training.config import DataConfig, file_of
 
 END_OF_TEXT = "<|endoftext|>"  # stands between documents; a special token of a tokenizer for them
@@ -28,11 +27,11 @@ class Corpus:
     """Text to train on, and other text to evaluate on."""
 
     name: str
-    train: tuple[Chunk, ...]
-    valid: tuple[Chunk, ...]
+    train: tuple[chunks.Chunk, ...]
+    valid: tuple[chunks.Chunk, ...]
 
     @property
-    def files(self) -> tuple[Chunk, ...]:
+    def files(self) -> tuple[chunks.Chunk, ...]:
         return self.train + self.valid
 
 
@@ -63,7 +62,7 @@ def stdlib(folder: Path | None = None) -> Corpus:
         for path, texts in zip(paths, (train, valid), strict=True):
             with replacing(path) as file:
                 file.write("".join(text + END_OF_TEXT for text in texts).encode())
-    return Corpus("stdlib", (whole(paths[0]),), (whole(paths[1]),))
+    return Corpus("stdlib", (chunks.whole(paths[0]),), (chunks.whole(paths[1]),))
 
 
 def tinystories(
@@ -76,7 +75,7 @@ def tinystories(
     """
     folder, settings = Path(folder or cache_folder() / "corpora"), settings or DataConfig()
     wanted = ((settings.url, settings.sha256), (settings.valid_url, settings.valid_sha256))
-    train, valid = (whole(_download_once(url, folder, sha256, progress)) for url, sha256 in wanted)
+    train, valid = (chunks.whole(_download_once(url, folder, sha256, progress)) for url, sha256 in wanted)
     return Corpus("tinystories", (train,), (valid,))
 
 
@@ -85,17 +84,19 @@ def text_file(path: Path, valid: Path | None = None) -> Corpus:
 
     ValueError for a file that is absent, empty or too short to be divided.
     """
-    train = whole(Path(path))
+    train = chunks.whole(Path(path))
     if not train.size:
         raise ValueError(f"there is no text in {path}")
     if valid is not None:
-        return Corpus(train.path.stem, (train,), (whole(Path(valid)),))
+        return Corpus(train.path.stem, (train,), (chunks.whole(Path(valid)),))
     with train.path.open("rb") as file:
         after = train.size * (HELD_OUT - 1) // HELD_OUT
-        border = cut_file(file.fileno(), Pretokenizer([END_OF_TEXT]), after, train.stop)
+        border = chunks.cut_file(file.fileno(), pretokens.Pretokenizer([END_OF_TEXT]), after, train.stop)
     if border == train.stop:
         raise ValueError(f"{path}: its last twentieth has no whitespace to divide it at; name a file for validation")
-    return Corpus(train.path.stem, (Chunk(train.path, 0, border),), (Chunk(train.path, border, train.stop),))
+    return Corpus(
+        train.path.stem, (chunks.Chunk(train.path, 0, border),), (chunks.Chunk(train.path, border, train.stop),)
+    )
 
 
 def corpus_of(settings: DataConfig, progress: Progress = lambda *_: None) -> Corpus:
@@ -107,7 +108,7 @@ def corpus_of(settings: DataConfig, progress: Progress = lambda *_: None) -> Cor
             raise ValueError(f"corpus {name!r}: must be stdlib, tinystories or the path of a text file")
         return text_file(Path(name), valid)
     corpus = stdlib(folder) if name == "stdlib" else tinystories(folder, settings, progress)
-    return corpus if valid is None else replace(corpus, valid=(whole(valid),))
+    return corpus if valid is None else replace(corpus, valid=(chunks.whole(valid),))
 
 
 def _download_once(url: str, folder: Path, sha256: str | None, progress: Progress) -> Path:

@@ -39,7 +39,7 @@ def plan(config: RunConfig, device: torch.device, group: collectives.Group = Non
     world_size, _ = collectives.size_and_rank(group)
     (row,) = STRATEGIES.select([train.strategy])
     traits = traits_of(row)
-    _check_attention(config, device)
+    check_attention(config, device)
     execution, micro_batches = _execution(config, row, traits, group), train.accumulation(world_size)
     model = _fitted(config, execution, micro_batches, device)
     _check_strategy(config, row, traits, device, world_size)
@@ -130,7 +130,7 @@ def _fitted(config: RunConfig, execution: Execution, micro_batches: int, device:
     return fitted(model, execution, train.held, memory, micro_batches > 1)
 
 
-def _check_attention(config: RunConfig, device: torch.device) -> None:
+def check_attention(config: RunConfig, device: torch.device) -> None:
     """ValueError, with the rows that can, where model.attention cannot train here, or not on packed documents."""
     model, train, packed = config.model, config.train, config.data.packing == "documents"
     dtype = "bfloat16" if train.precision == "bf16" else "float32"
