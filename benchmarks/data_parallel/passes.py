@@ -25,8 +25,7 @@ from lmsys.config import ModelConfig
 from lmsys.cost.operations import model_parameters
 from lmsys.model import Loss
 from lmsys.parallel.group import device
-from lmsys.training.prepare import autocast
-from lmsys.training.reproducible import weights_sha256
+from lmsys.training import prepare, reproducible
 
 # With eps far above a gradient's size AdamW moves by the gradient's size: it sees one that is halved, and where a
 # gradient is near zero no rounding turns the step around. Of these rates hundreds of steps train, and do not diverge.
@@ -88,7 +87,7 @@ def leave(case: ParallelCase, asked: Pass, state: Mapping[str, Tensor]) -> str:
     for stale in [known for known in _LEFT if known[1].draw != asked.draw]:
         del _LEFT[stale]
     _LEFT[case.id, asked] = rows = _rows_of(state, asked.key)
-    return weights_sha256(rows)
+    return reproducible.weights_sha256(rows)
 
 
 @on_part
@@ -193,7 +192,7 @@ def _take_steps(
         for inputs in zip(batch.tokens.split(at_once), batch.targets.split(at_once), strict=True):
             is_narrow = narrow is not None and narrow[0] == "compute_dtype"
             used = {name: p.to(narrow[1]) if narrow and is_narrow else p for name, p in params.items()}
-            with autocast(precision, on.type):
+            with prepare.autocast(precision, on.type):
                 loss = torch.func.functional_call(module, used, inputs)
             (loss * (len(inputs[0]) / case.batch)).backward()
         _average(params.values(), case.world_size, narrow)

@@ -52,8 +52,7 @@ def blocks_of(case: cases.ParallelCase, num_layers: int) -> int | str:
 
 def config_of(case: cases.ParallelCase) -> ModelConfig:
     """The config of the model that the case trains."""
-    config = case.config
-    return replace(config, checkpoint_blocks=blocks_of(case, config.num_layers), residual=case.residual)
+    return replace(case.config, checkpoint_blocks=blocks_of(case, case.config.num_layers), residual=case.residual)
 
 
 def model_of(case: cases.ParallelCase, config: ModelConfig, seed: int) -> Any:
@@ -64,11 +63,12 @@ def model_of(case: cases.ParallelCase, config: ModelConfig, seed: int) -> Any:
 
 def execution(case: cases.ParallelCase, **changes: Any) -> Execution:
     """How the case runs its model, on the ranks that it takes."""
-    asked = Execution(
-        case.entry, case.options, case.precision, case.blocks, graph=case.replayed,
-        sharded_optimizer=case.sharded_optimizer, group=subgroup(case.world_size),
-    )  # fmt: skip
-    return replace(asked, **changes)
+    return replace(
+        Execution(case.entry, case.options, case.precision, case.blocks, graph=case.replayed),
+        sharded_optimizer=case.sharded_optimizer,
+        group=subgroup(case.world_size),
+        **changes,
+    )
 
 
 class Rig:
@@ -114,8 +114,7 @@ class Rig:
 
     def finish(self) -> None:
         """Waits for what a step leaves under way, as ZeRO-1 its gather; what is recorded leaves nothing."""
-        recorded = isinstance(self.gradients, gradients.GraphedGradients)
-        if not recorded and hasattr(self.strategy.wrapper, "wait"):
+        if not isinstance(self.gradients, gradients.GraphedGradients) and hasattr(self.strategy.wrapper, "wait"):
             self.strategy.wrapper.wait()
 
     @property

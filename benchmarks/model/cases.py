@@ -31,8 +31,7 @@ from benchmarks import axes, models
 from lmsys import checkpointing, config, testing
 from lmsys.attention import AttentionCase
 from lmsys.bench import Axis, Candidate, Entry, Field, Record, fields
-from lmsys.cost.memory import fit
-from lmsys.cost.operations import model_parameters
+from lmsys.cost import memory, operations
 from lmsys.extremes.model import EMBEDDINGS, FIRST_ID, ROWS, group_of, write_model
 from lmsys.measure.compare import release_memory
 from lmsys.model import TransformerLM
@@ -82,7 +81,10 @@ class ModelTest(models.ModelCase):
         warmup = {} if self.warmup is None else {"warmup_steps": self.warmup}
         shape = {name: getattr(self.config, name) for name in SHAPE}
         return (
-            asked | warmup | shape | {"num_parameters": model_parameters(self.config), "attention": self.attention.name}
+            asked
+            | warmup
+            | shape
+            | {"num_parameters": operations.model_parameters(self.config), "attention": self.attention.name}
         )
 
     @property
@@ -122,7 +124,7 @@ class ModelTest(models.ModelCase):
         model = replace(self.config, **self.runtime)
         if model.checkpoint_blocks != checkpointing.FIT:
             return model
-        return fit(model, self.batch, self.context, self.precision, gpu_memory())
+        return memory.fit(model, self.batch, self.context, self.precision, gpu_memory())
 
     @property
     def asked(self) -> AttentionCase:

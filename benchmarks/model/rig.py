@@ -25,8 +25,7 @@ from lmsys.bench import Settings, Step, benchmark
 from lmsys.extremes.model import FIRST_ID, plant, planted, write_model
 from lmsys.measure import compare, memory
 from lmsys.measure.clock import clock_of, synchronize, timed
-from lmsys.training import gradients, optimizer
-from lmsys.training.prepare import autocast
+from lmsys.training import gradients, optimizer, prepare
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -184,13 +183,13 @@ class Rig:
     def forward(self, case: cases.ModelTest) -> torch.Tensor:
         """The logits of inference, or the loss of training."""
         model, data = self.model(case), self.data
-        with torch.set_grad_enabled(case.grad), autocast(self.precision, self.device):
+        with torch.set_grad_enabled(case.grad), prepare.autocast(self.precision, self.device):
             return model.loss(data.tokens, data.targets) if case.grad else model(data.tokens)
 
     def loss_and_states(self, case: cases.ModelTest) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of training, and what it was made of: the hidden states, of a peer the logits."""
         model, data = self.model(case), self.data
-        with torch.enable_grad(), autocast(self.precision, self.device):
+        with torch.enable_grad(), prepare.autocast(self.precision, self.device):
             if case.peer:
                 return model.loss_and_logits(data.tokens, data.targets)
             hidden = model.hidden(data.tokens)

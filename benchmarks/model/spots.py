@@ -224,8 +224,8 @@ class Spots:
         update = parts.pop(UPDATE, None)
         if broken := [name for name, x in parts.items() if not x.isfinite().all()]:
             return dict.fromkeys(broken, float("inf"))
-        narrow = case.residual == "narrow"
-        references = [Reference(self.base, self.precision, exact, meant, narrow) for exact in (True, False)]
+        asked = meant, case.residual == "narrow"
+        references = [Reference(self.base, self.precision, exact, *asked) for exact in (True, False)]
         ratios = update.ratios() if update else {}
         if ALL_STATES in parts:
             losses = [reference.losses(parts[ALL_STATES], self.data.targets) for reference in references]
@@ -234,10 +234,9 @@ class Spots:
         exact, plain = (make(reference, spot) for reference in references)
         if EMBEDDINGS in parts:
             parts[EMBEDDINGS] = parts[EMBEDDINGS][self._sequences(spot)[1]]
-        dtype = ROUNDING[self.precision]
         for name in parts.keys() - {LOSS, ALL_STATES}:
-            groups, rows = self._groups(name, spot), spot.rows.get(name)
-            ratios[name] = ratio_by_group(parts[name], exact[name], plain[name], dtype, groups, rows, SPOT_TIMES)
+            right = exact[name], plain[name], ROUNDING[self.precision], self._groups(name, spot)
+            ratios[name] = ratio_by_group(parts[name], *right, spot.rows.get(name), SPOT_TIMES)
         return ratios
 
     def _groups(self, name: str, spot: Spot) -> Tensor:

@@ -21,8 +21,7 @@ from lmsys.cost.operations import model_flops
 from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import TransformerLM
 from lmsys.parallel import collectives
-from lmsys.training import checkpoint, data, evaluation, gradients, log, optimizer, possible, reproducible
-from lmsys.training import stop as stop_signals
+from lmsys.training import checkpoint, data, evaluation, gradients, log, optimizer, possible, reproducible, stopping
 from lmsys.training.config import RunConfig
 from lmsys.training.prepare import Prepared, prepare
 
@@ -91,15 +90,15 @@ class Trainer:
         train = config.train
         self.config, self.windows, self.device, self.group = config, windows, device, group
         self.world_size, self.rank = collectives.size_and_rank(group)
-        plan = possible.plan(config, device, group)
-        self._shards_gradients = plan.traits.shards_gradients
+        model, execution, traits = possible.plan(config, device, group)
+        self._shards_gradients = traits.shards_gradients
         self.batches = data.Batches(
             source, config.model.context_length, train.held, train.seed, self.rank, self.world_size,
-            plan.micro_batches, train.reproducible and not plan.traits.sums_each_backward,
+            train.accumulation(self.world_size), train.reproducible and not traits.sums_each_backward,
             data.end_of_text_of(source, config),
         )  # fmt: skip
         torch.manual_seed(train.seed)
-        self.model = TransformerLM(plan.model, device=device)
+        self.model = TransformerLM(model, device=device)
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
         self.facts = facts_of(config) | (facts or {})
         shared = None
@@ -109,9 +108,11 @@ class Trainer:
             self.model.load_state_dict(shared["model"])
         self._settings = dict[str, Any](betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
         groups = {} if train.undecayed is None else {"groups": optimizer.undecayed(self.model, train.undecayed)}
-        prepared = prepare(self.model, plan.execution, lr=train.lr, **self._settings, **groups)
+        prepared = prepare(self.model, execution, lr=train.lr, **self._settings, **groups)
         self.strategy, self.optimizer, self.autocast = prepared
-        possible.check_accumulation(config, self.world_size, plan.micro_batches, able=self.strategy.can_stay_local)
+        possible.check_accumulation(
+            config, self.world_size, self.batches.accumulation, able=self.strategy.can_stay_local
+        )
         self._gradients = self._make_gradients(prepared)
         self.facts["optimizer"] = checkpoint.optimizer_layout(self.strategy)
         if saved is not None and shared is not None:
@@ -220,7 +221,7 @@ class Trainer:
         train, began, before = self.config.train, time.perf_counter(), self.seconds
         write: Callable[..., None] = log.write if log is not None else lambda **_: None
         valid, loss, why, progress = None, None, "done", self.progress()
-        with stop_signals.StopSignals() as signals:
+        with stopping.StopSignals() as signals:
             while self.step < train.steps:
                 late = train.max_seconds is not None and time.perf_counter() - began >= train.max_seconds
                 doing.now(f"in step {self.step + 1:,}")

@@ -1,6 +1,5 @@
 """How a training runs here, by its settings and the machine alone; one that cannot is refused before any work."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,23 +14,12 @@ from lmsys.training.config import RunConfig
 from lmsys.training.prepare import MEMORY_SHARE, Execution, fitted, gpu_memory
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How the model is run on each rank.
+def plan(
+    config: RunConfig, device: torch.device, group: collectives.Group = None
+) -> tuple[ModelConfig, Execution, Traits]:
+    """(the model's config, with the levels of checkpointing that fit; how it is run; the facts of its strategy).
 
-    model   its config, with the levels of checkpointing that fit
-    micro_batches  of a rank in a step
-    traits  of the strategy
-    """
-
-    model: ModelConfig
-    execution: Execution
-    micro_batches: int
-    traits: Traits
-
-
-def plan(config: RunConfig, device: torch.device, group: collectives.Group = None) -> Plan:
-    """Reads no data and makes no model. All ranks call it.
+    Reads no data and makes no model. All ranks call it.
 
     ValueError with the setting and the reason where `device` or the ranks cannot train so.
     """
@@ -44,14 +32,14 @@ def plan(config: RunConfig, device: torch.device, group: collectives.Group = Non
     model = _fitted(config, execution, micro_batches, device)
     _check_strategy(config, row, traits, device, world_size)
     check_accumulation(config, world_size, micro_batches, able=traits.accumulates)
-    return Plan(model, execution, micro_batches, traits)
+    return model, execution, traits
 
 
 def _execution(config: RunConfig, row: registry.Entry, traits: Traits, group: collectives.Group) -> Execution:
     train = config.train
-    options: dict[str, Any] = {} if train.bucket_mb is None else {"bucket_mb": train.bucket_mb}
-    if traits.compute_dtype and train.precision == "bf16" and not train.reproducible:
-        options["compute_dtype"] = torch.bfloat16
+    narrow = traits.compute_dtype and train.precision == "bf16" and not train.reproducible
+    asked: dict[str, Any] = {"bucket_mb": train.bucket_mb, "compute_dtype": torch.bfloat16 if narrow else None}
+    options = {name: value for name, value in asked.items() if value is not None}
     one_a_graph = train.reproducible or traits.synchronizes  # other graphs add in other orders; strategies hook blocks
     compiler = {
         "together": 1 if one_a_graph else BLOCKS_PER_GRAPH,

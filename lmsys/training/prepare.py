@@ -74,9 +74,8 @@ def fitted(
 
 def gpu_memory() -> float:
     """Bytes that a model may take of this process's GPU."""
-    device = torch.cuda.current_device()
-    share = MEMORY_SHARE * torch.cuda.get_per_process_memory_fraction()
-    return share * torch.cuda.get_device_properties(device).total_memory
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return MEMORY_SHARE * torch.cuda.get_per_process_memory_fraction() * gpu.total_memory
 
 
 class Prepared(NamedTuple):

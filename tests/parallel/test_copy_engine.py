@@ -143,7 +143,7 @@ def test_ranks_that_have_shared_memory_unequally_often_are_told(monkeypatch: pyt
         told.append(mine)
         return [mine, 5]
 
-    monkeypatch.setattr("lmsys.parallel.copy_engine.gather_objects", gather_objects)
+    monkeypatch.setattr("lmsys.parallel.copy_engine.collectives.gather_objects", gather_objects)
     monkeypatch.setattr(CopyEngines, "shared", 3)
     transport = EnginesOverGloo(nn.Identity(), _OfTwo())
     for shared in (3, 4):
