@@ -274,8 +274,9 @@ class Tokenizers(Benchmark):
             if case.task == "train":
                 return list(result.merges)
             ids = rows.ids_by_document(result, setup.end_of_text)
-            chosen = [number for number in setup.drawn.chosen(key) if number < len(ids)]
-            return len(ids), {number: list(map(int, ids[number])) for number in chosen}
+            return len(ids), {
+                number: list(map(int, ids[number])) for number in setup.drawn.chosen(key) if number < len(ids)
+            }
 
         return Step(lambda call: call(), lambda: rows.call_of(*arguments), redraw=setup.write, keep=keep)
 
@@ -301,8 +302,7 @@ class Tokenizers(Benchmark):
         return {"peak_bytes": memory.peak_resident_bytes([sys.executable, "-m", rows.__name__, *map(str, what)])}
 
     def metrics(self, case: TokenizerCase, record: Record, machine: Record) -> Record:
-        text_bytes = record.get("text_bytes", self.text_bytes)
-        time_s = record.get("time_s")
+        text_bytes, time_s = record.get("text_bytes", self.text_bytes), record.get("time_s")
         return {"text_bytes": text_bytes} | ({"bytes_per_s": text_bytes / time_s} if text_bytes and time_s else {})
 
 

@@ -269,11 +269,7 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
         "num_buckets": seen.num_buckets,
         "timeline": [list(interval) for interval in seen.communication.timeline],
     }
-    alone = {
-        other_row.case.world_size: other_row
-        for other_row in rows
-        if other_row.passes and not other_row.case.synchronizes
-    }
+    alone = {timed.case.world_size: timed for timed in rows if timed.passes and not timed.case.synchronizes}
     if 1 in alone:
         record["scaling_efficiency"] = statistics.median(alone[1].samples) / time_s
     if case.world_size == 1 or not case.synchronizes:
@@ -283,11 +279,10 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
         steps, by = (row.alone, "no_sync") if row.alone else (other.samples, other.case.impl)
         record |= {"unsynchronized_s": statistics.median(steps), "unsynchronized_by": by}
     # A rank that comes early waits inside of a collective: the one that waits least tells what that takes.
-    least = min((other_row.communication for other_row in row.seen), key=lambda other_row: other_row.time_s)
+    least = min((rank.communication for rank in row.seen), key=lambda communication: communication.time_s)
     record |= {"communication_s": least.time_s, "overlap_fraction": least.overlap_fraction}
-    if (base := baseline(row, rows)) is not None and (
-        theirs := min(other_row.communication.time_s for other_row in base.seen)
-    ):
+    base = baseline(row, rows)
+    if base is not None and (theirs := min(rank.communication.time_s for rank in base.seen)):
         record["improvement"] = (statistics.median(base.samples) - time_s) / theirs
     if seen.network is not None:
         latency, bandwidth = seen.network
@@ -302,9 +297,9 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
 def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
     """The row that a row's communication is compared with, if it has been timed: on as many ranks, sharded alike."""
     asked = row.case.world_size, row.case.sharded_optimizer
-    same = [x for x in rows if x.passes and (x.case.world_size, x.case.sharded_optimizer) == asked]
-    candidates = (x for x in same if x.case.entry.trait("baseline", 0))
-    return max(candidates, key=lambda x: x.case.entry.trait("baseline", 0), default=None)
+    same = [other for other in rows if other.passes and (other.case.world_size, other.case.sharded_optimizer) == asked]
+    largest = max(same, key=lambda other: other.case.entry.trait("baseline", 0), default=None)
+    return largest if largest is not None and largest.case.entry.trait("baseline", 0) else None
 
 
 def memory(row: Row) -> Record:

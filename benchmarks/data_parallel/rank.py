@@ -18,8 +18,7 @@ from lmsys.measure import clock, memory, profile
 from lmsys.measure.step import Step
 from lmsys.parallel import overlapped
 from lmsys.parallel.group import device
-from lmsys.training import gradients, optimizer
-from lmsys.training.prepare import Execution, fitted, gpu_memory, prepare
+from lmsys.training import gradients, optimizer, prepare
 
 INSPECTED = 3  # steps that are timed to learn what one costs
 _COMPILED: list[str] = []  # the group of cases whose graphs this rank holds
@@ -46,7 +45,7 @@ def blocks_of(case: cases.ParallelCase, num_layers: int) -> int | str:
     setting = case.runtime.get("checkpoint_blocks", 0)
     if setting == FIT:
         config = replace(case.config, **case.runtime)
-        setting = fitted(config, execution(case), case.batch, gpu_memory()).checkpoint_blocks
+        setting = prepare.fitted(config, execution(case), case.batch, prepare.gpu_memory()).checkpoint_blocks
     return for_fewer(setting, case.config.num_layers, num_layers)
 
 
@@ -61,10 +60,10 @@ def model_of(case: cases.ParallelCase, config: ModelConfig, seed: int) -> Any:
     return ours if other is None else other.load()(config, device()).take_weights(ours)
 
 
-def execution(case: cases.ParallelCase, **changes: Any) -> Execution:
+def execution(case: cases.ParallelCase, **changes: Any) -> prepare.Execution:
     """How the case runs its model, on the ranks that it takes."""
     return replace(
-        Execution(case.entry, case.options, case.precision, case.blocks, graph=case.replayed),
+        prepare.Execution(case.entry, case.options, case.precision, case.blocks, graph=case.replayed),
         sharded_optimizer=case.sharded_optimizer,
         group=subgroup(case.world_size),
         **changes,
@@ -79,7 +78,7 @@ class Rig:
         theirs = case.entry.trait("fused_adamw", False)
         cls, fused = (torch.optim.AdamW, {"fused": on != "cpu"}) if theirs else (optimizer.AdamW, {})
         model = model_of(case, config_of(case), asked.seed + rank)
-        self.prepared = prepare(model, execution(case), cls, **adamw, **fused)
+        self.prepared = prepare.prepare(model, execution(case), cls, **adamw, **fused)
         self.strategy, self.optimizer, _ = self.prepared
         self.gradients = self.prepared.gradients()
         self.batches = passes.Batches(case.config, case.batch, asked)

@@ -139,10 +139,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         end = min(first + rows, length)
         return naive(q[:, :, first:end], k[:, :, :end], v[:, :, :end], causal=True, first_query=first)
 
-    starts = range(0, length, rows)
-    return torch.cat(
-        [checkpoint(block, begin, use_reentrant=False, preserve_rng_state=False) for begin in starts], dim=2
-    )
+    blocks = [
+        checkpoint(block, begin, use_reentrant=False, preserve_rng_state=False) for begin in range(0, length, rows)
+    ]
+    return torch.cat(blocks, dim=2)
 
 
 NUM_TOKENS, NUM_ROWS = 64, 8  # of a sequence, and of a matrix

@@ -58,13 +58,15 @@ def tokenize_files(
     path.with_suffix(".json").unlink(missing_ok=True)  # an array without it is of nobody's making
     with replacing(path) as file:
         count = _write_array(file, encode_files(tokenizer, share, processes), tokenizer.dtype)
-    facts = {
-        "tokens": count,
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": tokenizer.fingerprint,
-        "end_of_text": end_of_text(tokenizer),
-    }
-    write_json(path.with_suffix(".json"), facts)
+    write_json(
+        path.with_suffix(".json"),
+        {
+            "tokens": count,
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": tokenizer.fingerprint,
+            "end_of_text": end_of_text(tokenizer),
+        },
+    )
     return path
 
 

@@ -21,9 +21,19 @@ from lmsys.cost.operations import model_flops
 from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import TransformerLM
 from lmsys.parallel import collectives
-from lmsys.training import checkpoint, data, evaluation, gradients, log, optimizer, possible, reproducible, stopping
+from lmsys.training import (
+    checkpoint,
+    data,
+    evaluation,
+    gradients,
+    log,
+    optimizer,
+    possible,
+    prepare,
+    reproducible,
+    stopping,
+)
 from lmsys.training.config import RunConfig
-from lmsys.training.prepare import Prepared, prepare
 
 RUNTIME_FIELDS = "attention", "checkpoint_blocks", "residual"  # of a model config: how it is computed, not what it is
 Say = Callable[[str], None]
@@ -108,21 +118,19 @@ class Trainer:
             self.model.load_state_dict(shared["model"])
         self._settings = dict[str, Any](betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
         groups = {} if train.undecayed is None else {"groups": optimizer.undecayed(self.model, train.undecayed)}
-        prepared = prepare(self.model, execution, lr=train.lr, **self._settings, **groups)
+        prepared = prepare.prepare(self.model, execution, lr=train.lr, **self._settings, **groups)
         self.strategy, self.optimizer, self.autocast = prepared
-        possible.check_accumulation(
-            config, self.world_size, self.batches.accumulation, able=self.strategy.can_stay_local
-        )
+        possible.check_accumulation(config, self.world_size, able=self.strategy.can_stay_local)
         self._gradients = self._make_gradients(prepared)
         self.facts["optimizer"] = checkpoint.optimizer_layout(self.strategy)
         if saved is not None and shared is not None:
             self._resume(saved, shared)
 
-    def _make_gradients(self, prepared: Prepared) -> gradients.Gradients | gradients.ReplayedGradients:
+    def _make_gradients(self, prepared: prepare.Prepared) -> gradients.Gradients | gradients.ReplayedGradients:
         train = self.config.train
-        alone = train.reproducible and self.world_size == 1
+        tree = self._parameters if train.reproducible and self.world_size == 1 else None
         divisor = train.leaves if train.reproducible else self.batches.accumulation
-        launched = gradients.Gradients(self.strategy, prepared.loss, divisor, self._parameters if alone else None)
+        launched = gradients.Gradients(self.strategy, prepared.loss, divisor, tree)
         return gradients.ReplayedGradients(launched, self.strategy) if train.graph else launched
 
     @property
@@ -148,8 +156,11 @@ class Trainer:
         rate = optimizer.cosine_schedule(
             self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup, total_steps=train.steps
         )
-        settings = {f"train.{name}": getattr(train, name) for name in ("steps", "lr", "min_lr")}
-        return settings | {"train.warmup_steps": train.warmup} | {"the rate of the next step": rate}
+        return {
+            **{f"train.{name}": getattr(train, name) for name in ("steps", "lr", "min_lr")},
+            "train.warmup_steps": train.warmup,
+            "the rate of the next step": rate,
+        }
 
     def train_step(self, stop: int = 0) -> tuple[Step, int]:
         """One step, and the largest `stop` of any rank."""

@@ -27,9 +27,8 @@ from lmsys.files import claim, write_json
 from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES, collectives, group
 from lmsys.tokenizer import Tokenizer, chunks, train
-from lmsys.training import checkpoint, corpora, data, evaluation, generation, log, loop, possible
+from lmsys.training import checkpoint, corpora, data, evaluation, generation, log, loop, possible, prepare
 from lmsys.training.config import RunConfig
-from lmsys.training.prepare import autocast
 
 DATA_STEPS = ("tokenizer", "tokenize")
 WRITERS = (*DATA_STEPS, "train")  # steps that write in the output
@@ -70,7 +69,7 @@ class RunContext:
     @property
     def autocast(self) -> Callable[[], torch.autocast]:
         """Attention rows that train in bfloat16 may not know float32."""
-        return partial(autocast, self.config.train.precision, self.device.type)
+        return partial(prepare.autocast, self.config.train.precision, self.device.type)
 
     def say(self, text: str) -> None:
         """On rank 0; with escapes for characters that the terminal does not have."""

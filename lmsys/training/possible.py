@@ -28,10 +28,10 @@ def plan(
     (row,) = STRATEGIES.select([train.strategy])
     traits = traits_of(row)
     check_attention(config, device)
-    execution, micro_batches = _execution(config, row, traits, group), train.accumulation(world_size)
-    model = _fitted(config, execution, micro_batches, device)
+    execution = _execution(config, row, traits, group)
+    model = _fitted(config, execution, train.accumulation(world_size), device)
     _check_strategy(config, row, traits, device, world_size)
-    check_accumulation(config, world_size, micro_batches, able=traits.accumulates)
+    check_accumulation(config, world_size, able=traits.accumulates)
     return model, execution, traits
 
 
@@ -84,10 +84,10 @@ def _why_no_graph(config: RunConfig, name: str, traits: Traits, device: torch.de
     return traits.why_not_graphed and f"{name}: {traits.why_not_graphed}"
 
 
-def check_accumulation(config: RunConfig, world_size: int, micro_batches: int, able: bool) -> None:
+def check_accumulation(config: RunConfig, world_size: int, able: bool) -> None:
     """ValueError where ranks would accumulate micro-batches, and the strategy is not `able` to."""
     train = config.train
-    if not able and world_size > 1 and micro_batches > 1:
+    if not able and world_size > 1 and train.accumulation(world_size) > 1:
         raise ValueError(
             f"strategy {train.strategy!r} cannot accumulate micro-batches: train.micro_batch_size is to be"
             f" {train.batch_size // world_size}, train.batch_size over {world_size} ranks"
@@ -130,10 +130,10 @@ def check_attention(config: RunConfig, device: torch.device) -> None:
     except ValueError as error:
         reason = str(error)
     if reason:
-        able = ", ".join(name for name in ATTENTION if not _why_no_attention(ATTENTION[name], case))
         with_what = "data.packing='documents'" if packed else f"train.precision={train.precision!r} on {device.type}"
         raise ValueError(
-            f"model.attention={model.attention!r} cannot train with {with_what}: {reason}; here these can: {able}"
+            f"model.attention={model.attention!r} cannot train with {with_what}: {reason}; here these can:"
+            f" {', '.join(name for name in ATTENTION if not _why_no_attention(ATTENTION[name], case))}"
         )
 
 
