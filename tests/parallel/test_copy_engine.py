@@ -118,7 +118,7 @@ def _refused() -> str:
 def test_what_it_is_not_for_is_told(ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     for error in ranks.run(_refused)[:2]:
         assert error.startswith("ValueError: copy engines need NCCL and parameters on GPUs; elsewhere take bucketed")
-    module = "lmsys.parallel.copy_engine"
+    module = "lmsys.parallel.collectives"
     monkeypatch.setattr(f"{module}.is_nccl", lambda group, p: True)
     monkeypatch.setattr(f"{module}.gather_objects", lambda node, group: ["here", "there"])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
