@@ -31,8 +31,9 @@ class Fsdp(wrapper.Wrapper):
     """compute_dtype  of the gathered parameters, of inputs and so of the computation; None: the parameters' own
 
     Where modules read rounded copies of their parameters under autocast (`reads_rounded`, the linear layers of
-    `TransformerLM`), only these copies are gathered in compute_dtype, all else is in its own, and the forward is under
-    autocast: gradients then are what they are without sharding, and none is rounded. In a model of other modules all
+    `TransformerLM`), only those copies are gathered in compute_dtype; other parameters keep their dtype, and the
+    forward runs under autocast. Gradients then equal the unsharded ones, and are not rounded. In a model of other
+    modules all
     is gathered in compute_dtype. A module whose attribute `reads_own_dtype` is True when it is wrapped, such as a norm
     that computes in float32, reads its own parameters (not those of its children) as they are; its inputs are cast all
     the same.

@@ -36,13 +36,13 @@ def segment_mb(world_size: int) -> float:
 
 
 class Zero1(overlapped.Overlapped):
-    """bucket_mb  MiB of a segment, or up to four times as many where segments come out more even; or "auto": what makes
-               256 MiB of all ranks' segments, and at least 32
+    """bucket_mb  MiB of a segment, or up to four times as many where segments come out more even; or "auto": 256
+               MiB divided by the number of ranks, and at least 32
 
     Gradients that are means already are added to, as this rank's share, by what comes before the next step.
     Its optimizer is that of `make_optimizer`. Parameters are whole again from the next forward on, or from `wait()`.
-    Once a forward is recorded as part of a CUDA graph the fetching is too, and no step begins it any more: other
-    forwards and `wait()` are then asked of all ranks. Its optimizer takes parameters that were trained when this was
+    If the forward is captured in a CUDA graph, the all-gathers are captured with it, and step() no longer starts them:
+    from then on any other forward and `wait()` are collective, and every rank calls them. Its optimizer takes parameters that were trained when this was
     made, and no others (ValueError).
     """
 
