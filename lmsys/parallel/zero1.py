@@ -42,8 +42,8 @@ class Zero1(overlapped.Overlapped):
     Gradients that are means already are added to, as this rank's share, by what comes before the next step.
     Its optimizer is that of `make_optimizer`. Parameters are whole again from the next forward on, or from `wait()`.
     If the forward is captured in a CUDA graph, the all-gathers are captured with it, and step() no longer starts them:
-    from then on any other forward and `wait()` are collective, and every rank calls them. Its optimizer takes parameters that were trained when this was
-    made, and no others (ValueError).
+    from then on any other forward and `wait()` are collective, and every rank calls them.
+    Its optimizer takes parameters that were trained when this was made, and no others (ValueError).
     """
 
     zero_stage = 2  # gradients are divided too, though the course calls this strategy ZeRO-1
