@@ -48,10 +48,10 @@ class ParallelBenchmark(OnRanks):
 
     def metrics(self, case: ParallelCase, record: Record, machine: Record) -> Record:
         """Work of all ranks, and with a time the rates, and a rank's share of what its device reaches."""
-        found: Record = {"num_parameters": model_parameters(case.config), "num_nodes": ranks.num_nodes()}
+        work: Record = {"num_parameters": model_parameters(case.config), "num_nodes": ranks.num_nodes()}
         if time_s := record.get("time_s"):
-            found |= step_rates(case, time_s, machine)
-        return found
+            work |= step_rates(case, time_s, machine)
+        return work
 
 
 class DataParallel(ParallelBenchmark):
@@ -190,12 +190,12 @@ class DataParallel(ParallelBenchmark):
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         """Checks each row once; nothing is left for after timing, since the timed steps themselves are checked."""
-        new = sorted((one for one in candidates if one.state is None), key=lambda one: -one.case.world_size)
+        new = sorted((row for row in candidates if row.state is None), key=lambda row: -row.case.world_size)
         for number, candidate in enumerate(new, start=1):  # the largest first: one start of ranks
             start = time.perf_counter()
             candidate.attempt(self._look_into, candidate, runner)
-            told = candidate.outcome if candidate.reason is None else f"{candidate.outcome}: {candidate.reason}"
-            runner.say(f"  [{number}/{len(new)}] {candidate.case.id}: {told}, {time.perf_counter() - start:.1f} s")
+            ending = candidate.outcome if candidate.reason is None else f"{candidate.outcome}: {candidate.reason}"
+            runner.say(f"  [{number}/{len(new)}] {candidate.case.id}: {ending}, {time.perf_counter() - start:.1f} s")
 
     def _look_into(self, candidate: Candidate, runner: Any) -> None:
         case, settings, run = candidate.case, runner.settings, runner.ranks.run
@@ -208,8 +208,8 @@ class DataParallel(ParallelBenchmark):
         if case.traits.tuned_bucket_mb:
             sized = [replace(case, asked_bucket_mb=mb) for mb in TUNED_MB[case.backend]]
             tried = Pass(settings.seed, settings.seed, 0, TUNING_STEPS)
-            passes = {one: run(*start, take_pass, one, tried) for one in sized}
-            case = min(sized, key=lambda one: max(sum(taken.samples) for taken in passes[one]))
+            passes = {version: run(*start, take_pass, version, tried) for version in sized}
+            case = min(sized, key=lambda version: max(sum(taken.samples) for taken in passes[version]))
         candidate.state = Row(case, run(*start, inspect, case, settings.seed))
         if not all(seen.finite for seen in candidate.state.seen):
             candidate.failed("wrong", "the loss holds NaN or inf after a few steps")
@@ -238,10 +238,10 @@ class DataParallel(ParallelBenchmark):
                     trial.measurements[name].samples = row.samples
                     trial.measurements[name].record = communication(row, list(rows.values())) | memory(row)
 
-    def _take_pass(self, candidate: Candidate, one: Pass, number: int, runner: Any) -> None:
+    def _take_pass(self, candidate: Candidate, asked: Pass, number: int, runner: Any) -> None:
         """Takes the pass of this number, or takes it again in the place of the one before."""
         row = candidate.state
-        taken = runner.ranks.run(row.case.world_size, row.case.backend, take_pass, row.case, one)
+        taken = runner.ranks.run(row.case.world_size, row.case.backend, take_pass, row.case, asked)
         samples = [max(ranks) for ranks in zip(*(rank.samples for rank in taken), strict=True)]
         row.passes[number : number + 1] = [samples]
         row.alone += map(max, zip(*(rank.alone for rank in taken), strict=True))
@@ -268,32 +268,32 @@ class DataParallel(ParallelBenchmark):
 
     def _compare(self, taken: Sequence[Steps], trial: Any) -> None:
         """Holds rows to each other: see `pairs`. Where bits differ that must not, the later row is wrong."""
-        for one in pairs(taken):
-            for two in ((one.first.case, one.second.case), (one.second.case, one.first.case)):
-                trial.candidate(two[0]).notes.setdefault("held_by", {})[two[1].impl] = one.held_by
-            if one.held_by == WRONG:
-                trial.candidate(one.second.case).failed(
-                    "wrong", f"after the timed steps of {one.first.case.impl} and it {one.why}"
+        for pair in pairs(taken):
+            for two in ((pair.first.case, pair.second.case), (pair.second.case, pair.first.case)):
+                trial.candidate(two[0]).notes.setdefault("held_by", {})[two[1].impl] = pair.held_by
+            if pair.held_by == WRONG:
+                trial.candidate(pair.second.case).failed(
+                    "wrong", f"after the timed steps of {pair.first.case.impl} and it {pair.why}"
                 )
 
     def _judge_pass(
-        self, case: ParallelCase, candidate: Candidate, one: Pass, number: int, trial: Any
+        self, case: ParallelCase, candidate: Candidate, asked: Pass, number: int, trial: Any
     ) -> dict[str, float] | None:
         """The largest error over its budget; None where the steps cannot be judged."""
         row, run = candidate.state, trial.runner.ranks.run
         start = row.case.world_size, row.case.backend
-        if not all(run(*start, holds, row.case, one)):  # another row has failed, and taken the ranks with it
-            self._take_pass(candidate, one, number, trial.runner)
+        if not all(run(*start, holds, row.case, asked)):  # another row has failed, and taken the ranks with it
+            self._take_pass(candidate, asked, number, trial.runner)
             if candidate.outcome != "ok":
                 return None
-        ranks = run(*start, judge_pass, row.case, one)
+        ranks = run(*start, judge_pass, row.case, asked)
         if ranks[0] is None:
             candidate.notes["unchecked"] = "plain steps, which divide nothing among ranks, do not fit in this memory"
             return None
         named = [pair for ratios in ranks for pair in ratios.items()]
         worst = dict([max(named, key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1])])
         trial.measurements[case.id].proof.append(
-            {"call": one.steps * len(row.passes) - len(row.passes) + number, "error_ratios": worst} | asdict(one)
+            {"call": asked.steps * len(row.passes) - len(row.passes) + number, "error_ratios": worst} | asdict(asked)
         )
         before = candidate.error_ratio or 0.0
         candidate.judge(worst)

@@ -166,8 +166,10 @@ class Model(ModelBenchmark):
         for case in turn:
             if case.warmup is None:
                 return trial.interleave(turn)
-            one = trial.measurements[case.id]
-            one.samples, one.failure = attempt(processes.in_own_process, cold_samples, case, trial.settings)
+            measurement = trial.measurements[case.id]
+            measurement.samples, measurement.failure = attempt(
+                processes.in_own_process, cold_samples, case, trial.settings
+            )
 
     def inspect(self, case: ModelTest, candidate: Candidate, setup: Setup) -> Record:
         if case.warmup is not None:
@@ -186,14 +188,14 @@ class Model(ModelBenchmark):
             if case.mode in operations.FLOPS_OF_STEP
             else None
         )
-        found: Record = {"predicted_bytes": predicted_bytes(case, record), "flops": flops}
+        work: Record = {"predicted_bytes": predicted_bytes(case, record), "flops": flops}
         if time_s:
-            found["tokens_per_s"] = tokens / time_s
+            work["tokens_per_s"] = tokens / time_s
         if time_s and flops:
-            found |= models.matmul_rates(flops, time_s, case.precision, machine)
+            work |= models.matmul_rates(flops, time_s, case.precision, machine)
             stated = peak_flops_per_s(machine["gpu"], case.precision)
-            found["mfu"] = found["flops_per_s"] / stated if stated else None
-        return found
+            work["mfu"] = work["flops_per_s"] / stated if stated else None
+        return work
 
 
 def predicted_bytes(case: ModelTest, record: Record) -> int | None:

@@ -123,7 +123,7 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         register_kernels(Traits.of(row).kernels, "attention")
     register_kernels(case.traits.kernels, "communication")
     kind, group = device().type, ranks.subgroup(case.world_size)
-    with rank.prepared(case):
+    with rank.compiler_of(case):
         rigs: list[TrainingRig] = []
 
         def step() -> None:

@@ -89,25 +89,25 @@ class Drawn:
         """Says what is wrong with the number of documents, or with the ids of some."""
         if count != len(self.documents):
             return f"ids of {count:,} documents, by definition {len(self.documents):,}"
-        for number, found in ids.items():
+        for number, document in ids.items():
             if number not in self._ids:
                 self._ids[number] = naive.encode(self.documents[number].decode(), self._texts.tokenizer)
-            if said := first_difference("id", found, self._ids[number]):
-                return f"document {number:,}: {said}"
+            if words := first_difference("id", document, self._ids[number]):
+                return f"document {number:,}: {words}"
         return None
 
     def difference_of_merges(self, merges: Sequence[naive.Pair], num_merges: int, key: int | None) -> str | None:
         """Says what is wrong with the first merges, with their number, or with the one that a key says, of all."""
         first = self.first_merges[:num_merges]
-        if said := first_difference("merge", merges[: len(first)], first):
-            return said
+        if words := first_difference("merge", merges[: len(first)], first):
+            return words
         places = [len(merges)] if len(merges) < num_merges else []
         places += [random.Random(key).randrange(len(merges))] if merges and key is not None else []
         for place in places:
             right = naive.next_merge(self.counts, merges[:place])
-            found = merges[place] if place < len(merges) else None
-            if found != right:
-                return f"merge {place:,} is {found}, by definition {right}"
+            merge = merges[place] if place < len(merges) else None
+            if merge != right:
+                return f"merge {place:,} is {merge}, by definition {right}"
         return None
 
     @cached_property
@@ -119,14 +119,14 @@ class Drawn:
         return naive.learn_merges(self.counts, max(1, min(FIRST_MERGES, MERGED_BYTES // sum(map(len, self.counts)))))
 
 
-def first_difference(what: str, found: Sequence[Any], expected: Sequence[Any]) -> str | None:
+def first_difference(what: str, results: Sequence[Any], expected: Sequence[Any]) -> str | None:
     """Says where the two differ first."""
-    if list(found) == list(expected):
+    if list(results) == list(expected):
         return None
-    for place, (one, other) in enumerate(zip(found, expected, strict=False)):
-        if one != other:
-            return f"{what} {place:,} is {one}, by definition {other}"
-    return f"{len(found):,} {what}s, by definition {len(expected):,}"
+    for place, (element, other) in enumerate(zip(results, expected, strict=False)):
+        if element != other:
+            return f"{what} {place:,} is {element}, by definition {other}"
+    return f"{len(results):,} {what}s, by definition {len(expected):,}"
 
 
 ROWS = "benchmarks.tokenizer.rows:"
@@ -263,12 +263,12 @@ class Tokenizers(Benchmark):
         return texts
 
     def check_all(self, candidates: Sequence[Candidate], setup: Texts, runner: Any) -> None:
-        judged = [one for one in candidates if one.case.task == "encode" or not one.entry.peer]
+        judged = [candidate for candidate in candidates if candidate.case.task == "encode" or not candidate.entry.peer]
         expected = by_definition(judged[0].case.task, setup) if judged else []
-        for one in judged:
-            found, what = one.attempt(found_by, one.case, setup), WHAT[one.case.task]
-            if one.outcome == "ok" and (said := first_difference(what, found, expected)):
-                one.failed("wrong", said)
+        for candidate in judged:
+            result, what = candidate.attempt(found_by, candidate.case, setup), WHAT[candidate.case.task]
+            if candidate.outcome == "ok" and (difference := first_difference(what, result, expected)):
+                candidate.failed("wrong", difference)
 
     def redraw(self, setup: Texts, draw: int) -> None:
         if setup.drawn.draw != draw:
@@ -279,14 +279,15 @@ class Tokenizers(Benchmark):
         asked = setup.tokenizer if case.task == "encode" else case.vocab_size
         arguments = case.entry.load(), case.task, setup.path, asked, case.processes
 
-        def keep(found: Any, key: int | None) -> Any:
+        def keep(result: Any, key: int | None) -> Any:
             if key is None or (case.task == "train" and case.entry.peer):
                 return None
             if case.task == "train":
-                return list(found.merges)
-            ids = rows.ids_by_document(found, setup.end_of_text)
-            chosen = [number for number in setup.drawn.chosen(key) if number < len(ids)]
-            return len(ids), {number: list(map(int, ids[number])) for number in chosen}
+                return list(result.merges)
+            ids = rows.ids_by_document(result, setup.end_of_text)
+            return len(ids), {
+                number: list(map(int, ids[number])) for number in setup.drawn.chosen(key) if number < len(ids)
+            }
 
         return Step(lambda call: call(), lambda: rows.call_of(*arguments), redraw=setup.write, keep=keep)
 
@@ -294,13 +295,13 @@ class Tokenizers(Benchmark):
         if kept.result is None:
             return {}
         if case.task == "encode":
-            said = setup.drawn.difference(*kept.result)
+            difference = setup.drawn.difference(*kept.result)
         else:
             key = kept.key if candidate.state is None else None  # it takes longest: once for each row
             candidate.state = "a later merge was judged"
-            said = setup.drawn.difference_of_merges(kept.result, case.vocab_size - SMALLEST, key)
-        if said:
-            raise plain.NotAsPromised(said)
+            difference = setup.drawn.difference_of_merges(kept.result, case.vocab_size - SMALLEST, key)
+        if difference:
+            raise plain.NotAsPromised(difference)
         return {WHAT[case.task] + "s": 0.0}
 
     def sample(self, turn: Sequence[TokenizerCase], trial: Any) -> None:
@@ -312,8 +313,7 @@ class Tokenizers(Benchmark):
         return {"peak_bytes": memory.peak_resident_bytes([sys.executable, "-m", rows.__name__, *map(str, what)])}
 
     def metrics(self, case: TokenizerCase, record: Record, machine: Record) -> Record:
-        text_bytes = record.get("text_bytes", self.text_bytes)
-        time_s = record.get("time_s")
+        text_bytes, time_s = record.get("text_bytes", self.text_bytes), record.get("time_s")
         return {"text_bytes": text_bytes} | ({"bytes_per_s": text_bytes / time_s} if text_bytes and time_s else {})
 
 
@@ -327,10 +327,10 @@ def by_definition(task: str, texts: Texts) -> list[Any]:
 def found_by(case: TokenizerCase, texts: Texts) -> list[Any]:
     row, encodes, end = case.entry.load(), case.task == "encode", texts.end_of_text
     text, asked = (texts.path, texts.tokenizer) if encodes else (texts.small, SMALLEST + SMALL_TOKENS)
-    found = rows.call_of(row, case.task, text, asked, case.processes)()
+    result = rows.call_of(row, case.task, text, asked, case.processes)()
     if not encodes:
-        return found.merges
-    return list(map(int, chain.from_iterable((*ids, end) for ids in rows.ids_by_document(found, end))))[:-1]
+        return result.merges
+    return list(map(int, chain.from_iterable((*ids, end) for ids in rows.ids_by_document(result, end))))[:-1]
 
 
 test_tokenizer = bench(Tokenizers)

@@ -187,8 +187,8 @@ class Training(Benchmark):
         run, left = partial(_on_ranks, plain, runner), min(CURVE_STEPS, plain.epochs * plain.steps)
         run(begin, tokens_of(*plain.text), runner.settings.seed)
         while left > len(reference.losses):
-            (found,) = run(epoch, min(left - len(reference.losses), plain.steps))
-            reference.add(found)
+            (first_rank,) = run(epoch, min(left - len(reference.losses), plain.steps))
+            reference.add(first_rank)
         run(clear)
 
     def sample(self, turn: Sequence[TrainingCase], trial: Any) -> None:
@@ -226,8 +226,8 @@ class Training(Benchmark):
         elif case.reproducible and (others := _other_weights(case, models[0], trial.setup)):
             candidate.failed("wrong", others)
         elif settings.timed:
-            clocks = [one.sm_clock_mhz for ranks in epochs[1:] for one in ranks if one.sm_clock_mhz is not None]
-            measurement.samples = [max(one.seconds for one in ranks) for ranks in epochs[1:]]
+            clocks = [rank.sm_clock_mhz for ranks in epochs[1:] for rank in ranks if rank.sm_clock_mhz is not None]
+            measurement.samples = [max(rank.seconds for rank in ranks) for ranks in epochs[1:]]
             candidate.notes["weights"] = models[0] if case.reproducible else None
             measurement.record = {
                 "peak_bytes": max(peaks),
@@ -248,7 +248,7 @@ class Training(Benchmark):
         )
 
     def metrics(self, case: TrainingCase, record: Record, machine: Record) -> Record:
-        found: Record = {
+        work: Record = {
             "num_parameters": model_parameters(case.config),
             "num_nodes": ranks.num_nodes(),
             "corpus": CORPUS,
@@ -256,14 +256,14 @@ class Training(Benchmark):
         }
         if time_s := record.get("time_s"):
             flops = model_flops(case.config, tokens=case.tokens, context=case.context, mode="step")
-            found |= {
+            work |= {
                 "steps_per_epoch": case.steps,
                 "tokens": case.tokens,
                 "flops": flops,
                 "tokens_per_s": case.tokens / time_s,
                 "flops_per_s": flops / time_s,
             }
-        return found
+        return work
 
 
 def _other_weights(case: TrainingCase, weights: str, reference: Curve) -> str:

@@ -24,7 +24,6 @@ from benchmarks.models import (
     ERROR_RTOL,
     LOSS_SCALE,
     ROUNDING,
-    autocast,
     mean_ratio,
     ratio_by_group,
     widened,
@@ -35,6 +34,7 @@ from lmsys.extremes import has_extremes
 from lmsys.extremes.loss import WIDTH, ExtremeTokens, is_extreme, write_head, write_kind
 from lmsys.measure.compare import Kept
 from lmsys.model.linear import matmul_dtype
+from lmsys.training.prepare import autocast
 
 LOSS, D_HIDDEN, D_WEIGHT = OUTPUTS = ("loss", "gradient of hidden", "gradient of weight")
 ODD_TOKENS, ODD_VOCABULARY = 101, 517  # of the shape that no block divides

@@ -6,7 +6,7 @@ and fp16 is autocast with a scaled loss.
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,13 +19,12 @@ from lmsys import checkpointing, testing
 from lmsys.attention import ATTENTION, AttentionCase, compiled
 from lmsys.bench import Case, Entry, Field, Record, Table, ranks
 from lmsys.config import ModelConfig, model_config
-from lmsys.cost.memory import fit
 from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM, transformer
+from lmsys.training.prepare import AUTOCAST, run_blocks
 from lmsys.traits import AttentionTraits, StrategyTraits
 
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of the matmuls
 MEASURED = DTYPES | {"tf32": None}  # of the large matmuls
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}  # by length of the mantissa
 LOSS_SCALE = 2.0**12  # keeps float16 gradients above its smallest value
 ERROR_RTOL, BUDGET_RTOL = 1e-3, 0.5  # made again: what is exact is float64; plain PyTorch rounds in an order of its own
@@ -60,27 +59,41 @@ def matmuls(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def autocast(precision: str, device: str) -> torch.autocast:
-    return torch.autocast(device, AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
-
-
 def widened(logits: Tensor) -> Tensor:
     """Widens to float32 what is narrower, as losses are computed."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def ratio_by_group(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype, groups: Tensor) -> float:
-    """The largest `ratio_of` of any group of rows: `groups` holds a number for each row, 0 for ordinary ones.
+def ratio_by_group(
+    x: Tensor,
+    reference: Tensor,
+    plain: Tensor,
+    dtype: torch.dtype,
+    groups: Tensor,
+    rows: Sequence[int] | None = None,
+    times: float = 2,
+) -> float:
+    """The largest `ratio_of` any group of rows: `groups` holds a number for each row, 0 for ordinary ones.
 
     Rows of extreme inputs are groups of their own: neither do they lend others their budget, nor take theirs. They may
     be exact in plain PyTorch, so only the ordinary ones are held in root mean square.
+
+    rows  the rows of `reference`, `plain` and `groups` that x holds; None: all. An extreme group keeps the budget of
+          all its rows: a single one may hang on one rounding, which plain PyTorch makes well or badly by chance
+    times  what plain PyTorch loses in root mean square: `lmsys.testing.SPOT_TIMES` for a spot
     """
-    groups = groups.to(found.device)
-    parts = [(groups == group, group == 0) for group in groups.unique().tolist()]
-    return max(testing.ratio_of(found[rows], reference[rows], plain[rows], dtype, mean) for rows, mean in parts)
+    groups = groups.to(x.device)
+    looked_at = torch.arange(len(groups), device=x.device) if rows is None else torch.tensor(rows, device=x.device)
+    whole = reference.to(torch.promote_types(x.dtype, reference.dtype), copy=True)
+    whole[looked_at] = x.to(whole.dtype)  # rows that nobody looks at count as right
+    ratios = []
+    for group in groups[looked_at].unique().tolist():
+        part = looked_at[groups[looked_at] == 0] if group == 0 else groups == group
+        ratios.append(testing.ratio_of(whole[part], reference[part], plain[part], dtype, group == 0, times))
+    return max(ratios)
 
 
-def mean_ratio(found: Tensor, terms: Tensor, plain: Tensor, groups: Tensor | None = None) -> float:
+def mean_ratio(mean: Tensor, terms: Tensor, plain: Tensor, groups: Tensor | None = None) -> float:
     """The error of a mean over its budget: what the `plain` computation of its terms loses in root mean square.
 
     No mean of errors is larger than that. The error of the plain mean says little: errors of both signs may cancel.
@@ -91,7 +104,7 @@ def mean_ratio(found: Tensor, terms: Tensor, plain: Tensor, groups: Tensor | Non
     groups = torch.zeros_like(terms) if groups is None else groups.to(terms.device)
     parts = [groups == group for group in groups.unique()]
     budget = sum(part.double().mean().item() * testing.rms_budget(terms[part], plain[part]) for part in parts)
-    ratio = abs(found.item() - terms.mean().item()) / budget
+    ratio = abs(mean.item() - terms.mean().item()) / budget
     return ratio if math.isfinite(ratio) else math.inf
 
 
@@ -110,6 +123,8 @@ def matmul_rates(flops: float, time_s: float, dtype: str, machine: Record) -> Re
 
 
 COMPILED = ("compiled", "graphed")  # ways to run blocks that need a compiler
+
+
 NUM_BLOCKS = BLOCKS_PER_GRAPH  # of a model that is checked: as many as make one compiled graph stand for all
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
 # Learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466).
@@ -196,6 +211,11 @@ class ModelCase(Case):
         return config_of(self.size, self.context)
 
     @property
+    def blocks(self) -> str:
+        """How blocks are run, "eager", "compiled" or "fused"; some ways replay a step as a CUDA graph beside that."""
+        return "compiled" if self.compile in COMPILED else self.compile
+
+    @property
     def replayed(self) -> bool:
         """True where forward and backward are replayed as one CUDA graph."""
         return self.compile in ("graphed", "fused")
@@ -261,25 +281,6 @@ class Batch:
         return cls(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def fitted(config: ModelConfig, batch: int, precision: str, memory: float | None = None, **ranks: Any) -> ModelConfig:
-    """The config, where it says "fit" with the levels that fit into `memory`, by default this process's share of its
-    GPU's; `ranks` as `lmsys.cost.memory.fit` takes them. ValueError where nothing fits."""
-    if config.checkpoint_blocks != checkpointing.FIT:
-        return config
-    return fit(config, batch, config.context_length, precision, memory or gpu_memory(), **ranks)
-
-
-def gpu_memory() -> float:
-    """Bytes that a model may take of this process's GPU."""
-    from lmsys.training.possible import MEMORY_SHARE  # which an earlier state of the code may not have
-
-    return (
-        MEMORY_SHARE
-        * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        * torch.cuda.get_per_process_memory_fraction()
-    )
-
-
 def build(config: ModelConfig, device: str, seed: int) -> TransformerLM:
     """The model with the weights of this seed, whatever torch's generators are at, which stay as they are."""
     with torch.random.fork_rng():
@@ -287,11 +288,10 @@ def build(config: ModelConfig, device: str, seed: int) -> TransformerLM:
         return TransformerLM(config, device)
 
 
-def variant(base: TransformerLM, compile: str, **changes: Any) -> TransformerLM:
+def variant(base: TransformerLM, blocks: str, **changes: Any) -> TransformerLM:
     """`base`, which has not run yet, with another attention row or other runtime fields of its config, and with blocks
-    as a ModelCase's `compile` says: all have one set of parameters."""
+    as `ModelCase.blocks` says: all have one set of parameters."""
     model = copy.deepcopy(base, {id(x): x for x in (*base.parameters(), *base.buffers())})
     model.config = replace(base.config, **changes)
-    if compile == "fused":
-        return model.fuse_blocks()
-    return model.compile_blocks(BLOCKS_PER_GRAPH) if compile in COMPILED else model
+    run_blocks(model, blocks, together=BLOCKS_PER_GRAPH)
+    return model

@@ -136,8 +136,8 @@ class Plans(Benchmark):
         able = [case.small for case in cases if case.plan and self.why_not(case) is None]
         new = [case for case in dict.fromkeys(able) if case not in self.compiled]
         count = min(COMPILERS, len(new), os.cpu_count() or 1)
-        found = futures(first_call, new, count, timeout_s=COMPILE_LIMIT_S) if new else ()
-        self.compiled |= {case: future.exception() for case, future in zip(new, found, strict=True)}
+        times = futures(first_call, new, count, timeout_s=COMPILE_LIMIT_S) if new else ()
+        self.compiled |= {case: future.exception() for case, future in zip(new, times, strict=True)}
         return {form: Form.of(case, settings.seed) for form, case in {case.form: case for case in cases}.items()}
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
@@ -150,9 +150,9 @@ class Plans(Benchmark):
         if form.oracle is None and form.draws.extreme is not None:  # one oracle judges all of the inputs
             form.inputs.redraw_(form.inputs.seed)
         names = ("o", "lse") if case.direction == "fwd" else ("dq", "dk", "dv")
-        found = dict(zip(names, call_of(case, form.inputs)(), strict=False))  # a whole row gives o alone
+        outputs = dict(zip(names, call_of(case, form.inputs)(), strict=False))  # a whole row gives o alone
         form.oracle = form.oracle or Oracle(case.asked, form.inputs)
-        return form.oracle.error_ratios(found, rms=True)
+        return form.oracle.error_ratios(outputs, rms=True)
 
     def redraw(self, setup: Setup, draw: int) -> None:
         for form in setup.values():
@@ -170,8 +170,8 @@ class Plans(Benchmark):
 
         many = graph_of(calls) if case.graphed else calls
 
-        def keep(found: Sequence[Tensor], key: int | None) -> Any:
-            return form.spots.keep(backward, found if backward else found[0], key)
+        def keep(outputs: Sequence[Tensor], key: int | None) -> Any:
+            return form.spots.keep(backward, outputs if backward else outputs[0], key)
 
         return Step(
             run=call.run if case.calls == 1 else lambda _: many(),
@@ -192,8 +192,8 @@ class Plans(Benchmark):
         yield from repeat(PlanCase("", OURS, "cpu", **asked).asked, backward, record["proof"], call)
 
     def metrics(self, case: PlanCase, record: Record, machine: Record) -> Record:
-        one = case.asked
-        shape = one.batch, one.heads, one.queries, one.keys, one.head_dim
+        asked = case.asked
+        shape = asked.batch, asked.heads, asked.queries, asked.keys, asked.head_dim
         flops = case.calls * attention_flops(*shape, causal=case.causal, direction=case.direction)
         if (time_s := record.get("time_s")) is None:
             return {"flops": flops}
@@ -270,11 +270,11 @@ def graph_of(calls: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Ten
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = calls()
+        outputs = calls()
 
     def replay() -> Sequence[Tensor]:
         graph.replay()
-        return found
+        return outputs
 
     return replay
 

@@ -15,12 +15,16 @@ KEY = '"layouts":'
 
 def with_layouts(text: str) -> str:
     """The text of a result file with its benchmarks' layouts, in place of those that it has; of any other as it is."""
-    layouts = {name: one.layout for name, one in benchmarks_in(Path("benchmarks"), Path("dev")).items() if one.layout}
+    layouts = {
+        name: benchmark.layout
+        for name, benchmark in benchmarks_in(Path("benchmarks"), Path("dev")).items()
+        if benchmark.layout
+    }
     content = json.loads(text)
     if "lmsys" not in content:
         return text
     known = {name: layouts[name] for name in content["lmsys"]["fields"] if name in layouts}
-    place = text.index('"fields"', [found.end() for found in re.finditer(r'"lmsys": ?{', text)][-1])
+    place = text.index('"fields"', [match.end() for match in re.finditer(r'"lmsys": ?{', text)][-1])
     if "layouts" in content["lmsys"]:
         place = text.rindex(KEY, 0, place)
         _, end = json.JSONDecoder().raw_decode(text, place + len(KEY))

@@ -51,9 +51,9 @@ def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[F
 
 def name_of(plan: Plan) -> str:
     """The plan's fields where they are not False or at their default, as `plan_called` reads them."""
-    values = [(one, getattr(plan, one.name)) for one in dataclasses.fields(plan)]
-    said = [(one.name, value) for one, value in values if value is not False and value != one.default]
-    return "+".join(name if value is True else f"{name}{value}" for name, value in said)
+    values = [(field, getattr(plan, field.name)) for field in dataclasses.fields(plan)]
+    changes = [(field.name, value) for field, value in values if value is not False and value != field.default]
+    return "+".join(name if value is True else f"{name}{value}" for name, value in changes)
 
 
 def plan_called(text: str) -> str | Plan:
@@ -63,12 +63,12 @@ def plan_called(text: str) -> str | Plan:
     names = {part: part.rstrip(digits) for part in text.split("+")}
     given = {name: int(part[len(name) :]) if part != name else True for part, name in names.items()}
     for cls, _ in PLANS.values():
-        kinds = {one.name: one.type for one in dataclasses.fields(cls)}
+        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
         values = {name: False for name, kind in kinds.items() if kind is bool} | given
-        needed = {one.name for one in dataclasses.fields(cls) if one.default is dataclasses.MISSING}
+        needed = {field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING}
         if needed <= values.keys() and all(type(value) is kinds.get(name) for name, value in values.items()):
             return cls(**values)
-    examples = " or ".join(name_of(own(128, True, 512)) for _, own in PLANS.values())
+    examples = " or ".join(name_of(default_plan(128, True, 512)) for _, default_plan in PLANS.values())
     raise ValueError(f"must be {PLANNED}, {CANDIDATES}, or a plan by its fields, such as {examples}")
 
 

@@ -26,13 +26,13 @@ DEFAULTS = Grid(
 )
 
 
-def steps_of(case: ParallelCase, one: Pass, ranks: Ranks) -> Steps:
+def steps_of(case: ParallelCase, asked: Pass, ranks: Ranks) -> Steps:
     """Takes the steps of a version on its ranks, and holds them to plain ones."""
     start = case.world_size, case.backend
-    taken = ranks.run(*start, take_pass, case, one)
-    found = ranks.run(*start, judge_pass, case, one)
-    fits = all(ratios is not None for ratios in found)
-    worst = {name: max(ratios[name] for ratios in found) for name in found[0]} if fits else None
+    taken = ranks.run(*start, take_pass, case, asked)
+    by_rank = ranks.run(*start, judge_pass, case, asked)
+    fits = all(ratios is not None for ratios in by_rank)
+    worst = {name: max(ratios[name] for ratios in by_rank) for name in by_rank[0]} if fits else None
     return Steps(case, taken[0].bits, worst)
 
 
@@ -40,14 +40,14 @@ def name_of(case: ParallelCase) -> str:
     return f"{case.impl}, {case.compile}, {case.world_size} rank{'s' * (case.world_size > 1)}"
 
 
-def table(found: Iterable[Pair]) -> str:
+def table(judged: Iterable[Pair]) -> str:
     lines = ["| version | and | held by | errors / allowed |", "|---|---|---|---|"]
-    for one in found:
+    for pair in judged:
         ratios = " and ".join(
-            "unknown" if two.error_ratio is None else f"{two.error_ratio:.3f}" for two in (one.first, one.second)
+            "unknown" if two.error_ratio is None else f"{two.error_ratio:.3f}" for two in (pair.first, pair.second)
         )
-        held = f"{one.held_by}: {one.why}" if one.why else one.held_by
-        lines.append(f"| {name_of(one.first.case)} | {name_of(one.second.case)} | {held} | {ratios} |")
+        held = f"{pair.held_by}: {pair.why}" if pair.why else pair.held_by
+        lines.append(f"| {name_of(pair.first.case)} | {name_of(pair.second.case)} | {held} | {ratios} |")
     return "\n".join(lines)
 
 
@@ -69,22 +69,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     cases = [case for case in cases if case.traits.synchronizes or case.world_size == 1]
-    one = Pass(settings.seed, settings.seed, settings.seed, asked["steps"])
+    asked_pass = Pass(settings.seed, settings.seed, settings.seed, asked["steps"])
     versions = []
     with closing(Ranks()) as ranks:
         for case in cases:
             if reason := benchmark.why_not(case):
                 print(f"{name_of(case)}: left out, as {reason}", file=sys.stderr)
             else:
-                versions.append(steps_of(case, one, ranks))
-    found = pairs(versions)
-    if not found:
+                versions.append(steps_of(case, asked_pass, ranks))
+    all_pairs = pairs(versions)
+    if not all_pairs:
         parser.error(
             f"there must be two versions or more on as many ranks, and {len(versions)} can run here: name several"
             " values of an axis; on one rank the strategy is none"
         )
-    print(table(found))
-    return int(any(pair.held_by in (WRONG, UNKNOWN) for pair in found))
+    print(table(all_pairs))
+    return int(any(pair.held_by in (WRONG, UNKNOWN) for pair in all_pairs))
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ MEMORY = {  # how inputs may lie: a layout, the tensors that have it, and the wh
     "expanded": ("expanded", ("k", "v"), "keys and values that are expanded, of stride 0"),
     "constant gradient": ("constant", ("do",), "a gradient of stride 0, as that of o.sum() is"),
 }
+SPOT_TIMES = 3  # the loss of plain PyTorch that a spot may have in root mean square: few elements, of common roundings
 BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # scores held at once
 
 
@@ -254,7 +255,7 @@ class Oracle:
             self.budget[name] += _norm_max(bound)
         self._spot_budget: dict[str, float] = {}  # in root mean square
         if spot and self.dtype != torch.float32:
-            self._spot_budget = {name: rms_budget(ref, plain[name], 3) for name, ref in others.items()}
+            self._spot_budget = {name: rms_budget(ref, plain[name], SPOT_TIMES) for name, ref in others.items()}
             for name, bound in self._carried.items():
                 self._spot_budget[name] += norm_rms(bound)
 
@@ -409,17 +410,23 @@ def error_ratio(output: Tensor, reference: Tensor, plain: Tensor) -> float:
     return ratio if math.isfinite(ratio) else math.inf
 
 
-def ratio_of(output: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype, mean: bool = True) -> float:
+def ratio_of(
+    output: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype, mean: bool = True, times: float = 2
+) -> float:
     """The error of `found` over its budget, which is what the `plain` computation loses when it is rounded to `dtype`.
 
     `error_ratio` has absolute terms and gradients are small, so all are taken in units of the reference's
     largest value. More than one number is held in root mean square too, as attention rows without a float32 form are,
     unless `mean` is False: what plain PyTorch makes exactly leaves no mean error to others.
+
+    times  what plain PyTorch loses may be lost so often, in root mean square
     """
     _, exponent = math.frexp(reference.abs().max().item())
     output, reference, plain = (x.double() / 2.0**exponent for x in (output, reference, plain))
     ratio = error_ratio(output, reference, plain.to(dtype))
-    return max(ratio, norm_rms(output - reference) / rms_budget(reference, plain)) if output.dim() and mean else ratio
+    if not output.dim() or not mean:
+        return ratio
+    return max(ratio, norm_rms(output - reference) / rms_budget(reference, plain, times))
 
 
 def curve_ratios(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import AUTOCAST, COMPILED, LLAMA, TrainedCase, matmul_rates
+from benchmarks.models import COMPILED, LLAMA, TrainedCase, matmul_rates
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Entry, Grid, Record, Settings
 from lmsys.cost.communication import ddp_overhead
@@ -24,10 +24,11 @@ from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.machine import peak_flops_per_s
 from lmsys.measure.profile import Communication
 from lmsys.model import fused as fused_blocks
+from lmsys.training.prepare import AUTOCAST
 from lmsys.traits import StrategyTraits
 
 NARROW = ("comm_dtype", "compute_dtype")
-Narrow = tuple[str, torch.dtype] | None  # which of these, and what it is
+Narrow = tuple[str, torch.dtype] | None  # the name of one of NARROW, and the dtype it has
 MODELS = {"ours": None, "llama": replace(LLAMA, target="benchmarks.model.llama:ShardedLlama")}
 
 
@@ -87,7 +88,7 @@ class ParallelCase(TrainedCase):
         if (self.device, self.compile) != ("cpu", "eager") or self.residual != other.residual:
             return False
         exact = self.precision == "fp32" and self.narrow == other.narrow is None and self.world_size <= 2
-        adds = all(one.traits.halves_sums for one in (self, other))
+        adds = all(case.traits.halves_sums for case in (self, other))
         return replace(self, checkpoint=other.checkpoint) == other or (exact and adds)
 
 
@@ -166,10 +167,10 @@ def pair(first: Steps, second: Steps) -> Pair:
         return Pair(first, second, BITS, "")
     if first.case.same_bits(second.case):
         return Pair(first, second, WRONG, "their weights must have the same bits, and have not")
-    for one in (first, second):
-        beyond = {name: ratio for name, ratio in (one.ratios or {}).items() if not ratio <= 1}
+    for steps in (first, second):
+        beyond = {name: ratio for name, ratio in (steps.ratios or {}).items() if not ratio <= 1}
         for name, ratio in beyond.items():
-            return Pair(first, second, WRONG, f"{one.case.impl}: {name} is {ratio:.3g} times the allowed error off")
+            return Pair(first, second, WRONG, f"{steps.case.impl}: {name} is {ratio:.3g} times the allowed error off")
     if first.ratios is None or second.ratios is None:
         return Pair(first, second, UNKNOWN, "plain steps in float64 do not fit in this memory")
     return Pair(first, second, TOLERANCE, "")
@@ -178,7 +179,7 @@ def pair(first: Steps, second: Steps) -> Pair:
 def pairs(versions: Iterable[Steps]) -> list[Pair]:
     """All pairs of versions on as many ranks: others have other batches."""
     both = combinations(versions, 2)
-    return [pair(*two) for two in both if len({one.case.world_size for one in two}) == 1]
+    return [pair(*two) for two in both if len({steps.case.world_size for steps in two}) == 1]
 
 
 MOST_STEPS = 50  # of a row in one pass
@@ -218,7 +219,7 @@ class Row:
     @property
     def samples(self) -> list[float]:
         """In turns of every pass: the first few, which are kept with a record, are of all of them."""
-        return [one for together in zip(*self.passes, strict=True) for one in together]
+        return [seconds for together in zip(*self.passes, strict=True) for seconds in together]
 
     def steps(self, settings: Settings, passes: int) -> int:
         """Steps of one pass: enough for the rounds asked for, and as many as fit the time."""
@@ -252,13 +253,13 @@ def step_rates(case: ParallelCase, time_s: float, machine: Record) -> Record:
     """Work of a step on all ranks; of one, its rate, and its shares of what a device reaches and its maker states."""
     tokens = case.world_size * case.batch * case.context
     flops = model_flops(case.config, tokens=tokens, context=case.context, mode="step")
-    found = {
+    rates = {
         "flops": flops,
         "tokens_per_s": tokens / time_s,
         **matmul_rates(flops / case.world_size, time_s, case.precision, machine),
     }
     stated = peak_flops_per_s(machine["gpu"], case.precision)
-    return found | {"mfu": found["flops_per_s"] / stated if stated else None}
+    return rates | {"mfu": rates["flops_per_s"] / stated if stated else None}
 
 
 def communication(row: Row, rows: Sequence[Row]) -> Record:
@@ -270,7 +271,7 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
         "num_buckets": seen.num_buckets,
         "timeline": [list(interval) for interval in seen.communication.timeline],
     }
-    alone = {one.case.world_size: one for one in rows if one.passes and not one.case.traits.synchronizes}
+    alone = {timed.case.world_size: timed for timed in rows if timed.passes and not timed.case.traits.synchronizes}
     if 1 in alone:
         record["scaling_efficiency"] = statistics.median(alone[1].samples) / time_s
     if case.world_size == 1 or not case.traits.synchronizes:
@@ -280,9 +281,10 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
         steps, by = (row.alone, "no_sync") if row.alone else (other.samples, other.case.impl)
         record |= {"unsynchronized_s": statistics.median(steps), "unsynchronized_by": by}
     # A rank that comes early waits inside of a collective: the one that waits least tells what that takes.
-    least = min((one.communication for one in row.seen), key=lambda one: one.time_s)
+    least = min((rank.communication for rank in row.seen), key=lambda communication: communication.time_s)
     record |= {"communication_s": least.time_s, "overlap_fraction": least.overlap_fraction}
-    if (base := baseline(row, rows)) is not None and (theirs := min(one.communication.time_s for one in base.seen)):
+    base = baseline(row, rows)
+    if base is not None and (theirs := min(rank.communication.time_s for rank in base.seen)):
         record["improvement"] = (statistics.median(base.samples) - time_s) / theirs
     if seen.network is not None:
         latency, bandwidth = seen.network
@@ -297,9 +299,9 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
 def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
     """The row that a row's communication is compared with, if it has been timed: on as many ranks, sharded alike."""
     asked = row.case.world_size, row.case.sharded_optimizer
-    same = [one for one in rows if one.passes and (one.case.world_size, one.case.sharded_optimizer) == asked]
-    candidates = (one for one in same if one.case.traits.baseline)
-    return max(candidates, key=lambda one: one.case.traits.baseline, default=None)
+    same = [other for other in rows if other.passes and (other.case.world_size, other.case.sharded_optimizer) == asked]
+    largest = max(same, key=lambda other: other.case.traits.baseline, default=None)
+    return largest if largest is not None and largest.case.traits.baseline else None
 
 
 def memory(row: Row) -> Record:

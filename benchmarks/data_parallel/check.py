@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.data_parallel.cases import NARROW, Narrow, ParallelCase
-from benchmarks.data_parallel.rank import Gradients, blocks_of, make_optimizer, model_of, prepared, wrap
+from benchmarks.data_parallel.rank import blocks_of, compiler_of, execution, model_of
 from benchmarks.models import NUM_BLOCKS, Batch, build, matmuls
 from lmsys import processes, testing
 from lmsys.bench import Candidate, ranks
@@ -33,6 +33,7 @@ from lmsys.cost.operations import model_parameters
 from lmsys.extremes.strategy import Trial, trials
 from lmsys.model import Loss
 from lmsys.parallel.group import WorkerError, device
+from lmsys.training.prepare import prepare
 
 STEPS = 3
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
@@ -46,13 +47,13 @@ def gate(case: ParallelCase, seed: int) -> dict[str, float]:
     """Errors over their budgets, by parameter, on the rank where they are worst; on every rank the same."""
     options = case.options
     wide = {name: value for name, value in options.items() if name not in NARROW}
-    with prepared(case), matmuls("fp32"):
-        found = [_ratios(case, wide, seed, None)]
+    with compiler_of(case), matmuls("fp32"):
+        by_dtypes = [_ratios(case, wide, seed, None)]
         if case.narrow is not None:
-            found.append(_ratios(case, options, seed, case.narrow))
+            by_dtypes.append(_ratios(case, options, seed, case.narrow))
     if model_parameters(case.config) > MOST_KEPT:
         _alone.cache_clear()  # a model that takes all the memory there is, is next
-    return {name: max(ratios[name] for ratios in found) for name in found[0]}
+    return {name: max(ratios[name] for ratios in by_dtypes) for name in by_dtypes[0]}
 
 
 def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: Narrow) -> dict[str, float]:
@@ -67,11 +68,11 @@ def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: N
     alone = partial(_alone, config, case.world_size, seed)
     config = replace(config, checkpoint_blocks=blocks_of(case, layers), residual=case.residual)
     start, exact, plain = alone(None, torch.float32, 0), alone(None, torch.float64), alone(narrow, torch.float32)
-    found = _trained(case, config, options, seed)
+    state = _trained(case, config, options, seed)
     dtype = torch.float32 if narrow is None else narrow[1]
     ratios = {}
     for name, first in start.items():
-        moved = [x[name].double() - first.double() for x in (found, exact, plain)]
+        moved = [x[name].double() - first.double() for x in (state, exact, plain)]
         ratios[name] = (
             testing.ratio_of(moved[0], moved[1], moved[2].to(torch.float32), dtype) if moved[1].any() else 0.0
         )
@@ -92,11 +93,9 @@ def _of_rank(data: Batch, rank: int) -> tuple[Tensor, Tensor]:
 
 def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object], seed: int) -> State:
     rank = dist.get_rank()
-    strategy = wrap(case, model := model_of(case, config, seed + rank), options)
-    optimizer = make_optimizer(case, strategy, torch.optim.SGD, **SGD)
-    gradients = Gradients(strategy, "fp32")
-    if case.replayed:
-        gradients.record()
+    model = model_of(case, config, seed + rank)
+    prepared = prepare(model, execution(case, options=options, precision="fp32"), torch.optim.SGD, **SGD)
+    (strategy, optimizer, _), gradients = prepared, prepared.gradients(case.replayed)
     for data in _batches(config, case.world_size, seed):
         gradients(*_of_rank(data, rank))
         optimizer.step()

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.data_parallel.cases import Narrow, ParallelCase
-from benchmarks.models import ROUNDING, Batch, autocast, build, matmuls
+from benchmarks.models import ROUNDING, Batch, build, matmuls
 from lmsys import draws, testing
 from lmsys.bench.ranks import on_part, release, subgroup
 from lmsys.config import ModelConfig
 from lmsys.cost.operations import model_parameters
 from lmsys.model import Loss
 from lmsys.parallel.group import device
-from lmsys.training.reproducible import weights_sha256
+from lmsys.training import prepare, reproducible
 
 # With eps far above a gradient's size AdamW moves by the gradient's size: it sees one that is halved, and where a
 # gradient is near zero no rounding turns the step around. Of these rates hundreds of steps train, and do not diverge.
@@ -62,9 +62,9 @@ _RIGHT: dict[int, tuple[Pass, dict[object, tuple[Rows, Rows]]]] = {}  # plain st
 class Batches:
     """A rank's batches, which come one after another in the same memory; after the last comes the first again."""
 
-    def __init__(self, config: ModelConfig, batch: int, one: Pass):
-        number, length = WARM_STEPS[device().type] + one.steps, config.context_length + 1
-        stream = draws.key(one.draw, f"{one.seed} rank {dist.get_rank()}")
+    def __init__(self, config: ModelConfig, batch: int, asked: Pass):
+        number, length = WARM_STEPS[device().type] + asked.steps, config.context_length + 1
+        stream = draws.key(asked.draw, f"{asked.seed} rank {dist.get_rank()}")
         rows = draws.whole_numbers(stream, 0, number * batch * length, config.vocab_size, device()).view(
             number, batch, length
         )
@@ -73,46 +73,46 @@ class Batches:
         self._drawn = 0
 
     def draw(self, _: int = 0) -> None:
-        one = self.all[self._drawn % len(self.all)]
-        self.now.tokens.copy_(one.tokens)
-        self.now.targets.copy_(one.targets)
+        batch = self.all[self._drawn % len(self.all)]
+        self.now.tokens.copy_(batch.tokens)
+        self.now.targets.copy_(batch.targets)
         self._drawn += 1
 
 
-def leave(case: ParallelCase, one: Pass, state: Mapping[str, Tensor]) -> str:
+def leave(case: ParallelCase, asked: Pass, state: Mapping[str, Tensor]) -> str:
     """Keeps rows of the parameters that the case's steps have led to, until they are judged or others are drawn.
 
     Returns their sha256: those of two cases are equal if and only if all their bits are.
     """
-    for stale in [known for known in _LEFT if known[1].draw != one.draw]:
+    for stale in [known for known in _LEFT if known[1].draw != asked.draw]:
         del _LEFT[stale]
-    _LEFT[case.id, one] = rows = _rows_of(state, one.key)
-    return weights_sha256(rows)
+    _LEFT[case.id, asked] = rows = _rows_of(state, asked.key)
+    return reproducible.weights_sha256(rows)
 
 
 @on_part
-def holds(case: ParallelCase, one: Pass) -> bool:
+def holds(case: ParallelCase, asked: Pass) -> bool:
     """True where this rank has what the pass has led to: not where ranks were started again since."""
-    return (case.id, one) in _LEFT
+    return (case.id, asked) in _LEFT
 
 
 @on_part
-def judge_pass(case: ParallelCase, one: Pass) -> dict[str, float] | None:
+def judge_pass(case: ParallelCase, asked: Pass) -> dict[str, float] | None:
     """Errors over their budgets, by parameter, of what the case's steps have led to on this rank.
 
     None where plain steps find no room; RuntimeError where those lead to NaN or inf, or elsewhere than exact ones.
     """
-    left = _LEFT.pop((case.id, one))
+    left = _LEFT.pop((case.id, asked))
     release()
     if not _have_room(case):
         return None
     with matmuls("fp32"):
         computing = None if case.precision == "fp32" else ("compute_dtype", torch.float32)
-        start, exact = _plain(case, one, torch.float64, "fp32", computing)
+        start, exact = _plain(case, asked, torch.float64, "fp32", computing)
     with matmuls(case.precision):
-        _, plain = _plain(case, one, torch.float32, case.precision, case.narrow)
+        _, plain = _plain(case, asked, torch.float32, case.precision, case.narrow)
     dtype = ROUNDING[case.precision] if case.narrow is None else case.narrow[1]
-    found, right, ordinary = (_moved(start, rows) for rows in (left, exact, plain))
+    moved, right, ordinary = (_moved(start, rows) for rows in (left, exact, plain))
     way, apart = _norm(right.values()), _norm(ordinary[name] - right[name] for name in right)
     if apart > MOST_APART * way:
         raise RuntimeError(
@@ -120,7 +120,7 @@ def judge_pass(case: ParallelCase, one: Pass) -> dict[str, float] | None:
             f" where exact ones end, so no budget can be had of them"
         )
     return {
-        name: testing.ratio_of(found[name], right[name], ordinary[name], dtype)
+        name: testing.ratio_of(moved[name], right[name], ordinary[name], dtype)
         * _luck(right[name], ordinary[name], apart / way)
         for name in start
     }
@@ -144,21 +144,21 @@ def _rows_of(state: Mapping[str, Tensor], key: int) -> Rows:
     """Copies of some rows of each parameter; of a vector all of it."""
     named = {name.removeprefix("module."): x.detach() for name, x in state.items() if x.is_floating_point()}
     count = max(1, min(ROWS, NUMBERS // sum(x[:1].numel() for x in named.values())))
-    found = {}
+    rows = {}
     for name, x in named.items():
         chosen = random.Random(f"{key} {name}").sample(range(len(x)), min(count, len(x)))
-        found[name] = (x[sorted(chosen)] if x.dim() > 1 else x).cpu().clone()
-    return found
+        rows[name] = (x[sorted(chosen)] if x.dim() > 1 else x).cpu().clone()
+    return rows
 
 
-def _plain(case: ParallelCase, one: Pass, dtype: torch.dtype, precision: str, narrow: Narrow) -> tuple[Rows, Rows]:
+def _plain(case: ParallelCase, asked: Pass, dtype: torch.dtype, precision: str, narrow: Narrow) -> tuple[Rows, Rows]:
     """(rows of the parameters that all begin with, of those that plain steps lead to), made once for all cases."""
     known = _RIGHT.get(case.world_size)
-    if known is None or known[0] != one:
-        known = _RIGHT[case.world_size] = one, {}
+    if known is None or known[0] != asked:
+        known = _RIGHT[case.world_size] = asked, {}
     what = dtype, precision, narrow, case.config, case.batch, case.residual
     if what not in known[1]:
-        start, end = _take_steps(case, one, dtype, precision, narrow)
+        start, end = _take_steps(case, asked, dtype, precision, narrow)
         if bad := [name for name, rows in end.items() if not rows.isfinite().all()]:
             raise RuntimeError(
                 f"the bench failed, not the row: plain steps in {precision} on weights in {dtype} lead to NaN or inf in"
@@ -173,30 +173,32 @@ def _have_room(case: ParallelCase) -> bool:
     if device().type == "cpu":
         return True
     total = torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction()
-    found = torch.tensor(
+    has_room = torch.tensor(
         float(total >= 8 * (1.25 * 4 * model_parameters(case.config) + 3 * MAX_SCORES)), device=device()
     )
-    dist.all_reduce(found, dist.ReduceOp.MIN, group=subgroup(case.world_size))
-    return bool(found.item())
+    dist.all_reduce(has_room, dist.ReduceOp.MIN, group=subgroup(case.world_size))
+    return bool(has_room.item())
 
 
-def _take_steps(case: ParallelCase, one: Pass, dtype: torch.dtype, precision: str, narrow: Narrow) -> tuple[Rows, Rows]:
+def _take_steps(
+    case: ParallelCase, asked: Pass, dtype: torch.dtype, precision: str, narrow: Narrow
+) -> tuple[Rows, Rows]:
     config, on = replace(case.config, attention="naive", residual=case.residual), device()
-    module = Loss(build(config, str(on), one.seed)).to(dtype)
+    module = Loss(build(config, str(on), asked.seed)).to(dtype)
     params = dict(module.named_parameters())
-    optimizer, start = torch.optim.AdamW(params.values(), **ADAMW), _rows_of(params, one.key)
+    optimizer, start = torch.optim.AdamW(params.values(), **ADAMW), _rows_of(params, asked.key)
     at_once = max(1, MAX_SCORES // (config.num_layers * config.num_heads * config.context_length**2))
-    for batch in Batches(config, case.batch, one).all:
+    for batch in Batches(config, case.batch, asked).all:
         for inputs in zip(batch.tokens.split(at_once), batch.targets.split(at_once), strict=True):
             is_narrow = narrow is not None and narrow[0] == "compute_dtype"
             used = {name: p.to(narrow[1]) if narrow and is_narrow else p for name, p in params.items()}
-            with autocast(precision, on.type):
+            with prepare.autocast(precision, on.type):
                 loss = torch.func.functional_call(module, used, inputs)
             (loss * (len(inputs[0]) / case.batch)).backward()
         _average(params.values(), case.world_size, narrow)
         optimizer.step()
         optimizer.zero_grad()
-    return start, _rows_of(params, one.key)
+    return start, _rows_of(params, asked.key)
 
 
 def _average(params: Iterable[Tensor], world_size: int, narrow: Narrow) -> None:

@@ -1,7 +1,7 @@
 """One rank of a data-parallel training, ready to be timed, looked into and compared. Runs on the ranks."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -10,23 +10,22 @@ import torch
 from torch import Tensor
 
 from benchmarks.data_parallel import cases, passes
-from benchmarks.models import COMPILED, RECOMPILE_LIMIT, autocast, build, fitted, gpu_memory, matmuls
+from benchmarks.models import RECOMPILE_LIMIT, build, matmuls
 from lmsys.bench.ranks import on_part, release, subgroup, times
 from lmsys.checkpointing import FIT, for_fewer
 from lmsys.config import ModelConfig
 from lmsys.measure import clock, memory, profile
 from lmsys.measure.step import Step
-from lmsys.model import Loss
-from lmsys.parallel import adapter, collectives, overlapped, sharded_optimizer
+from lmsys.parallel import overlapped
 from lmsys.parallel.group import device
-from lmsys.training import gradients, optimizer
+from lmsys.training import gradients, optimizer, prepare
 
 INSPECTED = 3  # steps that are timed to learn what one costs
 _COMPILED: list[str] = []  # the group of cases whose graphs this rank holds
 
 
 @contextmanager
-def prepared(case: cases.ParallelCase) -> Iterator[None]:
+def compiler_of(case: cases.ParallelCase) -> Iterator[None]:
     """Releases what was there before. Keeps what is compiled meanwhile for the group's other rows and passes, whose
     blocks are the same.
 
@@ -45,23 +44,14 @@ def blocks_of(case: cases.ParallelCase, num_layers: int) -> int | str:
     """The case's levels of checkpointing for a model of so many blocks; what fits is what fits on every rank."""
     setting = case.runtime.get("checkpoint_blocks", 0)
     if setting == FIT:
-        group, stage = subgroup(case.world_size), case.traits.zero_stage or 0
-        ranks = {
-            "world_size": case.world_size,
-            "stage": max(stage, int(case.sharded_optimizer)),
-            "gradients_stay": case.traits.synchronizes and stage < 3,
-        }
         config = replace(case.config, **case.runtime)
-        setting = fitted(
-            config, case.batch, case.precision, min(collectives.gather_objects(gpu_memory(), group)), **ranks
-        ).checkpoint_blocks
+        setting = prepare.fitted(config, execution(case), case.batch, prepare.gpu_memory()).checkpoint_blocks
     return for_fewer(setting, case.config.num_layers, num_layers)
 
 
 def config_of(case: cases.ParallelCase) -> ModelConfig:
     """The config of the model that the case trains."""
-    config = case.config
-    return replace(config, checkpoint_blocks=blocks_of(case, config.num_layers), residual=case.residual)
+    return replace(case.config, checkpoint_blocks=blocks_of(case, case.config.num_layers), residual=case.residual)
 
 
 def model_of(case: cases.ParallelCase, config: ModelConfig, seed: int) -> Any:
@@ -70,80 +60,37 @@ def model_of(case: cases.ParallelCase, config: ModelConfig, seed: int) -> Any:
     return ours if other is None else other.load()(config, device()).take_weights(ours)
 
 
-def wrap(case: cases.ParallelCase, model: Any, options: dict[str, Any]) -> adapter.Adapter:
-    """The model's loss under the case's strategy, compiled or fused before where the case asks for it.
-
-    A model to be graphed is wrapped on the stream of captures, which DDP keeps.
-    """
-    if case.compile == "fused":
-        model.fuse_blocks()
-    elif case.compile in COMPILED:
-        model.compile_blocks()
-    with gradients.on_capture_stream() if case.replayed else nullcontext():
-        return adapter.Adapter(case.entry.load(), Loss(model), subgroup(case.world_size), **options)
-
-
-class Gradients:
-    """Forward, backward and synchronization of a strategy: call by call, or, once it is asked to, as one CUDA graph.
-
-    Holds no reference to itself: a graph with NCCL's calls inside must go before the process group does.
-    """
-
-    def __init__(self, strategy: adapter.Adapter, precision: str):
-        self.strategy = strategy
-        kind = device().type
-
-        def loss(*inputs: Tensor) -> Tensor:
-            with autocast(precision, kind):
-                return strategy(*inputs)
-
-        self.loss = loss
-        self.compute = gradients.backward_of(loss, strategy.finish)
-        self.graph: gradients.GraphedGradients | None = None  # once it is recorded, or to be
-
-    def record(self) -> None:
-        """Makes the next call record a graph, which later calls replay."""
-        self.graph = gradients.GraphedGradients(
-            self.compute, self.strategy.module.parameters(), gradients.warm_ups_of(self.strategy.wrapper)
-        )
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """The loss; the gradients are there and are the mean over ranks."""
-        return (self.graph or self.compute)(*inputs)
-
-
-def make_optimizer(
-    case: cases.ParallelCase, strategy: adapter.Adapter, cls: Any, **options: Any
-) -> torch.optim.Optimizer:
-    if case.sharded_optimizer:
-        return sharded_optimizer.ShardedOptimizer(
-            strategy.wrapper.parameters(), cls, subgroup(case.world_size), **options
-        )
-    return strategy.make_optimizer(cls, **options)
+def execution(case: cases.ParallelCase, **changes: Any) -> prepare.Execution:
+    """How the case runs its model, on the ranks that it takes."""
+    return replace(
+        prepare.Execution(case.entry, case.options, case.precision, case.blocks, graph=case.replayed),
+        sharded_optimizer=case.sharded_optimizer,
+        group=subgroup(case.world_size),
+        **changes,
+    )
 
 
 class Rig:
     """A model, its strategy, its optimizer and this rank's batches. Ranks begin with weights of their own."""
 
-    def __init__(self, case: cases.ParallelCase, one: passes.Pass, adamw: dict[str, Any] = passes.ADAMW):
+    def __init__(self, case: cases.ParallelCase, asked: passes.Pass, adamw: dict[str, Any] = passes.ADAMW):
         self.case, on, rank = case, str(device()), torch.distributed.get_rank()
-        self.strategy = wrap(case, model_of(case, config_of(case), one.seed + rank), case.options)
-        self.batches = passes.Batches(case.config, case.batch, one)
-        self.data = self.batches.now
         theirs = case.traits.fused_adamw
         cls, fused = (torch.optim.AdamW, {"fused": on != "cpu"}) if theirs else (optimizer.AdamW, {})
-        self.optimizer = make_optimizer(case, self.strategy, cls, **adamw, **fused)
-        if isinstance(self.optimizer, optimizer.AdamW):
-            self.optimizer.rounded = self.strategy.module.model.rounded
-        self.gradients = Gradients(self.strategy, case.precision)
+        model = model_of(case, config_of(case), asked.seed + rank)
+        self.prepared = prepare.prepare(model, execution(case), cls, **adamw, **fused)
+        self.strategy, self.optimizer, _ = self.prepared
+        self.gradients = self.prepared.gradients()
+        self.batches = passes.Batches(case.config, case.batch, asked)
+        self.data = self.batches.now
 
     def loss(self) -> Tensor:
-        return self.gradients.loss(self.data.tokens, self.data.targets)
+        return self.prepared.loss(self.data.tokens, self.data.targets)
 
     def warm(self) -> None:
         """Everything is planned, compiled and recorded when this is done."""
         if self.case.replayed:
-            self.gradients.record()
+            self.gradients = self.prepared.gradients(graph=True)
         for _ in range(passes.WARM_STEPS[device().type]):
             self.batches.draw()
             self.step()
@@ -155,7 +102,7 @@ class Rig:
         return loss
 
     def step_alone(self) -> None:
-        """The same without synchronization; gradients of what was never synchronized go as they came."""
+        """A step without synchronization; its gradients are dropped as every step drops them."""
         with self.strategy.no_sync():
             self.loss().backward()
         self.update()
@@ -166,7 +113,7 @@ class Rig:
 
     def finish(self) -> None:
         """Waits for what a step leaves under way, as ZeRO-1 its gather; what is recorded leaves nothing."""
-        if self.gradients.graph is None and hasattr(self.strategy.wrapper, "wait"):
+        if not isinstance(self.gradients, gradients.GraphedGradients) and hasattr(self.strategy.wrapper, "wait"):
             self.strategy.wrapper.wait()
 
     @property
@@ -183,17 +130,17 @@ class Rig:
 
     def times(self, step: Callable[[], Any], count: int) -> list[float]:
         """Seconds of each of so many steps, each on the next batch."""
-        one = Step(lambda _: step(), redraw=self.batches.draw)
-        return times(one, range(count), subgroup(self.case.world_size), finish=self.finish)[0]
+        call = Step(lambda _: step(), redraw=self.batches.draw)
+        return times(call, range(count), subgroup(self.case.world_size), finish=self.finish)[0]
 
 
 @on_part
 def inspect(case: cases.ParallelCase, seed: int) -> cases.Inspection:
     """The network; memory, phase by phase, of a training from its beginning; a step's time and its communication."""
     group = subgroup(case.world_size)
-    with prepared(case):
+    with compiler_of(case):
         network = overlapped.latency_and_bandwidth(group, device()) if case.world_size > 1 else None
-        rig, found = _phases(case, passes.Pass(seed, seed, 0, INSPECTED))
+        rig, bytes_of_phases = _phases(case, passes.Pass(seed, seed, 0, INSPECTED))
         rig.warm()
         seconds = min(rig.times(rig.step, INSPECTED))
         profile.register_kernels(case.traits.kernels, "communication")
@@ -201,10 +148,10 @@ def inspect(case: cases.ParallelCase, seed: int) -> cases.Inspection:
         finite = bool(rig.step().isfinite())
     buckets, size = (getattr(rig.strategy.wrapper, name, None) for name in ("buckets", "bucket_mb"))
     mb, count = float(size) if size else None, len(buckets) if buckets else None
-    return cases.Inspection(found, sent, seconds, mb, count, finite, network)
+    return cases.Inspection(bytes_of_phases, sent, seconds, mb, count, finite, network)
 
 
-def _phases(case: cases.ParallelCase, one: passes.Pass) -> tuple[Rig, dict[str, int]]:
+def _phases(case: cases.ParallelCase, asked: passes.Pass) -> tuple[Rig, dict[str, int]]:
     """A rig, and bytes at points of its beginning and its first steps.
 
     The phases are those of what a graph records: its own memory is set aside as a whole.
@@ -213,7 +160,7 @@ def _phases(case: cases.ParallelCase, one: passes.Pass) -> tuple[Rig, dict[str, 
     made: dict[str, Any] = {}
 
     def init() -> None:
-        rigs.append(Rig(case, one))
+        rigs.append(Rig(case, asked))
         made["outside at init"] = rigs[0].outside_bytes
 
     def forward() -> None:
@@ -275,21 +222,21 @@ class Taken:
 
 
 @on_part
-def take_pass(case: cases.ParallelCase, one: passes.Pass) -> Taken:
+def take_pass(case: cases.ParallelCase, asked: passes.Pass) -> Taken:
     """Takes the steps and keeps what they led to: none of them can tell whether it will be judged."""
     alone: list[float] = []
-    with prepared(case):
-        rig = Rig(case, one)
+    with compiler_of(case):
+        rig = Rig(case, asked)
         rig.warm()
-        samples = rig.times(rig.step, one.steps)
+        samples = rig.times(rig.step, asked.steps)
         begin, state, _, end = clock.in_turn(
             perf_counter, rig.strategy.full_state_dict, lambda: clock.synchronize(device().type), perf_counter
         )
-        bits = passes.leave(case, one, state)
+        bits = passes.leave(case, asked, state)
         del state
         model = rig.strategy.fingerprint()
         if case.world_size > 1 and rig.can_stay_local:
             rig.batches.draw()
             rig.step_alone()
-            alone = rig.times(rig.step_alone, -(-one.steps // 2))
+            alone = rig.times(rig.step_alone, -(-asked.steps // 2))
     return Taken(samples, alone, model, end - begin, bits)

@@ -31,10 +31,11 @@ from benchmarks import axes, models
 from lmsys import checkpointing, config, testing
 from lmsys.attention import AttentionCase
 from lmsys.bench import Axis, Candidate, Entry, Field, Record, fields
-from lmsys.cost.operations import model_parameters
+from lmsys.cost import memory, operations
 from lmsys.extremes.model import EMBEDDINGS, FIRST_ID, ROWS, group_of, write_model
 from lmsys.measure.compare import release_memory
 from lmsys.model import TransformerLM
+from lmsys.training.prepare import autocast, gpu_memory
 
 Row = tuple[str, str, bool, str, str]
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
@@ -80,7 +81,10 @@ class ModelTest(models.ModelCase):
         warmup = {} if self.warmup is None else {"warmup_steps": self.warmup}
         shape = {name: getattr(self.config, name) for name in SHAPE}
         return (
-            asked | warmup | shape | {"num_parameters": model_parameters(self.config), "attention": self.attention.name}
+            asked
+            | warmup
+            | shape
+            | {"num_parameters": operations.model_parameters(self.config), "attention": self.attention.name}
         )
 
     @property
@@ -112,13 +116,14 @@ class ModelTest(models.ModelCase):
     @property
     def row(self) -> Row:
         """The key of a candidate, which is compiled and checked once for all its modes."""
-        blocks = "compiled" if self.compile in models.COMPILED else self.compile
-        return blocks, self.entry.name, self.grad, self.checkpoint, self.residual
+        return self.blocks, self.entry.name, self.grad, self.checkpoint, self.residual
 
     @property
     def computed(self) -> config.ModelConfig:
         """The config of the row's model. ValueError where no levels of checkpointing fit."""
-        return models.fitted(replace(self.config, **self.runtime), self.batch, self.precision)
+        model = replace(self.config, **self.runtime)
+        fits = model.checkpoint_blocks == checkpointing.FIT
+        return memory.fit(model, self.batch, self.context, self.precision, gpu_memory()) if fits else model
 
     @property
     def asked(self) -> AttentionCase:
@@ -137,7 +142,7 @@ def model_of(case: ModelTest, base: TransformerLM, shared: bool) -> nn.Module:
         if "checkpoint_blocks" in changes:
             layers, fewer = case.config.num_layers, base.config.num_layers
             changes["checkpoint_blocks"] = checkpointing.for_fewer(case.computed.checkpoint_blocks, layers, fewer)
-        return models.variant(base, case.compile, **changes)
+        return models.variant(base, case.blocks, **changes)
     theirs = case.entry.load()(base.config, base.lm_head.weight.device).take_weights(base, shared)
     return theirs.compile_blocks() if case.compile in models.COMPILED else theirs
 
@@ -171,7 +176,7 @@ class Gate:
         """Judges each; on half the batch, and half again, where it is the gate's own reference that has no room."""
         while True:
             try:
-                return self.judge([one for one in candidates if one.outcome == "ok"])
+                return self.judge([candidate for candidate in candidates if candidate.outcome == "ok"])
             except (torch.OutOfMemoryError, MemoryError):
                 if self.batch == 1:
                     raise
@@ -179,31 +184,31 @@ class Gate:
             self._draw(self.batch // 2)
 
     def judge(self, candidates: Sequence[Candidate]) -> None:
-        for grad in sorted({one.case.grad for one in candidates}):
+        for grad in sorted({row.case.grad for row in candidates}):
             exact = models.variant(copy.deepcopy(self.base).double(), "eager", attention="naive")
             reference = self.outputs(exact, grad, "fp32")
             del exact
-            for residual in sorted({one.case.residual for one in candidates}):
-                rows = [one for one in candidates if (one.case.grad, one.case.residual) == (grad, residual)]
+            for residual in sorted({row.case.residual for row in candidates}):
+                rows = [row for row in candidates if (row.case.grad, row.case.residual) == (grad, residual)]
                 stream = {} if residual == "wide" else {"residual": residual}
                 plain = (
                     self.outputs(models.variant(self.base, "eager", attention="naive", **stream), grad) if rows else {}
                 )
                 for candidate in rows:
-                    if found := candidate.attempt(self.outputs, candidate.call, grad):
+                    if results := candidate.attempt(self.outputs, candidate.call, grad):
                         candidate.judge(
-                            {name: self.ratio(name, found[name], x, plain[name]) for name, x in reference.items()}
+                            {name: self.ratio(name, results[name], x, plain[name]) for name, x in reference.items()}
                         )
-                        candidate.notes["gradient_error"] = self.gradient_error(found, reference) if grad else None
+                        candidate.notes["gradient_error"] = self.gradient_error(results, reference) if grad else None
 
-    def ratio(self, name: str, found: Tensor, reference: Tensor, plain: Tensor) -> float:
+    def ratio(self, name: str, result: Tensor, reference: Tensor, plain: Tensor) -> float:
         """The error over its budget: of rows of a gradient, and of the logits of tokens, by groups."""
         dtype = models.ROUNDING[self.precision]
         if not reference.dim():
-            return testing.ratio_of(found, reference, plain, dtype)
+            return testing.ratio_of(result, reference, plain, dtype)
         group = self.group(name, reference)
-        found, reference, plain = (x.reshape(-1, x.shape[-1]) for x in (found, reference, plain))
-        return models.ratio_by_group(found, reference, plain, dtype, group)
+        result, reference, plain = (x.reshape(-1, x.shape[-1]) for x in (result, reference, plain))
+        return models.ratio_by_group(result, reference, plain, dtype, group)
 
     def group(self, name: str, x: Tensor) -> Tensor:
         """A number for each row of an output: 0 where it is ordinary."""
@@ -214,7 +219,7 @@ class Gate:
     def outputs(self, model: nn.Module, grad: bool, precision: str = "") -> dict[str, Tensor]:
         """The logits, or the loss and the gradient of every parameter, by its name in our model."""
         data, precision = self.data, precision or self.precision
-        with torch.set_grad_enabled(grad), models.autocast(precision, data.tokens.device.type):
+        with torch.set_grad_enabled(grad), autocast(precision, data.tokens.device.type):
             if not grad:
                 return {LOGITS: model(data.tokens)}
             loss = model.loss(data.tokens, data.targets)
@@ -225,14 +230,14 @@ class Gate:
             gradients = model.as_ours(gradients)
         return {"loss": loss.detach()} | {f"{GRADIENT} {name}": x / scale for name, x in gradients.items()}
 
-    def gradient_error(self, found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
+    def gradient_error(self, results: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
         """The error of the ordinary rows of all gradients as one vector, as a share of its length; None where it is no
         number."""
         off = size = 0.0
         for name, x in reference.items():
             if name.startswith(GRADIENT):
                 ordinary = (self.group(name, x) == 0).to(x.device) if x.dim() > 1 else slice(None)
-                off += (found[name].double() - x)[ordinary].square().sum().item()
+                off += (results[name].double() - x)[ordinary].square().sum().item()
                 size += x[ordinary].square().sum().item()
         share = math.sqrt(off / size)
         return share if math.isfinite(share) else None

@@ -85,8 +85,8 @@ class Llama(nn.Module):
 
     def loss_and_logits(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Its own loss; the targets are shifted already."""
-        found = self.wrapped(input_ids=tokens, labels=targets, shift_labels=targets)
-        return found.loss, found.logits
+        output = self.wrapped(input_ids=tokens, labels=targets, shift_labels=targets)
+        return output.loss, output.logits
 
     def take_weights(self, ours: nn.Module, shared: bool = False) -> "Llama":
         """The weights of a TransformerLM, with query and key rows ordered for its rotation of (i, i + D / 2).

@@ -18,15 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.model.cases import ModelTest, Row, model_of
-from benchmarks.model.spots import NUM_ROWS, OUTPUTS, UPDATE, UPDATES, Spots
-from benchmarks.models import LOSS_SCALE, Batch, arithmetic, autocast, build
+from benchmarks.model import cases, spots
+from benchmarks.models import LOSS_SCALE, Batch, arithmetic, build
 from lmsys import draws, testing
 from lmsys.bench import Settings, Step, benchmark
 from lmsys.extremes.model import FIRST_ID, plant, planted, write_model
 from lmsys.measure import compare, memory
 from lmsys.measure.clock import clock_of, synchronize, timed
-from lmsys.training import gradients, optimizer
+from lmsys.training import gradients, optimizer, prepare
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -155,16 +154,16 @@ class Rig:
     All of ours have one optimizer, a peer has its own: while both are sampled, there are two sets of moments.
     """
 
-    def __init__(self, case: ModelTest, seed: int):
+    def __init__(self, case: cases.ModelTest, seed: int):
         self.device, self.precision = case.device, case.precision
         self.base = build(case.config, case.device, seed)
         write_model(dict(self.base.named_parameters()))
-        self.models: dict[Row, nn.Module] = {}  # by ModelTest.row
+        self.models: dict[cases.Row, nn.Module] = {}  # by ModelTest.row
         shape, below = (2, case.batch, case.context), case.config.vocab_size
         self.data = Batch(*torch.empty(shape, dtype=torch.int64, device=case.device))
         self.draws = BatchDraws(vars(self.data), seed, below=dict.fromkeys(vars(self.data), below))
         self.draws.fill(seed)
-        self.spots = Spots(self.base, self.data, self.precision)
+        self.spots = spots.Spots(self.base, self.data, self.precision)
         self._update: Update | None = None
         self.clear()
 
@@ -176,32 +175,32 @@ class Rig:
             self.device, LOSS_SCALE, growth_interval=2**31 - 1, enabled=self.precision == "fp16"
         )
 
-    def model(self, case: ModelTest) -> nn.Module:
+    def model(self, case: cases.ModelTest) -> nn.Module:
         if case.row not in self.models:
-            self.models[case.row] = model_of(case, self.base, shared=True)
+            self.models[case.row] = cases.model_of(case, self.base, shared=True)
         return self.models[case.row]
 
-    def forward(self, case: ModelTest) -> torch.Tensor:
+    def forward(self, case: cases.ModelTest) -> torch.Tensor:
         """The logits of inference, or the loss of training."""
         model, data = self.model(case), self.data
-        with torch.set_grad_enabled(case.grad), autocast(self.precision, self.device):
+        with torch.set_grad_enabled(case.grad), prepare.autocast(self.precision, self.device):
             return model.loss(data.tokens, data.targets) if case.grad else model(data.tokens)
 
-    def loss_and_states(self, case: ModelTest) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_and_states(self, case: cases.ModelTest) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of training, and what it was made of: the hidden states, of a peer the logits."""
         model, data = self.model(case), self.data
-        with torch.enable_grad(), autocast(self.precision, self.device):
+        with torch.enable_grad(), prepare.autocast(self.precision, self.device):
             if case.peer:
                 return model.loss_and_logits(data.tokens, data.targets)
             hidden = model.hidden(data.tokens)
             return model.loss_of(hidden, data.targets), hidden
 
-    def loss(self, case: ModelTest) -> torch.Tensor:
+    def loss(self, case: cases.ModelTest) -> torch.Tensor:
         """Scaled, with no gradients from before."""
         self.base.zero_grad(set_to_none=True)
         return self.scaler.scale(self.forward(case))
 
-    def update(self, case: ModelTest) -> None:
+    def update(self, case: cases.ModelTest) -> None:
         """A step of AdamW, ours, or for a peer torch's as its users take it: their hyper-parameters are the same."""
         peer = case.peer
         if peer not in self.optimizers:
@@ -212,13 +211,13 @@ class Rig:
         self.scaler.step(self.optimizers[peer])
         self.scaler.update()
 
-    def step_of(self, case: ModelTest) -> Step:
+    def step_of(self, case: cases.ModelTest) -> Step:
         """The call to time, on tokens of its own; a backward's forward, and an optimizer's gradients, are made untimed
         just before."""
-        keep = self.spots.outputs if case.mode in OUTPUTS else self._keep_gradients
+        keep = self.spots.outputs if case.mode in spots.OUTPUTS else self._keep_gradients
         return replace(self._timed(case), redraw=partial(self._redraw, case), keep=partial(keep, case))
 
-    def _timed(self, case: ModelTest) -> Step:
+    def _timed(self, case: cases.ModelTest) -> Step:
         def whole() -> None:
             self.loss(case).backward()
             self.update(case)
@@ -239,43 +238,43 @@ class Rig:
             "step": Step(lambda _: whole(), before=whole),
         }[case.mode]
 
-    def _make_gradients(self, case: ModelTest) -> None:
+    def _make_gradients(self, case: cases.ModelTest) -> None:
         """Those of the loss, but in a few rows that a draw has chosen: these are extreme."""
         self.loss(case).backward()
         if self._update is not None:
             self._update.plant(self._extremes(case), self.scaler.get_scale())
 
-    def _extremes(self, case: ModelTest) -> Sequence[float]:
+    def _extremes(self, case: cases.ModelTest) -> Sequence[float]:
         """The values that the case's optimizer must hold: on a GPU torch's does not hold all that ours does."""
         return planted(held_by_torch=self.device == "cuda" and (case.peer or not optimizer.HAS_TRITON))
 
-    def _redraw(self, case: ModelTest, draw: int) -> None:
+    def _redraw(self, case: cases.ModelTest, draw: int) -> None:
         self.draws.fill(draw)
         if not case.peer and (rounded := self.model(case).rounded) is not None:
             rounded.refresh()  # in a training of its own no other row steps the weights
-        if case.mode in UPDATES:
-            self._update = Update.of(self.spots.parameters, NUM_ROWS, draw, self.optimizers.get(case.peer))
+        if case.mode in spots.UPDATES:
+            self._update = Update.of(self.spots.parameters, spots.NUM_ROWS, draw, self.optimizers.get(case.peer))
 
-    def _keep_gradients(self, case: ModelTest, result: Any, key: int | None) -> Any:
+    def _keep_gradients(self, case: cases.ModelTest, result: Any, key: int | None) -> Any:
         if key is None:
             return None
-        if case.mode not in UPDATES:
+        if case.mode not in spots.UPDATES:
             return self.spots.gradients(key, self.scaler.get_scale())
         assert self._update is not None
         self._update.done(self.optimizers[case.peer]).put_back()
-        return self.spots.gradients(key, 1.0) | {UPDATE: self._update}
+        return self.spots.gradients(key, 1.0) | {spots.UPDATE: self._update}
 
-    def judge(self, case: ModelTest, kept: compare.Kept) -> Mapping[str, float]:
+    def judge(self, case: cases.ModelTest, kept: compare.Kept) -> Mapping[str, float]:
         self.base.zero_grad(set_to_none=True)  # makes room
         meant = self.model(case).meant if case.peer else lambda name, weight: weight
         return self.spots.judge(case, kept, meant)
 
-    def graph_of(self, case: ModelTest) -> gradients.GraphedGradients:
+    def graph_of(self, case: cases.ModelTest) -> gradients.GraphedGradients:
         return gradients.GraphedGradients(
             gradients.backward_of(lambda: self.scaler.scale(self.forward(case))), self.base.parameters()
         )
 
-    def alone(self, case: ModelTest) -> float:
+    def alone(self, case: cases.ModelTest) -> float:
         """Seconds of the case's first call, with nothing else live and nothing left afterwards, even where it fails.
 
         Blocks are not compiled again, but where the gate's shape was smaller; what is compiled whole is. WrongCall
@@ -288,11 +287,11 @@ class Rig:
             synchronize(self.device)
             seconds = time.perf_counter() - start
             if (
-                case.mode in UPDATES
+                case.mode in spots.UPDATES
             ):  # the first steps, with extreme gradients in rows of a matrix, and others as they are
                 self.optimizers.pop(case.peer, None)
                 for draw in range(CHECKED_UPDATES):
-                    update = Update.of(self.spots.parameters, NUM_ROWS, draw, self.optimizers.get(case.peer))
+                    update = Update.of(self.spots.parameters, spots.NUM_ROWS, draw, self.optimizers.get(case.peer))
                     update.plant(self._extremes(case), self.scaler.get_scale())
                     self.update(case)
                     ratios = update.done(self.optimizers[case.peer]).ratios()
@@ -312,7 +311,7 @@ class Rig:
         finally:
             self.clear()
 
-    def memory_of(self, case: ModelTest) -> tuple[int, int]:
+    def memory_of(self, case: cases.ModelTest) -> tuple[int, int]:
         """Bytes live before what is timed (weights, gradients, optimizer state), and the peak above all that was."""
         self.optimizers.clear()  # its own is made anew: another's moments are not this row's
         step = self.step_of(case)
@@ -324,7 +323,7 @@ class Rig:
         return held, memory.peak_bytes(lambda: step.run(prepared), self.device)
 
 
-def cold_samples(case: ModelTest, settings: Settings) -> list[float]:
+def cold_samples(case: cases.ModelTest, settings: Settings) -> list[float]:
     """Seconds of COLD_ROUNDS steps after `case.warmup` untimed ones, of a new model; for a process of its own."""
     if settings.memory_limit_bytes is not None:
         memory.cap_gpu_memory(settings.memory_limit_bytes)

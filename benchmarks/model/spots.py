@@ -25,11 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.model.cases import ModelTest
 from benchmarks.models import (
-    AUTOCAST,
     LOSS_SCALE,
     ROUNDING,
     Batch,
-    autocast,
     matmuls,
     mean_ratio,
     ratio_by_group,
@@ -40,7 +38,8 @@ from lmsys.bench.plain import check_plain
 from lmsys.extremes.model import group_of
 from lmsys.measure.compare import Kept
 from lmsys.model import TransformerLM, linear
-from lmsys.testing import BLOCK_SCORES
+from lmsys.testing import BLOCK_SCORES, SPOT_TIMES
+from lmsys.training.prepare import AUTOCAST, autocast
 
 EMBEDDINGS, HEAD = "token_embeddings.weight", "lm_head.weight"
 Meant = Callable[[str, Tensor], Tensor]
@@ -73,19 +72,19 @@ class Reference:
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The loss of each token (B S), from hidden states (B, S, M) that somebody else has made."""
         with self._arithmetic():
-            logits = (self._logits(one.to(self.dtype) if self.exact else one) for one in hidden)
-            found = [
+            logits = (self._logits(states.to(self.dtype) if self.exact else states) for states in hidden)
+            by_sequence = [
                 torch.nn.functional.cross_entropy(widened(x), y, reduction="none")
                 for x, y in zip(logits, targets, strict=True)
             ]
-        return torch.cat(found)
+        return torch.cat(by_sequence)
 
     def gradients(self, data: Batch, sequences: Sequence[int], names: Sequence[str]) -> dict[str, Tensor]:
         """By name, what these sequences add to the gradients of the mean loss: of the embeddings, and of `names`."""
         scale = LOSS_SCALE if self.precision == "fp16" else 1.0
         self.leaves = {name: self._weight(name).requires_grad_() for name in names}
         total = {name: torch.zeros_like(self._weight(name)) for name in (EMBEDDINGS, *names)}
-        for tokens, targets in ((data.tokens[one], data.targets[one]) for one in sequences):
+        for tokens, targets in ((data.tokens[sequence], data.targets[sequence]) for sequence in sequences):
             x = self._embedded(tokens).requires_grad_()
             with self._arithmetic():
                 logits = widened(self._logits(self._hidden(x)))
@@ -140,8 +139,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         end = min(first + rows, length)
         return naive(q[:, :, first:end], k[:, :, :end], v[:, :, :end], causal=True, first_query=first)
 
-    starts = range(0, length, rows)
-    return torch.cat([checkpoint(block, one, use_reentrant=False, preserve_rng_state=False) for one in starts], dim=2)
+    blocks = [
+        checkpoint(block, begin, use_reentrant=False, preserve_rng_state=False) for begin in range(0, length, rows)
+    ]
+    return torch.cat(blocks, dim=2)
 
 
 NUM_TOKENS, NUM_ROWS = 64, 8  # of a sequence, and of a matrix
@@ -183,17 +184,17 @@ class Spots:
     def outputs(self, case: ModelTest, result: Any, key: int | None) -> Parts | None:
         """Copies of what a forward has returned, where the key says; None without a key. See `check_plain`."""
         names = [LOGITS] if case.mode == "forward" else [LOSS, LOGITS if case.peer else STATES]
-        found = dict(zip(names, [result] if case.mode == "forward" else result, strict=True))
-        for name, x in found.items():
+        parts = dict(zip(names, [result] if case.mode == "forward" else result, strict=True))
+        for name, x in parts.items():
             check_plain(name, x, self._like(name), (self.data.tokens, self.data.targets))
         if key is None:
             return None
         spot = self.spot(key)
-        if STATES in found:
-            found[ALL_STATES] = found[STATES]
+        if STATES in parts:
+            parts[ALL_STATES] = parts[STATES]
         return {
             name: x.detach().clone() if name in (LOSS, ALL_STATES) else x.detach()[spot.sequence, spot.positions]
-            for name, x in found.items()
+            for name, x in parts.items()
         }
 
     def _like(self, name: str) -> Tensor:
@@ -219,30 +220,29 @@ class Spots:
 
     def judge(self, case: ModelTest, kept: Kept, meant: Meant) -> Mapping[str, float]:
         """The error over its budget of each part; `meant` as `Reference` has it."""
-        found, spot = dict(kept.result), self.spot(kept.key)
-        update = found.pop(UPDATE, None)
-        if broken := [name for name, x in found.items() if not x.isfinite().all()]:
+        parts, spot = dict(kept.result), self.spot(kept.key)
+        update = parts.pop(UPDATE, None)
+        if broken := [name for name, x in parts.items() if not x.isfinite().all()]:
             return dict.fromkeys(broken, float("inf"))
-        narrow = case.residual == "narrow"
-        references = [Reference(self.base, self.precision, exact, meant, narrow) for exact in (True, False)]
+        asked = meant, case.residual == "narrow"
+        references = [Reference(self.base, self.precision, exact, *asked) for exact in (True, False)]
         ratios = update.ratios() if update else {}
-        if ALL_STATES in found:
-            exact, plain = (one.losses(found[ALL_STATES], self.data.targets) for one in references)
-            ratios[LOSS] = mean_ratio(found[LOSS], exact, plain)
+        if ALL_STATES in parts:
+            losses = [reference.losses(parts[ALL_STATES], self.data.targets) for reference in references]
+            ratios[LOSS] = mean_ratio(parts[LOSS], *losses)
         make = self._right_outputs if case.mode in OUTPUTS else self._right_gradients
-        rights = make(references[0], spot), make(references[1], spot)
-        if EMBEDDINGS in found:
-            found[EMBEDDINGS] = found[EMBEDDINGS][self._sequences(spot)[1]]
-        for name in found.keys() - {LOSS, ALL_STATES}:
-            ratios[name] = ratio_by_group(
-                found[name], rights[0][name], rights[1][name], ROUNDING[self.precision], self._group(name, spot)
-            )
+        exact, plain = (make(reference, spot) for reference in references)
+        if EMBEDDINGS in parts:
+            parts[EMBEDDINGS] = parts[EMBEDDINGS][self._sequences(spot)[1]]
+        for name in parts.keys() - {LOSS, ALL_STATES}:
+            right = exact[name], plain[name], ROUNDING[self.precision], self._groups(name, spot)
+            ratios[name] = ratio_by_group(parts[name], *right, spot.rows.get(name), SPOT_TIMES)
         return ratios
 
-    def _group(self, name: str, spot: Spot) -> Tensor:
-        """A number for each row of a part: 0 where neither its token nor the row itself is extreme."""
+    def _groups(self, name: str, spot: Spot) -> Tensor:
+        """A number for each row of what is right: 0 where neither its token nor the row itself is extreme."""
         if name not in (LOGITS, STATES, EMBEDDINGS):
-            return group_of(name, len(self.parameters[name]))[spot.rows[name]]
+            return group_of(name, len(self.parameters[name]))
         ids = self.data.tokens[spot.sequence, spot.positions].cpu()
         group = group_of(EMBEDDINGS, self.base.config.vocab_size)[ids]
         return group[self._sequences(spot)[1]] if name == EMBEDDINGS else group
@@ -252,11 +252,12 @@ class Spots:
         return {STATES: states, LOGITS: logits}
 
     def _right_gradients(self, reference: Reference, spot: Spot) -> Parts:
+        """Gradients of the embeddings of the spot's tokens, and of whole matrices: see `ratio_by_group`."""
         sequences, chosen = self._sequences(spot)
         rows = spot.rows if self.whole else {}
-        found = reference.gradients(self.data, sequences, list(rows))
+        right = reference.gradients(self.data, sequences, list(rows))
         ids = self.data.tokens[spot.sequence, spot.positions][chosen]
-        return {EMBEDDINGS: found[EMBEDDINGS][ids]} | {name: found[name][some] for name, some in rows.items()}
+        return right | {EMBEDDINGS: right[EMBEDDINGS][ids]}
 
     def _sequences(self, spot: Spot) -> tuple[list[int], list[int]]:
         """The sequences to be run, and those of the spot's tokens that no other sequence holds."""
@@ -264,7 +265,7 @@ class Spots:
         ids = tokens[spot.sequence, spot.positions]
         if self.whole:
             return list(range(len(tokens))), list(range(len(ids)))
-        held = torch.stack([torch.isin(ids, one) for one in tokens]).cpu()  # (B, tokens of the spot)
+        held = torch.stack([torch.isin(ids, sequence) for sequence in tokens]).cpu()  # (B, tokens of the spot)
         run = held[:, held.sum(dim=0).argmin()]
         chosen = ~(held & ~run[:, None]).any(dim=0)
         return run.nonzero().flatten().tolist(), chosen.nonzero().flatten().tolist()

@@ -102,7 +102,7 @@ def documents_of(text: Path) -> list[str]:
 def ids_by_document(result: list[Any], end_of_text: int) -> list[Any]:
     """The ids of each document. Some rows encode each alone; in the chunks of others ends of text divide them."""
     if not (result and isinstance(result[0], np.ndarray)):
-        return [getattr(one, "ids", one) for one in result]
+        return [getattr(encoding, "ids", encoding) for encoding in result]
     ids = np.concatenate(result)
     ends = [-1, *np.flatnonzero(ids == end_of_text).tolist(), len(ids)]
     return [ids[start + 1 : stop] for start, stop in pairwise(ends)]

@@ -204,23 +204,23 @@ def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
     tokenizer = train([beginning], vocab_size, [corpora.END_OF_TEXT], len(os.sched_getaffinity(0)))
     place = Path(folder().name) / f"{train_tokens}-{val_tokens}-{vocab_size}"
     place.mkdir(exist_ok=True)
-    found = place / "train.npy", place / "valid.npy"
-    np.save(found[0], _first(tokenizer, corpus.train, train_tokens, "--train-tokens"))
-    np.save(found[1], _first(tokenizer, corpus.valid, val_tokens, "--val-tokens"))
-    return found
+    paths = place / "train.npy", place / "valid.npy"
+    np.save(paths[0], _first(tokenizer, corpus.train, train_tokens, "--train-tokens"))
+    np.save(paths[1], _first(tokenizer, corpus.valid, val_tokens, "--val-tokens"))
+    return paths
 
 
 def _first(tokenizer: Tokenizer, parts: tuple[chunks.Chunk, ...], count: int, option: str) -> np.ndarray:
     """`count` ids and the one that follows them."""
-    found: list[np.ndarray] = []
+    pieces: list[np.ndarray] = []
     for chunk in chunks.chunks(
         parts, pretokens.Pretokenizer([corpora.END_OF_TEXT]), max(LEAST_BYTES, BYTES_PER_TOKEN * count)
     ):
-        found += data.encode_files(tokenizer, [chunk], 1)
-        if sum(map(len, found)) > count:
-            return np.concatenate(found)[: count + 1]
+        pieces += data.encode_files(tokenizer, [chunk], 1)
+        if sum(map(len, pieces)) > count:
+            return np.concatenate(pieces)[: count + 1]
     raise ranks.Unsupported(
-        f"{option} {count}: must be less than {sum(map(len, found))}, which is all that {CORPUS} has"
+        f"{option} {count}: must be less than {sum(map(len, pieces))}, which is all that {CORPUS} has"
     )
 
 
@@ -284,12 +284,12 @@ def begin(case: TrainingCase, tokens: Tokens, seed: int) -> None:
 @ranks.on_part
 def epoch(case: TrainingCase, steps: int) -> Epoch:
     """The next steps, which ranks begin together."""
-    (one,) = _TRAINER
-    if one.world_size > 1:
-        torch.distributed.barrier(one.group)
+    (trainer,) = _TRAINER
+    if trainer.world_size > 1:
+        torch.distributed.barrier(trainer.group)
     synchronize(device().type)
     start = perf_counter()
-    taken = [one.train_step()[0] for _ in range(steps)]
+    taken = [trainer.train_step()[0] for _ in range(steps)]
     clock = sensors(device().type).read().sm_clock_mhz
     synchronize(device().type)
     return Epoch(perf_counter() - start, [step.loss for step in taken], [step.norm for step in taken], clock)
@@ -298,13 +298,15 @@ def epoch(case: TrainingCase, steps: int) -> Epoch:
 @ranks.on_part
 def end(case: TrainingCase) -> tuple[float, str]:
     """(the loss on held-out text, what tells whether ranks have one model)."""
-    (one,) = _TRAINER
+    (trainer,) = _TRAINER
     same = (
-        reproducible.weights_sha256(one.strategy.full_state_dict()) if case.reproducible else one.strategy.fingerprint()
+        reproducible.weights_sha256(trainer.strategy.full_state_dict())
+        if case.reproducible
+        else trainer.strategy.fingerprint()
     )
-    found = one.evaluate().loss, same
+    result = trainer.evaluate().loss, same
     clear(case)
-    return found
+    return result
 
 
 def clear(_: TrainingCase) -> None:

@@ -102,7 +102,7 @@ class Layer:
     bytes_per_s: float
 
     def compute_seconds(self, direction: str, devices: float) -> float:
-        """The same however the work is divided. ValueError for a direction that is not in FLOPS."""
+        """Seconds of arithmetic, however the work is divided. ValueError for a direction that is not in FLOPS."""
         one_of("direction", direction, FLOPS)
         return FLOPS[direction] * self.tokens * self.d_model * self.d_ff / devices / self.flops_per_s
 
@@ -114,7 +114,8 @@ class Layer:
             return self.mesh_seconds(1, devices)[1]
         operations = WEIGHT_COLLECTIVES[kind][direction]
         return sum(
-            ring_seconds(one, 3 * self.d_model * self.d_ff * ELEMENT, devices, self.bytes_per_s) for one in operations
+            ring_seconds(operation, 3 * self.d_model * self.d_ff * ELEMENT, devices, self.bytes_per_s)
+            for operation in operations
         )
 
     def most_devices(self, kind: str, direction: str) -> float:

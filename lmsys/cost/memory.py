@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from lmsys.checkpointing import FIT, LEVELS, setting_of
+from lmsys import checkpointing, values
 from lmsys.config import RESIDUALS, SIZES, ModelConfig, model_config
 from lmsys.cost.operations import block_matrices, model_flops, model_parameters
-from lmsys.values import one_of
 
 MATMUL_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # bytes of an element that a matmul reads
 WIDE = 4  # parameters, gradients, optimizer state, the residual stream unless it is narrow
@@ -50,7 +49,7 @@ def training_memory(
     `precision` is of MATMUL_BYTES, with autocast for the half ones; ValueError for another. `world_size` and `stage`
     are those of `zero_memory`; in stage 3 what matmuls read is gathered in the precision's dtype.
     """
-    one_of("precision", precision, MATMUL_BYTES)
+    values.one_of("precision", precision, MATMUL_BYTES)
     count, tokens = model_parameters(config), batch * context
     held = {name: math.ceil(size) for name, size in zero_memory(count, world_size, stage).items()}
     if _gathers(world_size, stage):
@@ -80,18 +79,20 @@ def fit(
     """
 
     def chosen(levels: Sequence[str]) -> tuple[ModelConfig, int]:
-        found = replace(config, checkpoint_blocks=setting_of(levels))
-        footprint = training_memory(found, batch, context, precision, world_size, stage)
-        return found, footprint.peak if not gradients_stay else sum(vars(footprint).values())
+        candidate = replace(config, checkpoint_blocks=checkpointing.setting_of(levels))
+        footprint = training_memory(candidate, batch, context, precision, world_size, stage)
+        return candidate, footprint.peak if not gradients_stay else sum(vars(footprint).values())
 
     blocks = config.num_layers
-    for more, less in pairwise([*LEVELS, LEVELS[-1]]):
+    for more, less in pairwise([*checkpointing.LEVELS, checkpointing.LEVELS[-1]]):
         for count in range(blocks, 0, -1):
-            found, peak = chosen([less] * (blocks - count) + [more] * count)
+            fitting, peak = chosen([less] * (blocks - count) + [more] * count)
             if peak <= memory:
-                return found
+                return fitting
     least, room = (f"{size / 2**30:.4g} GiB" for size in (peak, memory))
-    raise ValueError(f"checkpoint_blocks={FIT!r}: a step needs {least} of {room} even where whole blocks are run again")
+    raise ValueError(
+        f"checkpoint_blocks={checkpointing.FIT!r}: a step needs {least} of {room} even where whole blocks are run again"
+    )
 
 
 def zero_memory(num_parameters: int, world_size: int, stage: int) -> dict[str, float]:
@@ -100,9 +101,9 @@ def zero_memory(num_parameters: int, world_size: int, stage: int) -> dict[str, f
     Stage 0: all on each; 1: optimizer state divided by world_size; 2: gradients too; 3: parameters too. Rajbhandari et
     al. 2020, "ZeRO" (arXiv 1910.02054), section 5, there with 16-bit parameters and gradients. ValueError for another.
     """
-    one_of("stage", stage, range(4))
-    one = 4.0 * num_parameters
-    parts = {"parameters": (one, 3), "gradients": (one, 2), "optimizer": (2 * one, 1)}
+    values.one_of("stage", stage, range(4))
+    whole = 4.0 * num_parameters
+    parts = {"parameters": (whole, 3), "gradients": (whole, 2), "optimizer": (2 * whole, 1)}
     return {name: size / world_size if stage >= since else size for name, (size, since) in parts.items()}
 
 
@@ -194,7 +195,7 @@ def table(config: ModelConfig, batch: int, precision: str, world_size: int = 1, 
     context = config.context_length
     step = model_flops(config, tokens=batch * context, context=context, mode="step")
     lines = ["| level | a block keeps, GiB | peak, GiB | matmuls again, % of a step |", "|---|---:|---:|---:|"]
-    for level in LEVELS:
+    for level in checkpointing.LEVELS:
         footprint = training_memory(
             replace(config, checkpoint_blocks=level), batch, context, precision, world_size, stage
         )

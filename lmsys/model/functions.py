@@ -33,8 +33,8 @@ def check_ids(name: str, x: object, kind: str, shapes: list[Shape] | None, below
     if x.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be {kind} in int64 or int32; got {x.dtype}")
     if shapes is not None and not any(_fits(x.shape, shape) for shape in shapes):
-        told = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
-        raise ValueError(f"{name} must be {kind} of shape {told}; got shape {tuple(x.shape)}")
+        allowed = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
+        raise ValueError(f"{name} must be {kind} of shape {allowed}; got shape {tuple(x.shape)}")
     if x.device.type != "cpu" or autograd.is_watched():
         return
     known = x if but is None else x[x != but]

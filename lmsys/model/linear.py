@@ -117,10 +117,10 @@ _recordings: list[set["RoundedWeights"]] = []
 @contextmanager
 def recorded() -> Iterator[set["RoundedWeights"]]:
     """Collects the copies that are read inside. What replays a recording of that has to `refresh` them before."""
-    found: set[RoundedWeights] = set()
-    _recordings.append(found)
+    read: set[RoundedWeights] = set()
+    _recordings.append(read)
     try:
-        yield found
+        yield read
     finally:
         _recordings.pop()
 
@@ -151,7 +151,9 @@ class RoundedWeights:
         groups = [] if self._shown else [[layer.weight for layer in group] for group in self._layers]
         weights = list(chain(*groups))
         dtype = _cast_to(weights) if weights else None
-        if dtype is None or not all(isinstance(one, nn.Parameter) and not one.is_inference() for one in weights):
+        if dtype is None or not all(
+            isinstance(parameter, nn.Parameter) and not parameter.is_inference() for parameter in weights
+        ):
             yield  # nothing is cast, or a weight does not count its changes
             return
         if not self._are_of(weights, dtype):
@@ -162,8 +164,8 @@ class RoundedWeights:
             self._numbers = {id(weight): number for number, weight in enumerate(weights)}
             self._made_of = [None] * len(weights)
         self.refresh()
-        for found in _recordings:
-            found.add(self)
+        for recording in _recordings:
+            recording.add(self)
         self._shown = True
         for weight, copy in zip(weights, self._copies, strict=True):
             weight.rounded = copy
@@ -201,5 +203,5 @@ class RoundedWeights:
     def _are_of(self, weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
         pairs = zip(weights, self._weights, self._copies, strict=True)
         return len(weights) == len(self._weights) and all(
-            one is other and copy.dtype == dtype and copy.device == one.device for one, other, copy in pairs
+            weight is other and copy.dtype == dtype and copy.device == weight.device for weight, other, copy in pairs
         )

@@ -43,7 +43,7 @@ def run_again(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any
 
 
 def _up_to_matmuls(function: Callable[..., Any], *inputs: Tensor) -> Any:
-    """The same without the matmuls that `function` ends in: their backward reads their inputs, not their results."""
+    """Like `run_again`, but the second run skips the final matmuls: their backward needs only their inputs."""
     contexts = _saved_matmuls if torch.compiler.is_compiling() else _left_out_matmuls
     return run_again(function, *inputs, context_fn=contexts)
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lmsys import checkpointing, values
-from lmsys.attention import ATTENTION, Documents, Pattern, attention, row_of
-from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, capability_of, keywords_of
+from lmsys.attention import ATTENTION, Documents, Pattern, attention, contract, row_of
 from lmsys.config import ModelConfig
 from lmsys.measure.profile import part
 from lmsys.model import functions, fused, linear, rotary, selective
@@ -142,10 +141,10 @@ def attention_case(
     *,
     grad: bool,
     documents: bool = False,
-) -> AttentionCase:
+) -> contract.AttentionCase:
     """The case that a model makes for its attention row, of `batch` sequences of `length` tokens."""
-    capability = capability_of(device.index) if device.type == "cuda" else None
-    return AttentionCase(
+    capability = contract.capability_of(device.index) if device.type == "cuda" else None
+    return contract.AttentionCase(
         batch,
         config.num_heads,
         config.kv_heads,
@@ -325,7 +324,10 @@ class TransformerLM(nn.Module):
         return self.loss_of(self.hidden(tokens, positions, documents=documents), targets)
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The same of the states that `hidden` has made. ValueError for targets that are not class indices (B, S)."""
+        """The loss from the states that `hidden` has made.
+
+        ValueError for targets that are not class indices (B, S).
+        """
         with part("head and loss"), self._rounded_shown():
             loss: Tensor = linear_cross_entropy(hidden, self.lm_head.weight, targets)
         return loss
@@ -365,8 +367,8 @@ class TransformerLM(nn.Module):
         if documents is not None:
             fits = documents.num_tokens == length and documents.batch in (1, batch)
             if not fits or documents.device != tokens.device:
-                told = f"{batch} sequences of {length} tokens on {tokens.device}"
-                raise ValueError(f"documents must fill {told}; got {documents}")
+                tokens_words = f"{batch} sequences of {length} tokens on {tokens.device}"
+                raise ValueError(f"documents must fill {tokens_words}; got {documents}")
         if positions is not None:
             shapes: list[functions.Shape] = [(length,), (batch, length)]
             functions.check_ids("positions", positions, "positions in the context", shapes, self.config.context_length)
@@ -374,14 +376,18 @@ class TransformerLM(nn.Module):
     def _attend(self, x: Tensor, documents: Documents | None = None) -> Any:
         """The row's function for this shape, dtype and mode, looked up outside of compiled blocks."""
         batch, length, _ = x.shape
-        dtype, grad, packed = DTYPE_NAMES[linear.matmul_dtype(x)], torch.is_grad_enabled(), documents is not None
+        dtype, grad, packed = (
+            contract.DTYPE_NAMES[linear.matmul_dtype(x)],
+            torch.is_grad_enabled(),
+            documents is not None,
+        )
         row, _ = row_of(
             self.config.attention,
             attention_case(self.config, batch, length, dtype, x.device, grad=grad, documents=packed),
         )
         if documents is None:
             return row
-        options = keywords_of(row, Pattern(True, documents=documents))
+        options = contract.keywords_of(row, Pattern(True, documents=documents))
         return lambda q, k, v, causal: row(q, k, v, **options)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmsys.parallel.collectives import Group
-from lmsys.parallel.structure import grouped
+from lmsys.parallel import collectives, structure
 
 
 class Adapter:
@@ -18,7 +17,7 @@ class Adapter:
     ValueError for a class that cannot be called with a module, or has no finish_gradient_synchronization().
     """
 
-    def __init__(self, strategy: Any, module: nn.Module, group: Group, **options: Any):
+    def __init__(self, strategy: Any, module: nn.Module, group: collectives.Group, **options: Any):
         self.module = module
         self.wrapper = strategy(module, **_arguments(strategy, group, options))
         if not hasattr(self.wrapper, "finish_gradient_synchronization"):
@@ -39,7 +38,7 @@ class Adapter:
     def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
         if hasattr(self.wrapper, "make_optimizer"):
             return self.wrapper.make_optimizer(optimizer_cls, **kwargs)
-        return optimizer_cls(grouped(self.module, kwargs.pop("groups", None)), **kwargs)
+        return optimizer_cls(structure.grouped(self.module, kwargs.pop("groups", None)), **kwargs)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return self.wrapper.full_state_dict() if hasattr(self.wrapper, "full_state_dict") else self.module.state_dict()
@@ -50,7 +49,7 @@ class Adapter:
         return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()
 
 
-def _arguments(strategy: Any, group: Group, options: dict[str, Any]) -> dict[str, Any]:
+def _arguments(strategy: Any, group: collectives.Group, options: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of the strategy: the options, and the process group where it takes one."""
     try:
         taken = inspect.signature(strategy).parameters
@@ -61,7 +60,7 @@ def _arguments(strategy: Any, group: Group, options: dict[str, Any]) -> dict[str
         given["process_group"] = group
     if "bucket_size_mb" in taken:
         given["bucket_size_mb"] = given.pop("bucket_mb", 25)
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
     if (unknown := sorted(given.keys() - taken.keys())) and not takes_all:
         raise ValueError(f"{strategy.__name__} does not take {', '.join(unknown)}")
     return given

@@ -11,7 +11,7 @@ class NoSync(wrapper.Wrapper):
     synchronizes = False
 
     def _synchronize(self) -> None:
-        """Does nothing."""
+        """A no-op: nothing is sent."""
 
 
 class AfterBackward(wrapper.Wrapper):

@@ -112,15 +112,15 @@ def plan_segments(
     hold((limit > 0, f"a bucket must hold something: its size is {limit:g} elements, and must be positive"))
     kinds = kinds or [None] * len(numels)
     loads = [0] * world_size if loads is None else loads
-    found = []
+    segments = []
     for kind in dict.fromkeys(kinds[index] for index in order):
         left = [index for index in order if kinds[index] == kind]
         while left:
             end = _cut(numels, left, limit * world_size, world_size)
-            found.append(_segmented(numels, left[:end], world_size, loads))
+            segments.append(_segmented(numels, left[:end], world_size, loads))
             left = left[end:]
     place = {index: position for position, index in enumerate(order)}
-    return sorted(found, key=lambda bucket: max(place[index] for index in bucket.indices))
+    return sorted(segments, key=lambda bucket: max(place[index] for index in bucket.indices))
 
 
 def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: int) -> int:

@@ -149,9 +149,9 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     world_size, _ = size_and_rank(group)
     if world_size == 1:
         return [value]
-    found: list[Any] = [None] * world_size
-    dist.all_gather_object(found, value, group=unwrapped(group))
-    return found
+    objects: list[Any] = [None] * world_size
+    dist.all_gather_object(objects, value, group=unwrapped(group))
+    return objects
 
 
 class Agreement:
@@ -181,9 +181,9 @@ class Agreement:
         for other in (x for x in rest if x >= 0):
             self._blank(other)
         self._order = []
-        told = torch.tensor([number, -number, len(rest), -len(rest)])
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=unwrapped(self._group))
-        if told.sum():
+        extremes = torch.tensor([number, -number, len(rest), -len(rest)])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=unwrapped(self._group))
+        if extremes.sum():
             self._since = []
             raise RuntimeError(APART)
 

@@ -34,10 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lmsys.parallel import sharded_optimizer, wrapper
+from lmsys.parallel import collectives, overlapped, sharded_optimizer, wrapper
 from lmsys.parallel.buckets import ALIGNMENT, Layout, copy_gradients, widen
-from lmsys.parallel.collectives import Group, Pending, gather_objects, is_nccl
-from lmsys.parallel.overlapped import Bucket, Bucketed, Collectives
 
 READY, ARRIVED, DONE = range(3)  # channels of a bucket's signals
 HALVES = 2
@@ -91,7 +89,7 @@ class Exchange:
         self._added: list[Any] = []  # for each bucket sent, the event of its addition
         self._held: list[Sequence[Tensor]] = []  # gradients that are still read
 
-    def send(self, number: int, gradients: Sequence[Tensor]) -> Pending:
+    def send(self, number: int, gradients: Sequence[Tensor]) -> collectives.Pending:
         """Begins with a bucket, whose gradients the current stream makes. From 0 on, one after another.
 
         gradients  as its layout has them, contiguous; elsewhere than in its flat tensor, or where they belong in it
@@ -114,7 +112,7 @@ class Exchange:
             self._added.append(self._outward.record_event())
             for into, source in returning:
                 self._copy(into, source)
-        return Pending(then=self.finish)
+        return collectives.Pending(then=self.finish)
 
     def finish(self) -> None:
         """The current stream waits for every bucket sent, and its gradients may change."""
@@ -159,7 +157,7 @@ class AllGather:
         self._stream = cuda.Stream(priority=-1)
         self._next = 0
 
-    def send(self, number: int) -> Pending:
+    def send(self, number: int) -> collectives.Pending:
         """Begins to gather a flat tensor, after all that the current stream has so far. The wait ends when it is whole.
 
         From 0 on, one after another; 0 begins anew. The own segment stays as it is until the wait.
@@ -173,7 +171,7 @@ class AllGather:
             for into, source in self._copies[number]:
                 self._copy(into, source)
             self._signal(ARRIVED)
-            return Pending(then=partial(self._await, self._stream.record_event()))
+            return collectives.Pending(then=partial(self._await, self._stream.record_event()))
 
     def _signal(self, channel: int) -> None:
         self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
@@ -202,12 +200,12 @@ def inbox_bytes(layouts: Sequence[Layout], itemsizes: Sequence[int], world_size:
 
 def parts_of(layout: Layout, segment: slice) -> list[tuple[int, slice, int]]:
     """The tensors that have elements in a segment: the number of each, which elements, and where in the segment."""
-    found = []
+    parts = []
     for index, (shape, _, start) in enumerate(layout.places):
         first, last = max(segment.start, start), min(segment.stop, start + shape.numel())
         if first < last:
-            found.append((index, slice(first - start, last - start), first - segment.start))
-    return found
+            parts.append((index, slice(first - start, last - start), first - segment.start))
+    return parts
 
 
 def _bucket(layout: Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int, handle: Any) -> _Bucket:
@@ -239,7 +237,7 @@ def _bucket(layout: Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int
 INSTEAD = "take bucketed or zero1, which are the same by collectives"
 
 
-class CopyEngines(Collectives):
+class CopyEngines(overlapped.Collectives):
     """Buckets travel through symmetric memory, which the GPUs of a node see of one another, once they are settled.
 
     shared  how often this process has shared memory in this way. Torch numbers what ranks tell one another for that by
@@ -250,7 +248,7 @@ class CopyEngines(Collectives):
     shared: ClassVar[int] = 0
     _exchange: Exchange | None = None
 
-    def __init__(self, module: nn.Module, group: Group):
+    def __init__(self, module: nn.Module, group: collectives.Group):
         super().__init__(module, group)
         check_gpus(module, group)
         from lmsys.parallel.mean_triton import mean_  # without triton it fails now, not after the first step
@@ -260,22 +258,24 @@ class CopyEngines(Collectives):
     def zeros(self, like: Tensor, length: int) -> Tensor:
         return self._empty(length, like.dtype).zero_()
 
-    def settle(self, buckets: Sequence[Bucket], buffers: Sequence[sharded_optimizer.FlatBuffer] = ()) -> None:
+    def settle(
+        self, buckets: Sequence[overlapped.Bucket], buffers: Sequence[sharded_optimizer.FlatBuffer] = ()
+    ) -> None:
         self._agree()
         if buckets:
             self._exchange = self._exchange_of(buckets)
-            self._means = [_means(*one) for one in zip(buckets, self._exchange.flats, strict=True)]
+            self._means = [_means(*pair) for pair in zip(buckets, self._exchange.flats, strict=True)]
         if buffers:
             self._all_gather = self._all_gather_of([buffer.flat for buffer in buffers])
 
     @torch.no_grad()
-    def reduce(self, bucket: Bucket) -> Pending:
+    def reduce(self, bucket: overlapped.Bucket) -> collectives.Pending:
         if self._exchange is None:
             return super().reduce(bucket)
         params, means = bucket.params, self._means[bucket.number]
         if bucket.dtype != params[0].dtype:
             copy_gradients(params, means)
-            return Pending(self._exchange.send(bucket.number, means), partial(widen, params, means))
+            return collectives.Pending(self._exchange.send(bucket.number, means), partial(widen, params, means))
         gradients = [
             wrapper.dense(p) if p.grad is not None else torch.zeros_like(p) if mean is None else mean.zero_()
             for p, mean in zip(params, means, strict=True)
@@ -284,10 +284,10 @@ class CopyEngines(Collectives):
             p.grad = mean
         return self._exchange.send(bucket.number, gradients)
 
-    def gather(self, number: int, buffer: sharded_optimizer.FlatBuffer) -> Pending:
+    def gather(self, number: int, buffer: sharded_optimizer.FlatBuffer) -> collectives.Pending:
         return self._all_gather.send(number)
 
-    def _exchange_of(self, buckets: Sequence[Bucket]) -> Exchange:
+    def _exchange_of(self, buckets: Sequence[overlapped.Bucket]) -> Exchange:
         layouts = [bucket.layout for bucket in buckets]
         room = inbox_bytes(layouts, [bucket.dtype.itemsize for bucket in buckets], self.group.size())
         inbox = self._empty(room, torch.uint8)
@@ -319,7 +319,7 @@ class CopyEngines(Collectives):
 
     def _agree(self) -> None:
         """ValueError on all ranks, where they would wait without end."""
-        shared = gather_objects(CopyEngines.shared, self.group)
+        shared = collectives.gather_objects(CopyEngines.shared, self.group)
         if len(set(shared)) > 1:
             raise ValueError(
                 f"ranks have shared memory {', '.join(map(str, shared))} times, and must have as often as one another:"
@@ -332,7 +332,7 @@ class CopyEngines(Collectives):
         return round(1000 * backend.options._timeout.total_seconds())
 
 
-def _means(bucket: Bucket, flat: Tensor) -> list[Any]:
+def _means(bucket: overlapped.Bucket, flat: Tensor) -> list[Any]:
     """For each parameter the view of `flat` where its mean will be; None for one that this rank does not own."""
     found = dict(zip(bucket.owned, bucket.own.views(flat), strict=True))
     return [found.get(p) for p in bucket.params]
@@ -341,13 +341,13 @@ def _means(bucket: Bucket, flat: Tensor) -> list[Any]:
 class ByCopyEngines:
     """The facts of each strategy whose buckets travel so."""
 
-    over: type[Collectives] = CopyEngines
+    over: type[overlapped.Collectives] = CopyEngines
     why_not_reproducible = "copy engines add by rank, and not as a tree: take bucketed or zero1"
     all_reduce_model = False  # latency and bandwidth are those of NCCL's all-reduce
     kernels = r"^_mean_kernel$"  # signals are torch's kernels, and copies have none
 
 
-class CopyEngine(ByCopyEngines, Bucketed):
+class CopyEngine(ByCopyEngines, overlapped.Bucketed):
     """bucket_mb, comm_dtype: as in `Bucketed`. ValueError as in `CopyEngines`."""
 
     rivals = ("torch_ddp_tuned",)
@@ -358,14 +358,14 @@ def copy_engine_supports(case: Any) -> str | None:
     return None if case.device == "cuda" else f"copy engines need GPUs; on a CPU {INSTEAD}"
 
 
-def check_gpus(module: nn.Module, group: Group) -> None:
+def check_gpus(module: nn.Module, group: collectives.Group) -> None:
     """ValueError where ranks are not GPUs of one node under NCCL, each the current one. All ranks call it."""
-    if not all(is_nccl(group, p) for p in module.parameters()):
+    if not all(collectives.is_nccl(group, p) for p in module.parameters()):
         raise ValueError(f"copy engines need NCCL and parameters on GPUs; elsewhere {INSTEAD}")
     here = torch.device("cuda", torch.cuda.current_device())
     if others := sorted({str(p.device) for p in module.parameters()} - {str(here)}):
         raise ValueError(
             f"parameters are on {', '.join(others)}, and the current GPU is {here}: set_device, or {INSTEAD}"
         )
-    if len(nodes := sorted(set(gather_objects(platform.node(), group)))) > 1:
+    if len(nodes := sorted(set(collectives.gather_objects(platform.node(), group)))) > 1:
         raise ValueError(f"copy engines are for ranks of one node, and these are on {', '.join(nodes)}: {INSTEAD}")

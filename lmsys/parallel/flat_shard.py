@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmsys.parallel.buckets import Layout, copy_gradients
-from lmsys.parallel.collectives import Group, Pending, all_gather, reduce_scatter_mean, size_and_rank
+from lmsys.parallel import buckets, collectives
 from lmsys.parallel.part import Absent, appear, as_part, leave
 
 
@@ -62,15 +61,15 @@ class FlatShard:
     def __init__(
         self,
         params: list[nn.Parameter],
-        group: Group,
+        group: collectives.Group,
         gathered_dtype: torch.dtype | None,
         rounded: bool = False,
         on_read: Callable[[], Any] = bool,
         number: int = 0,
     ):
         self.params, self.group, self.on_read, self.number = params, group, on_read, number
-        world_size, self.rank = size_and_rank(group)
-        self.layout = Layout.of(params)
+        world_size, self.rank = collectives.size_and_rank(group)
+        self.layout = buckets.Layout.of(params)
         length = self.layout.part(world_size)
         everything = params[0].new_zeros(world_size * length)
         for p, view in zip(params, self.layout.views(everything), strict=True):
@@ -81,13 +80,13 @@ class FlatShard:
         narrow = gathered_dtype if params[0].is_floating_point() else None
         self.whole = torch.empty(world_size * length, dtype=narrow or everything.dtype, device=everything.device)
         self._nbytes = self.whole.untyped_storage().nbytes()
-        self._gathering: Pending | None = None
+        self._gathering: collectives.Pending | None = None
         self._is_whole, self._is_hidden = False, False
         self._version = 0  # of the shard, when it was gathered
         self.used = [False] * len(params)  # of which this rank has made a gradient, since the shard's was None
         self._idle, self._behind = set[int](), set[int]()  # those no rank has used; that a step has left as they were
         self._is_shown = False  # in a tensor of their own, for others to read
-        self._reduced: list[tuple[Pending, Tensor]] = []
+        self._reduced: list[tuple[collectives.Pending, Tensor]] = []
         self._views, self._padding = self.layout.views(self.whole), self.layout.gaps(self.whole.numel())
         self._rounded: list[Tensor] = []
         if rounded:  # through `.data`, as below
@@ -145,7 +144,7 @@ class FlatShard:
         self.reshard()
         self.whole.untyped_storage().resize_(self._nbytes)
         self._version = self.shard._version
-        self._gathering = all_gather(self.whole, self.shard.detach().to(self.whole.dtype), self.group)
+        self._gathering = collectives.all_gather(self.whole, self.shard.detach().to(self.whole.dtype), self.group)
 
     def wait(self) -> None:
         if self._gathering is not None:
@@ -175,13 +174,13 @@ class FlatShard:
         grads = self.shard.new_empty(self.whole.numel())
         if self._padding:  # it is part of the shards, and of their norm
             torch._foreach_zero_([grads[gap] for gap in self._padding])
-        copy_gradients(self.params, self.layout.views(grads))
+        buckets.copy_gradients(self.params, self.layout.views(grads))
         for p in self.params:
             p.grad = None
         if not self._is_whole:
             self._leave()
         part = torch.empty_like(self.shard)
-        self._reduced.append((reduce_scatter_mean(part, grads, self.group), part))
+        self._reduced.append((collectives.reduce_scatter_mean(part, grads, self.group), part))
 
     @torch.no_grad()
     def finish_reduce(self) -> None:
@@ -223,7 +222,7 @@ class FlatShard:
     def gathered(self, x: Tensor) -> list[Tensor]:
         """A tensor (n,) that is laid out as the shard, whole, as views in the parameters' shapes. All ranks call it."""
         flat = x.new_empty(self.whole.numel())
-        all_gather(flat, x.detach().contiguous(), self.group).wait()
+        collectives.all_gather(flat, x.detach().contiguous(), self.group).wait()
         return self.layout.views(flat)
 
     def unshard(self) -> None:

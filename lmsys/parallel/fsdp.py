@@ -22,24 +22,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
-from lmsys.parallel import sharded_optimizer, traits, wrapper
-from lmsys.parallel.collectives import Agreement, Group, all_reduce_mean, gather_objects, is_nccl, reduce_scatter_mean
-from lmsys.parallel.flat_shard import FlatShard, Unit, Walk
+from lmsys.parallel import collectives, flat_shard, sharded_optimizer, structure, traits, wrapper
 from lmsys.parallel.part import divided
-from lmsys.parallel.structure import (
-    Among,
-    Groups,
-    before_backward,
-    blocks_of,
-    flats_by_block,
-    grouped,
-    is_in_backward,
-    read_as_kept,
-    read_rounded,
-    surround,
-    tensors_in,
-    weakly,
-)
 from lmsys.values import hold
 
 
@@ -47,8 +31,9 @@ class Fsdp(wrapper.Wrapper):
     """compute_dtype  of the gathered parameters, of inputs and so of the computation; None: the parameters' own
 
     Where modules read rounded copies of their parameters under autocast (`reads_rounded`, the linear layers of
-    `TransformerLM`), only these copies are gathered in compute_dtype, all else is in its own, and the forward is under
-    autocast: gradients then are what they are without sharding, and none is rounded. In a model of other modules all
+    `TransformerLM`), only those copies are gathered in compute_dtype; other parameters keep their dtype, and the
+    forward runs under autocast. Gradients then equal the unsharded ones, and are not rounded. In a model of other
+    modules all
     is gathered in compute_dtype. A module whose attribute `reads_own_dtype` is True when it is wrapped, such as a norm
     that computes in float32, reads its own parameters (not those of its children) as they are; its inputs are cast all
     the same.
@@ -76,47 +61,54 @@ class Fsdp(wrapper.Wrapper):
     why_not_fused = traits.SURROUNDS_BLOCKS
     rivals = ("torch_fsdp2",)
 
-    def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
+    def __init__(
+        self, module: nn.Module, process_group: collectives.Group = None, compute_dtype: torch.dtype | None = None
+    ):
         wrapper.check_floating("compute_dtype", compute_dtype)
         super().__init__(module, process_group)
-        compares = self.world_size > 1 and self.trainable and not is_nccl(process_group, self.trainable[0])
-        self._agreement = Agreement(process_group, weakly(self._blank)) if compares else None
+        compares = self.world_size > 1 and self.trainable and not collectives.is_nccl(process_group, self.trainable[0])
+        self._agreement = collectives.Agreement(process_group, structure.weakly(self._blank)) if compares else None
         self._dtype = compute_dtype
         self._units = [
-            Unit(number, [], weakly(self._before_collective)) for number in range(1 + len(blocks_of(module)))
+            flat_shard.Unit(number, [], structure.weakly(self._before_collective))
+            for number in range(1 + len(structure.blocks_of(module)))
         ]
         self._optimizers = WeakSet[Any]()
         self._lay_out()
         unit_of = {id(p): unit for unit in self._units for flat in unit.flats for p in flat.params}
         self._unit_of = [unit_of[id(p)] for p in self.trainable]
         self._order = self._units[1:]  # in which forwards use blocks, as far as is known
-        self._other_order: list[Unit] = []  # in which one has used them
-        self._running: list[Unit] = []  # whose forwards have begun, each inside of the one before
-        self._to_come = WeakSet[Walk]()  # forwards that no backward has come to
-        self._back = Walk((), bool)
-        self._begun = WeakSet[Walk]()  # those that this backward has come to
-        self._to_reduce = set[Unit]()
-        self._reducing: list[Unit] = []
+        self._other_order: list[flat_shard.Unit] = []  # in which one has used them
+        self._running: list[flat_shard.Unit] = []  # whose forwards have begun, each inside of the one before
+        self._to_come = WeakSet[flat_shard.Walk]()  # forwards that no backward has come to
+        self._back = flat_shard.Walk((), bool)
+        self._begun = WeakSet[flat_shard.Walk]()  # those that this backward has come to
+        self._to_reduce = set[flat_shard.Unit]()
+        self._reducing: list[flat_shard.Unit] = []
         self._kept: list[tuple[Tensor, Tensor]] = []  # what a step is to leave as it was
-        for block, unit in zip(blocks_of(module), self._order, strict=True):
-            surround(block, weakly(self._enter_forward, unit), weakly(self._leave_forward, unit))
+        for block, unit in zip(structure.blocks_of(module), self._order, strict=True):
+            structure.surround(
+                block, structure.weakly(self._enter_forward, unit), structure.weakly(self._leave_forward, unit)
+            )
 
     def _lay_out(self, *groups: set[int]) -> None:
         """Lays parameters side by side, those of each group apart."""
         self.unshard()
-        rounded = read_rounded(self.module) if self._dtype in (torch.bfloat16, torch.float16) else set[int]()
+        rounded = structure.read_rounded(self.module) if self._dtype in (torch.bfloat16, torch.float16) else set[int]()
         self._autocasts = bool(rounded)
-        kept = {id(p) for p in self.module.parameters()} - rounded if rounded else read_as_kept(self.module)
+        kept = {id(p) for p in self.module.parameters()} - rounded if rounded else structure.read_as_kept(self.module)
         numbers = count()
-        for unit, flats in zip(self._units, flats_by_block(self.module, *groups), strict=True):
+        for unit, flats in zip(self._units, structure.flats_by_block(self.module, *groups), strict=True):
             unit.flats = []
             for params in flats:
-                p, read = id(params[0]), weakly(self._read, unit.number)  # the others have the same marks
+                p, read = id(params[0]), structure.weakly(self._read, unit.number)  # the others have the same marks
                 dtype = None if p in kept else self._dtype
-                unit.flats.append(FlatShard(params, self.group, dtype, p in rounded, read, next(numbers)))
-        self._parts = Among(self.parameters())
+                unit.flats.append(flat_shard.FlatShard(params, self.group, dtype, p in rounded, read, next(numbers)))
+        self._parts = structure.Among(self.parameters())
 
-    def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> torch.optim.Optimizer:
+    def make_optimizer(
+        self, optimizer_cls: Any, groups: structure.Groups | None = None, **kwargs: Any
+    ) -> torch.optim.Optimizer:
         """As any strategy's. With `groups`, ValueError where training has begun in others: they are laid out apart."""
         chosen: list[Any] = list(self.parameters())
         if groups is not None:
@@ -126,7 +118,7 @@ class Fsdp(wrapper.Wrapper):
                     "fsdp lays groups apart: make the optimizer of groups before any other, and one alone",
                 )
             )
-            chosen = grouped(self.module, groups)
+            chosen = structure.grouped(self.module, groups)
             marks = [{id(p) for p in group["params"]} for group in chosen]
             self._lay_out(*marks)
             for group, mark in zip(chosen, marks, strict=True):
@@ -141,7 +133,7 @@ class Fsdp(wrapper.Wrapper):
         return [[p for p in self.module.parameters() if shards[id(p)] in group] for group in groups]
 
     def _whole_state(self, optimizer: Any) -> dict[str, Any]:
-        shares = gather_objects(tree_map(sharded_optimizer.on_cpu, optimizer.state_dict()), self.group)
+        shares = collectives.gather_objects(tree_map(sharded_optimizer.on_cpu, optimizer.state_dict()), self.group)
         return sharded_optimizer.whole_state(shares, self.module, self.parameters_in(optimizer))
 
     def _own_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -157,10 +149,10 @@ class Fsdp(wrapper.Wrapper):
     @_disable_dynamo  # compiled blocks run as such; a compiler of the whole would look into what is done around them
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._prepare()
-        again = is_in_backward()  # checkpointed as a whole: all units stay for the backward of this
+        again = structure.is_in_backward()  # checkpointed as a whole: all units stay for the backward of this
         if again:
             self._enter_backward(None)
-        self._begin_forward(bool if again else Unit.free)
+        self._begin_forward(bool if again else flat_shard.Unit.free)
         if self._dtype is not None and not self._autocasts:
             args, kwargs = tree_map(self._cast, (args, kwargs))
         device = next(self._flats()).whole.device.type if self._autocasts else "cpu"
@@ -190,11 +182,11 @@ class Fsdp(wrapper.Wrapper):
         use = [float(used) for flat in flats for used in flat.used]
         values = torch.tensor([*use, *self._flags(), float(bool(self._other_order))], dtype=torch.float64)
         means = values.to(flats[0].shard.device, non_blocking=True)
-        all_reduce_mean(means, self.group, async_op=False).wait()
+        collectives.all_reduce_mean(means, self.group, async_op=False).wait()
         shares = iter(use if all(use) else means.tolist())
         for flat in flats:
             flat.settle(islice(shares, len(flat.params)))
-        if (told := self._heed(means[len(use) :])) is not None and told[-1] > 0:
+        if (heeded := self._heed(means[len(use) :])) is not None and heeded[-1] > 0:
             self._learn()
 
     def unshard(self) -> None:
@@ -266,7 +258,7 @@ class Fsdp(wrapper.Wrapper):
 
     def _load(self, state: dict[str, Any], strict: bool) -> Any:
         held = self.module.state_dict(keep_vars=True)
-        told = wrapper.compared(held, state, strict)
+        differences = wrapper.compared(held, state, strict)
         values = {id(x): wrapper.whole(state[name]) for name, x in held.items() if name in state}
         for flat in self._flats():
             flat.load(values)
@@ -274,9 +266,9 @@ class Fsdp(wrapper.Wrapper):
             for x in self.module.buffers():
                 if id(x) in values:
                     x.copy_(values[id(x)])
-        return told
+        return differences
 
-    def _flats(self) -> Iterator[FlatShard]:
+    def _flats(self) -> Iterator[flat_shard.FlatShard]:
         for unit in self._units:
             yield from unit.flats
 
@@ -290,7 +282,7 @@ class Fsdp(wrapper.Wrapper):
         flat = [*self._flats()][number // 2]
         if number % 2:
             whole = flat.shard.new_empty(flat.whole.numel())
-            reduce_scatter_mean(torch.empty_like(flat.shard), whole, self.group).wait()
+            collectives.reduce_scatter_mean(torch.empty_like(flat.shard), whole, self.group).wait()
         else:
             flat.gathered(flat.shard.detach().to(flat.whole.dtype))
 
@@ -307,7 +299,7 @@ class Fsdp(wrapper.Wrapper):
             unit.pinned = False
         self._free()
 
-    def _pin(self, unit: Unit) -> None:
+    def _pin(self, unit: flat_shard.Unit) -> None:
         """Leaves a unit whole until the step, as nobody can tell when its last use will be over.
 
         In a backward only where that makes a graph, of which a later one reads parameters too.
@@ -318,23 +310,23 @@ class Fsdp(wrapper.Wrapper):
 
     def _read(self, number: int) -> bool:
         """True where a freed parameter is whole now, as a forward has read it other than by calling its block."""
-        if self._walk is None and not is_in_backward():
+        if self._walk is None and not structure.is_in_backward():
             return False
         self._pin(self._units[number])
         return True
 
-    def _begin_forward(self, release: Callable[[Unit], Any]) -> None:
+    def _begin_forward(self, release: Callable[[flat_shard.Unit], Any]) -> None:
         outside, *_ = self._units
         for unit in self._running:
             unit.calls = 0  # an exception has ended it
         self._running.clear()
-        self._walk = Walk(self._order, release, release_first=True)
+        self._walk = flat_shard.Walk(self._order, release, release_first=True)
         for unit in (outside, *self._order[:1]):
             unit.gather()
         outside.wait()
 
-    def _enter_forward(self, unit: Unit, *_: Any) -> None:
-        if is_in_backward():  # checkpointed
+    def _enter_forward(self, unit: flat_shard.Unit, *_: Any) -> None:
+        if structure.is_in_backward():  # checkpointed
             self._enter_backward(None)
         else:
             for other in self._running:  # reads its parameters again after this call
@@ -347,10 +339,10 @@ class Fsdp(wrapper.Wrapper):
             self._walk.enter(unit)
         unit.wait()
 
-    def _leave_forward(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
-        tensors, hidden = tensors_in(output) if torch.is_grad_enabled() else ([], False)
-        before_backward(tensors, weakly(self._return_to, unit, self._walk))
-        if is_in_backward():
+    def _leave_forward(self, unit: flat_shard.Unit, _: nn.Module, __: Any, output: Any) -> None:
+        tensors, hidden = structure.tensors_in(output) if torch.is_grad_enabled() else ([], False)
+        structure.before_backward(tensors, structure.weakly(self._return_to, unit, self._walk))
+        if structure.is_in_backward():
             return
         unit.pinned = unit.pinned or hidden
         unit.calls -= 1
@@ -360,13 +352,13 @@ class Fsdp(wrapper.Wrapper):
         else:
             self._walk.leave(unit, returns=bool(tensors))
 
-    def _return_to(self, unit: Unit, walk: Walk | None, _: Tensor) -> None:
+    def _return_to(self, unit: flat_shard.Unit, walk: flat_shard.Walk | None, _: Tensor) -> None:
         """Called before a backward comes to a unit; where its output is the wrapper's, before `_enter_backward` is."""
         self._enter_backward(walk)
         self._back.enter(unit)
         self._pin(unit)
 
-    def _enter_backward(self, walk: Walk | None, *_: Any) -> None:
+    def _enter_backward(self, walk: flat_shard.Walk | None, *_: Any) -> None:
         super()._enter_backward(walk)
         if walk is not None and walk not in self._begun:
             self._begun.add(walk)
@@ -377,7 +369,7 @@ class Fsdp(wrapper.Wrapper):
                 unit.pinned = unit.pinned or torch.is_grad_enabled()  # a later backward reads parameters too
 
     def _begin_backward(self) -> None:
-        self._back = Walk((), weakly(self._is_over))
+        self._back = flat_shard.Walk((), structure.weakly(self._is_over))
         self._begun.clear()
         self._to_reduce = set(self._unit_of)
         self._pin(self._units[0])
@@ -406,13 +398,13 @@ class Fsdp(wrapper.Wrapper):
             self._enter_backward(None)
         self._to_reduce.add(self._unit_of[index])
 
-    def _is_over(self, unit: Unit) -> None:
+    def _is_over(self, unit: flat_shard.Unit) -> None:
         """Called when a backward has come to all of a unit's uses that it is known to come to."""
         if unit in self._to_reduce and not any(unit in walk.visits for walk in self._to_come):
             self._reduce(unit)
         unit.free()
 
-    def _reduce(self, unit: Unit) -> None:
+    def _reduce(self, unit: flat_shard.Unit) -> None:
         """Sends its gradients: on every rank at the same point, whichever it has, as collectives keep one order."""
         self._to_reduce.discard(unit)
         unit.reduce()
@@ -422,7 +414,7 @@ class Fsdp(wrapper.Wrapper):
 
     def _learn(self) -> None:
         """Expects units in the order of rank 0, and those that it has not used behind them."""
-        found = gather_objects([unit.number for unit in self._other_order], self.group)[0]
-        unused = [unit for unit in self._order if unit.number not in found]
-        self._order = [self._units[number] for number in found] + unused
+        order = collectives.gather_objects([unit.number for unit in self._other_order], self.group)[0]
+        unused = [unit for unit in self._order if unit.number not in order]
+        self._order = [self._units[number] for number in order] + unused
         self._other_order = []

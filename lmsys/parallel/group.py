@@ -17,10 +17,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from lmsys import doing, values, watchdog
+from lmsys import doing, processes, values, watchdog
 from lmsys.parallel.collectives import gather_objects
-from lmsys.processes import DIED, GRACE_S, NO_CPU_MEMORY, TIMEOUT, Failure, Worker, answered
-from lmsys.watchdog import LOOK_S, Stopped, stopped_s, told_of_stop
 
 BACKENDS = ("gloo", "nccl")
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
@@ -44,7 +42,7 @@ class WorkerError(RuntimeError):
         """The outcome, "oom" or "error", and the reason in a line: which rank, and the line that names the kind."""
         first, *trace = str(self).strip().splitlines()
         named = [line for line in trace if self.kind in line] or trace  # torch's advice may stand behind it
-        no_memory = self.kind in OUT_OF_MEMORY or NO_CPU_MEMORY in str(self)
+        no_memory = self.kind in OUT_OF_MEMORY or processes.NO_CPU_MEMORY in str(self)
         return "oom" if no_memory else "error", " ".join([first, *named[-1:]])
 
 
@@ -93,13 +91,17 @@ class WorkerGroup:
         self.world_size, self.backend, self.timeout_s = world_size, backend, timeout_s
         # Ranks meet in memory of this process, of which nothing is left whoever is killed.
         self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
-        self._stopped, self._doing, self._workers = Stopped(stopped_s()), list[Any](), list[Worker]()
+        self._stopped, self._doing, self._workers = (
+            watchdog.Stopped(watchdog.stopped_s()),
+            list[Any](),
+            list[processes.Worker](),
+        )
         for rank in range(world_size):
             file = doing.shared_file()
             self._doing.append(doing.map_file(file))
             doing.write(self._doing[-1], doing.AT_FIRST)
-            said = last_words(rank, file) if with_last_words else ""
-            self._workers.append(Worker(environment, open_files=[file], last_words=said))
+            words = last_words(rank, file) if with_last_words else ""
+            self._workers.append(processes.Worker(environment, open_files=[file], last_words=words))
             self._workers[-1].send(_join, backend, rank, world_size, self._store.port, timeout_s, file)
             os.close(file)
         self._collect(timeout_s)
@@ -127,7 +129,7 @@ class WorkerGroup:
         for worker in self._workers:
             worker.send(dist.destroy_process_group)
             worker.end()
-        self._end(GRACE_S)
+        self._end(processes.GRACE_S)
 
     def __enter__(self) -> Self:
         return self
@@ -139,10 +141,10 @@ class WorkerGroup:
         """Waits for the answer of every rank. WorkerError, with all ranks ended, when one fails or is silent."""
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
-        failures: dict[int, Failure] = {}
+        failures: dict[int, processes.Failure] = {}
         waiting = {worker: rank for rank, worker in enumerate(self._workers)}
         while waiting and (left := deadline - time.monotonic()) > 0:
-            for worker in answered(waiting, min(left, LOOK_S)):
+            for worker in processes.answered(waiting, min(left, watchdog.LOOK_S)):
                 rank = waiting.pop(worker)
                 failure, results[rank] = worker.receive()
                 if failure is not None:
@@ -150,11 +152,11 @@ class WorkerGroup:
                     deadline = min(deadline, time.monotonic() + ERRORS_S)
             stopped = self._stopped.among(worker.pid for worker in waiting)
             for worker in [worker for worker in waiting if worker.pid in stopped]:
-                failures[waiting.pop(worker)] = Failure(STOPPED, told_of_stop(self._stopped.limit_s))
+                failures[waiting.pop(worker)] = processes.Failure(STOPPED, watchdog.told_of_stop(self._stopped.limit_s))
                 deadline = 0.0
         if not waiting and not failures:
             return [results[rank] for rank in range(self.world_size)]
-        error = _blame(failures, sorted(waiting.values()), timeout_s, [doing.read(one) for one in self._doing])
+        error = _blame(failures, sorted(waiting.values()), timeout_s, [doing.read(board) for board in self._doing])
         self._end(grace_s=0.0)
         raise error
 
@@ -170,7 +172,7 @@ class TorchrunGroup:
 
     def __init__(self, backend: str | None = None, timeout_s: float = 300.0):
         _check_environment()
-        stopped_s()  # refused here, in a sentence
+        watchdog.stopped_s()  # refused here, in a sentence
         watchdog.begin()
         if backend is None:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -187,11 +189,11 @@ class TorchrunGroup:
         try:
             result = function(*args)
         except Exception as error:
-            failure = Failure.of(error)
-        found = gather_objects((failure, result, doing.last()), None)
-        if failures := {rank: one for rank, (one, *_) in enumerate(found) if one is not None}:
-            raise _blame(failures, [], self.timeout_s, [one for *_, one in found])
-        return [one for _, one, _ in found]
+            failure = processes.Failure.of(error)
+        reports = gather_objects((failure, result, doing.last()), None)
+        if failures := {rank: one for rank, (one, *_) in enumerate(reports) if one is not None}:
+            raise _blame(failures, [], self.timeout_s, [one for *_, one in reports])
+        return [one for _, one, _ in reports]
 
     def close(self) -> None:
         watchdog.end()
@@ -209,8 +211,8 @@ def _check_environment() -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         text = os.environ.get(name)
         if text is None or not text.isdecimal():
-            told = "is not set" if text is None else f"is {values.shortly(text)}"
-            raise ValueError(f"${name} {told}, where torchrun sets a whole number: start ranks by torchrun")
+            state = "is not set" if text is None else f"is {values.shortly(text)}"
+            raise ValueError(f"${name} {state}, where torchrun sets a whole number: start ranks by torchrun")
 
 
 def is_lost_peer(kind: str, text: str) -> bool:
@@ -224,7 +226,7 @@ def last_words(rank: int, file: int) -> str:
 
 
 def _blame(
-    failures: Mapping[int, Failure], silent: Sequence[int], timeout_s: float, notes: Sequence[str]
+    failures: Mapping[int, processes.Failure], silent: Sequence[int], timeout_s: float, notes: Sequence[str]
 ) -> WorkerError:
     """The error to report: a dead rank comes first, then the first that raised something else than a lost peer.
 
@@ -232,15 +234,15 @@ def _blame(
     """
     if not failures:
         ranks = ", ".join(f"{rank} did not answer within {timeout_s:g} s, {notes[rank]}" for rank in silent)
-        return WorkerError(silent[0], TIMEOUT, f"rank {ranks}; all were ended")
+        return WorkerError(silent[0], processes.TIMEOUT, f"rank {ranks}; all were ended")
 
     def order(rank: int) -> tuple[bool, bool, float]:
-        one = failures[rank]
-        return one.kind not in (DIED, STOPPED), is_lost_peer(one.kind, one.text), one.at_s
+        failure = failures[rank]
+        return failure.kind not in (processes.DIED, STOPPED), is_lost_peer(failure.kind, failure.text), failure.at_s
 
     rank = min(sorted(failures), key=order)
     kind, text = failures[rank].kind, failures[rank].text
-    if kind in (DIED, STOPPED):
+    if kind in (processes.DIED, STOPPED):
         return WorkerError(rank, kind, f"rank {rank} {text}, {notes[rank]}")
     return WorkerError(rank, kind, f"rank {rank} failed {notes[rank]}:\n{text}")
 

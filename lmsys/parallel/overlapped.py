@@ -21,17 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmsys.cost.communication import fit_latency_bandwidth, optimal_bucket_bytes
-from lmsys.parallel import sharded_optimizer, wrapper
+from lmsys.parallel import collectives, sharded_optimizer, wrapper
 from lmsys.parallel.buckets import EDGE_BYTES, MIB, Layout, copy_gradients, is_size, pack, plan, widen
-from lmsys.parallel.collectives import (
-    Group,
-    Pending,
-    all_reduce_mean,
-    broadcast_,
-    is_nccl,
-    reduce_scatter_mean,
-    size_and_rank,
-)
 
 
 @dataclass(frozen=True)
@@ -61,10 +52,10 @@ class Collectives:
 
     outside_bytes = 0  # of GPU memory that torch's allocator does not count
 
-    def __init__(self, module: nn.Module, group: Group):
+    def __init__(self, module: nn.Module, group: collectives.Group):
         self.group = group
-        _, self.rank = size_and_rank(group)
-        self._scattered = Pending(), Pending()  # the last two reduce-scatters
+        _, self.rank = collectives.size_and_rank(group)
+        self._scattered = collectives.Pending(), collectives.Pending()  # the last two reduce-scatters
 
     def zeros(self, like: Tensor, length: int) -> Tensor:
         """Zeros (length,) of the dtype and device of `like`, into which parameters can be gathered."""
@@ -73,7 +64,7 @@ class Collectives:
     def settle(self, buckets: Sequence[Bucket], buffers: Sequence[sharded_optimizer.FlatBuffer] = ()) -> None:
         """Called when no other buckets of gradients, and no other flat buffers of parameters, will follow."""
 
-    def reduce(self, bucket: Bucket) -> Pending:
+    def reduce(self, bucket: Bucket) -> collectives.Pending:
         """Begins a bucket's communication: then gradients are the means, or None where this rank owns no more."""
         if not bucket.whole:
             return self._reduce_scatter(bucket)
@@ -81,15 +72,15 @@ class Collectives:
         if len(params) == 1 and bucket.dtype == params[0].dtype:
             if params[0].grad is None:
                 params[0].grad = torch.zeros_like(params[0])
-            return all_reduce_mean(wrapper.dense(params[0]), self.group)
+            return collectives.all_reduce_mean(wrapper.dense(params[0]), self.group)
         flat, views = pack(params, bucket.layout, bucket.dtype)
         if bucket.dtype != params[0].dtype:
-            return Pending(all_reduce_mean(flat, self.group), partial(widen, params, views))
+            return collectives.Pending(collectives.all_reduce_mean(flat, self.group), partial(widen, params, views))
         for p, view in zip(params, views, strict=True):
             p.grad = view
-        return all_reduce_mean(flat, self.group)
+        return collectives.all_reduce_mean(flat, self.group)
 
-    def _reduce_scatter(self, bucket: Bucket) -> Pending:
+    def _reduce_scatter(self, bucket: Bucket) -> collectives.Pending:
         flat = bucket.params[0].new_empty(bucket.layout.length)
         with torch.no_grad():
             copy_gradients(bucket.params, bucket.layout.views(flat))
@@ -101,10 +92,10 @@ class Collectives:
             p.grad = view
         before, last = self._scattered
         before.wait()  # so that its flat tensor can be used again
-        self._scattered = last, reduce_scatter_mean(own, flat, self.group)
+        self._scattered = last, collectives.reduce_scatter_mean(own, flat, self.group)
         return self._scattered[1]
 
-    def gather(self, number: int, buffer: sharded_optimizer.FlatBuffer) -> Pending:
+    def gather(self, number: int, buffer: sharded_optimizer.FlatBuffer) -> collectives.Pending:
         """Begins to gather one of the flat buffers: called from 0 on, one after another."""
         return buffer.gather(self.rank, self.group)
 
@@ -116,9 +107,13 @@ class Overlapped(wrapper.Wrapper):
     halves_sums = True
     over: type[Collectives] = Collectives  # how buckets travel; on one rank nothing does
 
-    def __init__(self, module: nn.Module, process_group: Group = None, comm_dtype: torch.dtype | None = None):
+    def __init__(
+        self, module: nn.Module, process_group: collectives.Group = None, comm_dtype: torch.dtype | None = None
+    ):
         wrapper.check_floating("comm_dtype", comm_dtype)
-        self.transport = (Collectives if size_and_rank(process_group)[0] == 1 else self.over)(module, process_group)
+        self.transport = (Collectives if collectives.size_and_rank(process_group)[0] == 1 else self.over)(
+            module, process_group
+        )
         super().__init__(module, process_group)
         self.comm_dtype = comm_dtype
         self._seen: list[int] | None = []  # the order of gradients, until buckets are planned by it
@@ -140,7 +135,7 @@ class Overlapped(wrapper.Wrapper):
         return Bucket(number, indices, params, layout, self.comm_dtype or params[0].dtype, params, layout)
 
     def _plan(self, order: list[int]) -> None:
-        self.buckets = [self._bucket(*one) for one in enumerate(self._partition(order))]
+        self.buckets = [self._bucket(*numbered) for numbered in enumerate(self._partition(order))]
         self._bucket_of = {index: bucket.number for bucket in self.buckets for index in bucket.indices}
         self._begin()
 
@@ -148,7 +143,7 @@ class Overlapped(wrapper.Wrapper):
         """Prepares for the next backward, of which nothing has been sent."""
         self._ready: set[int] = set()
         self._waiting = [len(bucket.indices) for bucket in self.buckets]
-        self._sent: list[Pending] = []
+        self._sent: list[collectives.Pending] = []
         self._absent: list[int] = []
 
     def _watch(self, tensors: list[Tensor], hidden: bool) -> None:
@@ -198,14 +193,14 @@ class Overlapped(wrapper.Wrapper):
         self._absent += [index for index in bucket.indices if self.trainable[index].grad is None]
         if bucket is self.buckets[-1]:  # all gradients that will come have come
             self._used = self._use(self._absent)
-            self._use_pending = all_reduce_mean(self._used, self.group)
+            self._use_pending = collectives.all_reduce_mean(self._used, self.group)
         self._sent.append(self.transport.reduce(bucket))
 
     def _plan_again(self, seen: list[int]) -> None:
         """Plans buckets in the order in which rank 0 saw gradients; those that it did not see come last."""
         unseen = [index for index in reversed(range(len(self.trainable))) if index not in set(seen)]
         order = torch.tensor(seen + unseen, device=self.trainable[0].device)
-        broadcast_(order, self.group)
+        collectives.broadcast_(order, self.group)
         self._seen = None
         self._plan(order.tolist())
         self.transport.settle(self.buckets)
@@ -216,7 +211,7 @@ CALLS = 5
 ROUNDS = 8
 
 
-def latency_and_bandwidth(group: Group, device: torch.device) -> tuple[float, float]:
+def latency_and_bandwidth(group: collectives.Group, device: torch.device) -> tuple[float, float]:
     """Fits t = o + bytes / w by least squares over SIZES: o in seconds (alpha) and w in bytes/s (1 / beta).
 
     Of each size every rank keeps its least time, and the fit takes the slowest rank's. If these times do not grow with
@@ -229,23 +224,23 @@ def latency_and_bandwidth(group: Group, device: torch.device) -> tuple[float, fl
         least = torch.minimum(least, least.new_tensor(times))
         slowest = least.clone()
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        found = slowest.tolist()
-        if found == sorted(found) or not left:  # all ranks decide alike
+        seconds = slowest.tolist()
+        if seconds == sorted(seconds) or not left:  # all ranks decide alike
             break
-    return fit_latency_bandwidth(sizes, found)
+    return fit_latency_bandwidth(sizes, seconds)
 
 
-def _seconds(x: torch.Tensor, group: Group) -> float:
+def _seconds(x: torch.Tensor, group: collectives.Group) -> float:
     """The least of CALLS, after one that connects."""
-    found = []
+    samples = []
     for _ in range(1 + CALLS):
-        dist.barrier(group) if not is_nccl(group, x) else torch.cuda.synchronize(x.device)
+        dist.barrier(group) if not collectives.is_nccl(group, x) else torch.cuda.synchronize(x.device)
         start = time.perf_counter()
         dist.all_reduce(x, group=group)
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
-        found.append(time.perf_counter() - start)
-    return min(found[1:])
+        samples.append(time.perf_counter() - start)
+    return min(samples[1:])
 
 
 class Bucketed(Overlapped):
@@ -263,7 +258,7 @@ class Bucketed(Overlapped):
     def __init__(
         self,
         module: nn.Module,
-        process_group: Group = None,
+        process_group: collectives.Group = None,
         bucket_mb: float | str | None = 25,
         comm_dtype: torch.dtype | None = None,
     ):

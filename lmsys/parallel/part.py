@@ -144,5 +144,5 @@ def divided(x: Tensor, group: Group) -> Tensor:
     if not x.dim():
         return DTensor.from_local(x.clone(), mesh, [Replicate()], run_check=False)
     parts = x.chunk(world_size)
-    own = parts[rank].clone() if rank < len(parts) else x.new_empty((0, *x.shape[1:]))
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
+    part = parts[rank].clone() if rank < len(parts) else x.new_empty((0, *x.shape[1:]))
+    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())

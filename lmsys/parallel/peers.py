@@ -14,9 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lmsys.parallel.collectives import Group, broadcast_
-from lmsys.parallel.structure import Groups, blocks_of, grouped
-from lmsys.parallel.traits import RESIZES_PARAMETERS, SURROUNDS_BLOCKS
+from lmsys.parallel import collectives, structure, traits
 
 
 class _Peer(nn.Module):
@@ -26,10 +24,12 @@ class _Peer(nn.Module):
     why_not_reproducible = "torch adds gradients in an order of its own: take a strategy of ours, such as bucketed"
 
     def finish_gradient_synchronization(self) -> None:
-        """Does nothing: the backward ends when gradients are averaged."""
+        """A no-op: the backward ends when gradients are averaged."""
 
-    def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> torch.optim.Optimizer:
-        return optimizer_cls(grouped(self.module, groups), **kwargs)
+    def make_optimizer(
+        self, optimizer_cls: Any, groups: structure.Groups | None = None, **kwargs: Any
+    ) -> torch.optim.Optimizer:
+        return optimizer_cls(structure.grouped(self.module, groups), **kwargs)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in self.module.state_dict().items()}
@@ -42,7 +42,7 @@ class TorchDDP(_Peer):
     why_not_unused = "torch DDP without find_unused_parameters raises an error for a parameter without a gradient"
     warm_ups_before_graph = 11  # its reducer takes times in the first ten steps, which no recording may
 
-    def __init__(self, module: nn.Module, process_group: Group = None, **options: Any):
+    def __init__(self, module: nn.Module, process_group: collectives.Group = None, **options: Any):
         super().__init__()
         device = next(module.parameters()).device
         devices = [device.index] if device.type == "cuda" else None
@@ -64,9 +64,9 @@ class TorchDDPTuned(TorchDDP):
     why_not_unused = ""  # a static graph finds unused parameters in the first step
     accumulates = False  # a static graph does not know backwards under no_sync(): torch ends with an assertion
 
-    def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 25):
+    def __init__(self, module: nn.Module, process_group: collectives.Group = None, bucket_mb: float = 25):
         for x in module.buffers():  # once, and not in every forward
-            broadcast_(x, process_group)
+            collectives.broadcast_(x, process_group)
         options = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers
@@ -84,12 +84,14 @@ class TorchZero1(TorchDDP):
     local_step = False
     why_not_fused = "its optimizer receives parameters with no change of version, so that bfloat16 copies would be old"
 
-    def __init__(self, module: nn.Module, process_group: Group = None):
+    def __init__(self, module: nn.Module, process_group: collectives.Group = None):
         super().__init__(module, process_group, gradient_as_bucket_view=True)
 
-    def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> torch.optim.Optimizer:
+    def make_optimizer(
+        self, optimizer_cls: Any, groups: structure.Groups | None = None, **kwargs: Any
+    ) -> torch.optim.Optimizer:
         return ZeroRedundancyOptimizer(
-            grouped(self.module, groups), optimizer_cls, self.group, parameters_as_bucket_view=True, **kwargs
+            structure.grouped(self.module, groups), optimizer_cls, self.group, parameters_as_bucket_view=True, **kwargs
         )
 
 
@@ -102,22 +104,24 @@ class TorchFSDP2(_Peer):
     compute_dtype = True
     why_not_unequal = "FSDP2 reduces the gradients that a rank has: with other ones on another rank it hangs"
     fused_adamw = True
-    why_not_graphed = RESIZES_PARAMETERS
-    why_not_fused = SURROUNDS_BLOCKS
+    why_not_graphed = traits.RESIZES_PARAMETERS
+    why_not_fused = traits.SURROUNDS_BLOCKS
     why_not_saved = "its DTensors are not saved by this loop; fsdp shards as much, and is saved"
     reshards_after_forward: bool | None = None  # torch's choice: all but the root
 
-    def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
+    def __init__(
+        self, module: nn.Module, process_group: collectives.Group = None, compute_dtype: torch.dtype | None = None
+    ):
         super().__init__()
         for x in (*module.parameters(), *module.buffers()):
-            broadcast_(x, process_group)
+            collectives.broadcast_(x, process_group)
         group = dist.group.WORLD if process_group is None else process_group
         mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type)
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
         )
         options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": self.reshards_after_forward}
-        for block in blocks_of(module):
+        for block in structure.blocks_of(module):
             fully_shard(block, **options)
         self.module = fully_shard(module, **options)
 

@@ -22,9 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lmsys.parallel.buckets import Layout, Segmented, offsets, plan_segments
-from lmsys.parallel.collectives import Group, Pending, all_gather, gather_objects, size_and_rank
-from lmsys.parallel.structure import flats_by_block
+from lmsys.parallel import buckets, collectives, structure
 
 CHUNK = 2**26  # elements that one call gathers
 
@@ -34,17 +32,17 @@ class FlatBuffer:
     """A flat buffer (world_size · length,) that parameters live in, a segment for each rank's own."""
 
     flat: Tensor
-    bucket: Segmented
+    bucket: buckets.Segmented
     owners: dict[Any, int]  # the rank of each parameter
 
-    def gather(self, rank: int, group: Group) -> Pending:
+    def gather(self, rank: int, group: collectives.Group) -> collectives.Pending:
         length = self.bucket.length
-        return all_gather(self.flat, self.flat[rank * length : (rank + 1) * length], group)
+        return collectives.all_gather(self.flat, self.flat[rank * length : (rank + 1) * length], group)
 
 
 @torch.no_grad()
 def flatten(
-    params: Sequence[Tensor], bucket: Segmented, zeros: Callable[[Tensor, int], Tensor] = Tensor.new_zeros
+    params: Sequence[Tensor], bucket: buckets.Segmented, zeros: Callable[[Tensor, int], Tensor] = Tensor.new_zeros
 ) -> FlatBuffer:
     """Moves the bucket's parameters into one buffer, made by `zeros`, each rank's own into that rank's segment."""
     owners = {params[index]: rank for rank, owned in enumerate(bucket.members) for index in owned}
@@ -61,13 +59,13 @@ def owners_in(buffers: Sequence[FlatBuffer]) -> dict[Tensor, int]:
     return {p: rank for buffer in buffers for p, rank in buffer.owners.items()}
 
 
-def layout_of(params: Sequence[Tensor], bucket: Segmented) -> Layout:
+def layout_of(params: Sequence[Tensor], bucket: buckets.Segmented) -> buckets.Layout:
     """Where each of the bucket's parameters lies in its flat buffer."""
     starts = []
     for rank, owned in enumerate(bucket.members):
-        within, _ = offsets([params[index].numel() for index in owned])
+        within, _ = buckets.offsets([params[index].numel() for index in owned])
         starts += [rank * bucket.length + start for start in within]
-    return Layout.at([params[index] for index in bucket.indices], starts, len(bucket.members) * bucket.length)
+    return buckets.Layout.at([params[index] for index in bucket.indices], starts, len(bucket.members) * bucket.length)
 
 
 class ShardedOptimizer(Optimizer):
@@ -83,12 +81,12 @@ class ShardedOptimizer(Optimizer):
         self,
         params: Iterable[Any],
         optimizer_cls: Any,
-        process_group: Group = None,
+        process_group: collectives.Group = None,
         flat_buffers: Sequence[FlatBuffer] | None = None,
         **kwargs: Any,
     ):
         self.group = process_group
-        self.world_size, self.rank = size_and_rank(process_group)
+        self.world_size, self.rank = collectives.size_and_rank(process_group)
         self.flat_buffers = list(flat_buffers or [])
         self.owners = owners_in(self.flat_buffers)
         self._loads = [0] * self.world_size
@@ -113,7 +111,7 @@ class ShardedOptimizer(Optimizer):
     def _flatten(self, params: list[Tensor]) -> None:
         kinds = [(p.device, p.dtype) for p in params]
         numels = [p.numel() for p in params]
-        for bucket in plan_segments(numels, range(len(params)), CHUNK, self.world_size, kinds, self._loads):
+        for bucket in buckets.plan_segments(numels, range(len(params)), CHUNK, self.world_size, kinds, self._loads):
             self.flat_buffers.append(flatten(params, bucket))
         self.owners = owners_in(self.flat_buffers)
 
@@ -149,22 +147,22 @@ class ShardedOptimizer(Optimizer):
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state dict of `optimizer_cls` without shards, on every rank, its tensors on the CPU."""
-        return merge_shares(gather_objects(tree_map(on_cpu, self.state_dict()), self.group))
+        return merge_shares(collectives.gather_objects(tree_map(on_cpu, self.state_dict()), self.group))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes this rank's part of a full state dict, or its own share. ValueError for another's share."""
         groups = [dict(group) for group in state_dict["param_groups"]]
         check_share(groups, self.rank, self.world_size)
-        found, here = ([len(group["params"]) for group in of] for of in (groups, self.param_groups))
-        if found != here:
-            raise ValueError(f"the state dict has param groups of {found} parameters, this optimizer of {here}")
-        own, local_groups = set[int](), []
+        given_counts, here = ([len(group["params"]) for group in of] for of in (groups, self.param_groups))
+        if given_counts != here:
+            raise ValueError(f"the state dict has param groups of {given_counts} parameters, this optimizer of {here}")
+        kept, local_groups = set[int](), []
         for saved, group in zip(groups, self.param_groups, strict=True):
             group.update(without(saved, "params"))
             numbers = dict(zip(group["params"], saved["params"], strict=True))
-            own.update(numbers[p] for p in group["params"] if self.owners[p] == self.rank)
-            local_groups.append({**saved, "params": [number for number in saved["params"] if number in own]})
-        state = {key: x for key, x in state_dict["state"].items() if key in own or not isinstance(key, int)}
+            kept.update(numbers[p] for p in group["params"] if self.owners[p] == self.rank)
+            local_groups.append({**saved, "params": [number for number in saved["params"] if number in kept]})
+        state = {key: x for key, x in state_dict["state"].items() if key in kept or not isinstance(key, int)}
         self._local.load_state_dict({"state": state, "param_groups": local_groups})
         self.state = self._local.state
 
@@ -173,7 +171,7 @@ def merge_shares(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The shares of all ranks as one state dict, as the optimizer without shards would give it."""
     state = {number: values for share in shares for number, values in share["state"].items()}
     groups = [without(group, "shard") for group in shares[0]["param_groups"]]
-    state = dict(sorted(state.items(), key=lambda one: (isinstance(one[0], str), one[0])))
+    state = dict(sorted(state.items(), key=lambda item: (isinstance(item[0], str), item[0])))
     return {"state": state, "param_groups": groups}
 
 
@@ -213,12 +211,12 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
         )
     state: dict[int, State] = {}
     for flat, params in enumerate(chain(*flats)):
-        found = [share["state"][flat] for share in shares if flat in share["state"]]
-        for name, value in found[0].items() if found else ():
+        held_parts = [share["state"][flat] for share in shares if flat in share["state"]]
+        for name, value in held_parts[0].items() if held_parts else ():
             parts = [copy.deepcopy(value) for _ in params]  # a counter is added to in place
             if _has_elements(name, value):
-                joined = torch.cat([one[name] for one in found])
-                parts = [x.clone() for x in Layout.of(params).views(joined)]
+                joined = torch.cat([held_part[name] for held_part in held_parts])
+                parts = [x.clone() for x in buckets.Layout.of(params).views(joined)]
             for p, part in zip(params, parts, strict=True):
                 state.setdefault(numbers[id(p)], {})[name] = part
     return {"state": dict(sorted(state.items())), "param_groups": _groups(shares[0], groups)}
@@ -232,22 +230,22 @@ def flat_share(
     A parameter without state, since it has never had a gradient, has zeros there.
     """
     groups, flats, numbers = _laid_out(module, groups)
-    found: dict[int, State] = {}
+    share: dict[int, State] = {}
     for flat, params in enumerate(chain(*flats)):
         held = [state["state"].get(numbers[id(p)]) for p in params]
-        some: State = next((one for one in held if one), {})
+        some: State = next((state_of_p for state_of_p in held if state_of_p), {})
         if some:
-            found[flat] = dict(some)
+            share[flat] = dict(some)
         for name, value in some.items():
             if _has_elements(name, value):
-                layout = Layout.of(params)
+                layout = buckets.Layout.of(params)
                 joined = value.new_zeros(world_size * layout.part(world_size))
-                for one, view in zip(held, layout.views(joined), strict=True):
-                    if one:
-                        view.copy_(one[name])
-                found[flat][name] = joined.chunk(world_size)[rank].clone()
-    own = [{**group, "shard": [rank, world_size]} for group in _groups(state, flats)]
-    return {"state": found, "param_groups": own}
+                for state_of_p, view in zip(held, layout.views(joined), strict=True):
+                    if state_of_p:
+                        view.copy_(state_of_p[name])
+                share[flat][name] = joined.chunk(world_size)[rank].clone()
+    shard_groups = [{**group, "shard": [rank, world_size]} for group in _groups(state, flats)]
+    return {"state": share, "param_groups": shard_groups}
 
 
 def _has_elements(name: str, value: Any) -> bool:
@@ -259,7 +257,7 @@ def _laid_out(module: nn.Module, groups: Sequence[Any] | None) -> tuple[Sequence
     """(the parameters by group, the flat parts by group, the number of each parameter by its id)"""
     groups = groups or [list(module.parameters())]
     marks = [{id(p) for p in params} for params in groups]
-    flats = [flat for unit in flats_by_block(module, *marks) for flat in unit]
+    flats = [flat for unit in structure.flats_by_block(module, *marks) for flat in unit]
     numbers = {id(p): number for number, p in enumerate(chain(*groups))}
     return groups, [[flat for flat in flats if id(flat[0]) in mark] for mark in marks], numbers
 

@@ -22,7 +22,9 @@ class Structure:
     def __init__(self, module: nn.Module):
         self.module = module
         self._held = [
-            (entries, list(entries.items())) for one in module.modules() for entries in (one._parameters, one._modules)
+            (entries, list(entries.items()))
+            for child in module.modules()
+            for entries in (child._parameters, child._modules)
         ]
         self._parameters = _parameters(module)
         self._trained = [(p, p.requires_grad) for p in module.parameters()]
@@ -32,34 +34,34 @@ class Structure:
         for entries, before in self._held:
             if len(entries) != len(before):
                 return False
-            for name, one in before:
-                if entries.get(name) is not one:
+            for name, entry in before:
+                if entries.get(name) is not entry:
                     return False
         return all(p.requires_grad is trained for p, trained in self._trained)
 
     def change(self) -> str:
         """The first difference in words; empty where there is none."""
         now, trained = _parameters(self.module), dict(self._trained)
-        found = (
+        changes = (
             *(f"{name} was removed" for name in self._parameters if name not in now),
             *(f"{name} was replaced" for name, p in self._parameters.items() if now.get(name, p) is not p),
             *(f"{name} was added" for name in sorted(now) if name not in self._parameters),
             *(f"{name} was frozen" for name, p in now.items() if trained.get(p) and not p.requires_grad),
             *(f"{name} was set to be trained" for name, p in now.items() if p.requires_grad and not trained.get(p)),
         )
-        return f"the parameter {found[0]}" if found else ""
+        return f"the parameter {changes[0]}" if changes else ""
 
 
 def grouped(module: nn.Module, groups: Groups | None) -> list[Any]:
     """The trained parameters as an optimizer takes them, those of equal options in a group; None: all, in no groups."""
     if groups is None:
         return list(module.parameters())
-    found: dict[str, dict[str, Any]] = {}
+    by_options: dict[str, dict[str, Any]] = {}
     for name, p in module.named_parameters():
         if p.requires_grad:
             options = groups(name, p)
-            found.setdefault(repr(sorted(options.items())), {**options, "params": []})["params"].append(p)
-    return list(found.values())
+            by_options.setdefault(repr(sorted(options.items())), {**options, "params": []})["params"].append(p)
+    return list(by_options.values())
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -85,7 +87,7 @@ def _tell(method: str, optimizer: Optimizer, *_: Any) -> None:
 
 
 class Among:
-    """Tells whether an optimizer holds any of some parameters; each optimizer is looked through once for its groups."""
+    """A set of parameters, to ask whether an optimizer holds any of them; its groups are looked through once."""
 
     def __init__(self, params: Iterable[nn.Parameter]):
         self._ids = frozenset(map(id, params))
@@ -104,25 +106,28 @@ _PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
     """The entries of the outermost ModuleLists, in order: a Transformer's layers. Of a list in a list, its entries."""
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for child in module.children():
         entry = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList | nn.ModuleDict)
-        found += [child] if entry else blocks_of(child)
-    return list(dict.fromkeys(found))
+        blocks += [child] if entry else blocks_of(child)
+    return list(dict.fromkeys(blocks))
 
 
 def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
     """First the parameters in no block, or in several; then each block's own. Every parameter once."""
     blocks = blocks_of(module)
     holders = Counter(p for block in blocks for p in block.parameters()) + Counter(_outside(module, blocks))
-    own = [[p for p in block.parameters() if holders[p] == 1] for block in blocks]
-    inside = {id(p) for params in own for p in params}
-    return [[p for p in module.parameters() if id(p) not in inside], *own]
+    of_block = [[p for p in block.parameters() if holders[p] == 1] for block in blocks]
+    inside = {id(p) for params in of_block for p in params}
+    return [[p for p in module.parameters() if id(p) not in inside], *of_block]
 
 
 def flats_by_block(module: nn.Module, *groups: set[int]) -> list[list[list[nn.Parameter]]]:
-    """The same, in each those that can lie side by side: of one dtype and device, all trained or all frozen, all
-    `read_rounded` or none, all `read_as_kept` or none, and in each of the `groups`, of ids, all or none."""
+    """`parameters_by_block`, each list divided into those that can lie side by side.
+
+    These are of one dtype and device, all trained or all frozen, all `read_rounded` or none, all `read_as_kept` or
+    none, and in each of the `groups`, of ids, all or none.
+    """
     marks = read_rounded(module), read_as_kept(module), *groups
     return [by_kind(params, *marks) for params in parameters_by_block(module)]
 
@@ -131,7 +136,9 @@ def read_rounded(module: nn.Module) -> set[int]:
     """The ids of float32 parameters of which a copy rounded to the autocast dtype, as their attribute `rounded`, is all
     that is read under autocast: every module that holds one says `reads_rounded`."""
     read = [
-        (p, getattr(one, "reads_rounded", False)) for one in module.modules() for p in one.parameters(recurse=False)
+        (p, getattr(child, "reads_rounded", False))
+        for child in module.modules()
+        for p in child.parameters(recurse=False)
     ]
     others = {id(p) for p, rounded in read if not rounded}
     return {id(p) for p, _ in read if id(p) not in others and p.dtype == torch.float32}
@@ -140,8 +147,8 @@ def read_rounded(module: nn.Module) -> set[int]:
 def read_as_kept(module: nn.Module) -> set[int]:
     """The ids of parameters that a module reads in the dtype they are kept in: one that holds them says
     `reads_own_dtype`, which suffices where several do."""
-    found = (child for child in module.modules() if getattr(child, "reads_own_dtype", False))
-    return {id(p) for child in found for p in child.parameters(recurse=False)}
+    readers = (child for child in module.modules() if getattr(child, "reads_own_dtype", False))
+    return {id(p) for child in readers for p in child.parameters(recurse=False)}
 
 
 def by_kind(params: list[nn.Parameter], *marks: set[int]) -> list[list[nn.Parameter]]:
@@ -194,8 +201,8 @@ def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
     for x in [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]:
         hidden = True
         leaves += tree_leaves(list(x) if isinstance(x, tuple | list) else getattr(x, "__dict__", None))
-    found = [x for x in leaves if isinstance(x, Tensor)]
-    return [x for x in found if x.requires_grad], hidden or not found
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    return [x for x in tensors if x.requires_grad], hidden or not tensors
 
 
 def before_backward(tensors: Sequence[Tensor], hook: Callable[..., Any]) -> None:

@@ -23,18 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_map
 
-from lmsys.parallel.collectives import APART, Group, broadcast_, gather_objects, size_and_rank
-from lmsys.parallel.structure import (
-    Among,
-    Groups,
-    Structure,
-    before_backward,
-    grouped,
-    is_in_backward,
-    tensors_in,
-    watch,
-    weakly,
-)
+from lmsys.parallel import collectives, structure
 from lmsys.traits import StrategyTraits
 from lmsys.values import hold
 
@@ -56,28 +45,28 @@ class Wrapper(nn.Module):
     synchronizes = StrategyTraits.synchronizes
     _walk: Any = None  # of a forward, where a strategy gathers parameters as it goes on
 
-    def __init__(self, module: nn.Module, process_group: Group = None):
+    def __init__(self, module: nn.Module, process_group: collectives.Group = None):
         super().__init__()
         self.module, self.group = module, process_group
-        self.world_size, self.rank = size_and_rank(process_group)
+        self.world_size, self.rank = collectives.size_and_rank(process_group)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self._synchronizing, self._unfinished, self._in_backward = True, False, False
         self._history = 0  # of what this rank has done since it last finished: the same on all
-        self._structure, self._change = Structure(module), ""
+        self._structure, self._change = structure.Structure(module), ""
         self._norms = {  # that would normalize by a rank's own batch in training mode
-            name: one
-            for name, one in module.named_modules()
-            if isinstance(one, _BatchNorm) and not isinstance(one, nn.SyncBatchNorm) and self.world_size > 1
+            name: child
+            for name, child in module.named_modules()
+            if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and self.world_size > 1
         }
         self._told: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, the flags of the step before
         self._look_for_changes()
         _agree(module, process_group)
         for x in (*module.parameters(), *module.buffers()):
-            broadcast_(x, process_group)
+            collectives.broadcast_(x, process_group)
         for index, p in enumerate(self.trainable):
-            p.register_post_accumulate_grad_hook(weakly(self._on_grad, index))
-        self._whole = Among(module.parameters())
-        watch(self)
+            p.register_post_accumulate_grad_hook(structure.weakly(self._on_grad, index))
+        self._whole = structure.Among(module.parameters())
+        structure.watch(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._prepare()
@@ -86,12 +75,12 @@ class Wrapper(nn.Module):
             self._note(0)
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._watch(*tensors_in(output))
+            self._watch(*structure.tensors_in(output))
         return output
 
     def _watch(self, tensors: list[Tensor], hidden: bool) -> None:
         """Has `_enter_backward` called before a backward from these outputs. hidden: there may be others."""
-        before_backward(tensors, weakly(self._enter_backward, self._walk))
+        structure.before_backward(tensors, structure.weakly(self._enter_backward, self._walk))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """RuntimeError where an optimizer would step by gradients that are this rank's own."""
@@ -103,7 +92,7 @@ class Wrapper(nn.Module):
 
     def _prepare(self) -> None:
         """For a forward; RuntimeError where a backward was not finished."""
-        if not is_in_backward():  # else checkpointing runs it again
+        if not structure.is_in_backward():  # else checkpointing runs it again
             self._refuse_unfinished()
             self._leave_backward(late=True)
 
@@ -145,13 +134,15 @@ class Wrapper(nn.Module):
         if self.world_size > 1 and self.trainable:
             self._synchronize()
 
-    def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> torch.optim.Optimizer:
+    def make_optimizer(
+        self, optimizer_cls: Any, groups: structure.Groups | None = None, **kwargs: Any
+    ) -> torch.optim.Optimizer:
         """The optimizer that steps what this strategy trains.
 
         groups  called with the name, in the module, of each trained parameter, and it: the options in which the
                 optimizer treats it otherwise, such as {"weight_decay": 0.0} or {}
         """
-        return optimizer_cls(grouped(self.module, groups), **kwargs)
+        return optimizer_cls(structure.grouped(self.module, groups), **kwargs)
 
     def parameters_in(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
         """The module's parameters, by the optimizer's param groups."""
@@ -174,16 +165,16 @@ class Wrapper(nn.Module):
 
         ValueError where it is of other parameters, or of other groups of them.
         """
-        own, given = self._names_in(optimizer), state_dict["param_groups"]
-        fitting = [next((group for group in given if set(names) <= set(group["params"])), None) for names in own]
-        numbers = {name: number for number, name in enumerate(chain(*own))}
+        mine, given = self._names_in(optimizer), state_dict["param_groups"]
+        fitting = [next((group for group in given if set(names) <= set(group["params"])), None) for names in mine]
+        numbers = {name: number for number, name in enumerate(chain(*mine))}
         if None in fitting or not state_dict["state"].keys() <= numbers.keys():
-            raise ValueError(f"the state has other parameters, or other groups of them, than this optimizer: {own}")
+            raise ValueError(f"the state has other parameters, or other groups of them, than this optimizer: {mine}")
         found = {
             "state": {numbers[name]: tree_map(whole, x) for name, x in state_dict["state"].items()},
             "param_groups": [
                 {**(group or {}), "params": [numbers[name] for name in names]}
-                for group, names in zip(fitting, own, strict=True)
+                for group, names in zip(fitting, mine, strict=True)
             ],
         }
         optimizer.load_state_dict(self._own_state(optimizer, found))
@@ -215,8 +206,8 @@ class Wrapper(nn.Module):
         """
         hold((not assign, "assign=True puts other parameters into the module than those that are synchronized"))
         prefixed = bool(state_dict) and all(name.startswith("module.") for name in state_dict)
-        found = {name.removeprefix("module.") if prefixed else name: x for name, x in state_dict.items()}
-        return self._load(found, strict)
+        state = {name.removeprefix("module.") if prefixed else name: x for name, x in state_dict.items()}
+        return self._load(state, strict)
 
     def _load(self, state: dict[str, Any], strict: bool) -> Any:
         return self.module.load_state_dict({name: whole(x) for name, x in state.items()}, strict)
@@ -243,7 +234,7 @@ class Wrapper(nn.Module):
         """Called before a backward that begins from this wrapper's output, or goes on with that of another forward."""
         if not self._in_backward:
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(weakly(self._leave_backward))
+            torch.autograd.Variable._execution_engine.queue_callback(structure.weakly(self._leave_backward))
             self._begin_backward()
 
     def _leave_backward(self, late: bool = False) -> None:
@@ -317,10 +308,10 @@ class Wrapper(nn.Module):
         changed, history, square, *_ = found = told.tolist()
         if changed > 0:
             self._told = None
-            raise _changed(gather_objects(self._change, self.group))
+            raise _changed(collectives.gather_objects(self._change, self.group))
         if square - history**2 > 0.1 / self.world_size:
             self._told = None
-            raise RuntimeError(APART)
+            raise RuntimeError(collectives.APART)
         return found
 
 
@@ -365,10 +356,10 @@ def dense(p: Tensor) -> Tensor:
     return p.grad
 
 
-def _agree(module: nn.Module, group: Group) -> None:
+def _agree(module: nn.Module, group: collectives.Group) -> None:
     """ValueError on every rank that names the first difference between what ranks hold, or what no strategy takes."""
     on_meta = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if x.is_meta]
-    sparse = [name or "the module" for name, one in module.named_modules() if getattr(one, "sparse", False) is True]
+    sparse = [name or "the module" for name, child in module.named_modules() if getattr(child, "sparse", False) is True]
     ignores = hasattr(module, "_ddp_params_and_buffers_to_ignore")
     hold(
         (
@@ -378,11 +369,11 @@ def _agree(module: nn.Module, group: Group) -> None:
         (not sparse, f"{', '.join(sparse[:1])} makes sparse gradients: strategies add dense ones; set sparse=False"),
         (not ignores, "the module names parameters that DDP is to ignore: hold them in another module"),
     )
-    own = [
+    mine = [
         *((name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()),
         *((name, tuple(x.shape), str(x.dtype), None) for name, x in module.named_buffers()),
     ]
-    first, *others = gather_objects(own, group)
+    first, *others = collectives.gather_objects(mine, group)
     for rank, other in enumerate(others, start=1):
         for here, there in zip_longest(first, other):
             if here != there:
@@ -391,9 +382,9 @@ def _agree(module: nn.Module, group: Group) -> None:
                 )
 
 
-def _words(found: tuple[Any, ...] | None) -> str:
-    if found is None:
+def _words(difference: tuple[Any, ...] | None) -> str:
+    if difference is None:
         return "nothing more"
-    name, shape, dtype, trained = found
+    name, shape, dtype, trained = difference
     kind = {None: "buffer", True: "parameter", False: "frozen parameter"}[trained]
     return f"the {kind} {name} {shape} {dtype.removeprefix('torch.')}"

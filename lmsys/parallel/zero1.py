@@ -19,9 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from lmsys.parallel import buckets, copy_engine, overlapped, part, sharded_optimizer, traits
-from lmsys.parallel.collectives import Group, Pending, size_and_rank
-from lmsys.parallel.structure import Among, Groups, blocks_of, grouped, parameters_by_block, surround, weakly
+from lmsys.parallel import buckets, collectives, copy_engine, overlapped, part, sharded_optimizer, structure, traits
 
 # Flat buffers that a recorded forward has begun to gather beyond those it has waited for. Were all begun at its start,
 # the first memset of cuBLAS in the CUDA graph would wait until the last gather is over, as traces on two H200s show. In
@@ -38,14 +36,14 @@ def segment_mb(world_size: int) -> float:
 
 
 class Zero1(overlapped.Overlapped):
-    """bucket_mb  MiB of a segment, or up to four times as many where segments come out more even; or "auto": what makes
-               256 MiB of all ranks' segments, and at least 32
+    """bucket_mb  MiB of a segment, or up to four times as many where segments come out more even; or "auto": 256
+               MiB divided by the number of ranks, and at least 32
 
     Gradients that are means already are added to, as this rank's share, by what comes before the next step.
     Its optimizer is that of `make_optimizer`. Parameters are whole again from the next forward on, or from `wait()`.
-    Once a forward is recorded as part of a CUDA graph the fetching is too, and no step begins it any more: other
-    forwards and `wait()` are then asked of all ranks. Its optimizer takes parameters that were trained when this was
-    made, and no others (ValueError).
+    If the forward is captured in a CUDA graph, the all-gathers are captured with it, and step() no longer starts them:
+    from then on any other forward and `wait()` are collective, and every rank calls them.
+    Its optimizer takes parameters that were trained when this was made, and no others (ValueError).
     """
 
     zero_stage = 2  # gradients are divided too, though the course calls this strategy ZeRO-1
@@ -55,8 +53,8 @@ class Zero1(overlapped.Overlapped):
     why_not_fused = traits.SURROUNDS_BLOCKS
     rivals = ("torch_fsdp2_zero2", "torch_zero1")
 
-    def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float | str = "auto"):
-        bucket_mb = segment_mb(size_and_rank(process_group)[0]) if bucket_mb == "auto" else bucket_mb
+    def __init__(self, module: nn.Module, process_group: collectives.Group = None, bucket_mb: float | str = "auto"):
+        bucket_mb = segment_mb(collectives.size_and_rank(process_group)[0]) if bucket_mb == "auto" else bucket_mb
         if not buckets.is_size(bucket_mb):
             raise ValueError(f'{bucket_mb=} must be a positive number of MiB, or "auto"')
         self.bucket_mb = bucket_mb
@@ -66,14 +64,16 @@ class Zero1(overlapped.Overlapped):
             sharded_optimizer.flatten(self.trainable, segmented, self.transport.zeros) for segmented in self._segments
         ]
         self.owners = sharded_optimizer.owners_in(self.flat_buffers)
-        self._gathering = [Pending() for _ in self.flat_buffers]  # those begun, in order; at first none is needed
+        self._gathering = [
+            collectives.Pending() for _ in self.flat_buffers
+        ]  # those begun, in order; at first none is needed
         self._stale, self._recorded = False, False  # others' parameters are the old ones; a recorded forward fetches
         self._wait_in_forward()
         self.transport.settle(self.buckets, self.flat_buffers)
         self._own = [p for p, rank in self.owners.items() if rank == self.rank]
         self._scaled: list[Tensor] = []  # means to which a backward may add
         self._are_means = False
-        self._trained, self.optimizers = Among(self.trainable), WeakSet[Any]()
+        self._trained, self.optimizers = structure.Among(self.trainable), WeakSet[Any]()
         self._address = part.address(self.trainable[0]) if self.trainable else 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,8 +90,12 @@ class Zero1(overlapped.Overlapped):
             self._stale = False
         return output
 
-    def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> "Zero1Optimizer":
-        return Zero1Optimizer(self, optimizer_cls, **{"params": groups and grouped(self.module, groups), **kwargs})
+    def make_optimizer(
+        self, optimizer_cls: Any, groups: structure.Groups | None = None, **kwargs: Any
+    ) -> "Zero1Optimizer":
+        return Zero1Optimizer(
+            self, optimizer_cls, **{"params": groups and structure.grouped(self.module, groups), **kwargs}
+        )
 
     def full_state_dict(self) -> dict[str, Tensor]:
         self.wait()
@@ -211,19 +215,21 @@ class Zero1(overlapped.Overlapped):
 
     def _wait_in_forward(self) -> None:
         """Makes each block wait before its forward for its own parameters; `forward` waits for the others."""
-        units = parameters_by_block(self.module)
+        units = structure.parameters_by_block(self.module)
         unit_of = {p: number for number, params in enumerate(units) for p in params}
         self.flat_buffers.sort(key=lambda buffer: min(unit_of[p] for p in buffer.owners))
         self._at_start, *needed = (
             [number for number, buffer in enumerate(self.flat_buffers) if not buffer.owners.keys().isdisjoint(params)]
             for params in units
         )
-        self._others = [[p for p, rank in one.owners.items() if rank != self.rank] for one in self.flat_buffers]
-        for block, numbers in zip(blocks_of(self.module), needed, strict=True):
-            surround(block, weakly(self._wait_for, numbers))
+        self._others = [
+            [p for p, rank in flat_buffer.owners.items() if rank != self.rank] for flat_buffer in self.flat_buffers
+        ]
+        for block, numbers in zip(structure.blocks_of(self.module), needed, strict=True):
+            structure.surround(block, structure.weakly(self._wait_for, numbers))
 
 
-def _arrive(gathering: Sequence[Pending], others: Sequence[Sequence[nn.Parameter]], _: Any) -> None:
+def _arrive(gathering: Sequence[collectives.Pending], others: Sequence[Sequence[nn.Parameter]], _: Any) -> None:
     """Somebody reads a parameter whose new values are on their way. The wrapper may be gone by then."""
     for pending, params in zip(gathering, others, strict=True):
         pending.wait()
@@ -268,5 +274,5 @@ class CopyEngineZero1(copy_engine.ByCopyEngines, Zero1):
     to its peers. Unlike those of `Zero1`, gradients of all ranks' parameters are held until the synchronization ends.
     """
 
-    def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float | str = 32):
+    def __init__(self, module: nn.Module, process_group: collectives.Group = None, bucket_mb: float | str = 32):
         super().__init__(module, process_group, bucket_mb)

@@ -66,8 +66,8 @@ def plan(parts: Sequence[Chunk], processes: int) -> tuple[int, int]:
 
 def no_text(parts: Iterable[Chunk]) -> ValueError:
     """The error of files that are all empty, or of none at all."""
-    told = ", ".join(str(part.path) for part in parts)
-    return ValueError(f"there is no text in {told}" if told else "no files are given")
+    paths = ", ".join(str(part.path) for part in parts)
+    return ValueError(f"there is no text in {paths}" if paths else "no files are given")
 
 
 def whole(file: str | Path | Chunk) -> Chunk:

@@ -85,8 +85,8 @@ class Tokenizer:
     def encode_array(self, text: bytes) -> np.ndarray:
         """Ids of UTF-8, in an array of `dtype`."""
         with self._lock:
-            found = [self._encode(block) for block in self._pretokenizer.blocks(text)]
-        return np.concatenate(found) if found else np.zeros(0, self.dtype)
+            blocks = [self._encode(block) for block in self._pretokenizer.blocks(text)]
+        return np.concatenate(blocks) if blocks else np.zeros(0, self.dtype)
 
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
         """Ids of the texts joined, such as the lines of a file; holds a piece of them at a time.
@@ -158,8 +158,8 @@ class Tokenizer:
     @classmethod
     def from_files(cls, vocab: str | Path, merges: str | Path, special_tokens: Iterable[str] | None = None) -> Self:
         named = list(special_tokens or ())
-        found, pairs, specials = read_files(Path(vocab), Path(merges), named)
-        return cls(found, pairs, [*specials, *named])
+        vocabulary, pairs, specials = read_files(Path(vocab), Path(merges), named)
+        return cls(vocabulary, pairs, [*specials, *named])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -236,7 +236,7 @@ class Tokenizer:
         return text
 
     def _merge_long(self, text: str) -> str:
-        """The same with a queue of the merges to come, so that each pair of the text is looked up once."""
+        """Like `_merge_short`, with a queue of the merges to come: each pair of the text is looked up once."""
         ranks, steps = self._ranks, self._steps
         queue = [ranks[pair] for pair in set(map(add, text, text[1:])) if pair in ranks]
         heapq.heapify(queue)
@@ -247,8 +247,8 @@ class Tokenizer:
                 continue
             text = char.join(parts)
             new = {part[-1] + char for part in parts[:-1] if part} | {char + part[0] for part in parts[1:] if part}
-            for one in (new | {char + char}) & ranks.keys():
-                heapq.heappush(queue, ranks[one])
+            for arrived in (new | {char + char}) & ranks.keys():
+                heapq.heappush(queue, ranks[arrived])
         return text
 
     def _late_cut(self, data: bytes) -> int:
@@ -294,16 +294,16 @@ def read_files(
         raise ValueError(f'{vocab}: must be an object of token: id, as {{"!": 0, ...}}')
     twice = next((number for number, count in Counter(written.values()).items() if count > 1), None)
     values.hold((twice is None, f"{vocab}: id {twice} is given twice"))
-    found = {number: _bytes(text) if text in ordinary else text.encode() for text, number in written.items()}
+    vocabulary = {number: _bytes(text) if text in ordinary else text.encode() for text, number in written.items()}
     special_tokens = [text for text in sorted(written, key=written.__getitem__) if text not in ordinary]
-    told = re.fullmatch(rf"{_VERSION} (merges: .+)", head.rstrip("\r"))
-    if told and told[1] != _told(len(pairs), vocab.read_bytes()):
+    stamp = re.fullmatch(rf"{_VERSION} (merges: .+)", head.rstrip("\r"))
+    if stamp and stamp[1] != _told(len(pairs), vocab.read_bytes()):
         raise ValueError(f"{merges}: cut, or not of the tokenizer that {vocab} is of: make both anew")
-    lost = [] if told else [text for text in special_tokens if text not in named and _is_pair(text, written)]
+    lost = [] if stamp else [text for text in special_tokens if text not in named and _is_pair(text, written)]
     if lost:
         such = f"{len(lost):,} of the tokens in {vocab}, such as {values.shortly(lost[0])}"
         raise ValueError(f"{merges}: lacks the merges of {such}: it is cut; or name them as special tokens")
-    return found, [(_bytes(left), _bytes(right)) for left, right in pairs], special_tokens
+    return vocabulary, [(_bytes(left), _bytes(right)) for left, right in pairs], special_tokens
 
 
 def _is_pair(text: str, known: Container[str]) -> bool:

@@ -16,14 +16,14 @@ Pair = tuple[bytes, bytes]
 
 def split(text: str, special_tokens: Sequence[str] = ()) -> list[str]:
     """Special tokens, the leftmost and of these the longest first, and between them what the pattern finds."""
-    found: list[str] = []
+    pieces: list[str] = []
     start = 0
     while start < len(text):
         places = [(at, -len(token), token) for token in special_tokens if (at := text.find(token, start)) >= 0]
         at, _, token = min(places, default=(len(text), 0, ""))
-        found += regex.findall(pretokens.PATTERN, text[start:at]) + ([token] if token else [])
+        pieces += regex.findall(pretokens.PATTERN, text[start:at]) + ([token] if token else [])
         start = at + len(token)
-    return found
+    return pieces
 
 
 def count_pairs(words: Mapping[bytes, Sequence[bytes]], counts: Mapping[bytes, int]) -> Counter[Pair]:
@@ -77,12 +77,12 @@ def encode(text: str, tokenizer: codec.Tokenizer) -> list[int]:
     ids = {token: number for number, token in tokenizer.vocab.items()}
     ranks = {pair: rank for rank, pair in enumerate(tokenizer.merges)}
     known = {token: [ids[token.encode()]] for token in tokenizer.special_tokens}
-    found: list[int] = []
+    result: list[int] = []
     for word in split(text, tokenizer.special_tokens):
         if word not in known:
             tokens = [bytes([byte]) for byte in word.encode()]
             while pairs := [pair for pair in pairwise(tokens) if pair in ranks]:
                 tokens = merge(tokens, min(pairs, key=ranks.__getitem__))
             known[word] = [ids[token] for token in tokens]
-        found += known[word]
-    return found
+        result += known[word]
+    return result

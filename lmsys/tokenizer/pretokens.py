@@ -61,7 +61,7 @@ class Pretokenizer:
             return np.zeros(1, np.int64)
         bytes_ = np.frombuffer(padded, np.uint8)
         kinds = np.frombuffer(bytearray(padded.translate(_KINDS)), np.uint8)
-        specials = [found.span() for found in self._pattern.finditer(padded, 0, n)] if self._pattern else []
+        specials = [match.span() for match in self._pattern.finditer(padded, 0, n)] if self._pattern else []
         for start, end in specials:
             kinds[start:end] = SPECIAL
         begins = np.ones(n + 1, bool)
@@ -74,9 +74,9 @@ class Pretokenizer:
         # 's 't 'm 'd 're 've 'll where a pre-token begins with the apostrophe.
         at = np.flatnonzero((bytes_[:n] == _APOSTROPHE) & begins[:n])
         at = at[kinds[at + 1] == LETTER]  # in a special token it would be SPECIAL
-        one, two = bytes_[at + 1], bytes_[at + 2]
-        is_two = np.isin(one.astype(np.uint16) << 8 | two, _ENDS_TWO) & (kinds[at + 2] == LETTER)
-        ends = _ENDS_ONE[one] | is_two
+        next_byte, two = bytes_[at + 1], bytes_[at + 2]
+        is_two = np.isin(next_byte.astype(np.uint16) << 8 | two, _ENDS_TWO) & (kinds[at + 2] == LETTER)
+        ends = _ENDS_ONE[next_byte] | is_two
         begins[at[ends] + 1] = False
         begins[at[ends] + 2 + is_two[ends]] = True
         if not padded.isascii():
@@ -101,22 +101,25 @@ class Pretokenizer:
         There whitespace follows on something else, or a special token ends. The text on either side is split as it
         is in the whole. Special tokens are seen from `context` bytes in front of `after` to the end of `data`.
         """
-        for found in self._cut.finditer(data, max(0, after - 1), max(0, len(data) - self.context + 1)):
-            place = found.end()
+        for match in self._cut.finditer(data, max(0, after - 1), max(0, len(data) - self.context + 1)):
+            place = match.end()
             if place > after and not self._inside_special(data, place):
                 return place
         return None
 
     def _inside_special(self, data: bytes, place: int) -> bool:
         """True if a special token may stand there that begins before `place` and ends after it."""
-        return any(data.find(one, max(0, place - len(one) + 1), place + len(one) - 1) >= 0 for one in self._specials)
+        return any(
+            data.find(special, max(0, place - len(special) + 1), place + len(special) - 1) >= 0
+            for special in self._specials
+        )
 
 
-def _may_overlap(one: bytes, other: bytes) -> bool:
+def _may_overlap(token: bytes, other: bytes) -> bool:
     """True if some text holds both so that they overlap, but are not the same."""
-    if one != other and other in one:
+    if token != other and other in token:
         return True
-    return any(one.endswith(other[:size]) for size in range(1, min(len(one), len(other))))
+    return any(token.endswith(other[:size]) for size in range(1, min(len(token), len(other))))
 
 
 def _wide_pieces(kinds: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -166,20 +169,20 @@ class Words:
         begins, lengths = starts[:-1], np.minimum(np.diff(starts), _LONGEST + 1)
         low, high = _keys(padded, begins, lengths)
         slots = self._slots(low, high)
-        found = self._number[slots]
+        known = self._number[slots]
         wrong = (self._low[slots] != low) | (self._high[slots] != high)
         long = lengths > _LONGEST
         misses = np.flatnonzero(wrong & ~long)
         if len(misses):
-            found[misses] = self._insert(padded, starts, misses, low[misses], high[misses])
+            known[misses] = self._insert(padded, starts, misses, low[misses], high[misses])
         for i in np.flatnonzero(long).tolist():
             word = padded[starts[i] : starts[i + 1]]
             number = self._long.setdefault(word, len(self.list))
             if number == len(self.list):
                 self.list.append(word)
                 self.num_bytes += len(word)
-            found[i] = number
-        return found
+            known[i] = number
+        return known
 
     def _insert(
         self, padded: bytes, starts: np.ndarray, which: np.ndarray, low: np.ndarray, high: np.ndarray

@@ -44,22 +44,22 @@ SHORT = {  # options for some settings, and the word for their value
 
 
 def parser() -> argparse.ArgumentParser:
-    found = commands.parser("train")
-    found.add_argument(
+    options = commands.parser("train")
+    options.add_argument(
         "step", nargs="?", choices=pipeline.STEPS, metavar="STEP", help=f"alone, of {', '.join(pipeline.STEPS)}"
     )
-    found.add_argument("--config", type=Path, metavar="FILE.json", help="settings; those not given have defaults")
-    found.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="one: train.lr=3e-4")
-    found.add_argument("--print-config", action="store_true", help="all settings as JSON, and no more")
-    found.add_argument("--skip-data", action="store_true", help="take tokenizer and tokens as they are")
-    found.add_argument("--ranks", type=int, metavar="N", help="start so many processes of its own, with a GPU each")
-    found.add_argument("--size", choices=list(SIZES), metavar="NAME", help=f"of the model: {', '.join(SIZES)}")
+    options.add_argument("--config", type=Path, metavar="FILE.json", help="settings; those not given have defaults")
+    options.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="one: train.lr=3e-4")
+    options.add_argument("--print-config", action="store_true", help="all settings as JSON, and no more")
+    options.add_argument("--skip-data", action="store_true", help="take tokenizer and tokens as they are")
+    options.add_argument("--ranks", type=int, metavar="N", help="start so many processes of its own, with a GPU each")
+    options.add_argument("--size", choices=list(SIZES), metavar="NAME", help=f"of the model: {', '.join(SIZES)}")
     for name, (path, word) in SHORT.items():
-        found.add_argument(
+        options.add_argument(
             f"--{name.replace('_', '-')}", dest="set", action="append", type=f"{path}={{}}".format, metavar=word,
             help=f"the same as --set {path}={word}",
         )  # fmt: skip
-    return found
+    return options
 
 
 def read_config(arguments: argparse.Namespace) -> RunConfig:

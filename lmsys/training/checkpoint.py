@@ -63,19 +63,19 @@ class Checkpoint:
 
     def require(self, **facts: Any) -> None:
         """ValueError that names the first fact, and in it the first field, that is not as given."""
-        for name, found, expected in self.differences(**facts):
-            raise ValueError(f"{self.manifest}: saved with {name}={found!r}; this run has {expected!r}")
+        for name, saved, expected in self.differences(**facts):
+            raise ValueError(f"{self.manifest}: saved with {name}={saved!r}; this run has {expected!r}")
 
     def differences(self, **facts: Any) -> Iterator[tuple[str, Any, Any]]:
         """(its name, as it was saved, as given) of each fact, and in it of each field, that is not as given."""
         for name, expected in facts.items():
-            expected, found = json.loads(json.dumps(expected)), self.facts.get(name)
+            expected, saved = json.loads(json.dumps(expected)), self.facts.get(name)
             pairs = (
-                [(f"{name}.{key}", found.get(key), expected.get(key)) for key in sorted(found.keys() | expected.keys())]
-                if isinstance(found, dict) and isinstance(expected, dict)
-                else [(name, found, expected)]
+                [(f"{name}.{key}", saved.get(key), expected.get(key)) for key in sorted(saved.keys() | expected.keys())]
+                if isinstance(saved, dict) and isinstance(expected, dict)
+                else [(name, saved, expected)]
             )
-            yield from (one for one in pairs if one[1] != one[2])
+            yield from (difference for difference in pairs if difference[1] != difference[2])
 
     def verify(self) -> None:
         """ValueError, with the file, unless each is there with its length and SHA-256."""
@@ -130,7 +130,7 @@ def save(
     _, failure = _attempt(lambda: _write_parts(folder, step, parts, written))
     reports = gather((written, failure))
     if rank == 0 and not any(failed for _, failed in reports):
-        files = {name: entry for found, _ in reports for name, entry in found.items()}
+        files = {name: entry for entries, _ in reports for name, entry in entries.items()}
         content = {"format": _FORMAT, "step": step, "world_size": world_size, "facts": facts or {}, "files": files}
         _, failure = _attempt(lambda: _commit(manifest, content))
     reports += gather((None, failure))
@@ -151,10 +151,10 @@ def newest(folder: Path, verified: bool = True) -> Checkpoint | None:
     """
     for manifest in _manifests(Path(folder)).values():
         try:
-            found = read(manifest)
+            saved = read(manifest)
             if verified:
-                found.verify()
-            return found
+                saved.verify()
+            return saved
         except ValueError as error:
             warnings.warn(f"checkpoint passed over: {error}", stacklevel=2)
     return None
@@ -162,18 +162,18 @@ def newest(folder: Path, verified: bool = True) -> Checkpoint | None:
 
 def read(manifest: Path) -> Checkpoint:
     """The checkpoint that a manifest describes. ValueError for what is no manifest, or of a later format."""
-    found = strict_json.read_json(
+    content = strict_json.read_json(
         Path(manifest), sha256=str, format=int, step=int, world_size=int, facts=dict, files=dict
     )
     values.hold(
-        (found.pop("sha256") == _digest(found), f"{manifest}: its SHA-256 is not the one that it was saved with"),
+        (content.pop("sha256") == _digest(content), f"{manifest}: its SHA-256 is not the one that it was saved with"),
         (
-            found["format"] == _FORMAT,
-            f"{manifest}: format {found['format']} is not the {_FORMAT} of this version; update lmsys",
+            content["format"] == _FORMAT,
+            f"{manifest}: format {content['format']} is not the {_FORMAT} of this version; update lmsys",
         ),
     )
     kinds = {"file": str, "bytes": int, "sha256": str}
-    for part, entry in found["files"].items():
+    for part, entry in content["files"].items():
         where = f"{manifest}: files.{part}: must be"
         if not isinstance(entry, dict) or not all(type(entry.get(name)) is kind for name, kind in kinds.items()):
             raise ValueError(f"{where} an object with file, bytes and sha256; got {values.shortly(entry)}")
@@ -183,7 +183,7 @@ def read(manifest: Path) -> Checkpoint:
                 f"{where} a file beside the manifest; got {values.shortly(entry['file'])}",
             )
         )
-    return Checkpoint(Path(manifest), found["step"], found["world_size"], found["facts"], found["files"])
+    return Checkpoint(Path(manifest), content["step"], content["world_size"], content["facts"], content["files"])
 
 
 def rng_state(device: str | torch.device = "cpu") -> State:
@@ -247,13 +247,13 @@ def _tidy(folder: Path, step: int, keep: int | None) -> None:
     does what no save can have written: files with other names, and manifests that cannot be read, with their parts.
     """
     named, unknown, count = set[str](), set[int](), 0
-    for found, manifest in _manifests(folder).items():
+    for saved_step, manifest in _manifests(folder).items():
         try:
             files = read(manifest).files
         except ValueError:
-            unknown.add(found)
+            unknown.add(saved_step)
             continue
-        count += found <= step
+        count += saved_step <= step
         if keep is not None and count > keep:
             manifest.unlink(missing_ok=True)
         else:
@@ -268,8 +268,8 @@ def _manifests(folder: Path) -> dict[int, Path]:
     """Sorts checkpoints by step, the highest first. A folder of such a name is none."""
     paths = folder.iterdir() if folder.is_dir() else ()
     matches = [(_MANIFEST.fullmatch(path.name), path) for path in paths]
-    found = {int(match[1]): path for match, path in matches if match and not path.is_dir()}
-    return dict(sorted(found.items(), reverse=True))
+    by_step = {int(match[1]): path for match, path in matches if match and not path.is_dir()}
+    return dict(sorted(by_step.items(), reverse=True))
 
 
 def optimizer_layout(strategy: adapter.Adapter) -> str:
@@ -290,21 +290,23 @@ def capture(strategy: adapter.Adapter, optimizer: Optimizer, rank: int) -> tuple
 
 
 def restore_optimizer(
-    strategy: adapter.Adapter, optimizer: Optimizer, found: Checkpoint, shared: State, rank: int, world_size: int
+    strategy: adapter.Adapter, optimizer: Optimizer, saved: Checkpoint, shared: State, rank: int, world_size: int
 ) -> None:
     """The optimizer's state of a checkpoint, saved by any number of ranks under any strategy.
 
     shared  what the checkpoint has in common for all ranks
     """
-    flat, was_flat = optimizer_layout(strategy) == "flat", found.facts.get("optimizer") == "flat"
-    if flat and was_flat and found.world_size == world_size:
-        optimizer.load_state_dict(found.own(rank, "optimizer")["optimizer"])
+    flat, was_flat = optimizer_layout(strategy) == "flat", saved.facts.get("optimizer") == "flat"
+    if flat and was_flat and saved.world_size == world_size:
+        optimizer.load_state_dict(saved.own(rank, "optimizer")["optimizer"])
         return
-    groups = strategy.wrapper.parameters_in(optimizer) if flat else [one["params"] for one in optimizer.param_groups]
+    groups = (
+        strategy.wrapper.parameters_in(optimizer) if flat else [group["params"] for group in optimizer.param_groups]
+    )
     if "optimizer" in shared:
         state = shared["optimizer"]
     else:
-        shares = [found.own(index, "optimizer")["optimizer"] for index in range(found.world_size)]
+        shares = [saved.own(index, "optimizer")["optimizer"] for index in range(saved.world_size)]
         state = (
             sharded_optimizer.whole_state(shares, strategy.module, groups)
             if was_flat
@@ -341,13 +343,13 @@ def load_checkpoint(src: File, model: torch.nn.Module, optimizer: Optimizer) -> 
 
     No code of the file runs. ValueError for a file that holds something else, or the state of another model.
     """
-    found = load_state(Path(src) if isinstance(src, str | os.PathLike) else src, "model", "optimizer", "iteration")
+    state = load_state(Path(src) if isinstance(src, str | os.PathLike) else src, "model", "optimizer", "iteration")
     try:
-        model.load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
     except (RuntimeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{src}: does not fit this model and optimizer: {error}") from error
-    return values.whole("iteration", found["iteration"], least=0)
+    return values.whole("iteration", state["iteration"], least=0)
 
 
 def load_state(path: Path | IO[bytes], *keys: str) -> dict[str, Any]:
@@ -358,11 +360,11 @@ def load_state(path: Path | IO[bytes], *keys: str) -> dict[str, Any]:
     ValueError, with the path, for a file that holds something else, or lacks one of `keys`.
     """
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of a pickle that is wrong, almost any
         kind = type(error).__name__
         raise ValueError(f"{path}: must hold tensors and plain values alone; loading it gives {kind}") from error
-    values.hold((isinstance(found, dict), f"{path}: must hold a dictionary; got {values.shortly(found)}"))
-    if missing := [key for key in keys if key not in found]:
-        raise ValueError(f"{path}: must have {missing[0]!r}; got {values.shortly(list(found))}")
-    return found
+    values.hold((isinstance(state, dict), f"{path}: must hold a dictionary; got {values.shortly(state)}"))
+    if missing := [key for key in keys if key not in state]:
+        raise ValueError(f"{path}: must have {missing[0]!r}; got {values.shortly(list(state))}")
+    return state

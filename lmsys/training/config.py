@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
-from lmsys.config import ModelConfig, model_config
-from lmsys.strict_json import Checked, overlay, parse_json, parse_setting
-from lmsys.values import Amount, Count, Natural, Positive, Seed, Share, hold, one_of, shortly
+from lmsys import config, strict_json, values
 
 PRECISIONS = ("fp32", "bf16")
 TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"
@@ -18,7 +16,7 @@ TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/ma
 
 def _may_be_path(name: str, text: str) -> None:
     if "\0" in text:
-        raise ValueError(f"{name}={shortly(text)} must be a path, which has no null byte")
+        raise ValueError(f"{name}={values.shortly(text)} must be a path, which has no null byte")
 
 
 def _is_sha256(name: str, text: str) -> None:
@@ -31,7 +29,7 @@ Sha256 = Annotated[str, _is_sha256]
 
 
 @dataclass(frozen=True)
-class DataConfig(Checked):
+class DataConfig(strict_json.Checked):
     """The text, and how it becomes tokens.
 
     corpus        stdlib, tinystories, or the path of a text file
@@ -39,8 +37,8 @@ class DataConfig(Checked):
     folder        where corpora are kept; None: `corpora` in $LMSYS_CACHE_DIR
     url           where tinystories is downloaded from; valid_url: the part to evaluate on. A file is kept by the name
                   that its URL ends in
-    sha256        what the file of url must have, valid_sha256 that of valid_url; None: what its server names, or no
-                  particular one
+    sha256        expected SHA-256 of the file at `url` (valid_sha256: at `valid_url`); None: the checksum that the
+                  server sends, if any
     tokenizer     the folder of one that is there; None: one is trained on the corpus, of model.vocab_size tokens
     processes     of tokenizing, on each rank; None: a rank's share of the cores
     packing       none: a sequence is running text, in which a token sees all before it, of other documents too;
@@ -55,8 +53,8 @@ class DataConfig(Checked):
     valid_url: str = TINYSTORIES + "valid.txt"
     valid_sha256: Sha256 | None = None
     tokenizer: PathText | None = None
-    processes: Count | None = None
-    packing: Annotated[str, partial(one_of, known=("none", "documents"))] = "none"
+    processes: values.Count | None = None
+    packing: Annotated[str, partial(values.one_of, known=("none", "documents"))] = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,7 +67,7 @@ class DataConfig(Checked):
 
 
 @dataclass(frozen=True)
-class TrainConfig(Checked):
+class TrainConfig(strict_json.Checked):
     """How the model is trained.
 
     batch_size        sequences of a step, over all ranks and micro-batches: the same curve for any number of ranks
@@ -96,38 +94,38 @@ class TrainConfig(Checked):
     max_seconds       wall time of a speedrun; None: until all steps are done
     """
 
-    steps: Count = 400
-    batch_size: Count = 16
-    micro_batch_size: Count = 8
+    steps: values.Count = 400
+    batch_size: values.Count = 16
+    micro_batch_size: values.Count = 8
     reproducible: bool = False
-    leaves: Count = 4
-    lr: Amount = 3e-3
-    min_lr: Amount = 3e-4
-    warmup_steps: Natural | None = None
+    leaves: values.Count = 4
+    lr: values.Amount = 3e-3
+    min_lr: values.Amount = 3e-4
+    warmup_steps: values.Natural | None = None
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: Amount = 1e-8
-    weight_decay: Amount = 0.1
+    eps: values.Amount = 1e-8
+    weight_decay: values.Amount = 0.1
     undecayed: str | None = None
-    clip_norm: Amount = 1.0
-    seed: Seed = 0
-    precision: Annotated[str, partial(one_of, known=PRECISIONS)] = "fp32"
+    clip_norm: values.Amount = 1.0
+    seed: values.Seed = 0
+    precision: Annotated[str, partial(values.one_of, known=PRECISIONS)] = "fp32"
     compile: bool = False
     fused: bool = False
     graph: bool = False
     strategy: str = "bucketed"
-    bucket_mb: Positive | None = None
+    bucket_mb: values.Positive | None = None
     sharded_optimizer: bool = False
     device: str | None = None
-    memory_gib: Positive | None = None
-    threads: Count | None = 1
-    max_nonfinite: Natural = 10
-    max_seconds: Positive | None = None
-    log_interval: Count = 20
+    memory_gib: values.Positive | None = None
+    threads: values.Count | None = 1
+    max_nonfinite: values.Natural = 10
+    max_seconds: values.Positive | None = None
+    log_interval: values.Count = 20
 
     def __post_init__(self) -> None:
         super().__post_init__()
         even = self.batch_size % self.leaves == 0
-        hold(
+        values.hold(
             (self.min_lr <= self.lr, f"min_lr={self.min_lr} must be at most lr={self.lr}"),
             (self.warmup < self.steps, f"warmup_steps={self.warmup} must be less than steps={self.steps}"),
             (all(0 <= beta < 1 for beta in self.betas), f"betas={self.betas} must be two numbers in [0, 1)"),
@@ -169,16 +167,16 @@ class TrainConfig(Checked):
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(Checked):
+class EvaluateConfig(strict_json.Checked):
     """windows: how many pieces of the held-out text, the same each time; interval: steps between; <= 0: at the end."""
 
     interval: int = 100
-    windows: Count = 64
-    batch_size: Count = 16
+    windows: values.Count = 64
+    batch_size: values.Count = 16
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(Checked):
+class CheckpointConfig(strict_json.Checked):
     """How often the state is saved, so that an interrupted run goes on.
 
     interval  steps between; <= 0: only at the end, where there always is one
@@ -186,11 +184,11 @@ class CheckpointConfig(Checked):
     """
 
     interval: int = 100
-    keep: Count | None = 2
+    keep: values.Count | None = 2
 
 
 @dataclass(frozen=True)
-class LogConfig(Checked):
+class LogConfig(strict_json.Checked):
     """Where figures go beside log.jsonl; each needs the extra `log`.
 
     tensorboard  into OUTPUT/tensorboard
@@ -200,23 +198,23 @@ class LogConfig(Checked):
 
     tensorboard: bool = False
     wandb: str | None = None
-    wandb_mode: Annotated[str, partial(one_of, known=("offline", "online"))] = "offline"
+    wandb_mode: Annotated[str, partial(values.one_of, known=("offline", "online"))] = "offline"
 
 
 @dataclass(frozen=True)
-class GenerateConfig(Checked):
+class GenerateConfig(strict_json.Checked):
     """A sample of what follows `prompt`, as in `lmsys.training.generation.Sampling`."""
 
     prompt: str = "def "
-    max_new_tokens: Natural = 100
-    temperature: Amount = 0.8
-    top_k: Count | None = None
-    top_p: Share = 0.95
-    seed: Seed = 0
+    max_new_tokens: values.Natural = 100
+    temperature: values.Amount = 0.8
+    top_k: values.Count | None = None
+    top_p: values.Share = 0.95
+    seed: values.Seed = 0
 
 
 @dataclass(frozen=True)
-class RunConfig(Checked):
+class RunConfig(strict_json.Checked):
     """output: the folder of the tokenizer, tokens, checkpoints and log of this run.
 
     Trust a config as you trust code: its strategy may be a file of Python that is run, and its folders are written to.
@@ -224,7 +222,9 @@ class RunConfig(Checked):
 
     output: PathText = "out/training"
     data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=lambda: model_config("tiny", vocab_size=4096, context_length=128))
+    model: config.ModelConfig = field(
+        default_factory=lambda: config.model_config("tiny", vocab_size=4096, context_length=128)
+    )
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -237,14 +237,14 @@ class RunConfig(Checked):
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Settings that are not given have their defaults. ValueError with the JSON path of what is wrong."""
-        return overlay(cls(), parse_json(text))
+        return strict_json.overlay(cls(), strict_json.parse_json(text))
 
     def changed(self, settings: list[str]) -> "RunConfig":
         """The config with settings as on the command line, `train.lr=3e-4`; later ones win."""
         merged: dict[str, object] = {}
         for setting in settings:
-            _merge(merged, parse_setting(self, setting))
-        return overlay(self, merged)
+            _merge(merged, strict_json.parse_setting(self, setting))
+        return strict_json.overlay(self, merged)
 
     @property
     def folder(self) -> Path:

@@ -14,8 +14,7 @@ from tempfile import TemporaryFile
 
 from lmsys import values
 from lmsys.files import cache_folder, replacing, sha256_of
-from lmsys.tokenizer.chunks import Chunk, cut_file, whole
-from lmsys.tokenizer.pretokens import Pretokenizer
+from lmsys.tokenizer import chunks, pretokens
 from lmsys.training.config import DataConfig, file_of
 
 END_OF_TEXT = "<|endoftext|>"  # stands between documents; a special token of a tokenizer for them
@@ -29,11 +28,11 @@ class Corpus:
     """Text to train on, and other text to evaluate on."""
 
     name: str
-    train: tuple[Chunk, ...]
-    valid: tuple[Chunk, ...]
+    train: tuple[chunks.Chunk, ...]
+    valid: tuple[chunks.Chunk, ...]
 
     @property
-    def files(self) -> tuple[Chunk, ...]:
+    def files(self) -> tuple[chunks.Chunk, ...]:
         return self.train + self.valid
 
 
@@ -43,8 +42,8 @@ def make_folder(folder: Path, setting: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()
     except OSError as error:
-        told = f"files cannot be written in {folder}: {error.strerror}; name another folder"
-        raise ValueError(f"{setting}: {told}") from error
+        words = f"files cannot be written in {folder}: {error.strerror}; name another folder"
+        raise ValueError(f"{setting}: {words}") from error
 
 
 def stdlib(folder: Path | None = None) -> Corpus:
@@ -63,7 +62,7 @@ def stdlib(folder: Path | None = None) -> Corpus:
         for path, texts in zip(paths, (train, valid), strict=True):
             with replacing(path) as file:
                 file.write("".join(text + END_OF_TEXT for text in texts).encode())
-    return Corpus("stdlib", (whole(paths[0]),), (whole(paths[1]),))
+    return Corpus("stdlib", (chunks.whole(paths[0]),), (chunks.whole(paths[1]),))
 
 
 def tinystories(
@@ -76,7 +75,7 @@ def tinystories(
     """
     folder, settings = Path(folder or cache_folder() / "corpora"), settings or DataConfig()
     wanted = ((settings.url, settings.sha256), (settings.valid_url, settings.valid_sha256))
-    train, valid = (whole(_download_once(url, folder, sha256, progress)) for url, sha256 in wanted)
+    train, valid = (chunks.whole(_download_once(url, folder, sha256, progress)) for url, sha256 in wanted)
     return Corpus("tinystories", (train,), (valid,))
 
 
@@ -85,20 +84,22 @@ def text_file(path: Path, valid: Path | None = None) -> Corpus:
 
     ValueError for a file that is absent, empty or too short to be divided.
     """
-    train = whole(Path(path))
+    train = chunks.whole(Path(path))
     values.hold((train.size, f"there is no text in {path}"))
     if valid is not None:
-        return Corpus(train.path.stem, (train,), (whole(Path(valid)),))
+        return Corpus(train.path.stem, (train,), (chunks.whole(Path(valid)),))
     with train.path.open("rb") as file:
         after = train.size * (HELD_OUT - 1) // HELD_OUT
-        border = cut_file(file.fileno(), Pretokenizer([END_OF_TEXT]), after, train.stop)
+        border = chunks.cut_file(file.fileno(), pretokens.Pretokenizer([END_OF_TEXT]), after, train.stop)
     values.hold(
         (
             border < train.stop,
             f"{path}: its last twentieth has no whitespace to divide it at: name a longer text, or data.valid",
         )
     )
-    return Corpus(train.path.stem, (Chunk(train.path, 0, border),), (Chunk(train.path, border, train.stop),))
+    return Corpus(
+        train.path.stem, (chunks.Chunk(train.path, 0, border),), (chunks.Chunk(train.path, border, train.stop),)
+    )
 
 
 def corpus_of(settings: DataConfig, progress: Progress = lambda *_: None) -> Corpus:
@@ -108,8 +109,8 @@ def corpus_of(settings: DataConfig, progress: Progress = lambda *_: None) -> Cor
     if name not in ("stdlib", "tinystories"):
         values.hold((Path(name).is_file(), f"corpus {name!r}: must be stdlib, tinystories or the path of a text file"))
         return text_file(Path(name), valid)
-    found = stdlib(folder) if name == "stdlib" else tinystories(folder, settings, progress)
-    return found if valid is None else replace(found, valid=(whole(valid),))
+    corpus = stdlib(folder) if name == "stdlib" else tinystories(folder, settings, progress)
+    return corpus if valid is None else replace(corpus, valid=(chunks.whole(valid),))
 
 
 def _download_once(url: str, folder: Path, sha256: str | None, progress: Progress) -> Path:
@@ -122,8 +123,8 @@ def _download_once(url: str, folder: Path, sha256: str | None, progress: Progres
     elif sha256 is not None:
         if not note.is_file() or note.stat().st_mtime < path.stat().st_mtime:  # the file came in another way
             note.write_text(sha256_of(path))
-        if (found := note.read_text()) != sha256.lower():
-            raise ValueError(f"{path}: its SHA-256 is {found}, and must be {sha256}; remove it to download it again")
+        if (digest := note.read_text()) != sha256.lower():
+            raise ValueError(f"{path}: its SHA-256 is {digest}, and must be {sha256}; remove it to download it again")
     return path
 
 
@@ -191,12 +192,12 @@ def download(
             kept = f"; {part} keeps the {part.stat().st_size:,} bytes that came" if part.is_file() else ""
             raise ConnectionError(f"{url}: {failure}, in {len(pauses_s) + 1} tries{kept}")
         time.sleep(pause_s)
-    found = sha256_of(part)
-    if named and named != {found}:
+    digest = sha256_of(part)
+    if named and named != {digest}:
         part.unlink()
-        raise ValueError(f"{url}: its SHA-256 is {found}, and must be {' and '.join(sorted(named))}; removed")
+        raise ValueError(f"{url}: its SHA-256 is {digest}, and must be {' and '.join(sorted(named))}; removed")
     part.replace(path)
-    return found
+    return digest
 
 
 def _fetch(url: str, part: Path, progress: Callable[[int, int], None]) -> set[str]:

@@ -58,13 +58,15 @@ def tokenize_files(
     path.with_suffix(".json").unlink(missing_ok=True)  # an array without it is of nobody's making
     with replacing(path) as file:
         count = _write_array(file, encode_files(tokenizer, share, processes), tokenizer.dtype)
-    facts = {
-        "tokens": count,
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": tokenizer.fingerprint,
-        "end_of_text": end_of_text(tokenizer),
-    }
-    write_json(path.with_suffix(".json"), facts)
+    write_json(
+        path.with_suffix(".json"),
+        {
+            "tokens": count,
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": tokenizer.fingerprint,
+            "end_of_text": end_of_text(tokenizer),
+        },
+    )
     return path
 
 
@@ -77,19 +79,20 @@ def read_end_of_text(path: Path) -> int:
     """The id that ends a document in a file of tokens. ValueError where the facts beside the file know none."""
     facts_file = Path(path).with_suffix(".json")
     facts = strict_json.read_json(facts_file, vocab_size=int) if facts_file.is_file() else {"vocab_size": 0}
-    found: Any = facts.get("end_of_text")
+    number: Any = facts.get("end_of_text")
     values.hold(
         (
-            found is not None,
+            number is not None,
             f"{path}: its documents cannot be told apart, as no end_of_text is named in {facts_file.name}: tokenize the"
             f" text anew, by the step `tokenize` and a tokenizer with the special token {END_OF_TEXT}",
         ),
         (
-            type(found) is int and 0 <= found < facts["vocab_size"],
-            f"{facts_file}: end_of_text must be an id from 0 to {facts['vocab_size'] - 1}; got {values.shortly(found)}",
+            type(number) is int and 0 <= number < facts["vocab_size"],
+            f"{facts_file}: end_of_text must be an id from 0 to {facts['vocab_size'] - 1};"
+            f" got {values.shortly(number)}",
         ),
     )
-    return found
+    return number
 
 
 def shards(output: Path, world_size: int) -> list[Path]:
@@ -267,8 +270,8 @@ class Batches:
         if self.end_of_text is None:
             return 1.0
         counts = _num_targets(self, step)
-        own, total = counts[first : first + self.batch_size].sum(), counts.sum()
-        return float(own * (self.global_batch // self.batch_size) / max(1, total))
+        mine, total = counts[first : first + self.batch_size].sum(), counts.sum()
+        return float(mine * (self.global_batch // self.batch_size) / max(1, total))
 
     def _place(self, step: int, micro: int) -> int:
         """The first sequence of a micro-batch, of those of the step."""

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -29,11 +28,6 @@ class Evaluation:
     def perplexity(self) -> float:
         """e to the loss; inf where no float holds it."""
         return math.exp(self.loss) if self.loss < 709 else math.inf
-
-
-def autocast_of(precision: str, device: torch.device) -> Callable[[], torch.autocast]:
-    """Makes the context of a forward in `train.precision`."""
-    return partial(torch.autocast, device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
 def model_inputs(inputs: np.ndarray, targets: np.ndarray, device: torch.device) -> tuple[object, ...]:

@@ -131,7 +131,9 @@ def generate(
         for new in range(max_new_tokens):
             logits = _next_logits(model, tokens, lengths + new, cache, first=new == 0)[:, :vocab_size]
             values.hold((logits.isfinite().all(), f"the model's logits are not finite, of new token {new}"))
-            uniform = torch.stack([torch.rand((), dtype=torch.float64, generator=one) for one in generators])
+            uniform = torch.stack(
+                [torch.rand((), dtype=torch.float64, generator=generator) for generator in generators]
+            )
             drawn = sampling.draw(logits, uniform.to(device))
             if stop is not None:
                 ended |= drawn == stop

@@ -8,7 +8,7 @@ Source: Gray 2019, "Getting Started with CUDA Graphs" (developer.nvidia.com/blog
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -130,20 +130,20 @@ class GraphedGradients:
 class Gradients:
     """Forward and backward of micro-batches under a strategy, which leave the mean over the global batch in `.grad`.
 
-    autocast  makes the context of a forward
-    divisor   of the loss of a micro-batch
-    tree      the parameters whose gradients are added in pairs of micro-batches, as ranks would add theirs; None: each
+    loss_of  the loss of a micro-batch under the strategy
+    divisor  of that loss
+    tree     the parameters whose gradients are added in pairs of micro-batches, as ranks would add theirs; None: each
               backward adds to the gradients that are there
     """
 
     def __init__(
         self,
         strategy: Adapter,
-        autocast: Callable[[], AbstractContextManager[Any]],
+        loss_of: Callable[..., Tensor],
         divisor: int,
         tree: Iterable[torch.nn.Parameter] | None = None,
     ):
-        self._strategy, self._autocast, self._divisor = strategy, autocast, divisor
+        self._strategy, self._loss_of, self._divisor = strategy, loss_of, divisor
         self._tree = None if tree is None else list(tree)
 
     def __call__(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> Tensor:
@@ -161,7 +161,7 @@ class Gradients:
         return losses
 
     def _add_in_pairs(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> list[Tensor]:
-        """The same on one rank alone."""
+        """Like `_accumulate`, on one rank alone: gradients are added as a tree adds those of ranks."""
         losses, sums, parameters = [], Tree(), self._tree or []
         for inputs, weight in zip(batches, weights, strict=True):
             losses.append(self._backward(inputs, weight))
@@ -175,8 +175,7 @@ class Gradients:
 
     def _backward(self, inputs: tuple[Any, ...], weight: float) -> Tensor:
         """The loss of a micro-batch, whose gradients are added to those that are there."""
-        with self._autocast():
-            loss = self._strategy(*inputs)
+        loss = self._loss_of(*inputs)
         if weight != 1:
             loss = loss * weight
         (loss / self._divisor).backward()
@@ -184,7 +183,7 @@ class Gradients:
 
 
 class ReplayedGradients:
-    """The same as one CUDA graph, which the first call records: see `GraphedGradients`.
+    """`Gradients` as one CUDA graph, which the first call records: see `GraphedGradients`.
 
     A micro-batch is (tokens, targets), and its weight is 1: ValueError for another. Drop it before the process group
     ends.

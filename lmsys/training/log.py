@@ -96,12 +96,12 @@ def check_packages(config: RunConfig) -> None:
 
 def others(config: RunConfig, step: int) -> list[TensorBoard | WandB]:
     """The other logs that the config asks for; `check_packages` has seen that their packages are there."""
-    found: list[TensorBoard | WandB] = []
+    logs: list[TensorBoard | WandB] = []
     if config.log.tensorboard:
-        found.append(TensorBoard(config.folder / "tensorboard", step))
+        logs.append(TensorBoard(config.folder / "tensorboard", step))
     if config.log.wandb is not None:
-        found.append(WandB(config.folder, config.log.wandb, config.log.wandb_mode, asdict(config)))
-    return found
+        logs.append(WandB(config.folder, config.log.wandb, config.log.wandb_mode, asdict(config)))
+    return logs
 
 
 class Progress:

@@ -110,7 +110,7 @@ class AdamW(Optimizer):
         _validate(**group)
         live = [p for p in group["params"] if p.grad is not None]
         before, bundles = self._plans.get(index, ([], []))
-        if len(before) != len(found := self._with_state(live)) or not all(map(is_, before, found)):
+        if len(before) != len(now := self._with_state(live)) or not all(map(is_, before, now)):
             for p in live:
                 if p.grad.layout != torch.strided or not p.is_floating_point():
                     given = f"{p.grad.layout} of {p.dtype}, shape {tuple(p.shape)}"

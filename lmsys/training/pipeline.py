@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from lmsys.files import claim, write_json
 from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES, collectives, group
 from lmsys.tokenizer import Tokenizer, chunks, train
-from lmsys.training import checkpoint, corpora, data, evaluation, generation, log, loop, possible
+from lmsys.training import checkpoint, corpora, data, evaluation, generation, log, loop, possible, prepare
 from lmsys.training.config import RunConfig
 
 DATA_STEPS = ("tokenizer", "tokenize")
@@ -72,7 +73,7 @@ class RunContext:
     @property
     def autocast(self) -> Callable[[], torch.autocast]:
         """Attention rows that train in bfloat16 may not know float32."""
-        return evaluation.autocast_of(self.config.train.precision, self.device)
+        return partial(prepare.autocast, self.config.train.precision, self.device.type)
 
     def say(self, text: str) -> None:
         """On rank 0; with escapes for characters that the terminal does not have."""
@@ -90,7 +91,7 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     config.train.accumulation(world_size)  # what cannot be is refused here, not after the data has been made
     STRATEGIES.select([config.train.strategy])
     if "train" in steps:
-        possible.check(config, context.device)
+        possible.plan(config, context.device)
         if "tokenize" in steps and not skip_data and Path(config.data.corpus).is_file():
             possible.check_text(config, corpora.corpus_of(config.data))
         if rank == 0:
@@ -137,9 +138,9 @@ def _take(context: RunContext, steps: list[str], alone: bool) -> int:
 
 def _agree(config: RunConfig, steps: tuple[str, ...], skip_data: bool) -> None:
     """ValueError on every rank that names the first setting of which ranks have different values."""
-    own = {name: attrgetter(name)(config) for name in strict_json.paths(config)}
-    own |= {"the step": " ".join(steps), "--skip-data": skip_data}
-    first, *rest = collectives.gather_objects(own, None)
+    settings = {name: attrgetter(name)(config) for name in strict_json.paths(config)}
+    settings |= {"the step": " ".join(steps), "--skip-data": skip_data}
+    first, *rest = collectives.gather_objects(settings, None)
     for rank, other in enumerate(rest, start=1):
         values.hold(
             *(
@@ -185,9 +186,9 @@ def make_tokens(context: RunContext, anew: bool) -> None:
     _wait(context)
     corpus, tokenizer, folder = _corpus(context), _tokenizer(context), context.config.folder / "tokens"
     made = {"tokenizer": tokenizer.fingerprint, "text": [_facts(corpus.train), _facts(corpus.valid)]}
-    found = _read(folder / "made.json") or {}
+    before = _read(folder / "made.json") or {}
     if not anew:
-        if {name: found.get(name) for name in made} == made:
+        if {name: before.get(name) for name in made} == made:
             return
         possible.check_text(context.config, corpus, tokenizer)
     context.say(f"tokenizing {sum(file.size for file in corpus.files) / 1e6:,.1f} MB")
@@ -211,18 +212,18 @@ def train_model(context: RunContext) -> loop.Outcome:
     config, tokenizer = context.config, _tokenizer(context)
     source, windows = _data(context, tokenizer)
     # Looked for by rank 0: finding it reads every file.
-    found = checkpoint.newest(context.checkpoints) if context.rank == 0 else None
-    (manifest, *_) = collectives.gather_objects(found and found.manifest, None)
+    saved = checkpoint.newest(context.checkpoints) if context.rank == 0 else None
+    (manifest, *_) = collectives.gather_objects(saved and saved.manifest, None)
     if context.rank > 0 and manifest is not None:
-        found = checkpoint.read(manifest)
-    trainer = loop.Trainer(config, source, windows, context.device, found, {"tokenizer": tokenizer.fingerprint})
-    if found is not None:
+        saved = checkpoint.read(manifest)
+    trainer = loop.Trainer(config, source, windows, context.device, saved, {"tokenizer": tokenizer.fingerprint})
+    if saved is not None:
         done = "; all steps are done: name another --output to train anew" if trainer.step >= config.train.steps else ""
-        context.say(f"going on from {found.manifest}, step {trainer.step:,}{done}")
+        context.say(f"going on from {saved.manifest}, step {trainer.step:,}{done}")
         # The rate may jump where a run goes on with other steps than it had.
         changed = [
             f"{setting} was {values.shortly(was)} and is {now}"
-            for name, was, now in found.differences(schedule=trainer.schedule)
+            for name, was, now in saved.differences(schedule=trainer.schedule)
             if (setting := name.partition(".")[2]) and trainer.step < config.train.steps
         ]
         if changed:
@@ -246,11 +247,11 @@ def evaluate_model(context: RunContext) -> None:
     config, tokenizer = context.config, _tokenizer(context)
     source, windows = _data(context, tokenizer)
     model, step = _trained(context, tokenizer)
-    found = evaluation.evaluate(model, windows, config.evaluate.batch_size, context.autocast)
+    valid = evaluation.evaluate(model, windows, config.evaluate.batch_size, context.autocast)
     least = evaluation.unigram(source, windows, config.model.vocab_size)
     context.say(
-        f"step {step:,} on {found.tokens:,} held-out tokens: loss {found.loss:.4f}, perplexity"
-        f" {found.perplexity:,.1f}; a unigram model: loss {least.loss:.4f}, perplexity {least.perplexity:,.1f}"
+        f"step {step:,} on {valid.tokens:,} held-out tokens: loss {valid.loss:.4f}, perplexity"
+        f" {valid.perplexity:,.1f}; a unigram model: loss {least.loss:.4f}, perplexity {least.perplexity:,.1f}"
     )
 
 
@@ -295,22 +296,22 @@ def _tell_outcome(context: RunContext, trainer: loop.Trainer, outcome: loop.Outc
 
 
 def _trained(context: RunContext, tokenizer: Tokenizer) -> tuple[TransformerLM, int]:
-    found = checkpoint.newest(context.checkpoints)
-    if found is None:
+    saved = checkpoint.newest(context.checkpoints)
+    if saved is None:
         raise ValueError(f"{context.checkpoints}: there is no checkpoint; train first")
-    found.require(model=loop.facts_of(context.config)["model"], tokenizer=tokenizer.fingerprint)
+    saved.require(model=loop.facts_of(context.config)["model"], tokenizer=tokenizer.fingerprint)
     model = TransformerLM(context.config.model, device=context.device)
-    model.load_state_dict(found.shared("model")["model"])
-    return model, found.step
+    model.load_state_dict(saved.shared("model")["model"])
+    return model, saved.step
 
 
 def _corpus(context: RunContext) -> corpora.Corpus:
-    told = time.monotonic()
+    last_line_s = time.monotonic()
 
     def tell(what: str, done: int, total: int) -> None:
-        nonlocal told
-        if time.monotonic() - told >= DOWNLOAD_LINES_S or done == total:
-            told = time.monotonic()
+        nonlocal last_line_s
+        if time.monotonic() - last_line_s >= DOWNLOAD_LINES_S or done == total:
+            last_line_s = time.monotonic()
             context.say(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
     return corpora.corpus_of(context.config.data, tell)
@@ -345,10 +346,10 @@ def _facts(files: tuple[chunks.Chunk, ...]) -> list[Any]:
 def _read(path: Path) -> dict[str, Any] | None:
     """The facts that a step wrote last, or None where it has not come to its end."""
     try:
-        found = strict_json.read_json(path)
+        facts = strict_json.read_json(path)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return facts if isinstance(facts, dict) else None
 
 
 def _wait(context: RunContext) -> None:

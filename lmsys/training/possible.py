@@ -1,38 +1,64 @@
-"""Refuses a training that cannot run here, by its settings and the machine alone, before any work is done for it.
+"""How a training runs here, by its settings and the machine alone; one that cannot is refused before any work."""
 
-`fitted` also finds the levels of checkpointing that fit into the memory of a rank's device.
-"""
+from typing import Any
 
 import torch
 
 from lmsys import checkpointing, registry, values
 from lmsys.attention import ATTENTION, AttentionCase, contract
 from lmsys.config import ModelConfig
-from lmsys.cost.memory import fit
-from lmsys.model import fused, transformer
+from lmsys.model import BLOCKS_PER_GRAPH, fused, transformer
 from lmsys.parallel import STRATEGIES, collectives
 from lmsys.tokenizer import Tokenizer
 from lmsys.training import corpora, data
 from lmsys.training.config import RunConfig
+from lmsys.training.prepare import MEMORY_SHARE, Execution, fitted, gpu_memory
 from lmsys.traits import AttentionTraits, StrategyTraits
 
 
-def check(
+def plan(
     config: RunConfig, device: torch.device, group: collectives.Group = None
-) -> tuple[registry.Entry, ModelConfig]:
-    """(the row of the strategy, the model's config as `fitted` makes it).
+) -> tuple[ModelConfig, Execution, StrategyTraits]:
+    """(the model's config, with the levels of checkpointing that fit; how it is run; the facts of its strategy).
 
-    It reads no data and makes no model. All ranks call it. ValueError with the setting and the reason where `device` or
-    the ranks cannot train so.
+    Reads no data and makes no model. All ranks call it.
+
+    ValueError with the setting and the reason where `device` or the ranks cannot train so.
     """
     train = config.train
     world_size, _ = collectives.size_and_rank(group)
     (row,) = STRATEGIES.select([train.strategy])
     traits = StrategyTraits.of(row)
     check_attention(config, device)
-    model = fitted(config, row, device, group)
-    name, not_graphed = f"strategy {row.name!r}", train.graph and _why_no_graph(config, row, device)
+    execution = _execution(config, row, traits, group)
+    model = _fitted(config, execution, train.accumulation(world_size), device)
+    _check_strategy(config, row, traits, device, world_size)
+    check_accumulation(config, world_size, able=traits.accumulates)
+    return model, execution, traits
+
+
+def _execution(config: RunConfig, row: registry.Entry, traits: StrategyTraits, group: collectives.Group) -> Execution:
+    train = config.train
+    narrow = traits.compute_dtype and train.precision == "bf16" and not train.reproducible
+    asked: dict[str, Any] = {"bucket_mb": train.bucket_mb, "compute_dtype": torch.bfloat16 if narrow else None}
+    options = {name: value for name, value in asked.items() if value is not None}
+    one_a_graph = train.reproducible or traits.synchronizes  # other graphs add in other orders; strategies hook blocks
+    compiler = {
+        "together": 1 if one_a_graph else BLOCKS_PER_GRAPH,
+        "fullgraph": config.data.packing != "documents",  # graphs end at attention on documents
+    }
+    blocks = "fused" if train.fused else "compiled" if train.compile else "eager"
+    return Execution(
+        row, options, train.precision, blocks, compiler, train.graph, train.sharded_optimizer, train.reproducible, group
+    )
+
+
+def _check_strategy(
+    config: RunConfig, row: registry.Entry, traits: StrategyTraits, device: torch.device, world_size: int
+) -> None:
+    train, name = config.train, f"strategy {row.name!r}"
     not_fused = train.fused and (fused.why_not(device) or traits.why_not_fused)
+    not_graphed = train.graph and _why_no_graph(config, name, traits, device)
     not_reproducible = train.reproducible and traits.why_not_reproducible
     doubly_sharded = train.sharded_optimizer and traits.shards_gradients
     drifts_apart = world_size > 1 and not traits.synchronizes
@@ -50,38 +76,30 @@ def check(
     )
     if train.fused:
         fused.check_levels(config.model)
-    check_accumulation(config, row, world_size, able=traits.accumulates)
-    return row, model
 
 
-def _why_no_graph(config: RunConfig, row: registry.Entry, device: torch.device) -> str:
+def _why_no_graph(config: RunConfig, name: str, traits: StrategyTraits, device: torch.device) -> str:
     if device.type != "cuda":
         return f"CUDA graphs need train.device=cuda, not {device.type}"
     if config.data.packing != "none":
         return f"each batch of data.packing={config.data.packing!r} has masks of its own, and is no replay"
-    reason = StrategyTraits.of(row).why_not_graphed
-    return reason and f"strategy {row.name!r}: {reason}"
+    return traits.why_not_graphed and f"{name}: {traits.why_not_graphed}"
 
 
-def check_accumulation(config: RunConfig, row: registry.Entry, world_size: int, able: bool) -> None:
+def check_accumulation(config: RunConfig, world_size: int, able: bool) -> None:
     """ValueError where ranks would accumulate micro-batches, and the strategy is not `able` to."""
     train = config.train
     values.hold(
         (
             able or world_size == 1 or train.accumulation(world_size) == 1,
-            f"strategy {row.name!r} cannot accumulate micro-batches: train.micro_batch_size is to be"
+            f"strategy {train.strategy!r} cannot accumulate micro-batches: train.micro_batch_size is to be"
             f" {train.batch_size // world_size}, train.batch_size over {world_size} ranks",
         )
     )
 
 
-MEMORY_SHARE = 0.9  # of a GPU's: the rest is for libraries, fragments and what the prediction leaves out
-
-
-def fitted(
-    config: RunConfig, strategy: registry.Entry, device: torch.device, group: collectives.Group = None
-) -> ModelConfig:
-    """The model's config, where it says "fit" with the levels that the least memory of any rank allows.
+def _fitted(config: RunConfig, execution: Execution, micro_batches: int, device: torch.device) -> ModelConfig:
+    """The model's config, where it says "fit" with the levels that fit.
 
     All ranks call it, and get the same. ValueError where nothing fits, or the device's memory is not known.
     """
@@ -93,29 +111,15 @@ def fitted(
             not train.fused,
             "model.checkpoint_blocks=fit with train.fused=true: fused blocks keep all that their backward reads, so it"
             " must be none",
-        )
-    )
-    world_size, _ = collectives.size_and_rank(group)
-    memory = min(collectives.gather_objects(_memory(train.memory_gib, device), group))
-    traits = StrategyTraits.of(strategy)
-    stage = max(traits.zero_stage or 0, int(train.sharded_optimizer))
-    return fit(
-        model, train.held, model.context_length, train.precision, memory, world_size=world_size, stage=stage,
-        gradients_stay=(traits.synchronizes and stage < 3) or train.accumulation(world_size) > 1,
-    )  # fmt: skip
-
-
-def _memory(gib: float | None, device: torch.device) -> float:
-    if gib is not None:
-        return gib * 2**30
-    values.hold(
+        ),
         (
-            device.type == "cuda",
+            train.memory_gib is not None or device.type == "cuda",
             "model.checkpoint_blocks=fit needs train.memory_gib on a CPU, whose memory others use too; on a GPU it is"
             f" {MEMORY_SHARE:.0%} of its memory",
-        )
+        ),
     )
-    return MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+    memory = gpu_memory() if train.memory_gib is None else train.memory_gib * 2**30
+    return fitted(model, execution, train.held, memory, micro_batches > 1)
 
 
 def check_attention(config: RunConfig, device: torch.device) -> None:
@@ -130,10 +134,11 @@ def check_attention(config: RunConfig, device: torch.device) -> None:
     except ValueError as error:
         reason = str(error)
     if reason:
-        able = ", ".join(name for name in ATTENTION if not _why_no_attention(ATTENTION[name], case))
         with_what = "data.packing='documents'" if packed else f"train.precision={train.precision!r} on {device.type}"
-        told = f"model.attention={model.attention!r} cannot train with {with_what}: {reason}"
-        raise ValueError(f"{told}; here these can: {able}")
+        raise ValueError(
+            f"model.attention={model.attention!r} cannot train with {with_what}: {reason}; here these can:"
+            f" {', '.join(name for name in ATTENTION if not _why_no_attention(ATTENTION[name], case))}"
+        )
 
 
 def _why_no_attention(row: registry.Entry, case: AttentionCase) -> str | None:

@@ -28,8 +28,8 @@ def get_batch(
     whole("context_length", context_length, least=1)
     kind = str(getattr(ids, "dtype", type(ids).__name__)).removeprefix("torch.")
     if not isinstance(ids, np.ndarray | Tensor) or ids.ndim != 1 or not kind.startswith(("int", "uint")):
-        told = f"{kind} of shape {tuple(ids.shape)}" if hasattr(ids, "shape") else kind
-        raise ValueError(f"ids must be a one-dimensional array or tensor of integers; got {told}")
+        given = f"{kind} of shape {tuple(ids.shape)}" if hasattr(ids, "shape") else kind
+        raise ValueError(f"ids must be a one-dimensional array or tensor of integers; got {given}")
     if len(ids) <= context_length:
         raise ValueError(f"{len(ids):,} ids are too few: {context_length=} needs {context_length + 1:,}")
     starts = torch.randint(len(ids) - context_length, (batch_size, 1), generator=generator)

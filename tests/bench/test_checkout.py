@@ -1,5 +1,6 @@
 """An earlier state to import from: rows as they were, the bench of today, and nothing of it left behind."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     git(folder, "add", "-A")
     git(folder, "commit", "-qm", "first")
     (folder / "lmsys" / "parallel").unlink()  # it was a file, and is a folder
-    files = *files[:-1], "lmsys/turns.py", "lmsys/parallel/group.py", "lmsys/attention/contract.py"
+    files = *files[:-1], "lmsys/turns.py", "lmsys/attention/contract.py", *(f"lmsys/{name}" for name in JUDGES[2:])
     tell(folder, *files, "lmsys/testing.py", "lmsys/autograd.py", text="today")
     monkeypatch.chdir(folder / "work")
     monkeypatch.setattr(checkout, "PACKAGE", folder / "lmsys")
@@ -133,3 +134,51 @@ def test_earlier_rows_read_traits_by_name_and_have_any() -> None:
         assert AttentionTraits.of(row).keeps_scores and StrategyTraits.of(row) == StrategyTraits()
     """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+STEP = """
+import torch
+from benchmarks.data_parallel import check, rank
+from benchmarks.model import rig
+from benchmarks.training import rank as of_training
+from lmsys.config import model_config
+from lmsys.model import TransformerLM
+from lmsys.parallel import STRATEGIES
+from lmsys.training import loop
+from lmsys.training.prepare import Execution, prepare
+
+model = TransformerLM(model_config("tiny", vocab_size=64, context_length=8))
+before = model.lm_head.weight.clone()
+strategy, optimizer, autocast = prepare(model, Execution(STRATEGIES["bucketed"], precision="bf16"), lr=1e-2)
+with autocast():
+    loss = strategy(torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.int64))
+loss.backward()
+strategy.finish()
+optimizer.step()
+assert not before.equal(model.lm_head.weight)
+print(loop.__file__)
+"""
+
+
+def test_todays_benchmarks_train_a_model_as_it_was_before_there_was_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = PACKAGE.parent
+    monkeypatch.chdir(root)
+    added = checkout._git(root, "log", "--diff-filter=A", "--format=%H", "--", "lmsys/training/prepare.py")
+    if not added or not checkout._git(root, "rev-parse", "--verify", "--quiet", f"{added}^"):
+        pytest.skip(
+            "the history from before lmsys/training/prepare.py is not here: fetch it with git fetch --unshallow"
+        )
+    state = Checkout(f"{added}^")
+    try:
+        state.use_today(root / "benchmarks")
+        ended = subprocess.run(
+            [sys.executable, "-c", STEP],
+            cwd=state.folder,
+            env=os.environ | {"PYTHONPATH": str(state.folder)},
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert not Path(ended.stdout.strip()).resolve().is_relative_to(root), "the rows are today's"
+    finally:
+        state.close()

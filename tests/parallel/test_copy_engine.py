@@ -118,7 +118,7 @@ def _refused() -> str:
 def test_what_it_is_not_for_is_told(ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     for error in ranks.run(_refused)[:2]:
         assert error.startswith("ValueError: copy engines need NCCL and parameters on GPUs; elsewhere take bucketed")
-    module = "lmsys.parallel.copy_engine"
+    module = "lmsys.parallel.collectives"
     monkeypatch.setattr(f"{module}.is_nccl", lambda group, p: True)
     monkeypatch.setattr(f"{module}.gather_objects", lambda node, group: ["here", "there"])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -143,7 +143,7 @@ def test_ranks_that_have_shared_memory_unequally_often_are_told(monkeypatch: pyt
         told.append(mine)
         return [mine, 5]
 
-    monkeypatch.setattr("lmsys.parallel.copy_engine.gather_objects", gather_objects)
+    monkeypatch.setattr("lmsys.parallel.copy_engine.collectives.gather_objects", gather_objects)
     monkeypatch.setattr(CopyEngines, "shared", 3)
     transport = EnginesOverGloo(nn.Identity(), _OfTwo())
     for shared in (3, 4):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from benchmarks.data_parallel.cases import ParallelCase
 from benchmarks.data_parallel.check import gate
-from benchmarks.data_parallel.rank import Gradients, prepared, wrap
+from benchmarks.data_parallel.rank import compiler_of, execution
 from benchmarks.models import Batch, build
 from lmsys.bench.ranks import takes_part
 from lmsys.config import model_config
@@ -16,6 +16,7 @@ from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import WorkerGroup, device
 from lmsys.training.gradients import GraphedGradients, backward_of
 from lmsys.training.optimizer import AdamW, clip_grad_norm, set_lr
+from lmsys.training.prepare import prepare
 
 
 def test_on_a_cpu_it_says_what_to_do_instead() -> None:
@@ -84,14 +85,14 @@ def on_ranks(case: ParallelCase, graphed: bool) -> tuple[list[float], dict[str, 
     """
     if not takes_part(case.world_size):
         return None
-    with prepared(case):
+    with compiler_of(case):
         rank, losses = dist.get_rank(), []
-        strategy = wrap(case, build(case.config, str(device()), rank), case.options)
-        optimizer = strategy.make_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-        gradients = Gradients(strategy, case.precision)
+        model = build(case.config, str(device()), rank)
+        prepared = prepare(model, execution(case), torch.optim.SGD, lr=0.1, momentum=0.9)
+        (strategy, optimizer, _), gradients = prepared, prepared.gradients()
         for step in range(6):
             if graphed and step == 2:
-                gradients.record()
+                gradients = prepared.gradients(graph=True)
             data = Batch.draw(case.config, case.batch, str(device()), 10 * step + rank)
             losses.append(gradients(data.tokens, data.targets).clone())
             optimizer.step()

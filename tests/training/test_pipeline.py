@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from lmsys.attention.contract import DTYPE_NAMES
 from lmsys.model import TransformerLM
 from lmsys.model.linear import matmul_dtype
-from lmsys.model.transformer import DTYPE_NAMES
 from lmsys.tokenizer import Tokenizer, train
 from lmsys.training import pipeline
 from lmsys.training.__main__ import main, parser, read_config

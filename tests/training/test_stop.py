@@ -9,7 +9,7 @@ import time
 import pytest
 
 from lmsys import processes
-from lmsys.training import loop
+from lmsys.training import stopping
 
 ENDED_S = 0.3  # in place of the seconds that a step has in use
 
@@ -28,11 +28,11 @@ def step_that_ends() -> None:
 
 def told_twice(step: str, again_s: float) -> str:
     """Runs in a process of its own."""
-    loop.AGAIN_S, loop.ENDED_S = again_s, ENDED_S
+    stopping.AGAIN_S, stopping.ENDED_S = again_s, ENDED_S
     for at_s in (0.1, 0.2):
         threading.Timer(at_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
     try:
-        with loop.StopSignals():
+        with stopping.StopSignals():
             globals()[step]()
     except KeyboardInterrupt:
         time.sleep(3 * ENDED_S)

@@ -1,0 +1,136 @@
+"""A model is made ready for its first step, in this order, by training and by benchmarks alike.
+
+    1 weights    are float32, in blocks that keep for the backward what the model's config says, or what is `fitted`
+    2 blocks     are compiled, or run by fused kernels: before a strategy, which may surround each of them
+    3 strategy   wraps the loss; on the stream of captures where a graph is to come, since torch's DDP keeps its stream
+    4 optimizer  is the strategy's own, or a sharded one; ours also writes the rounded weights of fused blocks
+    5 forward    is under autocast, as the precision says
+    6 gradients  of forward, backward and synchronization, call by call or as one CUDA graph
+
+`--against` measures earlier states of the code by this file as it is today: what it names, they have.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lmsys.config import ModelConfig
+from lmsys.cost.memory import fit
+from lmsys.model import Loss
+from lmsys.parallel import adapter, collectives, sharded_optimizer, structure
+from lmsys.registry import Entry
+from lmsys.training import gradients, optimizer
+from lmsys.traits import StrategyTraits
+
+MEMORY_SHARE = 0.9  # of a GPU's: the rest is for libraries, fragments and what the prediction leaves out
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of the other precisions matmuls read float32
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a model is run in training.
+
+    strategy   a row of `lmsys.parallel.STRATEGIES`, which is built with `options`
+    precision  fp32, tf32, bf16 or fp16
+    blocks     eager, compiled or fused
+    compiler   arguments of `TransformerLM.compile_blocks`
+    graph      a step is to be replayed as one CUDA graph
+    sharded_optimizer  its state is divided among ranks, over a strategy that all-reduces
+    tree_sums  ranks add gradients in an order that all numbers of ranks share: `lmsys.training.reproducible`
+    group      the ranks that train; None: all
+    """
+
+    strategy: Entry
+    options: dict[str, Any] = field(default_factory=dict)
+    precision: str = "fp32"
+    blocks: str = "eager"
+    compiler: dict[str, Any] = field(default_factory=dict)
+    graph: bool = False
+    sharded_optimizer: bool = False
+    tree_sums: bool = False
+    group: collectives.Group = None
+
+
+def fitted(
+    config: ModelConfig, execution: Execution, batch: int, memory: float, accumulates: bool = False
+) -> ModelConfig:
+    """The config with the levels of checkpointing that the least `memory` of any rank, in bytes, allows.
+
+    All ranks call it, and get the same. `accumulates`: gradients of earlier micro-batches are there in a backward.
+    ValueError where nothing fits.
+    """
+    traits, group = StrategyTraits.of(execution.strategy), execution.group
+    stage = max(traits.zero_stage or 0, int(execution.sharded_optimizer))
+    stay = accumulates or (traits.synchronizes and stage < 3)
+    return fit(
+        config, batch, config.context_length, execution.precision, min(collectives.gather_objects(memory, group)),
+        world_size=collectives.size_and_rank(group)[0], stage=stage, gradients_stay=stay,
+    )  # fmt: skip
+
+
+def gpu_memory() -> float:
+    """Bytes that a model may take of this process's GPU."""
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return MEMORY_SHARE * torch.cuda.get_per_process_memory_fraction() * gpu.total_memory
+
+
+class Prepared(NamedTuple):
+    """A model's loss under its strategy, the optimizer, and what makes the context of a forward.
+
+    Nothing of it refers to itself: a graph with NCCL's calls inside must go before the process group does.
+    """
+
+    strategy: adapter.Adapter
+    optimizer: torch.optim.Optimizer
+    autocast: Callable[[], torch.autocast]
+
+    def loss(self, *inputs: Any) -> Tensor:
+        with self.autocast():
+            return self.strategy(*inputs)
+
+    def gradients(self, graph: bool = False) -> Callable[..., Tensor]:
+        """A function that leaves the mean gradients of all ranks and gives the loss; `graph`: replayed from then on."""
+        compute = gradients.backward_of(self.loss, self.strategy.finish)
+        if not graph:
+            return compute
+        warm_ups = gradients.warm_ups_of(self.strategy.wrapper)
+        return gradients.GraphedGradients(compute, self.strategy.module.parameters(), warm_ups)
+
+
+def prepare(model: Any, execution: Execution, optimizer_cls: Any = optimizer.AdamW, **options: Any) -> Prepared:
+    """Makes a `TransformerLM`, or another model with its methods, ready for its first step.
+
+    options  of the optimizer; `groups` among them is as in `lmsys.parallel.structure.grouped`
+    ValueError for options that the strategy does not take, and blocks that cannot be fused.
+    """
+    device = next(model.parameters()).device
+    run_blocks(model, execution.blocks, **execution.compiler)
+    group = collectives.TreeSums(execution.group) if execution.tree_sums else execution.group
+    with gradients.on_capture_stream() if execution.graph else nullcontext():
+        strategy = adapter.Adapter(execution.strategy.load(), Loss(model), group, **execution.options)
+    if execution.sharded_optimizer:
+        parameters = structure.grouped(model, options.pop("groups", None))
+        stepper = sharded_optimizer.ShardedOptimizer(parameters, optimizer_cls, execution.group, **options)
+    else:
+        stepper = strategy.make_optimizer(optimizer_cls, **options)
+    if isinstance(stepper, optimizer.AdamW):
+        stepper.rounded = model.rounded
+    return Prepared(strategy, stepper, partial(autocast, execution.precision, device.type))
+
+
+def run_blocks(model: Any, blocks: str, **compiler: Any) -> None:
+    """Has the model run its blocks eager, compiled or fused from now on."""
+    if blocks == "fused":
+        model.fuse_blocks()
+    elif blocks == "compiled":
+        model.compile_blocks(**compiler)
+
+
+def autocast(precision: str, device: str) -> torch.autocast:
+    """The context of a forward on a device of this type, "cpu" or "cuda"."""
+    return torch.autocast(device, AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)

@@ -1,0 +1,61 @@
+"""The wish to stop: SIGTERM and Ctrl-C, kept until a step is done."""
+
+import os
+import signal
+import threading
+import time
+from typing import Any, Self
+
+AGAIN_S = 0.5  # signals closer together are one wish: torchrun and a terminal each pass one on
+ENDED_S = 5.0  # for a process to end by itself after a second signal
+TWICE = b"lmsys.training: told to end twice, and its step does not: ended at once; what was saved before stands\n"
+
+
+class StopSignals:
+    """SIGTERM and Ctrl-C, kept until the step is done; what is ignored stays so. A second one, later, ends at once.
+
+    Python runs handlers between two of its own instructions, which a rank that waits for a stopped one never reaches:
+    a thread reads the signals, too, and ends such a process some seconds after the second.
+    """
+
+    def __init__(self) -> None:
+        self.seen: int = 0
+        self._seen_at_s = 0.0
+        self._over = threading.Event()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        self._numbers, self._written = os.pipe()
+        os.set_blocking(self._written, False)
+        self._written_before = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        signal.set_wakeup_fd(self._written_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._written)
+
+    def _note(self, number: int, _: Any) -> None:
+        now = time.monotonic()
+        if not self.seen:
+            self.seen, self._seen_at_s = number, now
+        elif now - self._seen_at_s > AGAIN_S:
+            raise KeyboardInterrupt
+
+    def _watch(self) -> None:
+        """Reads until the other end is closed. A step that does not end when told twice ends with its process."""
+        first, first_at_s = 0, 0.0
+        while number := os.read(self._numbers, 1):
+            now = time.monotonic()
+            if number[0] in self._before and not first:
+                first, first_at_s = number[0], now
+            elif number[0] in self._before and now - first_at_s > AGAIN_S and not self._over.wait(ENDED_S):
+                os.write(2, TWICE)
+                os._exit(128 + first)
+        os.close(self._numbers)
