@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lmsys import files
 from lmsys.bench import checkout
 from lmsys.bench.checkout import JUDGES, PACKAGE, PREFIX, ROWS, Checkout
 
@@ -163,8 +164,8 @@ print(loop.__file__)
 def test_todays_benchmarks_train_a_model_as_it_was_before_there_was_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     root = PACKAGE.parent
     monkeypatch.chdir(root)
-    added = checkout._git(root, "log", "--diff-filter=A", "--format=%H", "--", "lmsys/training/prepare.py")
-    if not added or not checkout._git(root, "rev-parse", "--verify", "--quiet", f"{added}^"):
+    added = files.git(root, "log", "--diff-filter=A", "--format=%H", "--", "lmsys/training/prepare.py")
+    if not added or not files.git(root, "rev-parse", "--verify", "--quiet", f"{added}^"):
         pytest.skip(
             "the history from before lmsys/training/prepare.py is not here: fetch it with git fetch --unshallow"
         )
