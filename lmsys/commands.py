@@ -42,6 +42,14 @@ COMMANDS = {
             "lmsys check --all": "every row that this machine can run, in minutes",
         },
     ),
+    "course": Command(
+        "lmsys.course",
+        "What of an assignment of CS336 is right, wrong, or not written.",
+        {
+            "lmsys course assignment2-systems": "a checkout as it is: each part by its adapter",
+            "lmsys course assignment1-basics --html right.html": "and as a page",
+        },
+    ),
     "report": Command(
         "lmsys.reports",
         "Tables, plots and a page from result files.",

@@ -15,6 +15,7 @@ from lmsys.check import extremes, laptop, places
 from lmsys.check.cases import (
     LIKE,
     Asked,
+    Use,
     answer,
     cases,
     cases_of_options,
@@ -59,14 +60,14 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
             yield Question("on a GPU", lambda: None, reason=reason.strip())
 
 
-def of_a_handout(entry: Entry, options: Options, causal: bool) -> Iterator[Question]:
+def of_a_handout(entry: Entry, options: Options, causal: bool, use: Use | None = None) -> Iterator[Question]:
     """The promises of CS336's handout: one head, lengths that are powers of two, float32, and room for errors."""
     with interpreted_kernels() as launched:
         row, simple = _row(entry, options, launched), next(_cases(options))
         for batch, length, head_dim in ((2, 16, 16), (4, 128, 64), (1, 256, 32)):
             one = replace(simple.case, batch=batch, heads=1, kv_heads=1, queries=length, keys=length, head_dim=head_dim)
             for case in (one, replace(one, causal=True))[: 1 + causal]:
-                asked = Asked(f"{length} queries{', causal' * case.causal}", case, room=1e-2)
+                asked = Asked(f"{length} queries{', causal' * case.causal}", case, room=1e-2, use=use)
                 yield Question(asked.about, partial(failure, row, asked, options.grad, options.seed))
 
 

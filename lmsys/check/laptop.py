@@ -95,6 +95,7 @@ def _install_in_triton() -> None:
             ),
         )
     )
+    _mend_interpreter()
     run = Autotuner.run
 
     def first(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,6 +103,29 @@ def _install_in_triton() -> None:
         return run(self, *args, **kwargs)
 
     Autotuner.run = first
+
+
+def _mend_interpreter() -> None:
+    """Products of bfloat16, whose bits the interpreter would multiply, and flags that are given as bool."""
+    import numpy as np
+    from triton import language
+    from triton.runtime import interpreter
+
+    dot, convert = interpreter.InterpreterBuilder.create_dot, interpreter._implicit_cvt
+
+    def wide(x: Any) -> Any:
+        """bfloat16 is kept as the upper half of float32."""
+        if x.dtype.scalar != language.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), language.float32)
+
+    def converted(x: Any) -> Any:
+        if not isinstance(x, bool):
+            return convert(x)
+        return language.tensor(interpreter.TensorHandle(np.array([x]), language.int1), language.int1)
+
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *args: dot(self, wide(a), wide(b), *args)
+    interpreter._implicit_cvt = converted
 
 
 def _backward(self: Any, *gradients: Any) -> Any:

@@ -1,0 +1,146 @@
+"""`lmsys course FOLDER`: what of an assignment of CS336 is right, wrong, or not written.
+
+FOLDER is a checkout of assignment 1 or 2, of 2025 or 2026, as it is. The parts run in a process of their own.
+Exit codes: 0 all that is written is right, 1 a part is wrong or refuses what the handout asks, 2 the folder is no such
+checkout, or does not load, 3 nothing is wrong, but a part could not be judged.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; without a GPU it can only interpret
+
+from lmsys import commands, processes
+from lmsys.bench.fields import grouped
+from lmsys.course import checkout, parts, systems
+from lmsys.reports.figures import tag
+from lmsys.reports.page import CSS
+
+USAGE, UNJUDGED, SCHEMA, PART_S = 2, 3, 1, 120.0
+NO_GPU = not torch.cuda.is_available()
+ON_A_LAPTOP = (
+    "Without a GPU Triton's interpreter ran the kernels, and torch.compile compiled nothing: a GPU runs other code."
+)
+Answer = Mapping[str, Any]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = commands.parser("course")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a checkout of assignment 1 or 2")
+    parser.add_argument("--json", action="store_true", help="a JSON object in a line for each part: docs/course.md")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the table as a page")
+    given = parser.parse_args(arguments)
+    answers = []
+    try:
+        for answer in answers_of(checkout.root_of(given.folder)):
+            answers.append(answer)
+            print(json.dumps(answer) if given.json else _line(answer), flush=True)
+    except ValueError as error:  # what does not load has no parts
+        print(f"lmsys course: error: {error}", file=sys.stderr)
+        return USAGE
+    words = "" if given.json else "\n".join(["", *map(_details, answers), *_summary(answers)])
+    print(words, end="\n" * bool(words))
+    if given.html is not None:
+        given.html.write_text(_page(given.folder, answers), encoding="utf-8")
+    verdicts = {answer["verdict"] for answer in answers}
+    if verdicts & {parts.WRONG, parts.REFUSED}:
+        return 1
+    return UNJUDGED if parts.NOT_JUDGED in verdicts else 0
+
+
+def answers_of(root: Path) -> Iterator[Answer]:
+    """The verdict on each part whose adapter the checkout has. ValueError: its adapters do not load."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = checkout.path_of(root)
+        path += [*sys.path, checkout.versions(Path(folder), path)]
+        environment = {"PYTHONPATH": os.pathsep.join(path)}
+        if NO_GPU:  # a compiler may be missing, and none compiles what is interpreted
+            environment["TORCHDYNAMO_DISABLE"] = "1"
+        with processes.Worker(environment, path=path, folder=root) as worker:
+            worker.call(systems.prepare)
+            written = worker.call(checkout.written)
+            for part, adapter in ((part, of.adapter) for part, of in parts.PARTS.items() if of.adapter in written):
+                answer = _answer(worker, part) if written[adapter] else {"verdict": parts.NOT_WRITTEN}
+                yield {"schema": SCHEMA, "part": part, "adapter": adapter, **answer}
+
+
+def _answer(worker: processes.Worker, part: str) -> Answer:
+    try:
+        return worker.call(parts.ask, part, parts.BEYOND_S, timeout_s=PART_S)
+    except processes.ProcessError as error:  # it has died, or was late; the next call starts another
+        return {"verdict": parts.REFUSED, "text": str(error).splitlines()[0], "mistake": None}
+
+
+def _beyond(answer: Answer) -> str:
+    """How many aspects beyond the handout hold, and the names of the others."""
+    held: Mapping[str, str] = answer.get("beyond", {})
+    others = [f"{verdict}: {', '.join(names)}" for verdict, names in grouped((v, k) for k, v in held.items()).items()]
+    lacking = "; ".join(words for words in others if not words.startswith("right"))
+    count = f"{[*held.values()].count('right')} of {len(held)}"
+    return f"{count}{'; ' * bool(lacking)}{lacking}" if held else ""
+
+
+def _line(answer: Answer) -> str:
+    """A part in a line of the terminal: its verdict, and the mistake, or what goes beyond the handout."""
+    more = " ".join((answer.get("mistake") or answer.get("text") or _beyond(answer)).split())
+    line, width = (
+        f"{answer['part']:36}{answer['verdict']:13}{more}".rstrip(),
+        shutil.get_terminal_size((120, 24)).columns,
+    )
+    return line if len(line) <= width else f"{line[: width - 4]} ..."
+
+
+def _details(answer: Answer) -> str:
+    """What is not right in full: the case, the place, the exception and its line."""
+    return f"{answer['part']} ({answer['adapter']})\n  {answer['text']}\n" if "text" in answer else ""
+
+
+def _summary(answers: Sequence[Answer]) -> list[str]:
+    counts = Counter(answer["verdict"] for answer in answers)
+    notes = dict.fromkeys(note for answer in answers for note in answer.get("notes", []))
+    return [
+        ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + " of what the handout asks",
+        *([f"not asked: {'; '.join(notes)}"] if notes else []),
+        *([ON_A_LAPTOP] if NO_GPU else []),
+    ]
+
+
+def _page(folder: Path, answers: Sequence[Answer]) -> str:
+    heads = ("part", "adapter", "the handout asks", "verdict", "what is wrong, or holds beyond the handout")
+    rows = [
+        tag(
+            "tr",
+            *(
+                tag("td", cell)
+                for cell in (
+                    answer["part"],
+                    answer["adapter"],
+                    parts.PARTS[answer["part"]].asks,
+                    answer["verdict"],
+                    "\n".join(filter(None, (answer.get("mistake"), answer.get("text"), _beyond(answer)))),
+                )
+            ),
+        )
+        for answer in answers
+    ]
+    table = tag("table", tag("thead", tag("tr", *(tag("th", head) for head in heads))), tag("tbody", *rows))
+    body = tag("main", tag("h1", f"The course: {folder.name}"), table, *(tag("p", line) for line in _summary(answers)))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>lmsys course</title>\n<style>\n{CSS}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
