@@ -14,6 +14,7 @@ from lmsys.bench.findings import interpreted_kernels
 from lmsys.check import extremes, laptop, places
 from lmsys.check.cases import (
     LIKE,
+    USES,
     Asked,
     Use,
     answer,
@@ -60,20 +61,37 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
             yield Question("on a GPU", lambda: None, reason=reason.strip())
 
 
+UNTESTED = ", which the handout promises and the course's tests do not ask"
+
+
 def of_a_handout(entry: Entry, options: Options, causal: bool, use: Use | None = None) -> Iterator[Question]:
-    """The promises of CS336's handout: one head, lengths that are powers of two, float32, and room for errors."""
+    """The promises of CS336's handout: one head, lengths that are powers of two, float32, and room for errors.
+
+    use  what is done in place of a call and its backward
+    """
+    case = replace(next(_cases(options)).case, heads=1, kv_heads=1)
+    shapes = (
+        (4, 128, 64),
+        (1, 256, 32),
+        (2, 16, 16),
+    )  # those of the course's tests first: few write behind their tensors
+    asked = [
+        Asked(f"{length} queries{', causal' * masked}{UNTESTED * (length < 128)}", shaped, room=1e-2, use=use)
+        for batch, length, head_dim in shapes
+        for masked in (False, True)[: 1 + causal]
+        for shaped in [
+            replace(case, batch=batch, queries=length, keys=length, head_dim=head_dim, causal=masked),
+        ]
+    ]
     with interpreted_kernels() as launched:
-        row, simple = _row(entry, options, launched), next(_cases(options))
-        for batch, length, head_dim in ((2, 16, 16), (4, 128, 64), (1, 256, 32)):
-            one = replace(simple.case, batch=batch, heads=1, kv_heads=1, queries=length, keys=length, head_dim=head_dim)
-            for case in (one, replace(one, causal=True))[: 1 + causal]:
-                asked = Asked(f"{length} queries{', causal' * case.causal}", case, room=1e-2, use=use)
-                yield Question(asked.about, partial(failure, row, asked, options.grad, options.seed))
+        row = _row(entry, options, launched, asked[0])
+        for one in asked:
+            yield Question(one.about, partial(failure, row, one, options.grad, options.seed))
 
 
-def _row(entry: Entry, options: Options, launched: Sequence[Any]) -> Any:
+def _row(entry: Entry, options: Options, launched: Sequence[Any], simple: Asked | None = None) -> Any:
     """The row as it is called; one from a file on a laptop is told that it is none where it else would not run."""
-    row, simple = adapt(entry.load()), next(_cases(options))
+    row, simple = adapt(entry.load()), simple or next(_cases(options))
     row = _of_sequences(row) if options.layout == "bshd" else row
 
     def score(row: Any) -> int:
@@ -165,7 +183,7 @@ def failure(row: Any, asked: Asked, grad: bool, seed: int, named: bool = True) -
         ratio = oracle.error_ratios({name: outputs[name]})[name]
         if ratio > 1:
             mistake = None if case.options else ""  # nobody searches for it
-            if named and (asked.use or asked.memory not in ("", "transposed")):
+            if named and (asked.use in USES.values() or asked.memory not in ("", "transposed")):
                 mistake = _of_circumstances(row, asked, grad, seed, name)
             elif named and not case.options:
                 mistake = explain(case, inputs, outputs, name, 2 * oracle.budget[name])

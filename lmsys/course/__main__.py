@@ -70,15 +70,22 @@ def answers_of(root: Path) -> Iterator[Answer]:
             worker.call(systems.prepare)
             written = worker.call(checkout.written)
             for part, adapter in ((part, of.adapter) for part, of in parts.PARTS.items() if of.adapter in written):
-                answer = _answer(worker, part) if written[adapter] else {"verdict": parts.NOT_WRITTEN}
+                asked = written[adapter]
+                answer = _answer(worker, part, Path(folder, "progress")) if asked else {"verdict": parts.NOT_WRITTEN}
                 yield {"schema": SCHEMA, "part": part, "adapter": adapter, **answer}
+                if asked and adapter not in parts.IN_ONE_PROCESS:
+                    worker.kill()  # a kernel may have written behind its tensors; the next call starts another
 
 
-def _answer(worker: processes.Worker, part: str) -> Answer:
+def _answer(worker: processes.Worker, part: str, progress: Path) -> Answer:
     try:
-        return worker.call(parts.ask, part, parts.BEYOND_S, timeout_s=PART_S)
-    except processes.ProcessError as error:  # it has died, or was late; the next call starts another
-        return {"verdict": parts.REFUSED, "text": str(error).splitlines()[0], "mistake": None}
+        return worker.call(parts.ask, part, parts.BEYOND_S, progress, timeout_s=PART_S)
+    except processes.ProcessError as error:  # it has died, or was late
+        about, aspect, so_far = json.loads(progress.read_text())
+        text = f"{about}: {str(error).splitlines()[0]}"
+        if not so_far:
+            return {"verdict": parts.REFUSED, "text": text, "mistake": None}
+        return so_far | {"beyond": so_far["beyond"] | {aspect: "refused"}, "notes": [*so_far["notes"], text]}
 
 
 def _beyond(answer: Answer) -> str:

@@ -1,5 +1,6 @@
 """The parts of assignments 1 and 2, 2025 and 2026: by which adapter each is asked, and what of it the handout asks."""
 
+import json
 import os
 import re
 import time
@@ -7,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -168,39 +170,48 @@ PARTS: dict[str, Part] = {
 }
 
 
-def ask(about: str, beyond_s: float) -> dict[str, Any]:
-    """The verdict on a part, in a process that works in the checkout: see `judged`."""
+IN_ONE_PROCESS = {part.adapter for part in PARTS.values() if "run_" in part.adapter} | {
+    "get_tokenizer",
+    "get_adamw_cls",
+}
+
+
+def ask(about: str, beyond_s: float, progress: Path) -> dict[str, Any]:
+    """The verdict on a part, in a process that works in the checkout: see `judged`. progress: a file that notes it."""
     poison(setattr)
     systems.prepare()
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
     checkout.load()
-    return judged(PARTS[about], beyond_s)
+    return judged(PARTS[about], beyond_s, lambda *values: progress.write_text(json.dumps(values)))
 
 
-def judged(part: Part, beyond_s: float) -> dict[str, Any]:
+def judged(part: Part, beyond_s: float, note: Callable[..., object] = lambda *_: None) -> dict[str, Any]:
     """The verdict, and what it rests on: the fields of docs/course.md.
 
     beyond_s  the time until which it is asked what goes beyond the handout
+    note      is told what is asked next, its aspect, and the verdict so far; None before all of the handout is asked
     """
     held, right, notes = holds.Holds(grad=part.backward), 0, dict[str, None]()
-    start = time.perf_counter()
+    start, direction = time.perf_counter(), holds.DIRECTIONS[part.backward]
+    answer: dict[str, Any] = {}
     try:
         for question, beyond in part.questions():
-            late = beyond and time.perf_counter() - start > beyond_s
+            late, aspect = beyond and time.perf_counter() - start > beyond_s, question.aspect or question.about
             if reason := f"{beyond_s:g} s were up" if late else question.reason:
                 notes[reason] = None
                 continue
+            note(question.about, aspect, answer if beyond else None)
             fault = _fault_of(question)
             if beyond:
-                held.add(question.aspect or question.about, fault)
+                held.add(aspect, fault)
             elif fault is not None:
                 return _failed(f"{question.about}: {fault.text.strip()}", fault)
             right += not beyond
+            answer = {"verdict": RIGHT, "cases": right, "beyond": held.worst(direction), "notes": [*notes]}
     except Exception as error:  # as the adapter is called
         fault = Fault.raised(error)
         return _failed(fault.text.strip(), fault)
-    direction = holds.DIRECTIONS[part.backward]
-    return {"verdict": RIGHT, "cases": right, "beyond": held.worst(direction), "notes": [*notes]}
+    return answer | {"notes": [*notes]}
 
 
 def _fault_of(question: Question) -> Fault | None:
