@@ -63,6 +63,14 @@ COMMANDS = {
         "Recomputes what result files say, on any machine.",
         {"lmsys verify attention.json": "its figures, rates and judged calls, from its samples and inputs"},
     ),
+    "leaderboard": Command(
+        "lmsys.leaderboard",
+        "One page of many result files of one workload, each verified first.",
+        {
+            "lmsys leaderboard results -o site": "files are ranked by speed over the row naive: site/index.html",
+            "lmsys leaderboard results -o site --anchor sdpa": "or over another row that every file has",
+        },
+    ),
     "train": Command(
         "lmsys.training",
         "From text to a trained model.",

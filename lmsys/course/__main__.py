@@ -24,7 +24,7 @@ from lmsys import commands, processes
 from lmsys.bench.fields import grouped
 from lmsys.course import checkout, parts, systems
 from lmsys.reports.figures import tag
-from lmsys.reports.page import CSS
+from lmsys.reports.page import simple_page
 
 USAGE, UNJUDGED, SCHEMA, PART_S = 2, 3, 1, 120.0
 NO_GPU = not torch.cuda.is_available()
@@ -141,11 +141,8 @@ def _page(folder: Path, answers: Sequence[Answer]) -> str:
         for answer in answers
     ]
     table = tag("table", tag("thead", tag("tr", *(tag("th", head) for head in heads))), tag("tbody", *rows))
-    body = tag("main", tag("h1", f"The course: {folder.name}"), table, *(tag("p", line) for line in _summary(answers)))
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>lmsys course</title>\n<style>\n{CSS}</style></head>\n<body>\n{body}\n</body></html>\n"
+    return simple_page(
+        "lmsys course", tag("h1", f"The course: {folder.name}"), table, *(tag("p", x) for x in _summary(answers))
     )
 
 

@@ -82,6 +82,15 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
     )
 
 
+def simple_page(title: str, *blocks: Html) -> str:
+    """A page of these blocks alone, in the same style."""
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f"{tag('title', title)}\n<style>\n{CSS}</style></head>\n<body>\n{tag('main', *blocks)}\n</body></html>\n"
+    )
+
+
 def _about(parts: Sequence[Part], single_file: bool) -> list[str]:
     """Where the figures are as files, what letters mean, and how the page is made."""
     csv = tag("a", "records.csv", href="tables/records.csv")
