@@ -10,31 +10,20 @@ be judged again, and where it lacks the workload or the anchor. Exit codes: 0 a 
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from lmsys import commands
 from lmsys.bench.benchmark import Benchmark
 from lmsys.bench.fields import Record
 from lmsys.bench.record import load
-from lmsys.reports.figures import Html, tag
+from lmsys.reports.figures import tag
 from lmsys.reports.load import hardware_of, run_told, title_of
-from lmsys.reports.page import fill, simple_page
+from lmsys.reports.page import fill, simple_page, table
 from lmsys.reports.words import number
 from lmsys.verify import FOLDERS, NOT_RECOMPUTED, benchmarks_in, verify
 
-Workload = frozenset[str]  # ids of its cases, without the row
-
-
-@dataclass(frozen=True)
-class Standing:
-    """A file's place: its row, the seconds of the workload, how many times as fast as the anchor that is."""
-
-    file: str
-    row: str
-    time_s: float
-    speedup: float
-    machine: Record
+HEADS = ("rank", "on its machine", "row", "speed", "time, ms", "machine", "run", "file")
+Standing = dict[str, str]  # by HEADS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,18 +39,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         benchmarks = benchmarks_in(*given.benchmarks or FOLDERS)
         standings, refused, workload = ranked(sorted(given.folder.glob("*.json*")), benchmarks, given.anchor)
-        fill(given.output, {"index.html": page(standings, refused, workload, given.anchor)})
+        about = f"Workload: {', '.join(sorted(workload)) or 'none'}. Speed is over {given.anchor}, in the same run."
+        lost = [tag("h2", "Not ranked"), table(("file", "reason"), refused.items())] if refused else []
+        board = table(HEADS, (one.values() for one in standings))
+        page = simple_page("lmsys leaderboard", tag("h1", "Leaderboard"), tag("p", about), board, *lost)
+        fill(given.output, {"index.html": page})
     except (OSError, ValueError) as error:
         print(f"lmsys leaderboard: error: {error}", file=sys.stderr)
         return 2
-    print("\n".join([*map(_line, standings), *(f"refused: {file}: {reason}" for file, reason in refused.items())]))
+    print(
+        "\n".join(
+            [*("  ".join(one.values()) for one in standings), *(f"refused: {x}: {y}" for x, y in refused.items())]
+        )
+    )
     return int(not standings)
 
 
 def ranked(
     paths: Sequence[Path], benchmarks: Mapping[str, Benchmark], anchor: str
-) -> tuple[list[Standing], dict[str, str], Workload]:
-    """The standings, the fastest beside the anchor first; of each file that has none the reason; the workload."""
+) -> tuple[list[Standing], dict[str, str], frozenset[str]]:
+    """The standings, the fastest beside the anchor first; for each refused file the reason; the workload's cases."""
     times, machines, refused = dict[str, dict[str, dict[str, float]]](), dict[str, Record](), dict[str, str]()
     for path in paths:
         try:
@@ -69,19 +66,30 @@ def ranked(
         except ValueError as error:
             refused[path.name] = str(error)
     workloads = Counter(frozenset(of[anchor]) for of in times.values() if anchor in of)
-    workload = max(workloads, key=lambda one: (workloads[one], sorted(one)), default=frozenset())
-    ours = {name for benchmark in benchmarks.values() for table in benchmark.tables.values() for name in table}
-    standings = []
+    workload = max(workloads, key=lambda one: (workloads[one], sorted(one)), default=frozenset[str]())
+    ours = {name for benchmark in benchmarks.values() for rows in benchmark.tables.values() for name in rows}
+    places = list[tuple[float, float, str, str]]()
     for file, of in times.items():
         whole = {row: sum(of[row][case] for case in workload) for row in of if workload and workload <= of[row].keys()}
         anchor_s = whole.pop(anchor, 0.0)
         own = {row: time_s for row, time_s in whole.items() if row not in ours} or whole
-        if not anchor_s or not own:
+        if anchor_s and own:
+            row = min(own, key=lambda name: own[name])
+            places.append((anchor_s / own[row], own[row], row, file))
+        else:
             refused[file] = f"it lacks a row, or the anchor {anchor!r}, in {', '.join(sorted(workload)) or 'any case'}"
-            continue
-        row = min(own, key=lambda name: own[name])
-        standings.append(Standing(file, row, own[row], anchor_s / own[row], machines[file]))
-    return sorted(standings, key=lambda one: -one.speedup), refused, workload
+    return _standings(sorted(places, reverse=True), machines), refused, workload
+
+
+def _standings(places: Sequence[tuple[float, float, str, str]], machines: Mapping[str, Record]) -> list[Standing]:
+    """The files by speed over the anchor; on a machine their order is that of their times."""
+    standings = []
+    for rank, (speed, time_s, row, file) in enumerate(places, start=1):
+        here = [s for _, s, _, other in places if hardware_of(machines[other]) == hardware_of(machines[file])]
+        machine = title_of(machines[file]), run_told(machines[file])
+        values = rank, sorted(here).index(time_s) + 1, row, f"{speed:.3g}", number(1e3 * time_s), *machine, file
+        standings.append(dict(zip(HEADS, map(str, values), strict=True)))
+    return standings
 
 
 def _verified(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[dict[str, dict[str, float]], Record]:
@@ -97,46 +105,6 @@ def _verified(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[dict[str
         if record["outcome"] == "ok" and record.get("time_s"):
             times.setdefault(record["impl"], {})[record["id"].removesuffix(f"-{record['impl']}")] = record["time_s"]
     return times, content["machine"]
-
-
-def _line(one: Standing) -> str:
-    return f"{one.speedup:.3g} x  {number(1e3 * one.time_s)} ms  {one.row}  ({one.file}, {title_of(one.machine)})"
-
-
-def page(standings: Sequence[Standing], refused: Mapping[str, str], workload: Workload, anchor: str) -> str:
-    """The board: all files by their ratio to the anchor, each machine's by time, and those that are refused."""
-    blocks = [
-        tag("h1", "Leaderboard"),
-        tag("p", f"Workload: {', '.join(sorted(workload)) or 'none'}. Every file was verified by lmsys verify."),
-        tag("h2", f"All machines, by speed over {anchor}"),
-        _table(standings),
-    ]
-    machines = {hardware_of(one.machine): title_of(one.machine) for one in standings}
-    for hardware, title in machines.items() if len(machines) > 1 else ():
-        here = [one for one in standings if hardware_of(one.machine) == hardware]
-        blocks += [tag("h2", f"{title}, by time"), _table(sorted(here, key=lambda one: one.time_s))]
-    if refused:
-        rows = [tag("tr", tag("td", file), tag("td", reason)) for file, reason in refused.items()]
-        blocks += [tag("h2", "Not ranked"), tag("table", *rows)]
-    return simple_page("lmsys leaderboard", *blocks)
-
-
-def _table(standings: Sequence[Standing]) -> Html:
-    heads = ("rank", "row", "speed", "time, ms", "machine", "run", "file")
-    rows = [
-        (
-            str(place),
-            one.row,
-            f"{one.speedup:.3g}",
-            number(one.time_s),
-            title_of(one.machine),
-            run_told(one.machine),
-            one.file,
-        )
-        for place, one in enumerate(standings, start=1)
-    ]
-    cells = (tag("tr", *(tag("td", cell) for cell in row)) for row in rows)
-    return tag("table", tag("thead", tag("tr", *(tag("th", head) for head in heads))), tag("tbody", *cells))
 
 
 if __name__ == "__main__":

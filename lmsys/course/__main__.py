@@ -24,7 +24,7 @@ from lmsys import commands, processes
 from lmsys.bench.fields import grouped
 from lmsys.course import checkout, parts, systems
 from lmsys.reports.figures import tag
-from lmsys.reports.page import simple_page
+from lmsys.reports.page import simple_page, table
 
 USAGE, UNJUDGED, SCHEMA, PART_S = 2, 3, 1, 120.0
 NO_GPU = not torch.cuda.is_available()
@@ -40,16 +40,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="a JSON object in a line for each part: docs/course.md")
     parser.add_argument("--html", type=Path, metavar="FILE", help="the table as a page")
     given = parser.parse_args(arguments)
-    answers = []
+    answers, width = list[Answer](), shutil.get_terminal_size((120, 24)).columns
     try:
         for answer in answers_of(checkout.root_of(given.folder)):
             answers.append(answer)
-            print(json.dumps(answer) if given.json else _line(answer), flush=True)
+            print(json.dumps(answer) if given.json else _line(answer, width), flush=True)
     except ValueError as error:  # what does not load has no parts
         print(f"lmsys course: error: {error}", file=sys.stderr)
         return USAGE
-    words = "" if given.json else "\n".join(["", *map(_details, answers), *_summary(answers)])
-    print(words, end="\n" * bool(words))
+    if not given.json:
+        details = [f"{x['part']} ({x['adapter']})\n  {x['text']}\n" for x in answers if "text" in x]
+        print("\n".join(["", *details, *_summary(answers)]))
     if given.html is not None:
         given.html.write_text(_page(given.folder, answers), encoding="utf-8")
     verdicts = {answer["verdict"] for answer in answers}
@@ -78,72 +79,53 @@ def answers_of(root: Path) -> Iterator[Answer]:
 
 
 def _answer(worker: processes.Worker, part: str, progress: Path) -> Answer:
+    progress.write_text(json.dumps(("as it loads", "", None)))
     try:
         return worker.call(parts.ask, part, parts.BEYOND_S, progress, timeout_s=PART_S)
     except processes.ProcessError as error:  # it has died, or was late
         about, aspect, so_far = json.loads(progress.read_text())
         text = f"{about}: {str(error).splitlines()[0]}"
-        if not so_far:
-            return {"verdict": parts.REFUSED, "text": text, "mistake": None}
-        return so_far | {"beyond": so_far["beyond"] | {aspect: "refused"}, "notes": [*so_far["notes"], text]}
+        if so_far:
+            return so_far | {"beyond": so_far["beyond"] | {aspect: "refused"}, "notes": [*so_far["notes"], text]}
+        return {"verdict": parts.REFUSED, "text": text, "mistake": None}
 
 
 def _beyond(answer: Answer) -> str:
     """How many aspects beyond the handout hold, and the names of the others."""
-    held: Mapping[str, str] = answer.get("beyond", {})
-    others = [f"{verdict}: {', '.join(names)}" for verdict, names in grouped((v, k) for k, v in held.items()).items()]
-    lacking = "; ".join(words for words in others if not words.startswith("right"))
-    count = f"{[*held.values()].count('right')} of {len(held)}"
-    return f"{count}{'; ' * bool(lacking)}{lacking}" if held else ""
+    names = grouped((verdict, aspect) for aspect, verdict in answer.get("beyond", {}).items())
+    lacking = [f"{verdict}: {', '.join(of)}" for verdict, of in names.items() if verdict != parts.RIGHT]
+    count = f"{len(names.get(parts.RIGHT, []))} of {sum(map(len, names.values()))} beyond it"
+    return "; ".join([count, *lacking]) if names else ""
 
 
-def _line(answer: Answer) -> str:
+def _line(answer: Answer, width: int) -> str:
     """A part in a line of the terminal: its verdict, and the mistake, or what goes beyond the handout."""
     more = " ".join((answer.get("mistake") or answer.get("text") or _beyond(answer)).split())
-    line, width = (
-        f"{answer['part']:36}{answer['verdict']:13}{more}".rstrip(),
-        shutil.get_terminal_size((120, 24)).columns,
-    )
+    line = f"{answer['part']:36}{answer['verdict']:13}{more}".rstrip()
     return line if len(line) <= width else f"{line[: width - 4]} ..."
-
-
-def _details(answer: Answer) -> str:
-    """What is not right in full: the case, the place, the exception and its line."""
-    return f"{answer['part']} ({answer['adapter']})\n  {answer['text']}\n" if "text" in answer else ""
 
 
 def _summary(answers: Sequence[Answer]) -> list[str]:
     counts = Counter(answer["verdict"] for answer in answers)
     notes = dict.fromkeys(note for answer in answers for note in answer.get("notes", []))
     return [
-        ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + " of what the handout asks",
-        *([f"not asked: {'; '.join(notes)}"] if notes else []),
-        *([ON_A_LAPTOP] if NO_GPU else []),
+        "Of what the handout asks: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()),
+        *[f"Not asked: {'; '.join(notes)}"] * bool(notes),
+        *[ON_A_LAPTOP] * NO_GPU,
     ]
 
 
 def _page(folder: Path, answers: Sequence[Answer]) -> str:
     heads = ("part", "adapter", "the handout asks", "verdict", "what is wrong, or holds beyond the handout")
     rows = [
-        tag(
-            "tr",
-            *(
-                tag("td", cell)
-                for cell in (
-                    answer["part"],
-                    answer["adapter"],
-                    parts.PARTS[answer["part"]].asks,
-                    answer["verdict"],
-                    "\n".join(filter(None, (answer.get("mistake"), answer.get("text"), _beyond(answer)))),
-                )
-            ),
+        (
+            *(answer["part"], answer["adapter"], parts.PARTS[answer["part"]].asks, answer["verdict"]),
+            "; ".join(filter(None, (answer.get("mistake"), answer.get("text"), _beyond(answer)))),
         )
         for answer in answers
     ]
-    table = tag("table", tag("thead", tag("tr", *(tag("th", head) for head in heads))), tag("tbody", *rows))
-    return simple_page(
-        "lmsys course", tag("h1", f"The course: {folder.name}"), table, *(tag("p", x) for x in _summary(answers))
-    )
+    summary = (tag("p", line) for line in _summary(answers))
+    return simple_page("lmsys course", tag("h1", f"The course: {folder.name}"), table(heads, rows), *summary)
 
 
 if __name__ == "__main__":

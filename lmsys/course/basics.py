@@ -1,39 +1,75 @@
 """Assignment 1, the model: what its adapters are asked, in the sizes of the course's tests.
 
-Each function asks one adapter: it yields questions and whether they go beyond the handout.
+Each function asks one adapter: it yields questions and whether they go beyond the handout. Results are judged by
+formulas of torch, and known mistakes are named.
 
 Legend: B batch, S positions, M d_model, H heads, FF d_ff, V ids.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lmsys import draws
+from lmsys.check import places
+from lmsys.check.question import Fault, Question
 from lmsys.course.checkout import adapter
-from lmsys.course.tensors import Questions, asked, drawn
 
-Weights = Mapping[str, Tensor]
+Questions = Iterator[tuple[Question, bool]]  # and whether each goes beyond the handout
 B, S, M, H, FF, V, LAYERS, LONGEST, THETA = 4, 12, 64, 4, 128, 97, 2, 16, 10000.0
+ROOM = 1e-4  # of the largest value, as the course's tests have it
+
+
+def drawn(about: str, *shape: int) -> Tensor:
+    return draws.values(draws.key(0, about), 0, math.prod(shape)).view(shape)
+
+
+def asked(
+    about: str,
+    call: Callable[[], Any],
+    expected: Tensor,
+    mistakes: Mapping[str, Tensor] | None = None,
+    beyond: bool = False,
+) -> tuple[Question, bool]:
+    """A question whose answer is a tensor. mistakes: by a mistake in words, the answer that it gives."""
+    return Question(about, partial(_fault, call, expected, mistakes or {})), beyond
+
+
+def _fault(call: Callable[[], Any], expected: Tensor, mistakes: Mapping[str, Tensor]) -> Fault | None:
+    x = call()
+    if not isinstance(x, Tensor) or x.shape != expected.shape:
+        kind = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__}"
+        return Fault(f"  the result is {kind}; expected a tensor of shape {tuple(expected.shape)}")
+    x = x.detach().double()
+    at, known = places.worst(x, expected.double()), (words for words, other in mistakes.items() if _same(x, other))
+    text = f"  at [{', '.join(map(str, at))}]: expected {expected[at].item():.6g}, got {x[at].item():.6g}"
+    return None if _same(x, expected) else Fault(text, next(known, None))
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    room = ROOM * max(1.0, float(y.nan_to_num().abs().max()))
+    return x.shape == y.shape and torch.allclose(x, y.double(), rtol=0.0, atol=room, equal_nan=True)
 
 
 def linear() -> Questions:
     x, w = drawn("x", B, S, M), drawn("w", FF, M)
-    yield asked("a linear layer", lambda: adapter("run_linear")(M, FF, w, x), x @ w.mT)
+    yield asked("a linear layer", partial(adapter("run_linear"), M, FF, w, x), x @ w.mT)
 
 
 def embedding() -> Questions:
     table, ids = drawn("table", V, M), torch.arange(B * S).view(B, S) * 5 % V
-    yield asked("rows by id", lambda: adapter("run_embedding")(V, M, table, ids), table[ids])
+    yield asked("rows by id", partial(adapter("run_embedding"), V, M, table, ids), table[ids])
 
 
 def silu() -> Questions:
     x = drawn("x", 2, 5)
     mistakes = {"it is the sigmoid alone: x is not multiplied": x.sigmoid(), "it is GELU": F.gelu(x)}
-    yield asked("SiLU", lambda: adapter("run_silu")(x), F.silu(x), mistakes)
+    yield asked("SiLU", partial(adapter("run_silu"), x), F.silu(x), mistakes)
 
 
 def softmax() -> Questions:
@@ -131,7 +167,7 @@ def _mistakes_of_heads(x: Tensor, weights: Sequence[Tensor]) -> dict[str, Tensor
 
 def multihead() -> Questions:
     x, weights = drawn("x", B, S, M), projections("attention")
-    call = lambda: adapter("run_multihead_self_attention")(M, H, *weights, x)  # noqa: E731
+    call = partial(adapter("run_multihead_self_attention"), M, H, *weights, x)
     yield asked("causal, 4 heads", call, heads(x, weights), _mistakes_of_heads(x, weights))
 
 
@@ -149,36 +185,36 @@ def multihead_with_rope() -> Questions:
     yield asked("no positions given", call, expected, beyond=True)
 
 
+PROJECTIONS = "q_proj", "k_proj", "v_proj", "output_proj"
+SHAPES = {"w1": (FF, M), "w2": (M, FF), "w3": (FF, M)}
+
+
 def weights_of(layer: int) -> dict[str, Tensor]:
-    names = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.output_proj")
-    weights = dict(zip((f"{name}.weight" for name in names), projections(f"layer {layer}"), strict=True))
-    weights |= {f"ln{i}.weight": 1 + drawn(f"layer {layer} ln{i}", M) / 4 for i in (1, 2)}
-    shapes = {"w1": (FF, M), "w2": (M, FF), "w3": (FF, M)}
-    return weights | {f"ffn.{name}.weight": drawn(f"{name} {layer}", *shape) / 8 for name, shape in shapes.items()}
+    """A block's weights by the course's names."""
+    return {
+        **{f"attn.{name}.weight": w for name, w in zip(PROJECTIONS, projections(f"layer {layer}"), strict=True)},
+        **{f"ln{i}.weight": 1 + drawn(f"layer {layer} ln{i}", M) / 4 for i in (1, 2)},
+        **{f"ffn.{name}.weight": drawn(f"{name} {layer}", *shape) / 8 for name, shape in SHAPES.items()},
+    }
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
-def block_of(x: Tensor, weights: Weights, rotated: str = "qk", form: str = "pre") -> Tensor:
-    projected = [weights[f"attn.{name}_proj.weight"] for name in ("q", "k", "v", "output")]
-    first, second, (w1, w2, w3) = (
-        weights["ln1.weight"],
-        weights["ln2.weight"],
-        (weights[f"ffn.w{i}.weight"] for i in (1, 2, 3)),
-    )
-    attend, feed = (
-        partial(heads, weights=projected, rotated=rotated),
-        lambda x: (F.silu(x @ w1.mT) * (x @ w3.mT)) @ w2.mT,
-    )
+def block_of(x: Tensor, weights: Mapping[str, Tensor], rotated: str = "qk", form: str = "pre") -> Tensor:
+    attend = partial(heads, weights=[weights[f"attn.{name}.weight"] for name in PROJECTIONS], rotated=rotated)
+    w1, w2, w3 = (weights[f"ffn.w{i}.weight"] for i in (1, 2, 3))
+
+    def feed(x: Tensor) -> Tensor:
+        return (F.silu(x @ w1.mT) * (x @ w3.mT)) @ w2.mT
+
     if form == "post":
-        x = normed(x + attend(x), first)
-        return normed(x + feed(x), second)
-    if form == "none":
-        return feed(normed(attend(normed(x, first)), second))
-    x = x + attend(normed(x, first))
-    return x + feed(normed(x, second))
+        x = normed(x + attend(x), weights["ln1.weight"])
+        return normed(x + feed(x), weights["ln2.weight"])
+    kept = 0 if form == "none" else 1
+    x = kept * x + attend(normed(x, weights["ln1.weight"]))
+    return kept * x + feed(normed(x, weights["ln2.weight"]))
 
 
 def block() -> Questions:
@@ -188,23 +224,21 @@ def block() -> Questions:
         "there are no residual connections": block_of(x, weights, form="none"),
         "RoPE is not applied": block_of(x, weights, rotated=""),
     }
-    call = lambda: adapter("run_transformer_block")(M, H, FF, LONGEST, THETA, weights, x)  # noqa: E731
+    call = partial(adapter("run_transformer_block"), M, H, FF, LONGEST, THETA, weights, x)
     yield asked("a block", call, block_of(x, weights), mistakes)
 
 
 def language_model() -> Questions:
     layers, ids = [weights_of(layer) for layer in range(LAYERS)], torch.arange(B * S).view(B, S) * 5 % V
+    table, head, gain = drawn("ids", V, M), drawn("head", V, M) / 8, 1 + drawn("ln_final", M) / 4
     weights = {f"layers.{i}.{name}": w for i, layer in enumerate(layers) for name, w in layer.items()}
-    weights |= {"token_embeddings.weight": drawn("ids", V, M), "lm_head.weight": drawn("head", V, M) / 8}
-    weights["ln_final.weight"] = 1 + drawn("ln_final", M) / 4
-    x = weights["token_embeddings.weight"][ids]
-    for layer in layers:
-        x = block_of(x, layer)
-    logits = normed(x, weights["ln_final.weight"]) @ weights["lm_head.weight"].mT
+    weights |= {"token_embeddings.weight": table, "lm_head.weight": head, "ln_final.weight": gain}
+    x = reduce(block_of, layers, table[ids])
+    logits = normed(x, gain) @ head.mT
     mistakes = {
         "it returns probabilities, not logits": logits.softmax(-1),
-        "the last norm is missing": x @ weights["lm_head.weight"].mT,
+        "the last norm is missing": x @ head.mT,
     }
     run = partial(adapter("run_transformer_lm"), V, LONGEST, M, LAYERS, H, FF, THETA, weights)
     yield asked("logits", partial(run, ids), logits, mistakes)
-    yield asked("a shorter input", partial(run, ids[:, : S // 2]), logits[:, : S // 2], mistakes={})
+    yield asked("a shorter input", partial(run, ids[:, : S // 2]), logits[:, : S // 2])

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import regex
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmsys import draws
 from lmsys.check.question import Fault, Question
+from lmsys.course.basics import Questions, asked, drawn
 from lmsys.course.checkout import adapter
-from lmsys.course.tensors import Questions, asked, drawn
 from lmsys.tokenizer import Tokenizer, naive
 from lmsys.tokenizer.pretokens import PATTERN
 
@@ -25,30 +25,24 @@ END = "<|endoftext|>"
 
 
 def clipping() -> Questions:
-    gradients = [drawn(f"gradient {i}", 5, 5) for i in range(5)]
-    norm = torch.stack(gradients).norm()
+    gradients = drawn("gradients", 5, 5, 5)
+    whole = gradients / gradients.norm()
 
-    def clipped(most: float, as_iterator: bool = False) -> Tensor:
-        params = [nn.Parameter(torch.zeros(5, 5)) for _ in range(6)]  # the last has no gradient
+    def clipped(most: float, given: Callable[[list[Tensor]], Any] = list) -> Tensor:
+        params: list[Any] = [nn.Parameter(torch.zeros(5, 5)) for _ in range(6)]  # the last has no gradient
         for p, g in zip(params, gradients, strict=False):
             p.grad = g.clone()
-        adapter("run_gradient_clipping")(iter(params) if as_iterator else params, most)
-        return torch.stack([p.grad for p in params[:-1] if p.grad is not None])
+        adapter("run_gradient_clipping")(given(params), most)
+        return torch.stack([p.grad for p in params[:-1]]) / most
 
-    whole, small = torch.stack(gradients), 1e-2
-    each = {
-        "each parameter is clipped alone, not the norm of all": torch.stack([g * small / g.norm() for g in gradients]),
-        "gradients are not changed": whole,
+    mistakes = {
+        "each parameter is clipped alone, not the norm of all": F.normalize(gradients.flatten(1)).view_as(gradients),
+        "gradients are not changed": gradients / 1e-2,
     }
-    yield asked(
-        "a norm above the largest",
-        lambda: clipped(small) / small,
-        whole / norm,
-        {words: x / small for words, x in each.items()},
-    )
-    always = {"gradients of a smaller norm are scaled up": whole * 100 / norm}
-    yield asked("a norm below the largest", lambda: clipped(100.0), whole, always)
-    yield asked("parameters in an iterator", lambda: clipped(small, True) / small, whole / norm, beyond=True)
+    yield asked("a norm above the largest", partial(clipped, 1e-2), whole, mistakes)
+    up = {"gradients of a smaller norm are scaled up": whole}
+    yield asked("a norm below the largest", partial(clipped, 100.0), gradients / 100, up)
+    yield asked("parameters in an iterator", partial(clipped, 1e-2, iter), whole, beyond=True)
 
 
 def schedule() -> Questions:
@@ -75,15 +69,13 @@ def schedule() -> Questions:
 
 def batches() -> Questions:
     def judge(data: Any) -> Fault | None:
-        starts, length = set[int](), 7
+        starts, last = set[int](), len(data) - 7 - 1  # the last start that has a target for each of its inputs
         for _ in range(200):
-            x, y = adapter("run_get_batch")(data, 32, length, "cpu")
-            if not x.shape == y.shape == (32, length):
-                return Fault(f"  shapes are {tuple(x.shape)} and {tuple(y.shape)}; expected (32, {length}) of both")
-            if not torch.equal(x.long() + 1, y.long()):
-                return Fault("  targets are not the next tokens", "targets are not the inputs shifted by one")
+            x, y = adapter("run_get_batch")(data, 32, 7, "cpu")
+            if x.shape != (32, 7) or not torch.equal(x.long() + 1, y.long()):
+                text = f"  inputs {tuple(x.shape)}, targets {tuple(y.shape)}; expected (32, 7), and the next tokens"
+                return Fault(text, "targets are not the inputs shifted by one" if x.shape == y.shape else None)
             starts |= {*x[:, 0].tolist()}
-        last = len(data) - length - 1  # the last start that has a target for each of its inputs
         mistake = "the last window is never drawn" if max(starts) == last - 1 else None
         text = f"  windows begin at {min(starts)} to {max(starts)}; expected 0 to {last}"
         return None if (min(starts), max(starts)) == (0, last) else Fault(text, mistake)
@@ -93,24 +85,21 @@ def batches() -> Questions:
 
 
 def checkpoints() -> Questions:
-    def made(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def made(rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(5, 4)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (steps + 1))
-        for i in range(steps):
-            optimizer.zero_grad()
-            model(drawn(f"step {i}", 2, 5)).square().sum().backward()
-            optimizer.step()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        model(drawn(f"{rate}", 2, 5)).square().sum().backward()
+        optimizer.step()
         return model, optimizer
 
     def judge(place: Any) -> Fault | None:
-        (model, optimizer), (other, fresh) = made(3), made(0)
-        adapter("run_save_checkpoint")(model, optimizer, 3, place)
+        saved, others = made(0.1), made(0.2)
+        adapter("run_save_checkpoint")(*saved, 3, place)
         if isinstance(place, io.BytesIO):
             place.seek(0)
-        iteration = adapter("run_load_checkpoint")(place, other, fresh)
-        if iteration != 3:
+        if (iteration := adapter("run_load_checkpoint")(place, *others)) != 3:
             return Fault(f"  run_load_checkpoint returns {iteration!r}; expected 3", "the iteration is not restored")
-        for name, pair in {"model": (other, model), "optimizer": (fresh, optimizer)}.items():
+        for name, pair in zip(("model", "optimizer"), zip(others, saved, strict=True), strict=True):
             try:
                 torch.testing.assert_close(*(x.state_dict() for x in pair), rtol=0, atol=0)
             except AssertionError as error:
@@ -122,16 +111,14 @@ def checkpoints() -> Questions:
     yield Question("a file in memory", partial(judge, io.BytesIO())), True
 
 
-def text() -> str:
-    """Sentences of a few hundred made-up words, frequent and rare, with letters of two bytes and special tokens."""
-    syllables = ("ba", "né", "lo", "qu", "sti", "ä", "ter", "w", "ing", "oo", "x")
-    picks = draws.whole_numbers(draws.key(0, "text"), 0, 6000, 2**20).tolist()
-    words = []
-    for i, pick in enumerate(picks):
-        number = min(pick % 40, pick // 40 % 40)  # small numbers are frequent
-        word = "".join(syllables[number // 11**place % 11] for place in range(1 + number % 3))
-        words.append(word + (f" {number}.\n" if i % 13 == 12 else ", " if i % 7 == 6 else " ") + END * (i % 97 == 96))
-    return "".join(words)
+TEXT = f"""Im Café saß der größte Bär. He'd read: "Über den Flüssen", 1.234 pages of naïve, déjà-vu prose!
+He'd never seen such a façade; the bear's bread was the best, better than the rest of the breads (12 or 13).
+{END}Où est-il?  The other bears ate there, they'll say, and then they'd rather bathe in the weather.
+ŁÓDŹ łódź łódź. The thin thing that the third brother thought through: nothing. 2024, 2025, 2026...
+{END}
+Bread, bread, bread! The best bears eat the rest; the rest eat 24 or 25 breads, or the other bread.
+The café's façade: größer, größte, naïve; déjà vu, déjà lu. They thought that there'd be more of these {END}bears.
+"""
 
 
 VOCABULARY = 320
@@ -145,22 +132,22 @@ def bpe_training() -> Questions:
     def counts_of(words: Sequence[str | bytes]) -> Mapping[bytes, int]:
         return Counter(word if isinstance(word, bytes) else word.encode() for word in words)
 
-    kept, number = [word for word in naive.split(text(), [END]) if word != END], VOCABULARY - 256 - 1
+    kept, number = [word for word in naive.split(TEXT, [END]) if word != END], VOCABULARY - 256 - 1
     expected = naive.learn_merges(counts_of(kept), number)
     mistakes: dict[str, tuple[Sequence[str | bytes], Callable[[int, naive.Pair], object]]] = {
         "of equally frequent pairs the smallest is merged, not the greatest": (kept, smallest),
         "of equally frequent pairs the first that was seen is merged, not the greatest": (kept, lambda count, _: count),
         "the pattern is applied to bytes, not to text: letters of several bytes end a word": (
-            [x for part in text().encode().split(END.encode()) for x in regex.findall(PATTERN.encode(), part)],
+            [x for part in TEXT.encode().split(END.encode()) for x in regex.findall(PATTERN.encode(), part)],
             lambda *ranked: ranked,
         ),
-        "the special token is taken for text: pairs of it are merged": (naive.split(text()), lambda *ranked: ranked),
+        "the special token is taken for text: pairs of it are merged": (naive.split(TEXT), lambda *ranked: ranked),
     }
 
     def judge() -> Fault | None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "text.txt")
-            file.write_text(text(), encoding="utf-8")
+            file.write_text(TEXT, encoding="utf-8")
             vocab, merges = adapter("run_train_bpe")(file, VOCABULARY, [END])
         merges = [tuple(pair) for pair in merges]
         at = next((i for i, pair in enumerate(expected) if i >= len(merges) or merges[i] != pair), None)
@@ -181,7 +168,7 @@ def bpe_training() -> Questions:
 
 
 def bpe_encoding() -> Questions:
-    words = Counter(word.encode() for word in naive.split(text(), [END]) if word != END)
+    words = Counter(word.encode() for word in naive.split(TEXT, [END]) if word != END)
     merges, twice = naive.learn_merges(words, VOCABULARY - 256), END + END
     tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
     vocab = dict(enumerate([*tokens, END.encode(), twice.encode()]))
@@ -212,4 +199,4 @@ def bpe_encoding() -> Questions:
 
     for about, case in cases.items():
         yield Question(about, partial(judge, *case)), False
-    yield Question("a text in lines", partial(judge, text()[:3000], [END], in_lines=True)), False
+    yield Question("a text in lines", partial(judge, TEXT, [END], in_lines=True)), False

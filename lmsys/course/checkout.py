@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmsys.commands import PIP
 from lmsys.registry import folders_of, load_target, place_of
 
 ADAPTERS = Path("tests", "adapters.py")
 STUB = ("NotImplementedError",)  # all that an adapter names which the course has left to write
-INSTALLED_AS = {"yaml": "PyYAML", "sklearn": "scikit-learn", "hydra": "hydra-core", "PIL": "pillow"}  # of other names
 
 
 def root_of(path: Path) -> Path:
@@ -98,13 +96,6 @@ def _find(module: str) -> None:
         os.environ["PYTHONPATH"] += os.pathsep + folders[0]
     else:
         sys.modules[module] = Missing(module)
-
-
-def install_line(package: str) -> str:
-    """The way to a package that a checkout imports."""
-    if package.startswith("cs336"):
-        return f"the folder of {package} is missing in the checkout"
-    return f"{PIP} {INSTALLED_AS.get(package, package)}"
 
 
 def adapter(name: str) -> Any:

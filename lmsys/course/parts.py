@@ -16,14 +16,16 @@ from torch import Tensor
 from lmsys.bench.findings import interpreted_kernels
 from lmsys.check import attention, holds, kinds
 from lmsys.check.question import Fault, Options, Question, poison
+from lmsys.commands import PIP
 from lmsys.course import basics, basics_training, checkout, systems
-from lmsys.course.tensors import Questions
+from lmsys.course.basics import Questions
 from lmsys.registry import Entry
 from lmsys.testing import Inputs
 
 BEYOND_S = 20.0  # of a part: after it nothing is asked that goes beyond the handout
 ROOM = f"{__package__}.systems"
 RIGHT, WRONG, REFUSED, NOT_WRITTEN, NOT_JUDGED = "right", "wrong", "refused", "not written", "not judged"
+INSTALLED_AS = {"yaml": "PyYAML", "sklearn": "scikit-learn", "hydra": "hydra-core", "PIL": "pillow"}  # of other names
 NO_KERNEL = Fault("  NotImplementedError: the results are right, but no Triton kernel makes them", raises=True)
 
 # What an exception says of a part, by its text: the first that fits. All others refuse what the handout asks.
@@ -76,16 +78,14 @@ def _of_flash(name: str, backward: bool) -> Questions:
 
 def saved_lse(call: Callable[..., Tensor], inputs: Inputs, grad: bool) -> dict[str, Tensor]:
     """The result and the log-sum-exp that it saves for its backward, as one tensor of shape (batch, queries)."""
-    q, k, v = inputs.leaves(True)
-    o = call(q, k, v)
+    o, shape = call(*inputs.leaves(True)), (inputs.q.shape[0] * inputs.q.shape[1], inputs.q.shape[2])
     node: Any = o.grad_fn
-    while node is not None and not hasattr(node, "saved_tensors"):
-        node = node.next_functions[0][0] if node.next_functions else None
-    shape = (q.shape[0] * q.shape[1], q.shape[2])
-    saved = [x for x in (node.saved_tensors if node is not None else ()) if x is not None and x.shape == shape]
+    while not hasattr(node, "saved_tensors") and node.next_functions:
+        node = node.next_functions[0][0]
+    saved = [x for x in getattr(node, "saved_tensors", ()) if x is not None and x.shape == shape]
     if len(saved) != 1:
         raise ValueError(f"the handout asks for one saved tensor of shape (batch, queries), and there are {len(saved)}")
-    return {"o": o.detach().clone(), "lse": saved[0].detach().float().reshape(q.shape[:-1])}
+    return {"o": o.detach().clone(), "lse": saved[0].detach().float().reshape(inputs.q.shape[:-1])}
 
 
 PYTORCH, TRITON = (f"get_flashattention_autograd_function_{name}" for name in ("pytorch", "triton"))
@@ -222,17 +222,13 @@ def _fault_of(question: Question) -> Fault | None:
 
 
 def _failed(text: str, fault: Fault) -> dict[str, Any]:
-    verdict = verdict_of(text, fault.raises)
-    return {"verdict": verdict, "text": text + _advice(text) * (verdict == NOT_JUDGED), "mistake": fault.mistake}
+    """The fields of a part that fails, with the line that installs what is missing."""
+    missing = re.search(r"No module named '(\w+)", text)
+    advice = f"; {PIP} {INSTALLED_AS.get(missing[1], missing[1])}" if missing and "cs336" not in missing[1] else ""
+    return {"verdict": verdict_of(text, fault.raises), "text": text + advice, "mistake": fault.mistake}
 
 
 def verdict_of(text: str, raises: bool) -> str:
     """The verdict on a part that fails by its text: an exception may say that nothing was written, or judged."""
     named = (verdict for pattern, verdict in VERDICTS.items() if re.search(pattern, text))
-    raises = raises or " raises " in text
-    return next(named, REFUSED) if raises else WRONG
-
-
-def _advice(text: str) -> str:
-    match = re.search(r"No module named '(\w+)", text)
-    return f"; {checkout.install_line(match[1])}" if match else ""
+    return next(named, REFUSED) if raises or " raises " in text else WRONG

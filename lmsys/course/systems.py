@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lmsys.check import laptop
 from lmsys.check.question import Fault, Question
 from lmsys.check.strategy import QUIET, WORLD_SIZE
+from lmsys.course.basics import Questions
 from lmsys.course.checkout import adapter
-from lmsys.course.tensors import Questions
 from lmsys.parallel.group import WorkerError, WorkerGroup
 
 CLASSES = {
@@ -111,64 +111,53 @@ def prepare() -> None:
     laptop.install()
 
 
-class Toy(nn.Module):
-    """A model of the course's own layers: ids (B, S) -> logits (B, S, V)."""
-
-    def __init__(self, vocabulary: int = 96, width: int = 64):
-        super().__init__()
-        from cs336_basics.model import Embedding, Linear, RMSNorm  # type: ignore[import-not-found]
-
-        self.embedding, self.norm = Embedding(vocabulary, width), RMSNorm(width)
-        self.up, self.down = Linear(width, 2 * width), Linear(2 * width, width)
-        self.head = Linear(width, vocabulary)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.embedding(x))
-        return self.head(x + self.down(torch.relu(self.up(x))))
-
-
-STEPS, RATE, EXAMPLES, POSITIONS = 3, 0.1, 8, 6
+STEPS, RATE, EXAMPLES, POSITIONS, VOCABULARY, WIDTH = 3, 0.1, 8, 6, 96, 64
 State = dict[str, Tensor]
 
 
-def toy() -> Toy:
+def toy() -> nn.Module:
+    """A model of the course's own layers: ids (B, S) -> logits (B, S, V)."""
+    from cs336_basics.model import Embedding, Linear, RMSNorm  # type: ignore[import-not-found]
+
     torch.manual_seed(42)
-    return Toy()
+    wide = Linear(WIDTH, 2 * WIDTH), nn.ReLU(), Linear(2 * WIDTH, WIDTH)
+    return nn.Sequential(Embedding(VOCABULARY, WIDTH), RMSNorm(WIDTH), *wide, Linear(WIDTH, VOCABULARY))
 
 
-def loss(model: nn.Module, step: int, part: slice = slice(None)) -> Tensor:
-    """Of a part of the examples of all ranks."""
-    ids, targets = torch.randint(96, (2, EXAMPLES, POSITIONS), generator=torch.Generator().manual_seed(step))[:, part]
-    return nn.functional.cross_entropy(model(ids).float().flatten(0, 1), targets.flatten())
+def train(model: nn.Module, part: slice, rate: float, after: Callable[[Any], object]) -> None:
+    """Steps of SGD on a part of the examples. after: called with the optimizer behind each backward."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        draw = torch.Generator().manual_seed(step)
+        ids, targets = torch.randint(VOCABULARY, (2, EXAMPLES, POSITIONS), generator=draw)[:, part]
+        nn.functional.cross_entropy(model(ids).float().flatten(0, 1), targets.flatten()).backward()
+        after(optimizer)
+        optimizer.step()
 
 
 def train_alone(rate: float) -> State:
     model = toy()
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss(model, step).backward()
-        optimizer.step()
+    train(model, slice(None), rate, lambda optimizer: None)
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def train_on_rank(dtype: torch.dtype | None) -> State:
     """On a rank: the training by the checkout's FSDP. AssertionError for what the handout asks beside the weights."""
     prepare()
-    model, rank, each = toy(), dist.get_rank(), EXAMPLES // WORLD_SIZE
+    model, first = toy(), dist.get_rank() * EXAMPLES // WORLD_SIZE
     whole, wrapped = sum(p.nbytes for p in model.parameters()), adapter("get_fsdp")(model, compute_dtype=dtype)
     storages = {x.data_ptr(): x.nbytes() for x in (p.untyped_storage() for p in wrapped.parameters())}
     share = sum(storages.values()) / whole
     assert share < MOST_HELD, f"nothing is sharded: a rank holds {share:.0%} of the parameters"
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=RATE)
-    for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=True)
-        loss(wrapped, step, slice(rank * each, (rank + 1) * each)).backward()
+
+    def after(optimizer: Any) -> None:
         adapter("fsdp_on_after_backward")(wrapped, optimizer)
         for name, p in wrapped.named_parameters():
             fits = p.grad is not None and (p.grad.shape, p.grad.dtype) == (p.shape, p.dtype)
             assert fits or not p.requires_grad, f"after the backward {name} has no gradient of its shape and dtype"
-        optimizer.step()
+
+    train(wrapped, slice(first, first + EXAMPLES // WORLD_SIZE), RATE, after)
     full = adapter("fsdp_gather_full_params")(wrapped)
     return {name.removeprefix("module."): x.detach().cpu().clone() for name, x in full.items()}
 
@@ -191,7 +180,7 @@ def _fault_of_fsdp(dtype: torch.dtype | None, room: float) -> Fault | None:
         if wrong := _wrong(state, alone[1.0], room):
             text = f"  after {STEPS} steps rank {rank} has other weights than one process: {', '.join(wrong)}"
             named = (words for rate, words in MISTAKES.items() if not _wrong(state, alone[rate], room))
-            return Fault(text, OF_REPLICATED if wrong == ["norm.weight"] else next(named, None))
+            return Fault(text, OF_REPLICATED if wrong == ["1.weight"] else next(named, None))
     return None
 
 

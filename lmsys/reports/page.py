@@ -91,6 +91,12 @@ def simple_page(title: str, *blocks: Html) -> str:
     )
 
 
+def table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> Html:
+    """A table of texts."""
+    cells = (tag("tr", *(tag("td", str(cell)) for cell in row)) for row in rows)
+    return tag("table", tag("thead", tag("tr", *(tag("th", head) for head in heads))), tag("tbody", *cells))
+
+
 def _about(parts: Sequence[Part], single_file: bool) -> list[str]:
     """Where the figures are as files, what letters mean, and how the page is made."""
     csv = tag("a", "records.csv", href="tables/records.csv")
