@@ -61,32 +61,37 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
             yield Question("on a GPU", lambda: None, reason=reason.strip())
 
 
-UNTESTED = ", which the handout promises and the course's tests do not ask"
+TESTED, SHORT = ((4, 128, 64), (1, 256, 32)), ((2, 16, 16),)  # (batch, length, head dimension)
 
 
-def of_a_handout(entry: Entry, options: Options, causal: bool, use: Use | None = None) -> Iterator[Question]:
+def of_a_handout(
+    entry: Entry,
+    options: Options,
+    causal: bool,
+    shapes: Sequence[tuple[int, int, int]] = TESTED,
+    use: Use | None = None,
+) -> Iterator[Question]:
     """The promises of CS336's handout: one head, lengths that are powers of two, float32, and room for errors.
 
-    use  what is done in place of a call and its backward
+    shapes  TESTED: such as the course's tests have; SHORT: promised, but shorter than the tiles of many kernels
+    use     what is done in place of a call and its backward
     """
     case = replace(next(_cases(options)).case, heads=1, kv_heads=1)
-    shapes = (
-        (4, 128, 64),
-        (1, 256, 32),
-        (2, 16, 16),
-    )  # those of the course's tests first: few write behind their tensors
     asked = [
-        Asked(f"{length} queries{', causal' * masked}{UNTESTED * (length < 128)}", shaped, room=1e-2, use=use)
+        Asked(
+            f"{length} queries{', causal' * masked}",
+            replace(case, batch=batch, queries=length, keys=length, head_dim=head_dim, causal=masked),
+            aspect="lengths of 16",
+            room=1e-2,
+            use=use,
+        )
         for batch, length, head_dim in shapes
         for masked in (False, True)[: 1 + causal]
-        for shaped in [
-            replace(case, batch=batch, queries=length, keys=length, head_dim=head_dim, causal=masked),
-        ]
     ]
     with interpreted_kernels() as launched:
         row = _row(entry, options, launched, asked[0])
         for one in asked:
-            yield Question(one.about, partial(failure, row, one, options.grad, options.seed))
+            yield Question(one.about, partial(failure, row, one, options.grad, options.seed), aspect=one.aspect)
 
 
 def _row(entry: Entry, options: Options, launched: Sequence[Any], simple: Asked | None = None) -> Any:

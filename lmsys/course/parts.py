@@ -68,12 +68,13 @@ def _of_flash(name: str, backward: bool) -> Questions:
     use = None if backward else saved_lse
     causal = name == "flash_triton"
     with interpreted_kernels() as launched:
-        for question in attention.of_a_handout(entry, Options(grad=backward), causal, use):
+        for question in attention.of_a_handout(entry, Options(grad=backward), causal, use=use):
             yield question, False
         if causal and not backward and not launched and os.environ.get("TRITON_INTERPRET") == "1":
             yield Question("its kernels", lambda: NO_KERNEL), False
     options = Options(grad=backward, dtypes=("float32", "bfloat16"))
     yield from ((question, True) for question in attention.questions(entry, options))
+    yield from ((question, True) for question in attention.of_a_handout(entry, options, causal, attention.SHORT))
 
 
 def saved_lse(call: Callable[..., Tensor], inputs: Inputs, grad: bool) -> dict[str, Tensor]:
@@ -90,7 +91,7 @@ def saved_lse(call: Callable[..., Tensor], inputs: Inputs, grad: bool) -> dict[s
 
 PYTORCH, TRITON = (f"get_flashattention_autograd_function_{name}" for name in ("pytorch", "triton"))
 IN_FLOAT32 = r".*float32$"
-LENGTHS = "float32, lengths that are powers of two from 16 on"
+LENGTHS = "float32, lengths of 128 and 256"
 DDP = "steps of SGD from rank 0's weights, tied weights, frozen parameters"
 OF_DDP = "one step|several steps|small buckets|tied weights|frozen parameters"
 PARTS: dict[str, Part] = {
