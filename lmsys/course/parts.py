@@ -6,7 +6,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ def _of_flash(name: str, backward: bool) -> Questions:
             yield question, False
         if causal and not backward and not launched and os.environ.get("TRITON_INTERPRET") == "1":
             yield Question("its kernels", lambda: NO_KERNEL), False
+    yield replace(question, aspect="a second call"), True  # so that the handout is known to have been asked
     options = Options(grad=backward, dtypes=("float32", "bfloat16"))
     yield from ((question, True) for question in attention.questions(entry, options))
     yield from ((question, True) for question in attention.of_a_handout(entry, options, causal, attention.SHORT))
@@ -198,10 +199,10 @@ def judged(part: Part, beyond_s: float, note: Callable[..., object] = lambda *_:
     try:
         for question, beyond in part.questions():
             late, aspect = beyond and time.perf_counter() - start > beyond_s, question.aspect or question.about
+            note(question.about, aspect, answer if beyond else None)
             if reason := f"{beyond_s:g} s were up" if late else question.reason:
                 notes[reason] = None
                 continue
-            note(question.about, aspect, answer if beyond else None)
             fault = _fault_of(question)
             if beyond:
                 held.add(aspect, fault)
