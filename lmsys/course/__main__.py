@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 
 from lmsys import commands, processes
 from lmsys.bench.fields import grouped
-from lmsys.course import checkout, parts, systems
+from lmsys.course import checkout, measure, parts, systems
 from lmsys.reports.figures import tag
 from lmsys.reports.page import simple_page, table
 
@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a checkout of assignment 1 or 2")
     parser.add_argument("--json", action="store_true", help="a JSON object in a line for each part: docs/course.md")
     parser.add_argument("--html", type=Path, metavar="FILE", help="the table as a page")
+    parser.add_argument("--measure", type=Path, metavar="FOLDER", help="then the times of the parts that are right")
     given = parser.parse_args(arguments)
     answers, width = list[Answer](), shutil.get_terminal_size((120, 24)).columns
     try:
@@ -53,6 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(["", *details, *_summary(answers)]))
     if given.html is not None:
         given.html.write_text(_page(given.folder, answers), encoding="utf-8")
+    if given.measure is not None:
+        right = {answer["part"] for answer in answers if answer["verdict"] == parts.RIGHT}
+        measure.measure(checkout.root_of(given.folder), right, given.measure.resolve())
     verdicts = {answer["verdict"] for answer in answers}
     if verdicts & {parts.WRONG, parts.REFUSED}:
         return 1

@@ -93,7 +93,7 @@ def _find(module: str) -> None:
     folders = [str(file.parents[file.stem == "__init__"]) for file in files]
     if folders and folders[0] not in sys.path:
         sys.path.append(folders[0])
-        os.environ["PYTHONPATH"] += os.pathsep + folders[0]
+        os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), folders[0]])
     else:
         sys.modules[module] = Missing(module)
 

@@ -4,12 +4,14 @@ import html
 import json
 import math
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lmsys.course import parts
+from lmsys.bench.__main__ import line_of
+from lmsys.course import measure, parts
 from lmsys.course.__main__ import main
 from lmsys.course.checkout import root_of
 from lmsys.course.parts import PARTS, verdict_of
@@ -297,3 +299,24 @@ def test_parts_are_asked_by_the_adapters_of_the_course() -> None:
     example = ROOT / "docs" / "examples" / "adapters.py"
     defined = set(re.findall(r"^(?:def )?(\w+)(?:\(| = )", example.read_text(), re.MULTILINE))
     assert {part.adapter for part in PARTS.values()} <= defined
+
+
+def test_right_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By commands of the bench, whose rows a file names that loads the checkout; then a report of them."""
+    ran: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: ran.append(command[1:]))
+    right = {"FlashAttention in Triton, backward", "DDP, bucketed", "linear layer"}
+    assert measure.measure(tmp_path, right, tmp_path / "out") == ran
+    (attention, containers, report), rows = ran, tmp_path / "out" / "rows.py"
+    assert attention[:4] == ["-m", "lmsys.bench", "attention", f"--row={rows}:student_triton"]
+    assert containers[:4] == ["-m", "lmsys.bench", "data_parallel", f"--row={rows}:student_bucketed"]
+    assert report[:4] == [
+        "-m",
+        "lmsys.reports",
+        *(str(rows.with_name(f"{x}.json")) for x in ("attention", "data_parallel")),
+    ]
+    collected = line_of([*attention[2:]])
+    assert f"--attention={','.join(['naive', 'sdpa', f'{rows}:student_triton'])}" in collected
+    compile(rows.read_text(), rows, "exec")
+    assert str(tmp_path) in rows.read_text()
+    assert measure.measure(tmp_path, {"linear layer"}, tmp_path / "out") == []
