@@ -315,8 +315,7 @@ def test_right_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "lmsys.reports",
         *(str(rows.with_name(f"{x}.json")) for x in ("attention", "data_parallel")),
     ]
-    collected = line_of([*attention[2:]])
-    assert f"--attention={','.join(['naive', 'sdpa', f'{rows}:student_triton'])}" in collected
+    assert any(x.endswith(f",{rows}:student_triton") for x in line_of(attention[2:]))
     compile(rows.read_text(), rows, "exec")
     assert str(tmp_path) in rows.read_text()
     assert measure.measure(tmp_path, {"linear layer"}, tmp_path / "out") == []
