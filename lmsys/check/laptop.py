@@ -45,6 +45,16 @@ def _on_host(x: Any) -> Any:
     return torch.device("cpu") if is_gpu else x
 
 
+class Done:
+    """An event or a stream where none is needed: all of it is done, and takes no time."""
+
+    def __init__(self, *_: Any, **__: Any):
+        """An event may be asked for with timing, and a stream by its device."""
+
+    def __getattr__(self, name: str) -> Callable[..., float]:
+        return lambda *_, **__: 0.0
+
+
 def install() -> None:
     """Answers what torch and Triton refuse without a GPU, in this process; NVTX does nothing.
 
@@ -60,6 +70,10 @@ def install() -> None:
         device=nullcontext,
         get_device_capability=lambda *_: (8, 0),  # of a card that every kernel of a course knows
         get_device_properties=lambda *_: SimpleNamespace(name="interpreter", multi_processor_count=1),
+        stream=nullcontext,
+        current_stream=Done,
+        Event=Done,
+        Stream=Done,
     )
     vars(torch.cuda.nvtx).update(
         dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), lambda *_: None)

@@ -34,7 +34,7 @@ VERDICTS = {
     r"NotImplementedError": NOT_WRITTEN,
     r"ModuleNotFoundError|ImportError|FileNotFoundError|ConnectionError": NOT_JUDGED,
     r"InductorError|BackendCompilerFailed|Cpp\w*Error|InternalTorchDynamoError|dynamo|CompilationError": NOT_JUDGED,
-    r"NVIDIA|CUDA (error|driver)|compiled with CUDA|No CUDA|cudart|active driver": NOT_JUDGED,
+    r"NVIDIA|CUDA (error|driver)|compiled with CUDA|No CUDA|cudart|active driver|dummy base class": NOT_JUDGED,
     r"[Nn][Cc][Cc][Ll]|Did you forget to add @triton.jit": NOT_JUDGED,
 }
 

@@ -25,7 +25,11 @@ torch.zeros(1, device=DEVICE)
 
 @triton.autotune([triton.Config({"BLOCK": 4096}), triton.Config({"BLOCK": 1024})], key=["count"])
 @triton.jit
-def scaled(x, y, count, scale, BLOCK: tl.constexpr):
+def scaled(x, y, count, scale, negative, BLOCK: tl.constexpr):
+    halves = tl.full((16, 16), 0.5, tl.float32).to(tl.bfloat16)
+    scale *= tl.max(tl.max(tl.dot(halves, halves), 1), 0) / 4
+    if negative:
+        scale = -scale
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + at, tl.load(x + at, mask=at < count) * scale, mask=at < count)
 
@@ -35,7 +39,10 @@ def attend(q, k, v, causal):
     with torch.cuda.device(q.device.index), torch.cuda.nvtx.range("attention"):
         y = torch.empty(q.shape, device="cuda", dtype=q.dtype)
         grid = lambda meta: (triton.cdiv(q.numel(), meta["BLOCK"]),)
-        scaled[grid](q.contiguous(), y, q.numel(), q.shape[-1] ** SCALE)
+        scaled[grid](q.contiguous(), y, q.numel(), q.shape[-1] ** SCALE, False)
+    start = torch.cuda.Event(enable_timing=True)
+    start.record(torch.cuda.current_stream())
+    assert start.elapsed_time(torch.cuda.Event(enable_timing=True)) == 0.0
     scores = y @ k.mT
     if causal:
         seen = torch.ones(scores.shape[-2:], device=q.device, dtype=torch.bool).tril()
