@@ -319,3 +319,8 @@ def test_right_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     compile(rows.read_text(), rows, "exec")
     assert str(tmp_path) in rows.read_text()
     assert measure.measure(tmp_path, {"linear layer"}, tmp_path / "out") == []
+
+
+def test_the_page_says_what_decides() -> None:
+    page = (ROOT / "docs" / "course.md").read_text()
+    assert all(f"| {name} | `{part.adapter}` | {part.asks} |" in page for name, part in PARTS.items())
