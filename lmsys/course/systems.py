@@ -96,7 +96,8 @@ def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
     def held_step(*args: Any, **options: Any) -> Any:
         result = step(*args, **options)
         inner = [x for x in (optimizer, *vars(optimizer).values()) if isinstance(x, torch.optim.Optimizer)]
-        states = {id(p): p.numel() for x in inner for p, state in x.state.items() if state and isinstance(p, Tensor)}
+        kept = [item for x in inner for item in getattr(x, "state", {}).items()]  # a wrapper may have none
+        states = {id(p): p.numel() for p, state in kept if state and isinstance(p, Tensor)}
         if len(params) > 2 and sum(states.values()) > MOST_HELD * whole > 0:
             raise RuntimeError("nothing is sharded: a rank keeps the optimizer's state of all parameters")
         return result
