@@ -224,8 +224,8 @@ def _fault_of(question: Question) -> Fault | None:
 
 
 def _failed(text: str, fault: Fault) -> dict[str, Any]:
-    """The fields of a part that fails, with the line that installs what is missing."""
-    missing = re.search(r"No module named '(\w+)", text)
+    """The fields of a part that fails, with paths from the checkout's root, and the line that installs what is missing."""
+    text, missing = text.replace(f"{Path.cwd()}/", ""), re.search(r"No module named '(\w+)", text)
     advice = f"; {PIP} {INSTALLED_AS.get(missing[1], missing[1])}" if missing and "cs336" not in missing[1] else ""
     return {"verdict": verdict_of(text, fault.raises), "text": text + advice, "mistake": fault.mistake}
 
