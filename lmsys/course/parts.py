@@ -224,7 +224,7 @@ def _fault_of(question: Question) -> Fault | None:
 
 
 def _failed(text: str, fault: Fault) -> dict[str, Any]:
-    """The fields of a part that fails, with paths from the checkout's root, and the line that installs what is missing."""
+    """The fields of a part that fails: paths are from the checkout's root, and what is missing has its install line."""
     text, missing = text.replace(f"{Path.cwd()}/", ""), re.search(r"No module named '(\w+)", text)
     advice = f"; {PIP} {INSTALLED_AS.get(missing[1], missing[1])}" if missing and "cs336" not in missing[1] else ""
     return {"verdict": verdict_of(text, fault.raises), "text": text + advice, "mistake": fault.mistake}
