@@ -69,7 +69,7 @@ def install() -> None:
         synchronize=lambda *_: None,
         device=nullcontext,
         get_device_capability=lambda *_: (8, 0),  # of a card that every kernel of a course knows
-        get_device_properties=lambda *_: SimpleNamespace(name="interpreter", multi_processor_count=1),
+        get_device_properties=lambda *_: SimpleNamespace(name="", multi_processor_count=1, gcnArchName=""),
         stream=nullcontext,
         current_stream=Done,
         Event=Done,

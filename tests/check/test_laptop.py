@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from lmsys.attention.compiled import why_no_compiler
 from lmsys.check import laptop
 from lmsys.check.__main__ import main
 from lmsys.check.kinds import RIGHT
+from lmsys.processes import in_own_process
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 TRITON = """
@@ -101,3 +103,16 @@ def test_what_it_is_told() -> None:
             x.new_zeros(3, device="cuda"),
         ]
     assert not x.is_cuda and all(y.device.type == "cpu" for y in made)
+
+
+def compiled() -> float:
+    laptop.install()
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(lambda x: (2 * x).sum())(x).backward()
+    assert x.grad is not None
+    return float(x.grad[0])
+
+
+@pytest.mark.skipif(bool(why_no_compiler("cpu")), reason="torch.compile needs a compiler of C++")
+def test_what_compiles_compiles_there() -> None:
+    assert in_own_process(compiled, timeout_s=300.0) == 2.0
