@@ -258,8 +258,11 @@ def test_each_part_has_its_verdict(
 
 
 @pytest.mark.on_request
-def test_ours_are_right_in_a_checkout(checkout: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ours_are_right_in_a_checkout(
+    checkout: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reference adapters, as a checkout of either assignment and either year has them."""
+    monkeypatch.setattr(parts, "BEYOND_S", 0.0)  # test_basics.py asks them to the end, as lmsys check does the others
     root = tmp_path / "reference"
     (root / "tests").mkdir(parents=True)
     (root / "tests" / "__init__.py").touch()
