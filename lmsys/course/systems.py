@@ -87,7 +87,10 @@ class Bucketed(Ddp):
 
 
 def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
-    """The adapter's optimizer. After a step it raises where a rank keeps the state of all of several parameters."""
+    """The adapter's optimizer. After a step it raises where a rank keeps the state of all of several parameters.
+
+    Whether its zero_grad() reaches what other ranks own is asked with groups alone, beyond what the course's tests ask.
+    """
     params = list(params)
     optimizer = adapter("get_sharded_optimizer")(params, optimizer_cls, **kwargs)
     whole = sum(p.numel() for p in params if isinstance(p, Tensor))
@@ -103,6 +106,8 @@ def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
         return result
 
     optimizer.step = held_step
+    if whole:  # no groups
+        optimizer.zero_grad = lambda: [setattr(p, "grad", None) for p in params]
     return optimizer
 
 
