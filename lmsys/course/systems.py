@@ -107,7 +107,7 @@ def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
 
     optimizer.step = held_step
     if whole:  # no groups
-        optimizer.zero_grad = lambda: [setattr(p, "grad", None) for p in params]
+        optimizer.zero_grad = nn.ParameterList(params).zero_grad
     return optimizer
 
 
