@@ -43,6 +43,15 @@ COMMANDS = {
             "lmsys check --all": "every row that this machine can run, in minutes",
         },
     ),
+    "course": Command(
+        "lmsys.course",
+        "What of an assignment of CS336 is right, wrong, or not written.",
+        {
+            "lmsys course assignment2-systems": "a checkout as it is: each part by its adapter",
+            "lmsys course assignment1-basics --html right.html": "and as a page",
+            "lmsys course assignment2-systems --measure fast": "then how fast the right parts are: fast/site",
+        },
+    ),
     "report": Command(
         "lmsys.reports",
         "Tables, plots and a page from result files.",
@@ -55,6 +64,14 @@ COMMANDS = {
         "lmsys.verify",
         "Recomputes what result files say, on any machine.",
         {"lmsys verify attention.json": "its figures, rates and judged calls, from its samples and inputs"},
+    ),
+    "leaderboard": Command(
+        "lmsys.leaderboard",
+        "One page of many result files of one workload, each verified first.",
+        {
+            "lmsys leaderboard results -o site": "files are ranked by speed over the row naive: site/index.html",
+            "lmsys leaderboard results -o site --anchor sdpa": "or over another row that every file has",
+        },
     ),
     "train": Command(
         "lmsys.training",

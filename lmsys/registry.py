@@ -84,12 +84,13 @@ def _is_package(folder: Path) -> bool:
 
 def place_of(error: BaseException) -> str:
     """The last line of a user's file that an error went through, in brackets; "" where it went through none."""
-    installed = (
-        *(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")),
-        str(Path(__file__).parent),
-        "<",
-    )
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(installed)]
+    ours = str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(ours)
+        and not {"site-packages", "dist-packages"} & {*Path(frame.filename).parts}
+    ]
     return f" ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 

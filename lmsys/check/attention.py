@@ -14,7 +14,9 @@ from lmsys.bench.findings import interpreted_kernels
 from lmsys.check import extremes, laptop
 from lmsys.check.cases import (
     LIKE,
+    USES,
     Asked,
+    Use,
     answer,
     cases,
     cases_of_options,
@@ -60,22 +62,44 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
             yield Question("on a GPU", lambda: None, reason=reason.strip())
 
 
-def of_a_handout(entry: Entry, options: Options, causal: bool) -> Iterator[Question]:
-    """The promises of CS336's handout: one head, lengths that are powers of two, float32, and room for errors."""
+TESTED, SHORT = ((4, 128, 64), (1, 256, 32)), ((2, 16, 16),)  # (batch, length, head dimension)
+
+
+def of_a_handout(
+    entry: Entry,
+    options: Options,
+    causal: bool,
+    shapes: Sequence[tuple[int, int, int]] = TESTED,
+    use: Use | None = None,
+) -> Iterator[Question]:
+    """The promises of CS336's handout: one head, lengths that are powers of two, float32, and room for errors.
+
+    shapes  TESTED: such as the course's tests have; SHORT: promised, but shorter than the tiles of many kernels
+    use     what is done in place of a call and its backward
+    """
+    case = replace(next(_cases(options)).case, heads=1, kv_heads=1)
+    asked = [
+        Asked(
+            f"{length} queries{', causal' * masked}",
+            replace(case, batch=batch, queries=length, keys=length, head_dim=head_dim, causal=masked),
+            aspect="lengths of 16",
+            room=1e-2,
+            use=use,
+        )
+        for batch, length, head_dim in shapes
+        for masked in (False, True)[: 1 + causal]
+    ]
     with interpreted_kernels() as launched:
-        row, simple = _row(entry, options, launched), next(_cases(options))
-        for batch, length, head_dim in ((2, 16, 16), (4, 128, 64), (1, 256, 32)):
-            full = replace(
-                simple.case, batch=batch, heads=1, kv_heads=1, queries=length, keys=length, head_dim=head_dim
+        row = _row(entry, options, launched, asked[0])
+        for handed in asked:
+            yield Question(
+                handed.about, partial(failure, row, handed, options.grad, options.seed), aspect=handed.aspect
             )
-            for case in (full, replace(full, causal=True))[: 1 + causal]:
-                asked = Asked(f"{length} queries{', causal' * case.causal}", case, room=1e-2)
-                yield Question(asked.about, partial(failure, row, asked, options.grad, options.seed))
 
 
-def _row(entry: Entry, options: Options, launched: Sequence[Any]) -> Any:
+def _row(entry: Entry, options: Options, launched: Sequence[Any], simple: Asked | None = None) -> Any:
     """The row as it is called; one from a file on a laptop is told that it is none where it else would not run."""
-    row, simple = adapt(entry.load()), next(_cases(options))
+    row, simple = adapt(entry.load()), simple or next(_cases(options))
     row = _of_sequences(row) if options.layout == "bshd" else row
 
     def score(row: Any) -> int:
@@ -169,7 +193,7 @@ def failure(row: Any, asked: Asked, grad: bool, seed: int, named: bool = True) -
         ratio = oracle.error_ratios({name: outputs[name]})[name]
         if ratio > 1:
             mistake = None if case.options else ""  # nobody searches for it
-            if named and (asked.use or asked.memory not in ("", "transposed")):
+            if named and (asked.use in USES.values() or asked.memory not in ("", "transposed")):
                 mistake = _of_circumstances(row, asked, grad, seed, name)
             elif named and not case.options:
                 mistake = explain(case, inputs, outputs, name, 2 * oracle.budget[name])

@@ -45,6 +45,16 @@ def _on_host(x: Any) -> Any:
     return torch.device("cpu") if is_gpu else x
 
 
+class Done:
+    """An event or a stream where none is needed: all of it is done, and takes no time."""
+
+    def __init__(self, *_: Any, **__: Any):
+        """An event may be asked for with timing, and a stream by its device."""
+
+    def __getattr__(self, name: str) -> Callable[..., float]:
+        return lambda *_, **__: 0.0
+
+
 def install() -> None:
     """Answers what torch and Triton refuse without a GPU, in this process; NVTX does nothing.
 
@@ -59,7 +69,11 @@ def install() -> None:
         synchronize=lambda *_: None,
         device=nullcontext,
         get_device_capability=lambda *_: (8, 0),  # of a card that every kernel of a course knows
-        get_device_properties=lambda *_: SimpleNamespace(name="interpreter", multi_processor_count=1),
+        get_device_properties=lambda *_: SimpleNamespace(name="", multi_processor_count=1, gcnArchName=""),
+        stream=nullcontext,
+        current_stream=Done,
+        Event=Done,
+        Stream=Done,
     )
     vars(torch.cuda.nvtx).update(
         dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), lambda *_: None)
@@ -95,6 +109,7 @@ def _install_in_triton() -> None:
             ),
         )
     )
+    _mend_interpreter()
     run = Autotuner.run
 
     def first(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,6 +117,29 @@ def _install_in_triton() -> None:
         return run(self, *args, **kwargs)
 
     Autotuner.run = first
+
+
+def _mend_interpreter() -> None:
+    """Products of bfloat16, whose bits the interpreter would multiply, and flags that are given as bool."""
+    import numpy as np
+    from triton import language
+    from triton.runtime import interpreter
+
+    dot, convert = interpreter.InterpreterBuilder.create_dot, interpreter._implicit_cvt
+
+    def wide(x: Any) -> Any:
+        """bfloat16 is kept as the upper half of float32."""
+        if x.dtype.scalar != language.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), language.float32)
+
+    def converted(x: Any) -> Any:
+        if not isinstance(x, bool):
+            return convert(x)
+        return language.tensor(interpreter.TensorHandle(np.array([x]), language.int1), language.int1)
+
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *args: dot(self, wide(a), wide(b), *args)
+    interpreter._implicit_cvt = converted
 
 
 def _backward(self: Any, *gradients: Any) -> Any:

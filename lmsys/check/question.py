@@ -180,10 +180,10 @@ class Holds:
         ]
         return all(total["right"] and not total["wrong"] for total in totals)
 
-    def worst(self) -> dict[str, str]:
-        """By aspect the worst of its answers in either direction."""
-        both = {aspect: sum(of.values(), Counter[str]()) for aspect, of in self.counts.items()}
-        return {aspect: next(verdict for verdict in WORST if counts[verdict]) for aspect, counts in both.items()}
+    def worst(self, direction: str) -> dict[str, str]:
+        """By aspect the worst of its answers in a direction, where there are any."""
+        judged = {aspect: of[direction] for aspect, of in self.counts.items() if of[direction]}
+        return {aspect: next(verdict for verdict in WORST if counts[verdict]) for aspect, counts in judged.items()}
 
     def __str__(self) -> str:
         width = max(map(len, self.counts), default=0) + 2

@@ -126,14 +126,19 @@ def read(paths: Iterable[Path]) -> list[Machine]:
             before = rows.get(kind, {})  # a file says less of rows that it has no cases of
             merged = {name: before.get(name, {}) | row for name, row in table.items()}
             rows[kind] = table | before | merged  # in the order of the later
-        cores = None if machine.get("device") == "cuda" else machine.get("cores")
-        hardware = json.dumps([*(machine.get(key) for key in HARDWARE), cores])
+        hardware = hardware_of(machine)
         run = _date(machine), json.dumps(machine, sort_keys=True)
         for case in found["records"]:
             cases[hardware, *(case.get(name) for name in IDENTITY)] = hardware, run, case
     if not cases:
         raise InputError(f"nothing to report: no records in {', '.join(map(str, paths)) or 'no files'}")
     return machines_of(list(cases.values()), fields, rows, layouts)
+
+
+def hardware_of(machine: Mapping[str, Any]) -> str:
+    """What makes runs those of one machine, as JSON."""
+    cores = None if machine.get("device") == "cuda" else machine.get("cores")
+    return json.dumps([*(machine.get(key) for key in HARDWARE), cores])
 
 
 def _load(path: Path) -> Record:
@@ -170,7 +175,7 @@ def machines_of(
         own = [(run, case) for owner, run, case in cases if owner == hardware]
         runs = sorted({run for run, _ in own})
         facts = [json.loads(text) for _, text in runs]
-        title = _title(facts[-1])
+        title = title_of(facts[-1])
         slug = file_name(title.lower())
         taken[slug] += 1
         slug += f"-{taken[slug]}" if taken[slug] > 1 else ""
@@ -193,7 +198,8 @@ def matmul_rates(run: Mapping[str, Any]) -> dict[str, float]:
     return (run.get("ceilings") or {}).get("matmul_flops_per_s") or {}
 
 
-def _title(machine: Mapping[str, Any]) -> str:
+def title_of(machine: Mapping[str, Any]) -> str:
+    """The machine's name on a page."""
     name = str(machine.get("name") or "unnamed machine")
     if machine.get("device") == "cuda":
         count = machine.get("gpu_count") or 1

@@ -84,6 +84,21 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
     )
 
 
+def simple_page(title: str, *blocks: Html) -> str:
+    """A page of these blocks alone, in the same style."""
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f"{tag('title', title)}\n<style>\n{CSS}</style></head>\n<body>\n{tag('main', *blocks)}\n</body></html>\n"
+    )
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> Html:
+    """A table of texts."""
+    cells = (tag("tr", *(tag("td", str(cell)) for cell in row)) for row in rows)
+    return tag("table", tag("thead", tag("tr", *(tag("th", head) for head in heads))), tag("tbody", *cells))
+
+
 def _about(parts: Sequence[Part], single_file: bool) -> list[str]:
     """Where the figures are as files, what letters mean, and how the page is made."""
     csv = tag("a", "records.csv", href="tables/records.csv")

@@ -4,7 +4,7 @@ Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2; Radford et al. 20
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import regex
@@ -34,12 +34,19 @@ def count_pairs(words: Mapping[bytes, Sequence[bytes]], counts: Mapping[bytes, i
     return pairs
 
 
-def learn_merges(counts: Mapping[bytes, int], num_tokens: int) -> list[Pair]:
-    """The merges that make `num_tokens` tokens beside the bytes: all pairs are counted anew for each."""
+def learn_merges(
+    counts: Mapping[bytes, int],
+    num_tokens: int,
+    rank: Callable[[int, Pair], object] = lambda count, pair: (count, pair),
+) -> list[Pair]:
+    """The merges that make `num_tokens` tokens beside the bytes: all pairs are counted anew for each.
+
+    rank  the pair of the largest is merged: of the most frequent pairs the last in the order of bytes
+    """
     words = {word: [bytes([byte]) for byte in word] for word in counts}
     known, merges = {bytes([byte]) for byte in range(256)}, []
     while len(known) < 256 + num_tokens and (pairs := count_pairs(words, counts)):
-        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        best = max(pairs, key=lambda pair: rank(pairs[pair], pair))  # type: ignore[arg-type, return-value]
         merges.append(best)
         known.add(best[0] + best[1])
         words = {word: merge(tokens, best) for word, tokens in words.items()}

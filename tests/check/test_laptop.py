@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from lmsys.attention.compiled import why_no_compiler
 from lmsys.check import laptop
 from lmsys.check.__main__ import main
 from lmsys.check.kinds import RIGHT
+from lmsys.processes import in_own_process
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 TRITON = """
@@ -25,7 +27,11 @@ torch.zeros(1, device=DEVICE)
 
 @triton.autotune([triton.Config({"BLOCK": 4096}), triton.Config({"BLOCK": 1024})], key=["count"])
 @triton.jit
-def scaled(x, y, count, scale, BLOCK: tl.constexpr):
+def scaled(x, y, count, scale, negative, BLOCK: tl.constexpr):
+    halves = tl.full((16, 16), 0.5, tl.float32).to(tl.bfloat16)
+    scale *= tl.max(tl.max(tl.dot(halves, halves), 1), 0) / 4
+    if negative:
+        scale = -scale
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + at, tl.load(x + at, mask=at < count) * scale, mask=at < count)
 
@@ -35,7 +41,10 @@ def attend(q, k, v, causal):
     with torch.cuda.device(q.device.index), torch.cuda.nvtx.range("attention"):
         y = torch.empty(q.shape, device="cuda", dtype=q.dtype)
         grid = lambda meta: (triton.cdiv(q.numel(), meta["BLOCK"]),)
-        scaled[grid](q.contiguous(), y, q.numel(), q.shape[-1] ** SCALE)
+        scaled[grid](q.contiguous(), y, q.numel(), q.shape[-1] ** SCALE, False)
+    start = torch.cuda.Event(enable_timing=True)
+    start.record(torch.cuda.current_stream())
+    assert start.elapsed_time(torch.cuda.Event(enable_timing=True)) == 0.0
     scores = y @ k.mT
     if causal:
         seen = torch.ones(scores.shape[-2:], device=q.device, dtype=torch.bool).tril()
@@ -94,3 +103,16 @@ def test_what_it_is_told() -> None:
             x.new_zeros(3, device="cuda"),
         ]
     assert not x.is_cuda and all(y.device.type == "cpu" for y in made)
+
+
+def compiled() -> float:
+    laptop.install()
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(lambda x: (2 * x).sum())(x).backward()
+    assert x.grad is not None
+    return float(x.grad[0])
+
+
+@pytest.mark.skipif(bool(why_no_compiler("cpu")), reason="torch.compile needs a compiler of C++")
+def test_what_compiles_compiles_there() -> None:
+    assert in_own_process(compiled, timeout_s=300.0) == 2.0

@@ -1,0 +1,136 @@
+"""`lmsys course FOLDER`: what of an assignment of CS336 is right, wrong, or not written.
+
+FOLDER is a checkout of assignment 1 or 2, of 2025 or 2026, as it is. The parts run in a process of their own.
+Exit codes: 0 all that is written is right, 1 a part is wrong or refuses what the handout asks, 2 the folder is no such
+checkout, or does not load, 3 nothing is wrong, but a part could not be judged.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; without a GPU it can only interpret
+
+from lmsys import commands, processes
+from lmsys.bench.fields import grouped
+from lmsys.course import checkout, measure, parts, systems
+from lmsys.reports.figures import tag
+from lmsys.reports.page import simple_page, table
+
+USAGE, UNJUDGED, SCHEMA, PART_S = 2, 3, 1, 120.0
+NO_GPU = not torch.cuda.is_available()
+ON_A_LAPTOP = (
+    "Without a GPU Triton's interpreter ran the kernels, and torch.compile compiled nothing: a GPU runs other code."
+)
+Answer = Mapping[str, Any]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = commands.parser("course")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a checkout of assignment 1 or 2")
+    parser.add_argument("--json", action="store_true", help="a JSON object in a line for each part: docs/course.md")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the table as a page")
+    parser.add_argument("--measure", type=Path, metavar="FOLDER", help="then the times of the parts that are right")
+    given = parser.parse_args(arguments)
+    answers, width = list[Answer](), shutil.get_terminal_size((120, 24)).columns
+    try:
+        for answer in answers_of(checkout.root_of(given.folder)):
+            answers.append(answer)
+            print(json.dumps(answer) if given.json else _line(answer, width), flush=True)
+    except ValueError as error:  # what does not load has no parts
+        print(f"lmsys course: error: {error}", file=sys.stderr)
+        return USAGE
+    if not given.json:
+        details = [f"{x['part']} ({x['adapter']})\n  {x['text']}\n" for x in answers if "text" in x]
+        print("\n".join(["", *details, *_summary(answers)]))
+    if given.html is not None:
+        given.html.write_text(_page(given.folder, answers), encoding="utf-8")
+    if given.measure is not None:
+        right = {answer["part"] for answer in answers if answer["verdict"] == parts.RIGHT}
+        measure.measure(checkout.root_of(given.folder), right, given.measure.resolve())
+    verdicts = {answer["verdict"] for answer in answers}
+    if verdicts & {parts.WRONG, parts.REFUSED}:
+        return 1
+    return UNJUDGED if parts.NOT_JUDGED in verdicts else 0
+
+
+def answers_of(root: Path) -> Iterator[Answer]:
+    """The verdict on each part whose adapter the checkout has. ValueError: its adapters do not load."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = checkout.path_of(root)
+        path += [*sys.path, checkout.versions(Path(folder), path)]
+        environment = {"PYTHONPATH": os.pathsep.join(path)}
+        if NO_GPU:  # a compiler may be missing, and none compiles what is interpreted
+            environment["TORCHDYNAMO_DISABLE"] = "1"
+        with processes.Worker(environment, path=path, folder=root) as worker:
+            worker.call(systems.prepare)
+            written = worker.call(checkout.written)
+            for part, adapter in ((part, of.adapter) for part, of in parts.PARTS.items() if of.adapter in written):
+                asked = written[adapter]
+                answer = _answer(worker, part, Path(folder, "progress")) if asked else {"verdict": parts.NOT_WRITTEN}
+                yield {"schema": SCHEMA, "part": part, "adapter": adapter, **answer}
+                if asked and adapter not in parts.IN_ONE_PROCESS:
+                    worker.kill()  # a kernel may have written behind its tensors; the next call starts another
+
+
+def _answer(worker: processes.Worker, part: str, progress: Path) -> Answer:
+    progress.write_text(json.dumps(("as it loads", "", None)))
+    try:
+        return worker.call(parts.ask, part, parts.BEYOND_S, progress, timeout_s=PART_S)
+    except processes.ProcessError as error:  # it has died, or was late
+        about, aspect, so_far = json.loads(progress.read_text())
+        text = f"{about}: {str(error).splitlines()[0]}"
+        if so_far:
+            return so_far | {"beyond": so_far["beyond"] | {aspect: "refused"}, "notes": [*so_far["notes"], text]}
+        return {"verdict": parts.REFUSED, "text": text, "mistake": None}
+
+
+def _beyond(answer: Answer) -> str:
+    """How many aspects beyond the handout hold, and the names of the others."""
+    names = grouped((verdict, aspect) for aspect, verdict in answer.get("beyond", {}).items())
+    lacking = [f"{verdict}: {', '.join(of)}" for verdict, of in names.items() if verdict != parts.RIGHT]
+    count = f"{len(names.get(parts.RIGHT, []))} of {sum(map(len, names.values()))} beyond it"
+    return "; ".join([count, *lacking]) if names else ""
+
+
+def _line(answer: Answer, width: int) -> str:
+    """A part in a line of the terminal: its verdict, and the mistake, or what goes beyond the handout."""
+    more = " ".join((answer.get("mistake") or answer.get("text") or _beyond(answer)).split())
+    line = f"{answer['part']:36}{answer['verdict']:13}{more}".rstrip()
+    return line if len(line) <= width else f"{line[: width - 4]} ..."
+
+
+def _summary(answers: Sequence[Answer]) -> list[str]:
+    counts = Counter(answer["verdict"] for answer in answers)
+    notes = dict.fromkeys(note for answer in answers for note in answer.get("notes", []))
+    return [
+        "Of what the handout asks: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()),
+        *[f"Not asked: {'; '.join(notes)}"] * bool(notes),
+        *[ON_A_LAPTOP] * NO_GPU,
+    ]
+
+
+def _page(folder: Path, answers: Sequence[Answer]) -> str:
+    heads = ("part", "adapter", "the handout asks", "verdict", "what is wrong, or holds beyond the handout")
+    rows = [
+        (
+            *(answer["part"], answer["adapter"], parts.PARTS[answer["part"]].asks, answer["verdict"]),
+            "; ".join(filter(None, (answer.get("mistake"), answer.get("text"), _beyond(answer)))),
+        )
+        for answer in answers
+    ]
+    summary = (tag("p", line) for line in _summary(answers))
+    return simple_page("lmsys course", tag("h1", f"The course: {folder.name}"), table(heads, rows), *summary)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Assignment 1, the model: what its adapters are asked, in the sizes of the course's tests.
+
+Each function asks one adapter: it yields questions and whether they go beyond the handout. Results are judged by
+formulas of torch, and known mistakes are named.
+
+Legend: B batch, S positions, M d_model, H heads, FF d_ff, V ids.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lmsys import draws
+from lmsys.check.question import Fault, Question, worst
+from lmsys.course.checkout import adapter
+
+Questions = Iterator[tuple[Question, bool]]  # and whether each goes beyond the handout
+B, S, M, H, FF, V, LAYERS, LONGEST, THETA = 4, 12, 64, 4, 128, 97, 2, 16, 10000.0
+ROOM = 1e-4  # of the largest value, as the course's tests have it
+
+
+def drawn(about: str, *shape: int) -> Tensor:
+    return draws.values(draws.key(0, about), 0, math.prod(shape)).view(shape)
+
+
+def asked(
+    about: str,
+    call: Callable[[], Any],
+    expected: Tensor,
+    mistakes: Mapping[str, Tensor] | None = None,
+    beyond: bool = False,
+) -> tuple[Question, bool]:
+    """A question whose answer is a tensor. mistakes: by a mistake in words, the answer that it gives."""
+    return Question(about, partial(_fault, call, expected, mistakes or {})), beyond
+
+
+def _fault(call: Callable[[], Any], expected: Tensor, mistakes: Mapping[str, Tensor]) -> Fault | None:
+    x = call()
+    if not isinstance(x, Tensor) or x.shape != expected.shape:
+        kind = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__}"
+        return Fault(f"  the result is {kind}; expected a tensor of shape {tuple(expected.shape)}")
+    x = x.detach().double()
+    at, known = worst(x, expected.double()), (words for words, other in mistakes.items() if _same(x, other))
+    text = f"  at [{', '.join(map(str, at))}]: expected {expected[at].item():.6g}, got {x[at].item():.6g}"
+    return None if _same(x, expected) else Fault(text, next(known, None))
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    room = ROOM * max(1.0, float(y.nan_to_num().abs().max()))
+    return x.shape == y.shape and torch.allclose(x, y.double(), rtol=0.0, atol=room, equal_nan=True)
+
+
+def linear() -> Questions:
+    x, w = drawn("x", B, S, M), drawn("w", FF, M)
+    yield asked("a linear layer", partial(adapter("run_linear"), M, FF, w, x), x @ w.mT)
+
+
+def embedding() -> Questions:
+    table, ids = drawn("table", V, M), torch.arange(B * S).view(B, S) * 5 % V
+    yield asked("rows by id", partial(adapter("run_embedding"), V, M, table, ids), table[ids])
+
+
+def silu() -> Questions:
+    x = drawn("x", 2, 5)
+    mistakes = {"it is the sigmoid alone: x is not multiplied": x.sigmoid(), "it is GELU": F.gelu(x)}
+    yield asked("SiLU", partial(adapter("run_silu"), x), F.silu(x), mistakes)
+
+
+def softmax() -> Questions:
+    run, x = adapter("run_softmax"), drawn("x", 3, 4, 5)
+    for dim in (-1, 0):
+        others = {f"it takes dimension {i}, not dim": x.softmax(i) for i in range(3) if i != dim % 3}
+        mistakes = {"it is divided by the sum of all elements": x.flatten().softmax(0).view_as(x), **others}
+        yield asked(f"softmax, {dim=}", partial(run, x, dim), x.softmax(dim), mistakes)
+    nan = {"the maximum is not subtracted: exp overflows": torch.full_like(x, math.nan)}
+    yield asked("softmax of x + 100", lambda: run(x + 100, -1), x.softmax(-1), nan)
+
+
+def rotate(x: Tensor, positions: Tensor, halves: bool = False, sign: float = 1.0, power: float = 2.0) -> Tensor:
+    """RoPE of x (..., S, D). halves: channel i turns with i + D / 2, in place of its neighbour."""
+    half = x.shape[-1] // 2
+    angles = sign * positions.double()[:, None] * THETA ** (-torch.arange(half).double() * power / x.shape[-1])
+    pairs = x.double().unflatten(-1, (2, half) if halves else (half, 2)).movedim(-2 if halves else -1, 0)
+    turned = torch.stack(
+        (pairs[0] * angles.cos() - pairs[1] * angles.sin(), pairs[0] * angles.sin() + pairs[1] * angles.cos()),
+        dim=-2 if halves else -1,
+    )
+    return turned.flatten(-2).to(x.dtype)
+
+
+def rope() -> Questions:
+    x = drawn("x", B, S, M)
+    for about, positions in {"from 0 on": torch.arange(S), "from 3 on": torch.arange(S) + 3}.items():
+        mistakes = {
+            "channels turn in halves (i with i + d / 2), not in neighbours (2 i with 2 i + 1)": rotate(
+                x, positions, halves=True
+            ),
+            "it turns in the other direction": rotate(x, positions, sign=-1.0),
+            "the exponent of theta is k / d, not 2 k / d": rotate(x, positions, power=1.0),
+            "the first position is 1": rotate(x, positions + 1),
+            "token_positions are not used": rotate(x, torch.arange(S)),
+            "x is not rotated": x,
+        }
+        run = partial(adapter("run_rope"), M, THETA, LONGEST, x, positions)
+        yield asked(f"positions {about}", run, rotate(x, positions), mistakes)
+    batched = torch.stack([torch.arange(S) + i for i in range(B)])
+    expected = torch.stack([rotate(x[i], batched[i]) for i in range(B)])
+    call = partial(adapter("run_rope"), M, THETA, LONGEST, x, batched)
+    yield asked("positions of each sequence", call, expected, beyond=True)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+    scores = (q @ k.mT).double() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
+    return (scores.softmax(-1) @ v.double()).to(q.dtype)
+
+
+def attention() -> Questions:
+    run = adapter("run_scaled_dot_product_attention")
+    for lead in ((B,), (2, 2)):
+        q, k, v = drawn("q", *lead, S, M), drawn("k", *lead, LONGEST, M), drawn("v", *lead, LONGEST, M)
+        mask = drawn("mask", *lead, S, LONGEST) > 0
+        mask[..., :1] = True
+        mask[..., -1:] = False  # so that no row of its opposite is empty
+        mistakes = {
+            "the mask is the opposite: True hides": attended(q, k, v, ~mask),
+            "the mask is ignored": attended(q, k, v, None),
+            "scores are not divided by the root of d_k": attended(q, k, v, mask, 1.0),
+            "scores are divided by d_k, not by its root": attended(q, k, v, mask, 1 / M),
+        }
+        yield asked(f"{len(lead) + 2} dimensions", partial(run, q, k, v, mask), attended(q, k, v, mask), mistakes)
+    yield asked("no mask", partial(run, q, k, v), attended(q, k, v, None), beyond=True)
+
+
+CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
+
+
+def projections(about: str) -> list[Tensor]:
+    return [drawn(f"{about} {name}", M, M) / 8 for name in "qkvo"]
+
+
+def heads(x: Tensor, weights: Sequence[Tensor], rotated: str = "", mask: Tensor | None = CAUSAL) -> Tensor:
+    """Multi-head attention, with RoPE of the projections that `rotated` names, of "q", "k" and "v"."""
+    parts = [(x @ w.mT).unflatten(-1, (H, -1)).transpose(1, 2) for w in weights[:3]]
+    turned = [
+        rotate(part, torch.arange(S)) if name in rotated else part for name, part in zip("qkv", parts, strict=True)
+    ]
+    return attended(turned[0], turned[1], turned[2], mask).transpose(1, 2).flatten(-2) @ weights[3].mT
+
+
+def _mistakes_of_heads(x: Tensor, weights: Sequence[Tensor]) -> dict[str, Tensor]:
+    q, k, v = ((x @ w.mT).reshape(B, H, S, -1) for w in weights[:3])
+    return {
+        "there is no causal mask": heads(x, weights, mask=None),
+        "the mask hides the past, not the future": heads(x, weights, mask=CAUSAL.mT),
+        "heads are cut by view alone, without a transpose: they mix positions": (
+            attended(q, k, v, CAUSAL).transpose(1, 2).flatten(-2) @ weights[3].mT
+        ),
+    }
+
+
+def multihead() -> Questions:
+    x, weights = drawn("x", B, S, M), projections("attention")
+    call = partial(adapter("run_multihead_self_attention"), M, H, *weights, x)
+    yield asked("causal, 4 heads", call, heads(x, weights), _mistakes_of_heads(x, weights))
+
+
+def multihead_with_rope() -> Questions:
+    run, x, weights = adapter("run_multihead_self_attention_with_rope"), drawn("x", B, S, M), projections("attention")
+    mistakes = {
+        "RoPE is not applied": heads(x, weights),
+        "RoPE is applied to values, too": heads(x, weights, "qkv"),
+        "RoPE is applied to queries alone": heads(x, weights, "q"),
+        "there is no causal mask": heads(x, weights, "qk", mask=None),
+    }
+    expected, positions = heads(x, weights, "qk"), torch.arange(S)[None]
+    call = partial(run, M, H, LONGEST, THETA, *weights, x)
+    yield asked("causal, 4 heads, RoPE", partial(call, positions), expected, mistakes)
+    yield asked("no positions given", call, expected, beyond=True)
+
+
+PROJECTIONS = "q_proj", "k_proj", "v_proj", "output_proj"
+SHAPES = {"w1": (FF, M), "w2": (M, FF), "w3": (FF, M)}
+
+
+def weights_of(layer: int) -> dict[str, Tensor]:
+    """A block's weights by the course's names."""
+    return {
+        **{f"attn.{name}.weight": w for name, w in zip(PROJECTIONS, projections(f"layer {layer}"), strict=True)},
+        **{f"ln{i}.weight": 1 + drawn(f"layer {layer} ln{i}", M) / 4 for i in (1, 2)},
+        **{f"ffn.{name}.weight": drawn(f"{name} {layer}", *shape) / 8 for name, shape in SHAPES.items()},
+    }
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def block_of(x: Tensor, weights: Mapping[str, Tensor], rotated: str = "qk", form: str = "pre") -> Tensor:
+    attend = partial(heads, weights=[weights[f"attn.{name}.weight"] for name in PROJECTIONS], rotated=rotated)
+    w1, w2, w3 = (weights[f"ffn.w{i}.weight"] for i in (1, 2, 3))
+
+    def feed(x: Tensor) -> Tensor:
+        return (F.silu(x @ w1.mT) * (x @ w3.mT)) @ w2.mT
+
+    if form == "post":
+        x = normed(x + attend(x), weights["ln1.weight"])
+        return normed(x + feed(x), weights["ln2.weight"])
+    kept = 0 if form == "none" else 1
+    x = kept * x + attend(normed(x, weights["ln1.weight"]))
+    return kept * x + feed(normed(x, weights["ln2.weight"]))
+
+
+def block() -> Questions:
+    x, weights = drawn("x", B, S, M), weights_of(0)
+    mistakes = {
+        "norms come behind the sublayers (post-norm), not before them": block_of(x, weights, form="post"),
+        "there are no residual connections": block_of(x, weights, form="none"),
+        "RoPE is not applied": block_of(x, weights, rotated=""),
+    }
+    call = partial(adapter("run_transformer_block"), M, H, FF, LONGEST, THETA, weights, x)
+    yield asked("a block", call, block_of(x, weights), mistakes)
+
+
+def language_model() -> Questions:
+    layers, ids = [weights_of(layer) for layer in range(LAYERS)], torch.arange(B * S).view(B, S) * 5 % V
+    table, head, gain = drawn("ids", V, M), drawn("head", V, M) / 8, 1 + drawn("ln_final", M) / 4
+    weights = {f"layers.{i}.{name}": w for i, layer in enumerate(layers) for name, w in layer.items()}
+    weights |= {"token_embeddings.weight": table, "lm_head.weight": head, "ln_final.weight": gain}
+    x = reduce(block_of, layers, table[ids])
+    logits = normed(x, gain) @ head.mT
+    mistakes = {
+        "it returns probabilities, not logits": logits.softmax(-1),
+        "the last norm is missing": x @ head.mT,
+    }
+    run = partial(adapter("run_transformer_lm"), V, LONGEST, M, LAYERS, H, FF, THETA, weights)
+    yield asked("logits", partial(run, ids), logits, mistakes)
+    yield asked("a shorter input", partial(run, ids[:, : S // 2]), logits[:, : S // 2])

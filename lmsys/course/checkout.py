@@ -1,0 +1,109 @@
+"""A checkout of an assignment: where it is, what its tests/adapters.py defines, and how that is imported."""
+
+import importlib
+import os
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lmsys.registry import folders_of, load_target, place_of
+
+ADAPTERS = Path("tests", "adapters.py")
+STUB = ("NotImplementedError",)  # all that an adapter names which the course has left to write
+
+
+def root_of(path: Path) -> Path:
+    """The folder of the only tests/adapters.py in a folder or at most two below it. ValueError: there is not one."""
+    depths = (sorted(path.resolve().glob(f"{'*/' * depth}{ADAPTERS}")) for depth in range(3))
+    files = next((files for files in depths if files), [])
+    if len(files) != 1:
+        raise ValueError(
+            f"{str(path)!r} must be a checkout with one {ADAPTERS}:"
+            f" {'; '.join(str(file.parents[1]) for file in files) or 'there is none'}"
+        )
+    return files[0].parents[1]
+
+
+def path_of(root: Path) -> list[str]:
+    """The folders that the course's tests import from: the root, the packages in it, and those beside it."""
+    beside = sorted({file.parent for file in root.parent.glob("*/pyproject.toml")} - {root})
+    folders = [root, *folders_of(root / ADAPTERS), *beside]
+    return [str(folder) for folder in dict.fromkeys(folders) if folder != (root / ADAPTERS).parent]
+
+
+def versions(folder: Path, path: Sequence[str]) -> str:
+    """A folder by which the packages of the course on a path have a version, though they are not installed."""
+    for package in {place.name for part in path for place in Path(part).glob("cs336*/") if place.is_dir()}:
+        info = folder / f"{package.replace('-', '_')}-0.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0\n")
+    return str(folder)
+
+
+class Missing(types.ModuleType):
+    """A module that is not installed, in the place of one that a checkout imports and may never use.
+
+    While the adapters load, any name can be imported from it, called, and derived from. ModuleNotFoundError, with the
+    module's name, where that is used later.
+    """
+
+    __path__: list[str] = []
+    loading = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        if not Missing.loading:
+            raise ModuleNotFoundError(f"No module named {self.__name__!r}", name=self.__name__)
+        return self
+
+    def __mro_entries__(self, _: Any) -> tuple[type, ...]:
+        return (type("Base", (), {"__new__": lambda *args, **kwargs: self()}),)
+
+
+def load() -> Any:
+    """The module tests.adapters, in a process that works in the checkout and whose path begins as `path_of` says.
+
+    A module that is missing has a `Missing` in its place; one that lies deeper in the checkout joins the path.
+    ValueError, with the line, where it does not load.
+    """
+    Missing.loading = True
+    try:
+        while True:
+            try:
+                return importlib.import_module("tests.adapters")
+            except ModuleNotFoundError as error:
+                if error.name is None or error.name in sys.modules or error.name.startswith("tests"):
+                    raise
+                _find(error.name)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{ADAPTERS} does not load: {type(error).__name__}: {error}{place_of(error)}") from error
+    finally:
+        Missing.loading = False
+
+
+def _find(module: str) -> None:
+    """Puts the folder of a module on the path, of this process and those that it starts, or marks it as missing."""
+    files = [file for name in (f"{module}.py", f"{module}/__init__.py") for file in Path.cwd().glob(f"[!.]*/**/{name}")]
+    folders = [str(file.parents[file.stem == "__init__"]) for file in files]
+    if folders and folders[0] not in sys.path:
+        sys.path.append(folders[0])
+        os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), folders[0]])
+    else:
+        sys.modules[module] = Missing(module)
+
+
+def adapter(name: str) -> Any:
+    """The adapter, in a process where `load` can be called. ValueError where the file has none."""
+    load()
+    return load_target(f"tests.adapters:{name}")
+
+
+def written() -> Mapping[str, bool]:
+    """By the name of each adapter whether it is more than what the course has left to write."""
+    return {name: getattr(getattr(x, "__code__", None), "co_names", ()) != STUB for name, x in vars(load()).items()}

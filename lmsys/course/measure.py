@@ -1,0 +1,62 @@
+"""How fast the right parts of a checkout are: rows of the bench, beside others, on the workloads of the handout."""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from lmsys.course import checkout
+
+ROWS = '''"""The parts of {root} as rows of a benchmark."""
+
+import sys
+
+sys.path[:0] = {path}
+from lmsys.course import checkout, systems
+
+checkout.load()
+student_pytorch = getattr(systems, "flash_pytorch", None)
+student_triton = getattr(systems, "flash_triton", None)
+student_ddp, student_individual, student_bucketed = systems.Ddp, systems.Individual, systems.Bucketed
+'''
+ATTENTION = {
+    "FlashAttention in PyTorch, backward": "student_pytorch",
+    "FlashAttention in Triton, backward": "student_triton",
+}
+CONTAINERS = {
+    "DDP": "student_ddp",
+    "DDP, each parameter": "student_individual",
+    "DDP, bucketed": "student_bucketed",
+}
+WORKLOADS = {  # by benchmark: the rows by their parts, what is run, and what a machine without a GPU makes smaller
+    "attention": (ATTENTION, "-k leaderboard --sweep full", "--length 256 --head-dim 16 --dtype float32"),
+    "data_parallel": (
+        CONTAINERS,
+        "-k buckets --sweep full --world-size 2",
+        "--size tiny --context 32 --batch 2 --bucket-mb 1",
+    ),
+}
+
+
+def measure(root: Path, right: Collection[str], folder: Path) -> list[list[str]]:
+    """Runs the benchmarks of the parts that are right, and builds their report in folder/site. The commands that ran.
+
+    A command that fails is told by what it prints, and the others go on.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rows.py").write_text(ROWS.format(root=root, path=checkout.path_of(root)))
+    commands = []
+    for benchmark, (rows, options, small) in WORKLOADS.items():
+        names = [f"--row={folder / 'rows.py'}:{name}" for part, name in rows.items() if part in right]
+        output = ["-o", str(folder / f"{benchmark}.json"), *shlex.split(options)]
+        smaller = [] if torch.cuda.is_available() else shlex.split(small)
+        commands += [["-m", "lmsys.bench", benchmark, *names, *output, *smaller]] * bool(names)
+    results = [command[command.index("-o") + 1] for command in commands]
+    commands += [["-m", "lmsys.reports", *results, "-o", str(folder / "site")]] * bool(results)
+    for command in commands:
+        print(shlex.join(["python", *command]), flush=True)
+        subprocess.run([sys.executable, *command], check=False)
+    return commands

@@ -1,0 +1,236 @@
+"""The parts of assignments 1 and 2, 2025 and 2026: by which adapter each is asked, and what of it the handout asks."""
+
+import json
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lmsys.bench.findings import interpreted_kernels
+from lmsys.check import attention, kinds
+from lmsys.check.question import DIRECTIONS, Fault, Holds, Options, Question, poison
+from lmsys.commands import PIP
+from lmsys.course import basics, basics_training, checkout, systems
+from lmsys.course.basics import Questions
+from lmsys.registry import Entry
+from lmsys.testing import Inputs
+
+BEYOND_S = 20.0  # of a part: after it nothing is asked that goes beyond the handout
+ROOM = f"{__package__}.systems"
+RIGHT, WRONG, REFUSED, NOT_WRITTEN, NOT_JUDGED = "right", "wrong", "refused", "not written", "not judged"
+INSTALLED_AS = {"yaml": "PyYAML", "sklearn": "scikit-learn", "hydra": "hydra-core", "PIL": "pillow"}  # of other names
+NO_KERNEL = Fault("  NotImplementedError: the results are right, but no Triton kernel makes them", raises=True)
+
+# What an exception says of a part, by its text: the first that fits. All others refuse what the handout asks.
+VERDICTS = {
+    r"NotImplementedError.*(interpreter mode|Could not run)": NOT_JUDGED,
+    r"NotImplementedError": NOT_WRITTEN,
+    r"ModuleNotFoundError|ImportError|FileNotFoundError|ConnectionError": NOT_JUDGED,
+    r"InductorError|BackendCompilerFailed|Cpp\w*Error|InternalTorchDynamoError|dynamo|CompilationError": NOT_JUDGED,
+    r"NVIDIA|CUDA (error|driver)|compiled with CUDA|No CUDA|cudart|active driver|dummy base class": NOT_JUDGED,
+    r"[Nn][Cc][Cc][Ll]|Did you forget to add @triton.jit": NOT_JUDGED,
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part: its adapter, the questions, and what the handout asks, in words.
+
+    backward  of what is asked beyond the handout, the backward is told
+    """
+
+    adapter: str
+    questions: Callable[[], Questions]
+    asks: str
+    backward: bool = False
+
+
+def _of_kind(kind: str, name: str, asked: str) -> Questions:
+    """The questions that `lmsys check` asks; the handout asks those whose names begin as `asked`, a pattern, does."""
+    options = Options(grad=False, dtypes=("float32", "bfloat16"))
+    for question in kinds.KINDS[kind].questions(Entry(name, f"{ROOM}:{name}"), options):
+        yield question, not re.match(asked, question.about)
+
+
+def _of_flash(name: str, backward: bool) -> Questions:
+    """The handout's cases, forward or backward, and behind them what `lmsys check` asks any attention.
+
+    A function in PyTorch may ignore the mask.
+    """
+    entry = Entry(name, f"{ROOM}:{name}")
+    use = None if backward else saved_lse
+    causal = name == "flash_triton"
+    with interpreted_kernels() as launched:
+        for question in attention.of_a_handout(entry, Options(grad=backward), causal, use=use):
+            yield question, False
+        if causal and not backward and not launched and os.environ.get("TRITON_INTERPRET") == "1":
+            yield Question("its kernels", lambda: NO_KERNEL), False
+    yield replace(question, aspect="a second call"), True  # so that the handout is known to have been asked
+    options = Options(grad=backward, dtypes=("float32", "bfloat16"))
+    yield from ((question, True) for question in attention.questions(entry, options))
+    yield from ((question, True) for question in attention.of_a_handout(entry, options, causal, attention.SHORT))
+
+
+def saved_lse(call: Callable[..., Tensor], inputs: Inputs, grad: bool) -> dict[str, Tensor]:
+    """The result and the log-sum-exp that it saves for its backward, as one tensor of shape (batch, queries)."""
+    o, shape = call(*inputs.leaves(True)), (inputs.q.shape[0] * inputs.q.shape[1], inputs.q.shape[2])
+    node: Any = o.grad_fn
+    while not hasattr(node, "saved_tensors") and node.next_functions:
+        node = node.next_functions[0][0]
+    saved = [x for x in getattr(node, "saved_tensors", ()) if x is not None and x.shape == shape]
+    if len(saved) != 1:
+        raise ValueError(f"the handout asks for one saved tensor of shape (batch, queries), and there are {len(saved)}")
+    return {"o": o.detach().clone(), "lse": saved[0].detach().float().reshape(inputs.q.shape[:-1])}
+
+
+PYTORCH, TRITON = (f"get_flashattention_autograd_function_{name}" for name in ("pytorch", "triton"))
+IN_FLOAT32 = r".*float32$"
+LENGTHS = "float32, lengths of 128 and 256"
+DDP = "steps of SGD from rank 0's weights, tied weights, frozen parameters"
+OF_DDP = "one step|several steps|small buckets|tied weights|frozen parameters"
+PARTS: dict[str, Part] = {
+    "linear layer": Part("run_linear", basics.linear, "x W^T"),
+    "embedding": Part("run_embedding", basics.embedding, "rows by id"),
+    "SiLU": Part("run_silu", basics.silu, "x sigmoid(x)"),
+    "softmax": Part("run_softmax", basics.softmax, "any dimension, no overflow"),
+    "RMSNorm": Part(
+        "run_rmsnorm", partial(_of_kind, "norm", "norm", r"(?!rows|huge).*float32$"), "float32, eps within the root"
+    ),
+    "SwiGLU": Part("run_swiglu", partial(_of_kind, "swiglu", "swiglu", IN_FLOAT32), "float32"),
+    "rotary positions": Part("run_rope", basics.rope, "neighbouring channels, positions (S,)"),
+    "attention with a mask": Part(
+        "run_scaled_dot_product_attention", basics.attention, "3 and 4 dimensions, queries and keys of different number"
+    ),
+    "multi-head attention": Part("run_multihead_self_attention", basics.multihead, "causal, without positions"),
+    "multi-head attention, rotary": Part(
+        "run_multihead_self_attention_with_rope", basics.multihead_with_rope, "causal, positions (1, S)"
+    ),
+    "Transformer block": Part("run_transformer_block", basics.block, "pre-norm, rotary"),
+    "Transformer LM": Part("run_transformer_lm", basics.language_model, "logits, also of a shorter input"),
+    "cross-entropy": Part(
+        "run_cross_entropy",
+        partial(_of_kind, "loss", "cross_entropy", r"(a few tokens|a vocabulary|more tokens|logits|equal).*float32$"),
+        "the mean over tokens, no overflow",
+    ),
+    "gradient clipping": Part(
+        "run_gradient_clipping", basics_training.clipping, "the norm of all gradients; a parameter may have none"
+    ),
+    "AdamW": Part(
+        "get_adamw_cls",
+        partial(_of_kind, "optimizer", "adamw", "(several steps|weight decay|other betas), float32"),
+        "steps as torch's or the handout's order has them",
+    ),
+    "learning-rate schedule": Part(
+        "run_get_lr_cosine_schedule", basics_training.schedule, "warm-up, cosine, the lowest rate behind it"
+    ),
+    "batches": Part("run_get_batch", basics_training.batches, "all windows, targets shifted by one"),
+    "checkpoints": Part(
+        "run_save_checkpoint", basics_training.checkpoints, "model, optimizer and iteration, in a file"
+    ),
+    "BPE training": Part(
+        "run_train_bpe", basics_training.bpe_training, "the merges in their order, the tokens of the vocabulary"
+    ),
+    "BPE encoding": Part(
+        "get_tokenizer", basics_training.bpe_encoding, "encode, decode, encode_iterable, special tokens"
+    ),
+    "FlashAttention in PyTorch, forward": Part(
+        PYTORCH, partial(_of_flash, "flash_pytorch", False), f"{LENGTHS}, no mask, the saved log-sum-exp"
+    ),
+    "FlashAttention in PyTorch, backward": Part(
+        PYTORCH, partial(_of_flash, "flash_pytorch", True), f"{LENGTHS}, no mask", True
+    ),
+    "FlashAttention in Triton, forward": Part(
+        TRITON,
+        partial(_of_flash, "flash_triton", False),
+        f"{LENGTHS}, full and causal, the saved log-sum-exp, a Triton kernel",
+    ),
+    "FlashAttention in Triton, backward": Part(
+        TRITON, partial(_of_flash, "flash_triton", True), f"{LENGTHS}, full and causal", True
+    ),
+    "DDP": Part("get_ddp", partial(_of_kind, "strategy", "Ddp", OF_DDP), DDP),
+    "DDP, each parameter": Part(
+        "get_ddp_individual_parameters", partial(_of_kind, "strategy", "Individual", OF_DDP), DDP
+    ),
+    "DDP, bucketed": Part(
+        "get_ddp_bucketed", partial(_of_kind, "strategy", "Bucketed", OF_DDP), f"{DDP}, small buckets"
+    ),
+    "FSDP": Part(
+        "get_fsdp", systems.fsdp, "steps of SGD of the course's layers, float32 and float16; a rank holds a share"
+    ),
+    "sharded optimizer": Part(
+        "get_sharded_optimizer",
+        partial(_of_kind, "sharded_optimizer", "sharded_optimizer", "SGD with momentum|AdamW$|AdamW, tied|frozen"),
+        "SGD and AdamW, tied weights, frozen parameters; a rank keeps a share of the state",
+    ),
+}
+
+
+IN_ONE_PROCESS = {part.adapter for part in PARTS.values() if "run_" in part.adapter} | {
+    "get_tokenizer",
+    "get_adamw_cls",
+}
+
+
+def ask(about: str, beyond_s: float, progress: Path) -> dict[str, Any]:
+    """The verdict on a part, in a process that works in the checkout: see `judged`. progress: a file that notes it."""
+    poison(setattr)
+    systems.prepare()
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
+    checkout.load()
+    return judged(PARTS[about], beyond_s, lambda *values: progress.write_text(json.dumps(values)))
+
+
+def judged(part: Part, beyond_s: float, note: Callable[..., object] = lambda *_: None) -> dict[str, Any]:
+    """The verdict, and what it rests on: the fields of docs/course.md.
+
+    beyond_s  the time until which it is asked what goes beyond the handout
+    note      is told what is asked next, its aspect, and the verdict so far; None before all of the handout is asked
+    """
+    held, right, notes = Holds(grad=part.backward), 0, dict[str, None]()
+    start, direction = time.perf_counter(), DIRECTIONS[part.backward]
+    answer: dict[str, Any] = {}
+    try:
+        for question, beyond in part.questions():
+            late, aspect = beyond and time.perf_counter() - start > beyond_s, question.aspect or question.about
+            note(question.about, aspect, answer if beyond else None)
+            if reason := f"{beyond_s:g} s were up" if late else question.reason:
+                notes[reason] = None
+                continue
+            fault = _fault_of(question)
+            if beyond:
+                held.add(aspect, fault)
+            elif fault is not None:
+                return _failed(f"{question.about}: {fault.text.strip()}", fault)
+            right += not beyond
+            answer = {"verdict": RIGHT, "cases": right, "beyond": held.worst(direction), "notes": [*notes]}
+    except Exception as error:  # as the adapter is called
+        fault = Fault.raised(error)
+        return _failed(fault.text.strip(), fault)
+    return answer | {"notes": [*notes]}
+
+
+def _fault_of(question: Question) -> Fault | None:
+    try:
+        return question.judge()
+    except Exception as error:
+        return Fault.raised(error)
+
+
+def _failed(text: str, fault: Fault) -> dict[str, Any]:
+    """The fields of a part that fails: paths are from the checkout's root, and what is missing has its install line."""
+    text, missing = text.replace(f"{Path.cwd()}/", ""), re.search(r"No module named '(\w+)", text)
+    advice = f"; {PIP} {INSTALLED_AS.get(missing[1], missing[1])}" if missing and "cs336" not in missing[1] else ""
+    return {"verdict": verdict_of(text, fault.raises), "text": text + advice, "mistake": fault.mistake}
+
+
+def verdict_of(text: str, raises: bool) -> str:
+    """The verdict on a part that fails by its text: an exception may say that nothing was written, or judged."""
+    named = (verdict for pattern, verdict in VERDICTS.items() if re.search(pattern, text))
+    return next(named, REFUSED) if raises or " raises " in text else WRONG

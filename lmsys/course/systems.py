@@ -1,0 +1,207 @@
+"""Assignment 2, and what `lmsys check` has a kind of: adapters in the form in which that asks them, and FSDP."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lmsys.check import laptop
+from lmsys.check.question import Fault, Question
+from lmsys.check.strategy import QUIET, WORLD_SIZE
+from lmsys.course.basics import Questions
+from lmsys.course.checkout import adapter
+from lmsys.parallel.group import WorkerError, WorkerGroup
+
+CLASSES = {
+    "adamw": "get_adamw_cls",
+    "flash_pytorch": "get_flashattention_autograd_function_pytorch",
+    "flash_triton": "get_flashattention_autograd_function_triton",
+}
+MOST_HELD = 0.9  # of what is to be divided among two ranks: a rank that holds more divides nothing
+
+
+def __getattr__(name: str) -> Any:
+    """The classes that adapters return, by the names of `lmsys.course.parts`."""
+    if name not in CLASSES:
+        raise AttributeError(name)
+    return adapter(CLASSES[name])()
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _of_sequences(partial(adapter("run_rmsnorm"), x.shape[-1], eps, weight), x)
+
+
+def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    return _of_sequences(partial(adapter("run_swiglu"), *w1.shape[::-1], w1, w2, w3), x)
+
+
+def _of_sequences(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The result for x (..., S, M); the handout promises (B, S, M)."""
+    return call(x) if x.ndim > 2 else call(x[None])[0]
+
+
+def cross_entropy(inputs: Tensor, targets: Tensor) -> Tensor:
+    return adapter("run_cross_entropy")(inputs, targets)
+
+
+class Ddp(nn.Module):
+    """A container by the adapters that make it, and that a training calls around its backward."""
+
+    make, after, before = "get_ddp", "ddp_on_after_backward", ""
+
+    def __init__(self, module: nn.Module, **options: Any):
+        super().__init__()
+        self.module = module
+        self.wrapped = adapter(self.make)(module, **options)
+
+    def make_optimizer(self, optimizer_cls: Any, **options: Any) -> Any:
+        self.optimizer = optimizer_cls(self.wrapped.parameters(), **options)
+        return self.optimizer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.before:
+            adapter(self.before)(self.wrapped, self.optimizer)
+        return self.wrapped(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        adapter(self.after)(self.wrapped, self.optimizer)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return getattr(self.wrapped, "module", self.module).state_dict()
+
+
+class Individual(Ddp):
+    make, after = "get_ddp_individual_parameters", "ddp_individual_parameters_on_after_backward"
+
+
+class Bucketed(Ddp):
+    make, after = "get_ddp_bucketed", "ddp_bucketed_on_after_backward"
+    before = "ddp_bucketed_on_train_batch_start"
+
+    def __init__(self, module: nn.Module, bucket_size_mb: float = 25.0):
+        super().__init__(module, bucket_size_mb=bucket_size_mb)
+
+
+def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
+    """The adapter's optimizer. After a step it raises where a rank keeps the state of all of several parameters.
+
+    Whether its zero_grad() reaches what other ranks own is asked with groups alone, beyond what the course's tests ask.
+    """
+    params = list(params)
+    optimizer = adapter("get_sharded_optimizer")(params, optimizer_cls, **kwargs)
+    whole = sum(p.numel() for p in params if isinstance(p, Tensor))
+    step = optimizer.step
+
+    def held_step(*args: Any, **options: Any) -> Any:
+        result = step(*args, **options)
+        inner = [x for x in (optimizer, *vars(optimizer).values()) if isinstance(x, torch.optim.Optimizer)]
+        kept = [item for x in inner for item in getattr(x, "state", {}).items()]  # a wrapper may have none
+        states = {id(p): p.numel() for p, state in kept if state and isinstance(p, Tensor)}
+        if len(params) > 2 and sum(states.values()) > MOST_HELD * whole > 0:
+            raise RuntimeError("nothing is sharded: a rank keeps the optimizer's state of all parameters")
+        return result
+
+    optimizer.step = held_step
+    if whole:  # no groups
+        optimizer.zero_grad = nn.ParameterList(params).zero_grad
+    return optimizer
+
+
+def prepare() -> None:
+    """Answers a checkout's questions for a GPU in this process. What the checkout prints is no verdict."""
+    os.dup2(2, 1)
+    laptop.install()
+
+
+STEPS, RATE, EXAMPLES, POSITIONS, VOCABULARY, WIDTH = 3, 0.1, 8, 6, 96, 64
+State = dict[str, Tensor]
+
+
+def toy() -> nn.Module:
+    """A model of the course's own layers: ids (B, S) -> logits (B, S, V)."""
+    from cs336_basics.model import Embedding, Linear, RMSNorm  # type: ignore[import-not-found]
+
+    torch.manual_seed(42)
+    wide = Linear(WIDTH, 2 * WIDTH), nn.ReLU(), Linear(2 * WIDTH, WIDTH)
+    return nn.Sequential(Embedding(VOCABULARY, WIDTH), RMSNorm(WIDTH), *wide, Linear(WIDTH, VOCABULARY))
+
+
+def train(model: nn.Module, part: slice, rate: float, after: Callable[[Any], object]) -> None:
+    """Steps of SGD on a part of the examples. after: called with the optimizer behind each backward."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        draw = torch.Generator().manual_seed(step)
+        ids, targets = torch.randint(VOCABULARY, (2, EXAMPLES, POSITIONS), generator=draw)[:, part]
+        nn.functional.cross_entropy(model(ids).float().flatten(0, 1), targets.flatten()).backward()
+        after(optimizer)
+        optimizer.step()
+
+
+def train_alone(rate: float) -> State:
+    model = toy()
+    train(model, slice(None), rate, lambda optimizer: None)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def train_on_rank(dtype: torch.dtype | None) -> State:
+    """On a rank: the training by the checkout's FSDP. AssertionError for what the handout asks beside the weights."""
+    prepare()
+    model, first = toy(), dist.get_rank() * EXAMPLES // WORLD_SIZE
+    whole, wrapped = sum(p.nbytes for p in model.parameters()), adapter("get_fsdp")(model, compute_dtype=dtype)
+    storages = {x.data_ptr(): x.nbytes() for x in (p.untyped_storage() for p in wrapped.parameters())}
+    share = sum(storages.values()) / whole
+    assert share < MOST_HELD, f"nothing is sharded: a rank holds {share:.0%} of the parameters"
+
+    def after(optimizer: Any) -> None:
+        adapter("fsdp_on_after_backward")(wrapped, optimizer)
+        for name, p in wrapped.named_parameters():
+            fits = p.grad is not None and (p.grad.shape, p.grad.dtype) == (p.shape, p.dtype)
+            assert fits or not p.requires_grad, f"after the backward {name} has no gradient of its shape and dtype"
+
+    train(wrapped, slice(first, first + EXAMPLES // WORLD_SIZE), RATE, after)
+    full = adapter("fsdp_gather_full_params")(wrapped)
+    return {name.removeprefix("module."): x.detach().cpu().clone() for name, x in full.items()}
+
+
+def fsdp() -> Questions:
+    """Three steps of SGD on two ranks, from weights that are equal, in float32 and with float16 for computation."""
+    for dtype, room in ((None, 1e-4), (torch.float16, 2e-3)):
+        yield Question("several steps" + ", float16" * (dtype is not None), partial(_fault_of_fsdp, dtype, room)), False
+
+
+def _fault_of_fsdp(dtype: torch.dtype | None, room: float) -> Fault | None:
+    try:
+        with WorkerGroup(WORLD_SIZE, environment=QUIET, timeout_s=60.0) as ranks:
+            states = ranks.run(train_on_rank, dtype)
+    except WorkerError as error:
+        lines = [line for line in str(error).splitlines() if error.kind in line] or str(error).splitlines()
+        return Fault(f"  rank {error.rank} raises {lines[-1].strip()}", raises=True)
+    alone = {rate: train_alone(rate * RATE) for rate in (1.0, WORLD_SIZE, 1 / WORLD_SIZE, 0.0)}
+    for rank, state in enumerate(states):
+        if wrong := _wrong(state, alone[1.0], room):
+            text = f"  after {STEPS} steps rank {rank} has other weights than one process: {', '.join(wrong)}"
+            named = (words for rate, words in MISTAKES.items() if not _wrong(state, alone[rate], room))
+            return Fault(text, OF_REPLICATED if wrong == ["1.weight"] else next(named, None))
+    return None
+
+
+MISTAKES = {
+    WORLD_SIZE: "gradients are summed over ranks, not averaged",
+    1 / WORLD_SIZE: "gradients are divided by the number of ranks twice",
+    0.0: "nothing is trained",
+}
+OF_REPLICATED = "gradients of parameters that are not sharded, such as RMSNorm's, are not averaged over ranks"
+
+
+def _wrong(state: State, expected: State, room: float) -> list[str]:
+    """The names of parameters that are missing, or off by more than the room."""
+    return [
+        name
+        for name, x in expected.items()
+        if name not in state or state[name].shape != x.shape or not bool(((state[name] - x).abs() <= room).all())
+    ]

@@ -1,0 +1,111 @@
+"""`lmsys leaderboard FOLDER -o SITE`: one page of many result files of one workload, each verified first.
+
+A file is ranked by the fastest of its own rows: those that no table of ours has, else all but the anchor. Its figure is
+the sum of its times over the cases of the workload, which is that of most files; within a machine it is ranked by time,
+and among machines by how often it is as fast as the anchor, a row that every file has measured beside its own. A file
+is refused, with the reason, where `lmsys verify` finds something wrong or not proved, where no timed call of it could
+be judged again, and where it lacks the workload or the anchor. Exit codes: 0 a file is ranked, 1 none is, 2 bad usage.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lmsys import commands
+from lmsys.bench.benchmark import Benchmark
+from lmsys.bench.fields import Record
+from lmsys.bench.record import load
+from lmsys.reports.figures import tag
+from lmsys.reports.load import hardware_of, run_told, title_of
+from lmsys.reports.page import fill, simple_page, table
+from lmsys.reports.words import number
+from lmsys.verify import FOLDERS, NOT_RECOMPUTED, benchmarks_in, verify
+
+HEADS = ("rank", "on its machine", "row", "speed", "time, ms", "machine", "run", "file")
+Standing = dict[str, str]  # by HEADS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = commands.parser("leaderboard")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the result files")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="SITE", help="the folder of the page")
+    parser.add_argument(
+        "--anchor", default="naive", metavar="ROW", help="what every file measures, too; default: naive"
+    )
+    about = "where the benchmarks are; may be given several times (default: benchmarks and dev)"
+    parser.add_argument("--benchmarks", action="append", type=Path, metavar="FOLDER", help=about)
+    given = parser.parse_args(arguments)
+    try:
+        benchmarks = benchmarks_in(*given.benchmarks or FOLDERS)
+        standings, refused, workload = ranked(sorted(given.folder.glob("*.json*")), benchmarks, given.anchor)
+        about = f"Workload: {', '.join(sorted(workload)) or 'none'}. Speed is over {given.anchor}, in the same run."
+        lost = [tag("h2", "Not ranked"), table(("file", "reason"), refused.items())] if refused else []
+        board = table(HEADS, (one.values() for one in standings))
+        page = simple_page("lmsys leaderboard", tag("h1", "Leaderboard"), tag("p", about), board, *lost)
+        fill(given.output, {"index.html": page})
+    except (OSError, ValueError) as error:
+        print(f"lmsys leaderboard: error: {error}", file=sys.stderr)
+        return 2
+    print(
+        "\n".join(
+            [*("  ".join(one.values()) for one in standings), *(f"refused: {x}: {y}" for x, y in refused.items())]
+        )
+    )
+    return int(not standings)
+
+
+def ranked(
+    paths: Sequence[Path], benchmarks: Mapping[str, Benchmark], anchor: str
+) -> tuple[list[Standing], dict[str, str], frozenset[str]]:
+    """The standings, the fastest beside the anchor first; for each refused file the reason; the workload's cases."""
+    times, machines, refused = dict[str, dict[str, dict[str, float]]](), dict[str, Record](), dict[str, str]()
+    for path in paths:
+        try:
+            times[path.name], machines[path.name] = _verified(path, benchmarks)
+        except ValueError as error:
+            refused[path.name] = str(error)
+    workloads = Counter(frozenset(of[anchor]) for of in times.values() if anchor in of)
+    workload = max(workloads, key=lambda one: (workloads[one], sorted(one)), default=frozenset[str]())
+    ours = {name for benchmark in benchmarks.values() for rows in benchmark.tables.values() for name in rows}
+    places = list[tuple[float, float, str, str]]()
+    for file, of in times.items():
+        whole = {row: sum(of[row][case] for case in workload) for row in of if workload and workload <= of[row].keys()}
+        anchor_s = whole.pop(anchor, 0.0)
+        own = {row: time_s for row, time_s in whole.items() if row not in ours} or whole
+        if anchor_s and own:
+            row = min(own, key=lambda name: own[name])
+            places.append((anchor_s / own[row], own[row], row, file))
+        else:
+            refused[file] = f"it lacks a row, or the anchor {anchor!r}, in {', '.join(sorted(workload)) or 'any case'}"
+    return _standings(sorted(places, reverse=True), machines), refused, workload
+
+
+def _standings(places: Sequence[tuple[float, float, str, str]], machines: Mapping[str, Record]) -> list[Standing]:
+    """The files by speed over the anchor; on a machine their order is that of their times."""
+    standings = []
+    for rank, (speed, time_s, row, file) in enumerate(places, start=1):
+        here = [s for _, s, _, other in places if hardware_of(machines[other]) == hardware_of(machines[file])]
+        machine = title_of(machines[file]), run_told(machines[file])
+        values = rank, sorted(here).index(time_s) + 1, row, f"{speed:.3g}", number(1e3 * time_s), *machine, file
+        standings.append(dict(zip(HEADS, map(str, values), strict=True)))
+    return standings
+
+
+def _verified(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[dict[str, dict[str, float]], Record]:
+    """The times of a file by row and case, and its machine. ValueError with the first thing that is wrong with it."""
+    done, sentences = verify(path, benchmarks)
+    content, sealed = load(path), [one for one in sentences if "has no seal" in one]
+    if wrong := [one for one in sentences if NOT_RECOMPUTED not in one] or sealed:
+        raise ValueError(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
+    if not done.calls:
+        raise ValueError("no timed call could be judged again")
+    times = dict[str, dict[str, float]]()
+    for record in content["records"]:
+        if record["outcome"] == "ok" and record.get("time_s"):
+            times.setdefault(record["impl"], {})[record["id"].removesuffix(f"-{record['impl']}")] = record["time_s"]
+    return times, content["machine"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

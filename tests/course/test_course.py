@@ -1,0 +1,329 @@
+"""`lmsys course`: a small checkout whose adapters are right, wrong, missing and unusual, written here."""
+
+import html
+import json
+import math
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmsys.bench.__main__ import line_of
+from lmsys.course import measure, parts
+from lmsys.course.__main__ import main
+from lmsys.course.checkout import root_of
+from lmsys.course.parts import PARTS, verdict_of
+from tests.support.processes import ROOT
+
+ADAPTERS = """
+from __future__ import annotations
+
+import importlib.metadata
+import os
+
+import package_of_nobody
+import package_of_nobody.parts as more
+import torch
+from alone_in_a_folder import ONE
+
+from cs336_parts import attention, containers
+
+importlib.metadata.version("cs336_parts")
+
+
+class Settings(package_of_nobody.Base):
+    size: int = package_of_nobody.field(default=3)
+
+
+def run_linear(d_in, d_out, weights, in_features):
+    print("what a checkout prints is no verdict")
+    return in_features @ weights.mT
+    raise NotImplementedError
+
+
+def run_embedding(vocab_size, d_model, weights, token_ids):
+    return weights[token_ids] * Settings().size
+
+
+def run_silu(in_features):
+    return in_features.sigmoid() * ONE
+
+
+def run_softmax(in_features, dim):
+    raise NotImplementedError
+
+
+def run_rmsnorm(d_model, eps, weights, in_features):
+    os.abort()
+
+
+def run_swiglu(d_model, d_ff, w1_weight, w2_weight, w3_weight, in_features):
+    if in_features.dtype != torch.float32:
+        os.abort()
+    return (torch.nn.functional.silu(in_features @ w1_weight.mT) * (in_features @ w3_weight.mT)) @ w2_weight.mT
+
+
+def get_adamw_cls():
+    return more.AdamW()
+
+
+def get_flashattention_autograd_function_pytorch():
+    return attention.Flash
+
+
+def get_flashattention_autograd_function_triton():
+    return attention.Triton
+
+
+def get_ddp(module):
+    return containers.Ddp(module)
+
+
+def ddp_on_after_backward(ddp_model, optimizer):
+    ddp_model.finish()
+
+
+def get_fsdp(module, compute_dtype=None):
+    return containers.Ddp(module)
+
+
+def fsdp_on_after_backward(fsdp_model, optimizer):
+    fsdp_model.finish()
+
+
+def fsdp_gather_full_params(fsdp_model):
+    return fsdp_model.module.state_dict()
+
+
+def get_sharded_optimizer(params, optimizer_cls, **kwargs):
+    return optimizer_cls(params, **kwargs)
+"""
+ATTENTION = '''
+import torch
+
+
+class Flash(torch.autograd.Function):
+    """No mask, and lengths that are multiples of 16."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        assert not q.shape[1] % 16
+        with torch.cuda.nvtx.range("scores"):
+            scores = q @ k.mT / q.shape[-1] ** 0.5
+        ctx.save_for_backward(q, k, v, scores.logsumexp(-1))
+        return scores.softmax(-1) @ v
+
+    @staticmethod
+    def backward(ctx, do):
+        raise NotImplementedError
+
+
+class Triton(torch.autograd.Function):
+    """It needs no Triton."""
+
+    @staticmethod
+    @torch.compile
+    def forward(ctx, q, k, v, is_causal=False):
+        assert q.is_cuda, "it runs on a GPU alone"
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+        ctx.save_for_backward(q, k, v, scores.logsumexp(-1), scores.softmax(-1))
+        return scores.softmax(-1) @ v
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, lse, p = ctx.saved_tensors
+        dp = do @ v.mT
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
+        return ds @ k, ds.mT @ q, p.mT @ do, None
+'''
+CONTAINERS = '''
+import torch.distributed as dist
+from torch import nn
+
+
+class Ddp(nn.Module):
+    """Gradients are summed, not averaged."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        for p in module.parameters():
+            dist.broadcast(p.data, 0)
+
+    def forward(self, *inputs, **kwargs):
+        return self.module(*inputs, **kwargs)
+
+    def finish(self):
+        for p in self.module.parameters():
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+'''
+MODEL = """
+import torch
+from torch import nn
+
+
+class Linear(nn.Module):
+    def __init__(self, d_in, d_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d_out, d_in) / d_in**0.5)
+
+    def forward(self, x):
+        return x @ self.weight.mT
+
+
+class Embedding(Linear):
+    def forward(self, ids):
+        return self.weight.mT[ids]
+
+
+class RMSNorm(nn.RMSNorm):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("classes") / "assignment"
+    files = {
+        "tests/__init__.py": "",
+        "tests/adapters.py": ADAPTERS,
+        "pyproject.toml": "",
+        "deeper/folder/alone_in_a_folder.py": "ONE = 1.0\n",
+        "cs336-parts/pyproject.toml": "",
+        "cs336-parts/cs336_parts/__init__.py": "",
+        "cs336-parts/cs336_parts/attention.py": ATTENTION,
+        "cs336-parts/cs336_parts/containers.py": CONTAINERS,
+        "cs336-parts/cs336_basics/__init__.py": "",
+        "cs336-parts/cs336_basics/model.py": MODEL,
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+VERDICTS = {
+    "linear layer": "right",
+    "embedding": "not judged",
+    "SiLU": "wrong",
+    "softmax": "not written",
+    "RMSNorm": "refused",
+    "SwiGLU": "right",
+    "AdamW": "not judged",
+    "FlashAttention in PyTorch, forward": "right",
+    "FlashAttention in PyTorch, backward": "not written",
+    "FlashAttention in Triton, forward": "not written",
+    "FlashAttention in Triton, backward": "right",
+    "DDP": "wrong",
+    "FSDP": "refused",
+    "sharded optimizer": "refused",
+}
+QUICK = [*VERDICTS][:7]
+
+
+def test_a_part_is_right_wrong_refused_not_written_or_not_judged(
+    checkout: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "PARTS", {part: PARTS[part] for part in QUICK})
+    page = checkout.parent / "right.html"
+    assert main([str(checkout), "--html", str(page)]) == 1
+    said = capfd.readouterr().out
+    assert [line[:36].rstrip() for line in said.splitlines()[: len(QUICK)]] == QUICK
+    assert all(re.search(rf"^{part} +{VERDICTS[part]}\b", said, re.MULTILINE) for part in QUICK)
+    assert "it is the sigmoid alone" in said and "python -m pip install package_of_nobody" in said
+    assert "what a checkout prints" not in said and "killed by SIGABRT" in said
+    assert all(html.escape(PARTS[part].asks) in page.read_text() for part in QUICK)
+
+
+@pytest.mark.on_request
+def test_each_part_has_its_verdict(
+    checkout: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "BEYOND_S", math.inf)
+    assert main([str(checkout.parent), "--json"]) == 1
+    answers: dict[str, Any] = {x["part"]: x for x in map(json.loads, capfd.readouterr().out.splitlines())}
+    assert {part: answer["verdict"] for part, answer in answers.items()} == VERDICTS
+    assert answers["DDP"]["mistake"] == "gradients are summed over ranks, not averaged"
+    assert "no Triton kernel makes them" in answers["FlashAttention in Triton, forward"]["text"]
+    assert all("nothing is sharded" in answers[part]["text"] for part in ("FSDP", "sharded optimizer"))
+    beyond = answers["FlashAttention in PyTorch, forward"]["beyond"]
+    assert beyond["causal mask"] == "wrong" and beyond["odd lengths"] == "refused"
+    swiglu = answers["SwiGLU"]
+    assert swiglu["beyond"]["an odd width, bfloat16"] == "refused" and "SIGABRT" in swiglu["notes"][-1]
+
+
+@pytest.mark.on_request
+def test_ours_are_right_in_a_checkout(
+    checkout: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference adapters, as a checkout of either assignment and either year has them."""
+    monkeypatch.setattr(parts, "BEYOND_S", 0.0)  # test_basics.py asks them to the end, as lmsys check does the others
+    root = tmp_path / "reference"
+    (root / "tests").mkdir(parents=True)
+    (root / "tests" / "__init__.py").touch()
+    (root / "tests" / "adapters.py").write_text((ROOT / "docs" / "examples" / "adapters.py").read_text())
+    (root / "cs336_basics").symlink_to(checkout / "cs336-parts" / "cs336_basics")
+    assert main([str(root), "--json"]) == 0
+    answers = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert {answer["part"]: answer["verdict"] for answer in answers} == dict.fromkeys(PARTS, "right")
+
+
+def test_a_folder_that_is_no_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert f"{str(tmp_path)!r} must be a checkout with one tests/adapters.py: there is none" in capsys.readouterr().err
+    for name in ("a", "b"):
+        (tmp_path / name / "tests").mkdir(parents=True)
+        (tmp_path / name / "tests" / "adapters.py").write_text("\n1 / 0\n")
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'a'}; {tmp_path / 'b'}")):
+        root_of(tmp_path)
+    assert root_of(tmp_path / "a") == tmp_path / "a"
+    assert main([str(tmp_path / "a")]) == 2
+    said = capsys.readouterr().err
+    assert "does not load: ZeroDivisionError" in said and "line 2: 1 / 0" in said
+
+
+def test_what_an_exception_says_of_a_part() -> None:
+    assert verdict_of("in two steps: rank 0 raises NotImplementedError: no message", True) == "not written"
+    assert (
+        verdict_of("it raises NotImplementedError: inline_asm not supported in interpreter mode", True) == "not judged"
+    )
+    assert verdict_of("it raises ModuleNotFoundError: No module named 'einops'", True) == "not judged"
+    assert verdict_of("it raises AssertionError: Torch not compiled with CUDA enabled", True) == "not judged"
+    assert verdict_of("it raises AssertionError: no message", True) == "refused"
+    assert verdict_of("after a step weights are wrong; NVIDIA", False) == "wrong"
+
+
+def test_parts_are_asked_by_the_adapters_of_the_course() -> None:
+    example = ROOT / "docs" / "examples" / "adapters.py"
+    defined = set(re.findall(r"^(?:def )?(\w+)(?:\(| = )", example.read_text(), re.MULTILINE))
+    assert {part.adapter for part in PARTS.values()} <= defined
+
+
+def test_right_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By commands of the bench, whose rows a file names that loads the checkout; then a report of them."""
+    ran: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: ran.append(command[1:]))
+    right = {"FlashAttention in Triton, backward", "DDP, bucketed", "linear layer"}
+    assert measure.measure(tmp_path, right, tmp_path / "out") == ran
+    (attention, containers, report), rows = ran, tmp_path / "out" / "rows.py"
+    assert attention[:4] == ["-m", "lmsys.bench", "attention", f"--row={rows}:student_triton"]
+    assert containers[:4] == ["-m", "lmsys.bench", "data_parallel", f"--row={rows}:student_bucketed"]
+    assert report[:4] == [
+        "-m",
+        "lmsys.reports",
+        *(str(rows.with_name(f"{x}.json")) for x in ("attention", "data_parallel")),
+    ]
+    assert any(x.endswith(f",{rows}:student_triton") for x in line_of(attention[2:]))
+    compile(rows.read_text(), rows, "exec")
+    assert str(tmp_path) in rows.read_text()
+    assert measure.measure(tmp_path, {"linear layer"}, tmp_path / "out") == []
+
+
+def test_the_page_says_what_decides() -> None:
+    page = (ROOT / "docs" / "course.md").read_text()
+    assert all(f"| {name} | `{part.adapter}` | {part.asks} |" in page for name, part in PARTS.items())

@@ -1,0 +1,129 @@
+"""What the adapters of assignment 2 are asked, as far as one process can tell; test_course.py has ranks."""
+
+import math
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace, TracebackType
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lmsys.attention.flash_torch import FlashTorch
+from lmsys.course import parts, systems
+from lmsys.course.parts import PARTS, judged
+from tests.course.test_course import MODEL
+
+
+class Halves:
+    """Steps the parameters of even index, by torch's optimizer; or all of them."""
+
+    def __init__(self, params: Any, optimizer_cls: Any, whole: bool = False, **kwargs: Any):
+        self.inner = optimizer_cls(list(params)[:: 1 if whole else 2], **kwargs)
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+class WithoutState(Halves, torch.optim.Optimizer):
+    """Its constructor is not torch's, so that it has no state of its own."""
+
+
+@pytest.mark.parametrize("kind", [Halves, WithoutState])
+def test_an_optimizer_that_keeps_all_state_shards_nothing(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tests.adapters", SimpleNamespace(get_sharded_optimizer=kind))
+    params = [nn.Parameter(torch.ones(4)) for _ in range(4)]
+    for p in params:
+        p.grad = torch.ones(4)
+    systems.sharded_optimizer(params, torch.optim.AdamW).step()
+    assert [bool((p < 1).all()) for p in params] == [True, False, True, False]
+    optimizer = systems.sharded_optimizer(params, torch.optim.AdamW)
+    optimizer.zero_grad()  # the course's tests pass where it reaches the rank's own alone
+    assert all(p.grad is None for p in params)
+    for p in params:
+        p.grad = torch.ones(4)
+    with pytest.raises(RuntimeError, match="nothing is sharded"):
+        systems.sharded_optimizer(params, torch.optim.AdamW, whole=True).step()
+    systems.sharded_optimizer(params[:1], torch.optim.AdamW).step()  # of one parameter a rank may have all
+
+
+class WithoutLse(torch.autograd.Function):
+    """It saves its probabilities in place of their log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        p = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        ctx.save_for_backward(q, k, v, p)
+        return p @ v
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> Any:
+        q, k, v, p = ctx.saved_tensors
+        dp = do @ v.mT
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
+        return ds @ k, 2 * ds.mT @ q, p.mT @ do, None
+
+
+def test_attention_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handout asks for the log-sum-exp, which its tests read, and for no mask."""
+
+    def verdicts(function: Any) -> list[dict[str, Any]]:
+        functions = SimpleNamespace(**{parts.PYTORCH: lambda: function})
+        monkeypatch.setitem(sys.modules, "tests.adapters", functions)
+        return [judged(PARTS[f"FlashAttention in PyTorch, {name}"], 0.0) for name in ("forward", "backward")]
+
+    assert [answer["verdict"] for answer in verdicts(FlashTorch)] == ["right", "right"]
+    forward, backward = verdicts(WithoutLse)
+    assert forward["verdict"] == parts.REFUSED and "one saved tensor of shape (batch, queries)" in forward["text"]
+    assert backward["verdict"] == parts.WRONG and "dk" in backward["text"]
+
+
+def test_a_function_that_launches_no_kernel_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setitem(sys.modules, "tests.adapters", SimpleNamespace(**{parts.TRITON: lambda: FlashTorch}))
+    answer = judged(PARTS["FlashAttention in Triton, forward"], 0.0)
+    assert answer["verdict"] == parts.NOT_WRITTEN and "no Triton kernel" in answer["text"]
+
+
+class Ranks:
+    """Two ranks, each of which ends with what `train` gives."""
+
+    def __init__(self, train: Callable[[], systems.State]):
+        self.train = train
+
+    def __call__(self, *_: Any, **__: Any) -> Self:
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        """There is nothing to end."""
+
+    def run(self, *_: Any) -> list[systems.State]:
+        return [self.train()] * 2
+
+
+def test_mistakes_of_fsdp_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("cs336_basics")
+    package.model = ModuleType("cs336_basics.model")  # type: ignore[attr-defined]
+    exec(MODEL, vars(package.model))
+    monkeypatch.setitem(sys.modules, "cs336_basics", package)
+    monkeypatch.setitem(sys.modules, "cs336_basics.model", package.model)
+
+    def fault_of(train: Callable[[], systems.State]) -> Any:
+        monkeypatch.setattr(systems, "WorkerGroup", Ranks(train))
+        answers = [question.judge() for question, _ in systems.fsdp()]
+        assert len(answers) == 2
+        return answers[0]
+
+    right = systems.train_alone(systems.RATE)
+    assert fault_of(lambda: right) is None
+    assert "summed" in fault_of(lambda: systems.train_alone(2 * systems.RATE)).mistake
+    assert "divided by the number of ranks twice" in fault_of(lambda: systems.train_alone(systems.RATE / 2)).mistake
+    norm = {"1.weight": right["1.weight"] + 1e-2}
+    assert "not sharded, such as RMSNorm's" in fault_of(lambda: right | norm).mistake
+    other = {"0.weight": torch.full_like(right["0.weight"], math.nan)}
+    assert fault_of(lambda: right | other).mistake is None
+    assert "0.weight" in fault_of(lambda: {k: x for k, x in right.items() if k != "0.weight"}).text

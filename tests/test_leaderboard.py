@@ -1,0 +1,105 @@
+"""`lmsys leaderboard`: ten files, of which seven are ranked and the others refused; and a file forged in five ways."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmsys import leaderboard
+from lmsys.bench.record import summarize
+from tests.test_verify import (  # noqa: F401  fixtures, too
+    ALTERATIONS,
+    RESULT,
+    benchmarks,
+    content,
+    entry,
+    records,
+    seal_again,
+    whole,
+)
+
+Content = dict[str, Any]
+FORGED = ("time_scaled", "sample_dropped", "samples_of_another_row", "error_ratio_improved", "another_seed")
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch, benchmarks: dict[str, Any], tmp_path: Path) -> Callable[..., Any]:  # noqa: F811
+    """The command on these files, by name: its exit code and the page."""
+    monkeypatch.setattr(leaderboard, "benchmarks_in", lambda *_: benchmarks)
+
+    def run(files: dict[str, Content], anchor: str = "sdpa_flash") -> tuple[int, str]:
+        for name, of in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(of))
+        code = leaderboard.main([str(tmp_path), "-o", str(tmp_path / "site"), "--anchor", anchor])
+        return code, (tmp_path / "site" / "index.html").read_text()
+
+    return run
+
+
+def faster(content: Content, factor: float, machine: str = "") -> Content:  # noqa: F811
+    """A file whose row took `factor` of its time, as another run might have measured it."""
+    made = copy.deepcopy(content)
+    one = records(made)[0]
+    one["samples_s"] = [sample * factor for sample in one["samples_s"]]
+    one |= summarize(one["samples_s"])
+    for name in ("flops_per_s", "bytes_per_s", "matmul_ceiling_fraction", "copy_ceiling_fraction"):
+        one[name] /= factor
+    made["lmsys"]["machine"]["name"] = machine or made["lmsys"]["machine"]["name"]
+    seal_again(made)
+    return made
+
+
+def altered(content: Content, name: str) -> Content:  # noqa: F811
+    made = copy.deepcopy(content)
+    ALTERATIONS[name](made)
+    return made
+
+
+def other_workload(content: Content) -> Content:  # noqa: F811
+    made = json.loads(RESULT.read_text())
+    kept = [one for one in records(made) if one["section"] == "flash"]
+    for one in kept:
+        del one["proof"]["calls"][2:]
+    made["lmsys"]["records"], made["benchmarks"] = kept, [entry(made, one) for one in kept]
+    seal_again(made)
+    return made
+
+
+def test_seven_of_ten_files_are_ranked(
+    content: Content,  # noqa: F811
+    board: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = {f"student{i}": faster(content, 1 - 0.01 * i, "another" if i == 3 else "") for i in range(7)}
+    files |= {"forged": altered(content, "time_scaled"), "unproved": altered(content, "no_proof")}
+    seal_again(files["unproved"])
+    code, page = board(files | {"other": other_workload(content)})
+    said = capsys.readouterr().out.splitlines()
+    assert code == 0 and len(said) == 10
+    assert [line.rpartition("student")[2][0] for line in said[:7]] == list("6543210")  # by speed over the anchor
+    assert [line.split()[1] for line in said[:7]] == list("1231456")  # on two machines, by time
+    refused = {line.split(": ")[1]: line for line in said[7:]}
+    assert refused.keys() == {"forged.json", "unproved.json", "other.json"}
+    assert "not proved" in refused["unproved.json"]
+    assert "time_s is" in refused["forged.json"] and "anchor 'sdpa_flash'" in refused["other.json"]
+    assert page.count("<tr>") - page.count("<thead><tr>") == 7 + 3 and "Not ranked" in page
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_file_is_refused(
+    name: str,
+    content: Content,  # noqa: F811
+    board: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, page = board({"forged": altered(content, name)})
+    assert code == 1 and "Not ranked" in page and "refused: forged.json: " in capsys.readouterr().out
+
+
+def test_a_bad_folder_is_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "site").write_text("a file of somebody else")
+    assert leaderboard.main([str(tmp_path), "-o", str(tmp_path / "site")]) == 2
+    assert "a folder is needed" in capsys.readouterr().err
