@@ -15,6 +15,7 @@ import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -331,10 +332,7 @@ def save_checkpoint(model: torch.nn.Module, optimizer: Optimizer, iteration: int
         "optimizer": optimizer.state_dict(),
         "iteration": values.whole("iteration", iteration, least=0),
     }
-    if not isinstance(out, str | os.PathLike):
-        torch.save(state, out)
-        return
-    with files.replacing(Path(out)) as file:
+    with files.replacing(Path(out)) if isinstance(out, str | os.PathLike) else nullcontext(out) as file:
         torch.save(state, file)
 
 

@@ -70,9 +70,12 @@ class AdamW(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for group in state_dict["param_groups"]:
-            for name, other in OTHER_ALGORITHMS.items():
-                if group.get(name) is other:
-                    raise ValueError(f"the state dict is not AdamW's: its param group has {name}={other}")
+            hold(
+                *(
+                    (group.get(name) is not other, f"the state dict is not AdamW's: its param group has {name}={other}")
+                    for name, other in OTHER_ALGORITHMS.items()
+                )
+            )
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -279,10 +282,10 @@ def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     if not bundles:
         return torch.zeros(())
     first_device = next(iter(bundles))[0]
-    norms: list[Tensor] = []
-    for (_, dtype), grads in bundles.items():
-        wide = torch.promote_types(dtype, torch.float32)
-        norms.append(torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).to(first_device))
+    norms = [
+        torch.stack(torch._foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))).to(first_device)
+        for (_, dtype), grads in bundles.items()
+    ]
     return torch.linalg.vector_norm(torch.cat(norms))
 
 
