@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys import autograd, values
-from lmsys.config import IGNORED
+from lmsys import autograd, config, values
 from lmsys.kernels import HAS_TRITON
 from lmsys.model import functions, linear
 
@@ -47,7 +46,7 @@ class LossOptions:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None
-    ignore_index: int = IGNORED
+    ignore_index: int = config.IGNORED
 
     def __post_init__(self) -> None:
         values.one_of("reduction", self.reduction, REDUCTIONS)
@@ -69,7 +68,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     return_z_loss: bool = False,
     softcap: float | None = None,
-    ignore_index: int = IGNORED,
+    ignore_index: int = config.IGNORED,
 ) -> Any:
     """The mean of -log softmax(logits)[target]: logits (..., V), targets (...) of class indices -> a scalar.
 
@@ -111,7 +110,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     return_z_loss: bool = False,
     softcap: float | None = None,
-    ignore_index: int = IGNORED,
+    ignore_index: int = config.IGNORED,
 ) -> Any:
     """The mean over tokens of cross_entropy(hidden weightᵀ, targets): a scalar in float32, differentiable once.
 
@@ -191,8 +190,7 @@ def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
 
 def _even_chunk(tokens: int, vocabulary: int) -> int:
     """The tokens of a chunk, where as few as CHUNK_LOGITS allows share them evenly."""
-    num_chunks = max(1, math.ceil(tokens * vocabulary / CHUNK_LOGITS))
-    chunk = max(1, math.ceil(tokens / num_chunks))
+    chunk = max(1, math.ceil(tokens / max(1, math.ceil(tokens * vocabulary / CHUNK_LOGITS))))
     return chunk if chunk <= CHUNK_MULTIPLE else math.ceil(chunk / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
 

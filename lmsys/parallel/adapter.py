@@ -36,9 +36,11 @@ class Adapter:
         return self.wrapper.no_sync() if self.can_stay_local else nullcontext()
 
     def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        if hasattr(self.wrapper, "make_optimizer"):
-            return self.wrapper.make_optimizer(optimizer_cls, **kwargs)
-        return optimizer_cls(structure.grouped(self.module, kwargs.pop("groups", None)), **kwargs)
+        return (
+            self.wrapper.make_optimizer(optimizer_cls, **kwargs)
+            if hasattr(self.wrapper, "make_optimizer")
+            else optimizer_cls(structure.grouped(self.module, kwargs.pop("groups", None)), **kwargs)
+        )
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return self.wrapper.full_state_dict() if hasattr(self.wrapper, "full_state_dict") else self.module.state_dict()

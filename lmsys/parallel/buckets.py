@@ -34,18 +34,19 @@ def plan(
     A gradient larger than its limit has a bucket of its own. ValueError for a limit that is not positive, and for an
     order that is not a permutation of the indices.
     """
-    all_once = sorted(order) == list(range(len(sizes)))
     hold(
         (limit > 0, f"a bucket must hold something: its size is {limit:g} bytes, and must be positive"),
-        (all_once, f"the order must hold each of {len(sizes)} indices once; got {list(order)}"),
+        (
+            sorted(order) == list(range(len(sizes))),
+            f"the order must hold each of {len(sizes)} indices once; got {list(order)}",
+        ),
     )
     kinds = kinds or [None] * len(sizes)
     closed: list[tuple[int, ...]] = []
     open_: dict[Hashable, list[int]] = {}
     for index in order:
         bucket = open_.setdefault(kinds[index], [])
-        most = limit if closed else min(edge, limit)
-        if bucket and sum(sizes[i] for i in bucket) + sizes[index] > most:
+        if bucket and sum(sizes[i] for i in bucket) + sizes[index] > (limit if closed else min(edge, limit)):
             closed.append(tuple(bucket))
             bucket.clear()
         bucket.append(index)

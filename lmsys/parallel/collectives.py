@@ -63,9 +63,8 @@ class Pending:
 
 def size_and_rank(group: Group) -> tuple[int, int]:
     """(1, 0) where no process group has been made."""
-    if not dist.is_initialized():
-        return 1, 0
-    return dist.get_world_size(unwrapped(group)), dist.get_rank(unwrapped(group))
+    ranks = unwrapped(group)
+    return (dist.get_world_size(ranks), dist.get_rank(ranks)) if dist.is_initialized() else (1, 0)
 
 
 def is_nccl(group: Group, x: Tensor) -> bool:

@@ -123,14 +123,12 @@ class FlatShard:
             del vars(p)["rounded"]
         if not self._is_hidden:
             self._leave()
-        self._is_hidden = False
         self.whole.untyped_storage().resize_(0)
-        self._is_whole = False
+        self._is_whole, self._is_hidden = False, False
         self._stamp(freed=1)
 
     def _stamp(self, freed: int) -> None:
-        versions = [2 * self._version + freed] * len(self._stamped)
-        torch._C._autograd._unsafe_set_version_counter(self._stamped, versions)
+        torch._C._autograd._unsafe_set_version_counter(self._stamped, [2 * self._version + freed] * len(self._stamped))
 
     def is_due(self) -> bool:
         """True where it is to be gathered: it is neither whole nor on its way, or the shard has changed since."""
@@ -149,8 +147,7 @@ class FlatShard:
     def wait(self) -> None:
         if self._gathering is not None:
             self._gathering.wait()
-            self._gathering, self._is_whole = None, True
-            self._is_hidden = True
+            self._gathering, self._is_whole, self._is_hidden = None, True, True
             self._stamp(freed=0)
             for p, copy in zip(self.params, self._rounded, strict=False):  # none, unless copies are gathered
                 vars(p)["rounded"] = copy
@@ -207,11 +204,10 @@ class FlatShard:
         if self.shard.grad is None or not (self._idle or self._behind):
             return []
         if "step" in state and (late := self._behind - self._idle):
-            shape = tuple(self.params[min(late)].shape)
             raise RuntimeError(
-                f"no rank had used a parameter of shape {shape} in a step before this one, and the optimizer counts the"
-                " steps of a flat part of fsdp as one: let every forward use all parameters of a block or none,"
-                " or take another strategy, such as zero1"
+                f"no rank had used a parameter of shape {tuple(self.params[min(late)].shape)} in a step before this"
+                " one, and the optimizer counts the steps of a flat part of fsdp as one: let every forward use all"
+                " parameters of a block or none, or take another strategy, such as zero1"
             )
         self._behind |= self._idle
         laid_out = [self.shard.detach(), *(x for x in state.values() if getattr(x, "shape", 0) == self.shard.shape)]
@@ -350,8 +346,7 @@ class Walk:
 
     def _advance(self, to: int) -> None:
         """Goes on to a place in the order. Those in between are only passed over."""
-        last = len(self.order) - 1
-        while self._at < min(to, last):
+        while self._at < min(to, len(self.order) - 1):
             before = self.order[self._at] if self._at >= 0 else None
             self._at += 1
             self.order[self._at].gather()

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmsys.cost.communication import fit_latency_bandwidth, optimal_bucket_bytes
-from lmsys.parallel import collectives, sharded_optimizer, wrapper
-from lmsys.parallel.buckets import EDGE_BYTES, MIB, Layout, copy_gradients, is_size, pack, plan, widen
+from lmsys.parallel import buckets, collectives, sharded_optimizer, wrapper
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,10 @@ class Bucket:
     number: int
     indices: tuple[int, ...]
     params: list[nn.Parameter]
-    layout: Layout
+    layout: buckets.Layout
     dtype: torch.dtype
     owned: list[nn.Parameter]
-    own: Layout
+    own: buckets.Layout
     whole: bool = True
 
 
@@ -73,9 +72,11 @@ class Collectives:
             if params[0].grad is None:
                 params[0].grad = torch.zeros_like(params[0])
             return collectives.all_reduce_mean(wrapper.dense(params[0]), self.group)
-        flat, views = pack(params, bucket.layout, bucket.dtype)
+        flat, views = buckets.pack(params, bucket.layout, bucket.dtype)
         if bucket.dtype != params[0].dtype:
-            return collectives.Pending(collectives.all_reduce_mean(flat, self.group), partial(widen, params, views))
+            return collectives.Pending(
+                collectives.all_reduce_mean(flat, self.group), partial(buckets.widen, params, views)
+            )
         for p, view in zip(params, views, strict=True):
             p.grad = view
         return collectives.all_reduce_mean(flat, self.group)
@@ -83,7 +84,7 @@ class Collectives:
     def _reduce_scatter(self, bucket: Bucket) -> collectives.Pending:
         flat = bucket.params[0].new_empty(bucket.layout.length)
         with torch.no_grad():
-            copy_gradients(bucket.params, bucket.layout.views(flat))
+            buckets.copy_gradients(bucket.params, bucket.layout.views(flat))
             own = flat.new_empty(bucket.own.length)
             views = bucket.own.views(own)
         for p in bucket.params:
@@ -131,7 +132,7 @@ class Overlapped(wrapper.Wrapper):
     def _bucket(self, number: int, indices: tuple[int, ...]) -> Bucket:
         """The bucket of these parameters, and who owns them: here every rank all."""
         params = [self.trainable[index] for index in indices]
-        layout = Layout.of(params)
+        layout = buckets.Layout.of(params)
         return Bucket(number, indices, params, layout, self.comm_dtype or params[0].dtype, params, layout)
 
     def _plan(self, order: list[int]) -> None:
@@ -207,8 +208,7 @@ class Overlapped(wrapper.Wrapper):
 
 
 SIZES = {"cpu": (2**12, 2**20, 2**22), "cuda": (2**12, 2**22, 2**26)}  # bytes
-CALLS = 5
-ROUNDS = 8
+CALLS, ROUNDS = 5, 8
 
 
 def latency_and_bandwidth(group: collectives.Group, device: torch.device) -> tuple[float, float]:
@@ -262,7 +262,7 @@ class Bucketed(Overlapped):
         bucket_mb: float | str | None = 25,
         comm_dtype: torch.dtype | None = None,
     ):
-        if bucket_mb is not None and bucket_mb != "auto" and not is_size(bucket_mb):
+        if bucket_mb is not None and bucket_mb != "auto" and not buckets.is_size(bucket_mb):
             raise ValueError(f'{bucket_mb=} must be a positive number of MiB, "auto", or None for one bucket')
         self.bucket_mb = bucket_mb
         super().__init__(module, process_group, comm_dtype)
@@ -272,12 +272,15 @@ class Bucketed(Overlapped):
         if self.bucket_mb == "auto":
             self.bucket_mb = self._best(sum(sizes))
         kinds = [(p.device, p.dtype) for p in self.trainable]
-        if self.bucket_mb is None:
-            return plan(sizes, order, math.inf, math.inf, kinds)
-        return plan(sizes, order, float(self.bucket_mb) * MIB, EDGE_BYTES, kinds)
+        limit, edge = (
+            (math.inf, math.inf)
+            if self.bucket_mb is None
+            else (float(self.bucket_mb) * buckets.MIB, buckets.EDGE_BYTES)
+        )
+        return buckets.plan(sizes, order, limit, edge, kinds)
 
     def _best(self, total: int) -> float:
         if self.world_size == 1 or not total:
             return 25
         latency_s, bytes_per_s = latency_and_bandwidth(self.group, self.trainable[0].device)
-        return optimal_bucket_bytes(total, latency_s, bytes_per_s) / MIB
+        return optimal_bucket_bytes(total, latency_s, bytes_per_s) / buckets.MIB

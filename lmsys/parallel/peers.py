@@ -115,8 +115,9 @@ class TorchFSDP2(_Peer):
         super().__init__()
         for x in (*module.parameters(), *module.buffers()):
             collectives.broadcast_(x, process_group)
-        group = dist.group.WORLD if process_group is None else process_group
-        mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type)
+        mesh = DeviceMesh.from_group(
+            dist.group.WORLD if process_group is None else process_group, next(module.parameters()).device.type
+        )
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
         )
