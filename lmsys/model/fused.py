@@ -107,8 +107,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         total, weight, rstd = ctx.saved_tensors
         d_total, d_normalised = (None if g is None else g.contiguous().view(total.shape) for g in grads)
-        if d_normalised is None:  # nobody has read the norm
-            d_normalised = torch.zeros_like(total)
+        d_normalised = torch.zeros_like(total) if d_normalised is None else d_normalised  # nobody has read the norm
         dx, d_branch, d_weight = kernels().add_norm_backward(d_normalised, d_total, total, weight, rstd, ctx.branch)
         dx, d_branch = (None if t is None else t.view(ctx.shape) for t in (dx, d_branch))
         return dx, d_branch, d_weight.to(weight.dtype), None, None

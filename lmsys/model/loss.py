@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from lmsys import autograd, config, values
+from lmsys import autograd, values
+from lmsys.config import IGNORED
 from lmsys.kernels import HAS_TRITON
 from lmsys.model import functions, linear
 
@@ -46,7 +46,7 @@ class LossOptions:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None
-    ignore_index: int = config.IGNORED
+    ignore_index: int = IGNORED
 
     def __post_init__(self) -> None:
         values.one_of("reduction", self.reduction, REDUCTIONS)
@@ -68,7 +68,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     return_z_loss: bool = False,
     softcap: float | None = None,
-    ignore_index: int = config.IGNORED,
+    ignore_index: int = IGNORED,
 ) -> Any:
     """The mean of -log softmax(logits)[target]: logits (..., V), targets (...) of class indices -> a scalar.
 
@@ -85,7 +85,7 @@ def cross_entropy(
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
     counts = counts_of(token_weights, targets, options, wide.dtype)
     wide = wide if softcap is None else softcap * torch.tanh(wide / softcap)
-    losses = F.cross_entropy(
+    losses = nn.functional.cross_entropy(
         wide,
         targets.flatten().long(),
         ignore_index=ignore_index,
@@ -110,7 +110,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     return_z_loss: bool = False,
     softcap: float | None = None,
-    ignore_index: int = config.IGNORED,
+    ignore_index: int = IGNORED,
 ) -> Any:
     """The mean over tokens of cross_entropy(hidden weightᵀ, targets): a scalar in float32, differentiable once.
 
@@ -139,7 +139,7 @@ def linear_cross_entropy(
     dtype = linear.matmul_dtype(hidden)
     if autograd.is_transformed():
         return cross_entropy(
-            F.linear(hidden.to(dtype), weight.to(dtype)),
+            nn.functional.linear(hidden.to(dtype), weight.to(dtype)),
             targets,
             token_weights=token_weights,
             return_z_loss=return_z_loss,
@@ -268,7 +268,7 @@ def _walk(
 
 def _shares(factors: Tensor) -> tuple[Tensor, Tensor]:
     """The factors over the largest, and that one: gradients in float16 have the size that they have without factors."""
-    top = F.pad(factors.abs(), (0, 1), value=torch.finfo(torch.float32).tiny).amax()
+    top = nn.functional.pad(factors.abs(), (0, 1), value=torch.finfo(torch.float32).tiny).amax()
     return factors / top, top
 
 

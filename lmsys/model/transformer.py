@@ -144,7 +144,6 @@ def attention_case(
     documents: bool = False,
 ) -> contract.AttentionCase:
     """The case that a model makes for its attention row, of `batch` sequences of `length` tokens."""
-    capability = contract.capability_of(device.index) if device.type == "cuda" else None
     return contract.AttentionCase(
         batch,
         config.num_heads,
@@ -156,7 +155,7 @@ def attention_case(
         True,
         grad,
         device.type,
-        capability,
+        contract.capability_of(device.index) if device.type == "cuda" else None,
         documents=documents,
     )
 
@@ -292,8 +291,7 @@ class TransformerLM(nn.Module):
         x = self.token_embeddings(tokens)
         if self.config.residual == "narrow":  # and so it stays, as blocks add what matmuls give
             x = x.to(linear.matmul_dtype(x))
-        if documents is not None and positions is None:
-            positions = documents.positions
+        positions = documents.positions if documents is not None and positions is None else positions
         attend = (
             [self._attend(x, documents)] * len(self.layers) if cache is None else cache.attend(lambda: self._attend(x))
         )

@@ -57,9 +57,7 @@ def _arguments(strategy: Any, group: collectives.Group, options: dict[str, Any])
         taken = inspect.signature(strategy).parameters
     except (TypeError, ValueError) as error:
         raise ValueError(f"{strategy!r} cannot be called with a module: {error}") from error
-    given = dict(options)
-    if "process_group" in taken:
-        given["process_group"] = group
+    given = options | ({"process_group": group} if "process_group" in taken else {})
     if "bucket_size_mb" in taken:
         given["bucket_size_mb"] = given.pop("bucket_mb", 25)
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())

@@ -31,7 +31,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmsys import values
@@ -74,9 +73,8 @@ class Exchange:
     ):
         self.flats, self._mean, self._copy, self._cuda = list(flats), mean, copy, cuda
         self._inboxes, self.rank, self._timeout_ms = inboxes, inboxes.rank, timeout_ms
-        half = inbox.numel() // HALVES
         self._buckets = [
-            _bucket(layout, flat, inbox, inboxes, number % HALVES * half, handle)
+            _bucket(layout, flat, inbox, inboxes, number % HALVES * (inbox.numel() // HALVES), handle)
             for number, (layout, flat, handle) in enumerate(
                 zip(layouts, flats, handles or [None] * len(flats), strict=True)
             )
@@ -251,7 +249,7 @@ class CopyEngines(overlapped.Collectives):
         check_gpus(module, group)
         from lmsys.parallel.mean_triton import mean_  # without triton it fails now, not after the first step
 
-        self._mean, self.group = mean_, dist.group.WORLD if group is None else group
+        self._mean, self.group = mean_, torch.distributed.group.WORLD if group is None else group
 
     def zeros(self, like: Tensor, length: int) -> Tensor:
         return self._empty(length, like.dtype).zero_()

@@ -82,8 +82,7 @@ class Fsdp(wrapper.Wrapper):
         self._to_come = WeakSet[flat_shard.Walk]()  # forwards that no backward has come to
         self._back = flat_shard.Walk((), bool)
         self._begun = WeakSet[flat_shard.Walk]()  # those that this backward has come to
-        self._to_reduce = set[flat_shard.Unit]()
-        self._reducing: list[flat_shard.Unit] = []
+        self._to_reduce, self._reducing = set[flat_shard.Unit](), list[flat_shard.Unit]()
         self._kept: list[tuple[Tensor, Tensor]] = []  # what a step is to leave as it was
         for block, unit in zip(structure.blocks_of(module), self._order, strict=True):
             structure.surround(
@@ -336,10 +335,7 @@ class Fsdp(wrapper.Wrapper):
                 other.pinned = other.pinned or (torch.is_grad_enabled() and other is not unit)
             self._running.append(unit)
             unit.calls += 1
-        if self._walk is None:
-            unit.gather()
-        else:
-            self._walk.enter(unit)
+        unit.gather() if self._walk is None else self._walk.enter(unit)
         unit.wait()
 
     def _leave_forward(self, unit: flat_shard.Unit, _: nn.Module, __: Any, output: Any) -> None:
@@ -350,10 +346,7 @@ class Fsdp(wrapper.Wrapper):
         unit.pinned = unit.pinned or hidden
         unit.calls -= 1
         self._running.remove(unit)
-        if self._walk is None:
-            unit.free()
-        else:
-            self._walk.leave(unit, returns=bool(tensors))
+        unit.free() if self._walk is None else self._walk.leave(unit, returns=bool(tensors))
 
     def _return_to(self, unit: flat_shard.Unit, walk: flat_shard.Walk | None, _: Tensor) -> None:
         """Called before a backward comes to a unit; where its output is the wrapper's, before `_enter_backward` is."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmsys.cost.communication import fit_latency_bandwidth, optimal_bucket_bytes
@@ -171,11 +170,9 @@ class Overlapped(wrapper.Wrapper):
         self._ready.add(index)
         if self._seen is not None:
             self._seen.append(index)
-        number = self._bucket_of[index]
-        self._waiting[number] -= 1
-        if not self._waiting[number]:
-            while len(self._sent) < len(self.buckets) and not self._waiting[len(self._sent)]:
-                self._send_next()
+        self._waiting[self._bucket_of[index]] -= 1
+        while len(self._sent) < len(self.buckets) and not self._waiting[len(self._sent)]:
+            self._send_next()
 
     def _synchronize(self) -> None:
         while len(self._sent) < len(self.buckets):  # gradients are missing, or were all made under no_sync()
@@ -223,7 +220,7 @@ def latency_and_bandwidth(group: collectives.Group, device: torch.device) -> tup
         times = [_seconds(torch.zeros(size // 4, device=device), group) for size in sizes]
         least = torch.minimum(least, least.new_tensor(times))
         slowest = least.clone()
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX, group=group)
         seconds = slowest.tolist()
         if seconds == sorted(seconds) or not left:  # all ranks decide alike
             break
@@ -234,9 +231,9 @@ def _seconds(x: torch.Tensor, group: collectives.Group) -> float:
     """The least of CALLS, after one that connects."""
     samples = []
     for _ in range(1 + CALLS):
-        dist.barrier(group) if not collectives.is_nccl(group, x) else torch.cuda.synchronize(x.device)
+        torch.distributed.barrier(group) if not collectives.is_nccl(group, x) else torch.cuda.synchronize(x.device)
         start = time.perf_counter()
-        dist.all_reduce(x, group=group)
+        torch.distributed.all_reduce(x, group=group)
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
         samples.append(time.perf_counter() - start)

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -45,8 +44,9 @@ class TorchDDP(_Peer):
     def __init__(self, module: nn.Module, process_group: collectives.Group = None, **options: Any):
         super().__init__()
         device = next(module.parameters()).device
-        devices = [device.index] if device.type == "cuda" else None
-        self.ddp = DistributedDataParallel(module, device_ids=devices, process_group=process_group, **options)
+        self.ddp = DistributedDataParallel(
+            module, device_ids=[device.index] if device.type == "cuda" else None, process_group=process_group, **options
+        )
         self.module, self.group = module, process_group
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,8 @@ class TorchFSDP2(_Peer):
         for x in (*module.parameters(), *module.buffers()):
             collectives.broadcast_(x, process_group)
         mesh = DeviceMesh.from_group(
-            dist.group.WORLD if process_group is None else process_group, next(module.parameters()).device.type
+            torch.distributed.group.WORLD if process_group is None else process_group,
+            next(module.parameters()).device.type,
         )
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32

@@ -109,9 +109,10 @@ class ShardedOptimizer(Optimizer):
             group.update(without(self._local.param_groups[-1], "params"))
 
     def _flatten(self, params: list[Tensor]) -> None:
-        kinds = [(p.device, p.dtype) for p in params]
-        numels = [p.numel() for p in params]
-        planned = buckets.plan_segments(numels, range(len(params)), CHUNK, self.world_size, kinds, self._loads)
+        planned = buckets.plan_segments(
+            [p.numel() for p in params], range(len(params)), CHUNK, self.world_size,
+            [(p.device, p.dtype) for p in params], self._loads,
+        )  # fmt: skip
         self.flat_buffers += [flatten(params, bucket) for bucket in planned]
         self.owners = owners_in(self.flat_buffers)
 

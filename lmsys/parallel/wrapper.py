@@ -23,8 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_map
 
-from lmsys.parallel import collectives, structure
-from lmsys.traits import StrategyTraits
+from lmsys.parallel import StrategyTraits, collectives, structure
 from lmsys.values import hold
 
 

@@ -66,12 +66,12 @@ class Zero1(overlapped.Overlapped):
         self._gathering = [
             collectives.Pending() for _ in self.flat_buffers
         ]  # those begun, in order; at first none is needed
-        self._stale, self._recorded = False, False  # others' parameters are the old ones; a recorded forward fetches
+        # Others' parameters are the old ones; a recorded forward fetches; gradients are means.
+        self._stale, self._recorded, self._are_means = False, False, False
         self._wait_in_forward()
         self.transport.settle(self.buckets, self.flat_buffers)
         self._own = [p for p, rank in self.owners.items() if rank == self.rank]
         self._scaled: list[Tensor] = []  # means to which a backward may add
-        self._are_means = False
         self._trained, self.optimizers = structure.Among(self.trainable), WeakSet[Any]()
         self._address = part.address(self.trainable[0]) if self.trainable else 0
 

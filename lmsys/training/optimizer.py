@@ -100,10 +100,7 @@ class AdamW(Optimizer):
         with torch._C.DisableTorchFunctionSubclass():  # gradients are `Part`s under some strategies
             for group, bundles in zip(self.param_groups, plans, strict=True):
                 for bundle in bundles:
-                    if bundle.params[0].is_cuda:
-                        _cuda_step(bundle, group, self.rounded, *scaling)
-                    else:
-                        _torch_step(bundle, group, False, *scaling)
+                    _step(bundle, group, self.rounded, *scaling)
         return loss
 
     def _plan(self, index: int) -> "list[_Bundle]":
@@ -114,10 +111,16 @@ class AdamW(Optimizer):
         live = [p for p in group["params"] if p.grad is not None]
         before, bundles = self._plans.get(index, ([], []))
         if len(before) != len(now := self._with_state(live)) or not all(map(is_, before, now)):
-            for p in live:
-                if p.grad.layout != torch.strided or not p.is_floating_point():
-                    given = f"{p.grad.layout} of {p.dtype}, shape {tuple(p.shape)}"
-                    raise ValueError(f"AdamW takes dense floating-point gradients, and one is {given}")
+            hold(
+                *(
+                    (
+                        p.grad.layout == torch.strided and p.is_floating_point(),
+                        f"AdamW takes dense floating-point gradients, and one is {p.grad.layout} of {p.dtype}, shape"
+                        f" {tuple(p.shape)}",
+                    )
+                    for p in live
+                )
+            )
             for p in live:
                 state = self.state[p]
                 if not state:
@@ -158,14 +161,15 @@ def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype]
     return kinds
 
 
-def _cuda_step(bundle: _Bundle, group: dict[str, Any], rounded: Any, *scaling: Tensor | None) -> None:
-    device = bundle.params[0].device
-    moved = [None if x is None else x.to(device, non_blocking=True) for x in scaling]
+def _step(bundle: _Bundle, group: dict[str, Any], rounded: Any, *scaling: Tensor | None) -> None:
+    device, on_cuda = bundle.params[0].device, bundle.params[0].is_cuda
+    moved = [None if x is None else x.to(device, non_blocking=on_cuda) for x in scaling]
     lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs
-    if HAS_TRITON and bundle.params[0].dtype == torch.float32 and all(map(Tensor.is_contiguous, chain(*lists))):
+    has_kernel = HAS_TRITON and on_cuda and bundle.params[0].dtype == torch.float32
+    if has_kernel and all(map(Tensor.is_contiguous, chain(*lists))):
         _triton_step(bundle, group, rounded, *moved)
     else:
-        _torch_step(bundle, group, True, *moved)
+        _torch_step(bundle, group, on_cuda, *moved)
 
 
 def _triton_step(
