@@ -45,7 +45,9 @@ def run_again(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any
 def _up_to_matmuls(function: Callable[..., Any], *inputs: Tensor) -> Any:
     """Like `run_again`, but the second run skips the final matmuls: their backward needs only their inputs."""
     return run_again(
-        function, *inputs, context_fn=_saved_matmuls if torch.compiler.is_compiling() else _left_out_matmuls
+        function,
+        *inputs,
+        context_fn=_saved_matmuls if torch.compiler.is_compiling() else lambda: (nullcontext(), _WithoutMatmuls()),
     )
 
 
@@ -53,10 +55,6 @@ def _up_to_matmuls(function: Callable[..., Any], *inputs: Tensor) -> Any:
 # 2.11 also keeps what an autograd.Function computes; a policy it asks about every operator.
 _saved_matmuls = partial(create_selective_checkpoint_contexts, [MATMUL])
 _saved_nothing = partial(create_selective_checkpoint_contexts, [])
-
-
-def _left_out_matmuls() -> tuple[Any, Any]:
-    return nullcontext(), _WithoutMatmuls()
 
 
 class _WithoutMatmuls(torch.utils._python_dispatch.TorchDispatchMode):

@@ -5,7 +5,7 @@ in the order in which their last gradient is ready, which is the order in which 
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeGuard
@@ -220,6 +220,16 @@ def copy_gradients(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
     if there:
         torch._foreach_copy_([view for view, grad in zip(views, grads, strict=True) if grad is not None], there)
     torch._foreach_zero_([view for view, grad in zip(views, grads, strict=True) if grad is None])
+
+
+def set_gradients(params: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
+    for p, gradient in zip(params, gradients, strict=True):
+        p.grad = gradient
+
+
+def clear_gradients(params: Iterable[Tensor]) -> None:
+    for p in params:
+        p.grad = None
 
 
 @torch.no_grad()

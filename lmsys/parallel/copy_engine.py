@@ -276,8 +276,7 @@ class CopyEngines(overlapped.Collectives):
             wrapper.dense(p) if p.grad is not None else torch.zeros_like(p) if mean is None else mean.zero_()
             for p, mean in zip(params, means, strict=True)
         ]
-        for p, mean in zip(params, means, strict=True):
-            p.grad = mean
+        buckets.set_gradients(params, means)
         return self._exchange.send(bucket.number, gradients)
 
     def gather(self, number: int, buffer: sharded_optimizer.FlatBuffer) -> collectives.Pending:

@@ -81,11 +81,11 @@ class FlatShard:
         self.whole = torch.empty(world_size * length, dtype=narrow or everything.dtype, device=everything.device)
         self._nbytes = self.whole.untyped_storage().nbytes()
         self._gathering: collectives.Pending | None = None
-        self._is_whole, self._is_hidden = False, False
+        # Shown: in a tensor of their own, for others to read.
+        self._is_whole, self._is_hidden, self._is_shown = False, False, False
         self._version = 0  # of the shard, when it was gathered
         self.used = [False] * len(params)  # of which this rank has made a gradient, since the shard's was None
         self._idle, self._behind = set[int](), set[int]()  # those no rank has used; that a step has left as they were
-        self._is_shown = False  # in a tensor of their own, for others to read
         self._reduced: list[tuple[collectives.Pending, Tensor]] = []
         self._views, self._padding = self.layout.views(self.whole), self.layout.gaps(self.whole.numel())
         self._rounded: list[Tensor] = []
@@ -172,8 +172,7 @@ class FlatShard:
         if self._padding:  # it is part of the shards, and of their norm
             torch._foreach_zero_([grads[gap] for gap in self._padding])
         buckets.copy_gradients(self.params, self.layout.views(grads))
-        for p in self.params:
-            p.grad = None
+        buckets.clear_gradients(self.params)
         if not self._is_whole:
             self._leave()
         part = torch.empty_like(self.shard)
@@ -228,8 +227,7 @@ class FlatShard:
         self._point_to(self.gathered(self.shard))
         self._is_shown, self._version = True, self.shard._version
         if self.shard.grad is not None:
-            for p, grad in zip(self.params, self.gathered(self.shard.grad), strict=True):
-                p.grad = grad
+            buckets.set_gradients(self.params, self.gathered(self.shard.grad))
 
     @torch.no_grad()
     def reshard(self) -> None:
@@ -237,8 +235,7 @@ class FlatShard:
         if self._is_shown:
             if self._version == self.shard._version:
                 self._write({id(p): p for p in self.params})
-            for p in self.params:
-                p.grad = None
+            buckets.clear_gradients(self.params)
             self._point_to(self._views)
             self._leave()
             self._is_shown = False

@@ -76,8 +76,7 @@ class Collectives:
             return collectives.Pending(
                 collectives.all_reduce_mean(flat, self.group), partial(buckets.widen, params, views)
             )
-        for p, view in zip(params, views, strict=True):
-            p.grad = view
+        buckets.set_gradients(params, views)
         return collectives.all_reduce_mean(flat, self.group)
 
     def _reduce_scatter(self, bucket: Bucket) -> collectives.Pending:
@@ -86,10 +85,8 @@ class Collectives:
             buckets.copy_gradients(bucket.params, bucket.layout.views(flat))
             own = flat.new_empty(bucket.own.length)
             views = bucket.own.views(own)
-        for p in bucket.params:
-            p.grad = None
-        for p, view in zip(bucket.owned, views, strict=True):
-            p.grad = view
+        buckets.clear_gradients(bucket.params)
+        buckets.set_gradients(bucket.owned, views)
         before, last = self._scattered
         before.wait()  # so that its flat tensor can be used again
         self._scattered = last, collectives.reduce_scatter_mean(own, flat, self.group)

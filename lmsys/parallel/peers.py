@@ -67,10 +67,12 @@ class TorchDDPTuned(TorchDDP):
     def __init__(self, module: nn.Module, process_group: collectives.Group = None, bucket_mb: float = 25):
         for x in module.buffers():  # once, and not in every forward
             collectives.broadcast_(x, process_group)
-        options = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers
-            super().__init__(module, process_group, bucket_cap_mb=bucket_mb, **options)
+            super().__init__(
+                module, process_group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True,
+                broadcast_buffers=False,
+            )  # fmt: skip
 
 
 class TorchZero1(TorchDDP):

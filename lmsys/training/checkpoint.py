@@ -284,8 +284,7 @@ def capture(strategy: adapter.Adapter, optimizer: Optimizer, rank: int) -> tuple
         return shared, {"optimizer": optimizer.state_dict()}
     if hasattr(optimizer, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer
         optimizer.consolidate_state_dict(to=0)
-        return shared | ({"optimizer": optimizer.state_dict()} if rank == 0 else {}), {}
-    return shared | {"optimizer": optimizer.state_dict()}, {}
+    return shared | ({"optimizer": optimizer.state_dict()} if rank == 0 else {}), {}
 
 
 def restore_optimizer(
