@@ -86,8 +86,12 @@ class Attention(nn.Module):
     def __init__(self, d_model: int, num_heads: int, kv_heads: int | None = None, **factory: Any):
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
-        if num_heads < 1 or kv_heads < 1 or d_model % num_heads or num_heads % kv_heads:
-            raise ValueError(f"{num_heads=} must divide {d_model=}, and {kv_heads=} the heads")
+        values.hold(
+            (
+                num_heads >= 1 and kv_heads >= 1 and not d_model % num_heads and not num_heads % kv_heads,
+                f"{num_heads=} must divide {d_model=}, and {kv_heads=} the heads",
+            )
+        )
         self.num_heads, self.kv_heads, self.head_dim = num_heads, kv_heads, d_model // num_heads
         self.q_proj = Linear(d_model, num_heads * self.head_dim, **factory)
         self.k_proj = Linear(d_model, kv_heads * self.head_dim, **factory)

@@ -134,9 +134,8 @@ def _download_once(url: str, folder: Path, sha256: str | None, progress: Progres
 
 
 def _stdlib_documents() -> Iterator[str]:
-    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
-        if "site-packages" in path.parts or "dist-packages" in path.parts:
-            continue
+    paths = Path(sysconfig.get_path("stdlib")).rglob("*.py")
+    for path in sorted(path for path in paths if not {"site-packages", "dist-packages"} & {*path.parts}):
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:

@@ -230,9 +230,7 @@ def cosine_schedule(step: int, *, max_lr: float, min_lr: float, warmup_steps: in
     )
     if step < warmup_steps:
         return max_lr * step / warmup_steps
-    if step >= total_steps:
-        return min_lr
-    progress = (step - warmup_steps) / (total_steps - warmup_steps)
+    progress = min(1, (step - warmup_steps) / (total_steps - warmup_steps))
     return min_lr + (max_lr - min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 

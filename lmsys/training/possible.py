@@ -79,12 +79,12 @@ def _check_strategy(
 
 
 def _why_no_graph(config: RunConfig, name: str, traits: StrategyTraits, device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"CUDA graphs need train.device=cuda, not {device.type}"
     return (
-        traits.why_not_graphed and f"{name}: {traits.why_not_graphed}"
-        if config.data.packing == "none"
+        f"CUDA graphs need train.device=cuda, not {device.type}"
+        if device.type != "cuda"
         else f"each batch of data.packing={config.data.packing!r} has masks of its own, and is no replay"
+        if config.data.packing != "none"
+        else traits.why_not_graphed and f"{name}: {traits.why_not_graphed}"
     )
 
 
