@@ -90,8 +90,9 @@ def run(layers: list[Any], last: Any, x: Tensor, attend: list[Any], rope: Any, p
 
 
 def _plain(x: Tensor) -> bool:
-    has_kernels = HAS_TRITON and x.is_cuda and x.dtype != torch.float64
-    return not has_kernels or torch.compiler.is_compiling() or is_transformed()
+    return (
+        not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64) or torch.compiler.is_compiling() or is_transformed()
+    )
 
 
 class _AddNorm(torch.autograd.Function):

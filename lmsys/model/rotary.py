@@ -130,8 +130,9 @@ class _RotateInPlace(torch.autograd.Function):
         together = whole_of(*(g.transpose(1, 2) for g in grads))
         if together is None:
             return _rotate_backward(*grads, *ctx.saved_tensors), None, None, None
-        cos, sin = (t.contiguous() for t in ctx.saved_tensors)
-        fused.kernels().turn(together, None, cos, sin, grads[0].shape[2], backward=True)
+        fused.kernels().turn(
+            together, None, *(t.contiguous() for t in ctx.saved_tensors), grads[0].shape[2], backward=True
+        )
         return together, None, None, None
 
 

@@ -216,8 +216,9 @@ def _bucket(layout: buckets.Layout, flat: Tensor, inbox: Tensor, inboxes: Any, h
     for peer in peers:
         place = first + (rank - (rank > peer)) * between  # where that peer keeps what this rank sends
         for index, part, start in parts_of(layout, segments[peer]):
-            into = inboxes.get_buffer(peer, (part.stop - part.start,), flat.dtype, place + start)
-            sending.append((index, part, into))
+            sending.append(
+                (index, part, inboxes.get_buffer(peer, (part.stop - part.start,), flat.dtype, place + start))
+            )
     theirs = inbox.view(flat.dtype)[first : first + len(peers) * between].view(len(peers), between)
     adding = []
     for index, part, start in parts_of(layout, segments[rank]):

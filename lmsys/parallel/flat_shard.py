@@ -166,8 +166,10 @@ class FlatShard:
         """Begins the mean of this rank's part of the gradients."""
         self.finish_reduce()
         appear(self.params)  # their own gradients, not what is there of the sum
-        added_to = self.shard.grad is not None
-        self.used = [p.grad is not None or (used and added_to) for p, used in zip(self.params, self.used, strict=True)]
+        self.used = [
+            p.grad is not None or (used and self.shard.grad is not None)
+            for p, used in zip(self.params, self.used, strict=True)
+        ]
         grads = self.shard.new_empty(self.whole.numel())
         if self._padding:  # it is part of the shards, and of their norm
             torch._foreach_zero_([grads[gap] for gap in self._padding])

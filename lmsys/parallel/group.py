@@ -213,8 +213,12 @@ def _check_environment() -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         text = os.environ.get(name)
         state = "is not set" if text is None else f"is {values.shortly(text)}"
-        is_number = text is not None and text.isdecimal()
-        values.hold((is_number, f"${name} {state}, where torchrun sets a whole number: start ranks by torchrun"))
+        values.hold(
+            (
+                text is not None and text.isdecimal(),
+                f"${name} {state}, where torchrun sets a whole number: start ranks by torchrun",
+            )
+        )
 
 
 def is_lost_peer(kind: str, text: str) -> bool:
@@ -244,8 +248,7 @@ def _blame(
 
     rank = min(sorted(failures), key=order)
     kind, text = failures[rank].kind, failures[rank].text
-    is_gone = kind in (processes.DIED, STOPPED)
-    words = f"{text}, {notes[rank]}" if is_gone else f"failed {notes[rank]}:\n{text}"
+    words = f"{text}, {notes[rank]}" if kind in (processes.DIED, STOPPED) else f"failed {notes[rank]}:\n{text}"
     return WorkerError(rank, kind, f"rank {rank} {words}")
 
 

@@ -51,8 +51,7 @@ class Collectives:
     outside_bytes = 0  # of GPU memory that torch's allocator does not count
 
     def __init__(self, module: nn.Module, group: collectives.Group):
-        self.group = group
-        _, self.rank = collectives.size_and_rank(group)
+        self.group, self.rank = group, collectives.size_and_rank(group)[1]
         self._scattered = collectives.Pending(), collectives.Pending()  # the last two reduce-scatters
 
     def zeros(self, like: Tensor, length: int) -> Tensor:

@@ -123,7 +123,9 @@ class TorchFSDP2(_Peer):
         )
         options = {
             "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(compute_dtype, None if compute_dtype is None else torch.float32),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
+            ),
             "reshard_after_forward": self.reshards_after_forward,
         }
         for block in structure.blocks_of(module):

@@ -282,8 +282,7 @@ class Batches:
     def window(self, index: int) -> np.ndarray:
         """The ids of sequence `index` of all steps, (S + 1,)."""
         epoch, place = divmod(index, self.num_windows)
-        slack = (len(self.source) - 1) % self.context_length
-        first, order = _epoch_order(self.seed, epoch, self.num_windows, slack)
+        first, order = _epoch_order(self.seed, epoch, self.num_windows, (len(self.source) - 1) % self.context_length)
         start = first + int(order[place]) * self.context_length
         return self.source.read(start, start + self.context_length + 1)
 

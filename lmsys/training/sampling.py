@@ -27,9 +27,13 @@ def get_batch(
     values.whole("batch_size", batch_size, least=1)
     values.whole("context_length", context_length, least=1)
     kind = str(getattr(ids, "dtype", type(ids).__name__)).removeprefix("torch.")
-    if not isinstance(ids, np.ndarray | Tensor) or ids.ndim != 1 or not kind.startswith(("int", "uint")):
-        given = f"{kind} of shape {tuple(ids.shape)}" if hasattr(ids, "shape") else kind
-        raise ValueError(f"ids must be a one-dimensional array or tensor of integers; got {given}")
+    given = f"{kind} of shape {tuple(ids.shape)}" if hasattr(ids, "shape") else kind
+    values.hold(
+        (
+            isinstance(ids, np.ndarray | Tensor) and ids.ndim == 1 and kind.startswith(("int", "uint")),
+            f"ids must be a one-dimensional array or tensor of integers; got {given}",
+        )
+    )
     values.hold(
         (len(ids) > context_length, f"{len(ids):,} ids are too few: {context_length=} needs {context_length + 1:,}")
     )
