@@ -17,8 +17,10 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            name = type(ctx).__name__.removesuffix("Backward").lstrip("_")
-            raise RuntimeError(f"{name} is differentiable once: its backward cannot be run with create_graph=True")
+            raise RuntimeError(
+                f"{type(ctx).__name__.removesuffix('Backward').lstrip('_')} is differentiable once: its backward cannot"
+                " be run with create_graph=True"
+            )
         return backward(ctx, *grads)
 
     return checked

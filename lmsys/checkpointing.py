@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import NamedTuple
 
+from lmsys import values
+
 LEVELS = ("none", "matmuls", "attention", "whole")  # from the least to the most that is computed again
 FIT = "fit"
 RUN = re.compile(rf"({'|'.join(LEVELS)})\*([1-9][0-9]{{0,8}})")  # so many blocks of a level
@@ -33,12 +35,19 @@ def groups_of(checkpoint_blocks: int | str, num_layers: int) -> list[Group]:
     ValueError for a setting that means none, and for "fit", which means what `lmsys.cost.memory.fit` makes of it.
     """
     if isinstance(checkpoint_blocks, int):
-        if not 0 <= checkpoint_blocks <= num_layers:
-            raise ValueError(f"{checkpoint_blocks=} must lie in 0 to {num_layers} layers")
-        level = "whole" if checkpoint_blocks else "none"
-        return _in_steps(0, num_layers, checkpoint_blocks or num_layers, level)
-    if checkpoint_blocks == FIT:
-        raise ValueError("checkpoint_blocks='fit' is no level yet: lmsys.cost.memory.fit(config, ...) chooses them")
+        values.hold(
+            (
+                0 <= checkpoint_blocks <= num_layers,
+                f"{checkpoint_blocks=} must lie in 0 to {num_layers} layers",
+            )
+        )
+        return _in_steps(0, num_layers, checkpoint_blocks or num_layers, "whole" if checkpoint_blocks else "none")
+    values.hold(
+        (
+            checkpoint_blocks != FIT,
+            "checkpoint_blocks='fit' is no level yet: lmsys.cost.memory.fit(config, ...) chooses them",
+        )
+    )
     if checkpoint_blocks in LEVELS:
         checkpoint_blocks = f"{checkpoint_blocks}*{num_layers}"
     runs = [RUN.fullmatch(run) for run in checkpoint_blocks.split(",")]

@@ -12,8 +12,11 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 def mode() -> list[bool]:
     """[enabled, warns in place of errors, fills memory that nobody has written]."""
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    return [torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(), filled]
+    return [
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    ]
 
 
 def set_mode(parts: list[bool]) -> None:

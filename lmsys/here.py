@@ -65,11 +65,13 @@ def main() -> None:
 
 def evidence(device: str, capability: tuple[int, int] | None) -> str:
     """Why "auto" takes the rows that it takes on this machine."""
-    if device == "cpu":
-        return "what needs no compiler"
-    if is_measured(capability):
-        return "the order was measured on GPUs of this kind"
-    return "our rows were never timed on a GPU of this kind: PyTorch's own choice, or flash_triton for a mask tensor"
+    return (
+        "what needs no compiler"
+        if device == "cpu"
+        else "the order was measured on GPUs of this kind"
+        if is_measured(capability)
+        else "our rows were never timed on a GPU of this kind: PyTorch's own choice, or flash_triton for a mask tensor"
+    )
 
 
 def _case(device: str, capability: tuple[int, int] | None = None) -> AttentionCase:

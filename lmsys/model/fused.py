@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys import values
 from lmsys.autograd import is_transformed, once_differentiable
 from lmsys.config import ModelConfig
 from lmsys.kernels import HAS_TRITON
 from lmsys.measure.profile import part
-from lmsys.model.functions import silu
-from lmsys.model.linear import linear, matmul_dtype
+from lmsys.model import functions, linear
 
 
 def kernels() -> Any:
@@ -41,7 +41,7 @@ def add_norm(x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tenso
         total = x if branch is None else x + branch
         return total, norm(total)
     with part("norms"):
-        return _AddNorm.apply(x.contiguous(), branch, norm.weight, norm.eps, matmul_dtype(x))
+        return _AddNorm.apply(x.contiguous(), branch, norm.weight, norm.eps, linear.matmul_dtype(x))
 
 
 def swiglu(halves: Tensor) -> Tensor:
@@ -49,23 +49,29 @@ def swiglu(halves: Tensor) -> Tensor:
     Differentiable once."""
     if _plain(halves):
         gate, value = halves.chunk(2, dim=-1)
-        return silu(gate) * value
+        return functions.silu(gate) * value
     return _SwiGLU.apply(halves.contiguous())
 
 
 def why_not(device: torch.device) -> str:
     """Why blocks are not run by the kernels on this device, but by plain PyTorch; empty: they are."""
-    if device.type != "cuda":
-        return f"fused blocks are kernels for a CUDA device, and this is {device.type}"
-    return "" if HAS_TRITON else "fused blocks are kernels in Triton: pip install triton"
+    return (
+        f"fused blocks are kernels for a CUDA device, and this is {device.type}"
+        if device.type != "cuda"
+        else ""
+        if HAS_TRITON
+        else "fused blocks are kernels in Triton: pip install triton"
+    )
 
 
 def check_levels(config: ModelConfig) -> None:
     """ValueError where the blocks of this model are to keep less than fused blocks do."""
-    if any(group.level != "none" for group in config.groups):
-        raise ValueError(
-            f"fused blocks keep what their backward reads: checkpoint_blocks={config.checkpoint_blocks!r} must be 0"
+    values.hold(
+        (
+            all(group.level == "none" for group in config.groups),
+            f"fused blocks keep what their backward reads: checkpoint_blocks={config.checkpoint_blocks!r} must be 0",
         )
+    )
 
 
 def run(layers: list[Any], last: Any, x: Tensor, attend: list[Any], rope: Any, positions: Any) -> Tensor:
@@ -79,13 +85,14 @@ def run(layers: list[Any], last: Any, x: Tensor, attend: list[Any], rope: Any, p
         branch = layer.attn.mix(layer.attn.project(normalised), attend_here, rope, positions, in_place=True)
         x, normalised = add_norm(x, branch, layer.ln2)
         with part("feed-forward"):
-            branch = layer.ffn.w2(swiglu(linear(normalised, layer.ffn.w1.weight, layer.ffn.w3.weight)))
+            branch = layer.ffn.w2(swiglu(linear.linear(normalised, layer.ffn.w1.weight, layer.ffn.w3.weight)))
     return add_norm(x, branch, last)[1]
 
 
 def _plain(x: Tensor) -> bool:
-    on_cuda = HAS_TRITON and x.is_cuda and x.dtype != torch.float64
-    return not on_cuda or torch.compiler.is_compiling() or is_transformed()
+    return (
+        not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64) or torch.compiler.is_compiling() or is_transformed()
+    )
 
 
 class _AddNorm(torch.autograd.Function):
@@ -105,8 +112,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         total, weight, rstd = ctx.saved_tensors
         d_total, d_normalised = (None if g is None else g.contiguous().view(total.shape) for g in grads)
-        if d_normalised is None:  # nobody has read the norm
-            d_normalised = torch.zeros_like(total)
+        d_normalised = torch.zeros_like(total) if d_normalised is None else d_normalised  # nobody has read the norm
         dx, d_branch, d_weight = kernels().add_norm_backward(d_normalised, d_total, total, weight, rstd, ctx.branch)
         dx, d_branch = (None if t is None else t.view(ctx.shape) for t in (dx, d_branch))
         return dx, d_branch, d_weight.to(weight.dtype), None, None

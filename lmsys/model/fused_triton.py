@@ -165,23 +165,21 @@ def swiglu(halves: Tensor) -> Tensor:
     """(..., 2 F) -> (..., F): gate · sigmoid(gate) · value of the two halves of each row, computed in float32.
     Contiguous. 16 bytes are moved at once where they divide rows of F."""
     assert halves.shape[-1] % 2 == 0
-    product = halves.new_empty(*halves.shape[:-1], halves.shape[-1] // 2)
-    _launch_swiglu(_swiglu_forward_kernel, halves, product)
-    return product
+    return _launch_swiglu(_swiglu_forward_kernel, halves, halves.new_empty(*halves.shape[:-1], halves.shape[-1] // 2))
 
 
 def swiglu_backward(d_product: Tensor, halves: Tensor) -> Tensor:
     """The gradient of `halves`, from that of the product."""
-    d_halves = torch.empty_like(halves)
-    _launch_swiglu(_swiglu_backward_kernel, d_product, halves, d_halves)
-    return d_halves
+    return _launch_swiglu(_swiglu_backward_kernel, d_product, halves, torch.empty_like(halves))
 
 
-def _launch_swiglu(kernel: Any, *tensors: Tensor) -> None:
+def _launch_swiglu(kernel: Any, *tensors: Tensor) -> Tensor:
+    """The last of the tensors, which the kernel writes."""
     width = min(x.shape[-1] for x in tensors)  # of the product
     options = swiglu_options(width)
     num_rows, parts = tensors[-1].numel() // tensors[-1].shape[-1], triton.cdiv(width, options["BLOCK"])
     launch(kernel, num_rows, *tensors, **options, grid_y=parts)
+    return tensors[-1]
 
 
 def swiglu_options(width: int) -> dict[str, int]:

@@ -96,16 +96,17 @@ def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if torch.compiler.is_compiling():
         return torch.cat([w.to(dtype) for w in weights])
     rows, width = sum(len(w) for w in weights), weights[0].shape[-1]
-    if all(w.dtype == dtype for w in weights) and _follow_each_other(weights):
-        return weights[0].as_strided((rows, width), (width, 1))
-    return torch.cat(weights, out=weights[0].new_empty(rows, width, dtype=dtype))
+    return (
+        weights[0].as_strided((rows, width), (width, 1))
+        if all(w.dtype == dtype for w in weights) and _follow_each_other(weights)
+        else torch.cat(weights, out=weights[0].new_empty(rows, width, dtype=dtype))
+    )
 
 
 def _follow_each_other(weights: Sequence[Tensor]) -> bool:
     """True for contiguous tensors of one memory, each of which begins where the one before ends."""
-    one_memory = len({w.untyped_storage().data_ptr() for w in weights}) == 1
     return (
-        one_memory
+        len({w.untyped_storage().data_ptr() for w in weights}) == 1
         and all(w.is_contiguous() for w in weights)
         and all(after.data_ptr() - before.data_ptr() == before.nbytes for before, after in pairwise(weights))
     )
@@ -201,7 +202,7 @@ class RoundedWeights:
                 self._made_of[number] = weight._version, weight.data_ptr()
 
     def _are_of(self, weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
-        pairs = zip(weights, self._weights, self._copies, strict=True)
         return len(weights) == len(self._weights) and all(
-            weight is other and copy.dtype == dtype and copy.device == weight.device for weight, other, copy in pairs
+            weight is other and copy.dtype == dtype and copy.device == weight.device
+            for weight, other, copy in zip(weights, self._weights, self._copies, strict=True)
         )

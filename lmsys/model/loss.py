@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lmsys import autograd, values
 from lmsys.config import IGNORED
@@ -86,7 +85,7 @@ def cross_entropy(
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
     counts = counts_of(token_weights, targets, options, wide.dtype)
     wide = wide if softcap is None else softcap * torch.tanh(wide / softcap)
-    losses = F.cross_entropy(
+    losses = nn.functional.cross_entropy(
         wide,
         targets.flatten().long(),
         ignore_index=ignore_index,
@@ -140,7 +139,7 @@ def linear_cross_entropy(
     dtype = linear.matmul_dtype(hidden)
     if autograd.is_transformed():
         return cross_entropy(
-            F.linear(hidden.to(dtype), weight.to(dtype)),
+            nn.functional.linear(hidden.to(dtype), weight.to(dtype)),
             targets,
             token_weights=token_weights,
             return_z_loss=return_z_loss,
@@ -191,8 +190,7 @@ def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
 
 def _even_chunk(tokens: int, vocabulary: int) -> int:
     """The tokens of a chunk, where as few as CHUNK_LOGITS allows share them evenly."""
-    num_chunks = max(1, math.ceil(tokens * vocabulary / CHUNK_LOGITS))
-    chunk = max(1, math.ceil(tokens / num_chunks))
+    chunk = max(1, math.ceil(tokens / max(1, math.ceil(tokens * vocabulary / CHUNK_LOGITS))))
     return chunk if chunk <= CHUNK_MULTIPLE else math.ceil(chunk / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
 
@@ -270,7 +268,7 @@ def _walk(
 
 def _shares(factors: Tensor) -> tuple[Tensor, Tensor]:
     """The factors over the largest, and that one: gradients in float16 have the size that they have without factors."""
-    top = F.pad(factors.abs(), (0, 1), value=torch.finfo(torch.float32).tiny).amax()
+    top = nn.functional.pad(factors.abs(), (0, 1), value=torch.finfo(torch.float32).tiny).amax()
     return factors / top, top
 
 

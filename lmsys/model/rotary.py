@@ -127,12 +127,12 @@ class _RotateInPlace(torch.autograd.Function):
     @staticmethod
     @autograd.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        dq, dk, dv = grads
-        cos, sin = ctx.saved_tensors
         together = whole_of(*(g.transpose(1, 2) for g in grads))
         if together is None:
-            return _rotate_backward(dq, dk, dv, cos, sin), None, None, None
-        fused.kernels().turn(together, None, cos.contiguous(), sin.contiguous(), dq.shape[2], backward=True)
+            return _rotate_backward(*grads, *ctx.saved_tensors), None, None, None
+        fused.kernels().turn(
+            together, None, *(t.contiguous() for t in ctx.saved_tensors), grads[0].shape[2], backward=True
+        )
         return together, None, None, None
 
 

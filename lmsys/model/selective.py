@@ -44,8 +44,11 @@ def run_again(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any
 
 def _up_to_matmuls(function: Callable[..., Any], *inputs: Tensor) -> Any:
     """Like `run_again`, but the second run skips the final matmuls: their backward needs only their inputs."""
-    contexts = _saved_matmuls if torch.compiler.is_compiling() else _left_out_matmuls
-    return run_again(function, *inputs, context_fn=contexts)
+    return run_again(
+        function,
+        *inputs,
+        context_fn=_saved_matmuls if torch.compiler.is_compiling() else lambda: (nullcontext(), _WithoutMatmuls()),
+    )
 
 
 # A compiler keeps of the results that it may not compute again those that the backward reads. Left to itself, torch
@@ -54,14 +57,12 @@ _saved_matmuls = partial(create_selective_checkpoint_contexts, [MATMUL])
 _saved_nothing = partial(create_selective_checkpoint_contexts, [])
 
 
-def _left_out_matmuls() -> tuple[Any, Any]:
-    return nullcontext(), _WithoutMatmuls()
-
-
 class _WithoutMatmuls(torch.utils._python_dispatch.TorchDispatchMode):
     """Leaves matmuls out. Autograd by itself would stop before the last one, but not before that of a Function."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is MATMUL:
-            return args[0].new_empty(args[0].shape[0], args[1].shape[1])  # nobody reads it
-        return func(*args, **(kwargs or {}))
+        return (
+            args[0].new_empty(args[0].shape[0], args[1].shape[1])  # nobody reads it
+            if func is MATMUL
+            else func(*args, **(kwargs or {}))
+        )

@@ -86,8 +86,12 @@ class Attention(nn.Module):
     def __init__(self, d_model: int, num_heads: int, kv_heads: int | None = None, **factory: Any):
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
-        if num_heads < 1 or kv_heads < 1 or d_model % num_heads or num_heads % kv_heads:
-            raise ValueError(f"{num_heads=} must divide {d_model=}, and {kv_heads=} the heads")
+        values.hold(
+            (
+                num_heads >= 1 and kv_heads >= 1 and not d_model % num_heads and not num_heads % kv_heads,
+                f"{num_heads=} must divide {d_model=}, and {kv_heads=} the heads",
+            )
+        )
         self.num_heads, self.kv_heads, self.head_dim = num_heads, kv_heads, d_model // num_heads
         self.q_proj = Linear(d_model, num_heads * self.head_dim, **factory)
         self.k_proj = Linear(d_model, kv_heads * self.head_dim, **factory)
@@ -120,12 +124,13 @@ class Attention(nn.Module):
     ) -> Tensor:
         """The rest of it, from what `project` gives; `in_place` as in `RotaryEmbedding`."""
         with part("rotation"):  # (B, S, H, D), (B, S, Hkv, D) twice
-            if rope is not None:
-                q, k, v = rope(projected, self.num_heads, positions, in_place)
-            else:
-                q, k, v = projected.unflatten(-1, (-1, self.head_dim)).split(
+            q, k, v = (
+                projected.unflatten(-1, (-1, self.head_dim)).split(
                     (self.num_heads, self.kv_heads, self.kv_heads), dim=-2
                 )
+                if rope is None
+                else rope(projected, self.num_heads, positions, in_place)
+            )
         with part("attention"):
             o = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)  # (B, H, S, D)
         with part("projections"):
@@ -143,7 +148,6 @@ def attention_case(
     documents: bool = False,
 ) -> contract.AttentionCase:
     """The case that a model makes for its attention row, of `batch` sequences of `length` tokens."""
-    capability = contract.capability_of(device.index) if device.type == "cuda" else None
     return contract.AttentionCase(
         batch,
         config.num_heads,
@@ -155,7 +159,7 @@ def attention_case(
         True,
         grad,
         device.type,
-        capability,
+        contract.capability_of(device.index) if device.type == "cuda" else None,
         documents=documents,
     )
 
@@ -291,8 +295,7 @@ class TransformerLM(nn.Module):
         x = self.token_embeddings(tokens)
         if self.config.residual == "narrow":  # and so it stays, as blocks add what matmuls give
             x = x.to(linear.matmul_dtype(x))
-        if documents is not None and positions is None:
-            positions = documents.positions
+        positions = documents.positions if documents is not None and positions is None else positions
         attend = (
             [self._attend(x, documents)] * len(self.layers) if cache is None else cache.attend(lambda: self._attend(x))
         )
@@ -302,10 +305,11 @@ class TransformerLM(nn.Module):
         if not torch.is_grad_enabled():
             return self.ln_final(self._blocks(x, checkpointing.Group(0, len(self.layers), "none"), attend, positions))
         for group in self.config.groups:
-            if group.level == "whole":
-                x = selective.run_again(self._blocks, x, group._replace(level="none"), attend, positions)
-            else:
-                x = self._blocks(x, group, attend, positions)
+            x = (
+                selective.run_again(self._blocks, x, group._replace(level="none"), attend, positions)
+                if group.level == "whole"
+                else self._blocks(x, group, attend, positions)
+            )
         return self.ln_final(x)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -355,9 +359,7 @@ class TransformerLM(nn.Module):
         return x
 
     def _rounded_shown(self) -> AbstractContextManager[None]:
-        if self.rounded is None or torch.compiler.is_compiling():
-            return nullcontext()
-        return self.rounded.shown()
+        return nullcontext() if self.rounded is None or torch.compiler.is_compiling() else self.rounded.shown()
 
     def _check(self, tokens: Tensor, positions: Tensor | None, documents: Documents | None) -> None:
         functions.check_ids("tokens", tokens, "token ids", [("B", "S")], self.config.vocab_size)
@@ -367,24 +369,23 @@ class TransformerLM(nn.Module):
         if documents is not None:
             fits = documents.num_tokens == length and documents.batch in (1, batch)
             if not fits or documents.device != tokens.device:
-                tokens_words = f"{batch} sequences of {length} tokens on {tokens.device}"
-                raise ValueError(f"documents must fill {tokens_words}; got {documents}")
+                raise ValueError(
+                    f"documents must fill {batch} sequences of {length} tokens on {tokens.device}; got {documents}"
+                )
         if positions is not None:
-            shapes: list[functions.Shape] = [(length,), (batch, length)]
-            functions.check_ids("positions", positions, "positions in the context", shapes, self.config.context_length)
+            functions.check_ids(
+                "positions", positions, "positions in the context", [(length,), (batch, length)],
+                self.config.context_length,
+            )  # fmt: skip
 
     def _attend(self, x: Tensor, documents: Documents | None = None) -> Any:
         """The row's function for this shape, dtype and mode, looked up outside of compiled blocks."""
         batch, length, _ = x.shape
-        dtype, grad, packed = (
-            contract.DTYPE_NAMES[linear.matmul_dtype(x)],
-            torch.is_grad_enabled(),
-            documents is not None,
-        )
-        row, _ = row_of(
-            self.config.attention,
-            attention_case(self.config, batch, length, dtype, x.device, grad=grad, documents=packed),
-        )
+        case = attention_case(
+            self.config, batch, length, contract.DTYPE_NAMES[linear.matmul_dtype(x)], x.device,
+            grad=torch.is_grad_enabled(), documents=documents is not None,
+        )  # fmt: skip
+        row, _ = row_of(self.config.attention, case)
         if documents is None:
             return row
         options = contract.keywords_of(row, Pattern(True, documents=documents))

@@ -36,9 +36,11 @@ class Adapter:
         return self.wrapper.no_sync() if self.can_stay_local else nullcontext()
 
     def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        if hasattr(self.wrapper, "make_optimizer"):
-            return self.wrapper.make_optimizer(optimizer_cls, **kwargs)
-        return optimizer_cls(structure.grouped(self.module, kwargs.pop("groups", None)), **kwargs)
+        return (
+            self.wrapper.make_optimizer(optimizer_cls, **kwargs)
+            if hasattr(self.wrapper, "make_optimizer")
+            else optimizer_cls(structure.grouped(self.module, kwargs.pop("groups", None)), **kwargs)
+        )
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return self.wrapper.full_state_dict() if hasattr(self.wrapper, "full_state_dict") else self.module.state_dict()
@@ -55,9 +57,7 @@ def _arguments(strategy: Any, group: collectives.Group, options: dict[str, Any])
         taken = inspect.signature(strategy).parameters
     except (TypeError, ValueError) as error:
         raise ValueError(f"{strategy!r} cannot be called with a module: {error}") from error
-    given = dict(options)
-    if "process_group" in taken:
-        given["process_group"] = group
+    given = options | ({"process_group": group} if "process_group" in taken else {})
     if "bucket_size_mb" in taken:
         given["bucket_size_mb"] = given.pop("bucket_mb", 25)
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())

@@ -51,5 +51,4 @@ class Flat(AfterBackward):
         for params in structure.by_kind(self.trainable):
             flat, views = buckets.pack(params, buckets.Layout.of(params), params[0].dtype)
             collectives.all_reduce_mean(flat, self.group, async_op=False).wait()
-            for p, view in zip(params, views, strict=True):
-                p.grad = view
+            buckets.set_gradients(params, views)

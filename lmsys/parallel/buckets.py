@@ -5,7 +5,7 @@ in the order in which their last gradient is ready, which is the order in which 
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeGuard
@@ -34,18 +34,19 @@ def plan(
     A gradient larger than its limit has a bucket of its own. ValueError for a limit that is not positive, and for an
     order that is not a permutation of the indices.
     """
-    all_once = sorted(order) == list(range(len(sizes)))
     hold(
         (limit > 0, f"a bucket must hold something: its size is {limit:g} bytes, and must be positive"),
-        (all_once, f"the order must hold each of {len(sizes)} indices once; got {list(order)}"),
+        (
+            sorted(order) == list(range(len(sizes))),
+            f"the order must hold each of {len(sizes)} indices once; got {list(order)}",
+        ),
     )
     kinds = kinds or [None] * len(sizes)
     closed: list[tuple[int, ...]] = []
     open_: dict[Hashable, list[int]] = {}
     for index in order:
         bucket = open_.setdefault(kinds[index], [])
-        most = limit if closed else min(edge, limit)
-        if bucket and sum(sizes[i] for i in bucket) + sizes[index] > most:
+        if bucket and sum(sizes[i] for i in bucket) + sizes[index] > (limit if closed else min(edge, limit)):
             closed.append(tuple(bucket))
             bucket.clear()
         bucket.append(index)
@@ -219,6 +220,16 @@ def copy_gradients(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
     if there:
         torch._foreach_copy_([view for view, grad in zip(views, grads, strict=True) if grad is not None], there)
     torch._foreach_zero_([view for view, grad in zip(views, grads, strict=True) if grad is None])
+
+
+def set_gradients(params: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
+    for p, gradient in zip(params, gradients, strict=True):
+        p.grad = gradient
+
+
+def clear_gradients(params: Iterable[Tensor]) -> None:
+    for p in params:
+        p.grad = None
 
 
 @torch.no_grad()

@@ -63,9 +63,8 @@ class Pending:
 
 def size_and_rank(group: Group) -> tuple[int, int]:
     """(1, 0) where no process group has been made."""
-    if not dist.is_initialized():
-        return 1, 0
-    return dist.get_world_size(unwrapped(group)), dist.get_rank(unwrapped(group))
+    ranks = unwrapped(group)
+    return (dist.get_world_size(ranks), dist.get_rank(ranks)) if dist.is_initialized() else (1, 0)
 
 
 def is_nccl(group: Group, x: Tensor) -> bool:
@@ -79,9 +78,11 @@ def all_reduce_mean(x: Tensor, group: Group, async_op: bool = True) -> Pending:
         return Pending()
     if isinstance(group, TreeSums):
         return _all_reduce_tree(x, group.group, world_size, async_op)
-    if is_nccl(group, x):
-        return Pending(dist.all_reduce(x, dist.ReduceOp.AVG, group=group, async_op=async_op))
-    return Pending(dist.all_reduce(x, group=group, async_op=async_op), lambda: x.div_(world_size))
+    return (
+        Pending(dist.all_reduce(x, dist.ReduceOp.AVG, group=group, async_op=async_op))
+        if is_nccl(group, x)
+        else Pending(dist.all_reduce(x, group=group, async_op=async_op), lambda: x.div_(world_size))
+    )
 
 
 def reduce_scatter_mean(out: Tensor, x: Tensor, group: Group, async_op: bool = True) -> Pending:
@@ -96,9 +97,11 @@ def reduce_scatter_mean(out: Tensor, x: Tensor, group: Group, async_op: bool = T
         parts = torch.empty_like(x)
         work = dist.all_to_all_single(parts, x, group=group.group, async_op=async_op)
         return Pending(work, lambda: out.copy_(_tree(parts.view(world_size, -1))))
-    if is_nccl(group, x):
-        return Pending(_reduce_scatter(out, x, dist.ReduceOp.AVG, group=group, async_op=async_op))
-    return Pending(_reduce_scatter(out, x, group=group, async_op=async_op), lambda: out.div_(world_size))
+    return (
+        Pending(_reduce_scatter(out, x, dist.ReduceOp.AVG, group=group, async_op=async_op))
+        if is_nccl(group, x)
+        else Pending(_reduce_scatter(out, x, group=group, async_op=async_op), lambda: out.div_(world_size))
+    )
 
 
 def _all_reduce_tree(x: Tensor, group: Any, world_size: int, async_op: bool) -> Pending:

@@ -31,11 +31,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lmsys.parallel import collectives, overlapped, sharded_optimizer, wrapper
-from lmsys.parallel.buckets import ALIGNMENT, Layout, copy_gradients, widen
+from lmsys import values
+from lmsys.parallel import buckets, collectives, overlapped, sharded_optimizer, wrapper
 
 READY, ARRIVED, DONE = range(3)  # channels of a bucket's signals
 HALVES = 2
@@ -62,7 +61,7 @@ class Exchange:
 
     def __init__(
         self,
-        layouts: Sequence[Layout],
+        layouts: Sequence[buckets.Layout],
         flats: Sequence[Tensor],
         inbox: Tensor,
         inboxes: Any,
@@ -74,9 +73,8 @@ class Exchange:
     ):
         self.flats, self._mean, self._copy, self._cuda = list(flats), mean, copy, cuda
         self._inboxes, self.rank, self._timeout_ms = inboxes, inboxes.rank, timeout_ms
-        half = inbox.numel() // HALVES
         self._buckets = [
-            _bucket(layout, flat, inbox, inboxes, number % HALVES * half, handle)
+            _bucket(layout, flat, inbox, inboxes, number % HALVES * (inbox.numel() // HALVES), handle)
             for number, (layout, flat, handle) in enumerate(
                 zip(layouts, flats, handles or [None] * len(flats), strict=True)
             )
@@ -171,13 +169,11 @@ class AllGather:
             for into, source in self._copies[number]:
                 self._copy(into, source)
             self._signal(ARRIVED)
-            return collectives.Pending(then=partial(self._await, self._stream.record_event()))
+            arrived = self._stream.record_event()
+        return collectives.Pending(then=lambda: self._cuda.current_stream().wait_event(arrived))
 
     def _signal(self, channel: int) -> None:
         self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
-
-    def _await(self, event: Any) -> None:
-        self._cuda.current_stream().wait_event(event)
 
 
 def peers_of(rank: int, world_size: int) -> list[int]:
@@ -187,18 +183,18 @@ def peers_of(rank: int, world_size: int) -> list[int]:
 
 def segments_of(length: int, world_size: int) -> list[slice]:
     """The segments of a flat tensor, by rank, in order; the last may be shorter than others, or empty."""
-    each = -(-length // (world_size * ALIGNMENT)) * ALIGNMENT
+    each = -(-length // (world_size * buckets.ALIGNMENT)) * buckets.ALIGNMENT
     return [slice(min(rank * each, length), min((rank + 1) * each, length)) for rank in range(world_size)]
 
 
-def inbox_bytes(layouts: Sequence[Layout], itemsizes: Sequence[int], world_size: int) -> int:
+def inbox_bytes(layouts: Sequence[buckets.Layout], itemsizes: Sequence[int], world_size: int) -> int:
     """The size of an inbox: each half holds every peer's segment of the largest bucket."""
-    ends = [segments_of(layout.length, world_size)[0].stop for layout in layouts]
-    longest = max(end * size for end, size in zip(ends, itemsizes, strict=True))
-    return HALVES * (world_size - 1) * max(longest, ALIGNMENT)
+    pairs = zip(layouts, itemsizes, strict=True)
+    longest = max(segments_of(layout.length, world_size)[0].stop * size for layout, size in pairs)
+    return HALVES * (world_size - 1) * max(longest, buckets.ALIGNMENT)
 
 
-def parts_of(layout: Layout, segment: slice) -> list[tuple[int, slice, int]]:
+def parts_of(layout: buckets.Layout, segment: slice) -> list[tuple[int, slice, int]]:
     """The tensors that have elements in a segment: the number of each, which elements, and where in the segment."""
     parts = []
     for index, (shape, _, start) in enumerate(layout.places):
@@ -208,7 +204,7 @@ def parts_of(layout: Layout, segment: slice) -> list[tuple[int, slice, int]]:
     return parts
 
 
-def _bucket(layout: Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int, handle: Any) -> _Bucket:
+def _bucket(layout: buckets.Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int, handle: Any) -> _Bucket:
     """half: where its half of every rank's inbox begins, in bytes."""
     rank, world_size = inboxes.rank, inboxes.world_size
     peers = peers_of(rank, world_size)
@@ -220,8 +216,9 @@ def _bucket(layout: Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int
     for peer in peers:
         place = first + (rank - (rank > peer)) * between  # where that peer keeps what this rank sends
         for index, part, start in parts_of(layout, segments[peer]):
-            shape = (part.stop - part.start,)
-            sending.append((index, part, inboxes.get_buffer(peer, shape, flat.dtype, place + start)))
+            sending.append(
+                (index, part, inboxes.get_buffer(peer, (part.stop - part.start,), flat.dtype, place + start))
+            )
     theirs = inbox.view(flat.dtype)[first : first + len(peers) * between].view(len(peers), between)
     adding = []
     for index, part, start in parts_of(layout, segments[rank]):
@@ -253,7 +250,7 @@ class CopyEngines(overlapped.Collectives):
         check_gpus(module, group)
         from lmsys.parallel.mean_triton import mean_  # without triton it fails now, not after the first step
 
-        self._mean, self.group = mean_, dist.group.WORLD if group is None else group
+        self._mean, self.group = mean_, torch.distributed.group.WORLD if group is None else group
 
     def zeros(self, like: Tensor, length: int) -> Tensor:
         return self._empty(length, like.dtype).zero_()
@@ -274,14 +271,13 @@ class CopyEngines(overlapped.Collectives):
             return super().reduce(bucket)
         params, means = bucket.params, self._means[bucket.number]
         if bucket.dtype != params[0].dtype:
-            copy_gradients(params, means)
-            return collectives.Pending(self._exchange.send(bucket.number, means), partial(widen, params, means))
+            buckets.copy_gradients(params, means)
+            return collectives.Pending(self._exchange.send(bucket.number, means), partial(buckets.widen, params, means))
         gradients = [
             wrapper.dense(p) if p.grad is not None else torch.zeros_like(p) if mean is None else mean.zero_()
             for p, mean in zip(params, means, strict=True)
         ]
-        for p, mean in zip(params, means, strict=True):
-            p.grad = mean
+        buckets.set_gradients(params, means)
         return self._exchange.send(bucket.number, gradients)
 
     def gather(self, number: int, buffer: sharded_optimizer.FlatBuffer) -> collectives.Pending:
@@ -289,8 +285,8 @@ class CopyEngines(overlapped.Collectives):
 
     def _exchange_of(self, buckets: Sequence[overlapped.Bucket]) -> Exchange:
         layouts = [bucket.layout for bucket in buckets]
-        room = inbox_bytes(layouts, [bucket.dtype.itemsize for bucket in buckets], self.group.size())
-        inbox = self._empty(room, torch.uint8)
+        itemsizes = [bucket.dtype.itemsize for bucket in buckets]
+        inbox = self._empty(inbox_bytes(layouts, itemsizes, self.group.size()), torch.uint8)
         inboxes = self._handle(inbox)
         if buckets[0].whole:
             flats = [self._empty(bucket.layout.length, bucket.dtype) for bucket in buckets]
@@ -320,11 +316,13 @@ class CopyEngines(overlapped.Collectives):
     def _agree(self) -> None:
         """ValueError on all ranks, where they would wait without end."""
         shared = collectives.gather_objects(CopyEngines.shared, self.group)
-        if len(set(shared)) > 1:
-            raise ValueError(
+        values.hold(
+            (
+                len(set(shared)) == 1,
                 f"ranks have shared memory {', '.join(map(str, shared))} times, and must have as often as one another:"
-                " in one process let copy engines work in groups of one size"
+                " in one process let copy engines work in groups of one size",
             )
+        )
 
     def _timeout_ms(self) -> int:
         """The group's own timeout."""
@@ -360,12 +358,18 @@ def copy_engine_supports(case: Any) -> str | None:
 
 def check_gpus(module: nn.Module, group: collectives.Group) -> None:
     """ValueError where ranks are not GPUs of one node under NCCL, each the current one. All ranks call it."""
-    if not all(collectives.is_nccl(group, p) for p in module.parameters()):
-        raise ValueError(f"copy engines need NCCL and parameters on GPUs; elsewhere {INSTEAD}")
+    values.hold(
+        (
+            all(collectives.is_nccl(group, p) for p in module.parameters()),
+            f"copy engines need NCCL and parameters on GPUs; elsewhere {INSTEAD}",
+        )
+    )
     here = torch.device("cuda", torch.cuda.current_device())
     if others := sorted({str(p.device) for p in module.parameters()} - {str(here)}):
         raise ValueError(
             f"parameters are on {', '.join(others)}, and the current GPU is {here}: set_device, or {INSTEAD}"
         )
-    if len(nodes := sorted(set(collectives.gather_objects(platform.node(), group)))) > 1:
-        raise ValueError(f"copy engines are for ranks of one node, and these are on {', '.join(nodes)}: {INSTEAD}")
+    nodes = sorted(set(collectives.gather_objects(platform.node(), group)))
+    values.hold(
+        (len(nodes) == 1, f"copy engines are for ranks of one node, and these are on {', '.join(nodes)}: {INSTEAD}")
+    )

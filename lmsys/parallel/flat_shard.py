@@ -81,11 +81,11 @@ class FlatShard:
         self.whole = torch.empty(world_size * length, dtype=narrow or everything.dtype, device=everything.device)
         self._nbytes = self.whole.untyped_storage().nbytes()
         self._gathering: collectives.Pending | None = None
-        self._is_whole, self._is_hidden = False, False
+        # Shown: in a tensor of their own, for others to read.
+        self._is_whole, self._is_hidden, self._is_shown = False, False, False
         self._version = 0  # of the shard, when it was gathered
         self.used = [False] * len(params)  # of which this rank has made a gradient, since the shard's was None
         self._idle, self._behind = set[int](), set[int]()  # those no rank has used; that a step has left as they were
-        self._is_shown = False  # in a tensor of their own, for others to read
         self._reduced: list[tuple[collectives.Pending, Tensor]] = []
         self._views, self._padding = self.layout.views(self.whole), self.layout.gaps(self.whole.numel())
         self._rounded: list[Tensor] = []
@@ -123,14 +123,12 @@ class FlatShard:
             del vars(p)["rounded"]
         if not self._is_hidden:
             self._leave()
-        self._is_hidden = False
         self.whole.untyped_storage().resize_(0)
-        self._is_whole = False
+        self._is_whole, self._is_hidden = False, False
         self._stamp(freed=1)
 
     def _stamp(self, freed: int) -> None:
-        versions = [2 * self._version + freed] * len(self._stamped)
-        torch._C._autograd._unsafe_set_version_counter(self._stamped, versions)
+        torch._C._autograd._unsafe_set_version_counter(self._stamped, [2 * self._version + freed] * len(self._stamped))
 
     def is_due(self) -> bool:
         """True where it is to be gathered: it is neither whole nor on its way, or the shard has changed since."""
@@ -149,8 +147,7 @@ class FlatShard:
     def wait(self) -> None:
         if self._gathering is not None:
             self._gathering.wait()
-            self._gathering, self._is_whole = None, True
-            self._is_hidden = True
+            self._gathering, self._is_whole, self._is_hidden = None, True, True
             self._stamp(freed=0)
             for p, copy in zip(self.params, self._rounded, strict=False):  # none, unless copies are gathered
                 vars(p)["rounded"] = copy
@@ -169,14 +166,15 @@ class FlatShard:
         """Begins the mean of this rank's part of the gradients."""
         self.finish_reduce()
         appear(self.params)  # their own gradients, not what is there of the sum
-        added_to = self.shard.grad is not None
-        self.used = [p.grad is not None or (used and added_to) for p, used in zip(self.params, self.used, strict=True)]
+        self.used = [
+            p.grad is not None or (used and self.shard.grad is not None)
+            for p, used in zip(self.params, self.used, strict=True)
+        ]
         grads = self.shard.new_empty(self.whole.numel())
         if self._padding:  # it is part of the shards, and of their norm
             torch._foreach_zero_([grads[gap] for gap in self._padding])
         buckets.copy_gradients(self.params, self.layout.views(grads))
-        for p in self.params:
-            p.grad = None
+        buckets.clear_gradients(self.params)
         if not self._is_whole:
             self._leave()
         part = torch.empty_like(self.shard)
@@ -207,11 +205,10 @@ class FlatShard:
         if self.shard.grad is None or not (self._idle or self._behind):
             return []
         if "step" in state and (late := self._behind - self._idle):
-            shape = tuple(self.params[min(late)].shape)
             raise RuntimeError(
-                f"no rank had used a parameter of shape {shape} in a step before this one, and the optimizer counts the"
-                " steps of a flat part of fsdp as one: let every forward use all parameters of a block or none,"
-                " or take another strategy, such as zero1"
+                f"no rank had used a parameter of shape {tuple(self.params[min(late)].shape)} in a step before this"
+                " one, and the optimizer counts the steps of a flat part of fsdp as one: let every forward use all"
+                " parameters of a block or none, or take another strategy, such as zero1"
             )
         self._behind |= self._idle
         laid_out = [self.shard.detach(), *(x for x in state.values() if getattr(x, "shape", 0) == self.shard.shape)]
@@ -232,8 +229,7 @@ class FlatShard:
         self._point_to(self.gathered(self.shard))
         self._is_shown, self._version = True, self.shard._version
         if self.shard.grad is not None:
-            for p, grad in zip(self.params, self.gathered(self.shard.grad), strict=True):
-                p.grad = grad
+            buckets.set_gradients(self.params, self.gathered(self.shard.grad))
 
     @torch.no_grad()
     def reshard(self) -> None:
@@ -241,8 +237,7 @@ class FlatShard:
         if self._is_shown:
             if self._version == self.shard._version:
                 self._write({id(p): p for p in self.params})
-            for p in self.params:
-                p.grad = None
+            buckets.clear_gradients(self.params)
             self._point_to(self._views)
             self._leave()
             self._is_shown = False
@@ -350,8 +345,7 @@ class Walk:
 
     def _advance(self, to: int) -> None:
         """Goes on to a place in the order. Those in between are only passed over."""
-        last = len(self.order) - 1
-        while self._at < min(to, last):
+        while self._at < min(to, len(self.order) - 1):
             before = self.order[self._at] if self._at >= 0 else None
             self._at += 1
             self.order[self._at].gather()

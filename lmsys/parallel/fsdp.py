@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
-from lmsys.parallel import collectives, flat_shard, sharded_optimizer, structure, traits, wrapper
-from lmsys.parallel.part import divided
+from lmsys.parallel import collectives, flat_shard, part, sharded_optimizer, structure, traits, wrapper
 from lmsys.values import hold
 
 
@@ -83,8 +82,7 @@ class Fsdp(wrapper.Wrapper):
         self._to_come = WeakSet[flat_shard.Walk]()  # forwards that no backward has come to
         self._back = flat_shard.Walk((), bool)
         self._begun = WeakSet[flat_shard.Walk]()  # those that this backward has come to
-        self._to_reduce = set[flat_shard.Unit]()
-        self._reducing: list[flat_shard.Unit] = []
+        self._to_reduce, self._reducing = set[flat_shard.Unit](), list[flat_shard.Unit]()
         self._kept: list[tuple[Tensor, Tensor]] = []  # what a step is to leave as it was
         for block, unit in zip(structure.blocks_of(module), self._order, strict=True):
             structure.surround(
@@ -102,8 +100,11 @@ class Fsdp(wrapper.Wrapper):
             unit.flats = []
             for params in flats:
                 p, read = id(params[0]), structure.weakly(self._read, unit.number)  # the others have the same marks
-                dtype = None if p in kept else self._dtype
-                unit.flats.append(flat_shard.FlatShard(params, self.group, dtype, p in rounded, read, next(numbers)))
+                unit.flats.append(
+                    flat_shard.FlatShard(
+                        params, self.group, None if p in kept else self._dtype, p in rounded, read, next(numbers)
+                    )
+                )
         self._parts = structure.Among(self.parameters())
 
     def make_optimizer(
@@ -143,8 +144,8 @@ class Fsdp(wrapper.Wrapper):
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         for unit in self._units:
-            for part, flat in enumerate(unit.flats):
-                yield f"{prefix}{'.' if prefix else ''}unit{unit.number}.part{part}", flat.shard
+            for place, flat in enumerate(unit.flats):
+                yield f"{prefix}{'.' if prefix else ''}unit{unit.number}.part{place}", flat.shard
 
     @_disable_dynamo  # compiled blocks run as such; a compiler of the whole would look into what is done around them
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +218,7 @@ class Fsdp(wrapper.Wrapper):
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         """Parameters as DTensors, divided by their first dimension as FSDP2 has them, in memory of their own."""
-        return self._state(lambda x: divided(x, self.group))
+        return self._state(lambda x: part.divided(x, self.group))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """ValueError for an optimizer over the module's own parameters; else what was gathered is old from now on."""
@@ -244,8 +245,8 @@ class Fsdp(wrapper.Wrapper):
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        for part, before in self._kept:
-            part.copy_(before)
+        for kept, before in self._kept:
+            kept.copy_(before)
         self._kept = []
 
     def _state(self, of: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -281,8 +282,9 @@ class Fsdp(wrapper.Wrapper):
         """Takes part in a collective for the sake of other ranks."""
         flat = [*self._flats()][number // 2]
         if number % 2:
-            whole = flat.shard.new_empty(flat.whole.numel())
-            collectives.reduce_scatter_mean(torch.empty_like(flat.shard), whole, self.group).wait()
+            collectives.reduce_scatter_mean(
+                torch.empty_like(flat.shard), flat.shard.new_empty(flat.whole.numel()), self.group
+            ).wait()
         else:
             flat.gathered(flat.shard.detach().to(flat.whole.dtype))
 
@@ -333,10 +335,7 @@ class Fsdp(wrapper.Wrapper):
                 other.pinned = other.pinned or (torch.is_grad_enabled() and other is not unit)
             self._running.append(unit)
             unit.calls += 1
-        if self._walk is None:
-            unit.gather()
-        else:
-            self._walk.enter(unit)
+        unit.gather() if self._walk is None else self._walk.enter(unit)
         unit.wait()
 
     def _leave_forward(self, unit: flat_shard.Unit, _: nn.Module, __: Any, output: Any) -> None:
@@ -347,10 +346,7 @@ class Fsdp(wrapper.Wrapper):
         unit.pinned = unit.pinned or hidden
         unit.calls -= 1
         self._running.remove(unit)
-        if self._walk is None:
-            unit.free()
-        else:
-            self._walk.leave(unit, returns=bool(tensors))
+        unit.free() if self._walk is None else self._walk.leave(unit, returns=bool(tensors))
 
     def _return_to(self, unit: flat_shard.Unit, walk: flat_shard.Walk | None, _: Tensor) -> None:
         """Called before a backward comes to a unit; where its output is the wrapper's, before `_enter_backward` is."""
@@ -415,6 +411,5 @@ class Fsdp(wrapper.Wrapper):
     def _learn(self) -> None:
         """Expects units in the order of rank 0, and those that it has not used behind them."""
         order = collectives.gather_objects([unit.number for unit in self._other_order], self.group)[0]
-        unused = [unit for unit in self._order if unit.number not in order]
-        self._order = [self._units[number] for number in order] + unused
+        self._order = [self._units[number] for number in order] + [x for x in self._order if x.number not in order]
         self._other_order = []

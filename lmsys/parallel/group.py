@@ -100,8 +100,11 @@ class WorkerGroup:
             file = doing.shared_file()
             self._doing.append(doing.map_file(file))
             doing.write(self._doing[-1], doing.AT_FIRST)
-            words = last_words(rank, file) if with_last_words else ""
-            self._workers.append(processes.Worker(environment, open_files=[file], last_words=words))
+            self._workers.append(
+                processes.Worker(
+                    environment, open_files=[file], last_words=last_words(rank, file) if with_last_words else ""
+                )
+            )
             self._workers[-1].send(_join, backend, rank, world_size, self._store.port, timeout_s, file)
             os.close(file)
         self._collect(timeout_s)
@@ -174,14 +177,13 @@ class TorchrunGroup:
         _check_environment()
         watchdog.stopped_s()  # refused here, in a sentence
         watchdog.begin()
-        if backend is None:
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = ("nccl" if torch.cuda.is_available() else "gloo") if backend is None else backend
         check_backend(backend, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         self.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-        store = _torchrun_store(timeout_s, self.num_nodes)
-        _initialize(backend, int(os.environ["LOCAL_RANK"]), timeout_s, **store)
-        self.world_size, self.backend, self.timeout_s = dist.get_world_size(), backend, timeout_s
-        self.rank = dist.get_rank()
+        _initialize(backend, int(os.environ["LOCAL_RANK"]), timeout_s, **_torchrun_store(timeout_s, self.num_nodes))
+        self.rank, self.world_size, self.backend, self.timeout_s = (
+            dist.get_rank(), dist.get_world_size(), backend, timeout_s,
+        )  # fmt: skip
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Does what `WorkerGroup.run` does; a rank that waits for a failed one ends when its collective times out."""
@@ -210,9 +212,13 @@ def _check_environment() -> None:
     """ValueError that names which of the variables that torchrun sets is missing, or is no number."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         text = os.environ.get(name)
-        if text is None or not text.isdecimal():
-            state = "is not set" if text is None else f"is {values.shortly(text)}"
-            raise ValueError(f"${name} {state}, where torchrun sets a whole number: start ranks by torchrun")
+        state = "is not set" if text is None else f"is {values.shortly(text)}"
+        values.hold(
+            (
+                text is not None and text.isdecimal(),
+                f"${name} {state}, where torchrun sets a whole number: start ranks by torchrun",
+            )
+        )
 
 
 def is_lost_peer(kind: str, text: str) -> bool:
@@ -242,9 +248,8 @@ def _blame(
 
     rank = min(sorted(failures), key=order)
     kind, text = failures[rank].kind, failures[rank].text
-    if kind in (processes.DIED, STOPPED):
-        return WorkerError(rank, kind, f"rank {rank} {text}, {notes[rank]}")
-    return WorkerError(rank, kind, f"rank {rank} failed {notes[rank]}:\n{text}")
+    words = f"{text}, {notes[rank]}" if kind in (processes.DIED, STOPPED) else f"failed {notes[rank]}:\n{text}"
+    return WorkerError(rank, kind, f"rank {rank} {words}")
 
 
 def _initialize(backend: str, local_rank: int, timeout_s: float, **rendezvous: Any) -> None:
@@ -266,8 +271,8 @@ def _torchrun_store(timeout_s: float, num_nodes: int) -> dict[str, Any]:
     connect_s = min(timeout_s, CONNECT_S) if agents else timeout_s
     store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=connect_s)))
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return {"store": dist.PrefixStore(f"start-{start}", store), "rank": rank, "world_size": world_size}
+    prefix = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return {"store": dist.PrefixStore(prefix, store), "rank": rank, "world_size": world_size}
 
 
 def _join(backend: str, rank: int, world_size: int, port: int, timeout_s: float, file: int) -> None:

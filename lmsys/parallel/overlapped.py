@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmsys.cost.communication import fit_latency_bandwidth, optimal_bucket_bytes
-from lmsys.parallel import collectives, sharded_optimizer, wrapper
-from lmsys.parallel.buckets import EDGE_BYTES, MIB, Layout, copy_gradients, is_size, pack, plan, widen
+from lmsys.parallel import buckets, collectives, sharded_optimizer, wrapper
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,10 @@ class Bucket:
     number: int
     indices: tuple[int, ...]
     params: list[nn.Parameter]
-    layout: Layout
+    layout: buckets.Layout
     dtype: torch.dtype
     owned: list[nn.Parameter]
-    own: Layout
+    own: buckets.Layout
     whole: bool = True
 
 
@@ -53,8 +51,7 @@ class Collectives:
     outside_bytes = 0  # of GPU memory that torch's allocator does not count
 
     def __init__(self, module: nn.Module, group: collectives.Group):
-        self.group = group
-        _, self.rank = collectives.size_and_rank(group)
+        self.group, self.rank = group, collectives.size_and_rank(group)[1]
         self._scattered = collectives.Pending(), collectives.Pending()  # the last two reduce-scatters
 
     def zeros(self, like: Tensor, length: int) -> Tensor:
@@ -73,23 +70,22 @@ class Collectives:
             if params[0].grad is None:
                 params[0].grad = torch.zeros_like(params[0])
             return collectives.all_reduce_mean(wrapper.dense(params[0]), self.group)
-        flat, views = pack(params, bucket.layout, bucket.dtype)
+        flat, views = buckets.pack(params, bucket.layout, bucket.dtype)
         if bucket.dtype != params[0].dtype:
-            return collectives.Pending(collectives.all_reduce_mean(flat, self.group), partial(widen, params, views))
-        for p, view in zip(params, views, strict=True):
-            p.grad = view
+            return collectives.Pending(
+                collectives.all_reduce_mean(flat, self.group), partial(buckets.widen, params, views)
+            )
+        buckets.set_gradients(params, views)
         return collectives.all_reduce_mean(flat, self.group)
 
     def _reduce_scatter(self, bucket: Bucket) -> collectives.Pending:
         flat = bucket.params[0].new_empty(bucket.layout.length)
         with torch.no_grad():
-            copy_gradients(bucket.params, bucket.layout.views(flat))
+            buckets.copy_gradients(bucket.params, bucket.layout.views(flat))
             own = flat.new_empty(bucket.own.length)
             views = bucket.own.views(own)
-        for p in bucket.params:
-            p.grad = None
-        for p, view in zip(bucket.owned, views, strict=True):
-            p.grad = view
+        buckets.clear_gradients(bucket.params)
+        buckets.set_gradients(bucket.owned, views)
         before, last = self._scattered
         before.wait()  # so that its flat tensor can be used again
         self._scattered = last, collectives.reduce_scatter_mean(own, flat, self.group)
@@ -131,7 +127,7 @@ class Overlapped(wrapper.Wrapper):
     def _bucket(self, number: int, indices: tuple[int, ...]) -> Bucket:
         """The bucket of these parameters, and who owns them: here every rank all."""
         params = [self.trainable[index] for index in indices]
-        layout = Layout.of(params)
+        layout = buckets.Layout.of(params)
         return Bucket(number, indices, params, layout, self.comm_dtype or params[0].dtype, params, layout)
 
     def _plan(self, order: list[int]) -> None:
@@ -170,11 +166,9 @@ class Overlapped(wrapper.Wrapper):
         self._ready.add(index)
         if self._seen is not None:
             self._seen.append(index)
-        number = self._bucket_of[index]
-        self._waiting[number] -= 1
-        if not self._waiting[number]:
-            while len(self._sent) < len(self.buckets) and not self._waiting[len(self._sent)]:
-                self._send_next()
+        self._waiting[self._bucket_of[index]] -= 1
+        while len(self._sent) < len(self.buckets) and not self._waiting[len(self._sent)]:
+            self._send_next()
 
     def _synchronize(self) -> None:
         while len(self._sent) < len(self.buckets):  # gradients are missing, or were all made under no_sync()
@@ -207,8 +201,7 @@ class Overlapped(wrapper.Wrapper):
 
 
 SIZES = {"cpu": (2**12, 2**20, 2**22), "cuda": (2**12, 2**22, 2**26)}  # bytes
-CALLS = 5
-ROUNDS = 8
+CALLS, ROUNDS = 5, 8
 
 
 def latency_and_bandwidth(group: collectives.Group, device: torch.device) -> tuple[float, float]:
@@ -223,7 +216,7 @@ def latency_and_bandwidth(group: collectives.Group, device: torch.device) -> tup
         times = [_seconds(torch.zeros(size // 4, device=device), group) for size in sizes]
         least = torch.minimum(least, least.new_tensor(times))
         slowest = least.clone()
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX, group=group)
         seconds = slowest.tolist()
         if seconds == sorted(seconds) or not left:  # all ranks decide alike
             break
@@ -234,9 +227,9 @@ def _seconds(x: torch.Tensor, group: collectives.Group) -> float:
     """The least of CALLS, after one that connects."""
     samples = []
     for _ in range(1 + CALLS):
-        dist.barrier(group) if not collectives.is_nccl(group, x) else torch.cuda.synchronize(x.device)
+        torch.distributed.barrier(group) if not collectives.is_nccl(group, x) else torch.cuda.synchronize(x.device)
         start = time.perf_counter()
-        dist.all_reduce(x, group=group)
+        torch.distributed.all_reduce(x, group=group)
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
         samples.append(time.perf_counter() - start)
@@ -262,7 +255,7 @@ class Bucketed(Overlapped):
         bucket_mb: float | str | None = 25,
         comm_dtype: torch.dtype | None = None,
     ):
-        if bucket_mb is not None and bucket_mb != "auto" and not is_size(bucket_mb):
+        if bucket_mb is not None and bucket_mb != "auto" and not buckets.is_size(bucket_mb):
             raise ValueError(f'{bucket_mb=} must be a positive number of MiB, "auto", or None for one bucket')
         self.bucket_mb = bucket_mb
         super().__init__(module, process_group, comm_dtype)
@@ -272,12 +265,15 @@ class Bucketed(Overlapped):
         if self.bucket_mb == "auto":
             self.bucket_mb = self._best(sum(sizes))
         kinds = [(p.device, p.dtype) for p in self.trainable]
-        if self.bucket_mb is None:
-            return plan(sizes, order, math.inf, math.inf, kinds)
-        return plan(sizes, order, float(self.bucket_mb) * MIB, EDGE_BYTES, kinds)
+        limit, edge = (
+            (math.inf, math.inf)
+            if self.bucket_mb is None
+            else (float(self.bucket_mb) * buckets.MIB, buckets.EDGE_BYTES)
+        )
+        return buckets.plan(sizes, order, limit, edge, kinds)
 
     def _best(self, total: int) -> float:
         if self.world_size == 1 or not total:
             return 25
         latency_s, bytes_per_s = latency_and_bandwidth(self.group, self.trainable[0].device)
-        return optimal_bucket_bytes(total, latency_s, bytes_per_s) / MIB
+        return optimal_bucket_bytes(total, latency_s, bytes_per_s) / buckets.MIB

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -45,8 +44,9 @@ class TorchDDP(_Peer):
     def __init__(self, module: nn.Module, process_group: collectives.Group = None, **options: Any):
         super().__init__()
         device = next(module.parameters()).device
-        devices = [device.index] if device.type == "cuda" else None
-        self.ddp = DistributedDataParallel(module, device_ids=devices, process_group=process_group, **options)
+        self.ddp = DistributedDataParallel(
+            module, device_ids=[device.index] if device.type == "cuda" else None, process_group=process_group, **options
+        )
         self.module, self.group = module, process_group
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,10 +67,12 @@ class TorchDDPTuned(TorchDDP):
     def __init__(self, module: nn.Module, process_group: collectives.Group = None, bucket_mb: float = 25):
         for x in module.buffers():  # once, and not in every forward
             collectives.broadcast_(x, process_group)
-        options = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers
-            super().__init__(module, process_group, bucket_cap_mb=bucket_mb, **options)
+            super().__init__(
+                module, process_group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True,
+                broadcast_buffers=False,
+            )  # fmt: skip
 
 
 class TorchZero1(TorchDDP):
@@ -115,12 +117,17 @@ class TorchFSDP2(_Peer):
         super().__init__()
         for x in (*module.parameters(), *module.buffers()):
             collectives.broadcast_(x, process_group)
-        group = dist.group.WORLD if process_group is None else process_group
-        mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type)
-        policy = MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
+        mesh = DeviceMesh.from_group(
+            torch.distributed.group.WORLD if process_group is None else process_group,
+            next(module.parameters()).device.type,
         )
-        options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": self.reshards_after_forward}
+        options = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
+            ),
+            "reshard_after_forward": self.reshards_after_forward,
+        }
         for block in structure.blocks_of(module):
             fully_shard(block, **options)
         self.module = fully_shard(module, **options)

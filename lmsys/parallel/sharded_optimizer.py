@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from lmsys import values
 from lmsys.parallel import buckets, collectives, structure
 
 CHUNK = 2**26  # elements that one call gathers
@@ -101,18 +102,18 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        strangers = [p for p in group["params"] if p not in self.owners]
-        if strangers:
+        if strangers := [p for p in group["params"] if p not in self.owners]:
             self._flatten(strangers)
         if self._local is not None:
             self._local.add_param_group(self._own(group))
             group.update(without(self._local.param_groups[-1], "params"))
 
     def _flatten(self, params: list[Tensor]) -> None:
-        kinds = [(p.device, p.dtype) for p in params]
-        numels = [p.numel() for p in params]
-        for bucket in buckets.plan_segments(numels, range(len(params)), CHUNK, self.world_size, kinds, self._loads):
-            self.flat_buffers.append(flatten(params, bucket))
+        planned = buckets.plan_segments(
+            [p.numel() for p in params], range(len(params)), CHUNK, self.world_size,
+            [(p.device, p.dtype) for p in params], self._loads,
+        )  # fmt: skip
+        self.flat_buffers += [flatten(params, bucket) for bucket in planned]
         self.owners = owners_in(self.flat_buffers)
 
     def _own(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -154,8 +155,12 @@ class ShardedOptimizer(Optimizer):
         groups = [dict(group) for group in state_dict["param_groups"]]
         check_share(groups, self.rank, self.world_size)
         given_counts, here = ([len(group["params"]) for group in of] for of in (groups, self.param_groups))
-        if given_counts != here:
-            raise ValueError(f"the state dict has param groups of {given_counts} parameters, this optimizer of {here}")
+        values.hold(
+            (
+                given_counts == here,
+                f"the state dict has param groups of {given_counts} parameters, this optimizer of {here}",
+            )
+        )
         kept, local_groups = set[int](), []
         for saved, group in zip(groups, self.param_groups, strict=True):
             group.update(without(saved, "params"))
@@ -169,21 +174,25 @@ class ShardedOptimizer(Optimizer):
 
 def merge_shares(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The shares of all ranks as one state dict, as the optimizer without shards would give it."""
-    state = {number: values for share in shares for number, values in share["state"].items()}
-    groups = [without(group, "shard") for group in shares[0]["param_groups"]]
-    state = dict(sorted(state.items(), key=lambda item: (isinstance(item[0], str), item[0])))
-    return {"state": state, "param_groups": groups}
+    pairs = chain(*(share["state"].items() for share in shares))
+    return {
+        "state": dict(sorted(pairs, key=lambda item: (isinstance(item[0], str), item[0]))),
+        "param_groups": [without(group, "shard") for group in shares[0]["param_groups"]],
+    }
 
 
 def check_share(groups: Iterable[dict[str, Any]], rank: int, world_size: int) -> None:
     """Param groups tell whose part they are of from now on. ValueError where they are of another rank."""
     for group in groups:
-        if (share := list(group.setdefault("shard", [rank, world_size]))) != [rank, world_size]:
-            raise ValueError(
+        share = list(group.setdefault("shard", [rank, world_size]))
+        values.hold(
+            (
+                share == [rank, world_size],
                 f"the optimizer's state is the share of rank {share[0]} of {share[1]}, this is rank {rank} of"
                 f" {world_size}: load each rank's own, or a whole one, by the wrapper's full_optimizer_state_dict() and"
-                " load_optimizer_state_dict()"
+                " load_optimizer_state_dict()",
             )
+        )
 
 
 def without(group: dict[str, Any], name: str) -> dict[str, Any]:
@@ -204,11 +213,13 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
     """
     groups, flats, numbers = _laid_out(module, groups)
     held = sum(len(group["params"]) for group in shares[0]["param_groups"])
-    if held != sum(map(len, flats)):
-        raise ValueError(
+    values.hold(
+        (
+            held == sum(map(len, flats)),
             f"the optimizer's state is of {held} flat parts, and the module has {sum(map(len, flats))}: dtypes,"
-            " requires_grad, reads_rounded and reads_own_dtype must be what they were when it was wrapped"
+            " requires_grad, reads_rounded and reads_own_dtype must be what they were when it was wrapped",
         )
+    )
     state: dict[int, State] = {}
     for flat, params in enumerate(chain(*flats)):
         held_parts = [share["state"][flat] for share in shares if flat in share["state"]]
@@ -244,8 +255,10 @@ def flat_share(
                     if state_of_p:
                         view.copy_(state_of_p[name])
                 share[flat][name] = joined.chunk(world_size)[rank].clone()
-    shard_groups = [{**group, "shard": [rank, world_size]} for group in _groups(state, flats)]
-    return {"state": share, "param_groups": shard_groups}
+    return {
+        "state": share,
+        "param_groups": [{**group, "shard": [rank, world_size]} for group in _groups(state, flats)],
+    }
 
 
 def _has_elements(name: str, value: Any) -> bool:
@@ -265,8 +278,9 @@ def _laid_out(module: nn.Module, groups: Sequence[Any] | None) -> tuple[Sequence
 def _groups(state: State, held: Sequence[Sequence[Any]]) -> list[State]:
     """The state's groups, which hold so many. ValueError where there are others."""
     groups, numbers = state["param_groups"], count()
-    if len(groups) != len(held):
-        raise ValueError(f"the optimizer's state is of {len(groups)} param groups, and here are {len(held)}")
+    values.hold(
+        (len(groups) == len(held), f"the optimizer's state is of {len(groups)} param groups, and here are {len(held)}")
+    )
     return [
         {**without(group, "shard"), "params": list(islice(numbers, len(some)))}
         for group, some in zip(groups, held, strict=True)

@@ -76,8 +76,12 @@ _hooks: list[Any] = []
 def watch(strategy: nn.Module) -> None:
     """From now on each step of every optimizer of this process calls `before_step` and `after_step` of the strategy."""
     if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(partial(_tell, "before_step")))
-        _hooks.append(register_optimizer_step_post_hook(partial(_tell, "after_step")))
+        _hooks.extend(
+            (
+                register_optimizer_step_pre_hook(partial(_tell, "before_step")),
+                register_optimizer_step_post_hook(partial(_tell, "after_step")),
+            )
+        )
     _watching.add(strategy)
 
 

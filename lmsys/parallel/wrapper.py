@@ -23,8 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_map
 
-from lmsys.parallel import collectives, structure
-from lmsys.traits import StrategyTraits
+from lmsys.parallel import StrategyTraits, collectives, structure
 from lmsys.values import hold
 
 
@@ -42,7 +41,7 @@ class Wrapper(nn.Module):
     """
 
     zero_stage = 0
-    synchronizes = StrategyTraits.synchronizes
+    synchronizes, shards_gradients = StrategyTraits.synchronizes, StrategyTraits.shards_gradients
     _walk: Any = None  # of a forward, where a strategy gathers parameters as it goes on
 
     def __init__(self, module: nn.Module, process_group: collectives.Group = None):
@@ -168,8 +167,12 @@ class Wrapper(nn.Module):
         mine, given = self._names_in(optimizer), state_dict["param_groups"]
         fitting = [next((group for group in given if set(names) <= set(group["params"])), None) for names in mine]
         numbers = {name: number for number, name in enumerate(chain(*mine))}
-        if None in fitting or not state_dict["state"].keys() <= numbers.keys():
-            raise ValueError(f"the state has other parameters, or other groups of them, than this optimizer: {mine}")
+        hold(
+            (
+                None not in fitting and state_dict["state"].keys() <= numbers.keys(),
+                f"the state has other parameters, or other groups of them, than this optimizer: {mine}",
+            )
+        )
         found = {
             "state": {numbers[name]: tree_map(whole, x) for name, x in state_dict["state"].items()},
             "param_groups": [
@@ -216,8 +219,7 @@ class Wrapper(nn.Module):
         """ValueError where `.to` and its like would move or cast what the strategy has laid out."""
         with torch.no_grad():
             for name, x in (*self.named_parameters(), *self.named_buffers()):
-                if fn(x) is not x:
-                    raise ValueError(f"{name} would move or change its dtype: do that to the module, and wrap it then")
+                hold((fn(x) is x, f"{name} would move or change its dtype: do that to the module, and wrap it then"))
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -294,18 +296,16 @@ class Wrapper(nn.Module):
         On a GPU they are those of the step before, for which the host does not have to wait. ValueError on all ranks at
         once where a module has changed; RuntimeError where ranks have done different things.
         """
-        told: Tensor | None = flags
         if flags.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 return None
-            told = None
-            if self._told is not None:
-                told, arrived = self._told
-                arrived.synchronize()
+            before = self._told
             self._told = flags.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()
-        if told is None:
-            return None
-        changed, history, square, *_ = found = told.tolist()
+            if before is None:
+                return None
+            flags, arrived = before
+            arrived.synchronize()
+        changed, history, square, *_ = found = flags.tolist()
         if changed > 0:
             self._told = None
             raise _changed(collectives.gather_objects(self._change, self.group))
@@ -345,8 +345,12 @@ def _changed(changes: list[str]) -> ValueError:
 
 def check_floating(name: str, dtype: Any) -> None:
     """ValueError unless it is a floating-point dtype, or None."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"{name}={dtype!r} must be a floating-point dtype, such as torch.bfloat16, or None")
+    hold(
+        (
+            dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point),
+            f"{name}={dtype!r} must be a floating-point dtype, such as torch.bfloat16, or None",
+        )
+    )
 
 
 def dense(p: Tensor) -> Tensor:
@@ -376,10 +380,12 @@ def _agree(module: nn.Module, group: collectives.Group) -> None:
     first, *others = collectives.gather_objects(mine, group)
     for rank, other in enumerate(others, start=1):
         for here, there in zip_longest(first, other):
-            if here != there:
-                raise ValueError(
-                    f"ranks hold different modules: rank 0 has {_words(here)} where rank {rank} has {_words(there)}"
+            hold(
+                (
+                    here == there,
+                    f"ranks hold different modules: rank 0 has {_words(here)} where rank {rank} has {_words(there)}",
                 )
+            )
 
 
 def _words(difference: tuple[Any, ...] | None) -> str:

@@ -9,16 +9,16 @@ blocks come to need them.
 Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 7.
 """
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 
+from lmsys import values
 from lmsys.parallel import buckets, collectives, copy_engine, overlapped, part, sharded_optimizer, structure, traits
 
 # Flat buffers that a recorded forward has begun to gather beyond those it has waited for. Were all begun at its start,
@@ -55,9 +55,8 @@ class Zero1(overlapped.Overlapped):
 
     def __init__(self, module: nn.Module, process_group: collectives.Group = None, bucket_mb: float | str = "auto"):
         bucket_mb = segment_mb(collectives.size_and_rank(process_group)[0]) if bucket_mb == "auto" else bucket_mb
-        if not buckets.is_size(bucket_mb):
-            raise ValueError(f'{bucket_mb=} must be a positive number of MiB, or "auto"')
-        self.bucket_mb = bucket_mb
+        values.hold((buckets.is_size(bucket_mb), f'{bucket_mb=} must be a positive number of MiB, or "auto"'))
+        self.bucket_mb: Any = bucket_mb
         super().__init__(module, process_group)
         self._seen = None  # the division among ranks stays as it is
         self.flat_buffers = [
@@ -67,12 +66,12 @@ class Zero1(overlapped.Overlapped):
         self._gathering = [
             collectives.Pending() for _ in self.flat_buffers
         ]  # those begun, in order; at first none is needed
-        self._stale, self._recorded = False, False  # others' parameters are the old ones; a recorded forward fetches
+        # Others' parameters are the old ones; a recorded forward fetches; gradients are means.
+        self._stale, self._recorded, self._are_means = False, False, False
         self._wait_in_forward()
         self.transport.settle(self.buckets, self.flat_buffers)
         self._own = [p for p, rank in self.owners.items() if rank == self.rank]
         self._scaled: list[Tensor] = []  # means to which a backward may add
-        self._are_means = False
         self._trained, self.optimizers = structure.Among(self.trainable), WeakSet[Any]()
         self._address = part.address(self.trainable[0]) if self.trainable else 0
 
@@ -111,13 +110,17 @@ class Zero1(overlapped.Overlapped):
         super().before_step(optimizer)
         if not self._trained.held_by(optimizer):
             return
-        if optimizer not in self.optimizers:
-            raise ValueError(
+        values.hold(
+            (
+                optimizer in self.optimizers,
                 f"this {type(optimizer).__name__} holds parameters whose gradients ZeRO-1 has divided among ranks: make"
-                " it by make_optimizer(), which gathers what each rank has stepped"
-            )
-        if part.address(self.trainable[0]) != self._address:
-            raise ValueError("the module was moved or cast after it was wrapped: do that first, and wrap it then")
+                " it by make_optimizer(), which gathers what each rank has stepped",
+            ),
+            (
+                part.address(self.trainable[0]) == self._address,
+                "the module was moved or cast after it was wrapped: do that first, and wrap it then",
+            ),
+        )
 
     def stepped(self) -> None:
         """Called by the optimizer: this rank's parameters have moved, others' are to be gathered."""
@@ -247,7 +250,7 @@ class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
     """A ShardedOptimizer whose gathering goes on while the next forward begins."""
 
     def __init__(self, wrapper: Zero1, optimizer_cls: Any, params: Any = None, **kwargs: Any):
-        self._wrapper = weakref.ref(wrapper)
+        self._wrapper = ref(wrapper)
         chosen = wrapper.trainable if params is None else params
         super().__init__(chosen, optimizer_cls, wrapper.group, wrapper.flat_buffers, **kwargs)
         wrapper.optimizers.update((self, self._local))

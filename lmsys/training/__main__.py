@@ -14,7 +14,7 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-from lmsys import commands, doing, files, watchdog
+from lmsys import commands, doing, files, values, watchdog
 
 if __name__ == "__main__" and watchdog.under_torchrun():
     watchdog.begin()  # before torch is imported, which takes seconds
@@ -106,8 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int | None) -> int:
     if watchdog.under_torchrun():
-        if ranks is not None:
-            raise ValueError("--ranks starts processes of its own; torchrun has started them already")
+        values.hold((ranks is None, "--ranks starts processes of its own; torchrun has started them already"))
         joined = TorchrunGroup(_backend(config), TIMEOUT_S)
         code = pipeline.run(config, steps, skip_data)
         joined.close()  # not after an error: others wait in it

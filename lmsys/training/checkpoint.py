@@ -15,6 +15,7 @@ import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -83,9 +84,8 @@ class Checkpoint:
             self._verified(name)
 
     def _verified(self, name: str) -> Path:
-        entry = self.files.get(name)
-        if entry is None:
-            raise ValueError(f"{self.manifest}: names no file of {name!r}")
+        values.hold((name in self.files, f"{self.manifest}: names no file of {name!r}"))
+        entry = self.files[name]
         path = self.manifest.with_name(entry["file"])
         values.hold((path.is_file(), f"{path}: is missing"))
         size, saved = path.stat().st_size, entry["bytes"]
@@ -266,8 +266,7 @@ def _tidy(folder: Path, step: int, keep: int | None) -> None:
 
 def _manifests(folder: Path) -> dict[int, Path]:
     """Sorts checkpoints by step, the highest first. A folder of such a name is none."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    matches = [(_MANIFEST.fullmatch(path.name), path) for path in paths]
+    matches = [(_MANIFEST.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
     by_step = {int(match[1]): path for match, path in matches if match and not path.is_dir()}
     return dict(sorted(by_step.items(), reverse=True))
 
@@ -279,14 +278,13 @@ def optimizer_layout(strategy: adapter.Adapter) -> str:
 
 def capture(strategy: adapter.Adapter, optimizer: Optimizer, rank: int) -> tuple[State, State]:
     """(the state that rank 0 saves for all, the state that this rank saves). All ranks call it."""
-    state = strategy.full_state_dict()  # of lmsys.model.Loss, which strategies wrap
-    shared: State = {"model": {name.removeprefix("model."): x for name, x in state.items()}}
+    # Of lmsys.model.Loss, which strategies wrap.
+    shared: State = {"model": {name.removeprefix("model."): x for name, x in strategy.full_state_dict().items()}}
     if isinstance(optimizer, sharded_optimizer.ShardedOptimizer) or optimizer_layout(strategy) == "flat":
         return shared, {"optimizer": optimizer.state_dict()}
     if hasattr(optimizer, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer
         optimizer.consolidate_state_dict(to=0)
-        return shared | ({"optimizer": optimizer.state_dict()} if rank == 0 else {}), {}
-    return shared | {"optimizer": optimizer.state_dict()}, {}
+    return shared | ({"optimizer": optimizer.state_dict()} if rank == 0 else {}), {}
 
 
 def restore_optimizer(
@@ -331,10 +329,7 @@ def save_checkpoint(model: torch.nn.Module, optimizer: Optimizer, iteration: int
         "optimizer": optimizer.state_dict(),
         "iteration": values.whole("iteration", iteration, least=0),
     }
-    if not isinstance(out, str | os.PathLike):
-        torch.save(state, out)
-        return
-    with files.replacing(Path(out)) as file:
+    with files.replacing(Path(out)) if isinstance(out, str | os.PathLike) else nullcontext(out) as file:
         torch.save(state, file)
 
 
@@ -362,8 +357,9 @@ def load_state(path: Path | IO[bytes], *keys: str) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of a pickle that is wrong, almost any
-        kind = type(error).__name__
-        raise ValueError(f"{path}: must hold tensors and plain values alone; loading it gives {kind}") from error
+        raise ValueError(
+            f"{path}: must hold tensors and plain values alone; loading it gives {type(error).__name__}"
+        ) from error
     values.hold((isinstance(state, dict), f"{path}: must hold a dictionary; got {values.shortly(state)}"))
     if missing := [key for key in keys if key not in state]:
         raise ValueError(f"{path}: must have {missing[0]!r}; got {values.shortly(list(state))}")

@@ -15,13 +15,11 @@ TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/ma
 
 
 def _may_be_path(name: str, text: str) -> None:
-    if "\0" in text:
-        raise ValueError(f"{name}={values.shortly(text)} must be a path, which has no null byte")
+    values.hold(("\0" not in text, f"{name}={values.shortly(text)} must be a path, which has no null byte"))
 
 
 def _is_sha256(name: str, text: str) -> None:
-    if not re.fullmatch("[0-9a-fA-F]{64}", text):
-        raise ValueError(f"{name}={text!r} must be 64 hexadecimal digits, or null")
+    values.hold((re.fullmatch("[0-9a-fA-F]{64}", text), f"{name}={text!r} must be 64 hexadecimal digits, or null"))
 
 
 PathText = Annotated[str, _may_be_path]
@@ -60,10 +58,14 @@ class DataConfig(strict_json.Checked):
         super().__post_init__()
         for name in ("url", "valid_url"):
             parts = urlsplit(value := getattr(self, name))
-            if parts.scheme not in ("http", "https") or not parts.netloc or file_of(value) in ("", ".", ".."):
-                raise ValueError(f"{name}={value!r} must begin with http:// or https:// and end in a file's name")
-        if file_of(self.url) == file_of(self.valid_url):
-            raise ValueError(f"url={self.url!r} and valid_url={self.valid_url!r} must end in different names")
+            is_file = parts.scheme in ("http", "https") and parts.netloc and file_of(value) not in ("", ".", "..")
+            values.hold((is_file, f"{name}={value!r} must begin with http:// or https:// and end in a file's name"))
+        values.hold(
+            (
+                file_of(self.url) != file_of(self.valid_url),
+                f"url={self.url!r} and valid_url={self.valid_url!r} must end in different names",
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -151,18 +153,22 @@ class TrainConfig(strict_json.Checked):
         """Micro-batches of a rank in a step. ValueError where they do not come out even."""
         if self.reproducible:
             fit = sorted({1, max(1, self.leaves // 2), self.leaves})
-            if world_size not in fit:
-                raise ValueError(
+            values.hold(
+                (
+                    world_size in fit,
                     f"train.reproducible with train.leaves={self.leaves} runs on {', '.join(map(str, fit))} ranks, not"
-                    f" {world_size}"
+                    f" {world_size}",
                 )
+            )
             return self.leaves // world_size
         count, left = divmod(self.batch_size, self.micro_batch_size * world_size)
-        if left or not count:
-            raise ValueError(
+        values.hold(
+            (
+                count and not left,
                 f"train.batch_size={self.batch_size} must be a multiple of train.micro_batch_size"
-                f"={self.micro_batch_size} x {world_size} ranks"
+                f"={self.micro_batch_size} x {world_size} ranks",
             )
+        )
         return count
 
 

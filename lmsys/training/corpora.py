@@ -12,8 +12,7 @@ from pathlib import Path
 from platform import python_version
 from tempfile import TemporaryFile
 
-from lmsys import values
-from lmsys.files import cache_folder, replacing, sha256_of
+from lmsys import files, values
 from lmsys.tokenizer import chunks, pretokens
 from lmsys.training.config import DataConfig, file_of
 
@@ -42,8 +41,9 @@ def make_folder(folder: Path, setting: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()
     except OSError as error:
-        words = f"files cannot be written in {folder}: {error.strerror}; name another folder"
-        raise ValueError(f"{setting}: {words}") from error
+        raise ValueError(
+            f"{setting}: files cannot be written in {folder}: {error.strerror}; name another folder"
+        ) from error
 
 
 def stdlib(folder: Path | None = None) -> Corpus:
@@ -51,7 +51,7 @@ def stdlib(folder: Path | None = None) -> Corpus:
 
     A document is a module that is UTF-8. Every 20th, in order of names, is for validation.
     """
-    folder = Path(folder or cache_folder() / "corpora")
+    folder = Path(folder or files.cache_folder() / "corpora")
     paths = [folder / f"stdlib-{python_version()}-{part}.txt" for part in ("train", "valid")]
     if not all(path.is_file() for path in paths):
         make_folder(folder, "data.folder")
@@ -60,7 +60,7 @@ def stdlib(folder: Path | None = None) -> Corpus:
         valid = documents[HELD_OUT - 1 :: HELD_OUT]
         train = [text for index, text in enumerate(documents) if index % HELD_OUT != HELD_OUT - 1]
         for path, texts in zip(paths, (train, valid), strict=True):
-            with replacing(path) as file:
+            with files.replacing(path) as file:
                 file.write("".join(text + END_OF_TEXT for text in texts).encode())
     return Corpus("stdlib", (chunks.whole(paths[0]),), (chunks.whole(paths[1]),))
 
@@ -73,7 +73,7 @@ def tinystories(
     The settings name the URLs of its two files, and their checksums where they are known beforehand. A checksum holds
     for a file that is there already, too; beside a file stands what it was when it came.
     """
-    folder, settings = Path(folder or cache_folder() / "corpora"), settings or DataConfig()
+    folder, settings = Path(folder or files.cache_folder() / "corpora"), settings or DataConfig()
     wanted = ((settings.url, settings.sha256), (settings.valid_url, settings.valid_sha256))
     train, valid = (chunks.whole(_download_once(url, folder, sha256, progress)) for url, sha256 in wanted)
     return Corpus("tinystories", (train,), (valid,))
@@ -122,16 +122,20 @@ def _download_once(url: str, folder: Path, sha256: str | None, progress: Progres
         note.write_text(download(url, path, sha256=sha256, progress=progress))
     elif sha256 is not None:
         if not note.is_file() or note.stat().st_mtime < path.stat().st_mtime:  # the file came in another way
-            note.write_text(sha256_of(path))
-        if (digest := note.read_text()) != sha256.lower():
-            raise ValueError(f"{path}: its SHA-256 is {digest}, and must be {sha256}; remove it to download it again")
+            note.write_text(files.sha256_of(path))
+        digest = note.read_text()
+        values.hold(
+            (
+                digest == sha256.lower(),
+                f"{path}: its SHA-256 is {digest}, and must be {sha256}; remove it to download it again",
+            )
+        )
     return path
 
 
 def _stdlib_documents() -> Iterator[str]:
-    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
-        if "site-packages" in path.parts or "dist-packages" in path.parts:
-            continue
+    paths = Path(sysconfig.get_path("stdlib")).rglob("*.py")
+    for path in sorted(path for path in paths if not {"site-packages", "dist-packages"} & {*path.parts}):
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
@@ -192,7 +196,7 @@ def download(
             kept = f"; {part} keeps the {part.stat().st_size:,} bytes that came" if part.is_file() else ""
             raise ConnectionError(f"{url}: {failure}, in {len(pauses_s) + 1} tries{kept}")
         time.sleep(pause_s)
-    digest = sha256_of(part)
+    digest = files.sha256_of(part)
     if named and named != {digest}:
         part.unlink()
         raise ValueError(f"{url}: its SHA-256 is {digest}, and must be {' and '.join(sorted(named))}; removed")

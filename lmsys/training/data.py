@@ -97,9 +97,8 @@ def read_end_of_text(path: Path) -> int:
 
 def shards(output: Path, world_size: int) -> list[Path]:
     """The files that `world_size` ranks write for `output`."""
-    if world_size == 1:
-        return [output]
-    return [output.with_stem(f"{output.stem}-{rank:05}-of-{world_size:05}") for rank in range(world_size)]
+    names = [f"{output.stem}-{rank:05}-of-{world_size:05}" for rank in range(world_size)]
+    return [output] if world_size == 1 else [output.with_stem(name) for name in names]
 
 
 def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
@@ -129,12 +128,8 @@ def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
             raise ValueError(f"{path}: id {largest} is not in this vocabulary of {tokenizer.vocab_size}")
         return ids
     facts = strict_json.read_json(facts_file, tokens=int, vocab_size=int, tokenizer=str)
-    if facts["tokens"] != len(ids):
-        raise ValueError(
-            values.shortened(
-                f"{path}: holds {len(ids):,} ids, and {facts_file.name} says {facts['tokens']:,}: make it anew"
-            )
-        )
+    words = f"{path}: holds {len(ids):,} ids, and {facts_file.name} says {facts['tokens']:,}: make it anew"
+    values.hold((facts["tokens"] == len(ids), values.shortened(words)))
     if tokenizer and facts["tokenizer"] != tokenizer.fingerprint:
         raise ValueError(
             values.shortened(
@@ -287,8 +282,7 @@ class Batches:
     def window(self, index: int) -> np.ndarray:
         """The ids of sequence `index` of all steps, (S + 1,)."""
         epoch, place = divmod(index, self.num_windows)
-        slack = (len(self.source) - 1) % self.context_length
-        first, order = _epoch_order(self.seed, epoch, self.num_windows, slack)
+        first, order = _epoch_order(self.seed, epoch, self.num_windows, (len(self.source) - 1) % self.context_length)
         start = first + int(order[place]) * self.context_length
         return self.source.read(start, start + self.context_length + 1)
 

@@ -71,8 +71,7 @@ def evaluate(
             if not (count := _count(targets[some])):
                 continue  # a mean of nothing
             with autocast():
-                loss = (loss_of or model.loss)(*model_inputs(inputs[some], targets[some], device))
-            total += loss.item() * count
+                total += (loss_of or model.loss)(*model_inputs(inputs[some], targets[some], device)).item() * count
     finally:
         model.train(was_training)
     return Evaluation(total / _count(targets), _count(targets))

@@ -43,8 +43,7 @@ class Sampling(strict_json.Checked):
         if self.top_k is not None:
             ordered[:, self.top_k :] = -torch.inf
         kept = torch.softmax(ordered, dim=-1)
-        before = kept.cumsum(dim=-1) - kept
-        kept = kept.masked_fill(before >= self.top_p, 0.0) if self.top_p < 1 else kept
+        kept = kept.masked_fill(kept.cumsum(dim=-1) - kept >= self.top_p, 0.0) if self.top_p < 1 else kept
         return kept / kept.sum(dim=-1, keepdim=True), ids
 
     def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
@@ -69,17 +68,15 @@ class Cache:
 
     def attend(self, of_model: Callable[[], Any]) -> list[Any]:
         """The function each layer attends with; `of_model` gives the model's own, for the prompts."""
-        if self._positions is None:
-            row = of_model()
-            return [partial(self._read_prompts, index, row) for index in range(len(self._kept))]
-        return [partial(self._read_token, index) for index in range(len(self._kept))]
+        read = partial(self._read_prompts, of_model()) if self._positions is None else self._read_token
+        return [partial(read, index) for index in range(len(self._kept))]
 
     def at(self, positions: Tensor) -> Tensor:
         """Where the next token of each row stands: (B) -> (B, 1), as the model takes it."""
         self._positions, self._lengths = positions, positions + 1
         return positions[:, None]
 
-    def _read_prompts(self, index: int, row: Any, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    def _read_prompts(self, row: Any, index: int, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         keys, values = (x.new_zeros(*x.shape[:2], self._capacity, x.shape[3]) for x in (k, v))
         keys[:, :, : k.shape[2]], values[:, :, : v.shape[2]] = k, v
         self._kept[index] = keys, values

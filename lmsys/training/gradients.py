@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lmsys.model.linear import RoundedWeights, recorded
-from lmsys.parallel.adapter import Adapter
+from lmsys.parallel import adapter, buckets
 from lmsys.training.reproducible import Tree
 
 _STREAMS: dict[int, torch.cuda.Stream] = {}  # by device: that of all recordings
@@ -94,7 +94,7 @@ class GraphedGradients:
         with on_capture_stream() as stream:
             for _ in range(self._warm_ups):
                 self._compute()
-        self._clear()
+        buckets.clear_gradients(self._parameters)
         graph = torch.cuda.CUDAGraph()
         # The stream has cuBLAS's workspace by now. NCCL's watchdog, a thread of its own, asks for events meanwhile.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), recorded() as self._read:
@@ -114,17 +114,12 @@ class GraphedGradients:
             copies.refresh()
         assert self._graph is not None
         self._graph.replay()
-        for p, gradient in zip(self._parameters, self._gradients, strict=True):
-            p.grad = gradient
+        buckets.set_gradients(self._parameters, self._gradients)
         return self._loss
 
     def _compute(self) -> Tensor:
-        self._clear()
+        buckets.clear_gradients(self._parameters)
         return self._function(*self._inputs)
-
-    def _clear(self) -> None:
-        for p in self._parameters:
-            p.grad = None
 
 
 class Gradients:
@@ -138,7 +133,7 @@ class Gradients:
 
     def __init__(
         self,
-        strategy: Adapter,
+        strategy: adapter.Adapter,
         loss_of: Callable[..., Tensor],
         divisor: int,
         tree: Iterable[torch.nn.Parameter] | None = None,
@@ -167,10 +162,8 @@ class Gradients:
             losses.append(self._backward(inputs, weight))
             self._strategy.finish()
             sums.add([p.grad for p in parameters])
-            for p in parameters:
-                p.grad = None
-        for p, gradient in zip(parameters, sums.total, strict=True):
-            p.grad = gradient
+            buckets.clear_gradients(parameters)
+        buckets.set_gradients(parameters, sums.total)
         return losses
 
     def _backward(self, inputs: tuple[Any, ...], weight: float) -> Tensor:
@@ -189,7 +182,7 @@ class ReplayedGradients:
     ends.
     """
 
-    def __init__(self, gradients: Gradients, strategy: Adapter):
+    def __init__(self, gradients: Gradients, strategy: adapter.Adapter):
         def compute(*flat: Tensor) -> Tensor:
             batches = list(zip(flat[0::2], flat[1::2], strict=True))
             return gradients(batches, [1.0] * len(batches))

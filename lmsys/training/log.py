@@ -96,12 +96,9 @@ def check_packages(config: RunConfig) -> None:
 
 def others(config: RunConfig, step: int) -> list[TensorBoard | WandB]:
     """The other logs that the config asks for; `check_packages` has seen that their packages are there."""
-    logs: list[TensorBoard | WandB] = []
-    if config.log.tensorboard:
-        logs.append(TensorBoard(config.folder / "tensorboard", step))
-    if config.log.wandb is not None:
-        logs.append(WandB(config.folder, config.log.wandb, config.log.wandb_mode, asdict(config)))
-    return logs
+    boards = [TensorBoard(config.folder / "tensorboard", step)] if config.log.tensorboard else []
+    projects = [] if config.log.wandb is None else [config.log.wandb]
+    return [*boards, *(WandB(config.folder, name, config.log.wandb_mode, asdict(config)) for name in projects)]
 
 
 class Progress:

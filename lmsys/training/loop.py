@@ -253,11 +253,12 @@ class Trainer:
         """The line for the reader, from this step on."""
         config = self.config
         tokens = config.train.batch_size * config.model.context_length
-        flops = model_flops(config.model, tokens=tokens, context=config.model.context_length, mode="step")
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
         return log.Progress(
-            self.step, config.train.steps, tokens, flops, peak_flops_per_s(gpu, config.train.precision, self.world_size)
-        )
+            self.step, config.train.steps, tokens,
+            model_flops(config.model, tokens=tokens, context=config.model.context_length, mode="step"),
+            peak_flops_per_s(gpu, config.train.precision, self.world_size),
+        )  # fmt: skip
 
     def _tell(self, step: Step, write: Callable[..., None], say: Say, progress: log.Progress) -> None:
         write(

@@ -70,9 +70,12 @@ class AdamW(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for group in state_dict["param_groups"]:
-            for name, other in OTHER_ALGORITHMS.items():
-                if group.get(name) is other:
-                    raise ValueError(f"the state dict is not AdamW's: its param group has {name}={other}")
+            hold(
+                *(
+                    (group.get(name) is not other, f"the state dict is not AdamW's: its param group has {name}={other}")
+                    for name, other in OTHER_ALGORITHMS.items()
+                )
+            )
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -97,10 +100,7 @@ class AdamW(Optimizer):
         with torch._C.DisableTorchFunctionSubclass():  # gradients are `Part`s under some strategies
             for group, bundles in zip(self.param_groups, plans, strict=True):
                 for bundle in bundles:
-                    if bundle.params[0].is_cuda:
-                        _cuda_step(bundle, group, self.rounded, *scaling)
-                    else:
-                        _torch_step(bundle, group, False, *scaling)
+                    _step(bundle, group, self.rounded, *scaling)
         return loss
 
     def _plan(self, index: int) -> "list[_Bundle]":
@@ -111,10 +111,16 @@ class AdamW(Optimizer):
         live = [p for p in group["params"] if p.grad is not None]
         before, bundles = self._plans.get(index, ([], []))
         if len(before) != len(now := self._with_state(live)) or not all(map(is_, before, now)):
-            for p in live:
-                if p.grad.layout != torch.strided or not p.is_floating_point():
-                    given = f"{p.grad.layout} of {p.dtype}, shape {tuple(p.shape)}"
-                    raise ValueError(f"AdamW takes dense floating-point gradients, and one is {given}")
+            hold(
+                *(
+                    (
+                        p.grad.layout == torch.strided and p.is_floating_point(),
+                        f"AdamW takes dense floating-point gradients, and one is {p.grad.layout} of {p.dtype}, shape"
+                        f" {tuple(p.shape)}",
+                    )
+                    for p in live
+                )
+            )
             for p in live:
                 state = self.state[p]
                 if not state:
@@ -155,14 +161,15 @@ def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype]
     return kinds
 
 
-def _cuda_step(bundle: _Bundle, group: dict[str, Any], rounded: Any, *scaling: Tensor | None) -> None:
-    device = bundle.params[0].device
-    moved = [None if x is None else x.to(device, non_blocking=True) for x in scaling]
+def _step(bundle: _Bundle, group: dict[str, Any], rounded: Any, *scaling: Tensor | None) -> None:
+    device, on_cuda = bundle.params[0].device, bundle.params[0].is_cuda
+    moved = [None if x is None else x.to(device, non_blocking=on_cuda) for x in scaling]
     lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs
-    if HAS_TRITON and bundle.params[0].dtype == torch.float32 and all(map(Tensor.is_contiguous, chain(*lists))):
+    has_kernel = HAS_TRITON and on_cuda and bundle.params[0].dtype == torch.float32
+    if has_kernel and all(map(Tensor.is_contiguous, chain(*lists))):
         _triton_step(bundle, group, rounded, *moved)
     else:
-        _torch_step(bundle, group, True, *moved)
+        _torch_step(bundle, group, on_cuda, *moved)
 
 
 def _triton_step(
@@ -223,9 +230,7 @@ def cosine_schedule(step: int, *, max_lr: float, min_lr: float, warmup_steps: in
     )
     if step < warmup_steps:
         return max_lr * step / warmup_steps
-    if step >= total_steps:
-        return min_lr
-    progress = (step - warmup_steps) / (total_steps - warmup_steps)
+    progress = min(1, (step - warmup_steps) / (total_steps - warmup_steps))
     return min_lr + (max_lr - min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -279,10 +284,10 @@ def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     if not bundles:
         return torch.zeros(())
     first_device = next(iter(bundles))[0]
-    norms: list[Tensor] = []
-    for (_, dtype), grads in bundles.items():
-        wide = torch.promote_types(dtype, torch.float32)
-        norms.append(torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).to(first_device))
+    norms = [
+        torch.stack(torch._foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))).to(first_device)
+        for (_, dtype), grads in bundles.items()
+    ]
     return torch.linalg.vector_norm(torch.cat(norms))
 
 

@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from lmsys import checkpointing, doing, strict_json, values
-from lmsys.files import claim, write_json
+from lmsys import checkpointing, doing, files, strict_json, values
 from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES, collectives, group
 from lmsys.tokenizer import Tokenizer, chunks, train
@@ -101,16 +100,16 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     with ExitStack() as ending:
         if any(step in WRITERS for step in steps):
             corpora.make_folder(config.folder, "output")
-            folders, files = ([config.folder / name for name in names] for names in (FOLDERS, FILES))
+            folders, plain = ([config.folder / name for name in names] for names in (FOLDERS, FILES))
             values.hold(
                 *(
                     (x.is_dir() or not x.exists(), f"{x}: must be a folder; move away what stands there")
                     for x in folders
                 ),
-                *((not x.is_dir(), f"{x}: must be a file; move the folder away") for x in files),
+                *((not x.is_dir(), f"{x}: must be a file; move the folder away") for x in plain),
             )
             if rank == 0:
-                ending.callback(claim(config.folder / "log.jsonl"))
+                ending.callback(files.claim(config.folder / "log.jsonl"))
         return _take(context, [step for step in steps if not (skip_data and step in DATA_STEPS)], len(steps) == 1)
 
 
@@ -175,7 +174,7 @@ def make_tokenizer(context: RunContext, anew: bool) -> None:
         )
         record.unlink(missing_ok=True)  # it would speak for half of a save that is killed
         tokenizer.save(record.parent)
-        write_json(record, made)
+        files.write_json(record, made)
     _wait(context)
 
 
@@ -196,14 +195,14 @@ def make_tokens(context: RunContext, anew: bool) -> None:
     if context.rank == 0:
         (folder / "made.json").unlink(missing_ok=True)
     _wait(context)  # it is gone before a part of it is another's
-    for part, files in zip(PARTS, (corpus.train, corpus.valid), strict=True):
+    for part, texts in zip(PARTS, (corpus.train, corpus.valid), strict=True):
         data.tokenize_files(
-            tokenizer, files, folder / f"{part}.npy",
+            tokenizer, texts, folder / f"{part}.npy",
             processes=context.processes, rank=context.rank, world_size=context.world_size,
         )  # fmt: skip
     _wait(context)
     if context.rank == 0:
-        write_json(folder / "made.json", {**made, "shards": context.world_size})
+        files.write_json(folder / "made.json", {**made, "shards": context.world_size})
     _wait(context)
 
 
@@ -221,12 +220,11 @@ def train_model(context: RunContext) -> loop.Outcome:
         done = "; all steps are done: name another --output to train anew" if trainer.step >= config.train.steps else ""
         context.say(f"going on from {saved.manifest}, step {trainer.step:,}{done}")
         # The rate may jump where a run goes on with other steps than it had.
-        changed = [
+        if changed := [
             f"{setting} was {values.shortly(was)} and is {now}"
             for name, was, now in saved.differences(schedule=trainer.schedule)
             if (setting := name.partition(".")[2]) and trainer.step < config.train.steps
-        ]
-        if changed:
+        ]:
             context.say(f"the learning rate has another schedule than before: {', '.join(changed)}")
     size = f"{sum(x.numel() for x in trainer.model.parameters()):,} parameters, " if (context.world_size == 1) else ""
     context.say(f"training: {size}{len(source):,} tokens of text, {context.world_size} x {context.device.type}")
@@ -260,13 +258,12 @@ def print_sample(context: RunContext) -> None:
     config, tokenizer = context.config.generate, _tokenizer(context)
     model, step = _trained(context, tokenizer)
     prompt = _prompt(context, tokenizer)
-    sampling = generation.Sampling(config.temperature, config.top_k, config.top_p)
-    room = min(config.max_new_tokens, model.config.context_length - len(prompt))
-    stop = data.end_of_text(tokenizer)
     with context.autocast():
         (made,) = generation.generate(
-            model, [prompt], room, sampling, stop=stop, seed=config.seed, vocab_size=tokenizer.vocab_size
-        )
+            model, [prompt], min(config.max_new_tokens, model.config.context_length - len(prompt)),
+            generation.Sampling(config.temperature, config.top_k, config.top_p),
+            stop=data.end_of_text(tokenizer), seed=config.seed, vocab_size=tokenizer.vocab_size,
+        )  # fmt: skip
     context.say(f"sample of step {step:,}:\n{tokenizer.decode(prompt + made)}")
 
 
@@ -339,8 +336,8 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, e
     )
 
 
-def _facts(files: tuple[chunks.Chunk, ...]) -> list[Any]:
-    return [[str(chunk.path), chunk.start, chunk.stop] for chunk in files]
+def _facts(text: tuple[chunks.Chunk, ...]) -> list[Any]:
+    return [[str(chunk.path), chunk.start, chunk.stop] for chunk in text]
 
 
 def _read(path: Path) -> dict[str, Any] | None:

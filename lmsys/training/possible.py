@@ -5,20 +5,18 @@ from typing import Any
 import torch
 
 from lmsys import checkpointing, registry, values
-from lmsys.attention import ATTENTION, AttentionCase, contract
+from lmsys.attention import ATTENTION, AttentionCase, AttentionTraits, contract
 from lmsys.config import ModelConfig
 from lmsys.model import BLOCKS_PER_GRAPH, fused, transformer
-from lmsys.parallel import STRATEGIES, collectives
+from lmsys.parallel import STRATEGIES, StrategyTraits, collectives
 from lmsys.tokenizer import Tokenizer
-from lmsys.training import corpora, data
+from lmsys.training import corpora, data, prepare
 from lmsys.training.config import RunConfig
-from lmsys.training.prepare import MEMORY_SHARE, Execution, fitted, gpu_memory
-from lmsys.traits import AttentionTraits, StrategyTraits
 
 
 def plan(
     config: RunConfig, device: torch.device, group: collectives.Group = None
-) -> tuple[ModelConfig, Execution, StrategyTraits]:
+) -> tuple[ModelConfig, prepare.Execution, StrategyTraits]:
     """(the model's config, with the levels of checkpointing that fit; how it is run; the facts of its strategy).
 
     Reads no data and makes no model. All ranks call it.
@@ -37,7 +35,9 @@ def plan(
     return model, execution, traits
 
 
-def _execution(config: RunConfig, row: registry.Entry, traits: StrategyTraits, group: collectives.Group) -> Execution:
+def _execution(
+    config: RunConfig, row: registry.Entry, traits: StrategyTraits, group: collectives.Group
+) -> prepare.Execution:
     train = config.train
     narrow = traits.compute_dtype and train.precision == "bf16" and not train.reproducible
     asked: dict[str, Any] = {"bucket_mb": train.bucket_mb, "compute_dtype": torch.bfloat16 if narrow else None}
@@ -47,10 +47,10 @@ def _execution(config: RunConfig, row: registry.Entry, traits: StrategyTraits, g
         "together": 1 if one_a_graph else BLOCKS_PER_GRAPH,
         "fullgraph": config.data.packing != "documents",  # graphs end at attention on documents
     }
-    blocks = "fused" if train.fused else "compiled" if train.compile else "eager"
-    return Execution(
-        row, options, train.precision, blocks, compiler, train.graph, train.sharded_optimizer, train.reproducible, group
-    )
+    return prepare.Execution(
+        row, options, train.precision, "fused" if train.fused else "compiled" if train.compile else "eager",
+        compiler, train.graph, train.sharded_optimizer, train.reproducible, group,
+    )  # fmt: skip
 
 
 def _check_strategy(
@@ -79,11 +79,13 @@ def _check_strategy(
 
 
 def _why_no_graph(config: RunConfig, name: str, traits: StrategyTraits, device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"CUDA graphs need train.device=cuda, not {device.type}"
-    if config.data.packing != "none":
-        return f"each batch of data.packing={config.data.packing!r} has masks of its own, and is no replay"
-    return traits.why_not_graphed and f"{name}: {traits.why_not_graphed}"
+    return (
+        f"CUDA graphs need train.device=cuda, not {device.type}"
+        if device.type != "cuda"
+        else f"each batch of data.packing={config.data.packing!r} has masks of its own, and is no replay"
+        if config.data.packing != "none"
+        else traits.why_not_graphed and f"{name}: {traits.why_not_graphed}"
+    )
 
 
 def check_accumulation(config: RunConfig, world_size: int, able: bool) -> None:
@@ -98,7 +100,7 @@ def check_accumulation(config: RunConfig, world_size: int, able: bool) -> None:
     )
 
 
-def _fitted(config: RunConfig, execution: Execution, micro_batches: int, device: torch.device) -> ModelConfig:
+def _fitted(config: RunConfig, execution: prepare.Execution, micro_batches: int, device: torch.device) -> ModelConfig:
     """The model's config, where it says "fit" with the levels that fit.
 
     All ranks call it, and get the same. ValueError where nothing fits, or the device's memory is not known.
@@ -115,20 +117,20 @@ def _fitted(config: RunConfig, execution: Execution, micro_batches: int, device:
         (
             train.memory_gib is not None or device.type == "cuda",
             "model.checkpoint_blocks=fit needs train.memory_gib on a CPU, whose memory others use too; on a GPU it is"
-            f" {MEMORY_SHARE:.0%} of its memory",
+            f" {prepare.MEMORY_SHARE:.0%} of its memory",
         ),
     )
-    memory = gpu_memory() if train.memory_gib is None else train.memory_gib * 2**30
-    return fitted(model, execution, train.held, memory, micro_batches > 1)
+    memory = prepare.gpu_memory() if train.memory_gib is None else train.memory_gib * 2**30
+    return prepare.fitted(model, execution, train.held, memory, micro_batches > 1)
 
 
 def check_attention(config: RunConfig, device: torch.device) -> None:
     """ValueError, with the rows that can, where model.attention cannot train here, or not on packed documents."""
     model, train, packed = config.model, config.train, config.data.packing == "documents"
-    dtype = "bfloat16" if train.precision == "bf16" else "float32"
     case = transformer.attention_case(
-        model, train.held, model.context_length, dtype, device, grad=True, documents=packed
-    )
+        model, train.held, model.context_length, "bfloat16" if train.precision == "bf16" else "float32", device,
+        grad=True, documents=packed,
+    )  # fmt: skip
     try:
         reason = _why_no_attention(ATTENTION.pick(model.attention, case), case)
     except ValueError as error:
@@ -142,10 +144,8 @@ def check_attention(config: RunConfig, device: torch.device) -> None:
 
 
 def _why_no_attention(row: registry.Entry, case: AttentionCase) -> str | None:
-    if reason := row.why_not(case):
+    if (reason := row.why_not(case)) or not case.documents:
         return reason
-    if not case.documents:
-        return None
     if AttentionTraits.of(row).compiles:
         return "it compiles anew for the documents of each batch"
     try:
@@ -167,8 +167,10 @@ def check_text(config: RunConfig, corpus: corpora.Corpus, tokenizer: Tokenizer |
         size = sum(file.size for file in files)
         if tokenizer and size < LONG * least:
             size = sum(map(len, data.encode_files(tokenizer, files)))
-        if size < least:
-            raise ValueError(
+        values.hold(
+            (
+                size >= least,
                 f"corpus {config.data.corpus!r}: its text {part} has {size:,} {unit}, and a sequence takes {least:,}"
-                " tokens: name a longer text, or set a smaller model.context_length"
+                " tokens: name a longer text, or set a smaller model.context_length",
             )
+        )

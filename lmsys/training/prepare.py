@@ -98,8 +98,9 @@ class Prepared(NamedTuple):
         compute = gradients.backward_of(self.loss, self.strategy.finish)
         if not graph:
             return compute
-        warm_ups = gradients.warm_ups_of(self.strategy.wrapper)
-        return gradients.GraphedGradients(compute, self.strategy.module.parameters(), warm_ups)
+        return gradients.GraphedGradients(
+            compute, self.strategy.module.parameters(), gradients.warm_ups_of(self.strategy.wrapper)
+        )
 
 
 def prepare(model: Any, execution: Execution, optimizer_cls: Any = optimizer.AdamW, **options: Any) -> Prepared:
@@ -114,8 +115,9 @@ def prepare(model: Any, execution: Execution, optimizer_cls: Any = optimizer.Ada
     with gradients.on_capture_stream() if execution.graph else nullcontext():
         strategy = adapter.Adapter(execution.strategy.load(), Loss(model), group, **execution.options)
     if execution.sharded_optimizer:
-        parameters = structure.grouped(model, options.pop("groups", None))
-        stepper = sharded_optimizer.ShardedOptimizer(parameters, optimizer_cls, execution.group, **options)
+        stepper = sharded_optimizer.ShardedOptimizer(
+            structure.grouped(model, options.pop("groups", None)), optimizer_cls, execution.group, **options
+        )
     else:
         stepper = strategy.make_optimizer(optimizer_cls, **options)
     if isinstance(stepper, optimizer.AdamW):

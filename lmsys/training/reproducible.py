@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lmsys.deterministic import deterministic_mode
@@ -82,7 +81,7 @@ def exact_norm(gradients: Sequence[Tensor], count: int, group: Group = None, div
             largest = torch.stack(torch._foreach_norm(list(gradients), math.inf)).max().double()
         largest.nan_to_num_(nan=math.inf, posinf=math.inf)  # NCCL's maximum may pass over NaN
     if divided and size_and_rank(group)[0] > 1:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
     top = largest.item()
     if top == 0 or not math.isfinite(top):
         return top
@@ -91,7 +90,7 @@ def exact_norm(gradients: Sequence[Tensor], count: int, group: Group = None, div
     second = math.ldexp(1.0, room)  # of what the first leaves, less than 1
     sums = _whole_squares(gradients, torch.tensor([first, second], dtype=torch.float64, device=device))
     if divided and size_and_rank(group)[0] > 1:
-        dist.all_reduce(sums, group=group)
+        torch.distributed.all_reduce(sums, group=group)
     high, low = sums.tolist()
     return math.sqrt((high * int(second) + low) / int(second) / first)
 

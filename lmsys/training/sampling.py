@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lmsys.values import whole
+from lmsys import values
 
 
 def get_batch(
@@ -24,19 +24,24 @@ def get_batch(
     S + 1 ids, drawn by `generator`, a CPU generator, or torch's own. ValueError for ids that are no such row or too
     few, and for sizes below 1.
     """
-    whole("batch_size", batch_size, least=1)
-    whole("context_length", context_length, least=1)
+    values.whole("batch_size", batch_size, least=1)
+    values.whole("context_length", context_length, least=1)
     kind = str(getattr(ids, "dtype", type(ids).__name__)).removeprefix("torch.")
-    if not isinstance(ids, np.ndarray | Tensor) or ids.ndim != 1 or not kind.startswith(("int", "uint")):
-        given = f"{kind} of shape {tuple(ids.shape)}" if hasattr(ids, "shape") else kind
-        raise ValueError(f"ids must be a one-dimensional array or tensor of integers; got {given}")
-    if len(ids) <= context_length:
-        raise ValueError(f"{len(ids):,} ids are too few: {context_length=} needs {context_length + 1:,}")
+    given = f"{kind} of shape {tuple(ids.shape)}" if hasattr(ids, "shape") else kind
+    values.hold(
+        (
+            isinstance(ids, np.ndarray | Tensor) and ids.ndim == 1 and kind.startswith(("int", "uint")),
+            f"ids must be a one-dimensional array or tensor of integers; got {given}",
+        )
+    )
+    values.hold(
+        (len(ids) > context_length, f"{len(ids):,} ids are too few: {context_length=} needs {context_length + 1:,}")
+    )
     starts = torch.randint(len(ids) - context_length, (batch_size, 1), generator=generator)
     places = starts + torch.arange(context_length + 1)  # (B, S + 1)
-    if isinstance(ids, Tensor):
-        windows = ids[places.to(ids.device)].long()
-    else:
-        windows = torch.from_numpy(ids[places.numpy()].astype(np.int64))
-    windows = windows.to(device)
+    windows = (
+        ids[places.to(ids.device)].long()
+        if isinstance(ids, Tensor)
+        else torch.from_numpy(ids[places.numpy()].astype(np.int64))
+    ).to(device)
     return windows[:, :-1], windows[:, 1:]
