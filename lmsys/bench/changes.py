@@ -145,10 +145,8 @@ class Change:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        if self.shift is None:
-            return None
-        low, high = self.shift.interval
-        return _exponential(low), _exponential(high)
+        low, high = self.shift.interval if self.shift else (0.0, 0.0)
+        return (_exponential(low), _exponential(high)) if self.shift else None
 
 
 def compare(
@@ -163,10 +161,10 @@ def compare(
     """
     old, new = list(old), list(new)
     usual = _usual([*old, *new])
-    changes = []
-    for before, after, anchor in _pairs(old, new):
-        spreads = between_runs, usual.get(after["benchmark"], 0.0), *_spreads(before, after)
-        changes.append(_change(before, after, anchor, max(spreads)))
+    changes = [
+        _change(was, now, anchor, max(between_runs, usual.get(now["benchmark"], 0.0), *_spreads(was, now)))
+        for was, now, anchor in _pairs(old, new)
+    ]
     return _judged(changes, margin)
 
 
@@ -187,11 +185,10 @@ def in_turns(records: Iterable[Record]) -> list[Pair]:
 
 def look_changed(records: Iterable[Record]) -> bool:
     """True where a case would count as changed if it were the only one."""
-    for old, new in in_turns(records):
-        shift = _change(old, new).shift
-        if shift and shift.p_beyond(math.log1p(old["against"]["margin"])) <= FALSE_DISCOVERIES:
-            return True
-    return False
+    return any(
+        change.shift and change.shift.p_beyond(math.log1p(change.old["against"]["margin"])) <= FALSE_DISCOVERIES
+        for change in starmap(_change, in_turns(records))
+    )
 
 
 def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
@@ -230,14 +227,10 @@ def of_them_disturbed(count: int) -> str:
 
 def _judged(changes: Iterable[Change], margin: float) -> list[Change]:
     """Those that say something, with their verdicts, the most important first; among so many some differ by chance."""
-    edge = math.log1p(margin)
-    judged: list[Change] = []
-    open_: list[tuple[Change, Shift]] = []
-    for change in changes:
-        if change.beside and change.shift:
-            open_.append((change, change.shift))
-        elif change.verdict != UNCLEAR or (change.old.get("time_s") and change.new.get("time_s")):
-            judged.append(change)
+    changes, edge = list(changes), math.log1p(margin)
+    open_ = [(change, change.shift) for change in changes if change.beside and change.shift]
+    others = [change for change in changes if not (change.beside and change.shift)]
+    judged = [one for one in others if one.verdict != UNCLEAR or (one.old.get("time_s") and one.new.get("time_s"))]
     counted = discoveries([shift.p_beyond(edge) for _, shift in open_], FALSE_DISCOVERIES)
     for (change, shift), is_change in zip(open_, counted, strict=True):
         judged.append(replace(change, verdict=_verdict(shift, edge, is_change)))

@@ -30,7 +30,7 @@ from lmsys.reports.items import csv_of
 from lmsys.reports.layout import chapters
 from lmsys.reports.load import InputError, read
 from lmsys.reports.views import view_of
-from lmsys.values import finite
+from lmsys.values import finite, hold
 
 
 def _renamed(today: str, text: str) -> None:
@@ -72,8 +72,7 @@ def main(
 ) -> int:
     """Build the report; the exit code. `results` and `output` are taken where the arguments name none."""
     parser = command_parser("report", program)
-    two = parser.add_argument_group("two runs of one machine")
-    for group, options_of in ((parser, OPTIONS), (two, OF_TWO_RUNS)):
+    for group, options_of in ((parser, OPTIONS), (parser.add_argument_group("two runs of one machine"), OF_TWO_RUNS)):
         for name, more in options_of.items():
             group.add_argument(*name.split(), **more)
     parser.set_defaults(output=output)
@@ -90,9 +89,8 @@ def main(
             return 0
         if options.before:
             return _compare(options)
-        for name, default in two_runs.items():
-            if getattr(options, name) != default:
-                raise InputError(f"--{name} is of two runs: name the run before by --before")
+        asked = [name for name, default in two_runs.items() if getattr(options, name) != default]
+        hold(*((False, f"--{name} is of two runs: name the run before by --before") for name in asked))
         print(build(options.results or results, options.output, options.baseline, options.single_file))
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
@@ -101,16 +99,16 @@ def main(
 
 
 def _compare(options: argparse.Namespace) -> int:
-    if options.baseline or options.single_file:
-        raise InputError("--baseline and --single-file are of one run's report")
-    if options.results:
-        margin = options.margin or MARGIN
-        found = against.read_both([options.before], options.results, margin, options.noise, options.anyway)
-    else:
-        found = against.read_one(options.before, options.margin)
+    hold((not options.baseline and not options.single_file, "--baseline and --single-file are of one run's report"))
+    margin = options.margin or MARGIN
+    found = (
+        against.read_both([options.before], options.results, margin, options.noise, options.anyway)
+        if options.results
+        else against.read_one(options.before, options.margin)
+    )
     print(*against.told(found), sep="\n", flush=True)
     print(against.write(found, options.output))
-    return int(found.is_bad)
+    return int(any(change.is_bad for change in found.changes))
 
 
 def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_file: bool = False) -> Path:
@@ -129,9 +127,8 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
     parts = []
     for both in machines:
         changes, machine = against.in_turns(both), against.of_today(both)
-        found = step_chapters(machine)
-        for name in machine.benchmarks:
-            found += chapters(view_of(machine, name, baseline))
+        of_benchmarks = (chapters(view_of(machine, name, baseline)) for name in machine.benchmarks)
+        found = sum(of_benchmarks, step_chapters(machine))
         answer = answers(machine)
         if changes:
             block, first = against.block_and_chapters(changes)

@@ -28,7 +28,7 @@ from lmsys.bench.changes import (
     of_them_disturbed,
     spread_between,
 )
-from lmsys.bench.fields import Record
+from lmsys.bench.fields import Record, grouped
 from lmsys.reports import page, plots
 from lmsys.reports.cells import Notes, below, mark
 from lmsys.reports.items import Block, Chapter, Plot, Table, csv_of
@@ -64,10 +64,6 @@ class Compared:
     margin: float
     between_runs: float = 0.0
     in_turns: bool = False
-
-    @property
-    def is_bad(self) -> bool:
-        return any(one.is_bad for one in self.changes)
 
 
 def read_both(
@@ -113,20 +109,19 @@ def read_one(path: Path, margin: float | None) -> Compared:
 
 def in_turns(machine: Machine, margin: float | None = None) -> Compared | None:
     """The verdicts of a run that measured rows as they were beside those of today; None of any other."""
-    if not any(one["against"] for one in machine.records):
+    margins = [one["against"]["margin"] for one in machine.records if one["against"]]
+    if not margins:
         return None
-    before, after = split(machine)
-    changes = compare_in_turns(machine.records, margin)
-    own = max(one["against"]["margin"] for one in machine.records if one["against"])
+    (before, after), changes = split(machine), compare_in_turns(machine.records, margin)
     alone = of_one_run(before.records, after.records)
-    return Compared(before, after, changes, *alone, margin or own, in_turns=True)
+    return Compared(before, after, changes, *alone, margin or max(margins), in_turns=True)
 
 
 def machine_of(paths: Sequence[Path]) -> Machine:
     machines = read(paths)
     if len(machines) > 1:
-        told = " and ".join(one.title for one in machines)
-        raise InputError(f"{', '.join(map(str, paths))}: a run of one machine is compared, and these are {told}")
+        files, titles = ", ".join(map(str, paths)), " and ".join(one.title for one in machines)
+        raise InputError(f"{files}: a run of one machine is compared, and these are {titles}")
     return machines[0]
 
 
@@ -146,10 +141,9 @@ def why_not(before: Machine, after: Machine) -> str:
     return ""
 
 
-def told(found: Compared) -> Iterator[str]:
+def told(found: Compared) -> list[str]:
     """Lines for a terminal."""
-    yield from lines(found.changes, found.margin)
-    yield from _of_one_run(found)
+    return [*lines(found.changes, found.margin), *_of_one_run(found)]
 
 
 def _of_one_run(found: Compared) -> Iterator[str]:
@@ -183,31 +177,25 @@ def block_and_chapters(found: Compared) -> tuple[Block, list[Chapter]]:
     )
     changed = [one for one in found.changes if one.is_changed]
     tables = [("What changed", "changed", changed)] if changed else []
-    for name in dict.fromkeys(str(one.new["benchmark"]) for one in found.changes):
-        own = [one for one in found.changes if one.new["benchmark"] == name]
-        tables.append((f"All cases: {name.replace('_', ' ')}", f"all-{file_name(name)}", own))
-    chapters = [
-        Chapter(title, [Block("", [_table(f"{slug}-{name}", title, own, source)])]) for title, name, own in tables
+    for name, cases in grouped((str(one.new["benchmark"]), one) for one in found.changes).items():
+        tables.append((f"All cases: {name.replace('_', ' ')}", f"all-{file_name(name)}", cases))
+    return Block("", [verdicts, _runs(found)]), [
+        Chapter(title, [Block("", [_table(f"{slug}-{name}", title, cases, source)])]) for title, name, cases in tables
     ]
-    return Block("", [verdicts, _runs(found)]), chapters
 
 
 def _caption(found: Compared) -> str:
     spreads = [case["between_runs"] for _, side in _sides(found) for case in side.records if case.get("between_runs")]
-    rows = "Each row took turns with itself as it was, and is compared by its own ratio, round by round;"
-    beside = "Each row is compared by its ratio, round by round, to the row that stands as “beside”;"
-    repeated = f"Cases that were measured repeatedly differ by {100 * median(spreads or [0]):.2g} % between runs."
-    noise = f"The runs that --noise named differ by {100 * found.between_runs:.2g} %."
-    disturbed = "The verdict on a case that was disturbed may come from the disturbance: measure it again."
+    disturbed = any(change.disturbed for change in found.changes)
     sentences = {
         f"The margin is {100 * found.margin:.3g} %.": True,
-        rows: found.in_turns,
-        beside: not found.in_turns,
+        "Each row took turns with itself as it was, and is compared by its own ratio, round by round;": found.in_turns,
+        "Each row is compared by its ratio, round by round, to the row that stands as “beside”;": not found.in_turns,
         "intervals are of 95 %. Of the changes, at most one in twenty is expected to be false.": True,
-        repeated: spreads,
-        noise: found.between_runs,
+        f"Cases that were measured repeatedly differ by {100 * median(spreads or [0]):.2g} % between runs.": spreads,
+        f"The runs that --noise named differ by {100 * found.between_runs:.2g} %.": found.between_runs,
         "Intervals are wider by that.": spreads or found.between_runs,
-        disturbed: any(change.disturbed for change in found.changes),
+        "The verdict on a case that was disturbed may come from the disturbance: measure it again.": disturbed,
     }
     return " ".join(text for text, is_so in sentences.items() if is_so)
 
@@ -223,9 +211,14 @@ def _runs(found: Compared) -> Table:
         for name, side in _sides(found)
         for run in side.runs
     ]
-    rows = [[one["run"], one["date"][:10], one["commit"][:10], one["driver"]] for one in facts]
     return Table(
-        f"{found.after.slug}-runs", "The two runs", "", ["run", "date", "commit", "driver"], rows, facts, keys=4
+        name=f"{found.after.slug}-runs",
+        title="The two runs",
+        caption="",
+        columns=["run", "date", "commit", "driver"],
+        rows=[[one["run"], one["date"][:10], one["commit"][:10], one["driver"]] for one in facts],
+        data=facts,
+        keys=4,
     )
 
 
@@ -263,12 +256,16 @@ def _table(name: str, title: str, changes: Sequence[Change], source: str) -> Tab
 
 def _row(change: Change, notes: Notes) -> list[str]:
     times = [number(1e6 * one["time_s"]) if one.get("time_s") else one["outcome"] for one in (change.old, change.new)]
-    interval = " to ".join(f"{one:.3f}" for one in change.interval or ())
-    ratio = f"{change.ratio:.3f}" if change.ratio else ""
     impl = str(change.new["impl"])
-    case = str(change.new["id"]).removesuffix(f"-{impl}")
-    verdict = change.verdict + (mark(notes, f"{sentence(change.disturbed)}.") if change.disturbed else "")
-    return [case, impl, *times, ratio, interval, change.beside or "nothing", verdict]
+    return [
+        str(change.new["id"]).removesuffix(f"-{impl}"),
+        impl,
+        *times,
+        f"{change.ratio:.3f}" if change.ratio else "",
+        " to ".join(f"{bound:.3f}" for bound in change.interval or ()),
+        change.beside or "nothing",
+        change.verdict + (mark(notes, f"{sentence(change.disturbed)}.") if change.disturbed else ""),
+    ]
 
 
 def write_history(folder: Path, out: Path, margin: float) -> list[str]:
@@ -285,9 +282,12 @@ def write_history(folder: Path, out: Path, margin: float) -> list[str]:
     first, last = alike[0], alike[-1]
     compared = Compared(first, last, since[-1], *of_one_run(first.records, last.records), margin)
     drawn = [_plot(name, alike, since) for name in {str(one.new["benchmark"]): 0 for one in since[-1]}]
-    path = write(compared, out, [Chapter("Over commits", [Block("", drawn)])])
-    left_out = [f"left out: {reason}" for reason in dict.fromkeys(reasons) if reason]
-    return [*left_out, f"{len(alike)} runs, the last beside the first", *told(compared), str(path)]
+    return [
+        *(f"left out: {reason}" for reason in dict.fromkeys(reasons) if reason),
+        f"{len(alike)} runs, the last beside the first",
+        *told(compared),
+        str(write(compared, out, [Chapter("Over commits", [Block("", drawn)])])),
+    ]
 
 
 def _dated(path: Path) -> tuple[datetime, Machine]:
