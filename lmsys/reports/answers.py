@@ -76,15 +76,18 @@ def step_shares(machine: Machine) -> Table | None:
 
 
 def _value(one: Record, name: str) -> object:
-    found = one.get(name)
-    return PLAIN.get(name) if found is None else found
+    return PLAIN.get(name) if one.get(name) is None else one[name]
 
 
 def _cells(line: Record, shown: Sequence[str], shares: Sequence[str]) -> list[str]:
     where = f"{line['benchmark']}, {line['section']}".replace("_", " ")
-    told = (line[name] for name in (*shown, "impl"))
-    keys = [where, *(f"{one:,}" if type(one) is int else str(one or "") for one in told)]
-    return [*keys, number(1e3 * line["time_s"]), *("" if line[s] is None else number(100 * line[s]) for s in shares)]
+    keys = [f"{one:,}" if type(one) is int else str(one or "") for one in (*map(line.get, shown), line["impl"])]
+    return [
+        where,
+        *keys,
+        number(1e3 * line["time_s"]),
+        *("" if line[s] is None else number(100 * line[s]) for s in shares),
+    ]
 
 
 def questions(machine: Machine) -> Iterator[Question]:

@@ -72,10 +72,10 @@ class Contest:
             **self._speed(winner.row),
             "mfu": max((float(case.get("mfu") or 0) for case in best), default=0) or None,
             **self._figures(best),
+            **{name: self.machine.runs[best[0]["run"]].get(name) for name in ("date", "commit")},
         }
-        run = self.cases[0]["run"]
-        facts |= {name: self.machine.runs[run].get(name) for name in ("date", "commit")}
-        return {**facts, **self._behind(winner, best, facts, rows), "run": run, "rivals": self._rivals(best, others)}
+        behind = self._behind(winner, best, facts, rows)
+        return {**facts, **behind, "run": best[0]["run"], "rivals": self._rivals(best, others)}
 
     def _behind(self, winner: Fastest, best: Sequence[Record], facts: Record, rows: Sequence[str]) -> Record:
         """The facts behind a line: what is said of its figures, and how far each row stands from the fastest."""

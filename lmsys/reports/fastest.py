@@ -101,28 +101,28 @@ class Question:
 def fastest_of(machine: Machine, question: Question) -> Table | None:
     """A line for each setting, with the row that is fastest there; None where no rows are enough."""
     settings = question.settings(machine)
-    keys: list[Record] = [dict(zip(question.keys, key, strict=True)) for key in settings]
-    facts = [_line(machine, question, cases) for cases in settings.values()]
-    lines: list[Record] = [key | line for key, line in zip(keys, facts, strict=True) if line]
+    facts = {key: _line(machine, question, cases) for key, cases in settings.items()}
+    lines: list[Record] = [dict(zip(question.keys, key, strict=True)) | line for key, line in facts.items() if line]
     if not lines:
         return None
-    runs = {run: _letter(place) for place, run in enumerate(dict.fromkeys(line["run"] for line in lines))}
-    names = run_names(machine, runs)
+    shown_runs = enumerate(dict.fromkeys(line["run"] for line in lines))
+    runs = {run: ascii_uppercase[place % 26] + str(place // 26 or "") for place, run in shown_runs}
     heads = [_setting(question, line, _shown(question, lines, list(settings))) for line in lines]
     marks: Notes = {}
-    shares = question.mfu and any(line["mfu"] for line in lines)
+    shares = bool(question.mfu) and any(line["mfu"] for line in lines)
     rows = []
     for head, line in zip(heads, lines, strict=True):
         row, *speeds = _answer(line, marks)
         measured = line["measured"] if line["fastest"] else ["", ""]
-        share = [_percent(line["mfu"])] if shares else []
-        rows.append([head, row, *measured, *speeds, *share, runs[line["run"]]])
-    columns = [*COLUMNS, *(["MFU"] if shares else []), "run"]
+        share = f"{number(100 * line['mfu'])}\N{NO-BREAK SPACE}%" if line["mfu"] else ""
+        rows.append([head, row, *measured, *speeds, *[share] * shares, runs[line["run"]]])
+    columns = [*COLUMNS, *["MFU"] * shares, "run"]
     if not any(row[NEXT] for row in rows):
         for cells in (columns, *rows):
             del cells[NEXT]
     name = f"{machine.slug}-fastest-{file_name(question.word)}"
-    notes = below(marks, rows) + [f"Runs: {', '.join(f'{letter} of {names[run]}' for run, letter in runs.items())}."]
+    names = run_names(machine, runs)
+    dates = ", ".join(f"{letter} of {names[run]}" for run, letter in runs.items())
     made = commands(machine, runs)
     return Table(
         name=name,
@@ -131,7 +131,11 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
         columns=columns,
         rows=rows,
         data=[{name: value for name, value in line.items() if name not in INNER} for line in lines],
-        notes=notes + legend(machine, question.kind, set().union(*(line["named"] for line in lines))),
+        notes=[
+            *below(marks, rows),
+            f"Runs: {dates}.",
+            *legend(machine, question.kind, set().union(*(line["named"] for line in lines))),
+        ],
         keys=2,
         source=machine.about(sum(settings.values(), [])),
         best=frozenset((at, 2) for at, line in enumerate(lines) if line["fastest"]),
@@ -143,23 +147,20 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
 
 def _line(machine: Machine, question: Question, cases: Sequence[Record]) -> Record:
     """The facts of a setting's line; none where no rows that took turns are enough."""
-    together = grouped((str(case["comparison"]), case) for case in cases).values()
-    settled = [rows for rows in together if question.enough(rows)]
+    settled = list(filter(question.enough, grouped((str(case["comparison"]), case) for case in cases).values()))
     if not settled:
         return {}
     first = [name for name, test in question.before.items() if any(value_of(test, case) for case in cases)]
     deciders = deciding(settled, question.enough)
-    contest = Contest(machine, deciders or settled, first + list(question.bases), question.way)
-    line = contest.of_one_run().line(cases)
+    contest = Contest(machine, deciders or settled, first + list(question.bases), question.way).of_one_run()
     flags = [bool(case.get("disturbed")) for rows in settled for case in rows]
     disturbed = "all" if all(flags) else "some" if any(flags) else None
-    return {"disturbed": disturbed} | line | ({} if deciders else UNSETTLED)
+    return {"disturbed": disturbed} | contest.line(cases) | ({} if deciders else UNSETTLED)
 
 
 def _shown(question: Question, lines: Sequence[Record], settings: Sequence[Sequence[object]]) -> list[str]:
     """The keys that lines tell: those that vary among them, or else the first; and some that vary among all cases."""
-    varying = [name for name in question.keys if len({line[name] for line in lines}) > 1]
-    shown = varying or list(question.keys)[:1]
+    shown = [name for name in question.keys if len({line[name] for line in lines}) > 1] or list(question.keys)[:1]
     asked = dict(zip(question.keys, map(set, zip(*settings, strict=True)), strict=True))
     return shown + [name for name in question.told if name not in shown and len(asked[name]) > 1]
 
@@ -179,10 +180,6 @@ def _ways(lines: Sequence[Record]) -> str:
     used = " ".join(str(line.get("compile")) for line in lines)
     ways = [f"{name}: {about}" for name, about in WAYS.items() if name in used]
     return f" {sentence('; '.join(ways))}." if ways else ""
-
-
-def _letter(number: int) -> str:
-    return ascii_uppercase[number % 26] + (str(number // 26) if number >= 26 else "")
 
 
 def reading_order(words: Mapping[str, Mapping[object, str]], key: Sequence[object]) -> list[tuple[int, float, str]]:
@@ -210,10 +207,6 @@ def _answer(line: Record, notes: Notes) -> list[str]:
     return [row, speed, "" if line["next"] == line["over"] else _times(line["lead"], line["next_as"])]
 
 
-def _percent(share: float | None) -> str:
-    return f"{number(100 * share)}\N{NO-BREAK SPACE}%" if share else ""
-
-
 def _times(speed: float | None, name: str) -> str:
     return f"{number(speed)}\N{NO-BREAK SPACE}× {name}" if speed else ""
 
@@ -233,8 +226,7 @@ def standing(
     axes = plots.canvas(LINE_IN * len(lines) + 0.4)
     for row, style in styles_of(looks, "row", "row", "", machine.rows.get(kind, {})).items():
         dots = [(100 * line["standing"][row], at) for at, line in enumerate(lines) if row in line["standing"]]
-        look = style.line() | {"linestyle": "none", "alpha": 0.85, "clip_on": False}
-        axes.plot(*zip(*dots, strict=True), **look)
+        axes.plot(*zip(*dots, strict=True), **style.line() | {"linestyle": "none", "alpha": 0.85, "clip_on": False})
     for place, head in enumerate(heads):
         axes.text(0, place - 0.17, head, va="bottom", fontsize=8)
     axes.set(xlim=(0, 104), ylim=(len(lines) - 0.5, -0.9), yticks=range(len(lines)), yticklabels=[], xlabel="%")
