@@ -66,20 +66,16 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
         contents.append(tag("li", tag("a", f"{machine.title}: everything measured", href=f"#{machine.slug}")))
         first.append(tag("section", tag("h2", machine.title), runs_of(machine), figures.answers(answers)))
         facts = tag("details", tag("summary", "Machine, versions and runs"), facts_of(machine.runs))
-        inside = [tag("h2", f"{machine.title}: everything measured", id=machine.slug), facts]
-        for chapter in chapters:
-            anchor = f"{machine.slug}-{file_name(chapter.title.lower())}"
-            inside.append(figures.chapter(chapter, anchor, is_short))
-        body.append(tag("section", inside))
+        inside = [figures.chapter(one, f"{machine.slug}-{file_name(one.title.lower())}", is_short) for one in chapters]
+        body.append(tag("section", tag("h2", f"{machine.title}: everything measured", id=machine.slug), facts, inside))
     names = sorted({str(case["impl"]) for machine, _, _ in parts for case in machine.records})
-    head = joined([tag("h1", "lmsys report", id="top"), tag("p", LEAD)])
-    remarks = tags("p", notes), tag("p", _about(parts, single_file))
+    remarks = tags("p", notes), tag("p", _about(parts, single_file)), _contents(contents, names, _commands(parts))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>lmsys report</title>\n<style>\n{CSS}</style>\n<script>{SCRIPT}</script></head>\n<body>\n"
-        + tag("main", head, first, remarks, _contents(contents, names, _commands(parts)), body, UP)
+        + tag("main", tag("h1", "lmsys report", id="top"), tag("p", LEAD), first, *remarks, body, UP)
         + "\n</body></html>\n"
     )
 
@@ -137,13 +133,11 @@ def fill(out: Path, files: Mapping[str, str]) -> None:
         *(
             (re.fullmatch(NAME, name), f"a file {name[:80]!r} cannot be written: its name must match {NAME}")
             for name in files
-        )
-    )
-    hold(
+        ),
         *(
             (one.is_dir() or not one.exists(), f"{str(out)!r}: {one} is a file, and a folder is needed")
             for one in (out, *out.parents)
-        )
+        ),
     )
     before = _written(out)
     for name in (*files, *before, MANIFEST):

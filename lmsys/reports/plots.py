@@ -296,6 +296,5 @@ def heat_map(view: View, settings: Sequence[str]) -> Plot | None:
 
 def _speed_text(case: Record | None) -> str:
     """The text of a cell of the heat map: the speedup, or why there is none."""
-    if case is None or case["outcome"] != "ok":
-        return OUTCOMES[case["outcome"]] if case else NOT_RUN
-    return f"{case[SPEEDUP]:.3g}" if case[SPEEDUP] else ""
+    known = {**OUTCOMES, "ok": f"{case[SPEEDUP]:.3g}" if case and case[SPEEDUP] else ""}
+    return known[case["outcome"]] if case else NOT_RUN

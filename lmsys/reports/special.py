@@ -102,9 +102,8 @@ def best(
     """The case with most of a field, of each value of `by`: in the last of the modes that was timed."""
     timed = view.only(of)
     last = timed.only(lambda case: case[mode] == timed.values(mode)[-1])
-    cases = [max(own.cases, key=lambda case: case[of]) for own in last.groups(by).values()]
-    keys, metrics = view.chosen(keys), view.chosen(metrics)
-    return listing(view.of(cases), keys, metrics, "best", title, f"Of all that was timed, by {by}")
+    most = view.of([max(own.cases, key=lambda case: case[of]) for own in last.groups(by).values()])
+    return listing(most, view.chosen(keys), view.chosen(metrics), "best", title, f"Of all that was timed, by {by}")
 
 
 def beside_fastest(view: View, ways: Sequence[str]) -> list[View]:
@@ -118,9 +117,12 @@ def beside_fastest(view: View, ways: Sequence[str]) -> list[View]:
     fastest = [min(one.cases, key=lambda case: case["time_s"] or math.inf)["id"] for one in groups]
     view = view.only(lambda case: case["impl"] != theirs or case["id"] in fastest)
     own = compared(view, theirs, same=same, medians=True)
-    about = own.fields[SPEEDUP].about
-    facts = {"theirs": theirs, "their_label": view.text("impl", theirs), "their_about": about}
-    facts["peers"] = theirs.capitalize()
+    facts = {
+        "theirs": theirs,
+        "their_label": view.text("impl", theirs),
+        "their_about": own.fields[SPEEDUP].about,
+        "peers": theirs.capitalize(),
+    }
     return [own.of([case | facts for case in own.cases if not case["peer"]])] if theirs else []
 
 

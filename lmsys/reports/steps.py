@@ -332,8 +332,7 @@ def parts_summary(view: View, parts: Steps, word: str, title: str) -> Table | No
     for part in compared_parts:
         head = part.title if len(bases) == 1 else f"{part.title}, over {part.text('impl', part.base)}"
         cases += [case | {"part": head} for case in part.cases]
-    title = title.replace("{bases}", " or ".join(bases))
-    return versus.means(view.of(cases), "impl", "part", word, title)
+    return versus.means(view.of(cases), "impl", "part", word, title.replace("{bases}", " or ".join(bases)))
 
 
 @step

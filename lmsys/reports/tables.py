@@ -141,9 +141,8 @@ def _best(view: View, one: Field, line: Sequence[Record | None]) -> list[tuple[i
     together = [(at, case) for at, case in timed if against and case["comparison"] == against["comparison"]]
     if len(together) < 2 or one.unit not in ("s", "B") and not _more_is_better(one):
         return []
-    choose = max if _more_is_better(one) else min
     contenders = contending(view.machine, [case for _, case in together])
-    best = choose(case[one.name] for case in undisturbed(contenders))
+    best = (max if _more_is_better(one) else min)(case[one.name] for case in undisturbed(contenders))
     return [(at, case) for at, case in together if case[one.name] == best and case in contenders]
 
 
@@ -266,6 +265,4 @@ def endings(view: View, *keys: str, word: str, title: str) -> Table:
 
 
 def _ending(case: Record) -> str:
-    if case["outcome"] != "ok":
-        return MEANINGS[case["outcome"]]
-    return ENDINGS[0] if case["time_s"] is not None else ENDINGS[1]
+    return {**MEANINGS, "ok": ENDINGS[case["time_s"] is None]}[case["outcome"]]

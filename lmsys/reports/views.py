@@ -163,8 +163,7 @@ class View:
 
     def unfolded(self, name: str, *fields: Field) -> "View":
         """A case for each line of a list that the cases hold, with the fields of that line."""
-        lines = [{**case, **line} for case in self.cases for line in case[name] or ()]
-        return replace(self, cases=lines).with_fields(*fields)
+        return self.of([{**case, **line} for case in self.cases for line in case[name] or ()]).with_fields(*fields)
 
     def styled(self, name: str = "impl", row: str = "", label: str = "") -> "View":
         """Gives each value of a field a look, by the row of a table that the field `row` names."""
@@ -210,8 +209,11 @@ class View:
         """
         known = {name.strip("-?!+|") for name in names}
         axes = [name for name in self.axes() if name not in {"section", "label", "peer"} | known]
-        several = {"*": [name for name in self.metrics() if name not in known], "@": axes}
-        several["@?"] = [name for name in axes if self.varies(name)]
+        several = {
+            "*": [name for name in self.metrics() if name not in known],
+            "@": axes,
+            "@?": list(filter(self.varies, axes)),
+        }
         found: list[str] = []
         for name in names:
             plain, sign = name[:-1], name[-1]
@@ -239,8 +241,7 @@ class View:
 
     def values(self, name: str) -> list[Any]:
         """The values of a field, in reading order; words that have none, in order of appearance."""
-        values = dict.fromkeys(case[name] for case in self.cases)
-        return sorted(values, key=lambda value: self.place(name, value)[:2])
+        return sorted(dict.fromkeys(case[name] for case in self.cases), key=lambda value: self.place(name, value)[:2])
 
     def telling(self, names: Sequence[str], *others: str) -> list[str]:
         """These fields, and those axes without which, and without the `others`, cases would fall together."""
@@ -306,8 +307,7 @@ class View:
     def caption(self, about: str, clocked: bool = False) -> str:
         """The caption, in lines: what is shown, every axis that is held, and how it was timed."""
         held = sentence("; ".join(filter(None, [self.heading, self.held(), self.also])))
-        how = timing(self.cases) if clocked else ""
-        return f"{self.filled(about)}.\n{held}.\n{how}".strip()
+        return f"{self.filled(about)}.\n{held}.\n{timing(self.cases) if clocked else ''}".strip()
 
     def series(self, metric: str, axis: str, by: str = "impl") -> dict[Any, dict[float, float]]:
         """A metric against an axis, for each value of the field `by`."""
