@@ -24,12 +24,8 @@ from typing import Any
 
 from lmsys.bench.changes import MARGIN
 from lmsys.commands import parser as command_parser
-from lmsys.reports import against, page
+from lmsys.reports import against, items, layout, load, page, views
 from lmsys.reports.answers import answers, step_chapters
-from lmsys.reports.items import csv_of
-from lmsys.reports.layout import chapters
-from lmsys.reports.load import InputError, read
-from lmsys.reports.views import view_of
 from lmsys.values import finite, hold
 
 
@@ -84,7 +80,7 @@ def main(
         if options.history:
             others = "results", "before", "baseline", "noise", "anyway", "single_file"
             if any(getattr(options, name) for name in others):
-                raise InputError("--history takes a folder, and of the other options --output and --margin alone")
+                raise load.InputError("--history takes a folder, and of the other options --output and --margin alone")
             print(*against.write_history(options.history, options.output, options.margin or MARGIN), sep="\n")
             return 0
         if options.before:
@@ -114,20 +110,20 @@ def _compare(options: argparse.Namespace) -> int:
 def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_file: bool = False) -> Path:
     """Report these result files into the folder `out`; the path of the page. InputError says what cannot be used."""
     if not paths:
-        raise InputError("nothing to report: name the result files")
-    machines = read(paths)
+        raise load.InputError("nothing to report: name the result files")
+    machines = load.read(paths)
     records = [one for machine in machines for one in machine.records]
     if baseline is not None and baseline not in (names := sorted({one["impl"] for one in records})):
         near = difflib.get_close_matches(baseline, names, n=3) or names
-        raise InputError(f"unknown baseline {baseline!r}; did you mean {', '.join(near)}?")
+        raise load.InputError(f"unknown baseline {baseline!r}; did you mean {', '.join(near)}?")
     counts = Counter(one["benchmark"] for one in records)
     undeclared = [f"{counts[name]} records of {name!r}" for name in sorted(counts) if name not in machines[0].fields]
     if len(undeclared) == len(counts):
-        raise InputError(f"nothing to report: {', '.join(undeclared)}, and nothing declares their fields")
+        raise load.InputError(f"nothing to report: {', '.join(undeclared)}, and nothing declares their fields")
     parts = []
     for both in machines:
         changes, machine = against.in_turns(both), against.of_today(both)
-        of_benchmarks = (chapters(view_of(machine, name, baseline)) for name in machine.benchmarks)
+        of_benchmarks = (layout.chapters(views.view_of(machine, name, baseline)) for name in machine.benchmarks)
         found = sum(of_benchmarks, step_chapters(machine))
         answer = answers(machine)
         if changes:
@@ -135,7 +131,7 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
             answer, found = replace(answer, lead=[*block.lead, *answer.lead]), [*first, *found]
         parts.append((machine, answer, found))
     notes = [f"Not shown: {', '.join(undeclared)}, since nothing declares their fields."] if undeclared else []
-    return page.write(out, [part for part in parts if part[2]], csv_of(records), notes, single_file)
+    return page.write(out, [part for part in parts if part[2]], items.csv_of(records), notes, single_file)
 
 
 if __name__ == "__main__":

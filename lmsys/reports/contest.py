@@ -6,8 +6,7 @@ from itertools import chain
 
 from lmsys.bench.fields import Field, Record, grouped
 from lmsys.bench.verdict import NEAR, NEAR_TEXT, Fastest, fastest, ratio_of, time_of, undisturbed
-from lmsys.reports.cells import DETAILS, STEADY, geometric_mean
-from lmsys.reports.load import Machine
+from lmsys.reports import cells, load
 from lmsys.reports.words import digits, label_of, number, scaled, spread_of, unit_of
 
 Rows = Sequence[Record]  # cases that took turns
@@ -23,7 +22,7 @@ class Contest:
     way          the field that says how a row was run, where its ways are compared, too; else empty
     """
 
-    machine: Machine
+    machine: load.Machine
     comparisons: Sequence[Rows]
     bases: Sequence[str]
     way: str
@@ -87,10 +86,10 @@ class Contest:
         names = sorted({str(case.get("strategy") or case["impl"]) for case in self.cases})
         ratios = {name: self.ratios(name, winner.row) for name in names}
         return {
-            "details": DETAILS.join(details),
-            "standing": {name: geometric_mean(ratios[name])[0] for name in names if any(ratios[name])},
+            "details": cells.DETAILS.join(details),
+            "standing": {name: cells.geometric_mean(ratios[name])[0] for name in names if any(ratios[name])},
             "named": names,
-            "unsteady": any((spread_of(case) or 0.0) > STEADY for case in chain(best, over)),
+            "unsteady": any((spread_of(case) or 0.0) > cells.STEADY for case in chain(best, over)),
             "over_as": self._as(facts["over"], over),
             "next_as": self._as(facts["next"], following),
         }
@@ -107,7 +106,7 @@ class Contest:
         """The speed over the first base that took turns with the row, and over the next: the fastest other one."""
         rows = {str(case["impl"]) for case in self.cases}
         ratios = {name: self.ratios(row, name) for name in rows.union(self.bases) - {row}}
-        speeds = {name: geometric_mean(ratios[name]) for name in ratios if any(ratios[name])}
+        speeds = {name: cells.geometric_mean(ratios[name]) for name in ratios if any(ratios[name])}
         if not speeds:
             return {"over": None, "speedup": None, "next": None, "lead": None}
         # Of most shapes, then the fastest.

@@ -7,11 +7,9 @@ from html import escape
 from typing import Any
 
 from lmsys.bench.fields import Record
+from lmsys.reports import load, tables, words
 from lmsys.reports.cells import DETAILS, STATE, SUPERSCRIPTS
 from lmsys.reports.items import Block, Chapter, Plot, Table
-from lmsys.reports.load import Machine, matmul_rates
-from lmsys.reports.tables import LEFT_OUT
-from lmsys.reports.words import OUTCOMES, digits, exact, inside_a_sentence, number, sentence, span
 
 BRIEF = 80  # characters: what is no longer is said again rather than linked to
 NO_END = {"img", "input", "li", "tbody", "td", "th", "thead", "tr"}  # as these stand in our pages
@@ -46,7 +44,7 @@ def tags(name: str, texts: Iterable[str]) -> Html:
 
 
 def _names(items: Sequence[Table | Plot]) -> str:
-    return ", ".join(dict.fromkeys([inside_a_sentence(_brief(item).partition(",")[0]) for item in items]))
+    return ", ".join(dict.fromkeys([words.inside_a_sentence(_brief(item).partition(",")[0]) for item in items]))
 
 
 def _brief(item: Table | Plot) -> str:
@@ -96,7 +94,7 @@ class Figures:
         subject = "" if chapter.title.endswith(first.title) else first.title
         inside = [tag("h4", subject) if subject else "", self._block(first)]
         for at, block in enumerate(others):
-            summary = tag("summary", tag("h4", block.title or sentence(_names(block.items))), _gist(block))
+            summary = tag("summary", tag("h4", block.title or words.sentence(_names(block.items))), _gist(block))
             inside.append(tag("details", summary, self._block(block), class_="block", id=f"{anchor}-{at}"))
         summary = tag("summary", tag("h3", chapter.title), _gist(first, subject, _brief(first.items[0])))
         return tag("details", summary, inside, class_="chapter", id=anchor, open="" if is_open else None)
@@ -164,13 +162,13 @@ def _said_once(item: Table | Plot, heading: str, known: set[str]) -> Table | Plo
     about, *held = item.caption.splitlines() or [""]
     lines = [line for line in held if line not in known]
     if isinstance(item, Table):
-        notes = [note for note in item.notes if note not in known or not note.startswith(LEFT_OUT)]
+        notes = [note for note in item.notes if note not in known or not note.startswith(tables.LEFT_OUT)]
         item = replace(item, notes=notes)
         known.update(notes)
     elif about in known:
         about = ""
     known.update(lines, [about])
-    short = [sentence(line.removeprefix(heading).removeprefix("; ").removeprefix(".")) for line in lines]
+    short = [words.sentence(line.removeprefix(heading).removeprefix("; ").removeprefix(".")) for line in lines]
     return replace(item, caption="\n".join([about, " ".join(filter(None, short))]))
 
 
@@ -191,7 +189,7 @@ def _line(table: Table, row: int) -> Html:
 def _value(table: Table, row: int, column: int, details: Sequence[str]) -> Html:
     """A cell; the best of its line, and what was wrong, are told apart."""
     text = table.rows[row][column]
-    kind = "wrong" if OUTCOMES["wrong"] in text else "best" if (row, column) in table.best else None
+    kind = "wrong" if words.OUTCOMES["wrong"] in text else "best" if (row, column) in table.best else None
     head = table.columns[column] if table.runs else None
     return tag("td", text, class_=kind, title=DETAILS.join(details) or None, data_head=head)
 
@@ -210,13 +208,13 @@ SETTINGS = {  # of a machine: label and unit
 }
 
 
-def runs_of(machine: Machine) -> Html:
+def runs_of(machine: load.Machine) -> Html:
     """The runs in a line: how many, when, of which commits, and the command where it is one."""
     days = sorted({str(run.get("date") or "undated")[:10] for run in machine.runs})
     commits = dict.fromkeys(str(run.get("commit") or "unknown")[:10] for run in machine.runs)
     count = f"{len(machine.runs)} runs" if len(machine.runs) > 1 else "One run"
     several = f"{len(commits)} commits" if len(commits) > 1 else f"commit {''.join(commits)}"
-    text = f"{count}, {span(days)}, {several}: {len(machine.records):,} cases. "
+    text = f"{count}, {words.span(days)}, {several}: {len(machine.records):,} cases. "
     command, *others = {str(run.get("command") or "") for run in machine.runs}
     return tag("p", text, tag("code", command) if command and not others else "")
 
@@ -242,21 +240,30 @@ def _of_run(run: Record) -> dict[str, str]:
     known = {name: value for name, value in (run.get("settings") or {}).items() if value is not None}
     measured = {
         "memory": memory and f"{memory / 2**30:.1f} GiB",
-        **{f"matmul {dtype}": f"{number(rate / 1e12)} TFLOP/s" for dtype, rate in sorted(matmul_rates(run).items())},
-        "copy": copy and f"{number(copy / 1e9)} GB/s",
+        **{
+            f"matmul {dtype}": f"{words.number(rate / 1e12)} TFLOP/s"
+            for dtype, rate in sorted(load.matmul_rates(run).items())
+        },
+        "copy": copy and f"{words.number(copy / 1e9)} GB/s",
         **_sustained(run),
-        **{label: f"{digits(known[name])} {unit}".strip() for name, (label, unit) in SETTINGS.items() if name in known},
+        **{
+            label: f"{words.digits(known[name])} {unit}".strip()
+            for name, (label, unit) in SETTINGS.items()
+            if name in known
+        },
     }
     return facts | {name: text for name, text in measured.items() if text}
 
 
 def _sustained(run: Record) -> dict[str, str]:
     """The matmul that the machine keeps up, beside the one that it reaches for a moment."""
-    sustained, short = run.get("sustained") or {}, matmul_rates(run)
-    state = [f"{label} {exact(round(sustained[name]))} {unit}" for name, label, unit in STATE if sustained.get(name)]
+    sustained, short = run.get("sustained") or {}, load.matmul_rates(run)
+    state = [
+        f"{label} {words.exact(round(sustained[name]))} {unit}" for name, label, unit in STATE if sustained.get(name)
+    ]
     state += [f"clock held by {sustained['clock_reasons']}"] if sustained.get("clock_reasons") else []
     facts = {}
     for dtype, rate in (sustained.get("matmul_flops_per_s") or {}).items():
         share = [f"{rate / short[dtype]:.0%} of the short one"] if short.get(dtype) else []
-        facts[f"matmul {dtype}, sustained"] = ", ".join([f"{number(rate / 1e12)} TFLOP/s", *share, *state])
+        facts[f"matmul {dtype}, sustained"] = ", ".join([f"{words.number(rate / 1e12)} TFLOP/s", *share, *state])
     return facts
