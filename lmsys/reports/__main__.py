@@ -79,15 +79,15 @@ def main(
             finite("--margin", options.margin, above=0, most=1)
         if options.history:
             others = "results", "before", "baseline", "noise", "anyway", "single_file"
-            if any(getattr(options, name) for name in others):
-                raise load.InputError("--history takes a folder, and of the other options --output and --margin alone")
+            of_folder = "--history takes a folder, and of the other options --output and --margin alone"
+            hold(*((not getattr(options, name), of_folder) for name in others))
             print(*against.write_history(options.history, options.output, options.margin or MARGIN), sep="\n")
-            return 0
-        if options.before:
+        elif options.before:
             return _compare(options)
-        asked = [name for name, default in two_runs.items() if getattr(options, name) != default]
-        hold(*((False, f"--{name} is of two runs: name the run before by --before") for name in asked))
-        print(build(options.results or results, options.output, options.baseline, options.single_file))
+        else:
+            asked = [name for name, default in two_runs.items() if getattr(options, name) != default]
+            hold(*((False, f"--{name} is of two runs: name the run before by --before") for name in asked))
+            print(build(options.results or results, options.output, options.baseline, options.single_file))
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2

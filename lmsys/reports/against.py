@@ -30,6 +30,7 @@ from lmsys.bench.changes import (
 )
 from lmsys.bench.fields import Record, grouped
 from lmsys.reports import cells, items, load, page, plots, words
+from lmsys.values import hold
 
 DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # of a run: with another, times are of something else
 COLUMNS = ["case", "row", "before", "after", "time after / before", "95 %", "beside", "verdict"]
@@ -65,18 +66,17 @@ class Compared:
 def read_both(
     old: Sequence[Path], new: Sequence[Path], margin: float, repeats: Sequence[Path], anyway: bool
 ) -> Compared:
-    """InputError where the runs are of two machines or versions, unless `anyway`, and where they share no case."""
+    """ValueError where the runs are of two machines or versions, unless `anyway`, and where they share no case."""
     before, after = machine_of(old), machine_of(new)
     others = [machine_of([path]) for path in repeats]
-    if len(others) == 1:
-        raise load.InputError(f"--noise {repeats[0]}: name two runs of one commit or more")
-    for one in [] if anyway else [before, *others]:
-        if why := why_not(one, after):
-            raise load.InputError(f"{why}: measure both alike, or ask for --anyway")
+    differences = [] if anyway else [why_not(one, after) for one in (before, *others)]
+    hold(
+        (len(others) != 1, f"--noise {', '.join(map(str, repeats))}: name two runs of one commit or more"),
+        *((not why, f"{why}: measure both alike, or ask for --anyway") for why in differences),
+    )
     between_runs = spread_between([one.records for one in others])
     changes = compare(before.records, after.records, margin, between_runs)
-    if not changes:
-        raise load.InputError("nothing to compare: no case was timed in both runs")
+    hold((changes, "nothing to compare: no case was timed in both runs"))
     return Compared(before, after, changes, *of_one_run(before.records, after.records), margin, between_runs)
 
 
@@ -94,12 +94,11 @@ def of_today(machine: load.Machine) -> load.Machine:
 
 
 def read_one(path: Path, margin: float | None) -> Compared:
-    """InputError where the run is none that measured rows as they were."""
+    """ValueError where the run is none that measured rows as they were."""
     found = in_turns(machine_of([path]), margin)
     if found is None:
         raise load.InputError(f"{path}: it has no rows as they were: name the run after, too, before --noise")
-    if not found.changes:
-        raise load.InputError("nothing to compare: no case was timed in both states")
+    hold((found.changes, "nothing to compare: no case was timed in both states"))
     return found
 
 
@@ -115,9 +114,8 @@ def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | N
 
 def machine_of(paths: Sequence[Path]) -> load.Machine:
     machines = load.read(paths)
-    if len(machines) > 1:
-        files, titles = ", ".join(map(str, paths)), " and ".join(one.title for one in machines)
-        raise load.InputError(f"{files}: a run of one machine is compared, and these are {titles}")
+    files, titles = ", ".join(map(str, paths)), " and ".join(machine.title for machine in machines)
+    hold((len(machines) == 1, f"{files}: a run of one machine is compared, and these are {titles}"))
     return machines[0]
 
 
@@ -270,16 +268,18 @@ def _row(change: Change, notes: cells.Notes) -> list[str]:
 def write_history(folder: Path, out: Path, margin: float) -> list[str]:
     """Writes a page about those of a folder's *.json that can be compared with the last; returns lines for a terminal.
 
-    InputError for a file that is no result, and where no two of them can be compared.
+    ValueError for a file that is no result, and where no two of them can be compared.
     """
     runs = [run for _, run in sorted(map(_dated, folder.glob("*.json")), key=lambda dated: dated[0])]
     reasons = [why_not(run, runs[-1]) for run in runs]
     alike = [run for run, reason in zip(runs, reasons, strict=True) if not reason]
     since = [compare(alike[0].records, run.records, margin) for run in alike[1:]]
-    if not since or not since[-1]:
-        raise load.InputError(
-            f"{folder}: nothing to compare: a history takes *.json of one machine, with the same cases"
+    hold(
+        (
+            since and since[-1],
+            f"{folder}: nothing to compare: a history takes *.json of one machine, with the same cases",
         )
+    )
     first, last = alike[0], alike[-1]
     compared = Compared(first, last, since[-1], *of_one_run(first.records, last.records), margin)
     drawn = [_plot(name, alike, since) for name in {str(one.new["benchmark"]): 0 for one in since[-1]}]

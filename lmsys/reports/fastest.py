@@ -164,12 +164,10 @@ def _shown(question: Question, lines: Sequence[Record], settings: Sequence[Seque
 
 def _setting(question: Question, line: Record, names: Sequence[str]) -> str:
     """A line's setting as the report has it; a number says of what it is."""
-    words = []
-    for name in names:
-        value = line[name]
-        word = str(question.words.get(name, {}).get(value, "" if value is None else value))
-        words.append(f"{question.keys[name]}\N{NO-BREAK SPACE}{word}" if type(value) in (int, float) else word)
-    return ", ".join(filter(None, words))
+    values = {name: "" if line[name] is None else line[name] for name in names}
+    texts = {name: str(question.words.get(name, {}).get(line[name], value)) for name, value in values.items()}
+    heads = {name: f"{question.keys[name]}\N{NO-BREAK SPACE}" for name in names if type(line[name]) in (int, float)}
+    return ", ".join(heads.get(name, "") + text for name, text in texts.items() if text)
 
 
 def _ways(lines: Sequence[Record]) -> str:

@@ -19,7 +19,7 @@ its title, and a block for each view that its steps make. Beside "chapters" ther
 What a name in a list of fields may look like says `View.chosen`; an expression, `lmsys.reports.expressions`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lmsys.reports import items, load, steps, views, words
@@ -40,28 +40,23 @@ def chapters(view: views.View) -> list[items.Chapter]:
         return [chapter for layout in layouts for chapter in _chapters(view, layout)]
 
 
-def _chapters(view: views.View, layout: Layout) -> list[items.Chapter]:
+def _chapters(view: views.View, layout: Layout) -> Iterator[items.Chapter]:
     (view,) = steps.applied(view, layout.get("prepare", ()))
-    found = []
     for declared in layout["chapters"]:
         names = words.NAMES.findall(declared["title"])
         for own in view.groups(*names).values():
             blocks = [block for inner in declared["blocks"] for block in _blocks(own, inner)]
-            found.append(items.Chapter(words.filled(declared["title"], own.constants(names)), blocks))
-    return found
+            yield items.Chapter(words.filled(declared["title"], own.constants(names)), blocks)
 
 
-def _blocks(view: views.View, declared: Layout) -> list[items.Block]:
-    found = []
+def _blocks(view: views.View, declared: Layout) -> Iterator[items.Block]:
     for part in steps.applied(view, declared.get("of", ())):
-        if "blocks" in declared:
-            found += [block for inner in declared["blocks"] for block in _blocks(part, inner)]
-            continue
-        title = words.filled(declared.get("title", part.title), {"heading": part.heading and f", {part.heading}"})
-        found.append(
-            items.Block(title, steps.each(part, *declared.get("lead", ())), steps.each(part, *declared.get("more", ())))
-        )
-    return found
+        for inner in declared.get("blocks", ()):
+            yield from _blocks(part, inner)
+        if "blocks" not in declared:
+            title = words.filled(declared.get("title", part.title), {"heading": part.heading and f", {part.heading}"})
+            lead, more = (steps.each(part, *declared.get(name, ())) for name in ("lead", "more"))
+            yield items.Block(title, lead, more)
 
 
 def of_any(name: str) -> Layout:

@@ -124,8 +124,8 @@ def read(paths: Iterable[Path]) -> list[Machine]:
         layouts |= found["layouts"]
         for kind, table in found["rows"].items():
             before = rows.get(kind, {})  # a file says less of rows that it has no cases of
-            merged = {name: before.get(name, {}) | row for name, row in table.items()}
-            rows[kind] = table | before | merged  # in the order of the later
+            # In the order of the later.
+            rows[kind] = table | before | {name: before.get(name, {}) | row for name, row in table.items()}
         cores = None if machine.get("device") == "cuda" else machine.get("cores")
         hardware = json.dumps([*(machine.get(key) for key in HARDWARE), cores])
         run = _date(machine), json.dumps(machine, sort_keys=True)

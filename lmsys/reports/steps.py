@@ -30,6 +30,7 @@ STEPS: dict[str, Any] = {
     "same_bits": versus.same_bits,
     "silent": View.silent,
     "styled": View.styled,
+    "unstyled": partial(replace, styles={}),
     **{made.__name__: made for made in special.STEPS},
 }
 
@@ -112,11 +113,6 @@ def last_of(view: View, name: str) -> View:
 @step
 def read_as(view: View, name: str, words: Sequence[Sequence[Any]]) -> View:
     return view.read_as(**{name: dict(map(tuple, words))})
-
-
-@step
-def unstyled(view: View) -> View:
-    return replace(view, styles={})
 
 
 @step
@@ -309,15 +305,13 @@ def over_bases(
     view: View, keys: Steps, title: str, same: Steps = (), otherwise: str = "", shares: bool = False
 ) -> items.Table | None:
     """All metrics, with the speed over each base; with `shares` also the peak of memory beside that of the base."""
-    first, *others = view.metrics()
-    speeds, peaks = list[str](), list[str]()
-    for base in cells.bases_of(view, _others(view, otherwise)):
+    (first, *others), bases = view.metrics(), cells.bases_of(view, _others(view, otherwise))
+    for base in bases:
         view = cells.compared(view, base, name=f"speedup_over_{base}", same=same)
         share = {"name": f"peak_of_{base}", "label": f"peak, share of {view.text('impl', base)}", "shown": "%"}
         view = fields(view, [share | {"of": 'peak_bytes / beside["peak_bytes"]'}])
-        speeds.append(f"speedup_over_{base}")
-        peaks += [f"peak_of_{base}"] * shares
-    return tables.listing(view, keys, [first, *speeds, *others, *peaks], "", title)
+    peaks = [f"peak_of_{base}" for base in bases if shares]
+    return tables.listing(view, keys, [first, *(f"speedup_over_{base}" for base in bases), *others, *peaks], "", title)
 
 
 @step
