@@ -60,8 +60,11 @@ def between(old: Sequence[float], new: Sequence[float]) -> Shift | None:
     if min(len(old), len(new)) < FEWEST:
         return None
     x, y = (np.asarray(values[:MOST], dtype=float) for values in (old, new))
-    spread = math.sqrt(len(x) * len(y) * (len(x) + len(y) + 1) / 12)
-    return _shift(np.subtract.outer(y, x).ravel(), spread, max(_alike(x), _alike(y)))
+    return _shift(
+        np.subtract.outer(y, x).ravel(),
+        variance=len(x) * len(y) * (len(x) + len(y) + 1) / 12,
+        alike=max(_alike(x), _alike(y)),
+    )
 
 
 def paired(differences: Sequence[float]) -> Shift | None:
@@ -70,15 +73,14 @@ def paired(differences: Sequence[float]) -> Shift | None:
     if len(differences) < FEWEST:
         return None
     x = np.asarray(differences[:MOST], dtype=float)
-    spread = math.sqrt(len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24)
     means = np.add.outer(x, x)[np.triu_indices(len(x))] / 2  # of Walsh: of each two rounds, and of each alone
-    return _shift(means, spread, _alike(x))
+    return _shift(means, variance=len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24, alike=_alike(x))
 
 
-def _shift(candidates: np.ndarray, spread: float, alike: float) -> Shift:
-    """Their median, and half of what lies between the two that the rank test does not tell from it, by its spread."""
+def _shift(candidates: np.ndarray, variance: float, alike: float) -> Shift:
+    """Their median, and half of what lies between the two that the rank test does not tell from it, by its variance."""
     ordered = np.sort(candidates)
-    place = max(0, math.floor(len(ordered) / 2 - Z * spread))
+    place = max(0, math.floor(len(ordered) / 2 - Z * math.sqrt(variance)))
     error = float(ordered[-1 - place] - ordered[place]) / (2 * Z)
     return Shift(float(np.median(ordered)), error * math.sqrt((1 + alike) / (1 - alike)))
 
@@ -308,8 +310,10 @@ def _pairs(old: Iterable[Record], new: Iterable[Record]) -> list[tuple[Record, R
     """Each case of both runs, with its anchor: of the peers that took turns with it both times the steadiest."""
     before = _by_key(old)
     both = [(before[key], after) for key, after in _by_key(new).items() if key in before]
-    of_peers = [pair for pair in both if pair[0].get("peer") and _is_timed(pair) and _together(pair)]
-    of_peers.sort(key=lambda pair: (max(map(_unsteadiness, pair)), str(pair[0]["impl"])))
+    of_peers = sorted(
+        (pair for pair in both if pair[0].get("peer") and _is_timed(pair) and _together(pair)),
+        key=lambda pair: (max(map(_unsteadiness, pair)), str(pair[0]["impl"])),
+    )
     peers = grouped((_together(pair), pair) for pair in of_peers)
     return [(*pair, _other(pair, peers.get(_together(pair), ()))) for pair in both]
 

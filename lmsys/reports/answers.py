@@ -138,8 +138,9 @@ def _wrong(machine: load.Machine) -> items.Table:
 
 def _right(machine: load.Machine) -> Iterator[str]:
     """For each dtype the rows of attention that were right in all cases: of others nothing is known."""
-    known = [one for one in machine.records if one["benchmark"] == "attention" and one.get("dtype")]
-    by_dtype = grouped((str(one["dtype"]), one) for one in known)
+    by_dtype = grouped(
+        (str(one["dtype"]), one) for one in machine.records if one["benchmark"] == "attention" and one.get("dtype")
+    )
     for dtype in sorted(by_dtype, key=lambda dtype: fastest.reading_order({}, [dtype])):
         ended = grouped((str(one["impl"]), one["outcome"]) for one in by_dtype[dtype])
         names = [name for name, outcomes in ended.items() if "ok" in outcomes and not {*outcomes} & {*FAILED}]

@@ -177,16 +177,24 @@ def detail(view: View, case: Record | None) -> str:
     if case is None or case["time_s"] is None:
         return ""
     low, high = (number(scaled(view.fields["time_s"], case.get(name))) for name in ("p20_s", "p80_s"))
-    known = [
-        f"{case['rounds']} rounds" if case.get("rounds") else "",
-        f"p20 to p80 {low} to {high} {unit_of(view.fields['time_s'])[0]}" if spread_of(case) is not None else "",
-        f"error {number(case['error_ratio'])} of what is allowed" if case.get("error_ratio") is not None else "",
-        ", ".join(_conditions(view, case)),
-        case.get("energy_note"),
-        {None: "", True: "the same bits each time", False: "bits vary"}[case.get("repeatable")],
-        view.machine.run_of(case),
-    ]
-    return DETAILS.join(filter(None, known))
+    return DETAILS.join(
+        filter(
+            None,
+            [
+                f"{case['rounds']} rounds" if case.get("rounds") else "",
+                f"p20 to p80 {low} to {high} {unit_of(view.fields['time_s'])[0]}"
+                if spread_of(case) is not None
+                else "",
+                f"error {number(case['error_ratio'])} of what is allowed"
+                if case.get("error_ratio") is not None
+                else "",
+                ", ".join(_conditions(view, case)),
+                case.get("energy_note"),
+                {None: "", True: "the same bits each time", False: "bits vary"}[case.get("repeatable")],
+                view.machine.run_of(case),
+            ],
+        )
+    )
 
 
 def _conditions(view: View, case: Record) -> list[str]:

@@ -58,13 +58,12 @@ class Contest:
         """The fastest row, its speed over a base and over the next; `others`: cases of the setting in all runs."""
         winner = fastest(self.comparisons)
         best = best_of([[case for case in rows if case["impl"] == winner.row] for rows in self.comparisons], winner.row)
-        ways = {self.way: " or ".join(sorted({self.run_as(case)[1] for case in best}))} if self.way else {}
         called = {", ".join((self.machine.called(case), *self.run_as(case)[1:])) for case in best}
         rows = sorted({str(case["impl"]) for case in self.cases})
         facts = {
             "row": winner.row,
             "called": " or ".join(sorted(called)),
-            **ways,
+            **({self.way: " or ".join(sorted({self.run_as(case)[1] for case in best}))} if self.way else {}),
             "fastest": winner.first,
             "comparisons": winner.comparisons,
             "rows": len(rows),
@@ -130,10 +129,9 @@ class Contest:
         rates = [field for field in fields if field.role == "metric" and field.unit.endswith("/s")]
         shown = [TIME] + [rate for rate in rates if case.get(rate.name)][:1]
         axes = [field for field in fields if field.role == "axis" and len({each.get(field.name) for each in best}) > 1]
-        sizes = [f"{label_of(axis)} {digits(case[axis.name])}" for axis in axes]
+        sizes = ", ".join(f"{label_of(axis)} {digits(case[axis.name])}" for axis in axes)
         words = [f"{number(scaled(field, case[field.name]))}\N{NO-BREAK SPACE}{unit_of(field)[0]}" for field in shown]
-        facts = {field.name: case[field.name] for field in shown}
-        return facts | {"shape": ", ".join(sizes), "measured": (words + [""])[:2]}
+        return {**{field.name: case[field.name] for field in shown}, "shape": sizes, "measured": (words + [""])[:2]}
 
 
 def best_of(comparisons: Sequence[Rows], name: str | None) -> list[Record]:

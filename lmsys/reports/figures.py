@@ -83,9 +83,14 @@ class Figures:
             tag("div", self._table(table), self._plot(table.plot) if table.plot else "", class_="answer")
             for table in _of_kind(block.lead, Table)
         ]
-        for table in _of_kind(block.more, Table):
-            summary = f"{table.title}: {len(table.rows)} reason" + "s" * (len(table.rows) > 1)
-            inside.append(tag("details", tag("summary", summary), self._table(table)))
+        inside += [
+            tag(
+                "details",
+                tag("summary", f"{table.title}: {len(table.rows)} reason{'s' * (len(table.rows) > 1)}"),
+                self._table(table),
+            )
+            for table in _of_kind(block.more, Table)
+        ]
         return tag("div", inside, class_="answers")
 
     def chapter(self, chapter: Chapter, anchor: str, is_open: bool) -> Html:
@@ -93,9 +98,16 @@ class Figures:
         first, *others = (block for block in chapter.blocks if block.items)
         subject = "" if chapter.title.endswith(first.title) else first.title
         inside = [tag("h4", subject) if subject else "", self._block(first)]
-        for at, block in enumerate(others):
-            summary = tag("summary", tag("h4", block.title or words.sentence(_names(block.items))), _gist(block))
-            inside.append(tag("details", summary, self._block(block), class_="block", id=f"{anchor}-{at}"))
+        inside += [
+            tag(
+                "details",
+                tag("summary", tag("h4", block.title or words.sentence(_names(block.items))), _gist(block)),
+                self._block(block),
+                class_="block",
+                id=f"{anchor}-{at}",
+            )
+            for at, block in enumerate(others)
+        ]
         summary = tag("summary", tag("h3", chapter.title), _gist(first, subject, _brief(first.items[0])))
         return tag("details", summary, inside, class_="chapter", id=anchor, open="" if is_open else None)
 

@@ -133,7 +133,7 @@ def read(paths: Iterable[Path]) -> list[Machine]:
             cases[hardware, *(case.get(name) for name in IDENTITY)] = hardware, run, case
     if not cases:
         raise InputError(f"nothing to report: no records in {', '.join(map(str, paths)) or 'no files'}")
-    return machines_of(list(cases.values()), fields, rows, layouts)
+    return list(machines_of(list(cases.values()), fields, rows, layouts))
 
 
 def _load(path: Path) -> Record:
@@ -162,10 +162,9 @@ def _date(machine: Mapping[str, Any]) -> str:
 
 def machines_of(
     cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: Rows, layouts: Mapping[str, Record]
-) -> list[Machine]:
+) -> Iterator[Machine]:
     """`cases`: of each its hardware, which makes one machine, its run and its record."""
     taken: Counter[str] = Counter()
-    machines = []
     for hardware in sorted({hardware for hardware, _, _ in cases}):
         own = [(run, case) for owner, run, case in cases if owner == hardware]
         runs = sorted({run for run, _ in own})
@@ -176,8 +175,7 @@ def machines_of(
         slug += f"-{taken[slug]}" if taken[slug] > 1 else ""
         records = [{**dict.fromkeys(EVERYWHERE), **case, "machine": slug, "run": runs.index(run)} for run, case in own]
         records.sort(key=lambda one: tuple(str(one.get(name)) for name in IDENTITY))
-        machines.append(Machine(slug, title, facts, records, fields, rows, layouts))
-    return machines
+        yield Machine(slug, title, facts, records, fields, rows, layouts)
 
 
 def file_name(text: str) -> str:

@@ -156,7 +156,6 @@ def memory_timeline(view: View, about: str) -> items.Plot | None:
         return None
     held = (case["held_bytes"] or 0) / GIB
     most, end = held + max(size for _, size in points) / GIB, 1e3 * points[-1][0]
-    head = f"Memory in the course of one {view.text('mode', case['mode'])}, GiB"
     axes = plots.canvas(2.6)
     axes.fill_between([0, end], held, color=HELD, alpha=0.55, linewidth=0, label="held before")
     last = (0.0, held)
@@ -170,6 +169,7 @@ def memory_timeline(view: View, about: str) -> items.Plot | None:
     axes.set(xlim=(0, end), ylim=(0, 1.14 * most), xlabel="ms", ylabel="GiB")
     axes.xaxis.set_major_formatter(FuncFormatter(plots.plain))
     axes.yaxis.set_major_formatter(FuncFormatter(plots.plain))
+    head = f"Memory in the course of one {view.text('mode', case['mode'])}, GiB"
     return plots.drawn(view, axes, head, "timeline", view.caption(about))
 
 

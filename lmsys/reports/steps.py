@@ -118,7 +118,7 @@ def read_as(view: View, name: str, words: Sequence[Sequence[Any]]) -> View:
 @step
 def unfolded(view: View, name: str, declared: Sequence[Mapping[str, Any]]) -> View:
     """A case for each line of a list that the cases hold, with fields of these lines."""
-    return fields(view.unfolded(name), declared)
+    return fields(view.of([{**case, **line} for case in view.cases for line in case[name] or ()]), declared)
 
 
 @step

@@ -213,7 +213,6 @@ def listing(
         details |= dict.fromkeys([(len(rows), at) for at in clocked], cells.detail(view, case))
         found = [cells.cell(view, name, case, notes, ending=name == metrics[0]) for name in metrics]
         rows.append([*replace(view, cases=[case]).constants(keys).values(), *found])
-    told = [_told(sentence(label_of(one)), one.about) for one in fields if one.about]
     best: dict[tuple[int, int], Record] = {}
     single = len({case["id"] for case in view.cases}) == len(view.cases)  # else a case has several lines
     for rivals in view.groups("comparison") if single else ():
@@ -224,7 +223,10 @@ def listing(
     return items.Table(
         name=view.file(view.filled(word)),
         title=titled(view.filled(title), view),
-        caption=view.caption(about or ". ".join(told), any(map(is_clocked, fields))),
+        caption=view.caption(
+            about or ". ".join(_told(sentence(label_of(one)), one.about) for one in fields if one.about),
+            any(map(is_clocked, fields)),
+        ),
         columns=[*(label_of(view.fields[name]) for name in keys), *map(head_of, fields)],
         rows=rows,
         data=data_of(view, *(data or metrics), *(SPREAD if {"time_s", "mean_s"} & {*metrics} else ())),

@@ -83,8 +83,11 @@ def _place(case: Record) -> tuple[bool, bool, bool, float]:
 
 
 def _words(own: views.View, case: Record, names: Iterable[str]) -> str:
-    values = ((name, case[name]) for name in names if case[name] is not None)
-    return ", ".join(one if isinstance(one, str) else tables.value_head(own, name, one) for name, one in values)
+    return ", ".join(
+        value if isinstance(value, str) else tables.value_head(own, name, value)
+        for name in names
+        if (value := case[name]) is not None
+    )
 
 
 def _lines(own: views.View, figures: Sequence[str], most: int) -> Iterator[list[str]]:

@@ -88,8 +88,8 @@ class View:
 
     def groups(self, *names: str) -> "dict[Key, View]":
         """The cases by the values of some fields, in order of appearance."""
-        found = grouped((tuple(case[name] for name in names), case) for case in self.cases)
-        return {key: replace(self, cases=cases) for key, cases in found.items()}
+        groups = grouped((tuple(map(case.__getitem__, names)), case) for case in self.cases)
+        return {key: self.of(cases) for key, cases in groups.items()}
 
     def cut(self, stem: str, heading: str, tail: bool = False) -> "list[View]":
         """The cases by the fields that stand in braces and by memory limit, each part named by their values.
@@ -161,10 +161,6 @@ class View:
             for case in cases if one.of else ():
                 case[one.name] = one.value(case)
         return replace(self, fields=Fields(self.fields | {one.name: one for one in fields}), cases=cases)
-
-    def unfolded(self, name: str, *fields: Field) -> "View":
-        """A case for each line of a list that the cases hold, with the fields of that line."""
-        return self.of([{**case, **line} for case in self.cases for line in case[name] or ()]).with_fields(*fields)
 
     def styled(self, name: str = "impl", row: str = "", label: str = "") -> "View":
         """Gives each value of a field a look, by the row of a table that the field `row` names."""
