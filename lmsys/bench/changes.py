@@ -60,8 +60,11 @@ def between(old: Sequence[float], new: Sequence[float]) -> Shift | None:
     if min(len(old), len(new)) < FEWEST:
         return None
     x, y = (np.asarray(values[:MOST], dtype=float) for values in (old, new))
-    spread = math.sqrt(len(x) * len(y) * (len(x) + len(y) + 1) / 12)
-    return _shift(np.subtract.outer(y, x).ravel(), spread, max(_alike(x), _alike(y)))
+    return _shift(
+        np.subtract.outer(y, x).ravel(),
+        variance=len(x) * len(y) * (len(x) + len(y) + 1) / 12,
+        alike=max(_alike(x), _alike(y)),
+    )
 
 
 def paired(differences: Sequence[float]) -> Shift | None:
@@ -70,15 +73,14 @@ def paired(differences: Sequence[float]) -> Shift | None:
     if len(differences) < FEWEST:
         return None
     x = np.asarray(differences[:MOST], dtype=float)
-    spread = math.sqrt(len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24)
     means = np.add.outer(x, x)[np.triu_indices(len(x))] / 2  # of Walsh: of each two rounds, and of each alone
-    return _shift(means, spread, _alike(x))
+    return _shift(means, variance=len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24, alike=_alike(x))
 
 
-def _shift(candidates: np.ndarray, spread: float, alike: float) -> Shift:
-    """Their median, and half of what lies between the two that the rank test does not tell from it, by its spread."""
+def _shift(candidates: np.ndarray, variance: float, alike: float) -> Shift:
+    """Their median, and half of what lies between the two that the rank test does not tell from it, by its variance."""
     ordered = np.sort(candidates)
-    place = max(0, math.floor(len(ordered) / 2 - Z * spread))
+    place = max(0, math.floor(len(ordered) / 2 - Z * math.sqrt(variance)))
     error = float(ordered[-1 - place] - ordered[place]) / (2 * Z)
     return Shift(float(np.median(ordered)), error * math.sqrt((1 + alike) / (1 - alike)))
 
@@ -145,10 +147,8 @@ class Change:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        if self.shift is None:
-            return None
-        low, high = self.shift.interval
-        return _exponential(low), _exponential(high)
+        low, high = self.shift.interval if self.shift else (0.0, 0.0)
+        return (_exponential(low), _exponential(high)) if self.shift else None
 
 
 def compare(
@@ -163,10 +163,10 @@ def compare(
     """
     old, new = list(old), list(new)
     usual = _usual([*old, *new])
-    changes = []
-    for before, after, anchor in _pairs(old, new):
-        spreads = between_runs, usual.get(after["benchmark"], 0.0), *_spreads(before, after)
-        changes.append(_change(before, after, anchor, max(spreads)))
+    changes = [
+        _change(was, now, anchor, max(between_runs, usual.get(now["benchmark"], 0.0), *_spreads(was, now)))
+        for was, now, anchor in _pairs(old, new)
+    ]
     return _judged(changes, margin)
 
 
@@ -187,11 +187,10 @@ def in_turns(records: Iterable[Record]) -> list[Pair]:
 
 def look_changed(records: Iterable[Record]) -> bool:
     """True where a case would count as changed if it were the only one."""
-    for old, new in in_turns(records):
-        shift = _change(old, new).shift
-        if shift and shift.p_beyond(math.log1p(old["against"]["margin"])) <= FALSE_DISCOVERIES:
-            return True
-    return False
+    return any(
+        change.shift and change.shift.p_beyond(math.log1p(change.old["against"]["margin"])) <= FALSE_DISCOVERIES
+        for change in starmap(_change, in_turns(records))
+    )
 
 
 def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
@@ -230,14 +229,10 @@ def of_them_disturbed(count: int) -> str:
 
 def _judged(changes: Iterable[Change], margin: float) -> list[Change]:
     """Those that say something, with their verdicts, the most important first; among so many some differ by chance."""
-    edge = math.log1p(margin)
-    judged: list[Change] = []
-    open_: list[tuple[Change, Shift]] = []
-    for change in changes:
-        if change.beside and change.shift:
-            open_.append((change, change.shift))
-        elif change.verdict != UNCLEAR or (change.old.get("time_s") and change.new.get("time_s")):
-            judged.append(change)
+    changes, edge = list(changes), math.log1p(margin)
+    open_ = [(change, change.shift) for change in changes if change.beside and change.shift]
+    others = [change for change in changes if not (change.beside and change.shift)]
+    judged = [one for one in others if one.verdict != UNCLEAR or (one.old.get("time_s") and one.new.get("time_s"))]
     counted = discoveries([shift.p_beyond(edge) for _, shift in open_], FALSE_DISCOVERIES)
     for (change, shift), is_change in zip(open_, counted, strict=True):
         judged.append(replace(change, verdict=_verdict(shift, edge, is_change)))
@@ -315,8 +310,10 @@ def _pairs(old: Iterable[Record], new: Iterable[Record]) -> list[tuple[Record, R
     """Each case of both runs, with its anchor: of the peers that took turns with it both times the steadiest."""
     before = _by_key(old)
     both = [(before[key], after) for key, after in _by_key(new).items() if key in before]
-    of_peers = [pair for pair in both if pair[0].get("peer") and _is_timed(pair) and _together(pair)]
-    of_peers.sort(key=lambda pair: (max(map(_unsteadiness, pair)), str(pair[0]["impl"])))
+    of_peers = sorted(
+        (pair for pair in both if pair[0].get("peer") and _is_timed(pair) and _together(pair)),
+        key=lambda pair: (max(map(_unsteadiness, pair)), str(pair[0]["impl"])),
+    )
     peers = grouped((_together(pair), pair) for pair in of_peers)
     return [(*pair, _other(pair, peers.get(_together(pair), ()))) for pair in both]
 

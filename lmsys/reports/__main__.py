@@ -24,13 +24,9 @@ from typing import Any
 
 from lmsys.bench.changes import MARGIN
 from lmsys.commands import parser as command_parser
-from lmsys.reports import against, page
+from lmsys.reports import against, items, layout, load, page, views
 from lmsys.reports.answers import answers, step_chapters
-from lmsys.reports.items import csv_of
-from lmsys.reports.layout import chapters
-from lmsys.reports.load import InputError, read
-from lmsys.reports.views import view_of
-from lmsys.values import finite
+from lmsys.values import finite, hold
 
 
 def _renamed(today: str, text: str) -> None:
@@ -72,8 +68,7 @@ def main(
 ) -> int:
     """Build the report; the exit code. `results` and `output` are taken where the arguments name none."""
     parser = command_parser("report", program)
-    two = parser.add_argument_group("two runs of one machine")
-    for group, options_of in ((parser, OPTIONS), (two, OF_TWO_RUNS)):
+    for group, options_of in ((parser, OPTIONS), (parser.add_argument_group("two runs of one machine"), OF_TWO_RUNS)):
         for name, more in options_of.items():
             group.add_argument(*name.split(), **more)
     parser.set_defaults(output=output)
@@ -84,16 +79,15 @@ def main(
             finite("--margin", options.margin, above=0, most=1)
         if options.history:
             others = "results", "before", "baseline", "noise", "anyway", "single_file"
-            if any(getattr(options, name) for name in others):
-                raise InputError("--history takes a folder, and of the other options --output and --margin alone")
+            of_folder = "--history takes a folder, and of the other options --output and --margin alone"
+            hold(*((not getattr(options, name), of_folder) for name in others))
             print(*against.write_history(options.history, options.output, options.margin or MARGIN), sep="\n")
-            return 0
-        if options.before:
+        elif options.before:
             return _compare(options)
-        for name, default in two_runs.items():
-            if getattr(options, name) != default:
-                raise InputError(f"--{name} is of two runs: name the run before by --before")
-        print(build(options.results or results, options.output, options.baseline, options.single_file))
+        else:
+            asked = [name for name, default in two_runs.items() if getattr(options, name) != default]
+            hold(*((False, f"--{name} is of two runs: name the run before by --before") for name in asked))
+            print(build(options.results or results, options.output, options.baseline, options.single_file))
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
@@ -101,44 +95,43 @@ def main(
 
 
 def _compare(options: argparse.Namespace) -> int:
-    if options.baseline or options.single_file:
-        raise InputError("--baseline and --single-file are of one run's report")
-    if options.results:
-        margin = options.margin or MARGIN
-        found = against.read_both([options.before], options.results, margin, options.noise, options.anyway)
-    else:
-        found = against.read_one(options.before, options.margin)
+    hold((not options.baseline and not options.single_file, "--baseline and --single-file are of one run's report"))
+    margin = options.margin or MARGIN
+    found = (
+        against.read_both([options.before], options.results, margin, options.noise, options.anyway)
+        if options.results
+        else against.read_one(options.before, options.margin)
+    )
     print(*against.told(found), sep="\n", flush=True)
     print(against.write(found, options.output))
-    return int(found.is_bad)
+    return int(any(change.is_bad for change in found.changes))
 
 
 def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_file: bool = False) -> Path:
     """Report these result files into the folder `out`; the path of the page. InputError says what cannot be used."""
     if not paths:
-        raise InputError("nothing to report: name the result files")
-    machines = read(paths)
+        raise load.InputError("nothing to report: name the result files")
+    machines = load.read(paths)
     records = [one for machine in machines for one in machine.records]
     if baseline is not None and baseline not in (names := sorted({one["impl"] for one in records})):
         near = difflib.get_close_matches(baseline, names, n=3) or names
-        raise InputError(f"unknown baseline {baseline!r}; did you mean {', '.join(near)}?")
+        raise load.InputError(f"unknown baseline {baseline!r}; did you mean {', '.join(near)}?")
     counts = Counter(one["benchmark"] for one in records)
     undeclared = [f"{counts[name]} records of {name!r}" for name in sorted(counts) if name not in machines[0].fields]
     if len(undeclared) == len(counts):
-        raise InputError(f"nothing to report: {', '.join(undeclared)}, and nothing declares their fields")
+        raise load.InputError(f"nothing to report: {', '.join(undeclared)}, and nothing declares their fields")
     parts = []
     for both in machines:
         changes, machine = against.in_turns(both), against.of_today(both)
-        found = step_chapters(machine)
-        for name in machine.benchmarks:
-            found += chapters(view_of(machine, name, baseline))
+        of_benchmarks = (layout.chapters(views.view_of(machine, name, baseline)) for name in machine.benchmarks)
+        found = sum(of_benchmarks, step_chapters(machine))
         answer = answers(machine)
         if changes:
             block, first = against.block_and_chapters(changes)
             answer, found = replace(answer, lead=[*block.lead, *answer.lead]), [*first, *found]
         parts.append((machine, answer, found))
     notes = [f"Not shown: {', '.join(undeclared)}, since nothing declares their fields."] if undeclared else []
-    return page.write(out, [part for part in parts if part[2]], csv_of(records), notes, single_file)
+    return page.write(out, [part for part in parts if part[2]], items.csv_of(records), notes, single_file)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,9 @@ from lmsys.bench.changes import (
     of_them_disturbed,
     spread_between,
 )
-from lmsys.bench.fields import Record
-from lmsys.reports import page, plots
-from lmsys.reports.cells import Notes, below, mark
-from lmsys.reports.items import Block, Chapter, Plot, Table, csv_of
-from lmsys.reports.load import InputError, Machine, file_name, read
-from lmsys.reports.words import number, sentence
+from lmsys.bench.fields import Record, grouped
+from lmsys.reports import cells, items, load, page, plots, words
+from lmsys.values import hold
 
 DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # of a run: with another, times are of something else
 COLUMNS = ["case", "row", "before", "after", "time after / before", "95 %", "beside", "verdict"]
@@ -56,8 +53,8 @@ class Compared:
     in_turns  they are one run, in which each row took turns with itself as it was
     """
 
-    before: Machine
-    after: Machine
+    before: load.Machine
+    after: load.Machine
     changes: Sequence[Change]
     gone: Sequence[Record]
     added: Sequence[Record]
@@ -65,30 +62,25 @@ class Compared:
     between_runs: float = 0.0
     in_turns: bool = False
 
-    @property
-    def is_bad(self) -> bool:
-        return any(one.is_bad for one in self.changes)
-
 
 def read_both(
     old: Sequence[Path], new: Sequence[Path], margin: float, repeats: Sequence[Path], anyway: bool
 ) -> Compared:
-    """InputError where the runs are of two machines or versions, unless `anyway`, and where they share no case."""
+    """ValueError where the runs are of two machines or versions, unless `anyway`, and where they share no case."""
     before, after = machine_of(old), machine_of(new)
     others = [machine_of([path]) for path in repeats]
-    if len(others) == 1:
-        raise InputError(f"--noise {repeats[0]}: name two runs of one commit or more")
-    for one in [] if anyway else [before, *others]:
-        if why := why_not(one, after):
-            raise InputError(f"{why}: measure both alike, or ask for --anyway")
+    differences = [] if anyway else [why_not(one, after) for one in (before, *others)]
+    hold(
+        (len(others) != 1, f"--noise {', '.join(map(str, repeats))}: name two runs of one commit or more"),
+        *((not why, f"{why}: measure both alike, or ask for --anyway") for why in differences),
+    )
     between_runs = spread_between([one.records for one in others])
     changes = compare(before.records, after.records, margin, between_runs)
-    if not changes:
-        raise InputError("nothing to compare: no case was timed in both runs")
+    hold((changes, "nothing to compare: no case was timed in both runs"))
     return Compared(before, after, changes, *of_one_run(before.records, after.records), margin, between_runs)
 
 
-def split(machine: Machine) -> tuple[Machine, Machine]:
+def split(machine: load.Machine) -> tuple[load.Machine, load.Machine]:
     """(rows as they were, under the names of today, and rows today) of a run that measured both."""
     earlier = [one for one in machine.records if one["against"]]
     states = sorted({one["against"]["commit"] or one["against"]["name"] for one in earlier})
@@ -97,40 +89,37 @@ def split(machine: Machine) -> tuple[Machine, Machine]:
     return replace(machine, runs=runs, records=before), of_today(machine)
 
 
-def of_today(machine: Machine) -> Machine:
+def of_today(machine: load.Machine) -> load.Machine:
     return replace(machine, records=[one for one in machine.records if not one["against"]])
 
 
 def read_one(path: Path, margin: float | None) -> Compared:
-    """InputError where the run is none that measured rows as they were."""
+    """ValueError where the run is none that measured rows as they were."""
     found = in_turns(machine_of([path]), margin)
     if found is None:
-        raise InputError(f"{path}: it has no rows as they were: name the run after, too, before --noise")
-    if not found.changes:
-        raise InputError("nothing to compare: no case was timed in both states")
+        raise load.InputError(f"{path}: it has no rows as they were: name the run after, too, before --noise")
+    hold((found.changes, "nothing to compare: no case was timed in both states"))
     return found
 
 
-def in_turns(machine: Machine, margin: float | None = None) -> Compared | None:
+def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | None:
     """The verdicts of a run that measured rows as they were beside those of today; None of any other."""
-    if not any(one["against"] for one in machine.records):
+    margins = [one["against"]["margin"] for one in machine.records if one["against"]]
+    if not margins:
         return None
-    before, after = split(machine)
-    changes = compare_in_turns(machine.records, margin)
-    own = max(one["against"]["margin"] for one in machine.records if one["against"])
+    (before, after), changes = split(machine), compare_in_turns(machine.records, margin)
     alone = of_one_run(before.records, after.records)
-    return Compared(before, after, changes, *alone, margin or own, in_turns=True)
+    return Compared(before, after, changes, *alone, margin or max(margins), in_turns=True)
 
 
-def machine_of(paths: Sequence[Path]) -> Machine:
-    machines = read(paths)
-    if len(machines) > 1:
-        told = " and ".join(one.title for one in machines)
-        raise InputError(f"{', '.join(map(str, paths))}: a run of one machine is compared, and these are {told}")
+def machine_of(paths: Sequence[Path]) -> load.Machine:
+    machines = load.read(paths)
+    files, titles = ", ".join(map(str, paths)), " and ".join(machine.title for machine in machines)
+    hold((len(machines) == 1, f"{files}: a run of one machine is compared, and these are {titles}"))
     return machines[0]
 
 
-def why_not(before: Machine, after: Machine) -> str:
+def why_not(before: load.Machine, after: load.Machine) -> str:
     """Why the two cannot be compared, if they cannot."""
     if before.title != after.title:
         return f"before ran on {before.title}, after on {after.title}"
@@ -146,10 +135,9 @@ def why_not(before: Machine, after: Machine) -> str:
     return ""
 
 
-def told(found: Compared) -> Iterator[str]:
+def told(found: Compared) -> list[str]:
     """Lines for a terminal."""
-    yield from lines(found.changes, found.margin)
-    yield from _of_one_run(found)
+    return [*lines(found.changes, found.margin), *_of_one_run(found)]
 
 
 def _of_one_run(found: Compared) -> Iterator[str]:
@@ -159,19 +147,19 @@ def _of_one_run(found: Compared) -> Iterator[str]:
             yield f"{counted} only in the run {run}: {cases[0]['id']}{', ...' if len(cases) > 1 else ''}"
 
 
-def write(found: Compared, out: Path, first: Sequence[Chapter] = ()) -> Path:
+def write(found: Compared, out: Path, first: Sequence[items.Chapter] = ()) -> Path:
     """The page of both runs, with these chapters first; its path."""
     answers, chapters = block_and_chapters(found)
     records = [{"run": name, **one} for name, side in _sides(found) for one in side.records]
-    return page.write(out, [(found.after, answers, [*first, *chapters])], csv_of(records), [*_of_one_run(found)])
+    return page.write(out, [(found.after, answers, [*first, *chapters])], items.csv_of(records), [*_of_one_run(found)])
 
 
-def block_and_chapters(found: Compared) -> tuple[Block, list[Chapter]]:
+def block_and_chapters(found: Compared) -> tuple[items.Block, list[items.Chapter]]:
     """The verdicts in numbers, then what changed, the largest first, and all cases."""
     slug = found.after.slug
     source = " ".join(f"{name.title()}: {side.about(side.records)}" for name, side in _sides(found))
     counts = counts_of(found.changes).items()
-    verdicts = Table(
+    verdicts = items.Table(
         name=f"{slug}-verdicts",
         title="Verdicts",
         caption=_caption(found),
@@ -183,53 +171,53 @@ def block_and_chapters(found: Compared) -> tuple[Block, list[Chapter]]:
     )
     changed = [one for one in found.changes if one.is_changed]
     tables = [("What changed", "changed", changed)] if changed else []
-    for name in dict.fromkeys(str(one.new["benchmark"]) for one in found.changes):
-        own = [one for one in found.changes if one.new["benchmark"] == name]
-        tables.append((f"All cases: {name.replace('_', ' ')}", f"all-{file_name(name)}", own))
-    chapters = [
-        Chapter(title, [Block("", [_table(f"{slug}-{name}", title, own, source)])]) for title, name, own in tables
+    for name, cases in grouped((str(one.new["benchmark"]), one) for one in found.changes).items():
+        tables.append((f"All cases: {name.replace('_', ' ')}", f"all-{load.file_name(name)}", cases))
+    return items.Block("", [verdicts, _runs(found)]), [
+        items.Chapter(title, [items.Block("", [_table(f"{slug}-{name}", title, cases, source)])])
+        for title, name, cases in tables
     ]
-    return Block("", [verdicts, _runs(found)]), chapters
 
 
 def _caption(found: Compared) -> str:
     spreads = [case["between_runs"] for _, side in _sides(found) for case in side.records if case.get("between_runs")]
-    rows = "Each row took turns with itself as it was, and is compared by its own ratio, round by round;"
-    beside = "Each row is compared by its ratio, round by round, to the row that stands as “beside”;"
-    repeated = f"Cases that were measured repeatedly differ by {100 * median(spreads or [0]):.2g} % between runs."
-    noise = f"The runs that --noise named differ by {100 * found.between_runs:.2g} %."
-    disturbed = "The verdict on a case that was disturbed may come from the disturbance: measure it again."
+    disturbed = any(change.disturbed for change in found.changes)
     sentences = {
         f"The margin is {100 * found.margin:.3g} %.": True,
-        rows: found.in_turns,
-        beside: not found.in_turns,
+        "Each row took turns with itself as it was, and is compared by its own ratio, round by round;": found.in_turns,
+        "Each row is compared by its ratio, round by round, to the row that stands as “beside”;": not found.in_turns,
         "intervals are of 95 %. Of the changes, at most one in twenty is expected to be false.": True,
-        repeated: spreads,
-        noise: found.between_runs,
+        f"Cases that were measured repeatedly differ by {100 * median(spreads or [0]):.2g} % between runs.": spreads,
+        f"The runs that --noise named differ by {100 * found.between_runs:.2g} %.": found.between_runs,
         "Intervals are wider by that.": spreads or found.between_runs,
-        disturbed: any(change.disturbed for change in found.changes),
+        "The verdict on a case that was disturbed may come from the disturbance: measure it again.": disturbed,
     }
     return " ".join(text for text, is_so in sentences.items() if is_so)
 
 
-def _sides(found: Compared) -> list[tuple[str, Machine]]:
+def _sides(found: Compared) -> list[tuple[str, load.Machine]]:
     return [("before", found.before), ("after", found.after)]
 
 
-def _runs(found: Compared) -> Table:
+def _runs(found: Compared) -> items.Table:
     names = ("date", "commit", "driver", "command")
     facts = [
         {"run": name, **{fact: str(run.get(fact) or "unknown") for fact in names}}
         for name, side in _sides(found)
         for run in side.runs
     ]
-    rows = [[one["run"], one["date"][:10], one["commit"][:10], one["driver"]] for one in facts]
-    return Table(
-        f"{found.after.slug}-runs", "The two runs", "", ["run", "date", "commit", "driver"], rows, facts, keys=4
+    return items.Table(
+        name=f"{found.after.slug}-runs",
+        title="The two runs",
+        caption="",
+        columns=["run", "date", "commit", "driver"],
+        rows=[[one["run"], one["date"][:10], one["commit"][:10], one["driver"]] for one in facts],
+        data=facts,
+        keys=4,
     )
 
 
-def _table(name: str, title: str, changes: Sequence[Change], source: str) -> Table:
+def _table(name: str, title: str, changes: Sequence[Change], source: str) -> items.Table:
     data: list[Record] = [
         {
             "benchmark": one.new["benchmark"],
@@ -246,9 +234,9 @@ def _table(name: str, title: str, changes: Sequence[Change], source: str) -> Tab
         }
         for one in changes
     ]
-    notes: Notes = {}
+    notes: cells.Notes = {}
     rows = [_row(one, notes) for one in changes]
-    return Table(
+    return items.Table(
         name=name,
         title=title,
         caption="Times are in microseconds. Where clocks moved, the ratio of the times is not the ratio that counts.",
@@ -256,51 +244,64 @@ def _table(name: str, title: str, changes: Sequence[Change], source: str) -> Tab
         rows=rows,
         data=data,
         keys=2,
-        notes=below(notes, rows),
+        notes=cells.below(notes, rows),
         source=source,
     )
 
 
-def _row(change: Change, notes: Notes) -> list[str]:
-    times = [number(1e6 * one["time_s"]) if one.get("time_s") else one["outcome"] for one in (change.old, change.new)]
-    interval = " to ".join(f"{one:.3f}" for one in change.interval or ())
-    ratio = f"{change.ratio:.3f}" if change.ratio else ""
+def _row(change: Change, notes: cells.Notes) -> list[str]:
+    times = [
+        words.number(1e6 * one["time_s"]) if one.get("time_s") else one["outcome"] for one in (change.old, change.new)
+    ]
     impl = str(change.new["impl"])
-    case = str(change.new["id"]).removesuffix(f"-{impl}")
-    verdict = change.verdict + (mark(notes, f"{sentence(change.disturbed)}.") if change.disturbed else "")
-    return [case, impl, *times, ratio, interval, change.beside or "nothing", verdict]
+    return [
+        str(change.new["id"]).removesuffix(f"-{impl}"),
+        impl,
+        *times,
+        f"{change.ratio:.3f}" if change.ratio else "",
+        " to ".join(f"{bound:.3f}" for bound in change.interval or ()),
+        change.beside or "nothing",
+        change.verdict + (cells.mark(notes, f"{words.sentence(change.disturbed)}.") if change.disturbed else ""),
+    ]
 
 
 def write_history(folder: Path, out: Path, margin: float) -> list[str]:
     """Writes a page about those of a folder's *.json that can be compared with the last; returns lines for a terminal.
 
-    InputError for a file that is no result, and where no two of them can be compared.
+    ValueError for a file that is no result, and where no two of them can be compared.
     """
     runs = [run for _, run in sorted(map(_dated, folder.glob("*.json")), key=lambda dated: dated[0])]
     reasons = [why_not(run, runs[-1]) for run in runs]
     alike = [run for run, reason in zip(runs, reasons, strict=True) if not reason]
     since = [compare(alike[0].records, run.records, margin) for run in alike[1:]]
-    if not since or not since[-1]:
-        raise InputError(f"{folder}: nothing to compare: a history takes *.json of one machine, with the same cases")
+    hold(
+        (
+            since and since[-1],
+            f"{folder}: nothing to compare: a history takes *.json of one machine, with the same cases",
+        )
+    )
     first, last = alike[0], alike[-1]
     compared = Compared(first, last, since[-1], *of_one_run(first.records, last.records), margin)
     drawn = [_plot(name, alike, since) for name in {str(one.new["benchmark"]): 0 for one in since[-1]}]
-    path = write(compared, out, [Chapter("Over commits", [Block("", drawn)])])
-    left_out = [f"left out: {reason}" for reason in dict.fromkeys(reasons) if reason]
-    return [*left_out, f"{len(alike)} runs, the last beside the first", *told(compared), str(path)]
+    return [
+        *(f"left out: {reason}" for reason in dict.fromkeys(reasons) if reason),
+        f"{len(alike)} runs, the last beside the first",
+        *told(compared),
+        str(write(compared, out, [items.Chapter("Over commits", [items.Block("", drawn)])])),
+    ]
 
 
-def _dated(path: Path) -> tuple[datetime, Machine]:
+def _dated(path: Path) -> tuple[datetime, load.Machine]:
     """When the commit of a file was made, or where the file does not say that when its run began; and the run."""
     machine = machine_of([path])
     try:
         info = json.loads(path.read_text(encoding="utf-8")).get("commit_info") or {}
         return datetime.fromisoformat(str(info.get("time") or machine.runs[0].get("date"))).astimezone(UTC), machine
     except (AttributeError, OverflowError, ValueError) as error:
-        raise InputError(f"{path}: no date of its commit or its run can be read ({error})") from None
+        raise load.InputError(f"{path}: no date of its commit or its run can be read ({error})") from None
 
 
-def _plot(benchmark: str, runs: list[Machine], since: list[list[Change]]) -> Plot:
+def _plot(benchmark: str, runs: list[load.Machine], since: list[list[Change]]) -> items.Plot:
     """A line for each case that the first and the last run have."""
     axes = plots.canvas(3.0)
     cases = [one for one in since[-1] if one.new["benchmark"] == benchmark]
@@ -318,8 +319,11 @@ def _plot(benchmark: str, runs: list[Machine], since: list[list[Change]]) -> Plo
     some = 1 + len(runs) // LABELS
     plots.add_places(axes, ["" if at % some else str(run.runs[0].get("commit"))[:7] for at, run in enumerate(runs)])
     axes.set_ylabel("time / time in the first run")
-    name, title = f"{runs[-1].slug}-history-{file_name(benchmark)}", f"{benchmark.replace('_', ' ')}: time by commit"
-    return Plot(
+    name, title = (
+        f"{runs[-1].slug}-history-{load.file_name(benchmark)}",
+        f"{benchmark.replace('_', ' ')}: time by commit",
+    )
+    return items.Plot(
         name,
         title,
         f"Times as those of the rows beside were; dotted where no row stood beside, so that the clock's moves show. "

@@ -9,11 +9,7 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Record, grouped
 from lmsys.bench.verdict import FAILED, failed, not_run
-from lmsys.reports.fastest import Question, fastest_of, reading_order
-from lmsys.reports.items import Block, Chapter, Table
-from lmsys.reports.load import Machine, commands, drawn_by_layout, file_name
-from lmsys.reports.tables import contending
-from lmsys.reports.views import UNSAID, view_of
+from lmsys.reports import fastest, items, load, tables, views
 from lmsys.reports.words import MEANINGS, label_of, number
 
 KEYS = {  # of a row's case, and the heads of their columns
@@ -42,27 +38,27 @@ ABOUT = (
 )
 
 
-def step_chapters(machine: Machine) -> list[Chapter]:
+def step_chapters(machine: load.Machine) -> list[items.Chapter]:
     """A chapter that is this table alone; none where no step has a share."""
     table = step_shares(machine)
-    return [Chapter("Training steps: MFU", [Block("", [table])])] if table else []
+    return [items.Chapter("Training steps: MFU", [items.Block("", [table])])] if table else []
 
 
-def step_shares(machine: Machine) -> Table | None:
+def step_shares(machine: load.Machine) -> items.Table | None:
     """A line for each timed step of any benchmark, models by size; None where none has a share."""
     steps = (one for one in machine.records if one.get("mode") in (None, "step") and one.get("time_s"))  # whole ones
     cases = [one for one in steps if "mfu" in one and any(one.get(name) is not None for name in SHARES)]
     if not cases:
         return None
     words = machine.words_of(*machine.layouts)
-    cases.sort(key=lambda one: reading_order(words, [_value(one, name) for name in BY]))
+    cases.sort(key=lambda one: fastest.reading_order(words, [_value(one, name) for name in BY]))
     names = "benchmark", "section", *KEYS, "impl", "time_s", *SHARES
     data: list[Record] = [{name: _value(one, name) for name in names} for one in cases]
     shares = [name for name in SHARES if any(line[name] is not None for line in data)]
-    most = max(contending(machine, cases), key=lambda case: case.get(shares[0]) or 0)
+    most = max(tables.contending(machine, cases), key=lambda case: case.get(shares[0]) or 0)
     shown = [name for name in KEYS if len({line[name] for line in data}) > 1]
     told = [f"{head} {data[0][name]}" for name, head in KEYS.items() if name not in shown]
-    return Table(
+    return items.Table(
         name=f"{machine.slug}-mfu",
         title="MFU of every step, and its shares of what this machine reaches",
         caption=f"{ABOUT} All: {', '.join(told)}." if told else ABOUT,
@@ -76,35 +72,38 @@ def step_shares(machine: Machine) -> Table | None:
 
 
 def _value(one: Record, name: str) -> object:
-    found = one.get(name)
-    return PLAIN.get(name) if found is None else found
+    return PLAIN.get(name) if one.get(name) is None else one[name]
 
 
 def _cells(line: Record, shown: Sequence[str], shares: Sequence[str]) -> list[str]:
     where = f"{line['benchmark']}, {line['section']}".replace("_", " ")
-    told = (line[name] for name in (*shown, "impl"))
-    keys = [where, *(f"{one:,}" if type(one) is int else str(one or "") for one in told)]
-    return [*keys, number(1e3 * line["time_s"]), *("" if line[s] is None else number(100 * line[s]) for s in shares)]
+    keys = [f"{one:,}" if type(one) is int else str(one or "") for one in (*map(line.get, shown), line["impl"])]
+    return [
+        where,
+        *keys,
+        number(1e3 * line["time_s"]),
+        *("" if line[s] is None else number(100 * line[s]) for s in shares),
+    ]
 
 
-def questions(machine: Machine) -> Iterator[Question]:
+def questions(machine: load.Machine) -> Iterator[fastest.Question]:
     """That of each layout that asks one, and one for each benchmark without a layout, in the words of its fields."""
     for name in machine.benchmarks:
         if name not in machine.layouts:
             yield _of_any(machine, name)
         elif asked := machine.layouts[name].get("fastest"):
-            yield Question(name, **asked, words=machine.words_of(name))
+            yield fastest.Question(name, **asked, words=machine.words_of(name))
 
 
-def _of_any(machine: Machine, name: str) -> Question:
+def _of_any(machine: load.Machine, name: str) -> fastest.Question:
     """Who is fastest in each setting: the settings are the axes in which the benchmark's cases differ."""
-    view = view_of(machine, name)
-    axes = [axis for axis in view.axes() if axis not in (*UNSAID, "impl") and view.varies(axis)]
+    view = views.view_of(machine, name)
+    axes = [axis for axis in view.axes() if axis not in (*views.UNSAID, "impl") and view.varies(axis)]
     words = [axis for axis in axes if isinstance(view.cases[0][axis], str)]
     keys = axes if len(view.distinct(*axes)) <= MOST_LINES else words
-    return Question(
+    return fastest.Question(
         benchmark=name,
-        word=file_name(name),
+        word=load.file_name(name),
         title=f"Fastest {name.replace('_', ' ')}",
         keys={axis: label_of(view.fields[axis]) for axis in keys or ["section"]},
         bases=[row for row, facts in view.table().items() if facts.get("baseline")],
@@ -114,13 +113,13 @@ def _of_any(machine: Machine, name: str) -> Question:
     )
 
 
-def answers(machine: Machine) -> Block:
-    with drawn_by_layout(" or ".join(machine.layouts)):
-        tables = [fastest_of(machine, question) for question in questions(machine)]
-    return Block("", [*tables, _wrong(machine)], [_not_run(machine)])
+def answers(machine: load.Machine) -> items.Block:
+    with load.drawn_by_layout(" or ".join(machine.layouts)):
+        tables = [fastest.fastest_of(machine, question) for question in questions(machine)]
+    return items.Block("", [*tables, _wrong(machine)], [_not_run(machine)])
 
 
-def _wrong(machine: Machine) -> Table:
+def _wrong(machine: load.Machine) -> items.Table:
     """Rows that were wrong or failed, with the first reason of each; a line that says so where there are none."""
     found = failed(machine.records)
     columns = ["row", "how", "in", "cases", "the first of them"]
@@ -132,23 +131,24 @@ def _wrong(machine: Machine) -> Table:
         count = sum(one["outcome"] == "ok" for one in machine.records)
         rows = [[f"nothing was wrong: {count:,} of {len(machine.records):,} cases ran, and all of these were right"]]
         columns = ["cases"]
-    made = commands(machine, (one["run"] for cases in found.values() for one in cases))
+    made = load.commands(machine, (one["run"] for cases in found.values() for one in cases))
     runs = [(f"Run of {name}", command) for name, command in made.values()]
     return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), notes=[*_right(machine)], runs=runs)
 
 
-def _right(machine: Machine) -> Iterator[str]:
+def _right(machine: load.Machine) -> Iterator[str]:
     """For each dtype the rows of attention that were right in all cases: of others nothing is known."""
-    known = [one for one in machine.records if one["benchmark"] == "attention" and one.get("dtype")]
-    by_dtype = grouped((str(one["dtype"]), one) for one in known)
-    for dtype in sorted(by_dtype, key=lambda dtype: reading_order({}, [dtype])):
+    by_dtype = grouped(
+        (str(one["dtype"]), one) for one in machine.records if one["benchmark"] == "attention" and one.get("dtype")
+    )
+    for dtype in sorted(by_dtype, key=lambda dtype: fastest.reading_order({}, [dtype])):
         ended = grouped((str(one["impl"]), one["outcome"]) for one in by_dtype[dtype])
         names = [name for name, outcomes in ended.items() if "ok" in outcomes and not {*outcomes} & {*FAILED}]
         if names:
             yield f"Attention that was right in {dtype}, in every case that ran: {', '.join(names)}."
 
 
-def _not_run(machine: Machine) -> Table | None:
+def _not_run(machine: load.Machine) -> items.Table | None:
     """Each reason once, with the rows that it holds for, and those of them that other runs of this machine have."""
     lines = []
     for reason, rows in not_run(machine.records).items():
@@ -165,8 +165,10 @@ def _ran(cases: Sequence[Record], runs: Container[int]) -> set[str]:
     return {str(one["impl"]) for one in cases if one["outcome"] == "ok" and one["run"] in runs}
 
 
-def _listed(machine: Machine, word: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    return Table(
+def _listed(
+    machine: load.Machine, word: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> items.Table:
+    return items.Table(
         f"{machine.slug}-{word}",
         title,
         "",

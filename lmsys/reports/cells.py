@@ -74,10 +74,8 @@ def compared(
 
 def _no_base(label: str, base: Record | None) -> str:
     """Why nothing has a speedup over this case of the base, None where it was not run; "" where it was timed."""
-    if base is None:
-        return f"{label} was not run here"
-    if base["time_s"] is not None:
-        return ""
+    if base is None or base["time_s"] is not None:
+        return "" if base else f"{label} was not run here"
     ended = MEANINGS.get(base["outcome"], "not timed")
     return f"{label} has no time here: {ended}" + (f" ({base['reason']})" if base["reason"] else "")
 
@@ -158,9 +156,8 @@ def cell(view: View, name: str, case: Record | None, notes: Notes, ending: bool 
 def above_ceiling(name: str, case: Record) -> str:
     """The note on a rate that is above what was measured as this machine's best; empty for others."""
     share = next((share for share, names in RATED.items() if name in names), None)
-    if share is None or (case.get(share) or 0.0) <= 1:
-        return ""
-    return f"Above the {CEILINGS[share]} that was measured in this run, before and after: one of the two is not right."
+    what = f"Above the {CEILINGS[share]} that was measured" if share and (case.get(share) or 0.0) > 1 else ""
+    return what and f"{what} in this run, before and after: one of the two is not right."
 
 
 def shown(view: View, name: str, case: Record) -> str:
@@ -180,16 +177,24 @@ def detail(view: View, case: Record | None) -> str:
     if case is None or case["time_s"] is None:
         return ""
     low, high = (number(scaled(view.fields["time_s"], case.get(name))) for name in ("p20_s", "p80_s"))
-    known = [
-        f"{case['rounds']} rounds" if case.get("rounds") else "",
-        f"p20 to p80 {low} to {high} {unit_of(view.fields['time_s'])[0]}" if spread_of(case) is not None else "",
-        f"error {number(case['error_ratio'])} of what is allowed" if case.get("error_ratio") is not None else "",
-        ", ".join(_conditions(view, case)),
-        case.get("energy_note"),
-        {None: "", True: "the same bits each time", False: "bits vary"}[case.get("repeatable")],
-        view.machine.run_of(case),
-    ]
-    return DETAILS.join(filter(None, known))
+    return DETAILS.join(
+        filter(
+            None,
+            [
+                f"{case['rounds']} rounds" if case.get("rounds") else "",
+                f"p20 to p80 {low} to {high} {unit_of(view.fields['time_s'])[0]}"
+                if spread_of(case) is not None
+                else "",
+                f"error {number(case['error_ratio'])} of what is allowed"
+                if case.get("error_ratio") is not None
+                else "",
+                ", ".join(_conditions(view, case)),
+                case.get("energy_note"),
+                {None: "", True: "the same bits each time", False: "bits vary"}[case.get("repeatable")],
+                view.machine.run_of(case),
+            ],
+        )
+    )
 
 
 def _conditions(view: View, case: Record) -> list[str]:

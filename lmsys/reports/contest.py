@@ -6,8 +6,7 @@ from itertools import chain
 
 from lmsys.bench.fields import Field, Record, grouped
 from lmsys.bench.verdict import NEAR, NEAR_TEXT, Fastest, fastest, ratio_of, time_of, undisturbed
-from lmsys.reports.cells import DETAILS, STEADY, geometric_mean
-from lmsys.reports.load import Machine
+from lmsys.reports import cells, load
 from lmsys.reports.words import digits, label_of, number, scaled, spread_of, unit_of
 
 Rows = Sequence[Record]  # cases that took turns
@@ -23,7 +22,7 @@ class Contest:
     way          the field that says how a row was run, where its ways are compared, too; else empty
     """
 
-    machine: Machine
+    machine: load.Machine
     comparisons: Sequence[Rows]
     bases: Sequence[str]
     way: str
@@ -59,23 +58,22 @@ class Contest:
         """The fastest row, its speed over a base and over the next; `others`: cases of the setting in all runs."""
         winner = fastest(self.comparisons)
         best = best_of([[case for case in rows if case["impl"] == winner.row] for rows in self.comparisons], winner.row)
-        ways = {self.way: " or ".join(sorted({self.run_as(case)[1] for case in best}))} if self.way else {}
         called = {", ".join((self.machine.called(case), *self.run_as(case)[1:])) for case in best}
         rows = sorted({str(case["impl"]) for case in self.cases})
         facts = {
             "row": winner.row,
             "called": " or ".join(sorted(called)),
-            **ways,
+            **({self.way: " or ".join(sorted({self.run_as(case)[1] for case in best}))} if self.way else {}),
             "fastest": winner.first,
             "comparisons": winner.comparisons,
             "rows": len(rows),
             **self._speed(winner.row),
             "mfu": max((float(case.get("mfu") or 0) for case in best), default=0) or None,
             **self._figures(best),
+            **{name: self.machine.runs[best[0]["run"]].get(name) for name in ("date", "commit")},
         }
-        run = self.cases[0]["run"]
-        facts |= {name: self.machine.runs[run].get(name) for name in ("date", "commit")}
-        return {**facts, **self._behind(winner, best, facts, rows), "run": run, "rivals": self._rivals(best, others)}
+        behind = self._behind(winner, best, facts, rows)
+        return {**facts, **behind, "run": best[0]["run"], "rivals": self._rivals(best, others)}
 
     def _behind(self, winner: Fastest, best: Sequence[Record], facts: Record, rows: Sequence[str]) -> Record:
         """The facts behind a line: what is said of its figures, and how far each row stands from the fastest."""
@@ -87,10 +85,10 @@ class Contest:
         names = sorted({str(case.get("strategy") or case["impl"]) for case in self.cases})
         ratios = {name: self.ratios(name, winner.row) for name in names}
         return {
-            "details": DETAILS.join(details),
-            "standing": {name: geometric_mean(ratios[name])[0] for name in names if any(ratios[name])},
+            "details": cells.DETAILS.join(details),
+            "standing": {name: cells.geometric_mean(ratios[name])[0] for name in names if any(ratios[name])},
             "named": names,
-            "unsteady": any((spread_of(case) or 0.0) > STEADY for case in chain(best, over)),
+            "unsteady": any((spread_of(case) or 0.0) > cells.STEADY for case in chain(best, over)),
             "over_as": self._as(facts["over"], over),
             "next_as": self._as(facts["next"], following),
         }
@@ -107,7 +105,7 @@ class Contest:
         """The speed over the first base that took turns with the row, and over the next: the fastest other one."""
         rows = {str(case["impl"]) for case in self.cases}
         ratios = {name: self.ratios(row, name) for name in rows.union(self.bases) - {row}}
-        speeds = {name: geometric_mean(ratios[name]) for name in ratios if any(ratios[name])}
+        speeds = {name: cells.geometric_mean(ratios[name]) for name in ratios if any(ratios[name])}
         if not speeds:
             return {"over": None, "speedup": None, "next": None, "lead": None}
         # Of most shapes, then the fastest.
@@ -131,10 +129,9 @@ class Contest:
         rates = [field for field in fields if field.role == "metric" and field.unit.endswith("/s")]
         shown = [TIME] + [rate for rate in rates if case.get(rate.name)][:1]
         axes = [field for field in fields if field.role == "axis" and len({each.get(field.name) for each in best}) > 1]
-        sizes = [f"{label_of(axis)} {digits(case[axis.name])}" for axis in axes]
+        sizes = ", ".join(f"{label_of(axis)} {digits(case[axis.name])}" for axis in axes)
         words = [f"{number(scaled(field, case[field.name]))}\N{NO-BREAK SPACE}{unit_of(field)[0]}" for field in shown]
-        facts = {field.name: case[field.name] for field in shown}
-        return facts | {"shape": ", ".join(sizes), "measured": (words + [""])[:2]}
+        return {**{field.name: case[field.name] for field in shown}, "shape": sizes, "measured": (words + [""])[:2]}
 
 
 def best_of(comparisons: Sequence[Rows], name: str | None) -> list[Record]:

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from lmsys.reports.load import InputError
-from lmsys.reports.words import OUTCOMES, number
+from lmsys.reports import load, words
 from lmsys.values import shortly
 
 MOST_CHARACTERS = 1000
@@ -28,10 +27,10 @@ def product(a: Any, b: Any) -> Any:
 
 FUNCTIONS: dict[str, Any] = {
     "abs": abs,
-    "ended": OUTCOMES.get,
+    "ended": words.OUTCOMES.get,
     "int": int,
     "joined": lambda *parts: ", ".join(filter(None, parts)),
-    "number": number,
+    "number": words.number,
     "ends": str.endswith,
     "without": str.removesuffix,
 }
@@ -71,7 +70,7 @@ def _parsed(text: str) -> ast.expr:
             return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         pass
-    raise InputError(f"{shortly(text)} must be an expression of at most {MOST_CHARACTERS:,} characters")
+    raise load.InputError(f"{shortly(text)} must be an expression of at most {MOST_CHARACTERS:,} characters")
 
 
 def _value(node: ast.expr, case: Mapping[str, Any]) -> Any:
@@ -84,9 +83,9 @@ def _value(node: ast.expr, case: Mapping[str, Any]) -> Any:
             return tuple(_value(part, case) for part in parts)
         case ast.UnaryOp(op=sign, operand=operand) if type(sign) in OPERATORS:
             return OPERATORS[type(sign)](_value(operand, case))
-        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATORS:
-            return OPERATORS[type(sign)](_value(left, case), _value(right, case))
-        case ast.Compare(left=left, ops=[sign], comparators=[right]):
+        case ast.BinOp(left=left, op=sign, right=right) | ast.Compare(left=left, ops=[sign], comparators=[right]) if (
+            type(sign) in OPERATORS
+        ):
             return OPERATORS[type(sign)](_value(left, case), _value(right, case))
         case ast.BoolOp(op=sign, values=[first, *others]):
             value = _value(first, case)
@@ -106,4 +105,4 @@ def _value(node: ast.expr, case: Mapping[str, Any]) -> Any:
             style = str(_value(spec, case)) if spec else ""
             if re.fullmatch(FORMAT, style):
                 return format(_value(inside, case), style)
-    raise InputError(f"an expression of a layout cannot hold {shortly(ast.unparse(node))}")
+    raise load.InputError(f"an expression of a layout cannot hold {shortly(ast.unparse(node))}")

@@ -7,14 +7,7 @@ from string import ascii_uppercase
 
 from lmsys.bench.fields import Record, grouped
 from lmsys.bench.verdict import FAILED, NEAR_TEXT, deciding
-from lmsys.reports import plots
-from lmsys.reports.cells import STEADY, Notes, below, mark
-from lmsys.reports.contest import Contest
-from lmsys.reports.expressions import value_of
-from lmsys.reports.items import Plot, Table
-from lmsys.reports.load import Machine, commands, file_name, legend, run_names
-from lmsys.reports.styles import styles_of
-from lmsys.reports.words import number, sentence
+from lmsys.reports import cells, contest, expressions, items, load, plots, styles, words
 
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
 FEW = 4  # rows: a comparison of fewer says so
@@ -30,7 +23,9 @@ ABOUT = (
 )
 DISTURBED = "Cases that were disturbed decide nothing here, because others were not."
 RIVALS = "In another run, which took no turns with this one, these took less time: {}."
-UNSTEADY = f"Unsteady: from p20 to p80 the samples of one of the two spread over more than {STEADY:.0%} of the median."
+UNSTEADY = (
+    f"Unsteady: from p20 to p80 the samples of one of the two spread over more than {cells.STEADY:.0%} of the median."
+)
 WAYS = {
     "compiled": "by torch.compile",
     "graphed": "compiled, and replayed as one CUDA graph",
@@ -84,54 +79,60 @@ class Question:
         """True of rows that took turns of which a line may name the fastest: of ours alone the fastest may be slow."""
         return len({case["impl"] for case in rows}) > 1 and (self.of_ours or any(case.get("peer") for case in rows))
 
-    def settings(self, machine: Machine) -> dict[tuple[object, ...], list[Record]]:
+    def settings(self, machine: load.Machine) -> dict[tuple[object, ...], list[Record]]:
         """The timed cases by the values of the keys, in reading order; a row that was wrong in a section is left out.
 
         They have the `values` of the question.
         """
         cases = [case for case in machine.records if case["benchmark"] == self.benchmark]
-        cases = [case for case in cases if value_of(self.contends, case)]
+        cases = [case for case in cases if expressions.value_of(self.contends, case)]
         wrong = {(case["section"], case["impl"]) for case in cases if case["outcome"] in FAILED}
         timed = [case for case in cases if case.get("time_s") and (case["section"], case["impl"]) not in wrong]
-        right = [case | {name: value_of(text, case) for name, text in self.values.items()} for case in timed]
+        right = [
+            case | {name: expressions.value_of(text, case) for name, text in self.values.items()} for case in timed
+        ]
         settings = grouped((tuple(case.get(name) or None for name in self.keys), case) for case in right)
         return {key: settings[key] for key in sorted(settings, key=partial(reading_order, self.words))}
 
 
-def fastest_of(machine: Machine, question: Question) -> Table | None:
+def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     """A line for each setting, with the row that is fastest there; None where no rows are enough."""
     settings = question.settings(machine)
-    keys: list[Record] = [dict(zip(question.keys, key, strict=True)) for key in settings]
-    facts = [_line(machine, question, cases) for cases in settings.values()]
-    lines: list[Record] = [key | line for key, line in zip(keys, facts, strict=True) if line]
+    facts = {key: _line(machine, question, cases) for key, cases in settings.items()}
+    lines: list[Record] = [dict(zip(question.keys, key, strict=True)) | line for key, line in facts.items() if line]
     if not lines:
         return None
-    runs = {run: _letter(place) for place, run in enumerate(dict.fromkeys(line["run"] for line in lines))}
-    names = run_names(machine, runs)
+    shown_runs = enumerate(dict.fromkeys(line["run"] for line in lines))
+    runs = {run: ascii_uppercase[place % 26] + str(place // 26 or "") for place, run in shown_runs}
     heads = [_setting(question, line, _shown(question, lines, list(settings))) for line in lines]
-    marks: Notes = {}
-    shares = question.mfu and any(line["mfu"] for line in lines)
+    marks: cells.Notes = {}
+    shares = bool(question.mfu) and any(line["mfu"] for line in lines)
     rows = []
     for head, line in zip(heads, lines, strict=True):
         row, *speeds = _answer(line, marks)
         measured = line["measured"] if line["fastest"] else ["", ""]
-        share = [_percent(line["mfu"])] if shares else []
-        rows.append([head, row, *measured, *speeds, *share, runs[line["run"]]])
-    columns = [*COLUMNS, *(["MFU"] if shares else []), "run"]
+        share = f"{words.number(100 * line['mfu'])}\N{NO-BREAK SPACE}%" if line["mfu"] else ""
+        rows.append([head, row, *measured, *speeds, *[share] * shares, runs[line["run"]]])
+    columns = [*COLUMNS, *["MFU"] * shares, "run"]
     if not any(row[NEXT] for row in rows):
-        for cells in (columns, *rows):
-            del cells[NEXT]
-    name = f"{machine.slug}-fastest-{file_name(question.word)}"
-    notes = below(marks, rows) + [f"Runs: {', '.join(f'{letter} of {names[run]}' for run, letter in runs.items())}."]
-    made = commands(machine, runs)
-    return Table(
+        for texts in (columns, *rows):
+            del texts[NEXT]
+    name = f"{machine.slug}-fastest-{load.file_name(question.word)}"
+    names = load.run_names(machine, runs)
+    dates = ", ".join(f"{letter} of {names[run]}" for run, letter in runs.items())
+    made = load.commands(machine, runs)
+    return items.Table(
         name=name,
         title=question.title,
         caption=ABOUT + question.about + _ways(lines) + (MFU if shares else ""),
         columns=columns,
         rows=rows,
         data=[{name: value for name, value in line.items() if name not in INNER} for line in lines],
-        notes=notes + legend(machine, question.kind, set().union(*(line["named"] for line in lines))),
+        notes=[
+            *cells.below(marks, rows),
+            f"Runs: {dates}.",
+            *load.legend(machine, question.kind, set().union(*(line["named"] for line in lines))),
+        ],
         keys=2,
         source=machine.about(sum(settings.values(), [])),
         best=frozenset((at, 2) for at, line in enumerate(lines) if line["fastest"]),
@@ -141,48 +142,39 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
     )
 
 
-def _line(machine: Machine, question: Question, cases: Sequence[Record]) -> Record:
+def _line(machine: load.Machine, question: Question, cases: Sequence[Record]) -> Record:
     """The facts of a setting's line; none where no rows that took turns are enough."""
-    together = grouped((str(case["comparison"]), case) for case in cases).values()
-    settled = [rows for rows in together if question.enough(rows)]
+    settled = list(filter(question.enough, grouped((str(case["comparison"]), case) for case in cases).values()))
     if not settled:
         return {}
-    first = [name for name, test in question.before.items() if any(value_of(test, case) for case in cases)]
+    first = [name for name, test in question.before.items() if any(expressions.value_of(test, case) for case in cases)]
     deciders = deciding(settled, question.enough)
-    contest = Contest(machine, deciders or settled, first + list(question.bases), question.way)
-    line = contest.of_one_run().line(cases)
+    decisive = contest.Contest(machine, deciders or settled, first + list(question.bases), question.way).of_one_run()
     flags = [bool(case.get("disturbed")) for rows in settled for case in rows]
     disturbed = "all" if all(flags) else "some" if any(flags) else None
-    return {"disturbed": disturbed} | line | ({} if deciders else UNSETTLED)
+    return {"disturbed": disturbed} | decisive.line(cases) | ({} if deciders else UNSETTLED)
 
 
 def _shown(question: Question, lines: Sequence[Record], settings: Sequence[Sequence[object]]) -> list[str]:
     """The keys that lines tell: those that vary among them, or else the first; and some that vary among all cases."""
-    varying = [name for name in question.keys if len({line[name] for line in lines}) > 1]
-    shown = varying or list(question.keys)[:1]
+    shown = [name for name in question.keys if len({line[name] for line in lines}) > 1] or list(question.keys)[:1]
     asked = dict(zip(question.keys, map(set, zip(*settings, strict=True)), strict=True))
     return shown + [name for name in question.told if name not in shown and len(asked[name]) > 1]
 
 
 def _setting(question: Question, line: Record, names: Sequence[str]) -> str:
     """A line's setting as the report has it; a number says of what it is."""
-    words = []
-    for name in names:
-        value = line[name]
-        word = str(question.words.get(name, {}).get(value, "" if value is None else value))
-        words.append(f"{question.keys[name]}\N{NO-BREAK SPACE}{word}" if type(value) in (int, float) else word)
-    return ", ".join(filter(None, words))
+    values = {name: "" if line[name] is None else line[name] for name in names}
+    texts = {name: str(question.words.get(name, {}).get(line[name], value)) for name, value in values.items()}
+    heads = {name: f"{question.keys[name]}\N{NO-BREAK SPACE}" for name in names if type(line[name]) in (int, float)}
+    return ", ".join(heads.get(name, "") + text for name, text in texts.items() if text)
 
 
 def _ways(lines: Sequence[Record]) -> str:
     """Says what ways of compiling are that the lines have."""
     used = " ".join(str(line.get("compile")) for line in lines)
     ways = [f"{name}: {about}" for name, about in WAYS.items() if name in used]
-    return f" {sentence('; '.join(ways))}." if ways else ""
-
-
-def _letter(number: int) -> str:
-    return ascii_uppercase[number % 26] + (str(number // 26) if number >= 26 else "")
+    return f" {words.sentence('; '.join(ways))}." if ways else ""
 
 
 def reading_order(words: Mapping[str, Mapping[object, str]], key: Sequence[object]) -> list[tuple[int, float, str]]:
@@ -195,32 +187,31 @@ def reading_order(words: Mapping[str, Mapping[object, str]], key: Sequence[objec
     return places
 
 
-def _answer(line: Record, notes: Notes) -> list[str]:
+def _answer(line: Record, notes: cells.Notes) -> list[str]:
     """The row, its speed over the base, and over the next where that is another, in words."""
-    aside = {"some": mark(notes, DISTURBED) if line["disturbed"] == "some" else "", "all": ", all of them disturbed"}
+    aside = {
+        "some": cells.mark(notes, DISTURBED) if line["disturbed"] == "some" else "",
+        "all": ", all of them disturbed",
+    }
     disturbed = aside.get(line["disturbed"], "")
     if not line["fastest"]:  # each was slower than another, as may be where samples spread
         return [f"not settled{disturbed}", "", ""]
     row = line["called"] + f" (of {line['rows']} rows)" * (line["rows"] < FEW) + disturbed
     if line["rivals"]:
-        row += mark(notes, RIVALS.format(", ".join(line["rivals"])))
+        row += cells.mark(notes, RIVALS.format(", ".join(line["rivals"])))
     speed = _times(line["speedup"], line["over_as"])
     if speed and line["unsteady"]:
-        speed += mark(notes, UNSTEADY)
+        speed += cells.mark(notes, UNSTEADY)
     return [row, speed, "" if line["next"] == line["over"] else _times(line["lead"], line["next_as"])]
 
 
-def _percent(share: float | None) -> str:
-    return f"{number(100 * share)}\N{NO-BREAK SPACE}%" if share else ""
-
-
 def _times(speed: float | None, name: str) -> str:
-    return f"{number(speed)}\N{NO-BREAK SPACE}× {name}" if speed else ""
+    return f"{words.number(speed)}\N{NO-BREAK SPACE}× {name}" if speed else ""
 
 
 def standing(
-    machine: Machine, lines: Sequence[Record], heads: Sequence[str], title: str, name: str, kind: str
-) -> Plot | None:
+    machine: load.Machine, lines: Sequence[Record], heads: Sequence[str], title: str, name: str, kind: str
+) -> items.Plot | None:
     """A strip of dots for each setting, a dot for each row; None where nobody stands beside the fastest.
 
     `kind`: the table of the rows' looks.
@@ -231,13 +222,12 @@ def standing(
     peers = {str(case.get("strategy") or case["impl"]): bool(case.get("peer")) for case in machine.records}
     looks = [{"row": row, "peer": peers[row]} for row in rows]
     axes = plots.canvas(LINE_IN * len(lines) + 0.4)
-    for row, style in styles_of(looks, "row", "row", "", machine.rows.get(kind, {})).items():
+    for row, style in styles.styles_of(looks, "row", "row", "", machine.rows.get(kind, {})).items():
         dots = [(100 * line["standing"][row], at) for at, line in enumerate(lines) if row in line["standing"]]
-        look = style.line() | {"linestyle": "none", "alpha": 0.85, "clip_on": False}
-        axes.plot(*zip(*dots, strict=True), **look)
+        axes.plot(*zip(*dots, strict=True), **style.line() | {"linestyle": "none", "alpha": 0.85, "clip_on": False})
     for place, head in enumerate(heads):
         axes.text(0, place - 0.17, head, va="bottom", fontsize=8)
     axes.set(xlim=(0, 104), ylim=(len(lines) - 0.5, -0.9), yticks=range(len(lines)), yticklabels=[], xlabel="%")
     axes.tick_params(length=0)
     axes.spines["left"].set_visible(False)
-    return Plot(name, title, STANDING, plots.to_svg(axes, name, title))
+    return items.Plot(name, title, STANDING, plots.to_svg(axes, name, title))

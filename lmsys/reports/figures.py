@@ -7,11 +7,9 @@ from html import escape
 from typing import Any
 
 from lmsys.bench.fields import Record
+from lmsys.reports import load, tables, words
 from lmsys.reports.cells import DETAILS, STATE, SUPERSCRIPTS
 from lmsys.reports.items import Block, Chapter, Plot, Table
-from lmsys.reports.load import Machine, matmul_rates
-from lmsys.reports.tables import LEFT_OUT
-from lmsys.reports.words import OUTCOMES, digits, exact, inside_a_sentence, number, sentence, span
 
 BRIEF = 80  # characters: what is no longer is said again rather than linked to
 NO_END = {"img", "input", "li", "tbody", "td", "th", "thead", "tr"}  # as these stand in our pages
@@ -35,9 +33,9 @@ def tag(name: str, *inside: Inside, **attributes: str | None) -> Html:
 
 
 def joined(part: Inside) -> Html:
-    if isinstance(part, Html):
-        return part
-    return Html(escape(part) if isinstance(part, str) else "".join(map(joined, part)))
+    return (
+        part if isinstance(part, Html) else Html(escape(part) if isinstance(part, str) else "".join(map(joined, part)))
+    )
 
 
 def tags(name: str, texts: Iterable[str]) -> Html:
@@ -46,7 +44,7 @@ def tags(name: str, texts: Iterable[str]) -> Html:
 
 
 def _names(items: Sequence[Table | Plot]) -> str:
-    return ", ".join(dict.fromkeys([inside_a_sentence(_brief(item).partition(",")[0]) for item in items]))
+    return ", ".join(dict.fromkeys([words.inside_a_sentence(_brief(item).partition(",")[0]) for item in items]))
 
 
 def _brief(item: Table | Plot) -> str:
@@ -81,23 +79,35 @@ class Figures:
 
     def answers(self, block: Block) -> Html:
         """Each question with its plot beside it; what is seldom asked behind a click."""
-        inside = []
-        for table in _of_kind(block.lead, Table):
-            inside.append(tag("div", self._table(table), self._plot(table.plot) if table.plot else "", class_="answer"))
-        for table in _of_kind(block.more, Table):
-            summary = f"{table.title}: {len(table.rows)} reason" + "s" * (len(table.rows) > 1)
-            inside.append(tag("details", tag("summary", summary), self._table(table)))
+        inside = [
+            tag("div", self._table(table), self._plot(table.plot) if table.plot else "", class_="answer")
+            for table in _of_kind(block.lead, Table)
+        ]
+        inside += [
+            tag(
+                "details",
+                tag("summary", f"{table.title}: {len(table.rows)} reason{'s' * (len(table.rows) > 1)}"),
+                self._table(table),
+            )
+            for table in _of_kind(block.more, Table)
+        ]
         return tag("div", inside, class_="answers")
 
     def chapter(self, chapter: Chapter, anchor: str, is_open: bool) -> Html:
         """Its title and answer, and at a click its first block, then the others, each behind a click of its own."""
-        blocks = [block for block in chapter.blocks if block.items]
-        first = blocks[0]
+        first, *others = (block for block in chapter.blocks if block.items)
         subject = "" if chapter.title.endswith(first.title) else first.title
         inside = [tag("h4", subject) if subject else "", self._block(first)]
-        for at, block in enumerate(blocks[1:]):
-            summary = tag("summary", tag("h4", block.title or sentence(_names(block.items))), _gist(block))
-            inside.append(tag("details", summary, self._block(block), class_="block", id=f"{anchor}-{at}"))
+        inside += [
+            tag(
+                "details",
+                tag("summary", tag("h4", block.title or words.sentence(_names(block.items))), _gist(block)),
+                self._block(block),
+                class_="block",
+                id=f"{anchor}-{at}",
+            )
+            for at, block in enumerate(others)
+        ]
         summary = tag("summary", tag("h3", chapter.title), _gist(first, subject, _brief(first.items[0])))
         return tag("details", summary, inside, class_="chapter", id=anchor, open="" if is_open else None)
 
@@ -108,10 +118,8 @@ class Figures:
         more = [item for item in block.items if item not in first]
         first, more = ([_said_once(item, block.title, known) for item in items] for items in (first, more))
         pair = tag("div", self._figures(first), class_="pair")
-        if not more:
-            return pair
-        folded = tag("details", tag("summary", f"More: {_names(more)}"), tag("template", self._figures(more)))
-        return joined([pair, folded])
+        summary = tag("summary", f"More: {_names(more)}")
+        return joined([pair, tag("details", summary, tag("template", self._figures(more))) if more else ""])
 
     def _figures(self, items: Sequence[Table | Plot]) -> list[Html]:
         """Tables one below another, then plots side by side as far as the screen is wide."""
@@ -166,13 +174,13 @@ def _said_once(item: Table | Plot, heading: str, known: set[str]) -> Table | Plo
     about, *held = item.caption.splitlines() or [""]
     lines = [line for line in held if line not in known]
     if isinstance(item, Table):
-        notes = [note for note in item.notes if note not in known or not note.startswith(LEFT_OUT)]
+        notes = [note for note in item.notes if note not in known or not note.startswith(tables.LEFT_OUT)]
         item = replace(item, notes=notes)
         known.update(notes)
     elif about in known:
         about = ""
     known.update(lines, [about])
-    short = [sentence(line.removeprefix(heading).removeprefix("; ").removeprefix(".")) for line in lines]
+    short = [words.sentence(line.removeprefix(heading).removeprefix("; ").removeprefix(".")) for line in lines]
     return replace(item, caption="\n".join([about, " ".join(filter(None, short))]))
 
 
@@ -186,17 +194,16 @@ def _line(table: Table, row: int) -> Html:
     details = {at: table.details.get((row, at), "").split(DETAILS) for at in columns}
     several = [facts for facts in details.values() if facts != [""]]
     common = [fact for fact in several[0] if all(fact in facts for facts in several)] if len(several) > 1 else []
-    own = {at: DETAILS.join(fact for fact in details[at] if fact not in common) for at in columns}
-    cells = [_value(table, row, at, own[at]) for at in columns]
+    cells = [_value(table, row, at, [fact for fact in details[at] if fact not in common]) for at in columns]
     return tag("tr", tags("th", table.rows[row][: table.keys]), cells, title=DETAILS.join(common) or None)
 
 
-def _value(table: Table, row: int, column: int, details: str) -> Html:
+def _value(table: Table, row: int, column: int, details: Sequence[str]) -> Html:
     """A cell; the best of its line, and what was wrong, are told apart."""
     text = table.rows[row][column]
-    kind = "wrong" if OUTCOMES["wrong"] in text else "best" if (row, column) in table.best else None
+    kind = "wrong" if words.OUTCOMES["wrong"] in text else "best" if (row, column) in table.best else None
     head = table.columns[column] if table.runs else None
-    return tag("td", text, class_=kind, title=details or None, data_head=head)
+    return tag("td", text, class_=kind, title=DETAILS.join(details) or None, data_head=head)
 
 
 FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()
@@ -213,16 +220,15 @@ SETTINGS = {  # of a machine: label and unit
 }
 
 
-def runs_of(machine: Machine) -> Html:
+def runs_of(machine: load.Machine) -> Html:
     """The runs in a line: how many, when, of which commits, and the command where it is one."""
     days = sorted({str(run.get("date") or "undated")[:10] for run in machine.runs})
     commits = dict.fromkeys(str(run.get("commit") or "unknown")[:10] for run in machine.runs)
     count = f"{len(machine.runs)} runs" if len(machine.runs) > 1 else "One run"
     several = f"{len(commits)} commits" if len(commits) > 1 else f"commit {''.join(commits)}"
-    text = f"{count}, {span(days)}, {several}: {len(machine.records):,} cases. "
-    commands = {str(run.get("command") or "") for run in machine.runs}
-    command = commands.pop() if len(commands) == 1 else ""
-    return tag("p", text, tag("code", command) if command else "")
+    text = f"{count}, {words.span(days)}, {several}: {len(machine.records):,} cases. "
+    command, *others = {str(run.get("command") or "") for run in machine.runs}
+    return tag("p", text, tag("code", command) if command and not others else "")
 
 
 def facts_of(runs: Sequence[Record]) -> Html:
@@ -233,8 +239,7 @@ def facts_of(runs: Sequence[Record]) -> Html:
     differing = [name for name in names if len(set(values[name])) > 1]
     tables = [[tag("tr", tag("th", name), tag("td", values[name][0])) for name in names if name not in differing]]
     if differing:
-        lines = zip(*map(values.__getitem__, differing), strict=True)
-        body = [tag("tr", tags("td", line)) for line in lines]
+        body = [tag("tr", tags("td", line)) for line in zip(*map(values.__getitem__, differing), strict=True)]
         tables.append([tag("thead", tag("tr", tags("th", differing))), tag("tbody", body)])
     return joined(tag("div", tag("table", rows, class_="facts"), class_="scroll") for rows in tables)
 
@@ -244,28 +249,33 @@ def _of_run(run: Record) -> dict[str, str]:
     if run.get("dirty") and "commit" in facts:
         facts["commit"] += " with local changes"
     memory, copy = run.get("memory_bytes"), (run.get("ceilings") or {}).get("copy_bytes_per_s")
-    measured = {"memory": memory and f"{memory / 2**30:.1f} GiB"}
-    for dtype, rate in sorted(matmul_rates(run).items()):
-        measured[f"matmul {dtype}"] = f"{number(rate / 1e12)} TFLOP/s"
-    measured |= {"copy": copy and f"{number(copy / 1e9)} GB/s", **_sustained(run)}
-    for name, (label, unit) in SETTINGS.items():
-        value = (run.get("settings") or {}).get(name)
-        measured[label] = value is not None and f"{digits(value)} {unit}".strip()
+    known = {name: value for name, value in (run.get("settings") or {}).items() if value is not None}
+    measured = {
+        "memory": memory and f"{memory / 2**30:.1f} GiB",
+        **{
+            f"matmul {dtype}": f"{words.number(rate / 1e12)} TFLOP/s"
+            for dtype, rate in sorted(load.matmul_rates(run).items())
+        },
+        "copy": copy and f"{words.number(copy / 1e9)} GB/s",
+        **_sustained(run),
+        **{
+            label: f"{words.digits(known[name])} {unit}".strip()
+            for name, (label, unit) in SETTINGS.items()
+            if name in known
+        },
+    }
     return facts | {name: text for name, text in measured.items() if text}
 
 
 def _sustained(run: Record) -> dict[str, str]:
     """The matmul that the machine keeps up, beside the one that it reaches for a moment."""
-    sustained, short = run.get("sustained") or {}, matmul_rates(run)
+    sustained, short = run.get("sustained") or {}, load.matmul_rates(run)
+    state = [
+        f"{label} {words.exact(round(sustained[name]))} {unit}" for name, label, unit in STATE if sustained.get(name)
+    ]
+    state += [f"clock held by {sustained['clock_reasons']}"] if sustained.get("clock_reasons") else []
     facts = {}
     for dtype, rate in (sustained.get("matmul_flops_per_s") or {}).items():
-        words = [f"{number(rate / 1e12)} TFLOP/s"]
-        if short.get(dtype):
-            words.append(f"{rate / short[dtype]:.0%} of the short one")
-        words += [
-            f"{label} {exact(round(sustained[name]))} {unit}" for name, label, unit in STATE if sustained.get(name)
-        ]
-        if sustained.get("clock_reasons"):
-            words.append(f"clock held by {sustained['clock_reasons']}")
-        facts[f"matmul {dtype}, sustained"] = ", ".join(words)
+        share = [f"{rate / short[dtype]:.0%} of the short one"] if short.get(dtype) else []
+        facts[f"matmul {dtype}, sustained"] = ", ".join([f"{words.number(rate / 1e12)} TFLOP/s", *share, *state])
     return facts

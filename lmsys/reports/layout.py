@@ -19,19 +19,15 @@ its title, and a block for each view that its steps make. Beside "chapters" ther
 What a name in a list of fields may look like says `View.chosen`; an expression, `lmsys.reports.expressions`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmsys.reports.items import Block, Chapter
-from lmsys.reports.load import drawn_by_layout
-from lmsys.reports.steps import applied, each
-from lmsys.reports.views import View
-from lmsys.reports.words import NAMES, filled, sentence
+from lmsys.reports import items, load, steps, views, words
 
 Layout = Mapping[str, Any]
 
 
-def chapters(view: View) -> list[Chapter]:
+def chapters(view: views.View) -> list[items.Chapter]:
     """All that a report has of a benchmark, by its layout, or by its fields alone; and the energy, if it was measured.
 
     InputError where the layout is none.
@@ -40,30 +36,27 @@ def chapters(view: View) -> list[Chapter]:
     if view.has("energy_j"):
         labels = {"impl": "row", "causal": "mask"}
         layouts.append(of_energy(view.benchmark, {name: labels[name] for name in labels if name in view.fields}))
-    with drawn_by_layout(view.benchmark):
+    with load.drawn_by_layout(view.benchmark):
         return [chapter for layout in layouts for chapter in _chapters(view, layout)]
 
 
-def _chapters(view: View, layout: Layout) -> list[Chapter]:
-    (view,) = applied(view, layout.get("prepare", ()))
-    found = []
+def _chapters(view: views.View, layout: Layout) -> Iterator[items.Chapter]:
+    (view,) = steps.applied(view, layout.get("prepare", ()))
     for declared in layout["chapters"]:
-        names = NAMES.findall(declared["title"])
+        names = words.NAMES.findall(declared["title"])
         for own in view.groups(*names).values():
             blocks = [block for inner in declared["blocks"] for block in _blocks(own, inner)]
-            found.append(Chapter(filled(declared["title"], own.constants(names)), blocks))
-    return found
+            yield items.Chapter(words.filled(declared["title"], own.constants(names)), blocks)
 
 
-def _blocks(view: View, declared: Layout) -> list[Block]:
-    found = []
-    for part in applied(view, declared.get("of", ())):
-        if "blocks" in declared:
-            found += [block for inner in declared["blocks"] for block in _blocks(part, inner)]
-            continue
-        title = filled(declared.get("title", part.title), {"heading": part.heading and f", {part.heading}"})
-        found.append(Block(title, each(part, *declared.get("lead", ())), each(part, *declared.get("more", ()))))
-    return found
+def _blocks(view: views.View, declared: Layout) -> Iterator[items.Block]:
+    for part in steps.applied(view, declared.get("of", ())):
+        for inner in declared.get("blocks", ()):
+            yield from _blocks(part, inner)
+        if "blocks" not in declared:
+            title = words.filled(declared.get("title", part.title), {"heading": part.heading and f", {part.heading}"})
+            lead, more = (steps.each(part, *declared.get(name, ())) for name in ("lead", "more"))
+            yield items.Block(title, lead, more)
 
 
 def of_any(name: str) -> Layout:
@@ -75,7 +68,7 @@ def of_any(name: str) -> Layout:
         "prepare": [["ordered", "section", "@", "impl"]],
         "chapters": [
             {
-                "title": sentence(name.replace("_", " ")),
+                "title": words.sentence(name.replace("_", " ")),
                 "blocks": [
                     {
                         "of": [["cut", f"{name}-{{section}}", "[{section}]"], ["over", "", "impl", "any"]],

@@ -124,15 +124,15 @@ def read(paths: Iterable[Path]) -> list[Machine]:
         layouts |= found["layouts"]
         for kind, table in found["rows"].items():
             before = rows.get(kind, {})  # a file says less of rows that it has no cases of
-            merged = {name: before.get(name, {}) | row for name, row in table.items()}
-            rows[kind] = table | before | merged  # in the order of the later
+            # In the order of the later.
+            rows[kind] = table | before | {name: before.get(name, {}) | row for name, row in table.items()}
         hardware = hardware_of(machine)
         run = _date(machine), json.dumps(machine, sort_keys=True)
         for case in found["records"]:
             cases[hardware, *(case.get(name) for name in IDENTITY)] = hardware, run, case
     if not cases:
         raise InputError(f"nothing to report: no records in {', '.join(map(str, paths)) or 'no files'}")
-    return machines_of(list(cases.values()), fields, rows, layouts)
+    return list(machines_of(list(cases.values()), fields, rows, layouts))
 
 
 def hardware_of(machine: Mapping[str, Any]) -> str:
@@ -167,10 +167,9 @@ def _date(machine: Mapping[str, Any]) -> str:
 
 def machines_of(
     cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: Rows, layouts: Mapping[str, Record]
-) -> list[Machine]:
+) -> Iterator[Machine]:
     """`cases`: of each its hardware, which makes one machine, its run and its record."""
     taken: Counter[str] = Counter()
-    machines = []
     for hardware in sorted({hardware for hardware, _, _ in cases}):
         own = [(run, case) for owner, run, case in cases if owner == hardware]
         runs = sorted({run for run, _ in own})
@@ -181,16 +180,14 @@ def machines_of(
         slug += f"-{taken[slug]}" if taken[slug] > 1 else ""
         records = [{**dict.fromkeys(EVERYWHERE), **case, "machine": slug, "run": runs.index(run)} for run, case in own]
         records.sort(key=lambda one: tuple(str(one.get(name)) for name in IDENTITY))
-        machines.append(Machine(slug, title, facts, records, fields, rows, layouts))
-    return machines
+        yield Machine(slug, title, facts, records, fields, rows, layouts)
 
 
 def file_name(text: str) -> str:
     """The text as part of a file name: letters, digits and `_-`, whatever a result file says, and not too many."""
     found = re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-") or "unnamed"
-    if len(found) <= LONGEST_NAME:
-        return found
-    return f"{found[: LONGEST_NAME - 9]}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:8]}"
+    digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
+    return found if len(found) <= LONGEST_NAME else f"{found[: LONGEST_NAME - 9]}-{digest[:8]}"
 
 
 def matmul_rates(run: Mapping[str, Any]) -> dict[str, float]:
@@ -200,23 +197,19 @@ def matmul_rates(run: Mapping[str, Any]) -> dict[str, float]:
 
 def title_of(machine: Mapping[str, Any]) -> str:
     """The machine's name on a page."""
-    name = str(machine.get("name") or "unnamed machine")
+    name, count = str(machine.get("name") or "unnamed machine"), machine.get("gpu_count") or 1
     if machine.get("device") == "cuda":
-        count = machine.get("gpu_count") or 1
         return f"{count} × {name}" if count > 1 else name
     return f"{name}, {machine['cores']} cores" if machine.get("cores") else name
 
 
 def _versions(run: Mapping[str, Any]) -> str:
-    versions = [f"{label} {run[key]}" for key, label in FACTS.items() if run.get(key)]
-    if run.get("device") == "cuda" and run.get("cores"):
-        versions.insert(0, f"{run['cores']} CPU cores")
-    return ", ".join(versions)
+    cores = [f"{run['cores']} CPU cores"] if run.get("device") == "cuda" and run.get("cores") else []
+    return ", ".join([*cores, *(f"{label} {run[key]}" for key, label in FACTS.items() if run.get(key))])
 
 
 def run_told(run: Record) -> str:
-    date = str(run.get("date") or "no date")[:16].replace("T", " ")
-    return f"run of {date}, {commit_of(run)}"
+    return f"run of {str(run.get('date') or 'no date')[:16].replace('T', ' ')}, {commit_of(run)}"
 
 
 def commit_of(run: Mapping[str, Any]) -> str:
@@ -247,9 +240,8 @@ def commands(machine: Machine, runs: Iterable[int]) -> dict[int, tuple[str, str]
 def legend(machine: Machine, kind: str, names: Iterable[str]) -> list[str]:
     """Explains these rows as their table does: ours in one sentence, others' in another, in the table's order."""
     table, names = machine.rows.get(kind, {}), set(names)
-    ordered = [*(name for name in table if name in names), *sorted(names - table.keys())]
     found: dict[str, list[str]] = {"Our rows": [], "Others’ rows": []}
-    for name in ordered:
+    for name in (*filter(names.__contains__, table), *sorted(names - table.keys())):
         row = table.get(name, {})
         label = str(row.get("label") or name)
         found["Others’ rows" if row.get("peer") else "Our rows"].append(name if label == name else f"{name} ({label})")

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lmsys.bench.fields import grouped
+from lmsys.reports import items, load
 from lmsys.reports.figures import Figures, Html, facts_of, joined, runs_of, tag, tags
-from lmsys.reports.items import Part
-from lmsys.reports.load import InputError, file_name, run_told
 from lmsys.strict_json import read_json
 from lmsys.values import hold
 
@@ -38,7 +37,9 @@ UP = Html(
 )
 
 
-def write(out: Path, parts: Sequence[Part], records_csv: str, notes: Sequence[str], single_file: bool = False) -> Path:
+def write(
+    out: Path, parts: Sequence[items.Part], records_csv: str, notes: Sequence[str], single_file: bool = False
+) -> Path:
     """Fill a folder in place of an earlier report; the path of its page. InputError if it cannot be written."""
     files = {"index.html": html(parts, notes, single_file), "tables/records.csv": records_csv}
     for _, answers, chapters in parts:
@@ -48,13 +49,13 @@ def write(out: Path, parts: Sequence[Part], records_csv: str, notes: Sequence[st
     try:
         fill(out, files)
     except ValueError as error:
-        raise InputError(f"cannot write the report: {error}") from error
+        raise load.InputError(f"cannot write the report: {error}") from error
     except OSError as error:
-        raise InputError(f"cannot write the report to {str(out)!r}: {error.strerror}") from error
+        raise load.InputError(f"cannot write the report to {str(out)!r}: {error.strerror}") from error
     return out / "index.html"
 
 
-def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False) -> str:
+def html(parts: Sequence[items.Part], notes: Sequence[str], single_file: bool = False) -> str:
     """The page: every machine's answers, a contents list, then every machine with its facts and chapters.
 
     `single_file`: plots stand in the page, not in files beside it, and it links to no file.
@@ -66,20 +67,18 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
         contents.append(tag("li", tag("a", f"{machine.title}: everything measured", href=f"#{machine.slug}")))
         first.append(tag("section", tag("h2", machine.title), runs_of(machine), figures.answers(answers)))
         facts = tag("details", tag("summary", "Machine, versions and runs"), facts_of(machine.runs))
-        inside = [tag("h2", f"{machine.title}: everything measured", id=machine.slug), facts]
-        for chapter in chapters:
-            anchor = f"{machine.slug}-{file_name(chapter.title.lower())}"
-            inside.append(figures.chapter(chapter, anchor, is_short))
-        body.append(tag("section", inside))
+        inside = [
+            figures.chapter(one, f"{machine.slug}-{load.file_name(one.title.lower())}", is_short) for one in chapters
+        ]
+        body.append(tag("section", tag("h2", f"{machine.title}: everything measured", id=machine.slug), facts, inside))
     names = sorted({str(case["impl"]) for machine, _, _ in parts for case in machine.records})
-    head = joined([tag("h1", "lmsys report", id="top"), tag("p", LEAD)])
-    remarks = tags("p", notes), tag("p", _about(parts, single_file))
+    remarks = tags("p", notes), tag("p", _about(parts, single_file)), _contents(contents, names, _commands(parts))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>lmsys report</title>\n<style>\n{CSS}</style>\n<script>{SCRIPT}</script></head>\n<body>\n"
-        + tag("main", head, first, remarks, _contents(contents, names, _commands(parts)), body, UP)
+        + tag("main", tag("h1", "lmsys report", id="top"), tag("p", LEAD), first, *remarks, body, UP)
         + "\n</body></html>\n"
     )
 
@@ -99,7 +98,7 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> Html:
     return tag("table", tag("thead", tag("tr", *(tag("th", head) for head in heads))), tag("tbody", *cells))
 
 
-def _about(parts: Sequence[Part], single_file: bool) -> list[str]:
+def _about(parts: Sequence[items.Part], single_file: bool) -> list[str]:
     """Where the figures are as files, what letters mean, and how the page is made."""
     csv = tag("a", "records.csv", href="tables/records.csv")
     files = ["Every measured case is in ", csv, "; each table and plot links to its own file. "]
@@ -114,10 +113,10 @@ def _about(parts: Sequence[Part], single_file: bool) -> list[str]:
     ]
 
 
-def _commands(parts: Sequence[Part]) -> dict[str, str]:
+def _commands(parts: Sequence[items.Part]) -> dict[str, str]:
     """The command of each run that has one: all of them where runs of one commit began in the same minute."""
     runs = [run for machine, _, _ in parts for run in machine.runs if run.get("command")]
-    found = grouped((run_told(run), str(run["command"])) for run in runs)
+    found = grouped((load.run_told(run), str(run["command"])) for run in runs)
     return {told: " or ".join(dict.fromkeys(commands)) for told, commands in found.items()}
 
 
@@ -152,13 +151,11 @@ def fill(out: Path, files: Mapping[str, str]) -> None:
         *(
             (re.fullmatch(NAME, name), f"a file {name[:80]!r} cannot be written: its name must match {NAME}")
             for name in files
-        )
-    )
-    hold(
+        ),
         *(
             (one.is_dir() or not one.exists(), f"{str(out)!r}: {one} is a file, and a folder is needed")
             for one in (out, *out.parents)
-        )
+        ),
     )
     before = _written(out)
     for name in (*files, *before, MANIFEST):

@@ -13,11 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from lmsys.bench.fields import Field, Record
-from lmsys.reports.cells import NOT_RUN, SPEEDUP, is_compared
-from lmsys.reports.items import Plot
-from lmsys.reports.styles import lighter
-from lmsys.reports.tables import about_of, titled
-from lmsys.reports.views import View
+from lmsys.reports import cells, items, styles, tables, views
 from lmsys.reports.words import FILES, OUTCOMES, is_clocked, label_of, scaled, sentence, unit_of
 
 WIDTH_IN = 5.0  # about a phone's width at matplotlib's 72 points an inch, so that text keeps its size there
@@ -69,7 +65,7 @@ def to_svg(axes: Any, name: str, title: str) -> str:
     # Group ids repeat from plot to plot and would clash where several plots stand in one page.
     text = re.sub(r'<g id="[^"]*">', "<g>", file.getvalue())
     dark = f"text:not([style*='fill:']){{fill:{DARK[INK]}}}" + "".join(
-        f"[style*='{part}: {color}']{{{part}:{DARK.get(color) or lighter(color, LIFT)}!important}}"
+        f"[style*='{part}: {color}']{{{part}:{DARK.get(color) or styles.lighter(color, LIFT)}!important}}"
         for color in sorted(set(re.findall("#[0-9a-f]{6}", text)))
         for part in ("fill", "stroke")
     )
@@ -134,21 +130,21 @@ def scale_values(axes: Any, values: Sequence[float], log: bool, room: float) -> 
         axes.yaxis.set_major_formatter(FuncFormatter(plain))
 
 
-def drawn(view: View, axes: Any, head: str, word: str, caption: str) -> Plot:
+def drawn(view: views.View, axes: Any, head: str, word: str, caption: str) -> items.Plot:
     """The drawing on these axes, as a plot of the view."""
-    name, title = view.file(word), titled(head, view)
-    return Plot(name, title, caption, to_svg(axes, name, title))
+    name, title = view.file(word), tables.titled(head, view)
+    return items.Plot(name, title, caption, to_svg(axes, name, title))
 
 
 def lines(
-    view: View,
+    view: views.View,
     metric: str,
     axis: str,
     by: str = "impl",
     word: str = "",
     xlabel: str = "",
     ceiling: tuple[str, float] | None = None,
-) -> Plot | None:
+) -> items.Plot | None:
     """A metric against an axis, a line for each value of `by`; None where none has two points.
 
     Rates and shares are drawn from zero, and so is what is of one order of magnitude.
@@ -190,18 +186,18 @@ def lines(
     log = max(values) >= 10 * min(values) and unit != "%" and not unit.endswith("/s")
     scale_values(axes, [*values, *([ceiling[1]] if ceiling and not log else [])], log, 1.08)
     axes.set(xlabel=xlabel or label_of(view.fields[axis]), ylabel=unit)
-    caption = view.caption(about_of(one), is_clocked(one)) + _apart(view, one, axis, by) + _lost(view, axis, by)
+    caption = view.caption(tables.about_of(one), is_clocked(one)) + _apart(view, one, axis, by) + _lost(view, axis, by)
     return drawn(view, axes, sentence(label_of(one)), word or FILES.get(metric, metric), caption)
 
 
-def _apart(view: View, one: Field, axis: str, by: str) -> str:
+def _apart(view: views.View, one: Field, axis: str, by: str) -> str:
     """A warning where the points of one place were not sampled together."""
     timed = view.only(lambda case: case["time_s"] is not None).groups(axis).values()
     several = is_clocked(one) and by == "impl" and any(len(own.distinct("comparison")) > 1 for own in timed)
     return " Points of one place come from several runs: not comparable within a few per cent." if several else ""
 
 
-def _lost(view: View, axis: str, by: str) -> str:
+def _lost(view: views.View, axis: str, by: str) -> str:
     """Where a line has no point because the case ran out of memory."""
     lost = view.only(lambda case: case["outcome"] == "oom").ordered(by, axis)
     found = [
@@ -212,8 +208,8 @@ def _lost(view: View, axis: str, by: str) -> str:
 
 
 def bars(
-    view: View, metric: str, axis: str, by: str = "impl", word: str = "", head: str = "", about: str = ""
-) -> Plot | None:
+    view: views.View, metric: str, axis: str, by: str = "impl", word: str = "", head: str = "", about: str = ""
+) -> items.Plot | None:
     """A group of bars for each value of an axis, a bar for each value of `by`; None without bars.
 
     Where a case has no such figure stands its outcome's word. From zero, but where figures differ by more than ten
@@ -260,17 +256,17 @@ def bars(
     add_places(axes, [short(one) if type(one) is int and one not in worded else view.text(axis, one) for one in groups])
     axes.grid(axis="x", visible=False)
     axes.set_ylabel(unit_of(field)[0])
-    caption = view.caption(about or about_of(field), is_clocked(field)) + _apart(view, field, axis, by)
+    caption = view.caption(about or tables.about_of(field), is_clocked(field)) + _apart(view, field, axis, by)
     by_axis = sentence(f"{label_of(field)} by {label_of(view.fields[axis])}")
     return drawn(view, axes, head or by_axis, word or FILES.get(metric, metric), caption)
 
 
-def heat_map(view: View, settings: Sequence[str]) -> Plot | None:
+def heat_map(view: views.View, settings: Sequence[str]) -> items.Plot | None:
     """Speedups over the base: a row for each row of the table, a column for each setting of some axes.
 
     None where nothing is compared. A row without any speedup is there too: its words say why.
     """
-    if not is_compared(view):
+    if not cells.is_compared(view):
         return None
     settings = view.chosen(settings)
     cases = {(case["impl"], *(case[name] for name in settings)): case for case in view.cases}
@@ -280,7 +276,7 @@ def heat_map(view: View, settings: Sequence[str]) -> Plot | None:
     speeds = np.full((len(rows), len(columns)), math.nan)
     for y, x in np.ndindex(speeds.shape):
         case = cases.get((rows[y], *columns[x]))
-        speeds[y, x] = (case or {}).get(SPEEDUP) or math.nan
+        speeds[y, x] = (case or {}).get(cells.SPEEDUP) or math.nan
         axes.text(x, y, _speed_text(case), color=ON_COLOUR, ha="center", va="center", fontsize=8)
     full = math.log2(FULL_COLOUR)
     axes.imshow(np.log2(speeds), cmap="RdBu", vmin=-full, vmax=full, aspect="auto", alpha=0.6)
@@ -289,13 +285,12 @@ def heat_map(view: View, settings: Sequence[str]) -> Plot | None:
     axes.set(xlabel=", ".join(label_of(view.fields[name]) for name in settings), facecolor="#f3f4f6")
     axes.grid(False)
     base = view.text("impl", view.base)
-    caption = view.caption(about_of(view.fields[SPEEDUP]), clocked=True)
+    caption = view.caption(tables.about_of(view.fields[cells.SPEEDUP]), clocked=True)
     caption += f" Blue is faster, red slower, full colour from {FULL_COLOUR:g}×. Blank: not timed beside {base}."
     return drawn(view, axes, f"Speedup over {base}", "heat", caption)
 
 
 def _speed_text(case: Record | None) -> str:
     """The text of a cell of the heat map: the speedup, or why there is none."""
-    if case is None or case["outcome"] != "ok":
-        return OUTCOMES[case["outcome"]] if case else NOT_RUN
-    return f"{case[SPEEDUP]:.3g}" if case[SPEEDUP] else ""
+    known = {**OUTCOMES, "ok": f"{case[cells.SPEEDUP]:.3g}" if case and case[cells.SPEEDUP] else ""}
+    return known[case["outcome"]] if case else cells.NOT_RUN

@@ -13,12 +13,8 @@ from matplotlib.ticker import FuncFormatter
 
 from lmsys.bench.fields import Field, Record
 from lmsys.cost.communication import fit_latency_bandwidth
-from lmsys.reports import plots
-from lmsys.reports.cells import SPEEDUP, base_of, compared
-from lmsys.reports.items import Items, Plot, Table
-from lmsys.reports.tables import listing, pivot
+from lmsys.reports import cells, items, plots, tables, words
 from lmsys.reports.views import View
-from lmsys.reports.words import number
 
 WAYS = ("precision", "compile", "checkpoint", "residual", "impl")
 PLAIN = {"checkpoint": "none", "residual": "wide"}  # which names of files leave out where nothing else was run
@@ -52,14 +48,14 @@ def _named(whole: View, part: View) -> View:
     return part.cut("-".join(fixed), ", ".join(name for name in fixed if whole.varies(name[1:-1])), tail=True)[0]
 
 
-def _grid(whole: View, part: View, metric: str, inside: str = "compile", word: str = "") -> Table | None:
+def _grid(whole: View, part: View, metric: str, inside: str = "compile", word: str = "") -> items.Table | None:
     """Rows: contexts; columns: sizes."""
-    return pivot(_named(whole, part), metric, ["context", "batch?"], "size", inside, word)
+    return tables.pivot(_named(whole, part), metric, ["context", "batch?"], "size", inside, word)
 
 
-def by_size(view: View, metrics: Sequence[str], drawn: Sequence[str] = ()) -> Items:
+def by_size(view: View, metrics: Sequence[str], drawn: Sequence[str] = ()) -> items.Items:
     """Tables of each metric, and of some also plots by context: a line for each size and way of compiling."""
-    found: Items = []
+    found: items.Items = []
     for metric in view.chosen(metrics):
         for part in _but(view, "compile"):
             found.append(_grid(view, part, metric))
@@ -77,34 +73,35 @@ def joined(view: View, name: str, names: Sequence[str]) -> View:
     )
 
 
-def times_by_size(view: View) -> Items:
+def times_by_size(view: View) -> items.Items:
     """The times and speedups of every part in which one way varies alone; then the times of all other cases."""
     varied = [(axis, part) for axis in WAYS for part in _but(view, axis) if part.varies(axis)]
     seen = {case["id"] for _, part in varied for case in part.cases}
-    found: Items = []
+    found: items.Items = []
     for axis, part in varied:
         found += [_grid(view, part, "time_s", axis), _speeds(view, part, axis)]
     alone = view.only(lambda case: case["id"] not in seen)
     return [*found, *(_grid(view, part, "time_s") for part in _but(alone, "compile"))]
 
 
-def _speeds(whole: View, part: View, axis: str) -> Table | None:
+def _speeds(whole: View, part: View, axis: str) -> items.Table | None:
     """Speedups over the first word of an axis, such as eager, or over a row of the table, else over somebody else's."""
     peers = [case["impl"] for case in part.cases if case["peer"]]
-    base = base_of(part, otherwise=peers) if axis == "impl" else next(iter(part.words[axis]))
-    part = compared(part, base, axis, medians=True).only(lambda case: case[axis] != base)
-    return _grid(whole, part, SPEEDUP, axis, f"speedup-over-{base}")
+    base = cells.base_of(part, otherwise=peers) if axis == "impl" else next(iter(part.words[axis]))
+    part = cells.compared(part, base, axis, medians=True).only(lambda case: case[axis] != base)
+    return _grid(whole, part, cells.SPEEDUP, axis, f"speedup-over-{base}")
 
 
 def best(
     view: View, of: str, mode: str, by: str, keys: Sequence[str], metrics: Sequence[str], title: str
-) -> Table | None:
+) -> items.Table | None:
     """The case with most of a field, of each value of `by`: in the last of the modes that was timed."""
     timed = view.only(of)
     last = timed.only(lambda case: case[mode] == timed.values(mode)[-1])
-    cases = [max(own.cases, key=lambda case: case[of]) for own in last.groups(by).values()]
-    keys, metrics = view.chosen(keys), view.chosen(metrics)
-    return listing(view.of(cases), keys, metrics, "best", title, f"Of all that was timed, by {by}")
+    most = view.of([max(own.cases, key=lambda case: case[of]) for own in last.groups(by).values()])
+    return tables.listing(
+        most, view.chosen(keys), view.chosen(metrics), "best", title, f"Of all that was timed, by {by}"
+    )
 
 
 def beside_fastest(view: View, ways: Sequence[str]) -> list[View]:
@@ -117,14 +114,19 @@ def beside_fastest(view: View, ways: Sequence[str]) -> list[View]:
     groups = view.only(lambda case: case["impl"] == theirs).groups(*same).values()
     fastest = [min(one.cases, key=lambda case: case["time_s"] or math.inf)["id"] for one in groups]
     view = view.only(lambda case: case["impl"] != theirs or case["id"] in fastest)
-    own = compared(view, theirs, same=same, medians=True)
-    about = own.fields[SPEEDUP].about
-    facts = {"theirs": theirs, "their_label": view.text("impl", theirs), "their_about": about}
-    facts["peers"] = theirs.capitalize()
+    own = cells.compared(view, theirs, same=same, medians=True)
+    facts = {
+        "theirs": theirs,
+        "their_label": view.text("impl", theirs),
+        "their_about": own.fields[cells.SPEEDUP].about,
+        "peers": theirs.capitalize(),
+    }
     return [own.of([case | facts for case in own.cases if not case["peer"]])] if theirs else []
 
 
-def predicted(view: View, metric: str, expected: str, asks: Sequence[str], title: str, about: str) -> Table | None:
+def predicted(
+    view: View, metric: str, expected: str, asks: Sequence[str], title: str, about: str
+) -> items.Table | None:
     """A metric as measured and as predicted; under a memory limit, and in sections that ask it, also what was to fit.
 
     Where a section asks, the room is that of the machine.
@@ -141,12 +143,12 @@ def predicted(view: View, metric: str, expected: str, asks: Sequence[str], title
     if limit or (view.cases[0]["section"] in asks and room):
         columns += ["on_paper", "tried"]
         right = [case["on_paper"] == case["tried"] for case in own.cases if case["tried"]]
-        about += f". Room for {number(room / 2**30)} GiB: {sum(right)} of {len(right)} cases ended as predicted"
+        about += f". Room for {words.number(room / 2**30)} GiB: {sum(right)} of {len(right)} cases ended as predicted"
     own = own.labelled(**{metric: "measured", expected: "predicted"})
-    return listing(own, ("size", "batch"), columns, "predicted", title, about)
+    return tables.listing(own, ("size", "batch"), columns, "predicted", title, about)
 
 
-def memory_timeline(view: View, about: str) -> Plot | None:
+def memory_timeline(view: View, about: str) -> items.Plot | None:
     """Memory in use in the course of a call, a colour for each phase; None where none was recorded."""
     case, phases = view.cases[0], view.cases[0]["timeline"] or ()
     points = [point for phase in phases for point in phase["points"]]
@@ -154,7 +156,6 @@ def memory_timeline(view: View, about: str) -> Plot | None:
         return None
     held = (case["held_bytes"] or 0) / GIB
     most, end = held + max(size for _, size in points) / GIB, 1e3 * points[-1][0]
-    head = f"Memory in the course of one {view.text('mode', case['mode'])}, GiB"
     axes = plots.canvas(2.6)
     axes.fill_between([0, end], held, color=HELD, alpha=0.55, linewidth=0, label="held before")
     last = (0.0, held)
@@ -164,20 +165,21 @@ def memory_timeline(view: View, about: str) -> Plot | None:
         axes.plot(xs, ys, drawstyle="steps-post", linewidth=1.0, color=color)
         axes.fill_between(xs, held, ys, step="post", alpha=0.3, linewidth=0, color=color, label=phase["name"])
     axes.axhline(most, **plots.CEILING)
-    axes.text(0, most, f" peak {number(most)} GiB", va="bottom", fontsize=9)
+    axes.text(0, most, f" peak {words.number(most)} GiB", va="bottom", fontsize=9)
     axes.set(xlim=(0, end), ylim=(0, 1.14 * most), xlabel="ms", ylabel="GiB")
     axes.xaxis.set_major_formatter(FuncFormatter(plots.plain))
     axes.yaxis.set_major_formatter(FuncFormatter(plots.plain))
+    head = f"Memory in the course of one {view.text('mode', case['mode'])}, GiB"
     return plots.drawn(view, axes, head, "timeline", view.caption(about))
 
 
-def overlap(view: View, about: str) -> list[Plot]:
+def overlap(view: View, about: str) -> list[items.Plot]:
     """Draws when a step computes and when it communicates, a pair of lanes for each row of the first batch."""
     traced = view.only(lambda case: any(kind == "communication" for kind, _, _ in case["timeline"] or ()))
     return [_lanes(part, about) for part in traced.cut("", "batch {batch}")[:1]]
 
 
-def _lanes(view: View, about: str) -> Plot:
+def _lanes(view: View, about: str) -> items.Plot:
     axes = plots.canvas(0.45 * len(view.cases) + 0.6)
     for lane, case in enumerate(view.cases):
         for (what, color), top in zip(COLOURS.items(), (lane - 0.36, lane - 0.02), strict=True):

@@ -7,12 +7,9 @@ from itertools import count
 from typing import Any
 
 from lmsys.bench.fields import Field
-from lmsys.reports import plots, special, tables, versus
-from lmsys.reports.cells import base_of, bases_of, beside, compared, is_compared
+from lmsys.reports import cells, items, plots, special, tables, versus, words
 from lmsys.reports.expressions import value_of
-from lmsys.reports.items import Items, Table
 from lmsys.reports.views import View
-from lmsys.reports.words import filled, number
 from lmsys.values import choice
 
 Steps = Sequence[Any]
@@ -33,6 +30,7 @@ STEPS: dict[str, Any] = {
     "same_bits": versus.same_bits,
     "silent": View.silent,
     "styled": View.styled,
+    "unstyled": partial(replace, styles={}),
     **{made.__name__: made for made in special.STEPS},
 }
 
@@ -43,7 +41,7 @@ def step(function: Any) -> Any:
     return function
 
 
-def figures(view: View, item: Steps) -> Items:
+def figures(view: View, item: Steps) -> items.Items:
     """The tables and plots of an item: a list of steps, or one step alone."""
     return applied(view, [item] if isinstance(item[0], str) else item)
 
@@ -118,14 +116,9 @@ def read_as(view: View, name: str, words: Sequence[Sequence[Any]]) -> View:
 
 
 @step
-def unstyled(view: View) -> View:
-    return replace(view, styles={})
-
-
-@step
 def unfolded(view: View, name: str, declared: Sequence[Mapping[str, Any]]) -> View:
     """A case for each line of a list that the cases hold, with fields of these lines."""
-    return fields(view.unfolded(name), declared)
+    return fields(view.of([{**case, **line} for case in view.cases for line in case[name] or ()]), declared)
 
 
 @step
@@ -140,7 +133,7 @@ def fields(view: View, declared: Sequence[Mapping[str, Any]]) -> View:
     """Adds fields; a name in braces in a label is what the first case has of it."""
     for one in declared:
         first = view.cases[0] if view.cases else {}
-        told = {key: filled(one[key], first) for key in ("label", "about") if key in one}
+        told = {key: words.filled(one[key], first) for key in ("label", "about") if key in one}
         of = partial(value_of, one["of"]) if "of" in one else None
         view = view.with_fields(Field(**{**one, **told, "of": of}))
     return view
@@ -181,7 +174,7 @@ def traits(view: View, row: str, trait: str) -> View:
 def over(view: View, base: str = "", axis: str = "impl", otherwise: str = "", **options: Any) -> View:
     """Adds speedups over a base: that of the name, else the row that the table says; `otherwise` "peer": else somebody
     else's; "any": else any row, somebody else's first."""
-    return compared(view, base or base_of(view, _others(view, otherwise)), axis, **options)
+    return cells.compared(view, base or cells.base_of(view, _others(view, otherwise)), axis, **options)
 
 
 def _others(view: View, otherwise: str) -> list[str]:
@@ -194,7 +187,7 @@ def _others(view: View, otherwise: str) -> list[str]:
 def beside_baseline(view: View, axis: str, same: Sequence[str], base: str = "") -> View:
     """Adds, as `beside`, the case of the baseline of a table, or of the `base`, and its name as `base`."""
     base = base or next((name for name, row in view.table(axis).items() if row.get("baseline")), "")
-    found = beside(view, base, axis, same)
+    found = cells.beside(view, base, axis, same)
     return found.of([case | {"base": base} for case in found.cases])
 
 
@@ -264,7 +257,7 @@ def products(view: View, names: Sequence[Sequence[str]]) -> View:
 def peak(view: View, dtype: str) -> View:
     """Adds the best matmul of these runs in the dtype that a field names, TFLOP/s, and words for it."""
     rate = view.machine.ceiling(view.cases, view.cases[0][dtype])
-    facts = {"peak": rate and rate / 1e12, "peak_text": rate and f"matmul {number(rate / 1e12)} TFLOP/s"}
+    facts = {"peak": rate and rate / 1e12, "peak_text": rate and f"matmul {words.number(rate / 1e12)} TFLOP/s"}
     return view.of([case | facts for case in view.cases])
 
 
@@ -272,22 +265,22 @@ def peak(view: View, dtype: str) -> View:
 
 
 @step
-def pivot(view: View, metrics: Sequence[str], *args: Any, **options: Any) -> Items:
+def pivot(view: View, metrics: Sequence[str], *args: Any, **options: Any) -> items.Items:
     return [tables.pivot(view, metric, *args, **options) for metric in view.chosen(metrics)]
 
 
 @step
-def bars(view: View, metrics: Sequence[str], *args: Any, **options: Any) -> Items:
+def bars(view: View, metrics: Sequence[str], *args: Any, **options: Any) -> items.Items:
     return [plots.bars(view, metric, *args, **options) for metric in view.chosen(metrics)]
 
 
 @step
 def lines(
     view: View, metrics: Sequence[str], *args: Any, ceilings: Mapping[str, Any] | None = None, **options: Any
-) -> Items:
+) -> items.Items:
     """`ceilings`: by metric the words and the height of a line, or the fields that say them."""
     first = view.cases[0] if view.cases else {}
-    found: Items = []
+    found: items.Items = []
     for metric in view.chosen(metrics):
         words, height = (ceilings or {}).get(metric, (None, None))
         ceiling = first.get(words, words), first.get(height, height)
@@ -296,7 +289,7 @@ def lines(
 
 
 @step
-def number_lines(view: View, metrics: Sequence[str]) -> Items:
+def number_lines(view: View, metrics: Sequence[str]) -> items.Items:
     """Each metric against the axis that has most numbers, a plot for each setting of the others."""
     axes = view.chosen(["@?", "-impl"])
     numbers = [name for name in axes if all(type(value) in (int, float) for value in view.values(name))]
@@ -310,45 +303,42 @@ def number_lines(view: View, metrics: Sequence[str]) -> Items:
 @step
 def over_bases(
     view: View, keys: Steps, title: str, same: Steps = (), otherwise: str = "", shares: bool = False
-) -> Table | None:
+) -> items.Table | None:
     """All metrics, with the speed over each base; with `shares` also the peak of memory beside that of the base."""
-    first, *others = view.metrics()
-    speeds, peaks = list[str](), list[str]()
-    for base in bases_of(view, _others(view, otherwise)):
-        view = compared(view, base, name=f"speedup_over_{base}", same=same)
+    (first, *others), bases = view.metrics(), cells.bases_of(view, _others(view, otherwise))
+    for base in bases:
+        view = cells.compared(view, base, name=f"speedup_over_{base}", same=same)
         share = {"name": f"peak_of_{base}", "label": f"peak, share of {view.text('impl', base)}", "shown": "%"}
         view = fields(view, [share | {"of": 'peak_bytes / beside["peak_bytes"]'}])
-        speeds.append(f"speedup_over_{base}")
-        peaks += [f"peak_of_{base}"] * shares
-    return tables.listing(view, keys, [first, *speeds, *others, *peaks], "", title)
+    peaks = [f"peak_of_{base}" for base in bases if shares]
+    return tables.listing(view, keys, [first, *(f"speedup_over_{base}" for base in bases), *others, *peaks], "", title)
 
 
 @step
-def parts_summary(view: View, parts: Steps, word: str, title: str) -> Table | None:
+def parts_summary(view: View, parts: Steps, word: str, title: str) -> items.Table | None:
     """Geometric means of the speedups of each part that some steps make, by row."""
-    compared_parts = [part for steps in parts for part in applied(view, steps) if is_compared(part)]
+    compared_parts = [part for steps in parts for part in applied(view, steps) if cells.is_compared(part)]
     bases = list(dict.fromkeys(part.text("impl", part.base) for part in compared_parts))
     cases = []
     for part in compared_parts:
         head = part.title if len(bases) == 1 else f"{part.title}, over {part.text('impl', part.base)}"
         cases += [case | {"part": head} for case in part.cases]
-    title = title.replace("{bases}", " or ".join(bases))
-    return versus.means(view.of(cases), "impl", "part", word, title)
+    return versus.means(view.of(cases), "impl", "part", word, title.replace("{bases}", " or ".join(bases)))
 
 
 @step
-def either(view: View, *items: Steps) -> Items:
+def either(view: View, *items: Steps) -> items.Items:
     """The first of these that draws anything."""
     return next((found for item in items if any(found := figures(view, item))), [])
 
 
 @step
-def each(view: View, *items: Steps) -> Items:
+def each(view: View, *items: Steps) -> items.Items:
     """All that these draw."""
     return [one for item in items for one in figures(view, item)]
 
 
 @step
-def if_drawn(view: View, first: Steps, then: Steps) -> Items:
+def if_drawn(view: View, first: Steps, then: Steps) -> items.Items:
     """The figures of the second, where the first draws anything."""
     return figures(view, then) if any(figures(view, first)) else []

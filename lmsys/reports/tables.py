@@ -8,11 +8,7 @@ from typing import Any
 
 from lmsys.bench.fields import Field, Record, grouped
 from lmsys.bench.verdict import undisturbed
-from lmsys.reports.cells import CEILINGS, NOT_RUN, SPEEDUP, Notes, below, cell, detail, is_compared, mark, mean_text
-from lmsys.reports.expressions import value_of
-from lmsys.reports.items import Table
-from lmsys.reports.load import Machine
-from lmsys.reports.views import View
+from lmsys.reports import cells, expressions, items, load, views
 from lmsys.reports.words import (
     FILES,
     MEANINGS,
@@ -32,7 +28,7 @@ LEFT_OUT = "Left out, as no case of it could run"
 SPREAD = ("mean_s", "std_s", "p20_s", "p80_s", "rounds")  # stand beside a time in its CSV
 
 
-def data_of(view: View, *names: str) -> list[Record]:
+def data_of(view: views.View, *names: str) -> list[Record]:
     """A line for each case: its axes, how it ended, and these fields."""
     axes = [
         one.name
@@ -44,7 +40,7 @@ def data_of(view: View, *names: str) -> list[Record]:
 
 
 def pivot(
-    view: View,
+    view: views.View,
     metric: str,
     rows: Sequence[str],
     columns: str = "impl",
@@ -52,7 +48,7 @@ def pivot(
     word: str = "",
     about: str = "",
     data: Sequence[str] = (),
-) -> Table | None:
+) -> items.Table | None:
     """A metric; rows: the values of some fields, columns: those of another, in a cell: those of `inside`, as a / b.
 
     An axis that is none of these, but tells cases apart, is one more field of the rows. None without a number to show,
@@ -60,16 +56,16 @@ def pivot(
     text.
     """
     one = view.fields[metric]
-    if not (is_compared(view) if metric == SPEEDUP else view.has(metric) or metric == "time_s"):
+    if not (cells.is_compared(view) if metric == cells.SPEEDUP else view.has(metric) or metric == "time_s"):
         return None
     rows = view.telling(view.chosen(rows), columns, inside) or ["section"]
     cases = {(*(case[name] for name in rows), case[columns], case.get(inside)): case for case in view.cases}
     view, left_out = _with_something(view, columns)
-    heads, inner, notes = view.values(columns), view.values(inside) if inside else [None], Notes()
+    heads, inner, notes = view.values(columns), view.values(inside) if inside else [None], cells.Notes()
     lines: list[list[str]] = []
     best: dict[tuple[int, int], Record] = {}
     details: dict[tuple[int, int], str] = {}
-    compares = is_clocked(one) and metric != SPEEDUP and "impl" in (columns, inside)
+    compares = is_clocked(one) and metric != cells.SPEEDUP and "impl" in (columns, inside)
     for key in view.ordered(*rows).distinct(*rows):
         found = [[cases.get((*key, head, value)) for value in inner] for head in heads]
         line = [case for group in found for case in group] if compares else []
@@ -78,28 +74,29 @@ def pivot(
             firsts = _best(view, one, [group[0] for group in found])
             best |= {(len(lines), len(rows) + at): case for at, case in firsts}
         if is_clocked(one) and len(inner) == 1:
-            details |= {(len(lines), len(rows) + at): detail(view, group[0]) for at, group in enumerate(found)}
+            details |= {(len(lines), len(rows) + at): cells.detail(view, group[0]) for at, group in enumerate(found)}
         lines.append([*map(view.text, rows, key), *texts])
     blank = []
-    if metric == SPEEDUP and columns == "impl":
+    if metric == cells.SPEEDUP and columns == "impl":
         blank = [f"Blank: not sampled together with {view.text('impl', view.base)}."] * any(
             "" in line for line in lines
         )
         of_heads = [
-            undisturbed([case for case in view.cases if case[columns] == head and case[SPEEDUP]]) for head in heads
+            undisturbed([case for case in view.cases if case[columns] == head and case[cells.SPEEDUP]])
+            for head in heads
         ]
-        means = [mean_text(case[SPEEDUP] for case in cases) for cases in of_heads]
+        means = [cells.mean_text(case[cells.SPEEDUP] for case in cases) for cases in of_heads]
         lines.append(["geometric mean (cells)", *[""] * (len(rows) - 1), *means])
     several = " / ".join(view.text(inside, value) for value in inner) if len(inner) > 1 else ""
     inside_a_cell = f"\nIn each cell: {several}." if several else ""
-    return Table(
+    return items.Table(
         name=view.file(word or FILES.get(metric, metric)),
         title=titled(head_of(one) + (f" ({several})" if several else ""), view),
         caption=view.caption(about or about_of(one), is_clocked(one)) + inside_a_cell,
         columns=[*(label_of(view.fields[name]) for name in rows), *(value_head(view, columns, head) for head in heads)],
         rows=lines,
         data=data_of(view, *(data or (metric, *(SPREAD if metric in ("time_s", "mean_s") else ())))),
-        notes=[*below(notes, lines), *blank, *left_out],
+        notes=[*cells.below(notes, lines), *blank, *left_out],
         keys=len(rows),
         source=view.machine.about(view.cases),
         best=frozenset(best),
@@ -108,7 +105,7 @@ def pivot(
     )
 
 
-def _answer(view: View, one: Field, winners: Sequence[Record], lines: int) -> str:
+def _answer(view: views.View, one: Field, winners: Sequence[Record], lines: int) -> str:
     """Which row is the best in most lines of a table, and its figures there; of ours alone the best may be slow."""
     if not winners or view.machine.layouts.get(view.benchmark) and not view.has_any("peer"):
         return ""
@@ -121,7 +118,7 @@ def _answer(view: View, one: Field, winners: Sequence[Record], lines: int) -> st
     return f"best {words}{where}, {figures} {unit_of(one)[0]}" + ", disturbed" * disturbed
 
 
-def _with_something(view: View, columns: str) -> tuple[View, list[str]]:
+def _with_something(view: views.View, columns: str) -> tuple[views.View, list[str]]:
     """The cases without columns that say of every cell that it is not supported, and a note on those."""
     ended = grouped((case[columns], case["outcome"]) for case in view.cases)
     without = [value for value in view.values(columns) if set(ended[value]) == {"unsupported"}]
@@ -131,7 +128,7 @@ def _with_something(view: View, columns: str) -> tuple[View, list[str]]:
     return view.only(lambda case: case[columns] not in without), [f"{LEFT_OUT}: {names}. “Not run here” says why."]
 
 
-def _best(view: View, one: Field, line: Sequence[Record | None]) -> list[tuple[int, Record]]:
+def _best(view: views.View, one: Field, line: Sequence[Record | None]) -> list[tuple[int, Record]]:
     """The place and case of the best value among those that were sampled together, as `_group` marks the others.
 
     None where no value is better than another. Cases that do not what the benchmark asks for are no rivals of others.
@@ -141,45 +138,46 @@ def _best(view: View, one: Field, line: Sequence[Record | None]) -> list[tuple[i
     together = [(at, case) for at, case in timed if against and case["comparison"] == against["comparison"]]
     if len(together) < 2 or one.unit not in ("s", "B") and not _more_is_better(one):
         return []
-    choose = max if _more_is_better(one) else min
     contenders = contending(view.machine, [case for _, case in together])
-    best = choose(case[one.name] for case in undisturbed(contenders))
+    best = (max if _more_is_better(one) else min)(case[one.name] for case in undisturbed(contenders))
     return [(at, case) for at, case in together if case[one.name] == best and case in contenders]
 
 
-def contending(machine: Machine, cases: Sequence[Record]) -> Sequence[Record]:
+def contending(machine: load.Machine, cases: Sequence[Record]) -> Sequence[Record]:
     """The cases that do what their benchmark asks who is fastest in; all of them where none does."""
     tests = {name: layout.get("fastest", {}).get("contends", "True") for name, layout in machine.layouts.items()}
-    return [case for case in cases if value_of(tests.get(case["benchmark"], "True"), case)] or cases
+    return [case for case in cases if expressions.value_of(tests.get(case["benchmark"], "True"), case)] or cases
 
 
 def _more_is_better(one: Field) -> bool:
-    return one.unit.endswith("/s") or one.name in (SPEEDUP, "mfu", *CEILINGS)
+    return one.unit.endswith("/s") or one.name in (cells.SPEEDUP, "mfu", *cells.CEILINGS)
 
 
-def value_head(view: View, name: str, value: Any) -> str:
+def value_head(view: views.View, name: str, value: Any) -> str:
     """The head of a column: a number says of what it is, and so does a yes or no."""
     is_bare = isinstance(value, int | float) and value not in view.words.get(name, ())
     return f"{label_of(view.fields[name])} " * is_bare + view.text(name, value)
 
 
 def _group(
-    view: View, metric: str, group: Sequence[Record | None], beside: Sequence[Record | None], notes: Notes
+    view: views.View, metric: str, group: Sequence[Record | None], beside: Sequence[Record | None], notes: cells.Notes
 ) -> str:
     """One cell, of one case or of several. Marked is what was not sampled together with those beside it."""
     timed = [case for case in beside if case and case["time_s"] is not None]
     against = _against(view, timed)
-    texts = [cell(view, metric, case, notes) for case in group]
+    texts = [cells.cell(view, metric, case, notes) for case in group]
     for place, case in enumerate(group):
         if case and against and case in timed and case["comparison"] != against["comparison"]:
             other = view.text("impl", against["impl"])
-            texts[place] += mark(notes, f"measured in another run than {other}: not comparable within a few per cent")
+            texts[place] += cells.mark(
+                notes, f"measured in another run than {other}: not comparable within a few per cent"
+            )
     if len(group) > 1 and not any(group):
-        return NOT_RUN
+        return cells.NOT_RUN
     return " / ".join(text or "·" for text in texts) if len(group) > 1 else texts[0]
 
 
-def _against(view: View, timed: Sequence[Record]) -> Record | None:
+def _against(view: views.View, timed: Sequence[Record]) -> Record | None:
     """The case that others have to be sampled with: the base, else the first."""
     return next((case for case in timed if case["impl"] == view.base), timed[0] if timed else None)
 
@@ -190,32 +188,31 @@ def about_of(field: Field) -> str:
     return (field.about or sentence(label_of(field))) + (f", {unit}" if unit else "")
 
 
-def titled(head: str, view: View) -> str:
+def titled(head: str, view: views.View) -> str:
     return f"{head} · {view.title}" if view.heading else head
 
 
 def listing(
-    view: View,
+    view: views.View,
     keys: Sequence[str],
     metrics: Sequence[str],
     word: str,
     title: str,
     about: str = "",
     data: Sequence[str] = (),
-) -> Table | None:
+) -> items.Table | None:
     """Rows: cases; columns: what tells them apart, then metrics, of which the first says how a case ended."""
     if not view.cases:
         return None
-    keys, metrics, notes = view.telling(view.chosen(keys)), view.chosen(metrics), Notes()
+    keys, metrics, notes = view.telling(view.chosen(keys)), view.chosen(metrics), cells.Notes()
     fields = [view.fields[name] for name in metrics]
     rows: list[list[str]] = []
     details: dict[tuple[int, int], str] = {}
     clocked = [len(keys) + at for at, one in enumerate(fields) if is_clocked(one)]
     for case in view.cases:
-        details |= dict.fromkeys([(len(rows), at) for at in clocked], detail(view, case))
-        found = [cell(view, name, case, notes, ending=name == metrics[0]) for name in metrics]
+        details |= dict.fromkeys([(len(rows), at) for at in clocked], cells.detail(view, case))
+        found = [cells.cell(view, name, case, notes, ending=name == metrics[0]) for name in metrics]
         rows.append([*replace(view, cases=[case]).constants(keys).values(), *found])
-    told = [_told(sentence(label_of(one)), one.about) for one in fields if one.about]
     best: dict[tuple[int, int], Record] = {}
     single = len({case["id"] for case in view.cases}) == len(view.cases)  # else a case has several lines
     for rivals in view.groups("comparison") if single else ():
@@ -223,14 +220,17 @@ def listing(
         for at, one in enumerate(fields):
             best |= {(row, len(keys) + at): case for row, case in _best(view, one, line)}
     winners = [case for (_, at), case in best.items() if at in clocked[:1]]
-    return Table(
+    return items.Table(
         name=view.file(view.filled(word)),
         title=titled(view.filled(title), view),
-        caption=view.caption(about or ". ".join(told), any(map(is_clocked, fields))),
+        caption=view.caption(
+            about or ". ".join(_told(sentence(label_of(one)), one.about) for one in fields if one.about),
+            any(map(is_clocked, fields)),
+        ),
         columns=[*(label_of(view.fields[name]) for name in keys), *map(head_of, fields)],
         rows=rows,
         data=data_of(view, *(data or metrics), *(SPREAD if {"time_s", "mean_s"} & {*metrics} else ())),
-        notes=below(notes, rows),
+        notes=cells.below(notes, rows),
         keys=len(keys),
         source=view.machine.about(view.cases),
         best=frozenset(best),
@@ -245,7 +245,7 @@ def _told(label: str, about: str) -> str:
     return about if about.startswith(f"{label}:") else f"{label}: {inside_a_sentence(about)}"
 
 
-def endings(view: View, *keys: str, word: str, title: str) -> Table:
+def endings(view: views.View, *keys: str, word: str, title: str) -> items.Table:
     """How the cases of each row ended."""
     keys = tuple(view.chosen(keys))
     counts, data, rows = ("cases", *ENDINGS), [], []
@@ -253,7 +253,7 @@ def endings(view: View, *keys: str, word: str, title: str) -> Table:
         found = {"cases": len(own.cases), **Counter(map(_ending, own.cases))}
         data.append({**dict(zip(keys, key, strict=True)), **{name: found.get(name, 0) for name in counts}})
         rows.append([*map(own.text, keys, key), *(f"{found[name]:,}" if name in found else "" for name in counts)])
-    return Table(
+    return items.Table(
         name=view.file(word),
         title=title,
         caption="How the cases ended.",
@@ -266,6 +266,4 @@ def endings(view: View, *keys: str, word: str, title: str) -> Table:
 
 
 def _ending(case: Record) -> str:
-    if case["outcome"] != "ok":
-        return MEANINGS[case["outcome"]]
-    return ENDINGS[0] if case["time_s"] is not None else ENDINGS[1]
+    return {**MEANINGS, "ok": ENDINGS[case["time_s"] is None]}[case["outcome"]]

@@ -13,15 +13,11 @@ from textwrap import wrap
 
 from lmsys.bench.fields import ERROR, Field, Record
 from lmsys.bench.verdict import ratio_of, time_of, undisturbed
-from lmsys.reports.cells import CEILINGS, shown
-from lmsys.reports.load import by_name, machines_of
-from lmsys.reports.tables import value_head
-from lmsys.reports.views import UNSAID, View, view_of
-from lmsys.reports.words import MEANINGS, number, unit_of
+from lmsys.reports import cells, load, tables, views, words
 
 MOST = 20  # lines of a benchmark
 NARROW = 18  # characters that a setting keeps in a narrow terminal
-SHARES = {"mfu": "MFU %"} | {name: f"{ceiling.removeprefix('large ')} %" for name, ceiling in CEILINGS.items()}
+SHARES = {"mfu": "MFU %"} | {name: f"{ceiling.removeprefix('large ')} %" for name, ceiling in cells.CEILINGS.items()}
 HEADS = SHARES | {ERROR.name: "error"}
 SIZES = int, float
 ABOUT = (
@@ -41,20 +37,20 @@ def lines(found: Record, every: bool, contends: Callable[[Record], bool], width:
     width     characters of a line; by default those of this terminal
     """
     width = width or shutil.get_terminal_size((100, 24)).columns
-    named = by_name(found)
+    named = load.by_name(found)
     run = "", json.dumps(found["machine"])
     cases = [("", run, one) for one in found["records"] if one["outcome"] not in ("unsupported", "oom")]
-    for machine in machines_of(cases, named["fields"], named["rows"], found["layouts"]):
+    for machine in load.machines_of(cases, named["fields"], named["rows"], found["layouts"]):
         names = dict.fromkeys(one["benchmark"] for one in machine.records if one["time_s"])
         for name in names:
-            view = view_of(machine, name).with_fields(Field("contends", role="detail", of=contends))
+            view = views.view_of(machine, name).with_fields(Field("contends", role="detail", of=contends))
             yield from _table(view, width, every or len(view.cases) <= MOST)
         yield from wrap(ABOUT, width) if names else ()
 
 
-def _table(view: View, width: int, every: bool) -> Iterator[str]:
+def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
     varying = {name for own in view.groups("comparison").values() for name in view.axes() if own.varies(name)}
-    axes = [name for name in view.axes() if name not in (*UNSAID, "impl", *varying)]  # those tell rows apart
+    axes = [name for name in view.axes() if name not in (*views.UNSAID, "impl", *varying)]  # those tell rows apart
     axes.sort(key=lambda name: (type(view.cases[0][name]) in SIZES, -len(view.values(name))))
     asked = Field(
         "asked",
@@ -70,12 +66,12 @@ def _table(view: View, width: int, every: bool) -> Iterator[str]:
     most = len(view.cases) if every else max(1, MOST // len(parts))
     groups = [(_words(own, own.cases[0], telling), [*_lines(own, figures, most)]) for own in parts]
     yield f"{view.benchmark.replace('_', ' ')}: {sum(len(one) for _, one in groups)} of {len(view.cases)} that ran"
-    heads = ["row", *(HEADS.get(name) or unit_of(view.fields[name])[0] for name in figures), "speed", ""]
+    heads = ["row", *(HEADS.get(name) or words.unit_of(view.fields[name])[0] for name in figures), "speed", ""]
     yield from _aligned([("", [heads]), *groups], width)
     yield ""
 
 
-def _size(own: View) -> tuple[bool, float]:
+def _size(own: views.View) -> tuple[bool, float]:
     """Sorts what was disturbed throughout before the rest, and each by time."""
     timed = undisturbed([case for case in own.cases if case["time_s"]])
     return any(not case["disturbed"] for case in timed), min(map(time_of, timed), default=0.0)
@@ -86,24 +82,32 @@ def _place(case: Record) -> tuple[bool, bool, bool, float]:
     return not case["time_s"], not case["contends"], bool(case["disturbed"]), case["time_s"] or 0.0
 
 
-def _words(own: View, case: Record, names: Iterable[str]) -> str:
-    values = ((name, case[name]) for name in names if case[name] is not None)
-    return ", ".join(one if isinstance(one, str) else value_head(own, name, one) for name, one in values)
+def _words(own: views.View, case: Record, names: Iterable[str]) -> str:
+    return ", ".join(
+        value if isinstance(value, str) else tables.value_head(own, name, value)
+        for name in names
+        if (value := case[name]) is not None
+    )
 
 
-def _lines(own: View, figures: Sequence[str], most: int) -> Iterator[list[str]]:
+def _lines(own: views.View, figures: Sequence[str], most: int) -> Iterator[list[str]]:
     """A line for each row, the fastest first: name, figures, speed over another, and whether it is right or why not."""
     for case in sorted(own.cases, key=_place)[:most]:
         others = [one for one in own.cases if one["time_s"] and one["contends"] and one["impl"] != case["impl"]]
         base = min(undisturbed([one for one in others if one["peer"]] or others), key=time_of, default=case)
         ratio = ratio_of(case, base) if case["contends"] and base is not case else None
-        speed = f"{number(ratio)} × {base['impl']}" if ratio else ""
+        speed = f"{words.number(ratio)} × {base['impl']}" if ratio else ""
         if ratio and (ratio < 1) != (case["time_s"] > base["time_s"]):
             speed = f"level with {base['impl']}"
         disturbed = case["disturbed"] or (speed and base["disturbed"])
         right = "ran" if case["error_ratio"] is None else "disturbed" if disturbed else "right"
-        ending = right if case["outcome"] == "ok" else f"{MEANINGS[case['outcome']]}: {case['reason']}"
-        yield [_words(own, case, own.telling(["impl"])), *(shown(own, name, case) for name in figures), speed, ending]
+        ending = right if case["outcome"] == "ok" else f"{words.MEANINGS[case['outcome']]}: {case['reason']}"
+        yield [
+            _words(own, case, own.telling(["impl"])),
+            *(cells.shown(own, name, case) for name in figures),
+            speed,
+            ending,
+        ]
 
 
 def _aligned(groups: Sequence[tuple[str, Sequence[Sequence[str]]]], width: int) -> Iterator[str]:

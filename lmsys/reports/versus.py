@@ -4,17 +4,14 @@ from collections.abc import Sequence
 
 from lmsys.bench.fields import BATCH_INVARIANT, REPEATABLE, Field, Record, grouped
 from lmsys.bench.verdict import undisturbed
-from lmsys.reports.cells import SPEEDUP, Notes, below, geometric_mean, mark, mean_text
-from lmsys.reports.contest import ratio_of_best
-from lmsys.reports.items import Table
-from lmsys.reports.tables import data_of
-from lmsys.reports.views import View
-from lmsys.reports.words import filled, label_of, number
+from lmsys.reports import cells, contest, items, tables, views, words
 
 ASIDE = " Disturbed cases count only where a row has no others."
 
 
-def rivals(view: View, settings: Sequence[str], names: tuple[str, str], word: str, title: str) -> Table | None:
+def rivals(
+    view: views.View, settings: Sequence[str], names: tuple[str, str], word: str, title: str
+) -> items.Table | None:
     """How much faster than its rivals, as the table names them, each strategy is: rows: settings; columns: pairs that
     were timed.
 
@@ -22,23 +19,27 @@ def rivals(view: View, settings: Sequence[str], names: tuple[str, str], word: st
     """
     pairs = [(ours, theirs) for ours, row in view.table("strategy").items() for theirs in row.get("rivals") or ()]
     parts = view.only("time_s").groups(*settings).values()
-    speeds = {pair: [ratio_of_best(own.cases, *pair) for own in parts] for pair in pairs}
+    speeds = {pair: [contest.ratio_of_best(own.cases, *pair) for own in parts] for pair in pairs}
     speeds = {pair: ratios for pair, ratios in speeds.items() if any(ratios)}
     found: dict[str, list[float | None]] = {}
     alike: dict[str, list[list[float | None]]] = {}
     for own, *ratios in zip(parts, *speeds.values(), strict=True):
         if any(ratios):
-            start, end = (filled(text, own.cases[0]) for text in names)
+            start, end = (words.filled(text, own.cases[0]) for text in names)
             found[start + end] = ratios
             alike.setdefault(end, []).append(ratios)
     if not found:
         return None
     heads = [f"{ours} / {theirs}" for ours, theirs in speeds]
-    rows = [[name, *("" if ratio is None else number(ratio) for ratio in ratios)] for name, ratios in found.items()]
-    rows += [[f"geometric mean, {end}", *map(mean_text, zip(*lines, strict=True))] for end, lines in alike.items()]
-    return Table(
-        name=view.file(filled(word, view.cases[0])),
-        title=filled(title, view.cases[0]),
+    rows = [
+        [name, *("" if ratio is None else words.number(ratio) for ratio in ratios)] for name, ratios in found.items()
+    ]
+    rows += [
+        [f"geometric mean, {end}", *map(cells.mean_text, zip(*lines, strict=True))] for end, lines in alike.items()
+    ]
+    return items.Table(
+        name=view.file(words.filled(word, view.cases[0])),
+        title=words.filled(title, view.cases[0]),
         caption="Median of step-time ratios, steps alternating; of the best bucket size of each. Above 1: ours is "
         "faster." + ASIDE * view.has("disturbed"),
         source=view.machine.about(view.cases),
@@ -48,26 +49,33 @@ def rivals(view: View, settings: Sequence[str], names: tuple[str, str], word: st
     )
 
 
-def means(view: View, row: str, column: str, word: str, title: str) -> Table | None:
+def means(view: views.View, row: str, column: str, word: str, title: str) -> items.Table | None:
     """Geometric means of the speedups by two fields, with how many each is of; None without any."""
-    own = view.only(lambda case: case[SPEEDUP])
-    found = {key: [case[SPEEDUP] for case in undisturbed(one.cases)] for key, one in own.groups(row, column).items()}
+    own = view.only(lambda case: case[cells.SPEEDUP])
+    found = {
+        key: [case[cells.SPEEDUP] for case in undisturbed(one.cases)] for key, one in own.groups(row, column).items()
+    }
     heads = own.values(column)
     if not found:
         return None
-    return Table(
-        name=view.file(filled(word, view.cases[0])),
+    return items.Table(
+        name=view.file(words.filled(word, view.cases[0])),
         title=view.filled(title),
         caption="Geometric mean of the speedups, with how many it is of in brackets. Compare two rows only if these "
         "counts are equal." + ASIDE * view.has("disturbed"),
         source=view.machine.about(view.cases),
         columns=["", *heads],
         rows=[
-            [own.text(row, value), *(mean_text(found.get((value, head), ())) for head in heads)]
+            [own.text(row, value), *(cells.mean_text(found.get((value, head), ())) for head in heads)]
             for value in own.values(row)
         ],
         data=[
-            {"row": own.text(row, value), "column": head, "speedup": geometric_mean(values)[0], "cells": len(values)}
+            {
+                "row": own.text(row, value),
+                "column": head,
+                "speedup": cells.geometric_mean(values)[0],
+                "cells": len(values),
+            }
             for (value, head), values in found.items()
         ],
     )
@@ -86,7 +94,7 @@ FLAT = (
 )
 
 
-def same_bits(view: View, word: str, by: Sequence[Sequence[str]] = (("", "True"),)) -> Table | None:
+def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "True"),)) -> items.Table | None:
     """A line for each row, of what was called again; `by`: the heads of columns, and tests of the cases of each."""
     view = view.only(lambda case: case["outcome"] == "ok" and case.get("same_bits"))
     view = view.with_fields(REPEATABLE, BATCH_INVARIANT, *FLAT).ordered("impl")
@@ -95,38 +103,38 @@ def same_bits(view: View, word: str, by: Sequence[Sequence[str]] = (("", "True")
         for head, test in by
         for question, (answer, tensors) in QUESTIONS.items()
     ]
-    notes: Notes = {}
+    notes: cells.Notes = {}
     rows = [
         [view.text("impl", impl)]
         + [_cell(own.only(test).cases, answer, tensors, notes) for _, test, answer, tensors in columns]
         for (impl,), own in view.groups("impl").items()
     ]
-    heads = [label_of(view.fields["impl"]), *(head for head, *_ in columns)]
+    heads = [words.label_of(view.fields["impl"]), *(head for head, *_ in columns)]
     used = [at for at in range(len(heads)) if any(row[at] for row in rows)]
     if not used:
         return None
     lines = [[row[at] for at in used] for row in rows]
-    return Table(
+    return items.Table(
         name=view.file(word),
         title="Same bits",
         caption=view.caption(ABOUT_BITS),
         columns=[heads[at] for at in used],
         rows=lines,
-        data=data_of(view, REPEATABLE.name, BATCH_INVARIANT.name, *(one.name for one in FLAT)),
-        notes=below(notes, lines),
+        data=tables.data_of(view, REPEATABLE.name, BATCH_INVARIANT.name, *(one.name for one in FLAT)),
+        notes=cells.below(notes, lines),
         source=view.machine.about(view.cases),
     )
 
 
-def _cell(cases: Sequence[Record], answer: str, tensors: str, notes: Notes) -> str:
+def _cell(cases: Sequence[Record], answer: str, tensors: str, notes: cells.Notes) -> str:
     """yes (12), or no: dq (3 of 12); notes say by how much, and what failed. Empty where no case was asked."""
     known = [case for case in cases if case[answer] is not None]
     bad = [case for case in known if not case[answer]]
     failures = {case["same_bits"].get("failure"): None for case in cases if case[answer] is None}
-    untold = "".join(mark(notes, f"Not known of all cases: {why}.") for why in failures if why)
+    untold = "".join(cells.mark(notes, f"Not known of all cases: {why}.") for why in failures if why)
     if not bad:
         return (f"yes ({len(known)})" if known else "") + untold
     sizes = grouped(pair for case in bad for pair in case["same_bits"][tensors].items())
     most = {name: max(found) for name, found in sizes.items()}
-    told = ", ".join(f"{name} by at most {number(size)}" for name, size in most.items())
-    return f"no: {', '.join(most)} ({len(bad)} of {len(known)})" + mark(notes, f"Differs: {told}.") + untold
+    told = ", ".join(f"{name} by at most {words.number(size)}" for name, size in most.items())
+    return f"no: {', '.join(most)} ({len(bad)} of {len(known)})" + cells.mark(notes, f"Differs: {told}.") + untold

@@ -11,8 +11,7 @@ from typing import Any
 
 from lmsys.bench.fields import Field, Record, grouped
 from lmsys.bench.validate import check_value
-from lmsys.reports.expressions import value_of
-from lmsys.reports.load import InputError, Machine, file_name
+from lmsys.reports import expressions, load
 from lmsys.reports.styles import Style, styles_of
 from lmsys.reports.words import NAMES, exact, filled, label_of, scaled, sentence, span, timing, unit_of
 
@@ -28,10 +27,10 @@ class Fields(dict[str, Field]):
     """Declared fields by name. InputError for one that is read and not declared, as in a file that was changed."""
 
     def __missing__(self, name: str) -> Field:
-        raise InputError(f"the result file declares no field {name!r}, which its records' chapter reads")
+        raise load.InputError(f"the result file declares no field {name!r}, which its records' chapter reads")
 
 
-def view_of(machine: Machine, benchmark: str, baseline: str | None = None) -> "View":
+def view_of(machine: load.Machine, benchmark: str, baseline: str | None = None) -> "View":
     """All cases of a benchmark. InputError for a record that has something else where a number is declared."""
     fields = Fields(machine.fields[benchmark])
     cases = [{**dict.fromkeys(fields), **one} for one in machine.records if one["benchmark"] == benchmark]
@@ -41,7 +40,7 @@ def view_of(machine: Machine, benchmark: str, baseline: str | None = None) -> "V
             try:  # another file may have declared the field otherwise
                 check_value(f"record {case['id']!r}: {name}", case[name], one)
             except ValueError as error:
-                raise InputError(str(error)) from None
+                raise load.InputError(str(error)) from None
     return View(
         machine, benchmark, fields, cases, machine.words_of(benchmark), wanted=baseline, stem=machine.slug
     ).styled()
@@ -59,7 +58,7 @@ class View:
     heading   what all the cases have in common; it says the fields `said`, and `also` is what captions say besides
     """
 
-    machine: Machine
+    machine: load.Machine
     benchmark: str
     fields: Fields
     cases: Sequence[Record]
@@ -79,7 +78,7 @@ class View:
 
     def only(self, test: Callable[[Record], Any] | str) -> "View":
         """The cases that pass a test: a function, or an expression (`lmsys.reports.expressions`)."""
-        passes = partial(value_of, test) if isinstance(test, str) else test
+        passes = partial(expressions.value_of, test) if isinstance(test, str) else test
         return self.of([case for case in self.cases if passes(case)])
 
     def ordered(self, *names: str) -> "View":
@@ -89,8 +88,8 @@ class View:
 
     def groups(self, *names: str) -> "dict[Key, View]":
         """The cases by the values of some fields, in order of appearance."""
-        found = grouped((tuple(case[name] for name in names), case) for case in self.cases)
-        return {key: replace(self, cases=cases) for key, cases in found.items()}
+        groups = grouped((tuple(map(case.__getitem__, names)), case) for case in self.cases)
+        return {key: self.of(cases) for key, cases in groups.items()}
 
     def cut(self, stem: str, heading: str, tail: bool = False) -> "list[View]":
         """The cases by the fields that stand in braces and by memory limit, each part named by their values.
@@ -116,7 +115,7 @@ class View:
 
     def file(self, word: str = "") -> str:
         """The stem of a file's name."""
-        return file_name("-".join(filter(None, [self.stem, word])) + self.tail)
+        return load.file_name("-".join(filter(None, [self.stem, word])) + self.tail)
 
     def named(self, stem: str) -> "View":
         """Names of files begin with this, too, in which names in braces are what the first case has."""
@@ -128,7 +127,7 @@ class View:
 
     def said_also(self, text: str) -> "View":
         """Captions say besides what an expression gives for the first case."""
-        return replace(self, also=value_of(text, self.cases[0])) if self.cases else self
+        return replace(self, also=expressions.value_of(text, self.cases[0])) if self.cases else self
 
     # What is known of the cases, and what is added
 
@@ -138,7 +137,9 @@ class View:
             for name in (*words, *numbers):
                 if not isinstance(case.get(name), str if name in words else (int, float)):
                     found = f"{name}={case.get(name)!r}"
-                    raise InputError(f"record {case['id']!r}: {found} is not what a record of {self.benchmark!r} needs")
+                    raise load.InputError(
+                        f"record {case['id']!r}: {found} is not what a record of {self.benchmark!r} needs"
+                    )
         return self
 
     def read_as(self, **words: Mapping[Any, str]) -> "View":
@@ -160,11 +161,6 @@ class View:
             for case in cases if one.of else ():
                 case[one.name] = one.value(case)
         return replace(self, fields=Fields(self.fields | {one.name: one for one in fields}), cases=cases)
-
-    def unfolded(self, name: str, *fields: Field) -> "View":
-        """A case for each line of a list that the cases hold, with the fields of that line."""
-        lines = [{**case, **line} for case in self.cases for line in case[name] or ()]
-        return replace(self, cases=lines).with_fields(*fields)
 
     def styled(self, name: str = "impl", row: str = "", label: str = "") -> "View":
         """Gives each value of a field a look, by the row of a table that the field `row` names."""
@@ -210,8 +206,11 @@ class View:
         """
         known = {name.strip("-?!+|") for name in names}
         axes = [name for name in self.axes() if name not in {"section", "label", "peer"} | known]
-        several = {"*": [name for name in self.metrics() if name not in known], "@": axes}
-        several["@?"] = [name for name in axes if self.varies(name)]
+        several = {
+            "*": [name for name in self.metrics() if name not in known],
+            "@": axes,
+            "@?": list(filter(self.varies, axes)),
+        }
         found: list[str] = []
         for name in names:
             plain, sign = name[:-1], name[-1]
@@ -239,8 +238,7 @@ class View:
 
     def values(self, name: str) -> list[Any]:
         """The values of a field, in reading order; words that have none, in order of appearance."""
-        values = dict.fromkeys(case[name] for case in self.cases)
-        return sorted(values, key=lambda value: self.place(name, value)[:2])
+        return sorted(dict.fromkeys(case[name] for case in self.cases), key=lambda value: self.place(name, value)[:2])
 
     def telling(self, names: Sequence[str], *others: str) -> list[str]:
         """These fields, and those axes without which, and without the `others`, cases would fall together."""
@@ -306,8 +304,7 @@ class View:
     def caption(self, about: str, clocked: bool = False) -> str:
         """The caption, in lines: what is shown, every axis that is held, and how it was timed."""
         held = sentence("; ".join(filter(None, [self.heading, self.held(), self.also])))
-        how = timing(self.cases) if clocked else ""
-        return f"{self.filled(about)}.\n{held}.\n{how}".strip()
+        return f"{self.filled(about)}.\n{held}.\n{timing(self.cases) if clocked else ''}".strip()
 
     def series(self, metric: str, axis: str, by: str = "impl") -> dict[Any, dict[float, float]]:
         """A metric against an axis, for each value of the field `by`."""
