@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys.attention import hidden, table
 from lmsys.attention.contract import (
     AttentionCase,
     adapt,
@@ -22,9 +23,7 @@ from lmsys.attention.contract import (
     why_not_told,
 )
 from lmsys.attention.documents import Documents
-from lmsys.attention.hidden import kept_apart
 from lmsys.attention.pattern import OPTIONS, checked_pattern
-from lmsys.attention.table import ATTENTION
 from lmsys.kernels.custom_op import constant
 from lmsys.traits import AttentionTraits
 
@@ -121,9 +120,9 @@ def attention(
             pattern = replace(pattern, bias=pattern.bias[..., : q4.shape[2]])
     row, isolates = row_of(impl, case_of(q4, k4, v4, pattern, scale=scale))
     if 0 in (*q4.shape, *k4.shape):
-        row, options = ATTENTION["naive"].load(), {"pattern": pattern}  # there is nothing to compute
+        row, options = table.ATTENTION["naive"].load(), {"pattern": pattern}  # there is nothing to compute
     elif pattern.bounded and not isolates:
-        row, options = partial(kept_apart, row), {"pattern": pattern}
+        row, options = partial(hidden.kept_apart, row), {"pattern": pattern}
     else:
         options = keywords_of(row, pattern)
     # A row's products have the dtypes that it gives them.
@@ -142,7 +141,7 @@ def row_of(impl: str, case: AttentionCase) -> tuple[Callable[..., Any], bool]:
 
 
 def _picked(impl: str, case: AttentionCase) -> tuple[str, tuple[Callable[..., Any], bool]]:
-    entry = ATTENTION.pick(impl, case)
+    entry = table.ATTENTION.pick(impl, case)
     row = adapt(entry.load())
     if case.options and (reason := why_not_told(row, [name for name in OPTIONS if getattr(case, name)])):
         raise ValueError(f"attention {impl!r} ({entry.target}) cannot run {', '.join(case.options)}: {reason}")

@@ -33,9 +33,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from lmsys.attention import contract, custom_ops, flash_torch, flash_triton_kernels
+from lmsys.attention import contract, custom_ops, flash_torch, flash_triton_decode, flash_triton_kernels
 from lmsys.attention.bounds import Bounds
-from lmsys.attention.flash_triton_decode import decode, decodes, forward_tensors
 from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern
 from lmsys.attention.tuning import Tile, block_d, candidates, tune
 from lmsys.kernels.launch import INTERPRETED, Kernel, by_tma, describable, described, dot_precision, stream_of
@@ -197,9 +196,9 @@ def _forward(
     pattern: Pattern | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32."""
-    if tile is None and decodes(q, pattern):
-        return decode(q, k, v, scale, pattern or PLAIN[causal])
-    q, k, v, o, lse = forward_tensors(q, k, v)
+    if tile is None and flash_triton_decode.decodes(q, pattern):
+        return flash_triton_decode.decode(q, k, v, scale, pattern or PLAIN[causal])
+    q, k, v, o, lse = flash_triton_decode.forward_tensors(q, k, v)
     with torch.cuda.device_of(q):
         extent: Extent = ()
         if pattern is not None:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.attention.contract import AttentionCase
-from lmsys.attention.documents import Documents
-from lmsys.attention.pattern import OPTIONS, Pattern
+from lmsys.attention import AttentionCase, Documents, Pattern
+from lmsys.attention.pattern import OPTIONS
 from lmsys.check.question import Fault
 from lmsys.testing import MEMORY, Inputs, run
 

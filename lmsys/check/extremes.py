@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.contract import DTYPES, AttentionCase
-from lmsys.check.cases import Asked, answer
-from lmsys.check.question import Fault, worst
+from lmsys.check import cases, question
 from lmsys.extremes.attention import KINDS, Unit, plant, unit_tensors
 from lmsys.testing import Oracle, Spot, make_inputs, pick
 
@@ -46,7 +45,7 @@ def case_of_kinds(case: AttentionCase, length: int | None = None) -> AttentionCa
 
 def failure(
     row: Row, case: AttentionCase, grad: bool, seed: int, rms: bool = False, named: bool = True
-) -> Fault | None:
+) -> question.Fault | None:
     """The fault of the row on inputs of every kind, in a case of `case_of_kinds`; None where there is none.
 
     Each kind is a unit, judged alone. In a case of many keys, of a single unit, they are all equal.
@@ -56,7 +55,7 @@ def failure(
     inputs = make_inputs(case, seed)
     for kind, unit in units.items():
         plant(kind, *unit_tensors(inputs.tensors, unit), case.causal)
-    outputs, fault = answer(row, Asked("", case), inputs, grad)
+    outputs, fault = cases.answer(row, cases.Asked("", case), inputs, grad)
     if not outputs:
         return fault
     wrong: dict[str, Wrong] = {}
@@ -71,12 +70,12 @@ def failure(
 
 def _fault(
     row: Row, case: AttentionCase, outputs: Mapping[str, Tensor], wrong: Mapping[str, Wrong], grad: bool, named: bool
-) -> Fault:
+) -> question.Fault:
     kind = next((kind for kind, (_, name, *_) in wrong.items() if name == "o"), next(iter(wrong)))
     unit, name, ratio, oracle = wrong[kind]
     given = pick(outputs[name], Spot((unit,)), case.kv_heads)
     expected = oracle.reference[name]
-    at = worst(given, expected)
+    at = question.worst(given, expected)
     place = ", ".join(map(str, (unit[0], unit[1] * given.shape[1] + at[1], *at[2:])))
     off = ~((given.double() - expected).abs() <= oracle.budget[name])
     size = "not finite" if math.isinf(ratio) else f"{ratio:.3g} times what is allowed"
@@ -89,7 +88,7 @@ def _fault(
     ]
     if others := [KINDS[other] for other in wrong if other != kind]:
         lines.append(f"  wrong too: {'; '.join(others)}")
-    return Fault("\n".join(lines), mistake, ratio, backward=name != "o")
+    return question.Fault("\n".join(lines), mistake, ratio, backward=name != "o")
 
 
 def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | None:

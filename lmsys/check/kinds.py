@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from lmsys.attention import ATTENTION
-from lmsys.attention.contract import is_function
+from lmsys.attention import ATTENTION, contract
 from lmsys.check import laptop, signature
 from lmsys.check.question import Fault, Holds, Options, Question, poison
 from lmsys.parallel import STRATEGIES
@@ -85,7 +84,7 @@ def kind_of(implementation: Any) -> str:
         return "optimizer"
     if kind := signature.kind_of(implementation):
         return kind
-    if is_function(implementation):
+    if contract.is_function(implementation):
         return "attention"
     names = list(inspect.signature(implementation).parameters)
     if hasattr(implementation, "finish_gradient_synchronization") or names[:1] == ["module"]:

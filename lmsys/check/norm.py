@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys.check import question, signature
 from lmsys.check.formulas import (
     DTYPES,
     NARROW,
@@ -33,19 +34,17 @@ from lmsys.check.formulas import (
     parts_of_sum,
     questions_of,
 )
-from lmsys.check.question import Fault, Options, Question
-from lmsys.check.signature import Called, Roles, built, called, is_module
 from lmsys.extremes.model import ROWS, large_mean
 from lmsys.registry import Entry
 
-ROLES: Roles = {
+ROLES: signature.Roles = {
     "x": ("x", "input", "hidden", "hidden_states", "inp"),
     "weight": ("weight", "w", "gamma", "scale", "g"),
     "bias": ("bias", "b", "beta"),
     "eps": ("eps", "epsilon", "variance_epsilon", "norm_eps"),
     "shape": ("normalized_shape",),
 }
-BUILT: Roles = {
+BUILT: signature.Roles = {
     "width": ("dim", "d_model", "hidden_size", "width", "n_embd", "features", "d", "normalized_shape", "ndim"),
     "eps": ROLES["eps"],
 }
@@ -64,13 +63,13 @@ EXTREME = ROWS | {"rows with a large mean": large_mean}
 LARGE_MEAN = Asked("rows with a large mean", ODD, extreme="rows with a large mean")
 
 
-def questions(entry: Entry, options: Options) -> Iterator[Question]:
+def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
     """The cases, of a LayerNorm where there is a bias."""
     implementation = entry.load()
-    if is_module(implementation):
-        with_bias = len(list(built(implementation, BUILT, {"width": 64, "eps": EPS}).parameters())) > 1
+    if signature.is_module(implementation):
+        with_bias = len(list(signature.built(implementation, BUILT, {"width": 64, "eps": EPS}).parameters())) > 1
     else:
-        with_bias = called(implementation, ROLES).has("bias")
+        with_bias = signature.called(implementation, ROLES).has("bias")
     return questions_of(
         (*CASES, LARGE_MEAN) if with_bias else CASES,
         partial(_judged, implementation, with_bias, options),
@@ -78,26 +77,30 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
     )
 
 
-def _judged(implementation: Any, with_bias: bool, options: Options, asked: Asked) -> Fault | None:
+def _judged(implementation: Any, with_bias: bool, options: question.Options, asked: Asked) -> question.Fault | None:
     problem = _problem(asked, options, with_bias)
     formula, mistakes = (layer_norm, layer_norm_mistakes) if with_bias else (rms_norm, rms_norm_mistakes)
-    call = _of_module(implementation, problem) if is_module(implementation) else called(implementation, ROLES)
+    call = (
+        _of_module(implementation, problem)
+        if signature.is_module(implementation)
+        else signature.called(implementation, ROLES)
+    )
     return judge(call, formula, mistakes, problem, plain_formula=layer_norm if with_bias else plain_rms_norm)
 
 
-def _of_module(implementation: Any, problem: Problem) -> Called:
+def _of_module(implementation: Any, problem: Problem) -> signature.Called:
     """The module as a function: its parameters take the place of weight and bias."""
     x = problem.inputs["x"]
-    module = built(implementation, BUILT, {"width": x.shape[-1], "eps": EPS}).to(x.device, x.dtype)
+    module = signature.built(implementation, BUILT, {"width": x.shape[-1], "eps": EPS}).to(x.device, x.dtype)
 
     def call(x: Tensor, **parameters: Tensor) -> Any:
         names = [name for name, _ in module.named_parameters()]
         return torch.func.functional_call(module, dict(zip(names, parameters.values(), strict=False)), (x,))
 
-    return Called(call, {name: name for name in problem.inputs}, by_place=False)
+    return signature.Called(call, {name: name for name in problem.inputs}, by_place=False)
 
 
-def _problem(asked: Asked, options: Options, with_bias: bool) -> Problem:
+def _problem(asked: Asked, options: question.Options, with_bias: bool) -> Problem:
     """The inputs of a case; weights are around 1, and none is 1."""
     size, width = asked.more.get("size", 1.0), asked.shape[-1]
     inputs = {"x": drawn(options, "x", *asked.shape) * size, "weight": 1 + drawn(options, "weight", width) / 4}

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lmsys import doing, processes, registry, testing
-from lmsys.check import laptop
-from lmsys.check.question import poison
+from lmsys.check import laptop, question
 from lmsys.check.recorder import Recorder
 from lmsys.extremes.strategy import Probe, Trial, batch, change_options, made_optimizer, probe
 from lmsys.parallel import adapter, baselines
@@ -66,7 +65,7 @@ class Result:
 
 def prepare(entry: registry.Entry) -> None:
     """Imports what a rank needs, torch's compiler for the first optimizer too, and makes uninitialised memory NaN."""
-    poison(setattr)
+    question.poison(setattr)
     laptop.install()
     entry.load()
     torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
