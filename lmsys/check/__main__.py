@@ -19,10 +19,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; without a GPU it can only interpret
 
-from lmsys import commands, processes, registry
+from lmsys import commands, processes, registry, values
 from lmsys.check import cases, question
 from lmsys.check.kinds import KINDS, LIMIT_S, RIGHT, SCHEMA, WRONG, Answer, check_target, verdict_on
-from lmsys.values import choice
 
 USAGE = 2
 MOST_COMPILED = 4  # cases with --all, of rows that compile for each
@@ -43,9 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="a JSON object in a line for each case: docs/check.md")
     given = parser.parse_args(arguments)
     try:
-        if given.all == (given.target is not None):
-            raise ValueError("name one TARGET, or --all of them")
-        dtypes = tuple(choice(name, cases.DTYPES) for name in given.dtype.split(","))
+        values.hold((given.all == (given.target is None), "name one TARGET, or --all of them"))
+        dtypes = tuple(values.choice(name, cases.DTYPES) for name in given.dtype.split(","))
         options = question.Options(given.head_dim, not given.forward, dtypes, given.seed, given.layout)
         if given.all:
             return _check_all(options, [given.kind] if given.kind else [*KINDS], given.json)
@@ -57,8 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         return USAGE
     except Exception as error:
         reason = _reason(error)
-        values = {"schema": SCHEMA, "name": given.target.rpartition(":")[2], "verdict": "wrong", "reason": reason}
-        print(json.dumps(values) if given.json else f"wrong\n\n{given.target}: {reason}")
+        row = {"schema": SCHEMA, "name": given.target.rpartition(":")[2], "verdict": "wrong", "reason": reason}
+        print(json.dumps(row) if given.json else f"wrong\n\n{given.target}: {reason}")
         return WRONG
 
 

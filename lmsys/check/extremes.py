@@ -37,10 +37,9 @@ def case_of_many_keys(case: AttentionCase) -> AttentionCase:
 
 def case_of_kinds(case: AttentionCase, length: int | None = None) -> AttentionCase:
     """The small case that holds every kind once: of `case` its dtype, head dimension, mask and grouping."""
-    group = 1 if case.heads == case.kv_heads else 2
     length = length or LENGTH[case.device]
-    batch, heads = len(KINDS) // HEADS, HEADS * group
-    return replace(case, batch=batch, heads=heads, kv_heads=HEADS, queries=length, keys=length)
+    heads = HEADS if case.heads == case.kv_heads else 2 * HEADS
+    return replace(case, batch=len(KINDS) // HEADS, heads=heads, kv_heads=HEADS, queries=length, keys=length)
 
 
 def failure(
@@ -77,13 +76,12 @@ def _fault(
     expected = oracle.reference[name]
     at = question.worst(given, expected)
     place = ", ".join(map(str, (unit[0], unit[1] * given.shape[1] + at[1], *at[2:])))
-    off = ~((given.double() - expected).abs() <= oracle.budget[name])
-    size = "not finite" if math.isinf(ratio) else f"{ratio:.3g} times what is allowed"
+    right = (given.double() - expected).abs() <= oracle.budget[name]
     mistake = range_mistake(row, case, grad and name != "o") if named else None
     lines = [
         f"  {KINDS[kind]}: {name}[{place}]: expected {expected[at].item():.6g}, got {given[at].item():.6g};"
-        f" the largest error is {size}",
-        f"  wrong in {100 * off.float().mean().item():.3g} % of the elements there",
+        f" the largest error is {'not finite' if math.isinf(ratio) else f'{ratio:.3g} times what is allowed'}",
+        f"  wrong in {100 * (~right).float().mean().item():.3g} % of the elements there",
         f"  pattern: {mistake}" if mistake else "  no known mistake gives this result",
     ]
     if others := [KINDS[other] for other in wrong if other != kind]:
@@ -102,9 +100,8 @@ def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | No
     least, most = full.least, full.most
     if math.isfinite(least) and math.isfinite(most):
         number = most - (LARGEST - math.log(WHOLE))  # where a sum of so many exponentials overflows
-        if abs(number) < 2 * RESOLUTION:
-            return "no maximum is subtracted before the exponential"
-        return f"a fixed number, about {number:.3g}, is subtracted in the place of the maximum"
+        fixed = f"a fixed number, about {number:.3g}, is subtracted in the place of the maximum"
+        return "no maximum is subtracted before the exponential" if abs(number) < 2 * RESOLUTION else fixed
     if math.isfinite(most):
         return f"scores overflow from about {most:.4g} on"
     if math.isfinite(least):
@@ -115,9 +112,7 @@ def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | No
         return "keys behind the last one, which pad the last tile, count in the maximum, as 0"
     if causal.leaks:
         return f"masked scores are set to a finite number, about {causal.least:.4g}: in rows of lower ones they win"
-    if math.isfinite(causal.least):
-        return "masked keys count in the maximum"
-    return None
+    return "masked keys count in the maximum" if math.isfinite(causal.least) else None
 
 
 @dataclass(frozen=True)

@@ -136,10 +136,11 @@ def forwards(formulas: Mapping[str, Formula], dtype: torch.dtype = torch.float64
 
 def backwards(formula: Formula, gradients: Mapping[str, Gradients]) -> Mistakes:
     """Mistakes of a backward alone, each of which makes some of the gradients; the first ignores grad_output."""
-    ignored: dict[str, Gradients] = {
-        "the gradient of the result is ignored: ones stand for it": partial(_ones, formula)
+    tried: dict[str, Gradients] = {
+        "the gradient of the result is ignored: ones stand for it": partial(_ones, formula),
+        **gradients,
     }
-    return {text: partial(_backward, formula, made) for text, made in {**ignored, **gradients}.items()}
+    return {text: partial(_backward, formula, made) for text, made in tried.items()}
 
 
 def _ones(formula: Formula, exact: Problem, _: Outputs) -> Outputs:
@@ -196,9 +197,8 @@ def judge(
         outputs = run(call, problem)
     except Exception as error:
         return question.Fault.raised(error)
-    for name, x in problem.inputs.items():
-        if not torch.equal(x, before[name]):
-            return question.Fault(f"  it changes its input {name}", f"it changes its input {name}")
+    if changed := [name for name, x in problem.inputs.items() if not torch.equal(x, before[name])]:
+        return question.Fault(f"  it changes its input {changed[0]}", f"it changes its input {changed[0]}")
     reference = outputs_of(formula, problem)
     plain = outputs_of(plain_formula or formula, problem, problem.dtype)
     for name, right in reference.items():
@@ -264,9 +264,9 @@ def explain(
     known = right.dim() > 0 and bool(right.abs().max() > 0 and output.isfinite().all())  # any number is a multiple
     factor = float((output.double() * right).sum() / right.square().sum()) if known else math.nan
     shows = math.isfinite(factor) and _ratio(factor * right, right, losing) > 1
-    if shows and _alike(output, factor * right, right, losing):
-        return f"it is {factor:.4g} times what is right"
-    return None
+    return (
+        f"it is {factor:.4g} times what is right" if shows and _alike(output, factor * right, right, losing) else None
+    )
 
 
 def _alike(output: Tensor, made: Tensor, right: Tensor, plain: Tensor) -> bool:

@@ -69,10 +69,8 @@ def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
         kind = next((kind.name for kind in KINDS.values() if target in list(kind.table)), "attention")
     if kind is not None:
         known = KINDS[kind]
-        (entry,) = known.table.select([target])
-        return known, entry
-    (entry,) = Table("implementation", []).select([target])
-    return find(target, kind_of(entry.load()))
+        return known, known.table.select([target])[0]
+    return find(target, kind_of(Table("implementation", []).select([target])[0].load()))
 
 
 def kind_of(implementation: Any) -> str:

@@ -67,8 +67,7 @@ def questions(
     )
 
     def reason(asked: Asked) -> str | None:
-        missing = (name for name in asked.more if name != "ignored" and not call.has(name))
-        return next((f"it takes no {name}" for name in missing), None)
+        return next((f"it takes no {name}" for name in asked.more if name != "ignored" and not call.has(name)), None)
 
     return questions_of(cases, partial(_judged, call, options), options, reason)
 
@@ -111,11 +110,10 @@ def _problem(call: signature.Called, asked: Asked, options: question.Options) ->
         write_head(weight, targets)
         write_kind(KINDS[asked.extreme], hidden)
     targets[:ignored] = ignore_index
-    inputs = {"hidden": hidden, "weight": weight}
-    if not call.has("weight"):
-        inputs = {"logits": hidden.to(asked.dtype).double() @ weight.to(asked.dtype).double().mT}
-    settings = {"targets": targets, "ignore_index": ignore_index}
-    settings |= {name: value for name, value in asked.more.items() if name in loss_mistakes.OPTIONS}
+    logits = hidden.to(asked.dtype).double() @ weight.to(asked.dtype).double().mT
+    inputs = {"hidden": hidden, "weight": weight} if call.has("weight") else {"logits": logits}
+    given = {name: value for name, value in asked.more.items() if name in loss_mistakes.OPTIONS}
+    settings = {"targets": targets, "ignore_index": ignore_index} | given
     if "token_weights" in settings:
         settings["token_weights"] = drawn(options, "token_weights", tokens).abs()
     upstream = drawn(options, "upstream", tokens) if settings.get("reduction") == "none" else torch.tensor(UPSTREAM)
@@ -145,6 +143,6 @@ def _no_token_counts(call: signature.Called, problem: Problem) -> question.Fault
     for name, x in outputs.items():
         if x.count_nonzero():
             mistake = "gradients are divided by the number of tokens that count, 0"
-            text = f"  the gradient of {name} is not 0 where no token counts: {x.flatten()[0].item():.6g}, ..."
-            return question.Fault(f"{text}\n  pattern: {mistake}", mistake)
+            place = f"  the gradient of {name} is not 0 where no token counts: {x.flatten()[0].item():.6g}, ..."
+            return question.Fault(f"{place}\n  pattern: {mistake}", mistake)
     return None

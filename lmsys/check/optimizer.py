@@ -53,7 +53,7 @@ NEAR_EPS = 2.0**-27  # gradients of about 7.5e-9: beside them an eps of 1e-8 cou
 
 def form_of(optimizer: Any, claim: optimizer_runs.Claim, seed: int, device: str) -> Form | None:
     """The form that an optimizer follows for the most of its first steps; None where no form has its very first."""
-    decay = {"weight_decay": 0.5} if claim.algorithm == "AdamW" and "weight_decay" in claim.settings else {}
+    decay = claim.taken({"weight_decay": 0.5}) if claim.algorithm == "AdamW" else {}
     run = optimizer_runs.run_of(optimizer_runs.Asked("the first steps", 4, (decay,)), seed, device)
     run = replace(run, gradients=[[g * NEAR_EPS for g in of_step if g is not None] for of_step in run.gradients])
     try:
@@ -112,12 +112,13 @@ def _plain(claim: optimizer_runs.Claim, form: Form | None, run: Run, begins: Tra
     if begins is None:
         gradients = [[None if g is None else g.float() for g in of_step] for of_step in run.gradients]
         run = replace(run, parameters=[p.float() for p in run.parameters], gradients=gradients)
-    if form and form.differs:  # torch has no optimizer of it
-        made = Formula(form.rule).trace(run, begins, run.parameters[0].dtype)
-    else:
-        made = optimizer_runs.trace_of(
+    made = (
+        Formula(form.rule).trace(run, begins, run.parameters[0].dtype)
+        if form and form.differs  # torch has no optimizer of it
+        else optimizer_runs.trace_of(
             claim.plain, replace(claim, masters=None), replace(run, reloads=frozenset()), begins
         )
+    )
     return [[p.to(dtype) for p in parameters] for parameters in made]
 
 
@@ -313,6 +314,5 @@ def mistakes(algorithm: str, rule: Adam | Sgd) -> Iterator[tuple[str, Formula]]:
         yield words, Formula(replace(rule, **changes))
     for words, changes in KEEPINGS[algorithm].items():
         yield words, Formula(rule, **changes)
-    for form in FORMS[algorithm]:
-        if form.rule is not rule:
-            yield f"the form is not that of the first steps: here it is {form.words}", Formula(form.rule)
+    for form in [form for form in FORMS[algorithm] if form.rule is not rule]:
+        yield f"the form is not that of the first steps: here it is {form.words}", Formula(form.rule)

@@ -55,8 +55,7 @@ def claim_of(optimizer: Any) -> Claim:
     if "betas" in parameters and "adamw" in name.lower():
         algorithm, why = "AdamW", "it takes betas, and AdamW is in its name"
     elif "betas" in parameters:
-        algorithm = "Adam"
-        why = "it takes betas; with AdamW in its name it would be held to decoupled weight decay"
+        algorithm, why = "Adam", "it takes betas; with AdamW in its name it would be held to decoupled weight decay"
     elif "momentum" in parameters or "sgd" in name.lower():
         algorithm, why = "SGD", f"it takes {'momentum' if 'momentum' in parameters else 'no betas'}"
     else:
@@ -80,9 +79,8 @@ def _parameters(optimizer: Any) -> dict[str, inspect.Parameter]:
 
 def _masters(name: str, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any] | None:
     """An empty dict where the class keeps them unasked: its name says so."""
-    for setting, parameter in parameters.items():
-        if "master" in setting.lower():
-            return {setting: True} if isinstance(parameter.default, bool) else {}
+    if setting := next((setting for setting in parameters if "master" in setting.lower()), None):
+        return {setting: True} if isinstance(parameters[setting].default, bool) else {}
     return {} if "master" in name.lower() else None
 
 
@@ -121,9 +119,8 @@ class Asked:
         needed = {name for settings in (*self.given, *self.changes.values()) for name in settings}
         if lacking := sorted(needed - claim.settings):
             return f"it takes no {', '.join(lacking)}"
-        if self.masters and claim.masters is None:
-            return "it claims no float32 masters: its bfloat16 weights round as torch's do"
-        return None
+        claims_none = "it claims no float32 masters: its bfloat16 weights round as torch's do"
+        return claims_none if self.masters and claim.masters is None else None
 
 
 def asked_of(claim: Claim) -> list[Asked]:
@@ -194,8 +191,7 @@ def run_of(asked: Asked, seed: int, device: str) -> Run:
         if step in asked.sizes:
             of_step = [extreme(g, asked.sizes[step], held_by_torch=True) for g in of_step]
         gradients.append([None if i in asked.missing.get(step, ()) else g for i, g in enumerate(of_step)])
-    parameters = [p.to(asked.dtype) for p in parameters]
-    return Run(parameters, asked.groups, settings, gradients, asked.reloads)
+    return Run([p.to(asked.dtype) for p in parameters], asked.groups, settings, gradients, asked.reloads)
 
 
 def trace_of(

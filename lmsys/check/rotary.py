@@ -25,7 +25,6 @@ from lmsys.check.formulas import (
     Gradients,
     Inputs,
     Mistakes,
-    Outputs,
     Problem,
     Settings,
     backwards,
@@ -120,8 +119,13 @@ def _problem(asked: Asked, options: question.Options, pairs: str) -> Problem:
         ROWS[asked.extreme](x.view(-1, head_dim))
     positions = torch.arange(asked.shape[2]) * asked.more.get("step", 1) + asked.more.get("first position", 0)
     angles = positions.double()[:, None] * theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
-    settings = {"positions": positions, "theta": theta, "pairs": pairs}
-    settings |= {"cos": angles.cos().float(), "sin": angles.sin().float()}
+    settings = {
+        "positions": positions,
+        "theta": theta,
+        "pairs": pairs,
+        "cos": angles.cos().float(),
+        "sin": angles.sin().float(),
+    }
     return Problem.of(asked, options, {"x": x}, settings, drawn(options, "upstream", *asked.shape))
 
 
@@ -180,10 +184,9 @@ def mistakes(call: signature.Called, problem: Problem) -> Mistakes:
         "pairs are mixed up: tables of halves, and neighbours are turned": _mixed(NEIGHBOURS, HALVES),
         "only the first half of the head dimension is turned": _half_turned,
     }
-    of_angles = {} if call.has("cos") else forwards(ANGLES) | forwards(_rounded(problem.dtype), torch.float32)
     return {
         **forwards(plainest),
-        **of_angles,
+        **({} if call.has("cos") else forwards(ANGLES) | forwards(_rounded(problem.dtype), torch.float32)),
         **forwards({"the batch's second axis, heads, is taken for the sequence": _over_heads}),
         **backwards(right, BACKWARDS),
     }
@@ -191,13 +194,9 @@ def mistakes(call: signature.Called, problem: Problem) -> Mistakes:
 
 def _turning(times: float) -> Gradients:
     """A backward that turns by so many times the angles."""
-
-    def gradients(exact: Problem, _: Outputs) -> Outputs:
-        return {
-            "x": turned(exact.upstream, times * angles_of(exact.inputs["x"], exact.settings), exact.settings["pairs"])
-        }
-
-    return gradients
+    return lambda exact, _: {
+        "x": turned(exact.upstream, times * angles_of(exact.inputs["x"], exact.settings), exact.settings["pairs"])
+    }
 
 
 BACKWARDS = {
@@ -238,18 +237,15 @@ def _rounded(dtype: torch.dtype) -> dict[str, Formula]:
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).to(torch.float32)
 
-    def product(positions: Tensor, frequencies: Tensor) -> Tensor:
-        return positions[:, None] * frequencies
-
     return {
         "positions are rounded to the dtype of x": (
-            by(lambda x, s: product(rounded(s["positions"]), frequencies(x, s["theta"])))
+            by(lambda x, s: rounded(s["positions"])[:, None] * frequencies(x, s["theta"]))
         ),
         "frequencies are rounded to the dtype of x": (
-            by(lambda x, s: product(s["positions"], rounded(frequencies(x, s["theta"]))))
+            by(lambda x, s: s["positions"][:, None] * rounded(frequencies(x, s["theta"])))
         ),
         "positions and frequencies are rounded to the dtype of x": (
-            by(lambda x, s: rounded(product(rounded(s["positions"]), rounded(frequencies(x, s["theta"])))))
+            by(lambda x, s: rounded(rounded(s["positions"])[:, None] * rounded(frequencies(x, s["theta"]))))
         ),
         "angles are rounded to the dtype of x": by(lambda x, s: rounded(angles_of(x, s))),
     }

@@ -120,8 +120,7 @@ def fault(ask: Ask, trial: Trial, results: Sequence[trained.Result], rules: Rule
     for rank, result in enumerate(results):
         if other := sorted(result.state.keys() ^ exact.keys()):
             return question.Fault(f"  the state of rank {rank} is not the module's: it differs in {', '.join(other)}")
-    wrong = trained.wrong_parameters(results, exact, ordinary)
-    if not wrong:
+    if not (wrong := trained.wrong_parameters(results, exact, ordinary)):
         return None
     name, mistake = max(wrong, key=lambda name: wrong[name]), explain(ask, trial, rules)
     text = (
@@ -147,11 +146,12 @@ def optimizer_rules(steps: Sequence[trained.Before]) -> Iterator[Rule]:
         "gradients are divided by the number of ranks again",
         now.after({name: x / world_size for name, x in g.items()}),
     )
-    theirs = getattr(torch.optim, trial.optimizer)([torch.zeros(1)]).defaults
     lost: dict[str, dict[str, object]] = {
         "the options of a group are lost: it has those of the first group": now.optimizer.param_groups[0],
         "the options of a group are lost: it has the optimizer's": now.optimizer.defaults,
-        "the optimizer's options are lost: it has torch's defaults": theirs,
+        "the optimizer's options are lost: it has torch's defaults": (
+            getattr(torch.optim, trial.optimizer)([torch.zeros(1)]).defaults
+        ),
     }
     for words, options in lost.items():
         yield words, now.after(g, {name: value for name, value in options.items() if name != "params"})

@@ -233,8 +233,7 @@ def _step(
     fitting, sentences = _fitting(results, left, exact, ordinary, rules), list[str]()
     while left:
         rule = max(fitting, key=lambda rule: len(fitting[rule] & {*left}))
-        names = [name for name in left if name in fitting[rule]]
-        if not names:
+        if not (names := [name for name in left if name in fitting[rule]]):
             break
         sentences.append(_sentence(rule, names, trained, trial, results))
         left = [name for name in left if name not in names]

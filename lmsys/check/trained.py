@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -90,10 +91,8 @@ def train(entry: registry.Entry, trial: Trial, number: int, options: Mapping[str
         recorder.fail(error)
         if not recorder.others_end(OTHERS_S):
             raise
-        text = str(error).strip().partition("\n")[0] or "no message"
-        return Result(
-            failure=Failure(dist.get_rank(group), type(error).__name__, text + registry.place_of(error), doing.last())
-        )
+        text = (str(error).strip().partition("\n")[0] or "no message") + registry.place_of(error)
+        return Result(failure=Failure(dist.get_rank(group), type(error).__name__, text, doing.last()))
 
 
 def _trained(
@@ -140,10 +139,8 @@ def why_not(entry: registry.Entry, trial: Trial, asked: Any) -> str | None:
     with suppress(TypeError, ValueError):
         if trial.small_buckets and not {"bucket_mb", "bucket_size_mb"} & inspect.signature(asked).parameters.keys():
             return "it takes no size of buckets"
-    if trial.micro_batches > 1 and not hasattr(asked, "no_sync"):
-        return "it has no no_sync()"
-    if trial.micro_batches > 1 and not traits.accumulates:
-        return "it does not accumulate"
+    if trial.micro_batches > 1 and not (hasattr(asked, "no_sync") and traits.accumulates):
+        return "it does not accumulate" if hasattr(asked, "no_sync") else "it has no no_sync()"
     if {"once", "idle", "rare"} & set(trial.parts) and (reason := traits.why_not_unused):
         return reason
     return traits.why_not_unequal or None if "rare" in trial.parts else None
@@ -217,12 +214,10 @@ def plain(trial: Trial, dtype: torch.dtype) -> list[Before]:
 def _gradients(module: Probe, trial: Trial, step: int) -> tuple[State, State]:
     """By name of each use (world_size, micro_batches, ...), and which ranks have a gradient."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    rows = []
-    for rank in range(trial.world_size):
-        for micro in range(trial.micro_batches):
-            loss = module(batch(trial, step, micro, rank), **trial.switches(rank, micro)) / trial.micro_batches
-            rows.append(torch.autograd.grad(loss, [*named.values()], allow_unused=True))
-    shape = trial.world_size, trial.micro_batches
+    rows, shape = [], (trial.world_size, trial.micro_batches)
+    for rank, micro in itertools.product(*map(range, shape)):
+        loss = module(batch(trial, step, micro, rank), **trial.switches(rank, micro)) / trial.micro_batches
+        rows.append(torch.autograd.grad(loss, [*named.values()], allow_unused=True))
     grads, used = State(), State()
     for number, (name, p) in enumerate(named.items()):
         column = [row[number] for row in rows]
