@@ -48,8 +48,7 @@ def load_target(target: str) -> Any:
 @cache
 def _load_file(path: str) -> Any:
     file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise ValueError(f"{path!r} is not a file (looked for {file})")
+    hold((file.is_file(), f"{path!r} is not a file (looked for {file})"))
     try:
         return _imported(file)
     except (Exception, SystemExit) as error:
@@ -287,9 +286,8 @@ class Table(Mapping[str, Entry]):
 
         ValueError with every reason when none can. Never falls back from a named row to another.
         """
-        candidates = [self[row] for row in self.auto(case)] if name == "auto" else [self[name]]
         reasons = {}
-        for entry in candidates:
+        for entry in [self[row] for row in (self.auto(case) if name == "auto" else [name])]:
             if (reason := entry.why_not(case)) is None:
                 return entry
             reasons[entry.name] = reason

@@ -128,9 +128,8 @@ def attention(
     # A row's products have the dtypes that it gives them.
     with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
         result = row(q4, k4, v4, scale=scale, **options)
-    if return_lse:
-        return result[0].reshape(*q.shape[:-1], v.shape[-1]), result[1].reshape(q.shape[:-1])
-    return result.reshape(*q.shape[:-1], v.shape[-1])
+    o = (result[0] if return_lse else result).reshape(*q.shape[:-1], v.shape[-1])
+    return (o, result[1].reshape(q.shape[:-1])) if return_lse else o
 
 
 def row_of(impl: str, case: AttentionCase) -> tuple[Callable[..., Any], bool]:

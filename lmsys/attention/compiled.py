@@ -40,6 +40,5 @@ def why_no_compiler(device: str) -> str | None:
     """None when torch.compile can make code for `device` ("cpu" or "cuda"), else the reason."""
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         return "torch.compile on CUDA needs triton, which is not installed"
-    if device == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++")):
-        return "torch.compile on CPU needs a C++ compiler: no CXX, g++ or clang++ was found"
-    return None
+    lacks = device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++")))
+    return "torch.compile on CPU needs a C++ compiler: no CXX, g++ or clang++ was found" if lacks else None

@@ -110,8 +110,13 @@ def nvcc_command(
     dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles, windowed: bool = False
 ) -> list[str]:
     """The command that builds a variant, without the name of the result."""
-    escaped = [macro.replace(",", "\\,") for macro in macros(dtype, head_dim, tiles, windowed)]  # nvcc splits at commas
-    return [str(nvcc()), *FLAGS, f"-arch=sm_{capability[0]}{capability[1]}", *escaped, str(SOURCE)]
+    return [
+        str(nvcc()),
+        *FLAGS,
+        f"-arch=sm_{capability[0]}{capability[1]}",
+        *(macro.replace(",", "\\,") for macro in macros(dtype, head_dim, tiles, windowed)),  # nvcc splits at commas
+        str(SOURCE),
+    ]
 
 
 def build(

@@ -86,9 +86,8 @@ class Pattern:
     @property
     def left(self) -> int | None:
         """The keys that a query sees on the left of its position; None: all."""
-        if isinstance(self.window, tuple):
-            return self.window[0]
-        return None if self.window is None else self.window - 1
+        window = self.window
+        return window[0] if isinstance(window, tuple) else None if window is None else window - 1
 
     @property
     def right(self) -> int | None:

@@ -115,21 +115,27 @@ def _why_not_known(case: AttentionCase, *added: str) -> str | None:
 
 
 def sdpa_flash_supports(case: AttentionCase) -> str | None:
-    if case.device == "cuda":
-        return _torch_says(case, SDPBackend.FLASH_ATTENTION, cuda_backend.can_use_flash_attention)
-    return _why_not_known(case) or why_not_value_dim(case) or why_not_scale(case)
+    return (
+        _torch_says(case, SDPBackend.FLASH_ATTENTION, cuda_backend.can_use_flash_attention)
+        if case.device == "cuda"
+        else _why_not_known(case) or why_not_value_dim(case) or why_not_scale(case)
+    )
 
 
 def sdpa_efficient_supports(case: AttentionCase) -> str | None:
-    if case.device != "cuda":
-        return "SDPA's memory-efficient attention runs on CUDA only"
-    return _torch_says(case, SDPBackend.EFFICIENT_ATTENTION, cuda_backend.can_use_efficient_attention, "bias")
+    return (
+        _torch_says(case, SDPBackend.EFFICIENT_ATTENTION, cuda_backend.can_use_efficient_attention, "bias")
+        if case.device == "cuda"
+        else "SDPA's memory-efficient attention runs on CUDA only"
+    )
 
 
 def sdpa_cudnn_supports(case: AttentionCase) -> str | None:
-    if case.device != "cuda":
-        return "SDPA's cuDNN attention runs on CUDA only"
-    return _torch_says(case, SDPBackend.CUDNN_ATTENTION, cuda_backend.can_use_cudnn_attention)
+    return (
+        _torch_says(case, SDPBackend.CUDNN_ATTENTION, cuda_backend.can_use_cudnn_attention)
+        if case.device == "cuda"
+        else "SDPA's cuDNN attention runs on CUDA only"
+    )
 
 
 def why_not_scale(case: AttentionCase) -> str | None:

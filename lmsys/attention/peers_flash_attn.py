@@ -45,13 +45,16 @@ def _flash_attn(
     tensors = [contract.aligned(x).transpose(1, 2) for x in (q, k, v)]  # (B, S, H, D)
     if pattern.documents is not None:
         of_q, of_k = pattern.documents, pattern.documents.keys
-        options |= {"cu_seqlens_q": of_q.cu_seqlens(q.shape[0]), "cu_seqlens_k": of_k.cu_seqlens(q.shape[0])}
-        options |= {"max_seqlen_q": of_q.longest, "max_seqlen_k": of_k.longest}
+        options |= {
+            "cu_seqlens_q": of_q.cu_seqlens(q.shape[0]),
+            "cu_seqlens_k": of_k.cu_seqlens(q.shape[0]),
+            "max_seqlen_q": of_q.longest,
+            "max_seqlen_k": of_k.longest,
+        }
         o = package.flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors), **options, **in_order)
     elif caches and (pattern.key_lengths is not None or _decodes(q, k, v)):
-        lengths = pattern.key_lengths
-        if lengths is not None:  # beyond the cache lies memory of others
-            lengths = lengths.clamp(0, k.shape[2]).to(torch.int32)
+        lengths = pattern.key_lengths  # beyond the cache lies memory of others
+        lengths = None if lengths is None else lengths.clamp(0, k.shape[2]).to(torch.int32)
         o = package.flash_attn_with_kvcache(*tensors, cache_seqlens=lengths, **options)
     else:
         o = package.flash_attn_func(*tensors, **options, **in_order)
@@ -77,9 +80,8 @@ def _flash_attn_supports(
     if case.key_lengths and (case.causal or case.documents or case.grad):
         return "flash-attn takes key_lengths in its call for caches: without `causal`, documents and gradients"
     # ImportError is the table's to explain. Version 4 alone leaves a `flash_attn` that holds nothing but `cute`.
-    if not hasattr(importlib.import_module(module), "flash_attn_func"):
-        return f"the package {module} that is installed here has no flash_attn_func"
-    return None
+    lacks = not hasattr(importlib.import_module(module), "flash_attn_func")
+    return f"the package {module} that is installed here has no flash_attn_func" if lacks else None
 
 
 def _why_not(
@@ -127,13 +129,12 @@ def varlen_attn(
     of_q, of_k = (_whole(None, x.shape[2], x.device) for x in (q, k))
     if pattern.documents is not None:
         of_q, of_k = pattern.documents, pattern.documents.keys
-    window = tuple(-1 if side is None else side for side in (pattern.left, pattern.right))
     tensors = [contract.aligned(x).squeeze(0).transpose(0, 1) for x in (q, k, v)]  # (S, H, D)
     o = of_torch(
         *tensors,
         *(of_q.cu_seqlens(1), of_k.cu_seqlens(1), of_q.longest, of_k.longest),
         scale=scale,
-        window_size=window,
+        window_size=tuple(-1 if side is None else side for side in (pattern.left, pattern.right)),
         **({"enable_gqa": True} if q.shape[1] != k.shape[1] else {}),
     )
     return contract.with_aligned_gradient(o).transpose(0, 1).unsqueeze(0)

@@ -57,12 +57,9 @@ def questions_of(
     reason: Callable[[Asked], str | None] = lambda asked: None,
 ) -> Iterator[question.Question]:
     """The cases of the dtypes that are asked for; `reason` says why one is not asked."""
-    for asked in cases:
-        dtype = str(asked.dtype)[6:]
-        if dtype in options.dtypes:
-            yield question.Question(
-                f"{asked.about}, {dtype}", partial(judged, asked), str(asked), reason(asked), bool(asked.extreme)
-            )
+    for asked in (x for x in cases if str(x.dtype)[6:] in options.dtypes):
+        about = f"{asked.about}, {str(asked.dtype)[6:]}"
+        yield question.Question(about, partial(judged, asked), str(asked), reason(asked), bool(asked.extreme))
 
 
 @dataclass(frozen=True)

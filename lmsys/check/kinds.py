@@ -68,8 +68,7 @@ def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
     if kind is None and ".py" not in target:
         kind = next((kind.name for kind in KINDS.values() if target in list(kind.table)), "attention")
     if kind is not None:
-        known = KINDS[kind]
-        return known, known.table.select([target])[0]
+        return KINDS[kind], KINDS[kind].table.select([target])[0]
     return find(target, kind_of(Table("implementation", []).select([target])[0].load()))
 
 

@@ -310,9 +310,7 @@ def mistakes(algorithm: str, rule: Adam | Sgd) -> Iterator[tuple[str, Formula]]:
     algorithm  "AdamW", "Adam" or "SGD"
     rule       its form, in which the mistakes are made
     """
-    for words, changes in RULES[algorithm].items():
-        yield words, Formula(replace(rule, **changes))
-    for words, changes in KEEPINGS[algorithm].items():
-        yield words, Formula(rule, **changes)
+    yield from ((words, Formula(replace(rule, **changes))) for words, changes in RULES[algorithm].items())
+    yield from ((words, Formula(rule, **changes)) for words, changes in KEEPINGS[algorithm].items())
     for form in [form for form in FORMS[algorithm] if form.rule is not rule]:
         yield f"the form is not that of the first steps: here it is {form.words}", Formula(form.rule)

@@ -70,8 +70,7 @@ def _parameters(optimizer: Any) -> dict[str, inspect.Parameter]:
     settings: dict[str, inspect.Parameter] = {}
     for cls in [cls for cls in optimizer.__mro__ if "__init__" in vars(cls)]:
         parameters = list(inspect.signature(cls.__init__).parameters.values())
-        named = [x for x in parameters[2:] if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]
-        settings = {x.name: x for x in named} | settings
+        settings = {x.name: x for x in parameters[2:] if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)} | settings
         if all(x.kind != x.VAR_KEYWORD for x in parameters):
             break
     return settings
@@ -116,8 +115,7 @@ class Asked:
 
     def why_not(self, claim: Claim) -> str | None:
         """None, or why an optimizer with this claim is not asked."""
-        needed = {name for settings in (*self.given, *self.changes.values()) for name in settings}
-        if lacking := sorted(needed - claim.settings):
+        if lacking := sorted(set().union(*self.given, *self.changes.values()) - claim.settings):
             return f"it takes no {', '.join(lacking)}"
         claims_none = "it claims no float32 masters: its bfloat16 weights round as torch's do"
         return claims_none if self.masters and claim.masters is None else None

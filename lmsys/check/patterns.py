@@ -102,10 +102,9 @@ OF_ONLINE: dict[str, dict[str, Any]] = {  # mistakes in it
 
 
 def right(case: AttentionCase) -> Formula:
-    group = case.heads // case.kv_heads
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     causal = (lambda i, j: j <= i) if case.causal else (lambda i, j: j >= 0)
-    return Formula(scale, causal, lambda head: head // group)
+    return Formula(scale, causal, lambda head: head // (case.heads // case.kv_heads))
 
 
 def mistakes(case: AttentionCase) -> dict[str, Formula]:
@@ -254,8 +253,7 @@ def explain(case: AttentionCase, inputs: Inputs, outputs: Outputs, name: str, bu
         if is_(expected, max(1.0, float(expected.abs().max() / good.abs().max()))):
             return mistake
     if name == "o" and inputs.q.dtype == torch.float32 and not lost.any():
-        made = _roundings(case, inputs)
-        left = {mistake: float((output - expected).norm()) for mistake, expected in made.items()}
+        left = {mistake: float((output - x).norm()) for mistake, x in _roundings(case, inputs).items()}
         nearest = min(left, key=left.__getitem__)
         if left[nearest] < UNEXPLAINED * float((output - good).norm()):
             return nearest

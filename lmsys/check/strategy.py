@@ -105,7 +105,7 @@ class Ranks(AbstractContextManager["Ranks"]):
 
 def blamed(results: Sequence[trained.Result]) -> trained.Failure | None:
     """The failure that others follow from."""
-    failures = [result.failure for result in results if result.failure is not None]
+    failures = (result.failure for result in results if result.failure is not None)
     return min(failures, key=lambda failure: failure.kind == recorder.PeerFailed.__name__, default=None)
 
 
