@@ -9,10 +9,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
-def layout_key(*tensors: Tensor) -> Hashable:
+def layout_key(*tensors: torch.Tensor) -> Hashable:
     """Everything of the tensors that a static graph is specialised on."""
     return tuple((tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors)
 

@@ -297,16 +297,19 @@ def flash_triton_supports(case: contract.AttentionCase) -> str | None:
         if case.capability is not None and case.capability < (8, 0):
             return f"needs compute capability 8.0 or later; this GPU has {case.capability[0]}.{case.capability[1]}"
         few = case.queries <= contract.FEW_QUERIES or case.options
-        if few and case.capability is not None and case.capability[0] == 10 and version().startswith(("3.6", "3.7")):
-            return (
-                "Triton 3.6.0 fails to compile options, and few queries, for this GPU's compute capability 10; 3.8.0"
-                f" compiles them; this is {version()}"
-            )
-        return None
+        fails = few and case.capability and case.capability[0] == 10 and version().startswith(("3.6", "3.7"))
+        return (
+            "Triton 3.6.0 fails to compile options, and few queries, for this GPU's compute capability 10; 3.8.0"
+            f" compiles them; this is {version()}"
+            if fails
+            else None
+        )
     if not INTERPRETED:
         return "runs on CUDA; on CPU only in Triton's interpreter (TRITON_INTERPRET=1), for verification"
     if case.dtype == "bfloat16":
         return "Triton's interpreter computes bfloat16 wrongly"
-    if case.batch * case.heads * case.queries * case.keys > INTERPRETED_SCORES:
-        return f"Triton's interpreter is too slow above {INTERPRETED_SCORES:,} scores (batch x heads x queries x keys)"
-    return None
+    return (
+        f"Triton's interpreter is too slow above {INTERPRETED_SCORES:,} scores (batch x heads x queries x keys)"
+        if case.batch * case.heads * case.queries * case.keys > INTERPRETED_SCORES
+        else None
+    )

@@ -7,16 +7,15 @@ the values.
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lmsys.attention import contract, naive
 from lmsys.attention.pattern import PLAIN, Pattern
 
 
 def vectorized(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     *,
     causal: bool = False,
     scale: float | None = None,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from lmsys.attention.contract import DTYPES, AttentionCase
 from lmsys.check import cases, question
@@ -26,7 +25,7 @@ FEW_QUERIES, MANY_KEYS = 32, 4133  # a sum in float16 stands still at 2,048 equa
 SMALLEST, LARGEST = math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max)
 DENORMAL = math.log(2.0**-149)  # below it exp is zero in float32
 RESOLUTION = 2.0  # of scores that are asked
-Row = Callable[..., Tensor]
+Row = Callable[..., torch.Tensor]
 Wrong = tuple[Unit, str, float, Oracle]  # its first wrong tensor, the error over its budget, the oracle that says so
 
 
@@ -68,7 +67,12 @@ def failure(
 
 
 def _fault(
-    row: Row, case: AttentionCase, outputs: Mapping[str, Tensor], wrong: Mapping[str, Wrong], grad: bool, named: bool
+    row: Row,
+    case: AttentionCase,
+    outputs: Mapping[str, torch.Tensor],
+    wrong: Mapping[str, Wrong],
+    grad: bool,
+    named: bool,
 ) -> question.Fault:
     kind = next((kind for kind, (_, name, *_) in wrong.items() if name == "o"), next(iter(wrong)))
     unit, name, ratio, oracle = wrong[kind]
@@ -147,7 +151,9 @@ def bears(row: Row, case: AttentionCase, keys: int, grad: bool) -> Range:
     return Range(least, most, bool(leaks.any()))
 
 
-def _lost(row: Row, case: AttentionCase, keys: int, grad: bool, scores: Tensor) -> tuple[Tensor, Tensor]:
+def _lost(
+    row: Row, case: AttentionCase, keys: int, grad: bool, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the row's answer is wrong, by query, and where it is too large, for it has values of masked keys.
 
     All keys of a query have the same score, so that o is the mean of the values that it sees.

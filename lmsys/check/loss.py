@@ -122,10 +122,12 @@ def _problem(call: signature.Called, asked: Asked, options: question.Options) ->
 
 def _judged(call: signature.Called, options: question.Options, asked: Asked) -> question.Fault | None:
     problem = _problem(call, asked, options)
-    if asked.more.get("ignored") == len(problem.settings["targets"]):
-        return _no_token_counts(call, problem)
-    return judge(
-        call, loss_mistakes.right, loss_mistakes.mistakes, problem, widened=True, plain_formula=loss_mistakes.plain
+    return (
+        _no_token_counts(call, problem)
+        if asked.more.get("ignored") == len(problem.settings["targets"])
+        else judge(
+            call, loss_mistakes.right, loss_mistakes.mistakes, problem, widened=True, plain_formula=loss_mistakes.plain
+        )
     )
 
 

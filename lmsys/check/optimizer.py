@@ -13,7 +13,6 @@ from itertools import chain, product
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lmsys import registry, testing
 from lmsys.check import optimizer_runs, question
@@ -122,13 +121,15 @@ def _plain(claim: optimizer_runs.Claim, form: Form | None, run: Run, begins: Tra
     return [[p.to(dtype) for p in parameters] for parameters in made]
 
 
-def _ratios(made: Tensor, exact: Tensor, plain: Tensor) -> list[float]:
+def _ratios(made: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> list[float]:
     """The error of each row, of a vector as a whole, over its budget."""
     rows = zip(*(x.reshape(-1, x.shape[-1]) for x in (made, exact, plain)), strict=True)
     return [testing.error_ratio(*row) for row in rows]
 
 
-def _place(asked: optimizer_runs.Asked, step: int, i: int, ratios: list[float], made: Tensor, exact: Tensor) -> str:
+def _place(
+    asked: optimizer_runs.Asked, step: int, i: int, ratios: list[float], made: torch.Tensor, exact: torch.Tensor
+) -> str:
     row, wrong, size = ratios.index(max(ratios)), sum(ratio > 1 for ratio in ratios), asked.sizes.get(step)
     made, exact = (x.reshape(len(ratios), -1)[row] for x in (made, exact))
     (column,) = question.worst(made, exact)

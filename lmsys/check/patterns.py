@@ -333,9 +333,8 @@ def _visible(case: AttentionCase, q: Tensor) -> Tensor:
 
 def _nearest(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """x rounded to `dtype`, in float64; None: to ten bits behind the point, which TF32 and float16 have."""
-    if dtype is not None:
-        return x.to(dtype).double()
-    return ((x.float().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).double()
+    bits = (x.float().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF
+    return (bits.view(torch.float32) if dtype is None else x.to(dtype)).double()
 
 
 def _rows_of(kind: str, at: Tensor) -> str | None:

@@ -125,14 +125,13 @@ OVERFLOWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def mistakes(problem: Problem) -> Mistakes:
     """The plainest first."""
-    overflows = {
-        f"{text} {str(dtype)[6:]}": made
-        for dtype in (torch.float32, problem.dtype)
-        for text, made in forwards(_of_activations(OVERFLOWS), dtype).items()
-    }
     return {
         **forwards(_of_activations(ACTIVATIONS)),
-        **overflows,
+        **{
+            f"{text} {str(dtype)[6:]}": made
+            for dtype in (torch.float32, problem.dtype)
+            for text, made in forwards(_of_activations(OVERFLOWS), dtype).items()
+        },
         **backwards(right, {text: _gradients(made) for text, made in BACKWARDS.items()}),
     }
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lmsys import doing, processes, registry, testing
 from lmsys.check import laptop, question
@@ -25,7 +24,7 @@ from lmsys.traits import StrategyTraits
 OTHERS_S = 2.0  # for the other ranks to end, once this one has raised
 SMALL_MB = 2.0**-13  # 32 float32: a layer has more
 REFUSALS = ("ValueError", "RuntimeError", "NotImplementedError")
-State = dict[str, Tensor]
+State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -232,6 +231,6 @@ def wrong_parameters(results: Sequence[Result], exact: State, ordinary: State) -
     return {name: value for name, value in worst.items() if not value <= 1}
 
 
-def ratio(x: Tensor, exact: Tensor, ordinary: Tensor) -> float:
+def ratio(x: torch.Tensor, exact: torch.Tensor, ordinary: torch.Tensor) -> float:
     """`ratio_of` of weights in float32: those of 1e-20 are judged as those of 1 are."""
     return testing.ratio_of(x, exact, ordinary, torch.float32, mean=False)

@@ -31,6 +31,8 @@ def flash_gluon_supports(case: AttentionCase) -> str | None:
 @custom_op.constant  # a trial cannot be traced
 def refused_when_tried() -> str | None:
     """None, or why the row is refused on a Triton that nobody has run it on: it is tried once, on a GPU."""
-    if not torch.cuda.is_available():
-        return f"has to be tried on a GPU before it runs on triton {tritons.version()}, and torch sees none here"
-    return trial.refusal("flash_gluon", SELFTEST, SOURCES, HOPPER)
+    return (
+        trial.refusal("flash_gluon", SELFTEST, SOURCES, HOPPER)
+        if torch.cuda.is_available()
+        else f"has to be tried on a GPU before it runs on triton {tritons.version()}, and torch sees none here"
+    )
