@@ -123,10 +123,12 @@ class Traits:
         types = get_type_hints(cls)
         for name, value in values.items():
             kind = types[choice(name, types, f"row {row!r}: trait {name!r} ")]
-            if not isinstance(value, tuple if get_origin(kind) is tuple else kind):
-                raise ValueError(
-                    f"row {row!r}: trait {name!r} must be of type {inspect.formatannotation(kind)}; got {value!r}"
+            hold(
+                (
+                    isinstance(value, tuple if get_origin(kind) is tuple else kind),
+                    f"row {row!r}: trait {name!r} must be of type {inspect.formatannotation(kind)}; got {value!r}",
                 )
+            )
         return cls(**values)
 
     @property

@@ -224,8 +224,12 @@ def _rows(lengths: Any) -> Sequence[Any]:
 
 
 def _checked(lengths: Any) -> tuple[int, ...]:
-    if not isinstance(lengths, Sequence) or not lengths:
-        raise ValueError(f"documents of a batch entry must be a list of lengths; got {shortly(lengths)}")
+    hold(
+        (
+            isinstance(lengths, Sequence) and len(lengths) > 0,
+            f"documents of a batch entry must be a list of lengths; got {shortly(lengths)}",
+        )
+    )
     lengths = tuple(whole("length of a document", length, least=1, most=FARTHEST) for length in lengths)
     whole("number of tokens of a batch entry", sum(lengths), most=FARTHEST)
     return lengths
@@ -242,5 +246,9 @@ def check_integers(name: str, x: Any) -> None:
 
 def _check_tokens(name: str, x: Any, dims: tuple[int, ...]) -> None:
     check_integers(name, x)
-    if x.dim() not in dims or 0 in x.shape:
-        raise ValueError(f"{name} must have {' or '.join(map(str, dims))} dimensions of tokens; got {tuple(x.shape)}")
+    hold(
+        (
+            x.dim() in dims and 0 not in x.shape,
+            f"{name} must have {' or '.join(map(str, dims))} dimensions of tokens; got {tuple(x.shape)}",
+        )
+    )
