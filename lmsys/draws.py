@@ -92,17 +92,13 @@ class Draws:
         below: Mapping[str, int] | None = None,
     ):
         self.tensors, self.seed = dict(tensors), seed
-        self._held: dict[str, Tensor] = {}
-        for name, x in self.tensors.items():
-            self._held[name] = _elements(
-                key(seed, name),
-                0,
-                x.numel() + STARTS,
-                x.dtype,
-                (std or {}).get(name, 1.0),
-                (below or {}).get(name),
-                x.device,
+        std, below = std or {}, below or {}
+        self._held = {
+            name: _elements(
+                key(seed, name), 0, x.numel() + STARTS, x.dtype, std.get(name, 1.0), below.get(name), x.device
             )
+            for name, x in self.tensors.items()
+        }
 
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
         """Writes in place and untold: storage, layout and version stay the same."""
@@ -120,9 +116,8 @@ def _elements(
     below: int | None,
     device: str | torch.device = "cpu",
 ) -> Tensor:
-    if below is not None:
-        return whole_numbers(seed, first, count, below, device).to(dtype)
-    return (values(seed, first, count, device) * std).to(dtype)
+    x = values(seed, first, count, device) * std if below is None else whole_numbers(seed, first, count, below, device)
+    return x.to(dtype)
 
 
 def start(draw: int, name: str) -> int:

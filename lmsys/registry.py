@@ -48,8 +48,7 @@ def load_target(target: str) -> Any:
 @cache
 def _load_file(path: str) -> Any:
     file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise ValueError(f"{path!r} is not a file (looked for {file})")
+    hold((file.is_file(), f"{path!r} is not a file (looked for {file})"))
     try:
         return _imported(file)
     except (Exception, SystemExit) as error:
@@ -125,10 +124,12 @@ class Traits:
         types = get_type_hints(cls)
         for name, value in values.items():
             kind = types[choice(name, types, f"row {row!r}: trait {name!r} ")]
-            if not isinstance(value, tuple if get_origin(kind) is tuple else kind):
-                raise ValueError(
-                    f"row {row!r}: trait {name!r} must be of type {inspect.formatannotation(kind)}; got {value!r}"
+            hold(
+                (
+                    isinstance(value, tuple if get_origin(kind) is tuple else kind),
+                    f"row {row!r}: trait {name!r} must be of type {inspect.formatannotation(kind)}; got {value!r}",
                 )
+            )
         return cls(**values)
 
     @property
@@ -288,9 +289,8 @@ class Table(Mapping[str, Entry]):
 
         ValueError with every reason when none can. Never falls back from a named row to another.
         """
-        candidates = [self[row] for row in self.auto(case)] if name == "auto" else [self[name]]
         reasons = {}
-        for entry in candidates:
+        for entry in [self[row] for row in (self.auto(case) if name == "auto" else [name])]:
             if (reason := entry.why_not(case)) is None:
                 return entry
             reasons[entry.name] = reason

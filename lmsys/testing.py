@@ -35,6 +35,7 @@ Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K k
 U (batch, key head) pairs that are checked, each with its G query heads.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -255,9 +256,8 @@ class Oracle:
             self.budget[name] += _norm_max(bound)
         self._spot_budget: dict[str, float] = {}  # in root mean square
         if spot and self.dtype != torch.float32:
-            self._spot_budget = {name: rms_budget(ref, plain[name], SPOT_TIMES) for name, ref in others.items()}
-            for name, bound in self._carried.items():
-                self._spot_budget[name] += norm_rms(bound)
+            for name, ref in others.items():
+                self._spot_budget[name] = rms_budget(ref, plain[name], SPOT_TIMES) + self._carried_rms(name)
 
     def error_ratios(self, outputs: dict[str, Tensor], rms: bool = False) -> dict[str, float]:
         """Error over budget of each tensor, in the shapes the row gave them; 1 or less is right.
@@ -287,10 +287,11 @@ class Oracle:
     @cached_property
     def _rms_budget(self) -> dict[str, float]:
         mixed = self._run(torch.float32, self.dtype, partial(_mixed, dtype=self.dtype))
-        budget = {name: rms_budget(self.reference[name], mixed[name]) for name in mixed.keys() - {"lse"}}
-        for name, bound in self._carried.items():
-            budget[name] += norm_rms(bound)
-        return budget
+        names = mixed.keys() - {"lse"}
+        return {x: rms_budget(self.reference[x], mixed[x]) + self._carried_rms(x) for x in names}
+
+    def _carried_rms(self, name: str) -> float:
+        return norm_rms(self._carried[name]) if name in self._carried else 0.0
 
     def _recomputing(self) -> dict[str, float]:
         """Errors that a backward may add to naive's, in float32, when it keeps only the log-sum-exp."""
@@ -325,8 +326,7 @@ class Oracle:
             bounds["dq"][units, :, rows] = (alike + (off_p.square() @ k.square()).sqrt()) * scale
             squares = (off_p.square() + (p * off_delta).square()).mT @ q.square()
             bounds["dk"][units, :, keys] += squares.sum(dim=1, keepdim=True)
-            squares = (eps32 * lse * p).square().mT @ do.square()
-            bounds["dv"][units, :, keys] += squares.sum(dim=1, keepdim=True)
+            bounds["dv"][units, :, keys] += ((eps32 * lse * p).square().mT @ do.square()).sum(dim=1, keepdim=True)
         bounds["dk"] = bounds["dk"].sqrt() * scale
         bounds["dv"] = bounds["dv"].sqrt() + eps / 2 * self.reference["dv"].abs()
         return bounds
@@ -381,22 +381,19 @@ class Oracle:
         limit, pattern, given = BLOCK_SCORES[self._q.device.type], self._pattern, self._pattern.options.keys()
         num_rows = min(queries, max(1, limit // (group * num_keys)))
         at_once = max(1, limit // (group * num_rows * num_keys))
-        for unit in range(0, num_units, at_once):
-            for row in range(0, queries, num_rows):
-                end = min(row + num_rows, queries)
-                keys = num_keys
-                if pattern.causal and isinstance(pattern.offset, int) and not {"documents", "prefix"} & given:
-                    keys = max(1, min(num_keys, self._rows.start + end + pattern.offset))
-                yield slice(unit, min(unit + at_once, num_units)), slice(row, end), slice(0, keys)
+        for unit, row in itertools.product(range(0, num_units, at_once), range(0, queries, num_rows)):
+            end, keys = min(row + num_rows, queries), num_keys
+            if pattern.causal and isinstance(pattern.offset, int) and not {"documents", "prefix"} & given:
+                keys = max(1, min(num_keys, self._rows.start + end + pattern.offset))
+            yield slice(unit, min(unit + at_once, num_units)), slice(row, end), slice(0, keys)
 
 
 def _sample(case: AttentionCase, seed: int) -> list[tuple[int, int]]:
     """Batch and key-head index of every (batch, key head) pair, or of as many drawn by `seed` as the limits allow."""
     group = case.heads // case.kv_heads
-    scores = group * case.queries * case.keys
     elements = max(group * case.queries, case.keys) * case.head_dim
     total = case.batch * case.kv_heads
-    count = min(total, max(1, min(MAX_SCORES // scores, MAX_ELEMENTS // elements)))
+    count = min(total, max(1, min(MAX_SCORES // (group * case.queries * case.keys), MAX_ELEMENTS // elements)))
     return [divmod(unit, case.kv_heads) for unit in sorted(random.Random(seed).sample(range(total), count))]
 
 
@@ -405,8 +402,7 @@ def error_ratio(output: Tensor, reference: Tensor, plain: Tensor) -> float:
 
     `plain` has the dtype that is judged. 1 or less is right; inf where `output` holds NaN or inf.
     """
-    budget = _budget(reference, plain.detach().double(), plain.dtype)
-    ratio = _norm_max(output.detach().double() - reference) / budget
+    ratio = _norm_max(output.detach().double() - reference) / _budget(reference, plain.detach().double(), plain.dtype)
     return ratio if math.isfinite(ratio) else math.inf
 
 
@@ -424,9 +420,8 @@ def ratio_of(
     _, exponent = math.frexp(reference.abs().max().item())
     output, reference, plain = (x.double() / 2.0**exponent for x in (output, reference, plain))
     ratio = error_ratio(output, reference, plain.to(dtype))
-    if not output.dim() or not mean:
-        return ratio
-    return max(ratio, norm_rms(output - reference) / rms_budget(reference, plain, times))
+    of_mean = norm_rms(output - reference) / rms_budget(reference, plain, times)
+    return max(ratio, of_mean) if output.dim() and mean else ratio
 
 
 def curve_ratios(
@@ -450,8 +445,7 @@ def curve_ratios(
 
 def rms_budget(reference: Tensor, plain: Tensor, times: float = 2) -> float:
     """The root mean square of error that the second rule allows; `plain` is the reference as plain PyTorch makes it."""
-    floor = 4 * torch.finfo(torch.float32).eps
-    return times * norm_rms(plain - reference) + floor * max(1.0, _norm_max(reference))
+    return times * norm_rms(plain - reference) + 4 * torch.finfo(torch.float32).eps * max(1.0, _norm_max(reference))
 
 
 def norm_rms(x: Tensor) -> float:
@@ -465,9 +459,8 @@ def _finite(lse: Tensor) -> Tensor:
 
 def _budget(ref: Tensor, plain: Tensor, dtype: torch.dtype) -> float:
     rounded = ref.to(dtype)
-    middle = (rounded + 0.3 - 0.3) - rounded
     floor = 4 * torch.finfo(dtype).eps * max(1.0, _norm_max(ref))
-    budget = 2 * _norm_max(plain - ref) + 2 * _norm_max(middle) + floor
+    budget = 2 * _norm_max(plain - ref) + 2 * _norm_max((rounded + 0.3 - 0.3) - rounded) + floor
     assert math.isfinite(budget), f"naive overflows {dtype} on these inputs, so it cannot say what an error may be"
     return budget
 

@@ -37,14 +37,15 @@ class Bounds:
         """`of_keys` made anew, as torch.compile traces it."""
         keys = torch.arange(self.num_keys, dtype=torch.int32, device=self.first.device)
         keys = keys.expand(self.first.shape[0], -1).contiguous()
-        first = torch.searchsorted(self.end, keys, right=True, out_int32=True)  # queries that end at j or before it
-        end = torch.searchsorted(self.first, keys, right=True, out_int32=True)  # queries that begin at j or before it
-        return Bounds(first, end, self.first.shape[1])
+        return Bounds(
+            torch.searchsorted(self.end, keys, right=True, out_int32=True),  # queries that end at j or before it
+            torch.searchsorted(self.first, keys, right=True, out_int32=True),  # queries that begin at j or before it
+            self.first.shape[1],
+        )
 
     def until(self, key_lengths: Tensor) -> "Bounds":
         """These intervals, cut off where batch entry b has only its first key_lengths[b] keys."""
-        lengths = key_lengths.clamp(0, self.num_keys).to(torch.int32).unsqueeze(1)
-        end = torch.minimum(self.end, lengths)
+        end = torch.minimum(self.end, key_lengths.clamp(0, self.num_keys).to(torch.int32).unsqueeze(1))
         return Bounds(self.first.expand(end.shape).contiguous(), end, self.num_keys)
 
     def walk(self, start: int, stop: int, tile: int) -> list[tuple[int, bool]]:
@@ -67,8 +68,7 @@ class Bounds:
         """
         if self.first.is_cuda and torch.cuda.is_current_stream_capturing():
             return [[edge] * self.first.shape[1] for edge in (0, self.num_keys, 0, self.num_keys)]
-        edges = self.first.amin(0), self.first.amax(0), self.end.amin(0), self.end.amax(0)
-        return torch.stack(edges).tolist()
+        return torch.stack([self.first.amin(0), self.first.amax(0), self.end.amin(0), self.end.amax(0)]).tolist()
 
 
 def intervals_of(

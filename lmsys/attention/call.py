@@ -10,21 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.attention.contract import (
-    AttentionCase,
-    adapt,
-    as_4d,
-    as_autocast,
-    case_of,
-    check_inputs,
-    constants_of,
-    keywords_of,
-    why_not_told,
-)
+from lmsys.attention import contract, hidden, table
 from lmsys.attention.documents import Documents
-from lmsys.attention.hidden import kept_apart
 from lmsys.attention.pattern import OPTIONS, checked_pattern
-from lmsys.attention.table import ATTENTION
 from lmsys.kernels.custom_op import constant
 from lmsys.traits import AttentionTraits
 
@@ -96,8 +84,8 @@ def attention(
     """
     autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
     if autocast:
-        q, k, v = (as_autocast(x) for x in (q, k, v))
-    check_inputs(q, k, v, scale)
+        q, k, v = (contract.as_autocast(x) for x in (q, k, v))
+    contract.check_inputs(q, k, v, scale)
     pattern = checked_pattern(
         *(q, k),
         causal=causal,
@@ -114,37 +102,38 @@ def attention(
         return_lse=return_lse,
     )
     scale = None if scale is None else float(scale)
-    q4, k4, v4 = as_4d(q), as_4d(k), as_4d(v)
+    q4, k4, v4 = contract.as_4d(q), contract.as_4d(k), contract.as_4d(v)
     if pattern.causal and not pattern.bounded and k4.shape[2] > q4.shape[2]:  # keys that no query sees
         k4, v4 = k4[:, :, : q4.shape[2]], v4[:, :, : q4.shape[2]]
         if pattern.bias is not None:
             pattern = replace(pattern, bias=pattern.bias[..., : q4.shape[2]])
-    row, isolates = row_of(impl, case_of(q4, k4, v4, pattern, scale=scale))
+    row, isolates = row_of(impl, contract.case_of(q4, k4, v4, pattern, scale=scale))
     if 0 in (*q4.shape, *k4.shape):
-        row, options = ATTENTION["naive"].load(), {"pattern": pattern}  # there is nothing to compute
+        row, options = table.ATTENTION["naive"].load(), {"pattern": pattern}  # there is nothing to compute
     elif pattern.bounded and not isolates:
-        row, options = partial(kept_apart, row), {"pattern": pattern}
+        row, options = partial(hidden.kept_apart, row), {"pattern": pattern}
     else:
-        options = keywords_of(row, pattern)
+        options = contract.keywords_of(row, pattern)
     # A row's products have the dtypes that it gives them.
     with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
         result = row(q4, k4, v4, scale=scale, **options)
-    if return_lse:
-        return result[0].reshape(*q.shape[:-1], v.shape[-1]), result[1].reshape(q.shape[:-1])
-    return result.reshape(*q.shape[:-1], v.shape[-1])
+    o = (result[0] if return_lse else result).reshape(*q.shape[:-1], v.shape[-1])
+    return (o, result[1].reshape(q.shape[:-1])) if return_lse else o
 
 
-def row_of(impl: str, case: AttentionCase) -> tuple[Callable[..., Any], bool]:
+def row_of(impl: str, case: contract.AttentionCase) -> tuple[Callable[..., Any], bool]:
     """The function of the row that runs a case, and its trait `isolates`; ValueError where none can."""
-    if torch.compiler.is_compiling():  # which asks once for cases of many lengths
-        return getattr(_TRACED, _traced(impl, *constants_of(case)))
-    return _picked(impl, case)[1]
+    return (
+        getattr(_TRACED, _traced(impl, *contract.constants_of(case)))
+        if torch.compiler.is_compiling()  # which asks once for cases of many lengths
+        else _picked(impl, case)[1]
+    )
 
 
-def _picked(impl: str, case: AttentionCase) -> tuple[str, tuple[Callable[..., Any], bool]]:
-    entry = ATTENTION.pick(impl, case)
-    row = adapt(entry.load())
-    if case.options and (reason := why_not_told(row, [name for name in OPTIONS if getattr(case, name)])):
+def _picked(impl: str, case: contract.AttentionCase) -> tuple[str, tuple[Callable[..., Any], bool]]:
+    entry = table.ATTENTION.pick(impl, case)
+    row = contract.adapt(entry.load())
+    if case.options and (reason := contract.why_not_told(row, [name for name in OPTIONS if getattr(case, name)])):
         raise ValueError(f"attention {impl!r} ({entry.target}) cannot run {', '.join(case.options)}: {reason}")
     return entry.name, (row, AttentionTraits.of(entry).isolates)
 
@@ -154,6 +143,6 @@ _TRACED = SimpleNamespace()  # what torch.compile has asked for, by names: it ta
 
 @constant
 def _traced(impl: str, *fields: Any) -> str:
-    name, row = _picked(impl, AttentionCase(*fields))
+    name, row = _picked(impl, contract.AttentionCase(*fields))
     setattr(_TRACED, name, row)
     return name

@@ -9,10 +9,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
-def layout_key(*tensors: Tensor) -> Hashable:
+def layout_key(*tensors: torch.Tensor) -> Hashable:
     """Everything of the tensors that a static graph is specialised on."""
     return tuple((tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors)
 
@@ -40,6 +39,5 @@ def why_no_compiler(device: str) -> str | None:
     """None when torch.compile can make code for `device` ("cpu" or "cuda"), else the reason."""
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         return "torch.compile on CUDA needs triton, which is not installed"
-    if device == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++")):
-        return "torch.compile on CPU needs a C++ compiler: no CXX, g++ or clang++ was found"
-    return None
+    lacks = device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++")))
+    return "torch.compile on CPU needs a C++ compiler: no CXX, g++ or clang++ was found" if lacks else None

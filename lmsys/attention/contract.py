@@ -86,8 +86,7 @@ def case_of(
 ) -> AttentionCase:
     """The case that q (B, H, Q, D), k (B, Hkv, K, D) and v (B, Hkv, K, Dv) make under a pattern."""
     batch, heads, queries, head_dim = q.shape
-    if grad is None:
-        grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)) if grad is None else grad
     return AttentionCase(
         *(batch, heads, k.shape[1], queries, k.shape[2], head_dim, DTYPE_NAMES[q.dtype], pattern.causal, grad),
         device=q.device.type,
@@ -110,16 +109,14 @@ def options_of(pattern: Pattern) -> dict[str, Any]:
 
 def why_not_plain(case: AttentionCase, *known: str) -> str | None:
     """None, or why a row cannot run the case that knows these options alone, and values of k's head dimension alone."""
-    if unknown := [name for name in case.options if name not in known]:
-        return f"knows no {' and no '.join(unknown)}"
-    return why_not_value_dim(case)
+    unknown = [name for name in case.options if name not in known]
+    return f"knows no {' and no '.join(unknown)}" if unknown else why_not_value_dim(case)
 
 
 def why_not_value_dim(case: AttentionCase) -> str | None:
     """None, or why a row cannot run the case that needs v of the head dimension of k."""
-    if case.value_dim not in (None, case.head_dim):
-        return f"needs v of the head dimension of k, {case.head_dim}; got {case.value_dim}"
-    return None
+    fits = case.value_dim in (None, case.head_dim)
+    return None if fits else f"needs v of the head dimension of k, {case.head_dim}; got {case.value_dim}"
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
@@ -128,8 +125,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")
         if x.layout != torch.strided or x.is_nested:
-            layout = "a nested tensor" if x.is_nested else f"layout {x.layout}"
-            raise ValueError(f"{name} must be a dense tensor (layout torch.strided); got {layout}")
+            raise ValueError(
+                f"{name} must be a dense tensor (layout torch.strided);"
+                f" got {'a nested tensor' if x.is_nested else f'layout {x.layout}'}"
+            )
     if scale is not None and not torch.compiler.is_compiling():
         finite("scale", scale, least=-FLOAT32_MAX, most=FLOAT32_MAX)
     if not (q.dim() == k.dim() == v.dim() and q.dim() >= 3):
@@ -138,8 +137,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
     if 0 in (q.shape[-1], k.shape[-1], v.shape[-1], *heads):
         raise ValueError(f"q, k, v must have a head and a head dimension of at least 1; got shapes {_shapes(q, k, v)}")
     if k.shape[:-1] != v.shape[:-1]:
-        shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
-        raise ValueError(f"k and v must have one shape but for the head dimension; got {shapes}")
+        raise ValueError(
+            f"k and v must have one shape but for the head dimension; got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k must have one head dimension; got {q.shape[-1]} and {k.shape[-1]}")
     same = q.dim() - 2 if q.dim() == 3 else q.dim() - 3  # 3-D: (B, S, D), no head axis
@@ -191,9 +191,7 @@ def as_4d(x: Tensor) -> Tensor:
     A copy where the elements of a row are not neighbours in memory, which no kernel reads well.
     """
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-    if x.dim() == 3:
-        return x.unsqueeze(1)
-    return x if x.dim() == 4 else x.flatten(0, -4)
+    return x.unsqueeze(1) if x.dim() == 3 else x if x.dim() == 4 else x.flatten(0, -4)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -282,9 +280,9 @@ def _takes_all(implementation: Any) -> bool:
 def why_not_called(implementation: Any, case: AttentionCase) -> str | None:
     """None, or what the case needs that an implementation has no parameter for."""
     taken = _taken(implementation)
-    if case.scale is not None and not _takes_all(implementation) and not taken.keys() & set(ROLES["scale"]):
-        return "it takes no scale"
-    return "it takes no causal" if case.causal and len(taken) == 3 else None
+    takes_scale = _takes_all(implementation) or taken.keys() & set(ROLES["scale"])
+    without_causal = "it takes no causal" if case.causal and len(taken) == 3 else None
+    return without_causal if case.scale is None or takes_scale else "it takes no scale"
 
 
 def keywords_of(row: Callable[..., Tensor], pattern: Pattern) -> dict[str, Any]:

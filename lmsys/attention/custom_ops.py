@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.attention.contract import as_4d
-from lmsys.attention.documents import Documents
+from lmsys.attention import contract, documents
 from lmsys.attention.lse import NEEDS, attend_with_lse
 from lmsys.attention.naive import naive
 from lmsys.attention.pattern import Pattern
@@ -80,7 +79,7 @@ def _apart(pattern: Pattern | None) -> tuple[str, tuple[int, ...], tuple[float, 
     Without one all are empty.
     """
     options = {} if pattern is None else pattern.options
-    parts = {name: x.parts if isinstance(x, Documents) else (x,) for name, x in options.items()}
+    parts = {name: x.parts if isinstance(x, documents.Documents) else (x,) for name, x in options.items()}
     parts |= {name: x for name, x in options.items() if isinstance(x, tuple)}  # of a window, keys on either side
     layout = " ".join(f"{name}:{''.join(map(_kind, values))}" for name, values in parts.items())
     numbers, floats, tensors = ([x for some in parts.values() for x in some if _kind(x) == kind] for kind in "nft")
@@ -96,7 +95,7 @@ def _together(causal: bool, layout: str, *parts: Sequence[Any]) -> dict[str, Pat
     left, given = dict(zip("nft", map(iter, parts), strict=True)), dict[str, Any]()
     for name, kinds in (part.split(":") for part in layout.split()):
         values = [next(left[kind]) for kind in kinds]
-        made = Documents.of_parts(*values) if name == "documents" else tuple(values)
+        made = documents.Documents.of_parts(*values) if name == "documents" else tuple(values)
         given[name] = made if len(kinds) > 1 else values[0]
     return {"pattern": Pattern(causal, **given)} if layout else {}
 
@@ -224,7 +223,9 @@ def _autograd_function(name: str, forward: Forward, backward: Backward, gradient
             if q.dim() == 4:  # apart, since each view costs the host two microseconds
                 o, lse = forward(q, k, v, causal, ctx.scale, *ctx.tile, **ctx.options)
             else:
-                o, lse = forward(as_4d(q), as_4d(k), as_4d(v), causal, ctx.scale, *ctx.tile, **ctx.options)
+                o, lse = forward(
+                    contract.as_4d(q), contract.as_4d(k), contract.as_4d(v), causal, ctx.scale, *ctx.tile, **ctx.options
+                )
                 o, lse = o.reshape(q.shape), lse.view(q.shape[:-1])
             ctx.save_for_backward(q, k, v, o, lse)
             return o
@@ -239,7 +240,7 @@ def _autograd_function(name: str, forward: Forward, backward: Backward, gradient
                 run, asked, options = gradients, (ctx.causal, ctx.scale, ctx.options.get("pattern")), {}
             if q.dim() == 4:
                 return *run(q, k, v, o, lse, grads[0], *asked, **options), None, None, None, None
-            q4, k4, v4, o4, do4 = (as_4d(x) for x in (q, k, v, o, grads[0]))
+            q4, k4, v4, o4, do4 = (contract.as_4d(x) for x in (q, k, v, o, grads[0]))
             dqkv = run(q4, k4, v4, o4, lse.view(q4.shape[:-1]), do4, *asked, **options)
             return *(dx.reshape(x.shape) for dx, x in zip(dqkv, (q, k, v), strict=True)), None, None, None, None
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial, wraps
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmsys.autograd import is_watched
-from lmsys.values import shortly, whole
+from lmsys.values import hold, shortly, whole
 
 INTEGERS = (torch.int32, torch.int64)
 FARTHEST = 2**31 - 1  # positions are int32 in kernels
@@ -39,15 +39,21 @@ class Documents:
         device: torch.device | str = "cpu",
         keys: "Documents | None" = None,
     ):
-        self.lengths = tuple(_checked(row) for row in _rows(lengths))
-        sums = [sum(row) for row in self.lengths]
-        if len(set(sums)) != 1:
-            raise ValueError(f"documents must fill all batch entries alike; their lengths add up to {shortly(sums)}")
+        self.lengths, self._keys = tuple(_checked(row) for row in _rows(lengths)), keys
+        sums, counts = [sum(row) for row in self.lengths], [len(row) for row in self.lengths]
+        hold(
+            (
+                len({*sums}) == 1,
+                f"documents must fill all batch entries alike; their lengths add up to {shortly(sums)}",
+            ),
+            (
+                [len(row) for row in self.keys.lengths] == counts,
+                f"keys={shortly(keys)} must be of as many documents as {shortly(self.lengths)}",
+            ),
+        )
         self.longest = max(max(row) for row in self.lengths)
         ends = [list(accumulate(row)) for row in self.lengths]
-        self._edges, self._keys = ([[0, *row[:-1]] for row in ends], ends), keys
-        if [len(row) for row in self.keys.lengths] != [len(row) for row in self.lengths]:
-            raise ValueError(f"keys={shortly(keys)} must be of as many documents as {shortly(self.lengths)}")
+        self._edges = [[0, *row[:-1]] for row in ends], ends
         with torch.inference_mode(False):  # they may be used outside of it
             self.starts, self.ends = (self._by_token(x, device) for x in self._edges)
             self.key_starts, self.key_ends = (self._by_token(x, device) for x in self.keys._edges)
@@ -60,11 +66,14 @@ class Documents:
         """From where documents begin and the last one ends: (N + 1,) integers 0, ..., S, on attention's device."""
         _check_tokens("cu_seqlens", cu_seqlens, (1,))
         edges = cu_seqlens.tolist()
-        if len(edges) < 2 or edges[0] != 0:
-            raise ValueError(f"cu_seqlens={shortly(edges)} must be 0, then where each document ends")
         lengths = [end - start for start, end in zip(edges, edges[1:], strict=False)]
-        if min(lengths) < 1:
-            raise ValueError(f"cu_seqlens={shortly(edges)} must increase: a document has at least one token")
+        hold(
+            (len(edges) > 1 and edges[0] == 0, f"cu_seqlens={shortly(edges)} must be 0, then where each document ends"),
+            (
+                all(length > 0 for length in lengths),
+                f"cu_seqlens={shortly(edges)} must increase: a document has at least one token",
+            ),
+        )
         return cls(lengths, cu_seqlens.device)
 
     @classmethod
@@ -120,9 +129,8 @@ class Documents:
         """(N + 1,) int32: where the documents of `batch` sequences, laid end to end, begin, and where the last ends."""
 
         def made() -> Tensor:
-            rows = self.lengths if self.batch == batch else self.lengths * batch
-            edges = [0, *accumulate(length for row in rows for length in row)]
-            return torch.tensor(edges, dtype=torch.int32, device=self.device)
+            lengths = chain.from_iterable(self.lengths if self.batch == batch else self.lengths * batch)
+            return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
 
         return keep(self.kept, ("cu_seqlens", batch), made, self.device)
 
@@ -216,8 +224,12 @@ def _rows(lengths: Any) -> Sequence[Any]:
 
 
 def _checked(lengths: Any) -> tuple[int, ...]:
-    if not isinstance(lengths, Sequence) or not lengths:
-        raise ValueError(f"documents of a batch entry must be a list of lengths; got {shortly(lengths)}")
+    hold(
+        (
+            isinstance(lengths, Sequence) and len(lengths) > 0,
+            f"documents of a batch entry must be a list of lengths; got {shortly(lengths)}",
+        )
+    )
     lengths = tuple(whole("length of a document", length, least=1, most=FARTHEST) for length in lengths)
     whole("number of tokens of a batch entry", sum(lengths), most=FARTHEST)
     return lengths
@@ -226,11 +238,17 @@ def _checked(lengths: Any) -> tuple[int, ...]:
 def check_integers(name: str, x: Any) -> None:
     """ValueError unless x is a tensor of int32 or int64."""
     if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
-        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be a torch.Tensor of int32 or int64; got {given}")
+        raise ValueError(
+            f"{name} must be a torch.Tensor of int32 or int64;"
+            f" got {x.dtype if isinstance(x, Tensor) else type(x).__name__}"
+        )
 
 
 def _check_tokens(name: str, x: Any, dims: tuple[int, ...]) -> None:
     check_integers(name, x)
-    if x.dim() not in dims or 0 in x.shape:
-        raise ValueError(f"{name} must have {' or '.join(map(str, dims))} dimensions of tokens; got {tuple(x.shape)}")
+    hold(
+        (
+            x.dim() in dims and 0 not in x.shape,
+            f"{name} must have {' or '.join(map(str, dims))} dimensions of tokens; got {tuple(x.shape)}",
+        )
+    )

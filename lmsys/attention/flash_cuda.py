@@ -24,8 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, aligned, why_not_plain
-from lmsys.attention.custom_ops import flash
+from lmsys.attention import contract, custom_ops
 from lmsys.attention.pattern import PLAIN, Pattern
 from lmsys.files import cache_folder, check_private
 
@@ -111,8 +110,13 @@ def nvcc_command(
     dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles, windowed: bool = False
 ) -> list[str]:
     """The command that builds a variant, without the name of the result."""
-    escaped = [macro.replace(",", "\\,") for macro in macros(dtype, head_dim, tiles, windowed)]  # nvcc splits at commas
-    return [str(nvcc()), *FLAGS, f"-arch=sm_{capability[0]}{capability[1]}", *escaped, str(SOURCE)]
+    return [
+        str(nvcc()),
+        *FLAGS,
+        f"-arch=sm_{capability[0]}{capability[1]}",
+        *(macro.replace(",", "\\,") for macro in macros(dtype, head_dim, tiles, windowed)),  # nvcc splits at commas
+        str(SOURCE),
+    ]
 
 
 def build(
@@ -125,7 +129,7 @@ def build(
     name = f"flash_cuda-{hashlib.sha256(sources + given).hexdigest()[:16]}.so"
     path = cache_folder() / name
     if not path.exists():
-        what = f"{DTYPE_NAMES[dtype]}, head_dim {head_dim}, sm_{capability[0]}{capability[1]}"
+        what = f"{contract.DTYPE_NAMES[dtype]}, head_dim {head_dim}, sm_{capability[0]}{capability[1]}"
         what += ", with a window" if windowed else ""
         print(f"lmsys: compiling flash_cuda for {what} (once, some seconds)", file=sys.stderr, flush=True)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +162,7 @@ def _stream(device: torch.device) -> int:
 
 def _addressable(x: Tensor) -> Tensor:
     """x itself when its rows can be moved by 16 bytes and their stride is an int32, else a copy."""
-    return aligned(x if x.stride(-2) < 2**31 else x.contiguous())
+    return contract.aligned(x if x.stride(-2) < 2**31 else x.contiguous())
 
 
 def _run(
@@ -231,7 +235,7 @@ def _backward(
     return dq, dk, dv
 
 
-FlashCuda, _attend = flash("flash_cuda", "FlashCuda", _forward, _backward)  # its `tile` is `Tiles`
+FlashCuda, _attend = custom_ops.flash("flash_cuda", "FlashCuda", _forward, _backward)  # its `tile` is `Tiles`
 
 
 def flash_cuda(
@@ -250,8 +254,8 @@ def flash_cuda(
     return _attend(q, k, v, causal, scale, pattern)
 
 
-def flash_cuda_supports(case: AttentionCase) -> str | None:
-    if reason := why_not_plain(case, "window"):
+def flash_cuda_supports(case: contract.AttentionCase) -> str | None:
+    if reason := contract.why_not_plain(case, "window"):
         return reason
     if case.head_dim not in HEAD_DIMS:
         return f"head_dim {case.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"

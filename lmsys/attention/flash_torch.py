@@ -250,6 +250,7 @@ def flash_torch(
 
 
 def flash_torch_supports(case: contract.AttentionCase) -> str | None:
-    if reason := contract.why_not_plain(case, *INTERVALS, "bias", "alibi", "sinks", "return_lse"):
-        return reason
-    return compiled.why_no_compiler(case.device) if case.device == "cuda" and case.grad else None
+    compiles = case.device == "cuda" and case.grad
+    return contract.why_not_plain(case, *INTERVALS, "bias", "alibi", "sinks", "return_lse") or (
+        compiled.why_no_compiler(case.device) if compiles else None
+    )

@@ -33,9 +33,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from lmsys.attention import contract, custom_ops, flash_torch, flash_triton_kernels
+from lmsys.attention import contract, custom_ops, flash_torch, flash_triton_decode, flash_triton_kernels
 from lmsys.attention.bounds import Bounds
-from lmsys.attention.flash_triton_decode import decode, decodes, forward_tensors
 from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern
 from lmsys.attention.tuning import Tile, block_d, candidates, tune
 from lmsys.kernels.launch import INTERPRETED, Kernel, by_tma, describable, described, dot_precision, stream_of
@@ -197,9 +196,9 @@ def _forward(
     pattern: Pattern | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32."""
-    if tile is None and decodes(q, pattern):
-        return decode(q, k, v, scale, pattern or PLAIN[causal])
-    q, k, v, o, lse = forward_tensors(q, k, v)
+    if tile is None and flash_triton_decode.decodes(q, pattern):
+        return flash_triton_decode.decode(q, k, v, scale, pattern or PLAIN[causal])
+    q, k, v, o, lse = flash_triton_decode.forward_tensors(q, k, v)
     with torch.cuda.device_of(q):
         extent: Extent = ()
         if pattern is not None:
@@ -298,16 +297,19 @@ def flash_triton_supports(case: contract.AttentionCase) -> str | None:
         if case.capability is not None and case.capability < (8, 0):
             return f"needs compute capability 8.0 or later; this GPU has {case.capability[0]}.{case.capability[1]}"
         few = case.queries <= contract.FEW_QUERIES or case.options
-        if few and case.capability is not None and case.capability[0] == 10 and version().startswith(("3.6", "3.7")):
-            return (
-                "Triton 3.6.0 fails to compile options, and few queries, for this GPU's compute capability 10; 3.8.0"
-                f" compiles them; this is {version()}"
-            )
-        return None
+        fails = few and case.capability and case.capability[0] == 10 and version().startswith(("3.6", "3.7"))
+        return (
+            "Triton 3.6.0 fails to compile options, and few queries, for this GPU's compute capability 10; 3.8.0"
+            f" compiles them; this is {version()}"
+            if fails
+            else None
+        )
     if not INTERPRETED:
         return "runs on CUDA; on CPU only in Triton's interpreter (TRITON_INTERPRET=1), for verification"
     if case.dtype == "bfloat16":
         return "Triton's interpreter computes bfloat16 wrongly"
-    if case.batch * case.heads * case.queries * case.keys > INTERPRETED_SCORES:
-        return f"Triton's interpreter is too slow above {INTERPRETED_SCORES:,} scores (batch x heads x queries x keys)"
-    return None
+    return (
+        f"Triton's interpreter is too slow above {INTERPRETED_SCORES:,} scores (batch x heads x queries x keys)"
+        if case.batch * case.heads * case.queries * case.keys > INTERPRETED_SCORES
+        else None
+    )

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmsys.attention.contract import FEW_QUERIES
+from lmsys.attention import contract, tuning
 from lmsys.attention.flash_triton_kernels import (
     LN_2,
     _addresses,
@@ -39,7 +39,6 @@ from lmsys.attention.flash_triton_kernels import (
     _tanh,
 )
 from lmsys.attention.pattern import Pattern
-from lmsys.attention.tuning import block_d
 from lmsys.kernels.launch import INTERPRETED, Kernel, arch_of, by_tma, describable, described, dot_precision, stream_of
 
 TILE_BYTES = 1024 if INTERPRETED else 32 * 1024  # of keys, and as much of values; interpreted, few keys are many tiles
@@ -255,7 +254,7 @@ def forward_tensors(
 
 def decodes(q: Tensor, pattern: Pattern | None) -> bool:
     """True for what `decode` runs: at most FEW_QUERIES queries, and no documents, no prefix and no ALiBi."""
-    return q.shape[2] <= FEW_QUERIES and (pattern is None or not pattern.options.keys() & BEYOND)
+    return q.shape[2] <= contract.FEW_QUERIES and (pattern is None or not pattern.options.keys() & BEYOND)
 
 
 def decode(
@@ -266,7 +265,7 @@ def decode(
     `parts`: into so many the keys are divided; None: as `plan_of` says.
     """
     (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
-    group, tile_d = heads // kv_heads, block_d(head_dim)
+    group, tile_d = heads // kv_heads, tuning.block_d(head_dim)
     first, end, seen = _seen_by_the_first(pattern, queries, keys)
     plan = plan_of(batch * kv_heads, group, queries, seen, tile_d, q.dtype, _gpu(q.device))
     if parts:
@@ -302,7 +301,9 @@ def _seen_by_the_first(pattern: Pattern, queries: int, keys: int) -> tuple[int, 
     if isinstance(pattern.offset, Tensor):
         return -left, right + 1, min(keys, left + right + queries)
     end = keys if pattern.right is None else min(pattern.offset + right + 1, keys)
-    first = -FEW_QUERIES if pattern.left is None else max(-FEW_QUERIES, min(pattern.offset - left, keys))
+    first = (
+        -contract.FEW_QUERIES if pattern.left is None else max(-contract.FEW_QUERIES, min(pattern.offset - left, keys))
+    )
     return first, end, max(1, min(keys, end + queries - 1) - max(first, 0))
 
 

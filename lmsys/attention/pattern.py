@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys import autograd, values
 from lmsys.attention.bounds import Bounds, intervals_of
 from lmsys.attention.documents import FARTHEST, Documents, check_integers, kept_on_documents
-from lmsys.autograd import is_watched
-from lmsys.values import broadcasts, finite, flag, shortly, whole
 
 NO_CAP = 2.0**40  # a softcap from here on changes no score below 2**28 by as much as float32 shows
 # They leave each query an interval of keys, the last one aside, which changes what it sees of none.
@@ -87,9 +86,8 @@ class Pattern:
     @property
     def left(self) -> int | None:
         """The keys that a query sees on the left of its position; None: all."""
-        if isinstance(self.window, tuple):
-            return self.window[0]
-        return None if self.window is None else self.window - 1
+        window = self.window
+        return window[0] if isinstance(window, tuple) else None if window is None else window - 1
 
     @property
     def right(self) -> int | None:
@@ -205,7 +203,7 @@ def _bounds_of(
 ) -> Bounds:
     """Those of keys as well, so that what is kept is made at once, in no mode of a later call."""
     bounds = Pattern(causal, window, offset, documents, prefix=prefix)._intervals(*shape)
-    if not is_watched() and (documents is None or documents.kept is not None):
+    if not autograd.is_watched() and (documents is None or documents.kept is not None):
         _ = bounds.of_keys
     return bounds
 
@@ -231,8 +229,8 @@ def checked_pattern(
     return_lse: bool,
 ) -> Pattern:
     """The pattern of a call on q (..., H, Q, D) and k, which fit together. ValueError names the value at fault."""
-    flag("causal", causal)
-    flag("return_lse", return_lse)
+    values.flag("causal", causal)
+    values.flag("return_lse", return_lse)
     all_seen = window is None and documents is None and key_lengths is None and mask is None and prefix is None
     nothing_else = softcap is None and bias is None and alibi is None and sinks is None and not return_lse
     if all_seen and nothing_else and type(offset) is int and offset == 0:
@@ -241,7 +239,7 @@ def checked_pattern(
     if window is not None:
         window = _checked_window(window, causal)
     if softcap is not None and not torch.compiler.is_compiling():  # to which a number may be open
-        softcap = finite("softcap", softcap, above=0, most=torch.finfo(torch.float32).max)
+        softcap = values.finite("softcap", softcap, above=0, most=torch.finfo(torch.float32).max)
         softcap = softcap if softcap < NO_CAP else None
     if documents is not None:
         _check_documents(documents, q, k, batch)
@@ -258,7 +256,7 @@ def checked_pattern(
         raise ValueError("alibi must require no gradient; slopes that learn are a bias")
     alibi, sinks = (None if x is None else x.expand(heads)[None] for x in (alibi, sinks))
     if prefix is not None:
-        whole("prefix", prefix, least=0, most=FARTHEST)
+        values.whole("prefix", prefix, least=0, most=FARTHEST)
         if not causal or window is not None:
             raise ValueError(f"{prefix=} needs causal=True and no window: it adds keys to those up to a query's own")
     offset = _checked_offset(offset, q, k, batch, documents, key_lengths)
@@ -275,13 +273,13 @@ def _checked_window(window: Any, causal: bool) -> int | tuple[int, int]:
             raise ValueError(
                 f"{window=} must be a number, or two: the keys on the left of a position, and on the right"
             )
-        left, right = (whole("window", side, least=0, most=FARTHEST) for side in window)
+        left, right = (values.whole("window", side, least=0, most=FARTHEST) for side in window)
         return left, right
     if not causal:
         raise ValueError(
             f"{window=} needs causal=True: it counts the keys up to a query's own position; (left, right) has two sides"
         )
-    return whole("window", window, least=1, most=FARTHEST)
+    return values.whole("window", window, least=1, most=FARTHEST)
 
 
 def _checked_offset(
@@ -292,7 +290,7 @@ def _checked_offset(
         _check_lengths("offset", offset, q, batch)
         return offset
     if not isinstance(offset, str):
-        return whole("offset", offset, least=0, most=FARTHEST)
+        return values.whole("offset", offset, least=0, most=FARTHEST)
     if offset != "end":
         raise ValueError(f'{offset=} must be a whole number, a tensor of them, or "end"')
     if documents is not None:
@@ -304,7 +302,7 @@ def _check_documents(documents: Any, q: Tensor, k: Tensor, batch: int) -> None:
     if not isinstance(documents, Documents):
         raise ValueError(
             "documents must be lmsys.attention.Documents, made once, as by Documents(lengths, device);"
-            f" got {shortly(documents)}"
+            f" got {values.shortly(documents)}"
         )
     tokens, keys = documents.num_tokens, documents.keys.num_tokens
     if (tokens, keys) != (q.shape[-2], k.shape[-2]):
@@ -327,7 +325,7 @@ def _check_lengths(name: str, x: Any, q: Tensor, batch: int, most: int | None = 
         raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")
     if most is not None and x.is_cpu and not torch.compiler.is_compiling():  # on a GPU the host would have to wait
         for length in x.tolist():
-            whole(name, length, least=0, most=most)
+            values.whole(name, length, least=0, most=most)
 
 
 def _check_tensor(name: str, x: Any, q: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
@@ -339,7 +337,7 @@ def _check_tensor(name: str, x: Any, q: Tensor, shape: tuple[int, ...], *dtypes:
         raise ValueError(f"{name} must be {right}; got {x.dtype}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")
-    if not broadcasts(x.shape, shape):
+    if not values.broadcasts(x.shape, shape):
         what = "one for each head, of shape" if len(shape) == 1 else "the scores' shape"
         raise ValueError(f"{name} must broadcast to {what} {shape}; got {tuple(x.shape)}")
 

@@ -19,15 +19,7 @@ from torch.backends import cuda as cuda_backend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
-from lmsys.attention.contract import (
-    DTYPES,
-    AttentionCase,
-    aligned,
-    why_not_plain,
-    why_not_value_dim,
-    with_aligned_gradient,
-)
+from lmsys.attention import compiled, contract
 from lmsys.attention.documents import Documents, kept_on_documents
 from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern
 
@@ -48,15 +40,15 @@ def sdpa(
 
     On CUDA its kernels give wrong results, or end the process, for memory that is not 16-byte aligned: that is copied.
     """
-    q, k, v = aligned(q), aligned(k), aligned(v)
+    q, k, v = contract.aligned(q), contract.aligned(k), contract.aligned(v)
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     if pattern is None:
         o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, **grouped)
-        return with_aligned_gradient(o)
+        return contract.with_aligned_gradient(o)
     seen, blind = _seen_and_blind(pattern, q.shape[2], k.shape[2], q.device)
     mask = seen if pattern.bias is None else torch.where(seen, pattern.bias, -torch.inf).to(q.dtype)
     mask = mask.expand(*q.shape[:-1], k.shape[2])
-    o = with_aligned_gradient(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **grouped))
+    o = contract.with_aligned_gradient(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **grouped))
     return o if blind is None else o.masked_fill(blind, 0)
 
 
@@ -102,43 +94,51 @@ sdpa_efficient = partial(_sdpa, backend=SDPBackend.EFFICIENT_ATTENTION)
 sdpa_cudnn = partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
 
 
-def sdpa_supports(case: AttentionCase) -> str | None:
+def sdpa_supports(case: contract.AttentionCase) -> str | None:
     return _why_not_known(case, "bias") or why_not_scale(case)
 
 
-def sdpa_math_supports(case: AttentionCase) -> str | None:
+def sdpa_math_supports(case: contract.AttentionCase) -> str | None:
     return _why_not_known(case, "bias")
 
 
-def _why_not_known(case: AttentionCase, *added: str) -> str | None:
-    return why_not_plain(replace(case, value_dim=None), *MADE_ONCE, OFFSETS, "key_lengths", "mask", *added)
+def _why_not_known(case: contract.AttentionCase, *added: str) -> str | None:
+    return contract.why_not_plain(replace(case, value_dim=None), *MADE_ONCE, OFFSETS, "key_lengths", "mask", *added)
 
 
-def sdpa_flash_supports(case: AttentionCase) -> str | None:
-    if case.device == "cuda":
-        return _torch_says(case, SDPBackend.FLASH_ATTENTION, cuda_backend.can_use_flash_attention)
-    return _why_not_known(case) or why_not_value_dim(case) or why_not_scale(case)
+def sdpa_flash_supports(case: contract.AttentionCase) -> str | None:
+    return (
+        _torch_says(case, SDPBackend.FLASH_ATTENTION, cuda_backend.can_use_flash_attention)
+        if case.device == "cuda"
+        else _why_not_known(case) or contract.why_not_value_dim(case) or why_not_scale(case)
+    )
 
 
-def sdpa_efficient_supports(case: AttentionCase) -> str | None:
-    if case.device != "cuda":
-        return "SDPA's memory-efficient attention runs on CUDA only"
-    return _torch_says(case, SDPBackend.EFFICIENT_ATTENTION, cuda_backend.can_use_efficient_attention, "bias")
+def sdpa_efficient_supports(case: contract.AttentionCase) -> str | None:
+    return (
+        _torch_says(case, SDPBackend.EFFICIENT_ATTENTION, cuda_backend.can_use_efficient_attention, "bias")
+        if case.device == "cuda"
+        else "SDPA's memory-efficient attention runs on CUDA only"
+    )
 
 
-def sdpa_cudnn_supports(case: AttentionCase) -> str | None:
-    if case.device != "cuda":
-        return "SDPA's cuDNN attention runs on CUDA only"
-    return _torch_says(case, SDPBackend.CUDNN_ATTENTION, cuda_backend.can_use_cudnn_attention)
+def sdpa_cudnn_supports(case: contract.AttentionCase) -> str | None:
+    return (
+        _torch_says(case, SDPBackend.CUDNN_ATTENTION, cuda_backend.can_use_cudnn_attention)
+        if case.device == "cuda"
+        else "SDPA's cuDNN attention runs on CUDA only"
+    )
 
 
-def why_not_scale(case: AttentionCase) -> str | None:
+def why_not_scale(case: contract.AttentionCase) -> str | None:
     # These kernels take the maximum before they scale, and scale the -inf of hidden keys.
     refused = case.scale is not None and case.scale <= 0
     return f"gives NaN or overflows unless scale > 0; got {case.scale}" if refused else None
 
 
-def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool], *added: str) -> str | None:
+def _torch_says(
+    case: contract.AttentionCase, backend: SDPBackend, can_use: Callable[..., bool], *added: str
+) -> str | None:
     """torch's own verdict on the case, and when it refuses, the warnings in which it says why.
 
     Where it says nothing: which change of the case it would take.
@@ -155,7 +155,7 @@ def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[...,
     return f"torch {torch.__version__} refuses and does not say why; {advice}"
 
 
-def _changes(case: AttentionCase) -> dict[str, AttentionCase]:
+def _changes(case: contract.AttentionCase) -> dict[str, contract.AttentionCase]:
     return {
         "as many key heads as query heads": replace(case, kv_heads=case.heads),
         f"bfloat16 in place of {case.dtype}": replace(case, dtype="bfloat16"),
@@ -168,17 +168,19 @@ def _changes(case: AttentionCase) -> dict[str, AttentionCase]:
 
 
 @lru_cache(maxsize=4096)  # to ask costs more than a small call; the answer hangs on the case and on determinism
-def _asked(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool], deterministic: bool) -> str | None:
+def _asked(
+    case: contract.AttentionCase, backend: SDPBackend, can_use: Callable[..., bool], deterministic: bool
+) -> str | None:
     """None where it can, else the reasons that torch gives, which may be none at all: an empty text."""
 
-    def shaped(heads: int, length: int, width: int, dtype: torch.dtype = DTYPES[case.dtype]) -> Tensor:
+    def shaped(heads: int, length: int, width: int, dtype: torch.dtype = contract.DTYPES[case.dtype]) -> Tensor:
         # Every row is the same memory: torch looks at shapes, never at values, so no case is too large to ask.
         return torch.empty(width, dtype=dtype, device=case.device).expand(case.batch, heads, length, width)
 
     q, k = shaped(case.heads, case.queries, case.head_dim), shaped(case.kv_heads, case.keys, case.head_dim)
     v = shaped(case.kv_heads, case.keys, case.value_dim or case.head_dim)
     q, k, v = (x.requires_grad_(case.grad) for x in (q, k, v))
-    dtype = DTYPES[case.dtype] if case.bias else torch.bool
+    dtype = contract.DTYPES[case.dtype] if case.bias else torch.bool
     mask = shaped(case.heads, case.queries, case.keys, dtype) if case.options else None
     is_causal = case.causal and mask is None  # which stands in its place
     params = cuda_backend.SDPAParams(q, k, v, mask, 0.0, is_causal, case.heads != case.kv_heads)
@@ -206,8 +208,8 @@ def flex(
     # Short queries go to a decoding kernel, whose one tile of a group's queries must not exceed a mask's block.
     options = {"BACKEND": "TRITON"} if q.is_cuda and queries < 128 < queries * group else None
     packed = None if documents is None else documents.starts.shape  # of others alike the code is the same
-    key = layout_key(q, k, v), numbers, packed, pattern.softcap, scale, torch.is_grad_enabled()
-    return compile_for(flex_attention, key)(
+    key = compiled.layout_key(q, k, v), numbers, packed, pattern.softcap, scale, torch.is_grad_enabled()
+    return compiled.compile_for(flex_attention, key)(
         *(q, k, v),
         score_mod=None if pattern.softcap is None else _capped(pattern.softcap),
         block_mask=block_mask,
@@ -217,8 +219,8 @@ def flex(
     )
 
 
-def flex_supports(case: AttentionCase) -> str | None:
-    if reason := why_not_plain(case, *MADE_ONCE, "softcap"):
+def flex_supports(case: contract.AttentionCase) -> str | None:
+    if reason := contract.why_not_plain(case, *MADE_ONCE, "softcap"):
         return reason
     if case.dtype == "float64":
         return "FlexAttention has no float64 kernel"
@@ -226,7 +228,7 @@ def flex_supports(case: AttentionCase) -> str | None:
         return "FlexAttention has no backward on CPU"
     if case.device == "cuda" and case.head_dim < 16:
         return f"FlexAttention needs head_dim >= 16 on CUDA; got {case.head_dim}"
-    return why_no_compiler(case.device)
+    return compiled.why_no_compiler(case.device)
 
 
 def block_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:

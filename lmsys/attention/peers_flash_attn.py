@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.attention.contract import FEW_QUERIES, AttentionCase, aligned, why_not_plain, with_aligned_gradient
+from lmsys.attention import contract, peers
 from lmsys.attention.documents import Documents, kept_on_documents
 from lmsys.attention.pattern import PLAIN, TWO_SIDED, Pattern
-from lmsys.attention.peers import why_not_scale
 
 BEYOND = (99, 0)  # a compute capability that no GPU has
 KNOWN = "window", TWO_SIDED, "offset", "documents"
@@ -43,30 +42,37 @@ def _flash_attn(
     if pattern.left is not None:
         options["window_size"] = pattern.left, pattern.right  # keys to the left of a query's own, and to its right
     in_order = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
-    tensors = [aligned(x).transpose(1, 2) for x in (q, k, v)]  # (B, S, H, D)
+    tensors = [contract.aligned(x).transpose(1, 2) for x in (q, k, v)]  # (B, S, H, D)
     if pattern.documents is not None:
         of_q, of_k = pattern.documents, pattern.documents.keys
-        options |= {"cu_seqlens_q": of_q.cu_seqlens(q.shape[0]), "cu_seqlens_k": of_k.cu_seqlens(q.shape[0])}
-        options |= {"max_seqlen_q": of_q.longest, "max_seqlen_k": of_k.longest}
+        options |= {
+            "cu_seqlens_q": of_q.cu_seqlens(q.shape[0]),
+            "cu_seqlens_k": of_k.cu_seqlens(q.shape[0]),
+            "max_seqlen_q": of_q.longest,
+            "max_seqlen_k": of_k.longest,
+        }
         o = package.flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors), **options, **in_order)
     elif caches and (pattern.key_lengths is not None or _decodes(q, k, v)):
-        lengths = pattern.key_lengths
-        if lengths is not None:  # beyond the cache lies memory of others
-            lengths = lengths.clamp(0, k.shape[2]).to(torch.int32)
+        lengths = pattern.key_lengths  # beyond the cache lies memory of others
+        lengths = None if lengths is None else lengths.clamp(0, k.shape[2]).to(torch.int32)
         o = package.flash_attn_with_kvcache(*tensors, cache_seqlens=lengths, **options)
     else:
         o = package.flash_attn_func(*tensors, **options, **in_order)
     o = o[0] if isinstance(o, tuple) else o  # version 4 also returns the log-sum-exp
-    return with_aligned_gradient(o).view(tensors[0].shape).transpose(1, 2)
+    return contract.with_aligned_gradient(o).view(tensors[0].shape).transpose(1, 2)
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return q.shape[2] <= FEW_QUERIES and q.shape[2] < k.shape[2] and not learns
+    return q.shape[2] <= contract.FEW_QUERIES and q.shape[2] < k.shape[2] and not learns
 
 
 def _flash_attn_supports(
-    case: AttentionCase, module: str, least: tuple[int, int], below: tuple[int, int] = BEYOND, caches: bool = False
+    case: contract.AttentionCase,
+    module: str,
+    least: tuple[int, int],
+    below: tuple[int, int] = BEYOND,
+    caches: bool = False,
 ) -> str | None:
     """`least` and `below`: the first compute capability that it runs on, and the first after it that it does not."""
     if reason := _why_not(case, "flash-attn", least, below, *KNOWN, *(["key_lengths"] if caches else [])):
@@ -74,15 +80,16 @@ def _flash_attn_supports(
     if case.key_lengths and (case.causal or case.documents or case.grad):
         return "flash-attn takes key_lengths in its call for caches: without `causal`, documents and gradients"
     # ImportError is the table's to explain. Version 4 alone leaves a `flash_attn` that holds nothing but `cute`.
-    if not hasattr(importlib.import_module(module), "flash_attn_func"):
-        return f"the package {module} that is installed here has no flash_attn_func"
-    return None
+    lacks = not hasattr(importlib.import_module(module), "flash_attn_func")
+    return f"the package {module} that is installed here has no flash_attn_func" if lacks else None
 
 
-def _why_not(case: AttentionCase, who: str, least: tuple[int, int], below: tuple[int, int], *known: str) -> str | None:
+def _why_not(
+    case: contract.AttentionCase, who: str, least: tuple[int, int], below: tuple[int, int], *known: str
+) -> str | None:
     if case.device != "cuda":
         return f"{who} runs on CUDA only"
-    if reason := why_not_plain(case, *known):
+    if reason := contract.why_not_plain(case, *known):
         return reason
     if case.capability is not None and not least <= case.capability < below:
         gpu = f"compute capability {'.'.join(map(str, least))}{' or later' if below == BEYOND else ''}"
@@ -93,7 +100,7 @@ def _why_not(case: AttentionCase, who: str, least: tuple[int, int], below: tuple
         return f"{who} aligns a mask at the bottom right, so it needs the offset K - Q, of documents or for Q = K 0"
     if case.head_dim > 256 or case.head_dim % 8:
         return f"{who} needs a head_dim that is a multiple of 8 and at most 256; got {case.head_dim}"
-    return why_not_scale(case)
+    return peers.why_not_scale(case)
 
 
 flash_attn_2 = partial(_flash_attn, module="flash_attn")
@@ -122,16 +129,15 @@ def varlen_attn(
     of_q, of_k = (_whole(None, x.shape[2], x.device) for x in (q, k))
     if pattern.documents is not None:
         of_q, of_k = pattern.documents, pattern.documents.keys
-    window = tuple(-1 if side is None else side for side in (pattern.left, pattern.right))
-    tensors = [aligned(x).squeeze(0).transpose(0, 1) for x in (q, k, v)]  # (S, H, D)
+    tensors = [contract.aligned(x).squeeze(0).transpose(0, 1) for x in (q, k, v)]  # (S, H, D)
     o = of_torch(
         *tensors,
         *(of_q.cu_seqlens(1), of_k.cu_seqlens(1), of_q.longest, of_k.longest),
         scale=scale,
-        window_size=window,
+        window_size=tuple(-1 if side is None else side for side in (pattern.left, pattern.right)),
         **({"enable_gqa": True} if q.shape[1] != k.shape[1] else {}),
     )
-    return with_aligned_gradient(o).transpose(0, 1).unsqueeze(0)
+    return contract.with_aligned_gradient(o).transpose(0, 1).unsqueeze(0)
 
 
 @kept_on_documents(most=64)
@@ -139,7 +145,7 @@ def _whole(documents: None, length: int, device: torch.device) -> Documents:
     return Documents([length], device)
 
 
-def varlen_attn_supports(case: AttentionCase) -> str | None:
+def varlen_attn_supports(case: contract.AttentionCase) -> str | None:
     """Without a GPU torch's module is not imported: it brings the compiler, which takes longer than torch itself."""
     if reason := _why_not(case, "varlen_attn", (8, 0), BEYOND, *KNOWN):
         return reason

@@ -79,8 +79,12 @@ def block_d(head_dim: int) -> int:
 
 def _tile(sizes: Any) -> Tile:
     names = [field.name for field in fields(Tile)]
-    if not isinstance(sizes, dict) or sizes.keys() != set(names):
-        raise ValueError(f"a tile must be an object with {', '.join(names)}; got {values.shortly(sizes)}")
+    values.hold(
+        (
+            isinstance(sizes, dict) and sizes.keys() == set(names),
+            f"a tile must be an object with {', '.join(names)}; got {values.shortly(sizes)}",
+        )
+    )
     for name, size in sizes.items():
         values.whole(name, size, least=1, most=MOST_SIZE)
     return Tile(**sizes)

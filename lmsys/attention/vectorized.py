@@ -7,17 +7,15 @@ the values.
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lmsys.attention.contract import for_scores
-from lmsys.attention.naive import log_sum_exp, with_sinks
+from lmsys.attention import contract, naive
 from lmsys.attention.pattern import PLAIN, Pattern
 
 
 def vectorized(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -32,8 +30,8 @@ def vectorized(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     pattern, blind = pattern or PLAIN[causal], None
     num_kv_heads, num_queries, num_keys = k.shape[1], q.shape[2], k.shape[2]
-    rows = (for_scores(q) * scale).unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # (B, Hkv, G * Q, D)
-    scores = rows @ for_scores(k).mT  # (B, Hkv, G * Q, K)
+    rows = (contract.for_scores(q) * scale).unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # (B, Hkv, G * Q, D)
+    scores = rows @ contract.for_scores(k).mT  # (B, Hkv, G * Q, K)
     if pattern.softcap is not None:
         scores = torch.tanh(scores / pattern.softcap) * pattern.softcap
     by_head = scores.unflatten(2, (-1, num_queries)).flatten(1, 2)
@@ -46,7 +44,7 @@ def vectorized(
     if pattern.sinks is None:
         weights = torch.softmax(scores, dim=-1)
     else:
-        weights = torch.softmax(with_sinks(by_head, pattern), dim=-1)[..., :num_keys].reshape(scores.shape)
+        weights = torch.softmax(naive.with_sinks(by_head, pattern), dim=-1)[..., :num_keys].reshape(scores.shape)
     o = (weights.to(v.dtype) @ v).unflatten(2, (-1, num_queries)).flatten(1, 2)
     o = o if blind is None else o.masked_fill(blind, 0)
-    return (o, log_sum_exp(q, k, pattern, scale)) if pattern.return_lse else o
+    return (o, naive.log_sum_exp(q, k, pattern, scale)) if pattern.return_lse else o

@@ -19,13 +19,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; without a GPU it can only interpret
 
-from lmsys import commands
-from lmsys.check.cases import DTYPES
+from lmsys import commands, processes, registry, values
+from lmsys.check import cases, question
 from lmsys.check.kinds import KINDS, LIMIT_S, RIGHT, SCHEMA, WRONG, Answer, check_target, verdict_on
-from lmsys.check.question import Options, poison
-from lmsys.processes import ProcessError, Worker, in_own_process
-from lmsys.registry import Traits
-from lmsys.values import choice
 
 USAGE = 2
 MOST_COMPILED = 4  # cases with --all, of rows that compile for each
@@ -37,40 +33,43 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="every row of the tables that this machine can run")
     parser.add_argument("--kind", choices=KINDS, metavar="KIND", help=f"{', '.join(KINDS)}; default: as it looks")
     parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="of attention; default: 64")
-    parser.add_argument("--dtype", default=",".join(DTYPES), metavar="DTYPES", help="those to ask; all by default")
+    parser.add_argument(
+        "--dtype", default=",".join(cases.DTYPES), metavar="DTYPES", help="those to ask; all by default"
+    )
     parser.add_argument("--forward", action="store_true", help="no gradients")
     parser.add_argument("--layout", default="bhsd", choices=("bhsd", "bshd"), help="of attention's tensors")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the inputs")
     parser.add_argument("--json", action="store_true", help="a JSON object in a line for each case: docs/check.md")
     given = parser.parse_args(arguments)
     try:
-        if given.all == (given.target is not None):
-            raise ValueError("name one TARGET, or --all of them")
-        dtypes = tuple(choice(name, DTYPES) for name in given.dtype.split(","))
-        options = Options(given.head_dim, not given.forward, dtypes, given.seed, given.layout)
+        values.hold((given.all == (given.target is None), "name one TARGET, or --all of them"))
+        dtypes = tuple(values.choice(name, cases.DTYPES) for name in given.dtype.split(","))
+        options = question.Options(given.head_dim, not given.forward, dtypes, given.seed, given.layout)
         if given.all:
             return _check_all(options, [given.kind] if given.kind else [*KINDS], given.json)
-        return int(in_own_process(check_target, given.target, given.kind, options, given.json, timeout_s=LIMIT_S))
+        return int(
+            processes.in_own_process(check_target, given.target, given.kind, options, given.json, timeout_s=LIMIT_S)
+        )
     except ValueError as error:
         print(f"lmsys check: error: {error}", file=sys.stderr)
         return USAGE
     except Exception as error:
         reason = _reason(error)
-        values = {"schema": SCHEMA, "name": given.target.rpartition(":")[2], "verdict": "wrong", "reason": reason}
-        print(json.dumps(values) if given.json else f"wrong\n\n{given.target}: {reason}")
+        row = {"schema": SCHEMA, "name": given.target.rpartition(":")[2], "verdict": "wrong", "reason": reason}
+        print(json.dumps(row) if given.json else f"wrong\n\n{given.target}: {reason}")
         return WRONG
 
 
-def _check_all(options: Options, kinds: Sequence[str], as_json: bool) -> int:
+def _check_all(options: question.Options, kinds: Sequence[str], as_json: bool) -> int:
     """Says of each row of the tables whether it is right, wrong or refused, and why; WRONG where one is wrong."""
     rows = [(kind, entry) for kind in kinds for entry in KINDS[kind].table.values()]
     verdicts = Counter[str]()
-    with Worker({"PYTHONWARNINGS": "ignore"}) as worker:  # torch's would stand within the line of a row
-        worker.call(poison, setattr)
+    with processes.Worker({"PYTHONWARNINGS": "ignore"}) as worker:  # torch's would stand within the line of a row
+        worker.call(question.poison, setattr)
         for number, (kind, entry) in enumerate(rows, start=1):
             print("" if as_json else f"{number:3} of {len(rows)}, {kind} {entry.name}: ", end="", flush=True)
             try:
-                most = MOST_COMPILED if Traits.of(entry).compiles else None
+                most = MOST_COMPILED if registry.Traits.of(entry).compiles else None
                 answer = worker.call(verdict_on, entry, options, kind, kind == "attention", most, timeout_s=LIMIT_S)
             except Exception as error:
                 answer = Answer(0, (str(error),), "" if isinstance(error, ImportError) else _reason(error))
@@ -83,7 +82,7 @@ def _check_all(options: Options, kinds: Sequence[str], as_json: bool) -> int:
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, ProcessError) else f"it raises {type(error).__name__}: {error}"
+    return str(error) if isinstance(error, processes.ProcessError) else f"it raises {type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

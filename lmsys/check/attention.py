@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmsys.attention.contract import AttentionCase, adapt, why_not_called, why_not_told
 from lmsys.bench.findings import interpreted_kernels
-from lmsys.check import extremes, laptop
+from lmsys.check import extremes, laptop, patterns
 from lmsys.check.cases import (
     LIKE,
     USES,
@@ -25,7 +25,6 @@ from lmsys.check.cases import (
     two_forwards,
     two_threads,
 )
-from lmsys.check.patterns import explain
 from lmsys.check.question import Fault, Options, Question, where, worst
 from lmsys.measure.repeats import apart, repeated
 from lmsys.registry import Entry
@@ -196,7 +195,7 @@ def failure(row: Any, asked: Asked, grad: bool, seed: int, named: bool = True) -
             if named and (asked.use in USES.values() or asked.memory not in ("", "transposed")):
                 mistake = _of_circumstances(row, asked, grad, seed, name)
             elif named and not case.options:
-                mistake = explain(case, inputs, outputs, name, 2 * oracle.budget[name])
+                mistake = patterns.explain(case, inputs, outputs, name, 2 * oracle.budget[name])
             return _fault(name, outputs, oracle, case, ratio, mistake)
     return fault
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.attention.contract import AttentionCase
-from lmsys.attention.documents import Documents
-from lmsys.attention.pattern import OPTIONS, Pattern
+from lmsys.attention import AttentionCase, Documents, Pattern
+from lmsys.attention.pattern import OPTIONS
 from lmsys.check.question import Fault
 from lmsys.testing import MEMORY, Inputs, run
 
@@ -108,8 +107,10 @@ def larger(case: AttentionCase) -> Iterator[Asked]:
     yield Asked("30 pairs of batch and head", replace(case, batch=5, heads=6, kv_heads=6), aspect=HEADS)
     yield Asked("more than 1,024 keys", replace(case, keys=1100, queries=32, causal=False), aspect=LONGER)
     yield Asked("a last tile of case key", replace(case, keys=65, queries=65), aspect=LONGER)
-    for head_dim in (40, 80, 96):
-        yield Asked(f"head dimension {head_dim}", replace(case, head_dim=head_dim), aspect="head dimensions")
+    yield from (
+        Asked(f"head dimension {width}", replace(case, head_dim=width), aspect="head dimensions")
+        for width in (40, 80, 96)
+    )
     yield from (Asked(about, case, aspect="calls of models", use=use) for about, use in USES.items())
 
 
@@ -117,8 +118,9 @@ def cases_of_options(case: AttentionCase) -> Iterator[Asked]:
     """A small causal case for each option of attention beside `causal`."""
     small = replace(case.plain, batch=2, heads=2, kv_heads=1, queries=40, keys=40, causal=True)
     values: dict[str, Any] = {"window": 10, "offset": 9, "softcap": 2.0, "prefix": 30}
-    for name in OPTIONS:
-        yield Asked(f"with {name}", replace(small, **{name: values.get(name, True)}), aspect="options")
+    yield from (
+        Asked(f"with {name}", replace(small, **{name: values.get(name, True)}), aspect="options") for name in OPTIONS
+    )
 
 
 def pattern_of(case: AttentionCase, seed: int) -> Pattern:

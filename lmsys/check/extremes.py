@@ -9,11 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from lmsys.attention.contract import DTYPES, AttentionCase
-from lmsys.check.cases import Asked, answer
-from lmsys.check.question import Fault, worst
+from lmsys.check import cases, question
 from lmsys.extremes.attention import KINDS, Unit, plant, unit_tensors
 from lmsys.testing import Oracle, Spot, make_inputs, pick
 
@@ -27,7 +25,7 @@ FEW_QUERIES, MANY_KEYS = 32, 4133  # a sum in float16 stands still at 2,048 equa
 SMALLEST, LARGEST = math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max)
 DENORMAL = math.log(2.0**-149)  # below it exp is zero in float32
 RESOLUTION = 2.0  # of scores that are asked
-Row = Callable[..., Tensor]
+Row = Callable[..., torch.Tensor]
 Wrong = tuple[Unit, str, float, Oracle]  # its first wrong tensor, the error over its budget, the oracle that says so
 
 
@@ -38,15 +36,14 @@ def case_of_many_keys(case: AttentionCase) -> AttentionCase:
 
 def case_of_kinds(case: AttentionCase, length: int | None = None) -> AttentionCase:
     """The small case that holds every kind once: of `case` its dtype, head dimension, mask and grouping."""
-    group = 1 if case.heads == case.kv_heads else 2
     length = length or LENGTH[case.device]
-    batch, heads = len(KINDS) // HEADS, HEADS * group
-    return replace(case, batch=batch, heads=heads, kv_heads=HEADS, queries=length, keys=length)
+    heads = HEADS if case.heads == case.kv_heads else 2 * HEADS
+    return replace(case, batch=len(KINDS) // HEADS, heads=heads, kv_heads=HEADS, queries=length, keys=length)
 
 
 def failure(
     row: Row, case: AttentionCase, grad: bool, seed: int, rms: bool = False, named: bool = True
-) -> Fault | None:
+) -> question.Fault | None:
     """The fault of the row on inputs of every kind, in a case of `case_of_kinds`; None where there is none.
 
     Each kind is a unit, judged alone. In a case of many keys, of a single unit, they are all equal.
@@ -56,7 +53,7 @@ def failure(
     inputs = make_inputs(case, seed)
     for kind, unit in units.items():
         plant(kind, *unit_tensors(inputs.tensors, unit), case.causal)
-    outputs, fault = answer(row, Asked("", case), inputs, grad)
+    outputs, fault = cases.answer(row, cases.Asked("", case), inputs, grad)
     if not outputs:
         return fault
     wrong: dict[str, Wrong] = {}
@@ -70,26 +67,30 @@ def failure(
 
 
 def _fault(
-    row: Row, case: AttentionCase, outputs: Mapping[str, Tensor], wrong: Mapping[str, Wrong], grad: bool, named: bool
-) -> Fault:
+    row: Row,
+    case: AttentionCase,
+    outputs: Mapping[str, torch.Tensor],
+    wrong: Mapping[str, Wrong],
+    grad: bool,
+    named: bool,
+) -> question.Fault:
     kind = next((kind for kind, (_, name, *_) in wrong.items() if name == "o"), next(iter(wrong)))
     unit, name, ratio, oracle = wrong[kind]
     given = pick(outputs[name], Spot((unit,)), case.kv_heads)
     expected = oracle.reference[name]
-    at = worst(given, expected)
+    at = question.worst(given, expected)
     place = ", ".join(map(str, (unit[0], unit[1] * given.shape[1] + at[1], *at[2:])))
-    off = ~((given.double() - expected).abs() <= oracle.budget[name])
-    size = "not finite" if math.isinf(ratio) else f"{ratio:.3g} times what is allowed"
+    right = (given.double() - expected).abs() <= oracle.budget[name]
     mistake = range_mistake(row, case, grad and name != "o") if named else None
     lines = [
         f"  {KINDS[kind]}: {name}[{place}]: expected {expected[at].item():.6g}, got {given[at].item():.6g};"
-        f" the largest error is {size}",
-        f"  wrong in {100 * off.float().mean().item():.3g} % of the elements there",
+        f" the largest error is {'not finite' if math.isinf(ratio) else f'{ratio:.3g} times what is allowed'}",
+        f"  wrong in {100 * (~right).float().mean().item():.3g} % of the elements there",
         f"  pattern: {mistake}" if mistake else "  no known mistake gives this result",
     ]
     if others := [KINDS[other] for other in wrong if other != kind]:
         lines.append(f"  wrong too: {'; '.join(others)}")
-    return Fault("\n".join(lines), mistake, ratio, backward=name != "o")
+    return question.Fault("\n".join(lines), mistake, ratio, backward=name != "o")
 
 
 def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | None:
@@ -103,9 +104,8 @@ def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | No
     least, most = full.least, full.most
     if math.isfinite(least) and math.isfinite(most):
         number = most - (LARGEST - math.log(WHOLE))  # where a sum of so many exponentials overflows
-        if abs(number) < 2 * RESOLUTION:
-            return "no maximum is subtracted before the exponential"
-        return f"a fixed number, about {number:.3g}, is subtracted in the place of the maximum"
+        fixed = f"a fixed number, about {number:.3g}, is subtracted in the place of the maximum"
+        return "no maximum is subtracted before the exponential" if abs(number) < 2 * RESOLUTION else fixed
     if math.isfinite(most):
         return f"scores overflow from about {most:.4g} on"
     if math.isfinite(least):
@@ -116,9 +116,7 @@ def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | No
         return "keys behind the last one, which pad the last tile, count in the maximum, as 0"
     if causal.leaks:
         return f"masked scores are set to a finite number, about {causal.least:.4g}: in rows of lower ones they win"
-    if math.isfinite(causal.least):
-        return "masked keys count in the maximum"
-    return None
+    return "masked keys count in the maximum" if math.isfinite(causal.least) else None
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,9 @@ def bears(row: Row, case: AttentionCase, keys: int, grad: bool) -> Range:
     return Range(least, most, bool(leaks.any()))
 
 
-def _lost(row: Row, case: AttentionCase, keys: int, grad: bool, scores: Tensor) -> tuple[Tensor, Tensor]:
+def _lost(
+    row: Row, case: AttentionCase, keys: int, grad: bool, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the row's answer is wrong, by query, and where it is too large, for it has values of masked keys.
 
     All keys of a query have the same score, so that o is the mean of the values that it sees.

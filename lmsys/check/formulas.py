@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from lmsys import draws, testing
-from lmsys.check import signature
-from lmsys.check.question import Fault, Options, Question, where, worst
+from lmsys.check import question, signature
 
 Inputs = Mapping[str, Tensor]
 Settings = Mapping[str, Any]
@@ -53,17 +52,14 @@ class Asked:
 
 def questions_of(
     cases: Iterable[Asked],
-    judged: Callable[[Asked], Fault | None],
-    options: Options,
+    judged: Callable[[Asked], question.Fault | None],
+    options: question.Options,
     reason: Callable[[Asked], str | None] = lambda asked: None,
-) -> Iterator[Question]:
+) -> Iterator[question.Question]:
     """The cases of the dtypes that are asked for; `reason` says why one is not asked."""
-    for asked in cases:
-        dtype = str(asked.dtype)[6:]
-        if dtype in options.dtypes:
-            yield Question(
-                f"{asked.about}, {dtype}", partial(judged, asked), str(asked), reason(asked), bool(asked.extreme)
-            )
+    for asked in (x for x in cases if str(x.dtype)[6:] in options.dtypes):
+        about = f"{asked.about}, {str(asked.dtype)[6:]}"
+        yield question.Question(about, partial(judged, asked), str(asked), reason(asked), bool(asked.extreme))
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,9 @@ class Problem:
         return self.grad_output
 
     @classmethod
-    def of(cls, asked: Asked, options: Options, inputs: Inputs, settings: Settings, grad_output: Tensor) -> "Problem":
+    def of(
+        cls, asked: Asked, options: question.Options, inputs: Inputs, settings: Settings, grad_output: Tensor
+    ) -> "Problem":
         """Puts them on the device, and all but the settings into the dtype of the case."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return cls(
@@ -103,7 +101,7 @@ class Problem:
         )
 
 
-def drawn(options: Options, name: str, *shape: int) -> Tensor:
+def drawn(options: question.Options, name: str, *shape: int) -> Tensor:
     """Standard normal values of this name."""
     return draws.values(draws.key(options.seed, name), 0, math.prod(shape)).view(shape)
 
@@ -135,10 +133,11 @@ def forwards(formulas: Mapping[str, Formula], dtype: torch.dtype = torch.float64
 
 def backwards(formula: Formula, gradients: Mapping[str, Gradients]) -> Mistakes:
     """Mistakes of a backward alone, each of which makes some of the gradients; the first ignores grad_output."""
-    ignored: dict[str, Gradients] = {
-        "the gradient of the result is ignored: ones stand for it": partial(_ones, formula)
+    tried: dict[str, Gradients] = {
+        "the gradient of the result is ignored: ones stand for it": partial(_ones, formula),
+        **gradients,
     }
-    return {text: partial(_backward, formula, made) for text, made in {**ignored, **gradients}.items()}
+    return {text: partial(_backward, formula, made) for text, made in tried.items()}
 
 
 def _ones(formula: Formula, exact: Problem, _: Outputs) -> Outputs:
@@ -184,7 +183,7 @@ def judge(
     problem: Problem,
     widened: bool = False,
     plain_formula: Formula | None = None,
-) -> Fault | None:
+) -> question.Fault | None:
     """The fault of what a function gives; None where it is right.
 
     widened        the result may be float32 where the inputs are narrower
@@ -194,20 +193,21 @@ def judge(
     try:
         outputs = run(call, problem)
     except Exception as error:
-        return Fault.raised(error)
-    for name, x in problem.inputs.items():
-        if not torch.equal(x, before[name]):
-            return Fault(f"  it changes its input {name}", f"it changes its input {name}")
+        return question.Fault.raised(error)
+    if changed := [name for name, x in problem.inputs.items() if not torch.equal(x, before[name])]:
+        return question.Fault(f"  it changes its input {changed[0]}", f"it changes its input {changed[0]}")
     reference = outputs_of(formula, problem)
     plain = outputs_of(plain_formula or formula, problem, problem.dtype)
     for name, right in reference.items():
         if name not in outputs:
             detached = "the result is detached, or the backward gives none"
-            return Fault(f"  no gradient reaches {name}\n  pattern: {detached}", detached)
+            return question.Fault(f"  no gradient reaches {name}\n  pattern: {detached}", detached)
         dtypes = {problem.dtype} | ({torch.float32} if widened and name == RESULT else set())
         if outputs[name].shape != right.shape or outputs[name].dtype not in dtypes:
             given = f"{outputs[name].dtype} of shape {tuple(outputs[name].shape)}"
-            return Fault(f"  {_called(name)} is {given}; expected {problem.dtype} of shape {tuple(right.shape)}")
+            return question.Fault(
+                f"  {_called(name)} is {given}; expected {problem.dtype} of shape {tuple(right.shape)}"
+            )
         ratio = _ratio(outputs[name], right, plain[name], mean=not problem.extreme)
         if ratio > 1:
             return _fault(
@@ -261,9 +261,9 @@ def explain(
     known = right.dim() > 0 and bool(right.abs().max() > 0 and output.isfinite().all())  # any number is a multiple
     factor = float((output.double() * right).sum() / right.square().sum()) if known else math.nan
     shows = math.isfinite(factor) and _ratio(factor * right, right, losing) > 1
-    if shows and _alike(output, factor * right, right, losing):
-        return f"it is {factor:.4g} times what is right"
-    return None
+    return (
+        f"it is {factor:.4g} times what is right" if shows and _alike(output, factor * right, right, losing) else None
+    )
 
 
 def _alike(output: Tensor, made: Tensor, right: Tensor, plain: Tensor) -> bool:
@@ -280,8 +280,10 @@ def _called(name: str) -> str:
     return "the result" if name == RESULT else f"the gradient of {name}"
 
 
-def _fault(name: str, names: Sequence[str], output: Tensor, right: Tensor, ratio: float, mistake: str | None) -> Fault:
-    at = worst(output, right)
+def _fault(
+    name: str, names: Sequence[str], output: Tensor, right: Tensor, ratio: float, mistake: str | None
+) -> question.Fault:
+    at = question.worst(output, right)
     place = f"[{', '.join(map(str, at))}]" if at else ""
     lines = [
         f"  {_called(name)}{place}: expected {right[at].item():.6g}, got {output[at].item():.6g}; the largest error is"
@@ -291,5 +293,5 @@ def _fault(name: str, names: Sequence[str], output: Tensor, right: Tensor, ratio
         axes = ("batch", "row", "column")[-right.dim() :] if right.dim() <= 3 else ("batch", "head", "row", "column")
         error = (output.double() - right).abs()
         wrong = error > error.max() / ratio if math.isfinite(ratio) else ~output.isfinite()
-        lines.append(f"  {'wrong' if math.isfinite(ratio) else 'NaN or inf'} at: {where(wrong, axes)}")
-    return Fault.explained("\n".join(lines), mistake, ratio, [*map(_called, names[: names.index(name)])])
+        lines.append(f"  {'wrong' if math.isfinite(ratio) else 'NaN or inf'} at: {question.where(wrong, axes)}")
+    return question.Fault.explained("\n".join(lines), mistake, ratio, [*map(_called, names[: names.index(name)])])

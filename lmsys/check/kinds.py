@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from lmsys.attention import ATTENTION
-from lmsys.attention.contract import is_function
+from lmsys.attention import ATTENTION, contract
 from lmsys.check import laptop, signature
 from lmsys.check.question import Fault, Holds, Options, Question, poison
 from lmsys.parallel import STRATEGIES
@@ -69,11 +68,8 @@ def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
     if kind is None and ".py" not in target:
         kind = next((kind.name for kind in KINDS.values() if target in list(kind.table)), "attention")
     if kind is not None:
-        known = KINDS[kind]
-        (entry,) = known.table.select([target])
-        return known, entry
-    (entry,) = Table("implementation", []).select([target])
-    return find(target, kind_of(entry.load()))
+        return KINDS[kind], KINDS[kind].table.select([target])[0]
+    return find(target, kind_of(Table("implementation", []).select([target])[0].load()))
 
 
 def kind_of(implementation: Any) -> str:
@@ -85,7 +81,7 @@ def kind_of(implementation: Any) -> str:
         return "optimizer"
     if kind := signature.kind_of(implementation):
         return kind
-    if is_function(implementation):
+    if contract.is_function(implementation):
         return "attention"
     names = list(inspect.signature(implementation).parameters)
     if hasattr(implementation, "finish_gradient_synchronization") or names[:1] == ["module"]:

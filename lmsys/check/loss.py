@@ -16,13 +16,11 @@ import torch
 
 from lmsys import config, draws, registry
 from lmsys.attention.contract import is_function
+from lmsys.check import loss_mistakes, question, signature
 from lmsys.check.formulas import DTYPES, NARROW, RESULT, Asked, Problem, drawn, judge, questions_of, run
-from lmsys.check.loss_mistakes import OPTIONS, mistakes, plain, right
-from lmsys.check.question import Fault, Options, Question
-from lmsys.check.signature import Called, Roles, built, called, is_module, names_of, parameters_of
 from lmsys.extremes.loss import KINDS, WIDTH, write_head, write_kind
 
-ROLES: Roles = {
+ROLES: signature.Roles = {
     "hidden": ("hidden", "input", "inputs", "x", "h", "hidden_states"),
     "logits": ("logits", "predictions", "pred", "preds", "scores"),
     "weight": ("weight", "w", "linear_weight", "lin_weight", "head"),
@@ -58,16 +56,18 @@ CASES = (
 )
 
 
-def questions(entry: registry.Entry, options: Options, cases: Iterable[Asked] = CASES) -> Iterator[Question]:
+def questions(
+    entry: registry.Entry, options: question.Options, cases: Iterable[Asked] = CASES
+) -> Iterator[question.Question]:
     """The cases that the function can be asked."""
     implementation = entry.load()
-    call = called(
-        built(implementation, {}, {}) if is_module(implementation) else implementation, roles_of(implementation)
+    call = signature.called(
+        signature.built(implementation, {}, {}) if signature.is_module(implementation) else implementation,
+        roles_of(implementation),
     )
 
     def reason(asked: Asked) -> str | None:
-        missing = (name for name in asked.more if name != "ignored" and not call.has(name))
-        return next((f"it takes no {name}" for name in missing), None)
+        return next((f"it takes no {name}" for name in asked.more if name != "ignored" and not call.has(name)), None)
 
     return questions_of(cases, partial(_judged, call, options), options, reason)
 
@@ -76,24 +76,28 @@ def faults_of_options(entry: registry.Entry) -> dict[str, float]:
     """The error over its budget of each option that a function has a parameter for and gets wrong, and of what else
     `lmsys check` asks, of one from a file; inf: no answer."""
     cases = CASES if ".py:" in entry.target else OPTION_CASES
-    taken = names_of(parameters_of(entry.load())) & {name for option in OPTIONS for name in ROLES[option]}
-    asked = questions(entry, Options(dtypes=("float32",)), cases) if taken or cases is CASES else ()
-    judged = {question.about: question.judge() for question in asked if question.reason is None}
+    taken = signature.names_of(signature.parameters_of(entry.load())) & {
+        name for option in loss_mistakes.OPTIONS for name in ROLES[option]
+    }
+    asked = questions(entry, question.Options(dtypes=("float32",)), cases) if taken or cases is CASES else ()
+    judged = {x.about: x.judge() for x in asked if x.reason is None}
     return {about: fault.error_ratio or math.inf for about, fault in judged.items() if fault}
 
 
-def roles_of(implementation: object) -> Roles:
+def roles_of(implementation: object) -> signature.Roles:
     """The roles by names; an input without a weight beside it is logits."""
-    parameters = parameters_of(implementation)
-    roles = {name: ROLES[name] for name in ROLES if name not in OPTIONS or not is_function(implementation)}
-    if names_of(name for name, x in parameters.items() if x.default is x.empty) & set(ROLES["weight"]):
+    parameters = signature.parameters_of(implementation)
+    roles = {
+        name: ROLES[name] for name in ROLES if name not in loss_mistakes.OPTIONS or not is_function(implementation)
+    }
+    if signature.names_of(name for name, x in parameters.items() if x.default is x.empty) & set(ROLES["weight"]):
         return roles
     return {"logits": (*ROLES["logits"], *ROLES["hidden"])} | {
         name: roles[name] for name in roles if name not in ("logits", "hidden", "weight")
     }
 
 
-def _problem(call: Called, asked: Asked, options: Options) -> Problem:
+def _problem(call: signature.Called, asked: Asked, options: question.Options) -> Problem:
     """The inputs of a case."""
     tokens, vocabulary = asked.shape
     ignored, ignore_index = (
@@ -106,36 +110,41 @@ def _problem(call: Called, asked: Asked, options: Options) -> Problem:
         write_head(weight, targets)
         write_kind(KINDS[asked.extreme], hidden)
     targets[:ignored] = ignore_index
-    inputs = {"hidden": hidden, "weight": weight}
-    if not call.has("weight"):
-        inputs = {"logits": hidden.to(asked.dtype).double() @ weight.to(asked.dtype).double().mT}
-    settings = {"targets": targets, "ignore_index": ignore_index}
-    settings |= {name: value for name, value in asked.more.items() if name in OPTIONS}
+    logits = hidden.to(asked.dtype).double() @ weight.to(asked.dtype).double().mT
+    inputs = {"hidden": hidden, "weight": weight} if call.has("weight") else {"logits": logits}
+    given = {name: value for name, value in asked.more.items() if name in loss_mistakes.OPTIONS}
+    settings = {"targets": targets, "ignore_index": ignore_index} | given
     if "token_weights" in settings:
         settings["token_weights"] = drawn(options, "token_weights", tokens).abs()
     upstream = drawn(options, "upstream", tokens) if settings.get("reduction") == "none" else torch.tensor(UPSTREAM)
     return Problem.of(asked, options, inputs, settings, upstream)
 
 
-def _judged(call: Called, options: Options, asked: Asked) -> Fault | None:
+def _judged(call: signature.Called, options: question.Options, asked: Asked) -> question.Fault | None:
     problem = _problem(call, asked, options)
-    if asked.more.get("ignored") == len(problem.settings["targets"]):
-        return _no_token_counts(call, problem)
-    return judge(call, right, mistakes, problem, widened=True, plain_formula=plain)
+    return (
+        _no_token_counts(call, problem)
+        if asked.more.get("ignored") == len(problem.settings["targets"])
+        else judge(
+            call, loss_mistakes.right, loss_mistakes.mistakes, problem, widened=True, plain_formula=loss_mistakes.plain
+        )
+    )
 
 
-def _no_token_counts(call: Called, problem: Problem) -> Fault | None:
+def _no_token_counts(call: signature.Called, problem: Problem) -> question.Fault | None:
     """The mean of no token is NaN in torch and 0 elsewhere: both are right. Gradients are 0 in either."""
     try:
         outputs = run(call, problem)
     except Exception as error:
-        return Fault(f"  it raises {type(error).__name__} where no token counts: {str(error).splitlines()[:1]}")
+        return question.Fault(
+            f"  it raises {type(error).__name__} where no token counts: {str(error).splitlines()[:1]}"
+        )
     loss = outputs.pop(RESULT).item()
     if loss != 0 and not math.isnan(loss):
-        return Fault(f"  the loss is {loss:.6g} where no token counts; expected NaN, as torch has it, or 0")
+        return question.Fault(f"  the loss is {loss:.6g} where no token counts; expected NaN, as torch has it, or 0")
     for name, x in outputs.items():
         if x.count_nonzero():
             mistake = "gradients are divided by the number of tokens that count, 0"
-            text = f"  the gradient of {name} is not 0 where no token counts: {x.flatten()[0].item():.6g}, ..."
-            return Fault(f"{text}\n  pattern: {mistake}", mistake)
+            place = f"  the gradient of {name} is not 0 where no token counts: {x.flatten()[0].item():.6g}, ..."
+            return question.Fault(f"{place}\n  pattern: {mistake}", mistake)
     return None

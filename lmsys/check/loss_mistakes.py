@@ -6,6 +6,7 @@ Legend: N tokens, V vocabulary.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -101,18 +102,26 @@ def mistakes(problem: Problem) -> Mistakes:
         smoothed[f"labels are smoothed by {amount:g}"] = _smoothed(1.0 - amount, amount)
         smoothed[f"labels are smoothed by {amount:g}, and their sum is not 1"] = _smoothed(1.0 - amount, 1.0)
     others: dict[str, Formula] = {
-        "the softmax is taken over tokens, not over classes": _over_tokens,
-        "targets are shifted by a token once more": _shifted,
+        "the softmax is taken over tokens, not over classes": (
+            lambda x, s: mean(-at_target(logits_of(x).log_softmax(dim=0), s), s)
+        ),
+        "targets are shifted by a token once more": (
+            lambda x, s: F.cross_entropy(logits_of(x)[:-1], s["targets"][1:], ignore_index=s["ignore_index"])
+        ),
         "the logarithm has base 2": lambda x, s: right(x, s) / math.log(2),
         "it is a probability, not its logarithm: the mean of 1 - p": lambda x, s: mean(1 - (-losses(x, s)).exp(), s),
     }
-    ignored = {} if bool(counted.all()) else IGNORED
-    in_weight = _of_weights(counted) if "weight" in problem.inputs else {}
     return {
         **forwards({"the losses are summed, not averaged": lambda x, s: losses(x, s).sum()}),
         **forwards(MAXIMUM, torch.float32),
-        **forwards(ignored | _of_vocabulary(vocabulary) | _of_chunks(tokens) | others | smoothed),
-        **backwards(right, _of_gradients(counted) | in_weight),
+        **forwards(
+            ({} if bool(counted.all()) else IGNORED)
+            | _of_vocabulary(vocabulary)
+            | _of_chunks(tokens)
+            | others
+            | smoothed
+        ),
+        **backwards(right, _of_gradients(counted) | (_of_weights(counted) if "weight" in problem.inputs else {})),
     }
 
 
@@ -164,11 +173,9 @@ IGNORED: dict[str, Formula] = {
 
 
 def _of_vocabulary(vocabulary: int) -> dict[str, Formula]:
-    def padded(more: int, by: float) -> Formula:
+    def padded(more: int, by: float = 0.0) -> Formula:
+        """With classes behind the last one, or without the last where `more` is less than 0."""
         return of_sum(lambda x: F.pad(x, (0, more), value=by).logsumexp(dim=-1))
-
-    def of_first(classes: int) -> Formula:
-        return of_sum(lambda x: x[:, :classes].logsumexp(dim=-1))
 
     def repeated(times: int) -> Formula:
         return lambda x, s: right(x, s) + math.log(times)
@@ -179,37 +186,28 @@ def _of_vocabulary(vocabulary: int) -> dict[str, Formula]:
             for more in padding(vocabulary)
             for by in FINITE
         },
-        **{f"classes from {classes} on do not count in the sum": of_first(classes) for classes in cut(vocabulary)},
-        **{f"every class counts {times} times in the sum of exponentials": repeated(times) for times in (2, 4, 8)},
+        **{
+            f"classes from {classes} on do not count in the sum": padded(classes - vocabulary)
+            for classes in cut(vocabulary)
+        },
+        **{f"every class counts {times} times in the sum of exponentials": (repeated(times)) for times in (2, 4, 8)},
     }
 
 
 def _of_chunks(tokens: int) -> dict[str, Formula]:
-    def of_means(size: int) -> Formula:
-        def formula(inputs: Inputs, settings: Settings) -> Tensor:
-            sums, counted = (x.split(size) for x in (losses(inputs, settings), counts(settings)))
-            means = [x.sum() / some.sum().clamp(min=1) for x, some in zip(sums, counted, strict=True)]
-            return torch.stack(means).mean()
-
-        return formula
-
-    sizes = [size for size in CHUNKS if size < tokens]
-    parts = [parts for parts in (2, 4, 8) if math.ceil(tokens / parts) not in CHUNKS]
+    sizes = {f"chunks of {size} tokens": size for size in CHUNKS if size < tokens}
+    parts = {f"{parts} chunks": math.ceil(tokens / parts) for parts in (2, 4, 8)}
+    sizes |= {words: size for words, size in parts.items() if size not in CHUNKS}
     return {
-        **{f"the mean of the means of chunks of {n} tokens, which hold unequal counts": of_means(n) for n in sizes},
-        **{
-            f"the mean of the means of {n} chunks, which hold unequal counts": of_means(math.ceil(tokens / n))
-            for n in parts
-        },
+        f"the mean of the means of {words}, which hold unequal counts": partial(_mean_of_means, size=size)
+        for words, size in sizes.items()
     }
 
 
-def _over_tokens(inputs: Inputs, settings: Settings) -> Tensor:
-    return mean(-at_target(logits_of(inputs).log_softmax(dim=0), settings), settings)
-
-
-def _shifted(inputs: Inputs, settings: Settings) -> Tensor:
-    return F.cross_entropy(logits_of(inputs)[:-1], settings["targets"][1:], ignore_index=settings["ignore_index"])
+def _mean_of_means(inputs: Inputs, settings: Settings, size: int) -> Tensor:
+    sums, counted = (x.split(size) for x in (losses(inputs, settings), counts(settings)))
+    means = [x.sum() / some.sum().clamp(min=1) for x, some in zip(sums, counted, strict=True)]
+    return torch.stack(means).mean()
 
 
 def _smoothed(of_label: float, of_all: float) -> Formula:
@@ -254,8 +252,8 @@ def _through_the_head(
 
     def gradients(problem: Problem, _: Outputs) -> Outputs:
         inputs, counted, logits = problem.inputs, counts(problem.settings), logits_of(problem.inputs)
-        targets = problem.settings["targets"].where(counted, 0)
-        one_hot = F.one_hot(targets, logits.shape[-1]).to(logits).where(counted[:, None], 0)
+        one_hot = F.one_hot(problem.settings["targets"].where(counted, 0), logits.shape[-1])
+        one_hot = one_hot.to(logits).where(counted[:, None], 0)
         d_logits = of_logits(logits.softmax(dim=-1), one_hot).where(tokens[:, None], 0)
         d_logits = d_logits * problem.upstream / counted.sum()
         if "logits" in inputs:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys.check import question, signature
 from lmsys.check.formulas import (
     DTYPES,
     NARROW,
@@ -33,19 +34,17 @@ from lmsys.check.formulas import (
     parts_of_sum,
     questions_of,
 )
-from lmsys.check.question import Fault, Options, Question
-from lmsys.check.signature import Called, Roles, built, called, is_module
 from lmsys.extremes.model import ROWS, large_mean
 from lmsys.registry import Entry
 
-ROLES: Roles = {
+ROLES: signature.Roles = {
     "x": ("x", "input", "hidden", "hidden_states", "inp"),
     "weight": ("weight", "w", "gamma", "scale", "g"),
     "bias": ("bias", "b", "beta"),
     "eps": ("eps", "epsilon", "variance_epsilon", "norm_eps"),
     "shape": ("normalized_shape",),
 }
-BUILT: Roles = {
+BUILT: signature.Roles = {
     "width": ("dim", "d_model", "hidden_size", "width", "n_embd", "features", "d", "normalized_shape", "ndim"),
     "eps": ROLES["eps"],
 }
@@ -64,13 +63,14 @@ EXTREME = ROWS | {"rows with a large mean": large_mean}
 LARGE_MEAN = Asked("rows with a large mean", ODD, extreme="rows with a large mean")
 
 
-def questions(entry: Entry, options: Options) -> Iterator[Question]:
+def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
     """The cases, of a LayerNorm where there is a bias."""
     implementation = entry.load()
-    if is_module(implementation):
-        with_bias = len(list(built(implementation, BUILT, {"width": 64, "eps": EPS}).parameters())) > 1
-    else:
-        with_bias = called(implementation, ROLES).has("bias")
+    with_bias = (
+        len(list(signature.built(implementation, BUILT, {"width": 64, "eps": EPS}).parameters())) > 1
+        if signature.is_module(implementation)
+        else signature.called(implementation, ROLES).has("bias")
+    )
     return questions_of(
         (*CASES, LARGE_MEAN) if with_bias else CASES,
         partial(_judged, implementation, with_bias, options),
@@ -78,26 +78,30 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
     )
 
 
-def _judged(implementation: Any, with_bias: bool, options: Options, asked: Asked) -> Fault | None:
+def _judged(implementation: Any, with_bias: bool, options: question.Options, asked: Asked) -> question.Fault | None:
     problem = _problem(asked, options, with_bias)
     formula, mistakes = (layer_norm, layer_norm_mistakes) if with_bias else (rms_norm, rms_norm_mistakes)
-    call = _of_module(implementation, problem) if is_module(implementation) else called(implementation, ROLES)
+    call = (
+        _of_module(implementation, problem)
+        if signature.is_module(implementation)
+        else signature.called(implementation, ROLES)
+    )
     return judge(call, formula, mistakes, problem, plain_formula=layer_norm if with_bias else plain_rms_norm)
 
 
-def _of_module(implementation: Any, problem: Problem) -> Called:
+def _of_module(implementation: Any, problem: Problem) -> signature.Called:
     """The module as a function: its parameters take the place of weight and bias."""
     x = problem.inputs["x"]
-    module = built(implementation, BUILT, {"width": x.shape[-1], "eps": EPS}).to(x.device, x.dtype)
+    module = signature.built(implementation, BUILT, {"width": x.shape[-1], "eps": EPS}).to(x.device, x.dtype)
 
     def call(x: Tensor, **parameters: Tensor) -> Any:
-        names = [name for name, _ in module.named_parameters()]
-        return torch.func.functional_call(module, dict(zip(names, parameters.values(), strict=False)), (x,))
+        given = zip(dict(module.named_parameters()), parameters.values(), strict=False)
+        return torch.func.functional_call(module, dict(given), (x,))
 
-    return Called(call, {name: name for name in problem.inputs}, by_place=False)
+    return signature.Called(call, {name: name for name in problem.inputs}, by_place=False)
 
 
-def _problem(asked: Asked, options: Options, with_bias: bool) -> Problem:
+def _problem(asked: Asked, options: question.Options, with_bias: bool) -> Problem:
     """The inputs of a case; weights are around 1, and none is 1."""
     size, width = asked.more.get("size", 1.0), asked.shape[-1]
     inputs = {"x": drawn(options, "x", *asked.shape) * size, "weight": 1 + drawn(options, "weight", width) / 4}
@@ -174,8 +178,7 @@ def rms_norm_mistakes(problem: Problem) -> Mistakes:
 
 def layer_norm_mistakes(problem: Problem) -> Mistakes:
     """The plainest first."""
-    x = problem.inputs["x"]
-    width = x.shape[-1]
+    x, width = problem.inputs["x"], problem.inputs["x"].shape[-1]
     plainest: dict[str, Formula] = {
         "the mean is not subtracted, as RMSNorm has it": of_parts(rms, False),
         "the mean is subtracted, and the variance is that around 0": _with_squares_of_mean(1.0),
@@ -187,16 +190,20 @@ def layer_norm_mistakes(problem: Problem) -> Mistakes:
         )
         for more in padding(width)
     }
-    exchanged: dict[str, Gradients] = {
-        "the gradients of weight and bias are exchanged": (
-            lambda exact, right: {"weight": right["bias"], "bias": right["weight"]}
-        )
-    }
     return {
         **forwards(plainest | _of_divisors(width, True) | padded),
         **forwards({"the variance is mean(x^2) - mean(x)^2: the difference of large numbers": _one_pass}, x.dtype),
         **forwards({"the bias is not added": of_parts(rms, True, bias=0.0)}),
-        **backwards(layer_norm, _of_dx(True) | _of_weights(x, True) | exchanged),
+        **backwards(
+            layer_norm,
+            _of_dx(True)
+            | _of_weights(x, True)
+            | {
+                "the gradients of weight and bias are exchanged": (
+                    lambda exact, right: {"weight": right["bias"], "bias": right["weight"]}
+                )
+            },
+        ),
     }
 
 
@@ -223,18 +230,18 @@ def _over(width: int, columns: int) -> Divisor:
     return lambda x, eps: (mean_of(x * x) * width / columns + eps).sqrt()
 
 
-def _of_first(columns: int) -> Divisor:
-    return lambda x, eps: rms(x[..., :columns], eps)
-
-
-def _always(eps: float) -> Divisor:
-    return lambda x, _: rms(x, eps)
+def _root(columns: int | None = None, eps: float | None = None) -> Divisor:
+    """That of the first columns alone, or with an eps of its own."""
+    return lambda x, given: rms(x[..., :columns], given if eps is None else eps)
 
 
 def _of_divisors(width: int, centred: bool) -> dict[str, Formula]:
     divisors: dict[str, Divisor] = {
         "eps is added to the root, not inside of it": lambda x, eps: rms(x, 0.0) + eps,
-        **{f"eps is always {eps:g}, whatever is given" if eps else "eps is missing": _always(eps) for eps in USUAL_EPS},
+        **{
+            f"eps is always {eps:g}, whatever is given" if eps else "eps is missing": _root(eps=eps)
+            for eps in USUAL_EPS
+        },
         "eps is squared": lambda x, eps: rms(x, eps * eps),
         "eps is added to the sum of squares, not to their mean": lambda x, eps: rms(x, eps / width),
         "no root is taken": lambda x, eps: rms(x, eps).square(),
@@ -247,7 +254,7 @@ def _of_divisors(width: int, centred: bool) -> dict[str, Formula]:
             f"the sum of squares is divided by {width + more} columns, not by {width}": _over(width, width + more)
             for more in padding(width)
         },
-        **{f"columns from {kept} on do not count in the mean of squares": _of_first(kept) for kept in cut(width)},
+        **{f"columns from {kept} on do not count in the mean of squares": (_root(kept)) for kept in cut(width)},
     }
     weights: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "the weight is applied as 1 + weight": lambda y, w: y * (1 + w),
@@ -256,8 +263,9 @@ def _of_divisors(width: int, centred: bool) -> dict[str, Formula]:
         "the weight is applied twice": lambda y, w: y * w * w,
         "it is divided by the weight": torch.div,
     }
-    formulas = {text: of_parts(divisor, centred) for text, divisor in divisors.items()}
-    return formulas | {text: of_parts(rms, centred, weighted) for text, weighted in weights.items()}
+    return {text: of_parts(divisor, centred) for text, divisor in divisors.items()} | {
+        text: of_parts(rms, centred, weighted) for text, weighted in weights.items()
+    }
 
 
 def _of_dx(centred: bool) -> dict[str, Gradients]:

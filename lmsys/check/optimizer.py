@@ -13,23 +13,21 @@ from itertools import chain, product
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lmsys import registry, testing
+from lmsys.check import optimizer_runs, question
 from lmsys.check.optimizer_formula import FORMS, Adam, Form, Formula, Run, Sgd, Trace
-from lmsys.check.optimizer_runs import Asked, Claim, asked_of, claim_of, run_of, trace_of
-from lmsys.check.question import Fault, Options, Question, worst
 
 
-def questions(entry: registry.Entry, options: Options) -> Iterator[Question]:
+def questions(entry: registry.Entry, options: question.Options) -> Iterator[question.Question]:
     """The runs, from the first step to the rarest inputs. ValueError for what claims to be no known algorithm."""
     optimizer = entry.load()
-    claim, device = claim_of(optimizer), _device()
+    claim, device = optimizer_runs.claim_of(optimizer), _device()
     form = form_of(optimizer, claim, options.seed, device)
     held_to = f"{claim}\n  its first steps are those of {form}" if form and form.differs else str(claim)
-    for asked in asked_of(claim):
+    for asked in optimizer_runs.asked_of(claim):
         about = f"{asked.about}, {str(asked.dtype).removeprefix('torch.')}"
-        yield Question(
+        yield question.Question(
             about,
             partial(failure, optimizer, claim, form, asked, options.seed, device),
             f"{about}\n  {held_to}",
@@ -38,10 +36,10 @@ def questions(entry: registry.Entry, options: Options) -> Iterator[Question]:
         )
 
 
-def remark(entry: registry.Entry, options: Options) -> str:
+def remark(entry: registry.Entry, options: question.Options) -> str:
     """The form that the optimizer follows, in words."""
     optimizer = entry.load()
-    claim = claim_of(optimizer)
+    claim = optimizer_runs.claim_of(optimizer)
     return str(form_of(optimizer, claim, options.seed, _device()) or FORMS[claim.algorithm][0])
 
 
@@ -52,13 +50,13 @@ def _device() -> str:
 NEAR_EPS = 2.0**-27  # gradients of about 7.5e-9: beside them an eps of 1e-8 counts
 
 
-def form_of(optimizer: Any, claim: Claim, seed: int, device: str) -> Form | None:
+def form_of(optimizer: Any, claim: optimizer_runs.Claim, seed: int, device: str) -> Form | None:
     """The form that an optimizer follows for the most of its first steps; None where no form has its very first."""
-    decay = {"weight_decay": 0.5} if claim.algorithm == "AdamW" and "weight_decay" in claim.settings else {}
-    run = run_of(Asked("the first steps", 4, (decay,)), seed, device)
+    decay = claim.taken({"weight_decay": 0.5}) if claim.algorithm == "AdamW" else {}
+    run = optimizer_runs.run_of(optimizer_runs.Asked("the first steps", 4, (decay,)), seed, device)
     run = replace(run, gradients=[[g * NEAR_EPS for g in of_step if g is not None] for of_step in run.gradients])
     try:
-        made = trace_of(optimizer, claim, run)
+        made = optimizer_runs.trace_of(optimizer, claim, run)
     except Exception:
         return None  # the questions say so
     if not all(bool(p.isfinite().all()) for of_step in made for p in of_step):
@@ -76,28 +74,30 @@ def _followed(form: Form, run: Run, begins: Trace, made: Trace) -> int:
     return [*right, False].index(False)
 
 
-def failure(optimizer: Any, claim: Claim, form: Form | None, asked: Asked, seed: int, device: str) -> Fault | None:
+def failure(
+    optimizer: Any, claim: optimizer_runs.Claim, form: Form | None, asked: optimizer_runs.Asked, seed: int, device: str
+) -> question.Fault | None:
     """The fault of an optimizer's steps in a run; None where there is none. form: None is held to torch's."""
-    run = run_of(asked, seed, device)
+    run = optimizer_runs.run_of(asked, seed, device)
     changed: list[tuple[int, int]] = []
     try:
-        made = trace_of(optimizer, claim, run, changed=lambda step, i: changed.append((step, i)))
+        made = optimizer_runs.trace_of(optimizer, claim, run, changed=lambda step, i: changed.append((step, i)))
     except Exception as error:
-        return Fault.raised(error)
+        return question.Fault.raised(error)
     if changed and not asked.in_place:
         step, i = changed[0]
         changes = f"step {step + 1} of {asked.steps} changes the gradient of parameter {i} in place"
-        return Fault(f"  {changes}: what reads it afterwards, such as accumulation, reads another", changes)
+        return question.Fault(f"  {changes}: what reads it afterwards, such as accumulation, reads another", changes)
     begins = None if asked.masters else [list(run.parameters), *made[:-1]]
     exact = Formula((form or FORMS[claim.algorithm][0]).rule).trace(run, begins)
     plain = _plain(claim, form, run, begins)
     for step, i in product(range(asked.steps), range(len(run.parameters))):
         p, before = made[step][i], run.parameters[i]
         if p.dtype != before.dtype or p.shape != before.shape:
-            return Fault(f"  step {step + 1} makes parameter {i} {p.dtype} of shape {tuple(p.shape)}")
+            return question.Fault(f"  step {step + 1} makes parameter {i} {p.dtype} of shape {tuple(p.shape)}")
         ratios = _ratios(p, exact[step][i], plain[step][i])
         if max(ratios) > 1:
-            return Fault.explained(
+            return question.Fault.explained(
                 _place(asked, step, i, ratios, p, exact[step][i]),
                 explain(claim, form, asked, run, (made, exact, plain), begins),
                 max(ratios),
@@ -105,29 +105,34 @@ def failure(optimizer: Any, claim: Claim, form: Form | None, asked: Asked, seed:
     return None
 
 
-def _plain(claim: Claim, form: Form | None, run: Run, begins: Trace | None) -> Trace:
+def _plain(claim: optimizer_runs.Claim, form: Form | None, run: Run, begins: Trace | None) -> Trace:
     """The run in its dtype; one with masters in float32, rounded when it is read."""
     dtype = run.parameters[0].dtype
     if begins is None:
         gradients = [[None if g is None else g.float() for g in of_step] for of_step in run.gradients]
         run = replace(run, parameters=[p.float() for p in run.parameters], gradients=gradients)
-    if form and form.differs:  # torch has no optimizer of it
-        made = Formula(form.rule).trace(run, begins, run.parameters[0].dtype)
-    else:
-        made = trace_of(claim.plain, replace(claim, masters=None), replace(run, reloads=frozenset()), begins)
+    made = (
+        Formula(form.rule).trace(run, begins, run.parameters[0].dtype)
+        if form and form.differs  # torch has no optimizer of it
+        else optimizer_runs.trace_of(
+            claim.plain, replace(claim, masters=None), replace(run, reloads=frozenset()), begins
+        )
+    )
     return [[p.to(dtype) for p in parameters] for parameters in made]
 
 
-def _ratios(made: Tensor, exact: Tensor, plain: Tensor) -> list[float]:
+def _ratios(made: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> list[float]:
     """The error of each row, of a vector as a whole, over its budget."""
     rows = zip(*(x.reshape(-1, x.shape[-1]) for x in (made, exact, plain)), strict=True)
     return [testing.error_ratio(*row) for row in rows]
 
 
-def _place(asked: Asked, step: int, i: int, ratios: list[float], made: Tensor, exact: Tensor) -> str:
+def _place(
+    asked: optimizer_runs.Asked, step: int, i: int, ratios: list[float], made: torch.Tensor, exact: torch.Tensor
+) -> str:
     row, wrong, size = ratios.index(max(ratios)), sum(ratio > 1 for ratio in ratios), asked.sizes.get(step)
     made, exact = (x.reshape(len(ratios), -1)[row] for x in (made, exact))
-    (column,) = worst(made, exact)
+    (column,) = question.worst(made, exact)
     return (
         f"  step {step + 1} of {asked.steps}, parameter {i}, row {row}, column {column}: expected"
         f" {exact[column].item():.6g}, got {made[column].item():.6g}; the largest error is"
@@ -137,7 +142,12 @@ def _place(asked: Asked, step: int, i: int, ratios: list[float], made: Tensor, e
 
 
 def explain(
-    claim: Claim, form: Form | None, asked: Asked, run: Run, traces: tuple[Trace, Trace, Trace], begins: Trace | None
+    claim: optimizer_runs.Claim,
+    form: Form | None,
+    asked: optimizer_runs.Asked,
+    run: Run,
+    traces: tuple[Trace, Trace, Trace],
+    begins: Trace | None,
 ) -> str | None:
     """The mistake whose steps are those that were made, in words; None where no known one's are.
 
@@ -301,10 +311,7 @@ def mistakes(algorithm: str, rule: Adam | Sgd) -> Iterator[tuple[str, Formula]]:
     algorithm  "AdamW", "Adam" or "SGD"
     rule       its form, in which the mistakes are made
     """
-    for words, changes in RULES[algorithm].items():
-        yield words, Formula(replace(rule, **changes))
-    for words, changes in KEEPINGS[algorithm].items():
-        yield words, Formula(rule, **changes)
-    for form in FORMS[algorithm]:
-        if form.rule is not rule:
-            yield f"the form is not that of the first steps: here it is {form.words}", Formula(form.rule)
+    yield from ((words, Formula(replace(rule, **changes))) for words, changes in RULES[algorithm].items())
+    yield from ((words, Formula(rule, **changes)) for words, changes in KEEPINGS[algorithm].items())
+    for form in [form for form in FORMS[algorithm] if form.rule is not rule]:
+        yield f"the form is not that of the first steps: here it is {form.words}", Formula(form.rule)

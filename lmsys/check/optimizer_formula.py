@@ -86,14 +86,15 @@ class Adam:
     def step(self, p: Tensor, g: Tensor, state: State, settings: Settings, t: float) -> Tensor:
         """The new values of p; changes `state`."""
         beta1, beta2 = self.betas(*settings["betas"])
-        corrected = self.betas(*settings.get("corrected_by", settings["betas"]))
         g = g + self.in_gradient * settings["weight_decay"] * p
         m = beta1 * state.get("m", torch.zeros_like(p)) + (1 - beta1) * g
         v = beta2 * state.get("v", torch.zeros_like(p)) + (1 - beta2) * self.square(g)
-        corrections = self.corrections(*(1 - beta**t for beta in corrected))
+        corrected = self.betas(*settings.get("corrected_by", settings["betas"]))
         state |= {"m": self.keep(m), "v": self.keep(v)}
         p = p if self.late else self.decay(p, settings)
-        p = p - settings["lr"] * self.update(m, v, *corrections, settings["eps"])
+        p = p - settings["lr"] * self.update(
+            m, v, *self.corrections(*(1 - beta**t for beta in corrected)), settings["eps"]
+        )
         return self.decay(p, settings) if self.late else p
 
     def decay(self, p: Tensor, settings: Settings) -> Tensor:
@@ -163,8 +164,7 @@ class Formula:
 
         begins  by step, by parameter: the values that the step begins from; None: those that it has left itself
         """
-        loaded, of_all = False, 0
-        values = [p.to(dtype) for p in run.parameters]
+        loaded, of_all, values = False, 0, [p.to(dtype) for p in run.parameters]
         states: dict[Any, State] = defaultdict(dict)
         made: Trace = []
         for step, gradients in enumerate(run.gradients):
@@ -183,9 +183,8 @@ class Formula:
                 state = states[run.parameters[i].shape if self.shared else i]
                 state["t"] = state.get("t", 0) + 1
                 t = self.count(state["t"], step + 1, of_all)
-                kept = {} if self.forgets else state
                 g = torch.zeros_like(values[i]) if g is None else g.to(dtype)
-                values[i] = self.rule.step(values[i], g, kept, settings, t)
+                values[i] = self.rule.step(values[i], g, {} if self.forgets else state, settings, t)
             if self.weights is not None:
                 values = [p.to(self.weights).to(dtype) for p in values]
             made.append(values)

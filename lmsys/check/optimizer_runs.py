@@ -55,8 +55,7 @@ def claim_of(optimizer: Any) -> Claim:
     if "betas" in parameters and "adamw" in name.lower():
         algorithm, why = "AdamW", "it takes betas, and AdamW is in its name"
     elif "betas" in parameters:
-        algorithm = "Adam"
-        why = "it takes betas; with AdamW in its name it would be held to decoupled weight decay"
+        algorithm, why = "Adam", "it takes betas; with AdamW in its name it would be held to decoupled weight decay"
     elif "momentum" in parameters or "sgd" in name.lower():
         algorithm, why = "SGD", f"it takes {'momentum' if 'momentum' in parameters else 'no betas'}"
     else:
@@ -71,8 +70,7 @@ def _parameters(optimizer: Any) -> dict[str, inspect.Parameter]:
     settings: dict[str, inspect.Parameter] = {}
     for cls in [cls for cls in optimizer.__mro__ if "__init__" in vars(cls)]:
         parameters = list(inspect.signature(cls.__init__).parameters.values())
-        named = [x for x in parameters[2:] if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]
-        settings = {x.name: x for x in named} | settings
+        settings = {x.name: x for x in parameters[2:] if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)} | settings
         if all(x.kind != x.VAR_KEYWORD for x in parameters):
             break
     return settings
@@ -80,9 +78,8 @@ def _parameters(optimizer: Any) -> dict[str, inspect.Parameter]:
 
 def _masters(name: str, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any] | None:
     """An empty dict where the class keeps them unasked: its name says so."""
-    for setting, parameter in parameters.items():
-        if "master" in setting.lower():
-            return {setting: True} if isinstance(parameter.default, bool) else {}
+    if setting := next((setting for setting in parameters if "master" in setting.lower()), None):
+        return {setting: True} if isinstance(parameters[setting].default, bool) else {}
     return {} if "master" in name.lower() else None
 
 
@@ -118,12 +115,10 @@ class Asked:
 
     def why_not(self, claim: Claim) -> str | None:
         """None, or why an optimizer with this claim is not asked."""
-        needed = {name for settings in (*self.given, *self.changes.values()) for name in settings}
-        if lacking := sorted(needed - claim.settings):
+        if lacking := sorted(set().union(*self.given, *self.changes.values()) - claim.settings):
             return f"it takes no {', '.join(lacking)}"
-        if self.masters and claim.masters is None:
-            return "it claims no float32 masters: its bfloat16 weights round as torch's do"
-        return None
+        claims_none = "it claims no float32 masters: its bfloat16 weights round as torch's do"
+        return claims_none if self.masters and claim.masters is None else None
 
 
 def asked_of(claim: Claim) -> list[Asked]:
@@ -194,8 +189,7 @@ def run_of(asked: Asked, seed: int, device: str) -> Run:
         if step in asked.sizes:
             of_step = [extreme(g, asked.sizes[step], held_by_torch=True) for g in of_step]
         gradients.append([None if i in asked.missing.get(step, ()) else g for i, g in enumerate(of_step)])
-    parameters = [p.to(asked.dtype) for p in parameters]
-    return Run(parameters, asked.groups, settings, gradients, asked.reloads)
+    return Run([p.to(asked.dtype) for p in parameters], asked.groups, settings, gradients, asked.reloads)
 
 
 def trace_of(

@@ -6,6 +6,7 @@ that a right one would have, is named; where none is, the places that are wrong 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -82,13 +83,11 @@ def online(
     o = total = torch.zeros_like(top)
     for part, values in zip(scores.split(tile, dim=-1), v.split(tile, dim=-2), strict=True):
         grown = torch.maximum(top, part.amax(dim=-1, keepdim=True))
-        factor = (top - grown).exp()
-        factor = factor.detach() if detached == "factor" else factor
+        factor = (top - grown).exp().detach() if detached == "factor" else (top - grown).exp()
         p = (part - (grown.detach() if detached == "maximum" else grown)).exp()
         o = (o if "o" in kept else o * factor) + (near(p) if "P" in rounded else p) @ values
         added = (near(p) if "sum" in rounded else p).sum(dim=-1, keepdim=True)
-        total = (total if "sum" in kept else total * factor) + added
-        top = grown
+        top, total = grown, (total if "sum" in kept else total * factor) + added
     return o / total if divided else o
 
 
@@ -103,10 +102,9 @@ OF_ONLINE: dict[str, dict[str, Any]] = {  # mistakes in it
 
 
 def right(case: AttentionCase) -> Formula:
-    group = case.heads // case.kv_heads
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     causal = (lambda i, j: j <= i) if case.causal else (lambda i, j: j >= 0)
-    return Formula(scale, causal, lambda head: head // group)
+    return Formula(scale, causal, lambda head: head // (case.heads // case.kv_heads))
 
 
 def mistakes(case: AttentionCase) -> dict[str, Formula]:
@@ -116,9 +114,9 @@ def mistakes(case: AttentionCase) -> dict[str, Formula]:
     changes |= {words: {"visible": visible} for words, visible in _masks(case).items()}
     if case.causal:
         changes["masked scores are set to 0, not to minus infinity"] = {"hidden": 0.0}
-    for keys in sorted({case.queries, *range(16, case.keys, 16), *(case.keys // t * t for t in TILES), case.keys - 1}):
-        if 0 < keys < case.keys:
-            changes[f"keys from {keys} on are ignored"] = {"read": lambda x, n=keys: x[:, :, :n]}
+    ends = {case.queries, *range(16, case.keys, 16), *(case.keys // t * t for t in TILES), case.keys - 1}
+    for keys in sorted(ends & {*range(1, case.keys)}):
+        changes[f"keys from {keys} on are ignored"] = {"read": lambda x, n=keys: x[:, :, :n]}
     for more in sorted({-case.keys % tile for tile in TILES} - {0}):
         changes[f"{more} keys behind the last one are read as zeros"] = {
             "read": partial(torch.nn.functional.pad, pad=(0, 0, 0, more))
@@ -138,16 +136,15 @@ def _scales(case: AttentionCase) -> dict[str, Any]:
         "scale is ignored: it is always head_dim ** -0.5": usual,
         "scale comes on top of head_dim ** -0.5": scale * usual,
     }
-    padded = {
-        f"the scale is that of a head dimension padded to {size}": size**-0.5
-        for size in (32, 64, 128, 256)
-        if size > case.head_dim
-    }
     return (of_its_own if case.scale is not None else {}) | {
         "there is no scale: scores are q kᵀ": 1.0,
         "scores are divided by head_dim, not by its root": 1 / case.head_dim,
         "scores are multiplied by the root of head_dim": case.head_dim**0.5,
-        **padded,
+        **{
+            f"the scale is that of a head dimension padded to {size}": size**-0.5
+            for size in (32, 64, 128, 256)
+            if size > case.head_dim
+        },
         "exp2 is taken of scores that were not multiplied by log2(e)": scale * math.log(2),
     }
 
@@ -170,9 +167,8 @@ def _masks(case: AttentionCase) -> dict[str, Any]:
             f"the mask is applied within tiles of {tile} alone": lambda i, j, t=tile: j % t <= i % t,
         }
     if case.queries != case.keys:
-        more = case.keys - case.queries
         last = "the causal mask begins at the last key, not at the first (bottom right, not top left)"
-        masks[last] = lambda i, j: j <= i + more
+        masks[last] = lambda i, j: j <= i + case.keys - case.queries
     return masks
 
 
@@ -219,8 +215,9 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
         ),
     }
     for tile in [tile for tile in TILES if tile < 2 * case.queries]:
-        half = f"delta is made for the first half of each tile of {tile} alone"
-        made[half] = summed(p, p * (dp - delta * (rows % tile < tile // 2)))
+        made[f"delta is made for the first half of each tile of {tile} alone"] = summed(
+            p, p * (dp - delta * (rows % tile < tile // 2))
+        )
     if case.causal:
         made["the causal mask is ignored"] = with_p((scores - lse).exp())
         made["the causal mask is ignored, in the sum as well"] = with_p(scores.softmax(dim=-1))
@@ -256,8 +253,7 @@ def explain(case: AttentionCase, inputs: Inputs, outputs: Outputs, name: str, bu
         if is_(expected, max(1.0, float(expected.abs().max() / good.abs().max()))):
             return mistake
     if name == "o" and inputs.q.dtype == torch.float32 and not lost.any():
-        made = _roundings(case, inputs)
-        left = {mistake: float((output - expected).norm()) for mistake, expected in made.items()}
+        left = {mistake: float((output - x).norm()) for mistake, x in _roundings(case, inputs).items()}
         nearest = min(left, key=left.__getitem__)
         if left[nearest] < UNEXPLAINED * float((output - good).norm()):
             return nearest
@@ -300,13 +296,11 @@ def _elsewhere(case: AttentionCase, inputs: Inputs, good: Tensor, name: str) -> 
 
 def _of_online_softmax(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Tensor]:
     """The output `name` of an online softmax with each of its mistakes, by the mistake in words."""
-    undivided = partial(online, right(case), case.keys, divided=False)
-    made = {"o is not divided by the sum of the exponentials": outputs_of(undivided, inputs)[name]}
-    for tile in [tile for tile in ONLINE_TILES if tile < case.keys]:
-        for words, mistake in OF_ONLINE.items():
-            forward = partial(online, right(case), tile, **mistake)
-            made[f"{words} when the maximum grows, with tiles of {tile} keys"] = outputs_of(forward, inputs)[name]
-    return made
+    tried = {"o is not divided by the sum of the exponentials": partial(online, right(case), case.keys, divided=False)}
+    for tile, words in itertools.product([tile for tile in ONLINE_TILES if tile < case.keys], OF_ONLINE):
+        forward = partial(online, right(case), tile, **OF_ONLINE[words])
+        tried[f"{words} when the maximum grows, with tiles of {tile} keys"] = forward
+    return {words: outputs_of(forward, inputs)[name] for words, forward in tried.items()}
 
 
 def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
@@ -339,9 +333,8 @@ def _visible(case: AttentionCase, q: Tensor) -> Tensor:
 
 def _nearest(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """x rounded to `dtype`, in float64; None: to ten bits behind the point, which TF32 and float16 have."""
-    if dtype is not None:
-        return x.to(dtype).double()
-    return ((x.float().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).double()
+    bits = (x.float().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF
+    return (bits.view(torch.float32) if dtype is None else x.to(dtype)).double()
 
 
 def _rows_of(kind: str, at: Tensor) -> str | None:

@@ -136,9 +136,8 @@ def _of_axis(name: str, at: Sequence[int], size: int) -> str:
     if len(at) == last - first + 1:
         tail = f", the last {len(at)}" if last == size - 1 else f", the first {len(at)}" if first == 0 else ""
         return f"{names} {first} to {last} of {size}{tail}"
-    steps = {b - a for a, b in zip(at, at[1:], strict=False)}
-    if len(steps) == 1:
-        return f"{names} {first}, {first + steps.pop()}, ... {last} of {size}"
+    if list(at) == [*range(first, last + 1, at[1] - first)]:
+        return f"{names} {first}, {at[1]}, ... {last} of {size}"
     return f"{len(at)} of {size} {names}, from {first} to {last}"
 
 
@@ -175,9 +174,9 @@ class Holds:
     @property
     def right(self) -> bool:
         """True where nothing is wrong, and in each direction something is right."""
-        totals = [
+        totals = (
             sum((of[name] for of in self.counts.values()), Counter[str]()) for name in DIRECTIONS[: 1 + self.grad]
-        ]
+        )
         return all(total["right"] and not total["wrong"] for total in totals)
 
     def worst(self, direction: str) -> dict[str, str]:
@@ -188,8 +187,10 @@ class Holds:
     def __str__(self) -> str:
         width = max(map(len, self.counts), default=0) + 2
         lines = ["  " + " " * width + f"{DIRECTIONS[0]:24}{DIRECTIONS[1] if self.grad else ''}".rstrip()]
-        for aspect, of in self.counts.items():
-            lines.append(f"  {aspect:{width}}{_cell(of['forward']):24}{_cell(of['backward'])}".rstrip())
+        lines += [
+            f"  {aspect:{width}}{_cell(of['forward']):24}{_cell(of['backward'])}".rstrip()
+            for aspect, of in self.counts.items()
+        ]
         return "\n".join(lines)
 
 

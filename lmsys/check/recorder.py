@@ -136,8 +136,7 @@ class Recorder:
             number = self._counts[group.group_name]
             self._counts[group.group_name] += 1
         keys = self._note(what, group, number)
-        noted = _read(keys, PEER_S)
-        if noted is None:
+        if (noted := _read(keys, PEER_S)) is None:
             missing = [str(rank) for rank, key in enumerate(keys) if not _store().check([key])]
             doing.now(f"{doing.last()}, where it waits for rank {', '.join(missing)} in {what}")
             return
@@ -179,8 +178,7 @@ def _store() -> Any:
 
 def _read(keys: list[str], timeout_s: float) -> list[str] | None:
     """The notes under these keys, once the store has all of them; None when the time is up."""
-    store = _store()
-    before = store.timeout
+    store, before = _store(), _store().timeout
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     try:
         return [note.decode() for note in store.multi_get(keys)]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys.check import question, signature
 from lmsys.check.formulas import (
     NARROW,
     RESULT,
@@ -24,7 +25,6 @@ from lmsys.check.formulas import (
     Gradients,
     Inputs,
     Mistakes,
-    Outputs,
     Problem,
     Settings,
     backwards,
@@ -35,19 +35,17 @@ from lmsys.check.formulas import (
     questions_of,
     run,
 )
-from lmsys.check.question import Fault, Options, Question
-from lmsys.check.signature import Called, Roles, built, called, is_module
 from lmsys.extremes.model import ROWS
 from lmsys.registry import Entry
 
-ROLES: Roles = {
+ROLES: signature.Roles = {
     "x": ("x", "q", "input", "in_query_or_key", "t"),
     "positions": ("positions", "token_positions", "position_ids", "pos"),
     "cos": ("cos",),
     "sin": ("sin",),
     "theta": ("theta", "base", "rope_theta"),
 }
-BUILT: Roles = {
+BUILT: signature.Roles = {
     "theta": ROLES["theta"],
     "head_dim": ("head_dim", "d_k", "dim", "d_head", "rotary_dim"),
     "length": ("max_seq_len", "context_length", "max_position_embeddings", "max_len", "seq_len"),
@@ -68,10 +66,10 @@ CASES = (
 )
 
 
-def questions(entry: Entry, options: Options) -> Iterator[Question]:
+def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
     """The cases; which pairs are turned is what the first one shows."""
     implementation = entry.load()
-    call = None if is_module(implementation) else called(implementation, ROLES)
+    call = None if signature.is_module(implementation) else signature.called(implementation, ROLES)
     takes_theta = call is None or call.has("theta") or call.has("cos")
 
     def reason(asked: Asked) -> str | None:
@@ -80,13 +78,13 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
     return questions_of(CASES, partial(_judged, implementation, options), options, reason)
 
 
-def remark(entry: Entry, options: Options) -> str:
+def remark(entry: Entry, options: question.Options) -> str:
     """Says which pairs are turned."""
     return f"it turns {pairs_of(entry.load(), options)}"
 
 
 @cache
-def pairs_of(implementation: Any, options: Options) -> str:
+def pairs_of(implementation: Any, options: question.Options) -> str:
     """NEIGHBOURS or HALVES: the nearer to what it gives for the first case. HALVES where it raises."""
     problems = {pairs: _problem(CASES[0], options, pairs) for pairs in (HALVES, NEIGHBOURS)}
     try:
@@ -97,23 +95,23 @@ def pairs_of(implementation: Any, options: Options) -> str:
     return min(errors, key=lambda pairs: errors[pairs])
 
 
-def _call_of(implementation: Any, problem: Problem) -> Called:
+def _call_of(implementation: Any, problem: Problem) -> signature.Called:
     """The function; of a class a module with the problem's theta."""
-    if is_module(implementation):
+    if signature.is_module(implementation):
         x = problem.inputs["x"]
-        implementation = built(
+        implementation = signature.built(
             implementation, BUILT, {"theta": problem.settings["theta"], "head_dim": x.shape[-1], "length": LONGEST}
         ).to(x.device)
-    return called(implementation, ROLES)
+    return signature.called(implementation, ROLES)
 
 
-def _judged(implementation: Any, options: Options, asked: Asked) -> Fault | None:
+def _judged(implementation: Any, options: question.Options, asked: Asked) -> question.Fault | None:
     problem = _problem(asked, options, pairs_of(implementation, options))
     call = _call_of(implementation, problem)
     return judge(call, right, partial(mistakes, call), problem, plain_formula=plain)
 
 
-def _problem(asked: Asked, options: Options, pairs: str) -> Problem:
+def _problem(asked: Asked, options: question.Options, pairs: str) -> Problem:
     """The inputs of a case. Tables are float32."""
     head_dim, theta = asked.shape[-1], asked.more.get("theta", THETA)
     x = drawn(options, "x", *asked.shape)
@@ -121,8 +119,13 @@ def _problem(asked: Asked, options: Options, pairs: str) -> Problem:
         ROWS[asked.extreme](x.view(-1, head_dim))
     positions = torch.arange(asked.shape[2]) * asked.more.get("step", 1) + asked.more.get("first position", 0)
     angles = positions.double()[:, None] * theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
-    settings = {"positions": positions, "theta": theta, "pairs": pairs}
-    settings |= {"cos": angles.cos().float(), "sin": angles.sin().float()}
+    settings = {
+        "positions": positions,
+        "theta": theta,
+        "pairs": pairs,
+        "cos": angles.cos().float(),
+        "sin": angles.sin().float(),
+    }
     return Problem.of(asked, options, {"x": x}, settings, drawn(options, "upstream", *asked.shape))
 
 
@@ -171,7 +174,7 @@ def plain(inputs: Inputs, settings: Settings) -> Tensor:
     )
 
 
-def mistakes(call: Called, problem: Problem) -> Mistakes:
+def mistakes(call: signature.Called, problem: Problem) -> Mistakes:
     """The plainest first; of a function that is given tables, those of positions and frequencies are not its own."""
     plainest: dict[str, Formula] = {
         "it turns the other way: the sine has the wrong sign": by(lambda x, s: -angles_of(x, s)),
@@ -181,10 +184,9 @@ def mistakes(call: Called, problem: Problem) -> Mistakes:
         "pairs are mixed up: tables of halves, and neighbours are turned": _mixed(NEIGHBOURS, HALVES),
         "only the first half of the head dimension is turned": _half_turned,
     }
-    of_angles = {} if call.has("cos") else forwards(ANGLES) | forwards(_rounded(problem.dtype), torch.float32)
     return {
         **forwards(plainest),
-        **of_angles,
+        **({} if call.has("cos") else forwards(ANGLES) | forwards(_rounded(problem.dtype), torch.float32)),
         **forwards({"the batch's second axis, heads, is taken for the sequence": _over_heads}),
         **backwards(right, BACKWARDS),
     }
@@ -192,13 +194,9 @@ def mistakes(call: Called, problem: Problem) -> Mistakes:
 
 def _turning(times: float) -> Gradients:
     """A backward that turns by so many times the angles."""
-
-    def gradients(exact: Problem, _: Outputs) -> Outputs:
-        return {
-            "x": turned(exact.upstream, times * angles_of(exact.inputs["x"], exact.settings), exact.settings["pairs"])
-        }
-
-    return gradients
+    return lambda exact, _: {
+        "x": turned(exact.upstream, times * angles_of(exact.inputs["x"], exact.settings), exact.settings["pairs"])
+    }
 
 
 BACKWARDS = {
@@ -239,18 +237,15 @@ def _rounded(dtype: torch.dtype) -> dict[str, Formula]:
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).to(torch.float32)
 
-    def product(positions: Tensor, frequencies: Tensor) -> Tensor:
-        return positions[:, None] * frequencies
-
     return {
         "positions are rounded to the dtype of x": (
-            by(lambda x, s: product(rounded(s["positions"]), frequencies(x, s["theta"])))
+            by(lambda x, s: rounded(s["positions"])[:, None] * frequencies(x, s["theta"]))
         ),
         "frequencies are rounded to the dtype of x": (
-            by(lambda x, s: product(s["positions"], rounded(frequencies(x, s["theta"]))))
+            by(lambda x, s: s["positions"][:, None] * rounded(frequencies(x, s["theta"])))
         ),
         "positions and frequencies are rounded to the dtype of x": (
-            by(lambda x, s: rounded(product(rounded(s["positions"]), rounded(frequencies(x, s["theta"])))))
+            by(lambda x, s: rounded(rounded(s["positions"])[:, None] * rounded(frequencies(x, s["theta"]))))
         ),
         "angles are rounded to the dtype of x": by(lambda x, s: rounded(angles_of(x, s))),
     }

@@ -21,9 +21,8 @@ def parameters_of(implementation: Any) -> dict[str, inspect.Parameter]:
     """The parameters of a call by name: an autograd Function's without ctx, for a module's class its forward's."""
     if is_module(implementation) or is_function(implementation):
         return dict(list(inspect.signature(implementation.forward).parameters.items())[1:])
-    if isinstance(implementation, nn.Module):
-        return dict(inspect.signature(implementation.forward).parameters)
-    return dict(inspect.signature(implementation).parameters)
+    call = implementation.forward if isinstance(implementation, nn.Module) else implementation
+    return dict(inspect.signature(call).parameters)
 
 
 MARKS = {  # by kind: names of which a parameter has one; in a class also those that it is built with
@@ -41,9 +40,8 @@ def kind_of(implementation: Any) -> str | None:
     names = names_of(parameters_of(implementation))
     if is_module(implementation):
         names |= names_of(inspect.signature(implementation).parameters)
-    if names & {"params", "module"} or {"q", "k", "v"} <= names:  # optimizers, strategies, attention
-        return None
-    return next((kind for kind, marks in MARKS.items() if names & marks), None)
+    others = names & {"params", "module"} or {"q", "k", "v"} <= names  # optimizers, strategies, attention
+    return None if others else next((kind for kind, marks in MARKS.items() if names & marks), None)
 
 
 def names_of(parameters: Iterable[str]) -> set[str]:

@@ -18,10 +18,8 @@ from types import SimpleNamespace
 
 import torch
 
-from lmsys.check.question import Fault, Options, Question
-from lmsys.check.recorder import Mismatch, PeerFailed
+from lmsys.check import question, recorder, trained
 from lmsys.check.strategy_mistakes import Ask, Rule, Rules, explain, rules
-from lmsys.check.trained import Before, Failure, Result, plain, prepare, train, why_not, wrong_parameters
 from lmsys.extremes.strategy import OPTIMIZERS, Trial, trials
 from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.registry import Entry
@@ -33,11 +31,11 @@ START_S, TRIAL_S = 120.0, 12.0  # to start ranks and import what they need; for 
 
 def questions(
     entry: Entry,
-    options: Options,
+    options: question.Options,
     ranks: "Ranks | None" = None,
     trials: Callable[[int, int], Sequence[Trial]] = trials,
     rules: Rules = rules,
-) -> Iterator[Question]:
+) -> Iterator[question.Question]:
     """The trials, from the simplest to the rarest. Ranks start once, and again only where a trial has ended them.
 
     ranks  ones that run already, and go on; None: they start here, and end behind the last question
@@ -46,13 +44,13 @@ def questions(
     row, device = entry.load(), "cuda" if torch.cuda.device_count() >= WORLD_SIZE else "cpu"
     with nullcontext(ranks) if ranks else Ranks() as running:
         for trial in trials(WORLD_SIZE, options.seed):
-            reason = entry.why_not(SimpleNamespace(device=device)) or why_not(entry, trial, row)
+            reason = entry.why_not(SimpleNamespace(device=device)) or trained.why_not(entry, trial, row)
             results = running.ask(entry, trial) if reason is None else []
             failure = blamed(results)
             may_refuse = trial.extreme or trial.micro_batches > 1  # what not every strategy takes
             if may_refuse and failure is not None and failure.refuses:
                 reason = f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
-            yield Question(
+            yield question.Question(
                 trial.about,
                 partial(fault, partial(running.ask, entry), trial, results, rules),
                 f"{trial.about}, {WORLD_SIZE} ranks",
@@ -61,7 +59,9 @@ def questions(
             )
 
 
-def optimizer_questions(entry: Entry, options: Options, ranks: "Ranks | None" = None) -> Iterator[Question]:
+def optimizer_questions(
+    entry: Entry, options: question.Options, ranks: "Ranks | None" = None
+) -> Iterator[question.Question]:
     """The trials of a sharded optimizer."""
     return questions(entry, options, ranks, partial(trials, sharded=True), optimizer_rules)
 
@@ -73,13 +73,13 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._numbers = itertools.count()
         self._group: WorkerGroup | None = None
 
-    def ask(self, entry: Entry, trial: Trial) -> Sequence[Result]:
+    def ask(self, entry: Entry, trial: Trial) -> Sequence[trained.Result]:
         """The results of the trial by rank; where a rank dies or hangs, its failure alone."""
         try:
             if self._group is None or self._group.ended:
                 self._group = WorkerGroup(WORLD_SIZE, timeout_s=START_S, environment=QUIET)
-                self._group.run(prepare, entry)
-            return self._group.run(train, entry, trial, next(self._numbers), {}, timeout_s=TRIAL_S)
+                self._group.run(trained.prepare, entry)
+            return self._group.run(trained.train, entry, trial, next(self._numbers), {}, timeout_s=TRIAL_S)
         except WorkerError as error:
             first, *trace = str(error).strip().splitlines()
             texts = [
@@ -91,7 +91,11 @@ class Ranks(AbstractContextManager["Ranks"]):
                 ),
             ]
             return [
-                Result(failure=Failure(error.rank, error.kind, texts[-1], first.partition(" failed ")[2].rstrip(":")))
+                trained.Result(
+                    failure=trained.Failure(
+                        error.rank, error.kind, texts[-1], first.partition(" failed ")[2].rstrip(":")
+                    )
+                )
             ]
 
     def __exit__(self, *_: object) -> None:
@@ -99,38 +103,37 @@ class Ranks(AbstractContextManager["Ranks"]):
             self._group.close()
 
 
-def blamed(results: Sequence[Result]) -> Failure | None:
+def blamed(results: Sequence[trained.Result]) -> trained.Failure | None:
     """The failure that others follow from."""
-    failures = [result.failure for result in results if result.failure is not None]
-    return min(failures, key=lambda failure: failure.kind == PeerFailed.__name__, default=None)
+    failures = (result.failure for result in results if result.failure is not None)
+    return min(failures, key=lambda failure: failure.kind == recorder.PeerFailed.__name__, default=None)
 
 
-def fault(ask: Ask, trial: Trial, results: Sequence[Result], rules: Rules = rules) -> Fault | None:
+def fault(ask: Ask, trial: Trial, results: Sequence[trained.Result], rules: Rules = rules) -> question.Fault | None:
     """The fault of the ranks' results of a trial; None where there is none."""
     failure = blamed(results)
-    if failure is not None and failure.kind == Mismatch.__name__:
-        return Fault(f"  {failure.text}, {failure.doing}", "ranks begin different collectives")
+    if failure is not None and failure.kind == recorder.Mismatch.__name__:
+        return question.Fault(f"  {failure.text}, {failure.doing}", "ranks begin different collectives")
     if failure is not None:
-        return Fault(f"  {failure}")
-    exact, ordinary = (plain(trial, dtype)[-1].weights for dtype in (torch.float64, torch.float32))
+        return question.Fault(f"  {failure}")
+    exact, ordinary = (trained.plain(trial, dtype)[-1].weights for dtype in (torch.float64, torch.float32))
     for rank, result in enumerate(results):
         if other := sorted(result.state.keys() ^ exact.keys()):
-            return Fault(f"  the state of rank {rank} is not the module's: it differs in {', '.join(other)}")
-    wrong = wrong_parameters(results, exact, ordinary)
-    if not wrong:
+            return question.Fault(f"  the state of rank {rank} is not the module's: it differs in {', '.join(other)}")
+    if not (wrong := trained.wrong_parameters(results, exact, ordinary)):
         return None
     name, mistake = max(wrong, key=lambda name: wrong[name]), explain(ask, trial, rules)
     text = (
         f"  after {trial.steps} step{'s' * (trial.steps > 1)} {len(wrong)} of {len(exact)} tensors are wrong;"
         f" the largest error is in {name}, {wrong[name]:.3g} times what is allowed"
     )
-    return Fault.explained(text, mistake, wrong[name])
+    return question.Fault.explained(text, mistake, wrong[name])
 
 
 CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # options that a schedule changes
 
 
-def optimizer_rules(steps: Sequence[Before]) -> Iterator[Rule]:
+def optimizer_rules(steps: Sequence[trained.Before]) -> Iterator[Rule]:
     """Each known mistake, and the weights that the last of the steps then leads to."""
     now, number, trial = steps[-1], len(steps) - 1, steps[-1].trial
     g, world_size, given = now.means, trial.world_size, OPTIMIZERS[trial.optimizer]
@@ -143,11 +146,12 @@ def optimizer_rules(steps: Sequence[Before]) -> Iterator[Rule]:
         "gradients are divided by the number of ranks again",
         now.after({name: x / world_size for name, x in g.items()}),
     )
-    theirs = getattr(torch.optim, trial.optimizer)([torch.zeros(1)]).defaults
     lost: dict[str, dict[str, object]] = {
         "the options of a group are lost: it has those of the first group": now.optimizer.param_groups[0],
         "the options of a group are lost: it has the optimizer's": now.optimizer.defaults,
-        "the optimizer's options are lost: it has torch's defaults": theirs,
+        "the optimizer's options are lost: it has torch's defaults": (
+            getattr(torch.optim, trial.optimizer)([torch.zeros(1)]).defaults
+        ),
     }
     for words, options in lost.items():
         yield words, now.after(g, {name: value for name, value in options.items() if name != "params"})

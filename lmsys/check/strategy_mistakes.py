@@ -214,10 +214,11 @@ def explain(ask: Ask, trial: Trial, rules: Rules) -> str | None:
 def _beginning(trial: Trial, wrong: Sequence[str], exact: Before) -> str:
     if trial.sharded:
         return f"the optimizer's constructor changes weights: {listed(wrong)}"
-    frozen = [name for name in wrong if name not in exact.grads and name not in trial.twins and name != "scale"]
     names = {
         "initial weights": [name for name in wrong if name in exact.grads],
-        "initial weights of frozen parameters": frozen,
+        "initial weights of frozen parameters": [
+            name for name in wrong if name not in exact.grads and name not in trial.twins and name != "scale"
+        ],
         "buffers": [name for name in wrong if name == "scale"],
     }
     return "; ".join(f"{what} are not broadcast from rank 0: {listed(of)}" for what, of in names.items() if of)
@@ -233,8 +234,7 @@ def _step(
     fitting, sentences = _fitting(results, left, exact, ordinary, rules), list[str]()
     while left:
         rule = max(fitting, key=lambda rule: len(fitting[rule] & {*left}))
-        names = [name for name in left if name in fitting[rule]]
-        if not names:
+        if not (names := [name for name in left if name in fitting[rule]]):
             break
         sentences.append(_sentence(rule, names, trained, trial, results))
         left = [name for name in left if name not in names]

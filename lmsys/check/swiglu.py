@@ -65,12 +65,15 @@ def _problem(call: signature.Called, asked: Asked, options: question.Options) ->
     """The inputs of a case. Gates of the whole feed-forward are made extreme by x, of one feature, and by w1."""
     rows, columns = asked.shape
     if call.has("gate"):
-        inputs = {"gate": drawn(options, "gate", rows, columns), "up": drawn(options, "up", rows, columns)}
+        inputs = {name: drawn(options, name, rows, columns) for name in ("gate", "up")}
         gates = inputs["gate"]
     else:
-        inputs = {"x": drawn(options, "x", rows, WIDTH), "w1": drawn(options, "w1", columns, WIDTH) * WIDTH**-0.5}
-        inputs["w2"] = drawn(options, "w2", WIDTH, columns) * columns**-0.5
-        inputs["w3"] = drawn(options, "w3", columns, WIDTH) * WIDTH**-0.5
+        inputs = {
+            "x": drawn(options, "x", rows, WIDTH),
+            "w1": drawn(options, "w1", columns, WIDTH) * WIDTH**-0.5,
+            "w2": drawn(options, "w2", WIDTH, columns) * columns**-0.5,
+            "w3": drawn(options, "w3", columns, WIDTH) * WIDTH**-0.5,
+        }
         gates, columns = inputs["w1"][:, :1].mT, WIDTH
         if asked.extreme:
             inputs["x"][:, 0] = 1.0
@@ -122,14 +125,13 @@ OVERFLOWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def mistakes(problem: Problem) -> Mistakes:
     """The plainest first."""
-    overflows = {
-        f"{text} {str(dtype)[6:]}": made
-        for dtype in (torch.float32, problem.dtype)
-        for text, made in forwards(_of_activations(OVERFLOWS), dtype).items()
-    }
     return {
         **forwards(_of_activations(ACTIVATIONS)),
-        **overflows,
+        **{
+            f"{text} {str(dtype)[6:]}": made
+            for dtype in (torch.float32, problem.dtype)
+            for text, made in forwards(_of_activations(OVERFLOWS), dtype).items()
+        },
         **backwards(right, {text: _gradients(made) for text, made in BACKWARDS.items()}),
     }
 

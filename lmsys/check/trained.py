@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -11,11 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lmsys import doing, processes, registry, testing
-from lmsys.check import laptop
-from lmsys.check.question import poison
+from lmsys.check import laptop, question
 from lmsys.check.recorder import Recorder
 from lmsys.extremes.strategy import Probe, Trial, batch, change_options, made_optimizer, probe
 from lmsys.parallel import adapter, baselines
@@ -25,7 +24,7 @@ from lmsys.traits import StrategyTraits
 OTHERS_S = 2.0  # for the other ranks to end, once this one has raised
 SMALL_MB = 2.0**-13  # 32 float32: a layer has more
 REFUSALS = ("ValueError", "RuntimeError", "NotImplementedError")
-State = dict[str, Tensor]
+State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Result:
 
 def prepare(entry: registry.Entry) -> None:
     """Imports what a rank needs, torch's compiler for the first optimizer too, and makes uninitialised memory NaN."""
-    poison(setattr)
+    question.poison(setattr)
     laptop.install()
     entry.load()
     torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
@@ -91,10 +90,8 @@ def train(entry: registry.Entry, trial: Trial, number: int, options: Mapping[str
         recorder.fail(error)
         if not recorder.others_end(OTHERS_S):
             raise
-        text = str(error).strip().partition("\n")[0] or "no message"
-        return Result(
-            failure=Failure(dist.get_rank(group), type(error).__name__, text + registry.place_of(error), doing.last())
-        )
+        text = (str(error).strip().partition("\n")[0] or "no message") + registry.place_of(error)
+        return Result(failure=Failure(dist.get_rank(group), type(error).__name__, text, doing.last()))
 
 
 def _trained(
@@ -141,10 +138,8 @@ def why_not(entry: registry.Entry, trial: Trial, asked: Any) -> str | None:
     with suppress(TypeError, ValueError):
         if trial.small_buckets and not {"bucket_mb", "bucket_size_mb"} & inspect.signature(asked).parameters.keys():
             return "it takes no size of buckets"
-    if trial.micro_batches > 1 and not hasattr(asked, "no_sync"):
-        return "it has no no_sync()"
-    if trial.micro_batches > 1 and not traits.accumulates:
-        return "it does not accumulate"
+    if trial.micro_batches > 1 and not (hasattr(asked, "no_sync") and traits.accumulates):
+        return "it does not accumulate" if hasattr(asked, "no_sync") else "it has no no_sync()"
     if {"once", "idle", "rare"} & set(trial.parts) and (reason := traits.why_not_unused):
         return reason
     return traits.why_not_unequal or None if "rare" in trial.parts else None
@@ -218,12 +213,10 @@ def plain(trial: Trial, dtype: torch.dtype) -> list[Before]:
 def _gradients(module: Probe, trial: Trial, step: int) -> tuple[State, State]:
     """By name of each use (world_size, micro_batches, ...), and which ranks have a gradient."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    rows = []
-    for rank in range(trial.world_size):
-        for micro in range(trial.micro_batches):
-            loss = module(batch(trial, step, micro, rank), **trial.switches(rank, micro)) / trial.micro_batches
-            rows.append(torch.autograd.grad(loss, [*named.values()], allow_unused=True))
-    shape = trial.world_size, trial.micro_batches
+    rows, shape = [], (trial.world_size, trial.micro_batches)
+    for rank, micro in itertools.product(*map(range, shape)):
+        loss = module(batch(trial, step, micro, rank), **trial.switches(rank, micro)) / trial.micro_batches
+        rows.append(torch.autograd.grad(loss, [*named.values()], allow_unused=True))
     grads, used = State(), State()
     for number, (name, p) in enumerate(named.items()):
         column = [row[number] for row in rows]
@@ -238,6 +231,6 @@ def wrong_parameters(results: Sequence[Result], exact: State, ordinary: State) -
     return {name: value for name, value in worst.items() if not value <= 1}
 
 
-def ratio(x: Tensor, exact: Tensor, ordinary: Tensor) -> float:
+def ratio(x: torch.Tensor, exact: torch.Tensor, ordinary: torch.Tensor) -> float:
     """`ratio_of` of weights in float32: those of 1e-20 are judged as those of 1 are."""
     return testing.ratio_of(x, exact, ordinary, torch.float32, mean=False)

@@ -48,8 +48,7 @@ def plant(kind: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     if kind in ("low", "lowest", "high"):
         exponent = FARTHEST.get(q.dtype, 20) if kind == "lowest" else FAR
         q.zero_()
-        q[..., 0] = 2.0 ** (exponent // 2)
-        k[:, 0] = 2.0 ** (exponent - exponent // 2) * (1 if kind == "high" else -1)
+        q[..., 0], k[:, 0] = 2.0 ** (exponent // 2), 2.0 ** (exponent - exponent // 2) * (1 if kind == "high" else -1)
     elif kind == "equal":
         k.copy_(k[:1].clone().expand_as(k))
     elif kind == "sink":
@@ -62,8 +61,7 @@ def plant(kind: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         begin = keys - (keys % TAIL or min(TAIL, keys))
         start = begin if causal else 0  # queries before it do not see the last keys
         position = torch.arange(start, max(start, queries), device=q.device)
-        seen = position.clamp(max=keys - 1) if causal else begin + position % (keys - begin)
-        q[:, start:] = SHARP * k[seen]
+        q[:, start:] = SHARP * k[position.clamp(max=keys - 1) if causal else begin + position % (keys - begin)]
     elif kind == "climb":
         steps = (torch.arange(keys, device=k.device) // STEP_KEYS).clamp(max=STEPS - 1)
         q.zero_()
@@ -77,9 +75,8 @@ def plant(kind: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
 def planted(case_units: int, kv_heads: int, seed: int, draw: int) -> tuple[Unit, str] | None:
     """The unit of this draw that is extreme and its kind; None where none is."""
     chance = random.Random(f"{seed} {draw} extreme")
-    if chance.random() >= SHARE * case_units:
-        return None
-    return divmod(chance.randrange(case_units), kv_heads), chance.choice([*KINDS])
+    is_extreme = chance.random() < SHARE * case_units
+    return (divmod(chance.randrange(case_units), kv_heads), chance.choice([*KINDS])) if is_extreme else None
 
 
 def unit_tensors(tensors: Mapping[str, Tensor], unit: Unit) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,8 +121,7 @@ def drawn_unit(
         count = heads * length * case.head_dim
         part = draws.part(seed, draw, name, (unit[0] * case.kv_heads + unit[1]) * count, count, DTYPES[case.dtype])
         made[name] = part.view(1, heads, length, case.head_dim)
-    extreme = extreme_of(case, seed, draw, generator)
-    if extreme is not None and extreme[0] == unit:
+    if (extreme := extreme_of(case, seed, draw, generator)) is not None and extreme[0] == unit:
         plant(extreme[1], *unit_tensors(made, (0, 0)), causal)
     return made
 

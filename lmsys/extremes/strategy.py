@@ -181,8 +181,7 @@ def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
 
 def batch(trial: Trial, step: int, micro_batch: int, rank: int) -> Tensor:
     """The tokens (B, SEQUENCE) of a rank's backward."""
-    key = draws.key(trial.seed, f"step {step}, micro-batch {micro_batch}, rank {rank}")
-    count = trial.examples(rank)
+    key, count = draws.key(trial.seed, f"step {step}, micro-batch {micro_batch}, rank {rank}"), trial.examples(rank)
     return draws.whole_numbers(key, 0, count * SEQUENCE, trial.vocabulary).view(count, SEQUENCE)
 
 
@@ -211,8 +210,7 @@ def made_optimizer(trial: Trial, module: nn.Module, make: Callable[..., Any]) ->
     named: dict[str, Any] = dict(module.named_parameters())
     params = [named["head.weight"]] if trial.single else list(named.values())
     if trial.groups:
-        biases = [p for name, p in named.items() if name.endswith("bias")]
-        others = [p for name, p in named.items() if not name.endswith("bias")]
+        biases, others = ([p for name, p in named.items() if name.endswith("bias") is of] for of in (True, False))
         params = [{"params": others}, {"params": biases, **SECOND}]
     return make(params, getattr(torch.optim, trial.optimizer), **OPTIMIZERS[trial.optimizer])
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
 
@@ -42,7 +41,7 @@ def _folding(operator: Any) -> Callable[..., Any]:
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         def folded(x: Any, dim: Any) -> Any:
-            if not isinstance(x, Tensor):
+            if not isinstance(x, torch.Tensor):
                 return x
             x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
             return x.expand(-1, batch, *x.shape[2:]).flatten(0, 1)

@@ -23,8 +23,7 @@ _verdicts: dict[str, str] = {}  # by key: EXACT, or what was wrong
 
 
 def _verdict(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"a verdict must be a text; got {values.shortly(value)}")
+    values.hold((isinstance(value, str), f"a verdict must be a text; got {values.shortly(value)}"))
     return value
 
 
@@ -47,12 +46,11 @@ def refusal(row: str, trial: processes.Function, sources: tuple[Path, ...], capa
             if OF_THE_MOMENT not in known[key]:
                 KEPT.add(key, known[key])
         _verdicts[key] = known[key]
-    if _verdicts[key] == EXACT:
-        return None
-    return (
+    refused = (
         f"was tried on {versions[0]}, on which its GPU tests have not run: {_verdicts[key]}; it runs on triton "
         f"{', '.join(ON_GPUS)}; to try again, delete {KEPT.path}"
     )
+    return None if _verdicts[key] == EXACT else refused
 
 
 def _tried(trial: processes.Function, capability: tuple[int, int]) -> str:

@@ -50,7 +50,7 @@ def test_flex_is_compiled_once_for_documents_that_are_alike(monkeypatch: pytest.
         keys.append(key)
         return lambda q, *_, **options: q
 
-    monkeypatch.setattr(peers, "compile_for", compile_for)
+    monkeypatch.setattr(peers.compiled, "compile_for", compile_for)
     q = torch.randn(2, 1, 16, 8)
     for documents in (PACKED, Documents([4, 12]), EACH):
         peers.flex(q, q, q, pattern=Pattern(True, documents=documents))

@@ -15,11 +15,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lmsys.attention import custom_ops, documents
 from lmsys.attention.bounds import Bounds
-from lmsys.attention.custom_ops import flash, gradients_like
-from lmsys.attention.documents import keep
-from lmsys.attention.flash_gluon.backward import backward_kernel
-from lmsys.attention.flash_gluon.forward import forward_kernel
+from lmsys.attention.flash_gluon import backward, forward
 from lmsys.attention.flash_gluon.plans import (
     BackwardPlan,
     ForwardPlan,
@@ -86,7 +84,7 @@ def _counter(device: torch.device, stream: int) -> Tensor:
     counter = _counters.get((device.index, stream))
     if counter is None:
         make = partial(torch.zeros, 2, dtype=torch.int32, device=device)
-        counter = keep(_counters, (device.index, stream), make, device, most=2**31)
+        counter = documents.keep(_counters, (device.index, stream), make, device, most=2**31)
     return counter
 
 
@@ -131,7 +129,7 @@ class _Forward:
             q_block, k_block = [1, 1, ROWS, head_dim], [1, 1, plan.tile_k, head_dim]
             sample = torch.empty(1, 1, 1, head_dim, dtype=q.dtype, device=q.device)
             _kernels[key] = Kernel(
-                forward_kernel,
+                forward.forward_kernel,
                 [sample] * 4,
                 [q_block, k_block, k_block, q_block],
                 [lse, counter, 1.5, *self.sizes, *extent],
@@ -245,7 +243,7 @@ class _Backward:
         row_block = [self.block_q]
         main = kept(
             ("backward", *same, causal, bounded, ragged, deterministic, group > 1, down, replace(plan, l2_mib=0)),
-            backward_kernel,
+            backward.backward_kernel,
             [half, half, half, half, floats, floats, half, half],
             [q_block, k_block, k_block, q_block, row_block, row_block, out_block, out_block],
             [floats, longs, ints, 1.5, *self.sizes, *([ints, ints, 1, ints] if bounded else [])],
@@ -327,7 +325,7 @@ def _backward(
     torch.cuda.is_current_stream_capturing()
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    dq, dk, dv = gradients_like(q, k, v, _like, together)
+    dq, dk, dv = custom_ops.gradients_like(q, k, v, _like, together)
     q, k, v, o, do = describable(q), describable(k), describable(v), describable(o), describable(do)
     bounded, extent = pattern is not None, ()
     if pattern is not None:
@@ -343,7 +341,7 @@ def _backward(
     return dq, dk, dv
 
 
-FlashGluon, _attend = flash(
+FlashGluon, _attend = custom_ops.flash(
     "flash_gluon", "FlashGluon", _forward, _backward, registered=partial(_backward, together=False)
 )
 

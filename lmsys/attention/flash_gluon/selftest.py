@@ -81,8 +81,7 @@ def draw(shape: Shape, seed: int) -> tuple[Tensor, ...]:
     q_of = k.clone()  # by key: the query that looks for its pair
     k[:, -1] = 1.0 - 2.0 * (keys % 2)
     last = torch.full((shape.queries,), shape.keys - 1)  # the last key that a query sees
-    if shape.causal:
-        last = torch.arange(shape.queries).clamp(max=shape.keys - 1)
+    last = torch.arange(shape.queries).minimum(last) if shape.causal else last
     first = torch.zeros_like(last) if shape.window is None else (last + 1 - shape.window).clamp(min=0)
     chance = torch.rand(shape.batch, shape.heads, shape.queries, generator=generator)
     key = (first + (chance * (last + 1 - first)).long()).minimum(last)

@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 
 from lmsys.attention.contract import AttentionCase, why_not_plain
-from lmsys.kernels import launch, trial, tritons
-from lmsys.kernels.custom_op import constant
+from lmsys.kernels import custom_op, launch, trial, tritons
 
 HEAD_DIMS = (64, 128)
 HOPPER = (9, 0)
@@ -29,9 +28,11 @@ def flash_gluon_supports(case: AttentionCase) -> str | None:
     return None if tritons.version() in tritons.ON_GPUS else refused_when_tried()
 
 
-@constant  # a trial cannot be traced
+@custom_op.constant  # a trial cannot be traced
 def refused_when_tried() -> str | None:
     """None, or why the row is refused on a Triton that nobody has run it on: it is tried once, on a GPU."""
-    if not torch.cuda.is_available():
-        return f"has to be tried on a GPU before it runs on triton {tritons.version()}, and torch sees none here"
-    return trial.refusal("flash_gluon", SELFTEST, SOURCES, HOPPER)
+    return (
+        trial.refusal("flash_gluon", SELFTEST, SOURCES, HOPPER)
+        if torch.cuda.is_available()
+        else f"has to be tried on a GPU before it runs on triton {tritons.version()}, and torch sees none here"
+    )
