@@ -277,7 +277,7 @@ class Tokenizers(Benchmark):
     def step(self, case: TokenizerCase, candidate: Candidate, setup: Texts) -> Step:
         """Each call has another text, of which a row may prepare what it needs in memory."""
         asked = setup.tokenizer if case.task == "encode" else case.vocab_size
-        arguments = case.entry.load(), case.task, setup.path, asked, case.processes
+        call_of = partial(rows.call_of, case.entry.load(), case.task, setup.path, asked, case.processes)
 
         def keep(result: Any, key: int | None) -> Any:
             if key is None or (case.task == "train" and case.entry.peer):
@@ -289,7 +289,7 @@ class Tokenizers(Benchmark):
                 number: list(map(int, ids[number])) for number in setup.drawn.chosen(key) if number < len(ids)
             }
 
-        return Step(lambda call: call(), lambda: rows.call_of(*arguments), redraw=setup.write, keep=keep)
+        return Step(lambda call: call(), call_of, redraw=setup.write, keep=keep)
 
     def judge(self, case: TokenizerCase, candidate: Candidate, setup: Texts, kept: compare.Kept) -> Mapping[str, float]:
         if kept.result is None:

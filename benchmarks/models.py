@@ -177,11 +177,9 @@ def attention_row(entry: Entry, case: AttentionCase) -> Entry:
 
 def why_not(entry: Entry, case: AttentionCase, precision: str, compile: str) -> str | None:
     """None, or why a model with this row cannot run."""
-    if reason := why_no_arithmetic(precision, case.device, compiles=compile in COMPILED):
-        return reason
-    if entry not in MODEL_ROWS.values():
-        return 'models take no kernel from a file; register it as an entry point (docs/kernel.md, "From a package")'
-    return entry.why_not(case)
+    no_row = 'models take no kernel from a file; register it as an entry point (docs/kernel.md, "From a package")'
+    reason = why_no_arithmetic(precision, case.device, compiles=compile in COMPILED)
+    return reason or (entry.why_not(case) if entry in MODEL_ROWS.values() else no_row)
 
 
 @dataclass(frozen=True)
@@ -234,8 +232,8 @@ class ModelCase(Case):
         """The fields of a config that say how it is computed, where they are not the defaults: an earlier state of the
         code may not know them."""
         blocks = int(self.checkpoint) if self.checkpoint.isdecimal() else self.checkpoint
-        kept = {"checkpoint_blocks": blocks} if self.checkpoint != "none" else {}
-        return kept | ({"residual": self.residual} if self.residual != "wide" else {})
+        asked = {"checkpoint_blocks": (blocks, "none"), "residual": (self.residual, "wide")}
+        return {name: value for name, (value, default) in asked.items() if value != default}
 
     @property
     def why_not_runtime(self) -> str | None:

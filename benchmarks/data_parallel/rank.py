@@ -35,8 +35,10 @@ def compiler_of(case: cases.ParallelCase) -> Iterator[None]:
     if case.group not in _COMPILED:
         _COMPILED[:] = [case.group]
         torch.compiler.reset()
-    compiler = torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, optimize_ddp=False)
-    with matmuls(case.precision), compiler:
+    with (
+        matmuls(case.precision),
+        torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, optimize_ddp=False),
+    ):
         yield
 
 
@@ -44,8 +46,9 @@ def blocks_of(case: cases.ParallelCase, num_layers: int) -> int | str:
     """The case's levels of checkpointing for a model of so many blocks; what fits is what fits on every rank."""
     setting = case.runtime.get("checkpoint_blocks", 0)
     if setting == FIT:
-        config = replace(case.config, **case.runtime)
-        setting = prepare.fitted(config, execution(case), case.batch, prepare.gpu_memory()).checkpoint_blocks
+        setting = prepare.fitted(
+            replace(case.config, **case.runtime), execution(case), case.batch, prepare.gpu_memory()
+        ).checkpoint_blocks
     return for_fewer(setting, case.config.num_layers, num_layers)
 
 
@@ -75,8 +78,8 @@ class Rig:
 
     def __init__(self, case: cases.ParallelCase, asked: passes.Pass, adamw: dict[str, Any] = passes.ADAMW):
         self.case, on, rank = case, str(device()), torch.distributed.get_rank()
-        theirs = case.traits.fused_adamw
-        cls, fused = (torch.optim.AdamW, {"fused": on != "cpu"}) if theirs else (optimizer.AdamW, {})
+        fused = {"fused": on != "cpu"} if case.traits.fused_adamw else {}
+        cls = torch.optim.AdamW if fused else optimizer.AdamW
         model = model_of(case, config_of(case), asked.seed + rank)
         self.prepared = prepare.prepare(model, execution(case), cls, **adamw, **fused)
         self.strategy, self.optimizer, _ = self.prepared
@@ -120,18 +123,22 @@ class Rig:
     def can_stay_local(self) -> bool:
         """True where a step without synchronization is the same computation: not where ranks hold or step parts only,
         and not where it would be a recording of its own."""
-        whole = self.case.traits.local_step and not self.case.sharded_optimizer
-        return self.strategy.can_stay_local and whole and not self.case.replayed
+        is_whole = self.case.traits.local_step and not self.case.sharded_optimizer
+        return self.strategy.can_stay_local and is_whole and not self.case.replayed
 
     @property
     def outside_bytes(self) -> int:
         """GPU memory that the strategy holds and torch's allocator does not count."""
         return getattr(self.strategy.wrapper, "outside_bytes", 0)
 
+    def breakdown(self) -> dict[str, int]:
+        """Bytes by kind. ZeroRedundancyOptimizer keeps its share in an optimizer of its own."""
+        return memory.breakdown(self.strategy.wrapper, getattr(self.optimizer, "optim", self.optimizer))
+
     def times(self, step: Callable[[], Any], count: int) -> list[float]:
         """Seconds of each of so many steps, each on the next batch."""
-        call = Step(lambda _: step(), redraw=self.batches.draw)
-        return times(call, range(count), subgroup(self.case.world_size), finish=self.finish)[0]
+        call, group = Step(lambda _: step(), redraw=self.batches.draw), subgroup(self.case.world_size)
+        return times(call, range(count), group, finish=self.finish)[0]
 
 
 @on_part
@@ -173,25 +180,25 @@ def _phases(case: cases.ParallelCase, asked: passes.Pass) -> tuple[Rig, dict[str
     def update() -> None:
         (rig,) = rigs
         rig.optimizer.step()
-        # ZeroRedundancyOptimizer keeps its share in an optimizer of its own
-        made["held"] = memory.breakdown(rig.strategy.wrapper, getattr(rig.optimizer, "optim", rig.optimizer))
+        made["held"] = rig.breakdown()
         rig.optimizer.zero_grad(set_to_none=True)
         rig.finish()
 
-    def first() -> None:
-        for step in (forward, backward, update):
-            step()
-
-    phases, (rig,) = (
-        memory.phases(
-            {"init": init, "first": first, "forward": forward, "backward": backward, "optimizer": update}, device().type
-        ),
-        rigs,
+    phases = memory.phases(
+        {
+            "init": init,
+            "first": lambda: clock.in_turn(forward, backward, update),
+            "forward": forward,
+            "backward": backward,
+            "optimizer": update,
+        },
+        device().type,
     )
-    live, peak = ({name: levels[kind] for name, levels in phases.items()} for kind in ("live_bytes", "peak_bytes"))
-    for levels in (live, peak):
-        for name in levels:
-            levels[name] += made["outside at init"] if name == "init" else rig.outside_bytes
+    rig = rigs[0]
+    outside = {name: made["outside at init"] if name == "init" else rig.outside_bytes for name in phases}
+    live, peak = (
+        {name: levels[kind] + outside[name] for name, levels in phases.items()} for kind in ("live_bytes", "peak_bytes")
+    )
     return rig, {
         "init_bytes": live["init"],
         "init_peak_bytes": peak["init"],
