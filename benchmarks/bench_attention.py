@@ -102,9 +102,8 @@ class AttentionTest(Case):
     @property
     def keys_seen(self) -> float:
         """Keys of a head that some query sees."""
-        if self.options:
-            return self._visible[1]
-        return min(self.queries, self.keys) if self.causal else self.keys
+        causally = min(self.queries, self.keys) if self.causal else self.keys
+        return self._visible[1] if self.options else causally
 
     @property
     def _visible(self) -> tuple[float, float]:

@@ -173,12 +173,11 @@ class DataParallel(ParallelBenchmark):
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[ParallelCase]:
         """On one rank there is only the row that does not synchronize, which the others are compared with."""
-        works = product(
+        for model, world_size, entry in product(
             grid.product("size", "context", "batch", "precision", "compile"),
             ranks.world_sizes(grid, ranks.backend_of(settings.device)),
             STRATEGIES.select(grid["strategy"] or STRATEGIES),
-        )
-        for model, world_size, entry in works:
+        ):
             ways = product(variants(grid, entry), grid.product("checkpoint", "residual"))
             for variant, (kept, stream) in ways if world_size > 1 or not StrategyTraits.of(entry).synchronizes else ():
                 asked = grid.name, entry, settings.device, *model, world_size, *variant

@@ -47,12 +47,11 @@ class ModelBenchmark(Benchmark):
     def cases(self, grid: Grid, settings: Settings) -> Iterator[ModelTest]:
         rows = models.MODEL_ROWS.select(grid["attention"])
         against = not grid["against"] or grid["against"] in (entry.name for entry in rows)
-        works = product(
+        for (*shape, warmup, mode, compile), entry, (checkpoint, residual) in product(
             grid.product("size", "context", "batch", "precision", "warmup", "mode", "compile"),
             rows if against else (),
             list(grid.product("checkpoint", "residual")),
-        )
-        for (*shape, warmup, mode, compile), entry, (checkpoint, residual) in works:
+        ):
             if checkpoint == "none" or mode in RECOMPUTING:
                 asked = grid.name, entry, settings.device, *shape, compile, mode, warmup
                 yield ModelTest(*asked, checkpoint=checkpoint, residual=residual)

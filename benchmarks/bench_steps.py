@@ -160,15 +160,22 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         "communication_s": sent.time_s,
         "exposed_s": sent.time_s * (1 - (sent.overlap_fraction or 0.0)),
     }
-    levels = str(rank.config_of(case).checkpoint_blocks)
-    return Alone(levels, most, samples, (told / case.world_size).tolist(), finite, times_s, readings)
+    return Alone(
+        str(rank.config_of(case).checkpoint_blocks),
+        most,
+        samples,
+        (told / case.world_size).tolist(),
+        finite,
+        times_s,
+        readings,
+    )
 
 
 def by_kind(profile: Profile) -> tuple[dict[str, float], float]:
     """(seconds by kind without the optimizer's, the optimizer's), of one step."""
-    total = {kind: profile.shares[kind] * profile.kernel_s for kind in KINDS}
     own: dict[str, float] = next((one.kinds for one in profile.parts if one.name == UPDATE), {})
-    return {kind: max(0.0, total[kind] - own.get(kind, 0.0)) for kind in KINDS}, sum(own.values())
+    others = {kind: max(0.0, profile.shares[kind] * profile.kernel_s - own.get(kind, 0.0)) for kind in KINDS}
+    return others, sum(own.values())
 
 
 def why_wrong(ranks: list[Alone]) -> str | None:

@@ -33,9 +33,8 @@ RECOMPILE_LIMIT = 64  # every row makes graphs of the same block
 
 def why_no_arithmetic(precision: str, device: str, compiles: bool) -> str | None:
     """None, or why the device has no such arithmetic, or no code can be compiled for it."""
-    if precision == "tf32" and device == "cpu":
-        return "TF32 is an arithmetic of CUDA devices"
-    return compiled.why_no_compiler(device) if compiles else None
+    reason = "TF32 is an arithmetic of CUDA devices" if precision == "tf32" and device == "cpu" else None
+    return reason or (compiled.why_no_compiler(device) if compiles else None)
 
 
 @contextmanager
@@ -240,10 +239,9 @@ class ModelCase(Case):
         """None, or why the model cannot be computed so here. ValueError for levels of another number of blocks."""
         if self.residual == "narrow" and self.precision not in AUTOCAST:
             return f"matmuls in {self.precision} read float32, so nothing is narrower: --precision bf16"
-        config = replace(self.config, **self.runtime)  # may refuse the levels
-        if config.checkpoint_blocks == checkpointing.FIT and self.device != "cuda":
-            return "what fits is chosen for a GPU: the memory of a CPU is others' too"
-        return None
+        fits = replace(self.config, **self.runtime).checkpoint_blocks == checkpointing.FIT  # may refuse the levels
+        on_cpu = "what fits is chosen for a GPU: the memory of a CPU is others' too"
+        return on_cpu if fits and self.device != "cuda" else None
 
 
 @dataclass(frozen=True)

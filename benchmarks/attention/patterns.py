@@ -79,11 +79,7 @@ def made_before_calls(
 
 def _seconds(make: Callable[[], Any], device: str) -> float:
     """The median of several calls, until the device has done what they ask for; one before them is not timed."""
-
-    def made() -> None:
-        make()
-        clock.synchronize(device)
-
+    made = partial(clock.in_turn, make, partial(clock.synchronize, device))
     return median(clock.timed(clock.CpuClock(), made, 1 + MADE_TIMES)[1:])
 
 

@@ -228,8 +228,9 @@ class Spots:
         references = [Reference(self.base, self.precision, exact, meant, is_narrow) for exact in (True, False)]
         ratios = update.ratios() if update else {}
         if ALL_STATES in parts:
-            losses = [reference.losses(parts[ALL_STATES], self.data.targets) for reference in references]
-            ratios[LOSS] = mean_ratio(parts[LOSS], *losses)
+            ratios[LOSS] = mean_ratio(
+                parts[LOSS], *(x.losses(parts[ALL_STATES], self.data.targets) for x in references)
+            )
         make = self._right_outputs if case.mode in OUTPUTS else self._right_gradients
         exact, plain = (make(reference, spot) for reference in references)
         if EMBEDDINGS in parts:

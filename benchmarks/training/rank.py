@@ -73,8 +73,7 @@ class TrainingCase(TrainedCase):
     @property
     def row(self) -> str:
         """The strategy with its options."""
-        size = f"-{self.bucket_mb}MiB" if self.names_bucket else ""
-        return self.entry.name + size + ("-reproducible" if self.reproducible else "")
+        return self.entry.name + f"-{self.bucket_mb}MiB" * self.names_bucket + "-reproducible" * self.reproducible
 
     @property
     def impl(self) -> str:

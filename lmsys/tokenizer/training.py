@@ -53,8 +53,9 @@ def count_pretokens(
 ) -> dict[bytes, int]:
     """How often each pre-token stands in the files; special tokens are none."""
     counts: defaultdict[bytes, int] = defaultdict(int)
-    count_in = partial(_count, pretokens.Pretokenizer(special_tokens))
-    for text, lengths, numbers in chunks.each_chunk(count_in, files, special_tokens, processes):
+    for text, lengths, numbers in chunks.each_chunk(
+        partial(_count, pretokens.Pretokenizer(special_tokens)), files, special_tokens, processes
+    ):
         start = 0
         for length, count in zip(lengths.tolist(), numbers.tolist(), strict=True):
             counts[text[start : start + length]] += count
