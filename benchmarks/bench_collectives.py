@@ -97,9 +97,8 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
     drawn, checked = _plan(int(rounds), group)
     samples, kept = _times(call, inputs, drawn, checked, group)
     loop = min(loop, _loop(plain, calls, group))
-    numbers = {drawn[number]: number for number in checked}
     for draw, text in _differences(inputs, {drawn[number]: found for number, found in kept.items()}).items():
-        wrong = f"right before it was timed, not in timed call {numbers[draw]}: {text}"
+        wrong = f"right before it was timed, not in timed call {drawn.index(draw)}: {text}"
     return Found(wrong, samples, loop, [(number, drawn[number]) for number in checked])
 
 

@@ -76,9 +76,8 @@ class ModelBenchmark(Benchmark):
     def no_sample(self, case: ModelTest) -> Failure | None:
         if not case.replayed or (case.mode == "step" and case.device == "cuda"):
             return None
-        if case.device != "cuda":
-            return "unsupported", "CUDA graphs need a CUDA device"
-        return "unsupported", "forward and backward are one graph: only whole steps can be timed"
+        of_cuda = "forward and backward are one graph: only whole steps can be timed"
+        return "unsupported", of_cuda if case.device == "cuda" else "CUDA graphs need a CUDA device"
 
     def context(self, cases: Sequence[ModelTest]) -> AbstractContextManager[None]:
         return models.arithmetic(cases[0].precision)
@@ -206,10 +205,8 @@ def predicted_bytes(case: ModelTest, record: Record) -> int | None:
     ):
         return None
     runtime = case.runtime | ({"checkpoint_blocks": record["levels"]} if record.get("levels") else {})
-    if (
-        record["outcome"] == "unsupported" or runtime.get("checkpoint_blocks") == checkpointing.FIT
-    ):  # nothing has been chosen
-        return None
+    if record["outcome"] == "unsupported" or runtime.get("checkpoint_blocks") == checkpointing.FIT:
+        return None  # nothing has been chosen
     return memory.training_memory(replace(case.config, **runtime), case.batch, case.context, case.precision).peak
 
 

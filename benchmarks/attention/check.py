@@ -179,8 +179,7 @@ class Spots:
 
     def judge(self, backward: bool, kept: compare.Kept, rms: bool) -> Mapping[str, float]:
         """The worst error over its budget of each tensor; leaves one row of each part as evidence."""
-        worst: dict[str, float] = {}
-        parts = kept.evidence.setdefault("parts", [])
+        worst, parts = dict[str, float](), kept.evidence.setdefault("parts", [])
         for spot, found in zip(self._spots(backward, kept.key), kept.result, strict=True):
             oracle = Oracle(self.case, self.inputs, grad=backward, spot=spot, pattern=self.pattern)
             for name, ratio in oracle.judge(found, rms).items():

@@ -170,9 +170,8 @@ def pair(first: Steps, second: Steps) -> Pair:
         beyond = {name: ratio for name, ratio in (steps.ratios or {}).items() if not ratio <= 1}
         for name, ratio in beyond.items():
             return Pair(first, second, WRONG, f"{steps.case.impl}: {name} is {ratio:.3g} times the allowed error off")
-    if first.ratios is None or second.ratios is None:
-        return Pair(first, second, UNKNOWN, "plain steps in float64 do not fit in this memory")
-    return Pair(first, second, TOLERANCE, "")
+    unknown = UNKNOWN, "plain steps in float64 do not fit in this memory"
+    return Pair(first, second, *(unknown if None in (first.ratios, second.ratios) else (TOLERANCE, "")))
 
 
 def pairs(versions: Iterable[Steps]) -> list[Pair]:

@@ -16,8 +16,7 @@ from lmsys.checkpointing import FIT, for_fewer
 from lmsys.config import ModelConfig
 from lmsys.measure import clock, memory, profile
 from lmsys.measure.step import Step
-from lmsys.parallel import overlapped
-from lmsys.parallel.group import device
+from lmsys.parallel import group, overlapped
 from lmsys.training import gradients, optimizer, prepare
 
 INSPECTED = 3  # steps that are timed to learn what one costs
@@ -59,8 +58,8 @@ def config_of(case: cases.ParallelCase) -> ModelConfig:
 
 def model_of(case: cases.ParallelCase, config: ModelConfig, seed: int) -> Any:
     """The model that the case trains, with the weights of this seed."""
-    ours, other = build(config, str(device()), seed), case.whole_model
-    return ours if other is None else other.load()(config, device()).take_weights(ours)
+    ours, other = build(config, str(group.device()), seed), case.whole_model
+    return ours if other is None else other.load()(config, group.device()).take_weights(ours)
 
 
 def execution(case: cases.ParallelCase, **changes: Any) -> prepare.Execution:
@@ -77,7 +76,7 @@ class Rig:
     """A model, its strategy, its optimizer and this rank's batches. Ranks begin with weights of their own."""
 
     def __init__(self, case: cases.ParallelCase, asked: passes.Pass, adamw: dict[str, Any] = passes.ADAMW):
-        self.case, on, rank = case, str(device()), torch.distributed.get_rank()
+        self.case, on, rank = case, str(group.device()), torch.distributed.get_rank()
         fused = {"fused": on != "cpu"} if case.traits.fused_adamw else {}
         cls = torch.optim.AdamW if fused else optimizer.AdamW
         model = model_of(case, config_of(case), asked.seed + rank)
@@ -94,7 +93,7 @@ class Rig:
         """Everything is planned, compiled and recorded when this is done."""
         if self.case.replayed:
             self.gradients = self.prepared.gradients(graph=True)
-        for _ in range(passes.WARM_STEPS[device().type]):
+        for _ in range(passes.WARM_STEPS[group.device().type]):
             self.batches.draw()
             self.step()
 
@@ -137,21 +136,23 @@ class Rig:
 
     def times(self, step: Callable[[], Any], count: int) -> list[float]:
         """Seconds of each of so many steps, each on the next batch."""
-        call, group = Step(lambda _: step(), redraw=self.batches.draw), subgroup(self.case.world_size)
-        return times(call, range(count), group, finish=self.finish)[0]
+        call, ranks = Step(lambda _: step(), redraw=self.batches.draw), subgroup(self.case.world_size)
+        return times(call, range(count), ranks, finish=self.finish)[0]
 
 
 @on_part
 def inspect(case: cases.ParallelCase, seed: int) -> cases.Inspection:
     """The network; memory, phase by phase, of a training from its beginning; a step's time and its communication."""
-    group = subgroup(case.world_size)
+    ranks = subgroup(case.world_size)
     with compiler_of(case):
-        network = overlapped.latency_and_bandwidth(group, device()) if case.world_size > 1 else None
+        network = overlapped.latency_and_bandwidth(ranks, group.device()) if case.world_size > 1 else None
         rig, bytes_of_phases = _phases(case, passes.Pass(seed, seed, 0, INSPECTED))
         rig.warm()
         seconds = min(rig.times(rig.step, INSPECTED))
         profile.register_kernels(case.traits.kernels, "communication")
-        sent = profile.communication_of(rig.step, rig.finish, lambda: torch.distributed.barrier(group), device().type)
+        sent = profile.communication_of(
+            rig.step, rig.finish, lambda: torch.distributed.barrier(ranks), group.device().type
+        )
         finite = bool(rig.step().isfinite())
     buckets, size = (getattr(rig.strategy.wrapper, name, None) for name in ("buckets", "bucket_mb"))
     mb, count = float(size) if size else None, len(buckets) if buckets else None
@@ -163,8 +164,7 @@ def _phases(case: cases.ParallelCase, asked: passes.Pass) -> tuple[Rig, dict[str
 
     The phases are those of what a graph records: its own memory is set aside as a whole.
     """
-    rigs: list[Rig] = []
-    made: dict[str, Any] = {}
+    rigs, made = list[Rig](), dict[str, Any]()
 
     def init() -> None:
         rigs.append(Rig(case, asked))
@@ -192,7 +192,7 @@ def _phases(case: cases.ParallelCase, asked: passes.Pass) -> tuple[Rig, dict[str
             "backward": backward,
             "optimizer": update,
         },
-        device().type,
+        group.device().type,
     )
     rig = rigs[0]
     outside = {name: made["outside at init"] if name == "init" else rig.outside_bytes for name in phases}
@@ -237,7 +237,7 @@ def take_pass(case: cases.ParallelCase, asked: passes.Pass) -> Taken:
         rig.warm()
         samples = rig.times(rig.step, asked.steps)
         begin, state, _, end = clock.in_turn(
-            perf_counter, rig.strategy.full_state_dict, lambda: clock.synchronize(device().type), perf_counter
+            perf_counter, rig.strategy.full_state_dict, lambda: clock.synchronize(group.device().type), perf_counter
         )
         bits = passes.leave(case, asked, state)
         del state
