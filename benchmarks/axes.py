@@ -29,16 +29,19 @@ def square(text: str) -> tuple[int, int]:
 
 def tier(text: str) -> tuple[int, int]:
     parts = text.split(":")
-    if len(parts) != 2 or not all(part.isdecimal() and int(part).bit_count() == 1 for part in parts):
-        raise ValueError("must read queries:keys, both powers of two, as in 128:64,256:128")
+    values.hold(
+        (
+            len(parts) == 2 and all(part.isdecimal() and int(part).bit_count() == 1 for part in parts),
+            "must read queries:keys, both powers of two, as in 128:64,256:128",
+        )
+    )
     return int(parts[0]), int(parts[1])
 
 
 def head_pair(text: str) -> tuple[int, int]:
     heads, _, kv_heads = text.partition(":")
     pair = positive(heads), positive(kv_heads or heads)
-    if pair[0] % pair[1]:
-        raise ValueError("query heads must be a multiple of key/value heads, as in 32:8")
+    values.hold((pair[0] % pair[1] == 0, "query heads must be a multiple of key/value heads, as in 32:8"))
     return pair
 
 
@@ -62,16 +65,14 @@ def offset(text: str) -> int:
     """The position of query 0; `end`: queries are the last ones of the keys."""
     if text == "end":
         return END
-    if not text.isdecimal():
-        raise ValueError("must be a whole number, or end")
+    values.hold((text.isdecimal(), "must be a whole number, or end"))
     return int(text)
 
 
 def documents(text: str) -> str:
     """`mixed` or `equal16` (any number): lengths of `benchmarks/attention/patterns.py`."""
     if text != "mixed":
-        if not text.startswith("equal"):
-            raise ValueError("must be none, mixed, or equal and a number, as in equal16")
+        values.hold((text.startswith("equal"), "must be none, mixed, or equal and a number, as in equal16"))
         positive(text.removeprefix("equal"))
     return text
 
@@ -80,11 +81,13 @@ def checkpointing(text: str) -> str:
     """A setting of `model.checkpoint_blocks`; two texts of one meaning are one value."""
     if text in (FIT, *LEVELS) or all(RUN.fullmatch(run) for run in text.split(",")):
         return text
-    if not text.isdecimal():
-        raise ValueError(
+    values.hold(
+        (
+            text.isdecimal(),
             f"must be {FIT}, a number of blocks, one of {', '.join(LEVELS)}, or several of these with their numbers of"
-            " blocks, as in attention*12,matmuls*22"
+            " blocks, as in attention*12,matmuls*22",
         )
+    )
     return {0: "none", 1: "whole"}.get(int(text), str(int(text)))
 
 
@@ -100,8 +103,7 @@ def bucket_size(text: str) -> int | str:
 
 
 def several(text: str) -> int:
-    if positive(text) < 2:
-        raise ValueError("must be at least 2, since the first epoch is not timed")
+    values.hold((positive(text) >= 2, "must be at least 2, since the first epoch is not timed"))
     return int(text)
 
 

@@ -15,8 +15,7 @@ from benchmarks.model.rig import Rig
 from lmsys.attention import ATTENTION
 from lmsys.bench import Field, Grid, Record, Settings, Traits, bench, fields
 from lmsys.cost.memory import training_memory
-from lmsys.measure import compare, memory
-from lmsys.measure.profile import KINDS, largest_allocations, part, profile_call, register_kernels
+from lmsys.measure import compare, memory, profile
 
 NUM_KERNELS = 15  # a record names the longest
 NUM_ALLOCATIONS = 10
@@ -51,7 +50,7 @@ class Anatomy(bench_model.ModelBenchmark):
         Field("num_launches", label="launches", about="Kernels, copies and fills of one call"),
         *(
             Field(f"{kind}_share", label=kind, about=f"Share of {kind} in the time of all kernels", shown="%")
-            for kind in KINDS
+            for kind in profile.KINDS
         ),
         Field(
             "held_bytes",
@@ -85,7 +84,7 @@ class Anatomy(bench_model.ModelBenchmark):
 
     def setup(self, cases: Sequence[ModelTest], settings: Settings) -> bench_model.Setup:
         for row in (*ATTENTION.values(), *(case.entry for case in cases)):
-            register_kernels(Traits.of(row).kernels, "attention")
+            profile.register_kernels(Traits.of(row).kernels, "attention")
         return super().setup(cases, settings)
 
     def sample(self, turn: Sequence[AnatomyTest], trial: Any) -> None:
@@ -106,20 +105,20 @@ def anatomy_of(case: AnatomyTest, setup: bench_model.Setup) -> Record:
     def call() -> None:
         rig.base.zero_grad(set_to_none=True)
         for name, phase in phases.items():
-            with part(name):
+            with profile.part(name):
                 phase()
 
-    profile = profile_call(call, case.device, trace=case.traces / f"{case.id}.json" if case.traces else None)
+    taken = profile.profile_call(call, case.device, trace=case.traces / f"{case.id}.json" if case.traces else None)
     found = memory_of(case, rig, phases) | {
-        "profiled_s": profile.profiled_s,
-        "kernel_s": profile.kernel_s,
-        "num_launches": sum(kernel.count for kernel in profile.kernels),
-        **{f"{kind}_share": profile.shares[kind] for kind in KINDS},
-        "kernels": [asdict(one) | {"name": shortened(one.name)} for one in profile.kernels[:NUM_KERNELS]],
-        "parts": [asdict(one) for one in profile.parts],
+        "profiled_s": taken.profiled_s,
+        "kernel_s": taken.kernel_s,
+        "num_launches": sum(kernel.count for kernel in taken.kernels),
+        **{f"{kind}_share": taken.shares[kind] for kind in profile.KINDS},
+        "kernels": [asdict(one) | {"name": shortened(one.name)} for one in taken.kernels[:NUM_KERNELS]],
+        "parts": [*map(asdict, taken.parts)],
     }
     rig.base.zero_grad(set_to_none=True)
-    found["allocations"] = [asdict(one) for one in largest_allocations(call, case.device, top=NUM_ALLOCATIONS)]
+    found["allocations"] = [*map(asdict, profile.largest_allocations(call, case.device, top=NUM_ALLOCATIONS))]
     if case.traces and case.device == "cuda":
         rig.base.zero_grad(set_to_none=True)
         memory.write_snapshot(case.traces / f"{case.id}.pickle", call, case.device)

@@ -13,8 +13,8 @@ from torch import Tensor
 from benchmarks import axes, models
 from benchmarks.attention import check, patterns
 from benchmarks.attention.layout import ATTENTION as LAYOUT
-from lmsys.attention import ATTENTION, AttentionCase, Pattern
-from lmsys.attention.contract import DTYPES, adapt, keywords_of, options_of, why_not_told
+from lmsys import deterministic, testing
+from lmsys.attention import ATTENTION, AttentionCase, Pattern, contract
 from lmsys.bench import (
     Axis,
     Benchmark,
@@ -31,10 +31,8 @@ from lmsys.bench import (
     fields,
 )
 from lmsys.cost import operations
-from lmsys.deterministic import deterministic_mode
 from lmsys.extremes.attention import AttentionDraws
 from lmsys.measure import compare, memory
-from lmsys.testing import Inputs, make_inputs, run
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,8 @@ class AttentionTest(Case):
         heads = f"H{self.heads}" if self.heads == self.kv_heads else f"H{self.heads}kv{self.kv_heads}"
         mask = "causal" if self.causal else "full"
         shape = f"B{self.batch}{heads}Q{self.queries}K{self.keys}D{self.head_dim}"
-        options = patterns.name_of(self.options)
-        told = [self.section, shape, self.dtype, mask, options, "deterministic" if self.deterministic else ""]
-        return "-".join(filter(None, told))
+        named = patterns.name_of(self.options), "deterministic" if self.deterministic else ""
+        return "-".join(filter(None, [self.section, shape, self.dtype, mask, *named]))
 
     @property
     def comparison(self) -> str:
@@ -94,7 +91,7 @@ class AttentionTest(Case):
             grad=self.direction != "fwd",
             device=self.device,
             capability=torch.cuda.get_device_capability() if self.device == "cuda" else None,
-            **options_of(self.pattern),
+            **contract.options_of(self.pattern),
         )
 
     @property
@@ -105,9 +102,8 @@ class AttentionTest(Case):
     @property
     def keys_seen(self) -> float:
         """Keys of a head that some query sees."""
-        if self.options:
-            return self._visible[1]
-        return min(self.queries, self.keys) if self.causal else self.keys
+        causally = min(self.queries, self.keys) if self.causal else self.keys
+        return self._visible[1] if self.options else causally
 
     @property
     def _visible(self) -> tuple[float, float]:
@@ -120,7 +116,7 @@ class Setup:
 
     case: AttentionCase
     pattern: Pattern
-    inputs: Inputs
+    inputs: testing.Inputs
     draws: AttentionDraws
     spots: check.Spots
 
@@ -189,22 +185,22 @@ class Attention(Benchmark):
         return case.entry.name, case.asked.grad
 
     def why_not(self, case: AttentionTest) -> str | None:
-        reason = case.entry.why_not(case.asked)
-        return reason or (why_not_told(adapt(case.entry.load()), case.asked.options) if case.options else None)
+        return case.entry.why_not(case.asked) or (
+            contract.why_not_told(contract.adapt(case.entry.load()), case.asked.options) if case.options else None
+        )
 
     def context(self, cases: Sequence[AttentionTest]) -> AbstractContextManager[None]:
-        return deterministic_mode() if cases[0].deterministic else nullcontext()
+        return deterministic.deterministic_mode() if cases[0].deterministic else nullcontext()
 
     def setup(self, cases: Sequence[AttentionTest], settings: Settings) -> Setup:
         case = replace(cases[0].asked, grad=any(one.asked.grad for one in cases))
-        inputs = make_inputs(case, settings.seed)
-        pattern = cases[0].pattern
+        inputs, pattern = testing.make_inputs(case, settings.seed), cases[0].pattern
         draws = AttentionDraws(inputs.tensors, settings.seed, pattern.causal)
         return Setup(case, pattern, inputs, draws, check.Spots(case, draws, inputs, pattern))
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
-        candidate.call = adapt(candidate.entry.load())
-        run(candidate.call, setup.inputs, pattern=setup.pattern, grad=candidate.case.asked.grad)
+        candidate.call = contract.adapt(candidate.entry.load())
+        testing.run(candidate.call, setup.inputs, pattern=setup.pattern, grad=candidate.case.asked.grad)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
         """float32 first, once: there an error of 1 % shows. A row that cannot run it, or not in this memory, is held
@@ -244,7 +240,7 @@ class Attention(Benchmark):
         """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""
         call, do = candidate.call, setup.inputs.do
         q, k, v = setup.inputs.leaves(candidate.case.asked.grad)
-        options = keywords_of(call, setup.pattern)
+        options = contract.keywords_of(call, setup.pattern)
 
         def forward(_: Any = None) -> Tensor:
             return call(q, k, v, scale=None, **options)
@@ -258,23 +254,24 @@ class Attention(Benchmark):
             "bwd": {"run": backward, "prepare": forward, "like": inference},
             "fwdbwd": {"run": lambda _: backward(forward())},
         }[case.direction]
-        keep = partial(setup.spots.keep, case.direction != "fwd")
-        redraw, redraw_late = (partial(setup.draws.fill, names=names) for names in (("q", "k", "v"), ("do",)))
-        return Step(**parts, redraw=redraw, redraw_late=redraw_late, keep=keep, num_kept=check.NUM_KEPT)
+        return Step(
+            **parts,
+            redraw=partial(setup.draws.fill, names=("q", "k", "v")),
+            redraw_late=partial(setup.draws.fill, names=("do",)),
+            keep=partial(setup.spots.keep, case.direction != "fwd"),
+            num_kept=check.NUM_KEPT,
+        )
 
     def outputs(self, candidate: Candidate, setup: Setup, element: int | None = None) -> Mapping[str, Tensor]:
         inputs, pattern = setup.inputs, setup.pattern
         if element is not None:
             inputs, pattern = inputs.alone(element), pattern.of_entries([element])
-        return run(candidate.call, inputs, pattern=pattern, grad=candidate.case.asked.grad)
+        return testing.run(candidate.call, inputs, pattern=pattern, grad=candidate.case.asked.grad)
 
     def batch_of(self, candidate: Candidate) -> int:
         """1 for rows that would compile for another batch, or cannot run one of 1."""
-        is_asked = (
-            not Traits.of(candidate.entry).compiles
-            and candidate.entry.why_not(replace(candidate.case.asked, batch=1)) is None
-        )
-        return candidate.case.batch if is_asked else 1
+        entry, alone = candidate.entry, replace(candidate.case.asked, batch=1)
+        return 1 if Traits.of(entry).compiles or entry.why_not(alone) else candidate.case.batch
 
     def least_work(self, case: AttentionTest) -> tuple[float, str, float]:
         """A forward's two products; of a backward's five one may be kept from the forward. Inputs are read once."""
@@ -283,7 +280,7 @@ class Attention(Benchmark):
         products = {"fwd": 1, "bwd": 2, "fwdbwd": 3}[case.direction]  # in units of two
         forward = operations.attention_flops(**shape, causal=case.causal, direction="fwd", pairs=case.pairs)
         rows = (1 if case.direction == "fwd" else 2) * case.heads * case.queries + 2 * case.kv_heads * case.keys_seen
-        return products * forward, case.dtype, rows * case.batch * case.head_dim * DTYPES[case.dtype].itemsize
+        return products * forward, case.dtype, rows * case.batch * case.head_dim * contract.DTYPES[case.dtype].itemsize
 
     def inspect(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Record:
         """Peak bytes of what is timed, above what was live before it, the bytes saved from forward to backward, and the
@@ -293,7 +290,7 @@ class Attention(Benchmark):
         found: Record = {"peak_bytes": peak, "saved_bytes": None}
         if case.direction != "fwd":
             backward = self.step(replace(case, direction="bwd"), candidate, setup)
-            found["saved_bytes"] = compare.attempt(lambda: memory.saved_bytes(backward.prepare))[0]
+            found["saved_bytes"], _ = compare.attempt(memory.saved_bytes, backward.prepare)
         return found | patterns.made_before_calls(candidate.entry, setup.pattern, case.queries, case.keys, case.device)
 
     def tokens(self, case: AttentionTest) -> int:
@@ -314,8 +311,8 @@ class Attention(Benchmark):
             found |= {
                 "bytes_per_s": moved / time_s,
                 "copy_ceiling_fraction": moved / time_s / machine["ceilings"]["copy_bytes_per_s"],
+                **models.matmul_rates(flops, time_s, case.dtype, machine),
             }
-            found |= models.matmul_rates(flops, time_s, case.dtype, machine)
         return found
 
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import axes
-from benchmarks.layouts import COLLECTIVES as LAYOUT
+from benchmarks import axes, layouts
 from lmsys import draws
 from lmsys.bench import (
     Axis,
@@ -98,19 +97,17 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
     drawn, checked = _plan(int(rounds), group)
     samples, kept = _times(call, inputs, drawn, checked, group)
     loop = min(loop, _loop(plain, calls, group))
-    numbers = {drawn[number]: number for number in checked}
     for draw, text in _differences(inputs, {drawn[number]: found for number, found in kept.items()}).items():
-        wrong = f"right before it was timed, not in timed call {numbers[draw]}: {text}"
+        wrong = f"right before it was timed, not in timed call {drawn.index(draw)}: {text}"
     return Found(wrong, samples, loop, [(number, drawn[number]) for number in checked])
 
 
 def _plan(rounds: int, group: Any) -> tuple[list[int], list[int]]:
     """The draws of so many calls, and the numbers of those that are checked: told by rank 0 when sampling begins."""
     checked = _ENTROPY.sample(range(rounds), min(CHECKED, rounds))
-    told = torch.tensor([[_ENTROPY.getrandbits(53), number in checked] for number in range(rounds)], device=device())
-    dist.broadcast(told, 0, group=group)
-    drawn, flags = told.T.tolist()
-    return drawn, [number for number, flag in enumerate(flags) if flag]
+    plan = torch.tensor([[_ENTROPY.getrandbits(53), number in checked] for number in range(rounds)], device=device())
+    dist.broadcast(plan, 0, group=group)
+    return plan[:, 0].tolist(), plan[:, 1].nonzero().flatten().tolist()
 
 
 def _times(
@@ -149,8 +146,7 @@ class Inputs:
         return draws.whole_numbers(stream, 0, count, 2**16, device()).float() - 2**15
 
     def window(self, stream: Tensor, rank: int, draw: int) -> Tensor:
-        start = draws.start(draw, f"rank {rank}")
-        return stream[start : start + len(self.drawn)]
+        return stream[draws.start(draw, f"rank {rank}") :][: len(self.drawn)]
 
     def fill(self, draw: int) -> None:
         self.drawn.copy_(self.window(self.stream, self.rank, draw))
@@ -240,7 +236,7 @@ class Collectives(OnRanks):
     """Each operation is checked, and timed on the ranks; one after another, since they share the wires."""
 
     name = "collectives"
-    layout = LAYOUT
+    layout = layouts.COLLECTIVES
     case_type = CollectiveCase
     tables = {"operation": OPERATIONS}
     streams = True
@@ -303,7 +299,7 @@ class Collectives(OnRanks):
             candidate.failed("wrong", wrong[0])
         elif found and settings.timed:
             measurement, ratios = trial.measurements[case.id], {"result": 0.0}
-            measurement.samples = [max(calls) for calls in zip(*(one.samples for one in found), strict=True)]
+            measurement.samples = list(map(max, zip(*(one.samples for one in found), strict=True)))
             measurement.proof = [
                 {"call": number, "draw": draw, "error_ratios": ratios} for number, draw in found[0].checked
             ]
@@ -314,8 +310,11 @@ class Collectives(OnRanks):
         found: Record = {"bytes": 4 * case.numel}
         if time_s := record.get("time_s"):
             rate, factor = found["bytes"] / time_s, bus_factor(case.impl, case.world_size)
-            rates = {"algorithm_bytes_per_s": rate, "bus_bytes_per_s": rate * factor}
-            found |= {**rates, "loop_fraction": record["loop_s"] / time_s}
+            found |= {
+                "algorithm_bytes_per_s": rate,
+                "bus_bytes_per_s": rate * factor,
+                "loop_fraction": record["loop_s"] / time_s,
+            }
         return found
 
 

@@ -26,8 +26,7 @@ from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
 from lmsys.bench import Axis, Candidate, Field, Grid, OnRanks, Record, Settings, bench, fields, ranks
 from lmsys.cost.operations import model_parameters
-from lmsys.parallel import STRATEGIES
-from lmsys.traits import StrategyTraits
+from lmsys.parallel import STRATEGIES, StrategyTraits
 
 PASSES = {"gloo": 2, "nccl": 3}  # of each row, in turns: a GPU's clock moves, and rows are compared within a pass
 TUNED_MB = {"gloo": (1, 25), "nccl": (10, 25, 100, 400)}  # to choose from, for a strategy that is to be tuned
@@ -174,16 +173,15 @@ class DataParallel(ParallelBenchmark):
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[ParallelCase]:
         """On one rank there is only the row that does not synchronize, which the others are compared with."""
-        works = product(
+        for model, world_size, entry in product(
             grid.product("size", "context", "batch", "precision", "compile"),
             ranks.world_sizes(grid, ranks.backend_of(settings.device)),
             STRATEGIES.select(grid["strategy"] or STRATEGIES),
-        )
-        for model, world_size, entry in works:
+        ):
             ways = product(variants(grid, entry), grid.product("checkpoint", "residual"))
             for variant, (kept, stream) in ways if world_size > 1 or not StrategyTraits.of(entry).synchronizes else ():
-                asked = *model, world_size, *variant
-                yield ParallelCase(grid.name, entry, settings.device, *asked, checkpoint=kept, residual=stream)
+                asked = grid.name, entry, settings.device, *model, world_size, *variant
+                yield ParallelCase(*asked, checkpoint=kept, residual=stream)
 
     def contends(self, case: ParallelCase) -> bool:
         return bool(case.traits.synchronizes)
@@ -208,8 +206,7 @@ class DataParallel(ParallelBenchmark):
         if case.traits.tuned_bucket_mb:
             sized = [replace(case, asked_bucket_mb=mb) for mb in TUNED_MB[case.backend]]
             tried = Pass(settings.seed, settings.seed, 0, TUNING_STEPS)
-            passes = {version: run(*start, take_pass, version, tried) for version in sized}
-            case = min(sized, key=lambda version: max(sum(taken.samples) for taken in passes[version]))
+            case = min(sized, key=lambda case: max(sum(rank.samples) for rank in run(*start, take_pass, case, tried)))
         candidate.state = Row(case, run(*start, inspect, case, settings.seed))
         if not all(seen.finite for seen in candidate.state.seen):
             candidate.failed("wrong", "the loss holds NaN or inf after a few steps")
@@ -242,8 +239,7 @@ class DataParallel(ParallelBenchmark):
         """Takes the pass of this number, or takes it again in the place of the one before."""
         row = candidate.state
         taken = runner.ranks.run(row.case.world_size, row.case.backend, take_pass, row.case, asked)
-        samples = [max(ranks) for ranks in zip(*(rank.samples for rank in taken), strict=True)]
-        row.passes[number : number + 1] = [samples]
+        row.passes[number : number + 1] = [list(map(max, zip(*(rank.samples for rank in taken), strict=True)))]
         row.alone += map(max, zip(*(rank.alone for rank in taken), strict=True))
         row.bits[number] = taken[0].bits
         if len({rank.model for rank in taken}) > 1 and row.case.traits.synchronizes:
@@ -262,8 +258,7 @@ class DataParallel(ParallelBenchmark):
                 candidate.notes["unchecked"] = "each rank trains for itself"
                 continue
             ratios = candidate.attempt(self._judge_pass, case, candidate, passes[number], number, trial)
-            if candidate.outcome == "ok":
-                taken.append(Steps(case, candidate.state.bits[number], ratios))
+            taken += [Steps(case, candidate.state.bits[number], ratios)] if candidate.outcome == "ok" else []
         self._compare(taken, trial)
 
     def _compare(self, taken: Sequence[Steps], trial: Any) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import axes, models
-from benchmarks.layouts import LOSS as LAYOUT
-from benchmarks.loss import ODD_VOCABULARY, OUTPUTS, Inputs, odd_inputs, repeat
+from benchmarks import axes, layouts, models
+from benchmarks.loss import ODD_VOCABULARY, OUTPUTS, Inputs, LossDraws, odd_inputs, repeat
 from lmsys.bench import (
     Axis,
     Benchmark,
@@ -87,7 +86,7 @@ class Loss(Benchmark):
     """The head and the loss by row, at one shape and precision."""
 
     name = "loss"
-    layout = LAYOUT
+    layout = layouts.LOSS
     num_proofs = Step.num_kept
     case_type = LossTest
     tables = {"loss": LOSSES}
@@ -132,9 +131,9 @@ class Loss(Benchmark):
     def setup(self, cases: Sequence[LossTest], settings: Settings) -> Setup:
         one = cases[0]
         inputs = Inputs.empty(one.tokens, one.d_model, one.vocab_size, one.precision, one.device)
-        draws = inputs.draws(settings.seed)
-        draws.fill(settings.seed)
-        return Setup(inputs, odd_inputs(one.precision, one.device, settings.seed), draws)
+        setup = Setup(inputs, odd_inputs(one.precision, one.device, settings.seed), LossDraws(inputs, settings.seed))
+        setup.draws.fill(settings.seed)
+        return setup
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         call = candidate.entry.load()
@@ -152,8 +151,7 @@ class Loss(Benchmark):
     def check(self, candidate: Candidate, setup: Setup) -> Mapping[str, float]:
         ratios = setup.inputs.check(candidate.call)
         if not Traits.of(candidate.entry).compiles:  # another shape would be compiled for
-            of_odd = setup.odd.check(candidate.call)
-            ratios |= {f"{name}, of {ODD_VOCABULARY} classes": ratio for name, ratio in of_odd.items()}
+            ratios |= {f"{name}, of {ODD_VOCABULARY} classes": x for name, x in setup.odd.check(candidate.call).items()}
         return ratios | faults_of_options(candidate.entry)
 
     def redraw(self, setup: Setup, draw: int) -> None:

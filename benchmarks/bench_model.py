@@ -12,12 +12,11 @@ from benchmarks import models
 from benchmarks.model.cases import AXES, FIELDS, Gate, ModelTest, Row, model_of
 from benchmarks.model.layout import MODEL as LAYOUT
 from benchmarks.model.rig import Rig, cold_samples
-from lmsys import checkpointing, processes
+from lmsys import checkpointing, processes, traits
 from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, Step, bench, fields
 from lmsys.cost import memory, operations
 from lmsys.measure.compare import Failure, Kept, attempt
 from lmsys.measure.machine import peak_flops_per_s
-from lmsys.traits import AttentionTraits
 
 RECOMPUTING = "train_forward", "backward", "step"  # modes that differ by what is kept for a backward
 
@@ -48,12 +47,14 @@ class ModelBenchmark(Benchmark):
     def cases(self, grid: Grid, settings: Settings) -> Iterator[ModelTest]:
         rows = models.MODEL_ROWS.select(grid["attention"])
         against = not grid["against"] or grid["against"] in (entry.name for entry in rows)
-        setups = grid.product("size", "context", "batch", "precision", "warmup", "mode", "compile")
-        works = product(setups, rows if against else (), list(grid.product("checkpoint", "residual")))
-        for (*shape, warmup, mode, compile), entry, (checkpoint, residual) in works:
+        for (*shape, warmup, mode, compile), entry, (checkpoint, residual) in product(
+            grid.product("size", "context", "batch", "precision", "warmup", "mode", "compile"),
+            rows if against else (),
+            list(grid.product("checkpoint", "residual")),
+        ):
             if checkpoint == "none" or mode in RECOMPUTING:
-                asked = *shape, compile, mode, warmup
-                yield ModelTest(grid.name, entry, settings.device, *asked, checkpoint=checkpoint, residual=residual)
+                asked = grid.name, entry, settings.device, *shape, compile, mode, warmup
+                yield ModelTest(*asked, checkpoint=checkpoint, residual=residual)
 
     def key(self, case: ModelTest) -> Row:
         return case.row
@@ -75,9 +76,8 @@ class ModelBenchmark(Benchmark):
     def no_sample(self, case: ModelTest) -> Failure | None:
         if not case.replayed or (case.mode == "step" and case.device == "cuda"):
             return None
-        if case.device != "cuda":
-            return "unsupported", "CUDA graphs need a CUDA device"
-        return "unsupported", "forward and backward are one graph: only whole steps can be timed"
+        of_cuda = "forward and backward are one graph: only whole steps can be timed"
+        return "unsupported", of_cuda if case.device == "cuda" else "CUDA graphs need a CUDA device"
 
     def context(self, cases: Sequence[ModelTest]) -> AbstractContextManager[None]:
         return models.arithmetic(cases[0].precision)
@@ -115,8 +115,7 @@ class ModelBenchmark(Benchmark):
     def step(self, case: ModelTest, candidate: Candidate, setup: Setup) -> Step:
         seconds = setup.rig.alone(case)
         if candidate.state is None:
-            candidate.state = "has run whole"
-            candidate.compile_s = seconds + (candidate.compile_s or 0.0)
+            candidate.state, candidate.compile_s = "has run whole", seconds + (candidate.compile_s or 0.0)
         return setup.rig.step_of(case)
 
 
@@ -182,15 +181,14 @@ class Model(ModelBenchmark):
 
     def metrics(self, case: ModelTest, record: Record, machine: Record) -> Record:
         """Work, and with a time the rates and their share of what this machine reaches and what its maker states."""
-        tokens, time_s = case.batch * case.context, record.get("time_s")
+        tokens, time_s = self.tokens(case), record.get("time_s")
         flops = (
             operations.model_flops(case.config, tokens=tokens, context=case.context, mode=case.mode)
             if case.mode in operations.FLOPS_OF_STEP
             else None
         )
         work: Record = {"predicted_bytes": predicted_bytes(case, record), "flops": flops}
-        if time_s:
-            work["tokens_per_s"] = tokens / time_s
+        work |= {"tokens_per_s": tokens / time_s} if time_s else {}
         if time_s and flops:
             work |= models.matmul_rates(flops, time_s, case.precision, machine)
             stated = peak_flops_per_s(machine["gpu"], case.precision)
@@ -200,15 +198,15 @@ class Model(ModelBenchmark):
 
 def predicted_bytes(case: ModelTest, record: Record) -> int | None:
     """Bytes held and the peak above them, where `training_memory` says them: ours, eager, and keeping no scores."""
-    if (case.mode, case.compile) != ("step", "eager") or case.peer or AttentionTraits.of(case.attention).keeps_scores:
-        return None
-    runtime = case.runtime
-    if levels := record.get("levels"):
-        runtime["checkpoint_blocks"] = levels
     if (
-        record["outcome"] == "unsupported" or runtime.get("checkpoint_blocks") == checkpointing.FIT
-    ):  # nothing has been chosen
+        (case.mode, case.compile) != ("step", "eager")
+        or case.peer
+        or traits.AttentionTraits.of(case.attention).keeps_scores
+    ):
         return None
+    runtime = case.runtime | ({"checkpoint_blocks": record["levels"]} if record.get("levels") else {})
+    if record["outcome"] == "unsupported" or runtime.get("checkpoint_blocks") == checkpointing.FIT:
+        return None  # nothing has been chosen
     return memory.training_memory(replace(case.config, **runtime), case.batch, case.context, case.precision).peak
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.layouts import PRECISION as LAYOUT
-from benchmarks.models import build
+from benchmarks import layouts, models
 from lmsys.bench import Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Table, bench, fields
 from lmsys.config import ModelConfig
 
@@ -60,7 +59,7 @@ def _total(accumulator: torch.dtype, addend: torch.Tensor) -> float:
 
 def tensors(dtype: torch.dtype, settings: Settings) -> Record:
     """The dtypes of a training step under autocast: of a model's parameters, outputs, loss and gradients."""
-    model = build(CONFIG, settings.device, settings.seed)
+    model = models.build(CONFIG, settings.device, settings.seed)
     tokens = torch.arange(CONFIG.context_length, device=settings.device)[None]
     names = {model.get_submodule(name): name for name in WATCHED}
     outputs: dict[str, torch.dtype] = {}
@@ -76,8 +75,8 @@ def tensors(dtype: torch.dtype, settings: Settings) -> Record:
         loss.backward()
     weight = model.layers[0].attn.q_proj.weight
     assert weight.grad is not None
-    of_outputs = {f"output of {name}": outputs[name] for name in WATCHED}
-    dtypes = {"parameters": weight.dtype, **of_outputs, "loss": loss.dtype, "gradients": weight.grad.dtype}
+    dtypes = {"parameters": weight.dtype} | {f"output of {name}": outputs[name] for name in WATCHED}
+    dtypes |= {"loss": loss.dtype, "gradients": weight.grad.dtype}
     return {"tensors": [{"name": name, "dtype": _name(kept_in)} for name, kept_in in dtypes.items()]}
 
 
@@ -104,13 +103,12 @@ class Precision(Benchmark):
     """Two studies that say what rounding does; nothing is timed."""
 
     name = "precision"
-    layout = LAYOUT
+    layout = layouts.PRECISION
     fields: tuple[Field, ...] = (*fields.axes("dtype"), *fields.details("addend", "times", "sums", "tensors"))
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[Study]:
         for study in STUDIES.values():
-            for dtype in DTYPES:
-                yield Study(study.name, study, settings.device, dtype)
+            yield from (Study(study.name, study, settings.device, dtype) for dtype in DTYPES)
 
     def setup(self, cases: Sequence[Study], settings: Settings) -> Settings:
         return settings

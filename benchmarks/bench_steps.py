@@ -22,7 +22,7 @@ from benchmarks import axes, bench_data_parallel, models
 from benchmarks.data_parallel import check, passes, rank
 from benchmarks.data_parallel.cases import MODELS, ParallelCase, StepsCase
 from benchmarks.data_parallel.steps_layout import STEPS as LAYOUT
-from lmsys.attention import ATTENTION
+from lmsys import attention, checkpointing
 from lmsys.bench import (
     Axis,
     Candidate,
@@ -39,14 +39,12 @@ from lmsys.bench import (
     ranks,
 )
 from lmsys.bench.trial import NOT_TIMED
-from lmsys.checkpointing import FIT
 from lmsys.measure import memory
 from lmsys.measure.profile import KINDS, Profile, communication_of, part, profile_call, register_kernels
 from lmsys.measure.sensors import Reading, sensors_of, state_of
-from lmsys.parallel import STRATEGIES
+from lmsys.parallel import STRATEGIES, StrategyTraits
 from lmsys.parallel.group import device
 from lmsys.training.optimizer import clip_factor, scale_gradients, whole_norm
-from lmsys.traits import StrategyTraits
 
 STEPS = 20
 KERNELS = {  # of a step's time, beside the optimizer's
@@ -119,7 +117,7 @@ class Alone:
 @ranks.on_part
 def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
     """Builds the row, takes its steps, and looks into some more."""
-    for row in ATTENTION.values():
+    for row in attention.ATTENTION.values():
         register_kernels(Traits.of(row).kernels, "attention")
     register_kernels(case.traits.kernels, "communication")
     kind, group = device().type, ranks.subgroup(case.world_size)
@@ -132,8 +130,7 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
 
         first_step_s, phases = memory.first_steps(lambda: rigs.append(TrainingRig(case, seed)), step, kind)
         (rig,) = rigs
-        inner = getattr(rig.optimizer, "optim", rig.optimizer)  # where ZeroRedundancyOptimizer keeps its share
-        held = sum(memory.breakdown(rig.strategy.wrapper, inner).values())
+        held = sum(rig.breakdown().values())
         ranks.release()
         losses, readings, sensors = list[Tensor](), list[Reading](), sensors_of(kind)
 
@@ -163,15 +160,22 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         "communication_s": sent.time_s,
         "exposed_s": sent.time_s * (1 - (sent.overlap_fraction or 0.0)),
     }
-    levels = str(rank.config_of(case).checkpoint_blocks)
-    return Alone(levels, most, samples, (told / case.world_size).tolist(), finite, times_s, readings)
+    return Alone(
+        str(rank.config_of(case).checkpoint_blocks),
+        most,
+        samples,
+        (told / case.world_size).tolist(),
+        finite,
+        times_s,
+        readings,
+    )
 
 
 def by_kind(profile: Profile) -> tuple[dict[str, float], float]:
     """(seconds by kind without the optimizer's, the optimizer's), of one step."""
-    total = {kind: profile.shares[kind] * profile.kernel_s for kind in KINDS}
     own: dict[str, float] = next((one.kinds for one in profile.parts if one.name == UPDATE), {})
-    return {kind: max(0.0, total[kind] - own.get(kind, 0.0)) for kind in KINDS}, sum(own.values())
+    others = {kind: max(0.0, profile.shares[kind] * profile.kernel_s - own.get(kind, 0.0)) for kind in KINDS}
+    return others, sum(own.values())
 
 
 def why_wrong(ranks: list[Alone]) -> str | None:
@@ -263,12 +267,10 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[StepsCase]:
         """Rows that synchronize, on two ranks or more."""
-        sizes = [size for size in ranks.world_sizes(grid, ranks.backend_of(settings.device)) if size > 1]
-        rows = [row for row in STRATEGIES.select(grid["strategy"]) if StrategyTraits.of(row).synchronizes]
         for work, world_size, row, model, kept, residual in product(
             grid.product("size", "context", "batch", "precision", "compile"),
-            sizes,
-            rows,
+            [size for size in ranks.world_sizes(grid, ranks.backend_of(settings.device)) if size > 1],
+            [row for row in STRATEGIES.select(grid["strategy"]) if StrategyTraits.of(row).synchronizes],
             grid["model"],
             grid["checkpoint"],
             grid["residual"],
@@ -291,8 +293,9 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         candidate = trial.candidate(case)
         if trial.settings.timed:
             candidate.attempt(self._train, case, candidate, trial)
-        place = f"[{trial.cases.index(case) + 1}/{len(trial.cases)}]"
-        trial.runner.say(f"  {place} {case.impl}: {self._told(case, candidate, trial)}")
+        trial.runner.say(
+            f"  [{trial.cases.index(case) + 1}/{len(trial.cases)}] {case.impl}: {self._told(case, candidate, trial)}"
+        )
 
     def _train(self, case: StepsCase, candidate: Candidate, trial: Any) -> None:
         ranks: list[Alone] = trial.runner.ranks.run(
@@ -302,8 +305,10 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
             candidate.failed("wrong", reason)
             return
         measurement = trial.measurements[case.id]
-        measurement.samples = [max(samples) for samples in zip(*(one.samples for one in ranks), strict=True)]
-        measurement.record = found_by(ranks) | {"levels": ranks[0].levels if case.checkpoint == FIT else None}
+        measurement.samples = list(map(max, zip(*(one.samples for one in ranks), strict=True)))
+        measurement.record = found_by(ranks) | {
+            "levels": ranks[0].levels if case.checkpoint == checkpointing.FIT else None
+        }
 
     def _told(self, case: StepsCase, candidate: Candidate, trial: Any) -> str:
         """How the case has ended, in a line."""

@@ -277,7 +277,7 @@ class Tokenizers(Benchmark):
     def step(self, case: TokenizerCase, candidate: Candidate, setup: Texts) -> Step:
         """Each call has another text, of which a row may prepare what it needs in memory."""
         asked = setup.tokenizer if case.task == "encode" else case.vocab_size
-        arguments = case.entry.load(), case.task, setup.path, asked, case.processes
+        call_of = partial(rows.call_of, case.entry.load(), case.task, setup.path, asked, case.processes)
 
         def keep(result: Any, key: int | None) -> Any:
             if key is None or (case.task == "train" and case.entry.peer):
@@ -289,7 +289,7 @@ class Tokenizers(Benchmark):
                 number: list(map(int, ids[number])) for number in setup.drawn.chosen(key) if number < len(ids)
             }
 
-        return Step(lambda call: call(), lambda: rows.call_of(*arguments), redraw=setup.write, keep=keep)
+        return Step(lambda call: call(), call_of, redraw=setup.write, keep=keep)
 
     def judge(self, case: TokenizerCase, candidate: Candidate, setup: Texts, kept: compare.Kept) -> Mapping[str, float]:
         if kept.result is None:
@@ -319,18 +319,19 @@ class Tokenizers(Benchmark):
 
 def by_definition(task: str, texts: Texts) -> list[Any]:
     """The ids of the text, or the merges of the small one."""
-    if task == "encode":
-        return naive.encode(texts.path.read_bytes().decode(), texts.tokenizer)
-    return naive.learn_merges(training.count_pretokens([texts.small], [END_OF_TEXT]), SMALL_TOKENS)
+    return (
+        naive.encode(texts.path.read_bytes().decode(), texts.tokenizer)
+        if task == "encode"
+        else naive.learn_merges(training.count_pretokens([texts.small], [END_OF_TEXT]), SMALL_TOKENS)
+    )
 
 
 def found_by(case: TokenizerCase, texts: Texts) -> list[Any]:
     row, encodes, end = case.entry.load(), case.task == "encode", texts.end_of_text
     text, asked = (texts.path, texts.tokenizer) if encodes else (texts.small, SMALLEST + SMALL_TOKENS)
     result = rows.call_of(row, case.task, text, asked, case.processes)()
-    if not encodes:
-        return result.merges
-    return list(map(int, chain.from_iterable((*ids, end) for ids in rows.ids_by_document(result, end))))[:-1]
+    documents = rows.ids_by_document(result, end) if encodes else ()
+    return list(map(int, chain.from_iterable((*ids, end) for ids in documents)))[:-1] if encodes else result.merges
 
 
 test_tokenizer = bench(Tokenizers)

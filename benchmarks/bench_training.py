@@ -22,9 +22,8 @@ from lmsys.bench import Axis, Benchmark, Candidate, Entry, Field, Grid, Record, 
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.compare import attempt
-from lmsys.parallel import STRATEGIES
+from lmsys.parallel import STRATEGIES, StrategyTraits
 from lmsys.testing import CURVE_BUDGET, CURVE_STEPS, curve_ratios
-from lmsys.traits import StrategyTraits
 
 CURVE_POINTS = 100  # of a curve that travels with a record
 
@@ -137,17 +136,17 @@ class Training(Benchmark):
 
         ValueError for numbers of tokens on the command line that fill no step or window.
         """
-        attention = [row for row in MODEL_ROWS.select(grid["attention"] or [AUTO.name]) if row != LLAMA]
-        sizes = ranks.world_sizes(grid, ranks.backend_of(settings.device))
         text = [grid[name] for name in ("epochs", "train_tokens", "val_tokens", "vocab_size")]
         for (model, num_ranks), row, entry in product(
-            product(grid.product("size", "context", "batch", "precision", "compile"), sizes),
-            attention,
+            product(
+                grid.product("size", "context", "batch", "precision", "compile"),
+                ranks.world_sizes(grid, ranks.backend_of(settings.device)),
+            ),
+            [row for row in MODEL_ROWS.select(grid["attention"] or [AUTO.name]) if row != LLAMA],
             STRATEGIES.select(grid["strategy"]),
         ):
             traits = StrategyTraits.of(entry)
-            sets_buckets = traits.takes_bucket_mb or traits.tuned_bucket_mb
-            buckets = grid["bucket_mb"] if sets_buckets else (None,)
+            buckets = grid["bucket_mb"] if traits.takes_bucket_mb or traits.tuned_bucket_mb else (None,)
             ways = product(buckets, grid["reproducible"])
             for bucket_mb, same in ways if num_ranks > 1 or not traits.synchronizes else ():
                 asked = *model, row, num_ranks, bucket_mb, *text, same, len(buckets) > 1
@@ -197,8 +196,9 @@ class Training(Benchmark):
         candidate.attempt(self._train, case, candidate, curve, trial)
         if curve.losses:
             candidate.notes |= curve.fields(trial.setup, DTYPES[case.precision])
-        place = f"[{trial.cases.index(case) + 1}/{len(trial.cases)}]"
-        trial.runner.say(f"  {place} {case.impl}: {self._told(case, candidate, trial)}")
+        trial.runner.say(
+            f"  [{trial.cases.index(case) + 1}/{len(trial.cases)}] {case.impl}: {self._told(case, candidate, trial)}"
+        )
 
     def _train(self, case: TrainingCase, candidate: Candidate, curve: Curve, trial: Any) -> None:
         """The first look, the epochs, each held to the reference before the next, and the model at the end."""

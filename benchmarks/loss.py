@@ -61,8 +61,8 @@ def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def torch_chunked_supports(_: object) -> str | None:
-    reason = f"torch {torch.__version__} cannot make this loss in chunks; torch 2.13 and later can"
-    return None if hasattr(torch.nn, "LinearCrossEntropyOptions") else reason
+    able = hasattr(torch.nn, "LinearCrossEntropyOptions")
+    return None if able else f"torch {torch.__version__} cannot make this loss in chunks; torch 2.13 and later can"
 
 
 @dataclass
@@ -87,8 +87,7 @@ class Inputs:
 
     @classmethod
     def empty(cls, tokens: int, d_model: int, vocab_size: int, precision: str, device: str) -> "Inputs":
-        shapes = (tokens, d_model), (vocab_size, d_model)
-        hidden, weight = (torch.empty(shape, device=device, requires_grad=True) for shape in shapes)
+        hidden, weight = (torch.empty(n, d_model, device=device, requires_grad=True) for n in (tokens, vocab_size))
         targets = torch.empty(tokens, dtype=torch.int64, device=device)
         scale, ordinary = LOSS_SCALE if precision == "fp16" else 1.0, (torch.zeros(tokens), torch.zeros(vocab_size))
         return cls(hidden, weight, targets, precision, scale, ordinary)
@@ -100,9 +99,6 @@ class Inputs:
     @property
     def device(self) -> str:
         return self.hidden.device.type
-
-    def draws(self, seed: int) -> "LossDraws":
-        return LossDraws(self, seed)
 
     def choose_extreme(self, draw: int) -> None:
         """Says which tokens of a draw are extreme; they and their classes are a group of their own."""
@@ -117,9 +113,8 @@ class Inputs:
 
         Only the row's own answer is on the device while it runs.
         """
-        answer = [x.cpu() for x in self.run(call)]
-        of_tokens, of_classes = self.groups
-        return ratios(answer, self.exact, self.plain, (of_tokens, of_tokens, of_classes), self.precision, self.device)
+        answer, groups = [x.cpu() for x in self.run(call)], (self.groups[0], *self.groups)
+        return ratios(answer, self.exact, self.plain, groups, self.precision, self.device)
 
     def run(self, call: Callable[..., Tensor]) -> Answer:
         with autocast(self.precision, self.device):
@@ -274,8 +269,8 @@ def parts(inputs: Inputs, tokens: list[int], classes: list[int], exact: bool) ->
     for block, targets in inputs.blocks():
         hidden = block.to(dtype)
         with autocast(precision, inputs.device):
-            logits = F.linear(hidden, weight).index_copy(1, columns, F.linear(hidden, rows))
-            loss = F.cross_entropy(widened(logits), targets, reduction="none")
+            logits = widened(F.linear(hidden, weight).index_copy(1, columns, F.linear(hidden, rows)))
+            loss = F.cross_entropy(logits, targets, reduction="none")
         d_rows += torch.autograd.grad(loss.sum() * share, rows)[0]
         losses.append(loss.detach())
     leaf = inputs.hidden.detach()[tokens].to(dtype).requires_grad_()

@@ -33,9 +33,8 @@ RECOMPILE_LIMIT = 64  # every row makes graphs of the same block
 
 def why_no_arithmetic(precision: str, device: str, compiles: bool) -> str | None:
     """None, or why the device has no such arithmetic, or no code can be compiled for it."""
-    if precision == "tf32" and device == "cpu":
-        return "TF32 is an arithmetic of CUDA devices"
-    return compiled.why_no_compiler(device) if compiles else None
+    reason = "TF32 is an arithmetic of CUDA devices" if precision == "tf32" and device == "cpu" else None
+    return reason or (compiled.why_no_compiler(device) if compiles else None)
 
 
 @contextmanager
@@ -177,11 +176,9 @@ def attention_row(entry: Entry, case: AttentionCase) -> Entry:
 
 def why_not(entry: Entry, case: AttentionCase, precision: str, compile: str) -> str | None:
     """None, or why a model with this row cannot run."""
-    if reason := why_no_arithmetic(precision, case.device, compiles=compile in COMPILED):
-        return reason
-    if entry not in MODEL_ROWS.values():
-        return 'models take no kernel from a file; register it as an entry point (docs/kernel.md, "From a package")'
-    return entry.why_not(case)
+    no_row = 'models take no kernel from a file; register it as an entry point (docs/kernel.md, "From a package")'
+    reason = why_no_arithmetic(precision, case.device, compiles=compile in COMPILED)
+    return reason or (entry.why_not(case) if entry in MODEL_ROWS.values() else no_row)
 
 
 @dataclass(frozen=True)
@@ -234,18 +231,17 @@ class ModelCase(Case):
         """The fields of a config that say how it is computed, where they are not the defaults: an earlier state of the
         code may not know them."""
         blocks = int(self.checkpoint) if self.checkpoint.isdecimal() else self.checkpoint
-        kept = {"checkpoint_blocks": blocks} if self.checkpoint != "none" else {}
-        return kept | ({"residual": self.residual} if self.residual != "wide" else {})
+        asked = {"checkpoint_blocks": (blocks, "none"), "residual": (self.residual, "wide")}
+        return {name: value for name, (value, default) in asked.items() if value != default}
 
     @property
     def why_not_runtime(self) -> str | None:
         """None, or why the model cannot be computed so here. ValueError for levels of another number of blocks."""
         if self.residual == "narrow" and self.precision not in AUTOCAST:
             return f"matmuls in {self.precision} read float32, so nothing is narrower: --precision bf16"
-        config = replace(self.config, **self.runtime)  # may refuse the levels
-        if config.checkpoint_blocks == checkpointing.FIT and self.device != "cuda":
-            return "what fits is chosen for a GPU: the memory of a CPU is others' too"
-        return None
+        fits = replace(self.config, **self.runtime).checkpoint_blocks == checkpointing.FIT  # may refuse the levels
+        on_cpu = "what fits is chosen for a GPU: the memory of a CPU is others' too"
+        return on_cpu if fits and self.device != "cuda" else None
 
 
 @dataclass(frozen=True)

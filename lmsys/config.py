@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
-from lmsys.checkpointing import FIT, Group, groups_of
-from lmsys.strict_json import Checked
+from lmsys import checkpointing, strict_json
 from lmsys.values import Count, Positive, hold, one_of
 
 IGNORED = -100  # targets of this value count for nothing, as in torch
@@ -15,7 +14,7 @@ RESIDUALS = "wide", "narrow"
 
 
 @dataclass(frozen=True)
-class ModelConfig(Checked):
+class ModelConfig(strict_json.Checked):
     """A Transformer language model.
 
     num_kv_heads       key/value heads, a divisor of num_heads; None: as many as query heads
@@ -55,17 +54,17 @@ class ModelConfig(Checked):
                 f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}",
             ),
         )
-        if self.checkpoint_blocks != FIT:
-            groups_of(self.checkpoint_blocks, self.num_layers)
+        if self.checkpoint_blocks != checkpointing.FIT:
+            checkpointing.groups_of(self.checkpoint_blocks, self.num_layers)
 
     @property
     def head_dim(self) -> int:
         return self.d_model // self.num_heads
 
     @property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[checkpointing.Group]:
         """The blocks by what they keep. ValueError for "fit"."""
-        return groups_of(self.checkpoint_blocks, self.num_layers)
+        return checkpointing.groups_of(self.checkpoint_blocks, self.num_layers)
 
     @property
     def kv_heads(self) -> int:

@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from lmsys.files import cache_folder, read_text, write_json
-from lmsys.values import SHORT, shortened, shortly
+from lmsys.values import SHORT, hold, shortened, shortly
 
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character that JSON escapes as two
 
@@ -25,8 +25,7 @@ def overlay(config: Any, found: Any, path: str = "") -> Any:
     the dataclass itself refuses.
     """
     where = path or "the config"
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{where}: must be a JSON object; got {shortly(found)}")
+    hold((isinstance(found, Mapping), f"{where}: must be a JSON object; got {shortly(found)}"))
     hints, changes = get_type_hints(type(config)), {}
     for key, value in found.items():
         here = f"{path}.{key}" if path else key
@@ -100,8 +99,12 @@ def read_json(path: Path, **kinds: type) -> Any:
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     for name, kind in kinds.items():
-        if not isinstance(found, dict) or type(found.get(name)) is not kind:
-            raise ValueError(f"{path}: must be an object with {name!r}, {_called(kind)}")
+        hold(
+            (
+                isinstance(found, dict) and type(found.get(name)) is kind,
+                f"{path}: must be an object with {name!r}, {_called(kind)}",
+            )
+        )
     return found
 
 
@@ -217,7 +220,6 @@ class Kept:
             warnings.warn(f"{self.path}: {self.what} last for this process only: {error}", stacklevel=3)
 
     def _content(self) -> dict[str, Any]:
-        content = read_json(self.path) if self.path.is_file() else {}
-        if not isinstance(content, dict):
-            raise ValueError(f"it must be an object; got {shortly(content)}")
+        content: dict[str, Any] = read_json(self.path) if self.path.is_file() else {}
+        hold((isinstance(content, dict), f"it must be an object; got {shortly(content)}"))
         return content

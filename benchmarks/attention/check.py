@@ -22,11 +22,10 @@ from torch import Tensor
 from benchmarks.models import BUDGET_RTOL, ERROR_RTOL
 from lmsys.attention import AttentionCase, Pattern, contract
 from lmsys.attention.pattern import PLAIN
-from lmsys.bench import Candidate, Record, benchmark, plain
+from lmsys.bench import Candidate, Entry, Record, Traits, benchmark, plain
 from lmsys.check import kinds, question
 from lmsys.extremes.attention import AttentionDraws, Unit, drawn_unit, extreme_of
 from lmsys.measure import clock, compare
-from lmsys.registry import Entry, Traits
 from lmsys.testing import Inputs, Oracle, Spot, make_inputs, pick, run
 
 SLEEP_CYCLES = 4 * 10**7  # about 20 ms, longer than a warm call takes to launch its first kernel
@@ -59,8 +58,7 @@ def check_small(candidates: Sequence[Candidate]) -> None:
     judged = [one for one in candidates if one.outcome in ("ok", "wrong") and not one.case.asked.options]
     for candidate in [one for one in judged if not (one.interpreted or Traits.of(one.entry).compiles)]:
         asked = candidate.case.asked
-        dtypes = tuple(dict.fromkeys(("float32", asked.dtype)))
-        of_table = ".py:" not in candidate.entry.target
+        dtypes, of_table = tuple(dict.fromkeys(("float32", asked.dtype))), ".py:" not in candidate.entry.target
         options = question.Options(asked.head_dim, asked.grad, dtypes, uses=False, extremes=of_table)
         answer, failure = candidate.watched(_answer, candidate.entry, options)
         candidate.notes["quick_check"] = str(answer or failure)
@@ -172,12 +170,8 @@ class Spots:
         tensors = self.inputs.tensors
         for name, x in outputs.items():
             plain.check_plain(name, x, tensors[LIKE[name]], tensors.values())
-        if key is None:
-            return None
-        return [
-            {name: pick(x, spot, self.case.kv_heads) for name, x in outputs.items()}
-            for spot in self._spots(backward, key)
-        ]
+        spots = None if key is None else self._spots(backward, key)
+        return spots and [{name: pick(x, spot, self.case.kv_heads) for name, x in outputs.items()} for spot in spots]
 
     def _spots(self, backward: bool, key: int) -> list[Spot]:
         """Those of the draw that the inputs hold."""
@@ -185,8 +179,7 @@ class Spots:
 
     def judge(self, backward: bool, kept: compare.Kept, rms: bool) -> Mapping[str, float]:
         """The worst error over its budget of each tensor; leaves one row of each part as evidence."""
-        worst: dict[str, float] = {}
-        parts = kept.evidence.setdefault("parts", [])
+        worst, parts = dict[str, float](), kept.evidence.setdefault("parts", [])
         for spot, found in zip(self._spots(backward, kept.key), kept.result, strict=True):
             oracle = Oracle(self.case, self.inputs, grad=backward, spot=spot, pattern=self.pattern)
             for name, ratio in oracle.judge(found, rms).items():
@@ -217,15 +210,14 @@ def spots_of(case: AttentionCase, backward: bool, key: int, extreme: Unit | None
 def _evidence(name: str, found: Tensor, spot: Spot, oracle: Oracle, chance: random.Random) -> Record:
     """One row of a part: its values, its largest error, and the part's budget."""
     group, row = chance.randrange(found.shape[-3]), chance.randrange(found.shape[-2])
-    values = found[..., group, row, :].reshape(-1)
-    error = values.double() - oracle.reference[name][..., group, row, :].reshape(-1)
+    values, right = (x[..., group, row, :].reshape(-1) for x in (found, oracle.reference[name]))
     return {
         "tensor": name,
         "unit": list(spot.units[0]),
         "rows": None if spot.rows is None else [spot.rows.start, spot.rows.stop],
         "at": [group, row],
         "values": base64.b64encode(values.cpu().view(torch.uint8).numpy().tobytes()).decode(),
-        "error": error.abs().max().item(),
+        "error": (values.double() - right).abs().max().item(),
         "budget": oracle.budget[name],
     }
 
@@ -281,11 +273,9 @@ def _oracle(
     """The oracle of one head, whose inputs alone are drawn again."""
     (unit,) = spot.units
     tensors = drawn_unit(case, proof["seed"], draw, unit, (pattern or PLAIN[case.causal]).causal, proof["generator"])
-    alone = replace(case, batch=1, heads=case.heads // case.kv_heads, kv_heads=1, grad=backward, device="cpu")
-    inputs = Inputs(**tensors, seed=proof["seed"])
     return Oracle(
-        alone,
-        inputs,
+        replace(case, batch=1, heads=case.heads // case.kv_heads, kv_heads=1, grad=backward, device="cpu"),
+        Inputs(**tensors, seed=proof["seed"]),
         grad=backward,
         spot=replace(spot, units=((0, 0),)),
         pattern=pattern and pattern.of_entries([unit[0]]),

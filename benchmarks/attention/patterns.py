@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
+from lmsys import registry, traits
 from lmsys.attention import Documents, Pattern
-from lmsys.bench import Entry
 from lmsys.measure import clock, compare
-from lmsys.registry import load_target
-from lmsys.traits import AttentionTraits
 
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap"  # the axes, in the order of their fields
 MADE_TIMES = 3
@@ -65,25 +63,23 @@ def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float,
     return pairs.sum(1).double().mean().item(), (seen_by > 0).sum(1).double().mean().item()
 
 
-def made_before_calls(entry: Entry, pattern: Pattern, queries: int, keys: int, device: str) -> dict[str, float | None]:
+def made_before_calls(
+    entry: registry.Entry, pattern: Pattern, queries: int, keys: int, device: str
+) -> dict[str, float | None]:
     """The seconds to make `Documents`, with their `cu_seqlens`, and what a row reads of windows and documents."""
     found = dict[str, float | None]()
-    if (documents := pattern.documents) is not None:
-        lengths = documents.lengths
+    if pattern.documents is not None:
+        lengths = pattern.documents.lengths
         found["documents_s"] = _seconds(lambda: Documents(lengths, device).cu_seqlens(len(lengths)), device)
-    if (target := AttentionTraits.of(entry).mask) and pattern.options.keys() & {"window", "documents"}:
-        make = partial(load_target(target), pattern, queries, keys, torch.device(device))
+    if (target := traits.AttentionTraits.of(entry).mask) and pattern.options.keys() & {"window", "documents"}:
+        make = partial(registry.load_target(target), pattern, queries, keys, torch.device(device))
         found["mask_s"] = compare.attempt(lambda: _seconds(make, device))[0]
     return found
 
 
 def _seconds(make: Callable[[], Any], device: str) -> float:
     """The median of several calls, until the device has done what they ask for; one before them is not timed."""
-
-    def made() -> None:
-        make()
-        clock.synchronize(device)
-
+    made = partial(clock.in_turn, make, partial(clock.synchronize, device))
     return median(clock.timed(clock.CpuClock(), made, 1 + MADE_TIMES)[1:])
 
 

@@ -83,12 +83,11 @@ class ParallelCase(TrainedCase):
         These are eager ones on a CPU, of one precision and stream. What blocks keep changes no number there. Nor do
         strategies that say so (`halves_sums`): two ranks have one order alone, unless what they add is rounded.
         """
-        if (self.device, self.compile, self.world_size) != (other.device, other.compile, other.world_size):
-            return False
-        if (self.device, self.compile) != ("cpu", "eager") or self.residual != other.residual:
+        settings = [(case.device, case.compile, case.world_size, case.residual) for case in (self, other)]
+        if settings[0] != settings[1] or (self.device, self.compile) != ("cpu", "eager"):
             return False
         exact = self.precision == "fp32" and self.narrow == other.narrow is None and self.world_size <= 2
-        adds = all(case.traits.halves_sums for case in (self, other))
+        adds = self.traits.halves_sums and other.traits.halves_sums
         return replace(self, checkpoint=other.checkpoint) == other or (exact and adds)
 
 
@@ -110,11 +109,11 @@ class StepsCase(ParallelCase):
     @property
     def why_not_runtime(self) -> str | None:
         """None, or why the model cannot be computed so here, or lacks its packages. ValueError as of any model."""
-        if (reason := super().why_not_runtime) is None and self.whole_model is not None:
-            if self.precision in AUTOCAST and self.residual == "wide":
-                return "the stream between its layers has the dtype of its matmuls: --residual narrow"
-            reason = self.whole_model.why_not(self)
-        return reason
+        if (reason := super().why_not_runtime) is not None or self.whole_model is None:
+            return reason
+        if self.precision in AUTOCAST and self.residual == "wide":
+            return "the stream between its layers has the dtype of its matmuls: --residual narrow"
+        return self.whole_model.why_not(self)
 
     @property
     def axes(self) -> Record:
@@ -171,15 +170,13 @@ def pair(first: Steps, second: Steps) -> Pair:
         beyond = {name: ratio for name, ratio in (steps.ratios or {}).items() if not ratio <= 1}
         for name, ratio in beyond.items():
             return Pair(first, second, WRONG, f"{steps.case.impl}: {name} is {ratio:.3g} times the allowed error off")
-    if first.ratios is None or second.ratios is None:
-        return Pair(first, second, UNKNOWN, "plain steps in float64 do not fit in this memory")
-    return Pair(first, second, TOLERANCE, "")
+    unknown = UNKNOWN, "plain steps in float64 do not fit in this memory"
+    return Pair(first, second, *(unknown if None in (first.ratios, second.ratios) else (TOLERANCE, "")))
 
 
 def pairs(versions: Iterable[Steps]) -> list[Pair]:
     """All pairs of versions on as many ranks: others have other batches."""
-    both = combinations(versions, 2)
-    return [pair(*two) for two in both if len({steps.case.world_size for steps in two}) == 1]
+    return [pair(a, b) for a, b in combinations(versions, 2) if a.case.world_size == b.case.world_size]
 
 
 MOST_STEPS = 50  # of a row in one pass
@@ -223,8 +220,8 @@ class Row:
 
     def steps(self, settings: Settings, passes: int) -> int:
         """Steps of one pass: enough for the rounds asked for, and as many as fit the time."""
-        slowest = max(seen.step_s for seen in self.seen)
-        return max(-(-settings.min_rounds // passes), min(MOST_STEPS, int(settings.seconds_per_row / passes / slowest)))
+        fitting = int(settings.seconds_per_row / passes / max(seen.step_s for seen in self.seen))
+        return max(-(-settings.min_rounds // passes), min(MOST_STEPS, fitting))
 
 
 def why_not(case: ParallelCase) -> str | None:
@@ -269,7 +266,7 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
     record: Record = {
         "bucket_mb": seen.bucket_mb or (None if isinstance(case.asked_bucket_mb, str) else case.asked_bucket_mb),
         "num_buckets": seen.num_buckets,
-        "timeline": [list(interval) for interval in seen.communication.timeline],
+        "timeline": [*map(list, seen.communication.timeline)],
     }
     alone = {timed.case.world_size: timed for timed in rows if timed.passes and not timed.case.traits.synchronizes}
     if 1 in alone:
@@ -283,8 +280,7 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
     # A rank that comes early waits inside of a collective: the one that waits least tells what that takes.
     least = min((rank.communication for rank in row.seen), key=lambda communication: communication.time_s)
     record |= {"communication_s": least.time_s, "overlap_fraction": least.overlap_fraction}
-    base = baseline(row, rows)
-    if base is not None and (theirs := min(rank.communication.time_s for rank in base.seen)):
+    if (base := baseline(row, rows)) and (theirs := min(rank.communication.time_s for rank in base.seen)):
         record["improvement"] = (statistics.median(base.samples) - time_s) / theirs
     if seen.network is not None:
         latency, bandwidth = seen.network
@@ -301,7 +297,7 @@ def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
     asked = row.case.world_size, row.case.sharded_optimizer
     same = [other for other in rows if other.passes and (other.case.world_size, other.case.sharded_optimizer) == asked]
     largest = max(same, key=lambda other: other.case.traits.baseline, default=None)
-    return largest if largest is not None and largest.case.traits.baseline else None
+    return largest if largest and largest.case.traits.baseline else None
 
 
 def memory(row: Row) -> Record:

@@ -45,12 +45,10 @@ State = dict[str, Tensor]
 @ranks.on_part
 def gate(case: ParallelCase, seed: int) -> dict[str, float]:
     """Errors over their budgets, by parameter, on the rank where they are worst; on every rank the same."""
-    options = case.options
-    wide = {name: value for name, value in options.items() if name not in NARROW}
+    wide = {name: value for name, value in case.options.items() if name not in NARROW}
+    asked = [(wide, None)] + ([(case.options, case.narrow)] if case.narrow else [])
     with compiler_of(case), matmuls("fp32"):
-        by_dtypes = [_ratios(case, wide, seed, None)]
-        if case.narrow is not None:
-            by_dtypes.append(_ratios(case, options, seed, case.narrow))
+        by_dtypes = [_ratios(case, options, seed, narrow) for options, narrow in asked]
     if model_parameters(case.config) > MOST_KEPT:
         _alone.cache_clear()  # a model that takes all the memory there is, is next
     return {name: max(ratios[name] for ratios in by_dtypes) for name in by_dtypes[0]}
@@ -68,8 +66,7 @@ def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: N
     alone = partial(_alone, config, case.world_size, seed)
     config = replace(config, checkpoint_blocks=blocks_of(case, layers), residual=case.residual)
     start, exact, plain = alone(None, torch.float32, 0), alone(None, torch.float64), alone(narrow, torch.float32)
-    state = _trained(case, config, options, seed)
-    dtype = torch.float32 if narrow is None else narrow[1]
+    state, dtype = _trained(case, config, options, seed), narrow[1] if narrow else torch.float32
     ratios = {}
     for name, first in start.items():
         moved = [x[name].double() - first.double() for x in (state, exact, plain)]
@@ -87,8 +84,7 @@ def _batches(config: ModelConfig, world_size: int, seed: int) -> Iterator[Batch]
 
 
 def _of_rank(data: Batch, rank: int) -> tuple[Tensor, Tensor]:
-    mine = slice(rank * BATCH, (rank + 1) * BATCH)
-    return data.tokens[mine], data.targets[mine]
+    return data.tokens.split(BATCH)[rank], data.targets.split(BATCH)[rank]
 
 
 def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object], seed: int) -> State:

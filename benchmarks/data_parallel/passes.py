@@ -65,10 +65,8 @@ class Batches:
     def __init__(self, config: ModelConfig, batch: int, asked: Pass):
         number, length = WARM_STEPS[device().type] + asked.steps, config.context_length + 1
         stream = draws.key(asked.draw, f"{asked.seed} rank {dist.get_rank()}")
-        rows = draws.whole_numbers(stream, 0, number * batch * length, config.vocab_size, device()).view(
-            number, batch, length
-        )
-        self.all = [Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in rows]
+        numbers = draws.whole_numbers(stream, 0, number * batch * length, config.vocab_size, device())
+        self.all = [Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in numbers.view(number, batch, length)]
         self.now = Batch(self.all[0].tokens.clone(), self.all[0].targets.clone())
         self._drawn = 0
 
@@ -185,15 +183,13 @@ def _take_steps(
 ) -> tuple[Rows, Rows]:
     config, on = replace(case.config, attention="naive", residual=case.residual), device()
     module = Loss(build(config, str(on), asked.seed)).to(dtype)
-    params = dict(module.named_parameters())
+    params, used = dict(module.named_parameters()), narrow[1] if narrow and narrow[0] == "compute_dtype" else dtype
     optimizer, start = torch.optim.AdamW(params.values(), **ADAMW), _rows_of(params, asked.key)
     at_once = max(1, MAX_SCORES // (config.num_layers * config.num_heads * config.context_length**2))
     for batch in Batches(config, case.batch, asked).all:
         for inputs in zip(batch.tokens.split(at_once), batch.targets.split(at_once), strict=True):
-            is_narrow = narrow is not None and narrow[0] == "compute_dtype"
-            used = {name: p.to(narrow[1]) if narrow and is_narrow else p for name, p in params.items()}
             with prepare.autocast(precision, on.type):
-                loss = torch.func.functional_call(module, used, inputs)
+                loss = torch.func.functional_call(module, {name: p.to(used) for name, p in params.items()}, inputs)
             (loss * (len(inputs[0]) / case.batch)).backward()
         _average(params.values(), case.world_size, narrow)
         optimizer.step()

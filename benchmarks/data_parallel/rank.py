@@ -16,8 +16,7 @@ from lmsys.checkpointing import FIT, for_fewer
 from lmsys.config import ModelConfig
 from lmsys.measure import clock, memory, profile
 from lmsys.measure.step import Step
-from lmsys.parallel import overlapped
-from lmsys.parallel.group import device
+from lmsys.parallel import group, overlapped
 from lmsys.training import gradients, optimizer, prepare
 
 INSPECTED = 3  # steps that are timed to learn what one costs
@@ -35,8 +34,10 @@ def compiler_of(case: cases.ParallelCase) -> Iterator[None]:
     if case.group not in _COMPILED:
         _COMPILED[:] = [case.group]
         torch.compiler.reset()
-    compiler = torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, optimize_ddp=False)
-    with matmuls(case.precision), compiler:
+    with (
+        matmuls(case.precision),
+        torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, optimize_ddp=False),
+    ):
         yield
 
 
@@ -44,8 +45,9 @@ def blocks_of(case: cases.ParallelCase, num_layers: int) -> int | str:
     """The case's levels of checkpointing for a model of so many blocks; what fits is what fits on every rank."""
     setting = case.runtime.get("checkpoint_blocks", 0)
     if setting == FIT:
-        config = replace(case.config, **case.runtime)
-        setting = prepare.fitted(config, execution(case), case.batch, prepare.gpu_memory()).checkpoint_blocks
+        setting = prepare.fitted(
+            replace(case.config, **case.runtime), execution(case), case.batch, prepare.gpu_memory()
+        ).checkpoint_blocks
     return for_fewer(setting, case.config.num_layers, num_layers)
 
 
@@ -56,8 +58,8 @@ def config_of(case: cases.ParallelCase) -> ModelConfig:
 
 def model_of(case: cases.ParallelCase, config: ModelConfig, seed: int) -> Any:
     """The model that the case trains, with the weights of this seed."""
-    ours, other = build(config, str(device()), seed), case.whole_model
-    return ours if other is None else other.load()(config, device()).take_weights(ours)
+    ours, other = build(config, str(group.device()), seed), case.whole_model
+    return ours if other is None else other.load()(config, group.device()).take_weights(ours)
 
 
 def execution(case: cases.ParallelCase, **changes: Any) -> prepare.Execution:
@@ -74,9 +76,9 @@ class Rig:
     """A model, its strategy, its optimizer and this rank's batches. Ranks begin with weights of their own."""
 
     def __init__(self, case: cases.ParallelCase, asked: passes.Pass, adamw: dict[str, Any] = passes.ADAMW):
-        self.case, on, rank = case, str(device()), torch.distributed.get_rank()
-        theirs = case.traits.fused_adamw
-        cls, fused = (torch.optim.AdamW, {"fused": on != "cpu"}) if theirs else (optimizer.AdamW, {})
+        self.case, on, rank = case, str(group.device()), torch.distributed.get_rank()
+        fused = {"fused": on != "cpu"} if case.traits.fused_adamw else {}
+        cls = torch.optim.AdamW if fused else optimizer.AdamW
         model = model_of(case, config_of(case), asked.seed + rank)
         self.prepared = prepare.prepare(model, execution(case), cls, **adamw, **fused)
         self.strategy, self.optimizer, _ = self.prepared
@@ -91,7 +93,7 @@ class Rig:
         """Everything is planned, compiled and recorded when this is done."""
         if self.case.replayed:
             self.gradients = self.prepared.gradients(graph=True)
-        for _ in range(passes.WARM_STEPS[device().type]):
+        for _ in range(passes.WARM_STEPS[group.device().type]):
             self.batches.draw()
             self.step()
 
@@ -120,31 +122,37 @@ class Rig:
     def can_stay_local(self) -> bool:
         """True where a step without synchronization is the same computation: not where ranks hold or step parts only,
         and not where it would be a recording of its own."""
-        whole = self.case.traits.local_step and not self.case.sharded_optimizer
-        return self.strategy.can_stay_local and whole and not self.case.replayed
+        is_whole = self.case.traits.local_step and not self.case.sharded_optimizer
+        return self.strategy.can_stay_local and is_whole and not self.case.replayed
 
     @property
     def outside_bytes(self) -> int:
         """GPU memory that the strategy holds and torch's allocator does not count."""
         return getattr(self.strategy.wrapper, "outside_bytes", 0)
 
+    def breakdown(self) -> dict[str, int]:
+        """Bytes by kind. ZeroRedundancyOptimizer keeps its share in an optimizer of its own."""
+        return memory.breakdown(self.strategy.wrapper, getattr(self.optimizer, "optim", self.optimizer))
+
     def times(self, step: Callable[[], Any], count: int) -> list[float]:
         """Seconds of each of so many steps, each on the next batch."""
-        call = Step(lambda _: step(), redraw=self.batches.draw)
-        return times(call, range(count), subgroup(self.case.world_size), finish=self.finish)[0]
+        call, ranks = Step(lambda _: step(), redraw=self.batches.draw), subgroup(self.case.world_size)
+        return times(call, range(count), ranks, finish=self.finish)[0]
 
 
 @on_part
 def inspect(case: cases.ParallelCase, seed: int) -> cases.Inspection:
     """The network; memory, phase by phase, of a training from its beginning; a step's time and its communication."""
-    group = subgroup(case.world_size)
+    ranks = subgroup(case.world_size)
     with compiler_of(case):
-        network = overlapped.latency_and_bandwidth(group, device()) if case.world_size > 1 else None
+        network = overlapped.latency_and_bandwidth(ranks, group.device()) if case.world_size > 1 else None
         rig, bytes_of_phases = _phases(case, passes.Pass(seed, seed, 0, INSPECTED))
         rig.warm()
         seconds = min(rig.times(rig.step, INSPECTED))
         profile.register_kernels(case.traits.kernels, "communication")
-        sent = profile.communication_of(rig.step, rig.finish, lambda: torch.distributed.barrier(group), device().type)
+        sent = profile.communication_of(
+            rig.step, rig.finish, lambda: torch.distributed.barrier(ranks), group.device().type
+        )
         finite = bool(rig.step().isfinite())
     buckets, size = (getattr(rig.strategy.wrapper, name, None) for name in ("buckets", "bucket_mb"))
     mb, count = float(size) if size else None, len(buckets) if buckets else None
@@ -156,8 +164,7 @@ def _phases(case: cases.ParallelCase, asked: passes.Pass) -> tuple[Rig, dict[str
 
     The phases are those of what a graph records: its own memory is set aside as a whole.
     """
-    rigs: list[Rig] = []
-    made: dict[str, Any] = {}
+    rigs, made = list[Rig](), dict[str, Any]()
 
     def init() -> None:
         rigs.append(Rig(case, asked))
@@ -173,25 +180,25 @@ def _phases(case: cases.ParallelCase, asked: passes.Pass) -> tuple[Rig, dict[str
     def update() -> None:
         (rig,) = rigs
         rig.optimizer.step()
-        # ZeroRedundancyOptimizer keeps its share in an optimizer of its own
-        made["held"] = memory.breakdown(rig.strategy.wrapper, getattr(rig.optimizer, "optim", rig.optimizer))
+        made["held"] = rig.breakdown()
         rig.optimizer.zero_grad(set_to_none=True)
         rig.finish()
 
-    def first() -> None:
-        for step in (forward, backward, update):
-            step()
-
-    phases, (rig,) = (
-        memory.phases(
-            {"init": init, "first": first, "forward": forward, "backward": backward, "optimizer": update}, device().type
-        ),
-        rigs,
+    phases = memory.phases(
+        {
+            "init": init,
+            "first": lambda: clock.in_turn(forward, backward, update),
+            "forward": forward,
+            "backward": backward,
+            "optimizer": update,
+        },
+        group.device().type,
     )
-    live, peak = ({name: levels[kind] for name, levels in phases.items()} for kind in ("live_bytes", "peak_bytes"))
-    for levels in (live, peak):
-        for name in levels:
-            levels[name] += made["outside at init"] if name == "init" else rig.outside_bytes
+    rig = rigs[0]
+    outside = {name: made["outside at init"] if name == "init" else rig.outside_bytes for name in phases}
+    live, peak = (
+        {name: levels[kind] + outside[name] for name, levels in phases.items()} for kind in ("live_bytes", "peak_bytes")
+    )
     return rig, {
         "init_bytes": live["init"],
         "init_peak_bytes": peak["init"],
@@ -230,7 +237,7 @@ def take_pass(case: cases.ParallelCase, asked: passes.Pass) -> Taken:
         rig.warm()
         samples = rig.times(rig.step, asked.steps)
         begin, state, _, end = clock.in_turn(
-            perf_counter, rig.strategy.full_state_dict, lambda: clock.synchronize(device().type), perf_counter
+            perf_counter, rig.strategy.full_state_dict, lambda: clock.synchronize(group.device().type), perf_counter
         )
         bits = passes.leave(case, asked, state)
         del state

@@ -77,15 +77,13 @@ class ModelTest(models.ModelCase):
     @property
     def axes(self) -> Record:
         names = "size", "context", "batch", "precision", "mode", "compile", "checkpoint", "residual"
-        asked = {name: getattr(self, name) for name in names}
-        warmup = {} if self.warmup is None else {"warmup_steps": self.warmup}
-        shape = {name: getattr(self.config, name) for name in SHAPE}
-        return (
-            asked
-            | warmup
-            | shape
-            | {"num_parameters": operations.model_parameters(self.config), "attention": self.attention.name}
-        )
+        return {
+            **{name: getattr(self, name) for name in names},
+            **({} if self.warmup is None else {"warmup_steps": self.warmup}),
+            **{name: getattr(self.config, name) for name in SHAPE},
+            "num_parameters": operations.model_parameters(self.config),
+            "attention": self.attention.name,
+        }
 
     @property
     def label(self) -> str:
@@ -185,9 +183,9 @@ class Gate:
 
     def judge(self, candidates: Sequence[Candidate]) -> None:
         for grad in sorted({row.case.grad for row in candidates}):
-            exact = models.variant(copy.deepcopy(self.base).double(), "eager", attention="naive")
-            reference = self.outputs(exact, grad, "fp32")
-            del exact
+            reference = self.outputs(
+                models.variant(copy.deepcopy(self.base).double(), "eager", attention="naive"), grad, "fp32"
+            )
             for residual in sorted({row.case.residual for row in candidates}):
                 rows = [row for row in candidates if (row.case.grad, row.case.residual) == (grad, residual)]
                 stream = {} if residual == "wide" else {"residual": residual}
@@ -206,9 +204,8 @@ class Gate:
         dtype = models.ROUNDING[self.precision]
         if not reference.dim():
             return testing.ratio_of(result, reference, plain, dtype)
-        group = self.group(name, reference)
         result, reference, plain = (x.reshape(-1, x.shape[-1]) for x in (result, reference, plain))
-        return models.ratio_by_group(result, reference, plain, dtype, group)
+        return models.ratio_by_group(result, reference, plain, dtype, self.group(name, reference))
 
     def group(self, name: str, x: Tensor) -> Tensor:
         """A number for each row of an output: 0 where it is ordinary."""

@@ -113,8 +113,7 @@ class Llama(nn.Module):
 
     def _reordered(self, name: str, x: Tensor, rows: tuple[int, int, int]) -> Tensor:
         """Query and key matrices with the last two of their rows' axes exchanged; others as they are."""
-        rotated = "q_proj" in name or "k_proj" in name
-        return x.unflatten(0, rows).transpose(1, 2).flatten(0, 2) if rotated else x
+        return x.unflatten(0, rows).transpose(1, 2).flatten(0, 2) if "q_proj" in name or "k_proj" in name else x
 
 
 class LlamaTuned(Llama):

@@ -23,8 +23,7 @@ from benchmarks.models import LOSS_SCALE, Batch, arithmetic, build
 from lmsys import draws, testing
 from lmsys.bench import Settings, Step, benchmark
 from lmsys.extremes.model import FIRST_ID, plant, planted, write_model
-from lmsys.measure import compare, memory
-from lmsys.measure.clock import clock_of, synchronize, timed
+from lmsys.measure import clock, compare, memory
 from lmsys.training import gradients, optimizer, prepare
 
 MOMENTS = "exp_avg", "exp_avg_sq"
@@ -214,8 +213,8 @@ class Rig:
     def step_of(self, case: cases.ModelTest) -> Step:
         """The call to time, on tokens of its own; a backward's forward, and an optimizer's gradients, are made untimed
         just before."""
-        keep = self.spots.outputs if case.mode in spots.OUTPUTS else self._keep_gradients
-        return replace(self._timed(case), redraw=partial(self._redraw, case), keep=partial(keep, case))
+        keep = partial(self.spots.outputs if case.mode in spots.OUTPUTS else self._keep_gradients, case)
+        return replace(self._timed(case), redraw=partial(self._redraw, case), keep=keep)
 
     def _timed(self, case: cases.ModelTest) -> Step:
         def whole() -> None:
@@ -266,8 +265,7 @@ class Rig:
 
     def judge(self, case: cases.ModelTest, kept: compare.Kept) -> Mapping[str, float]:
         self.base.zero_grad(set_to_none=True)  # makes room
-        meant = self.model(case).meant if case.peer else lambda name, weight: weight
-        return self.spots.judge(case, kept, meant)
+        return self.spots.judge(case, kept, self.model(case).meant if case.peer else lambda name, weight: weight)
 
     def graph_of(self, case: cases.ModelTest) -> gradients.GraphedGradients:
         return gradients.GraphedGradients(
@@ -284,7 +282,7 @@ class Rig:
         try:
             step, start = self.step_of(case), time.perf_counter()
             step.run(step.prepare())
-            synchronize(self.device)
+            clock.synchronize(self.device)
             seconds = time.perf_counter() - start
             if (
                 case.mode in spots.UPDATES
@@ -294,9 +292,8 @@ class Rig:
                     update = Update.of(self.spots.parameters, spots.NUM_ROWS, draw, self.optimizers.get(case.peer))
                     update.plant(self._extremes(case), self.scaler.get_scale())
                     self.update(case)
-                    ratios = update.done(self.optimizers[case.peer]).ratios()
-                    _, wrong = benchmark.verdict(ratios, "before any timed call")
-                    if wrong:
+                    update.done(self.optimizers[case.peer])
+                    if wrong := benchmark.verdict(update.ratios(), "before any timed call")[1]:
                         raise WrongCall(wrong[1])
             del step  # with the memory of its graph
             if case.replayed:
@@ -328,12 +325,12 @@ def cold_samples(case: cases.ModelTest, settings: Settings) -> list[float]:
     if settings.memory_limit_bytes is not None:
         memory.cap_gpu_memory(settings.memory_limit_bytes)
     assert case.warmup is not None
-    clock, samples = clock_of(case.device), []
+    device_clock, samples = clock.clock_of(case.device), []
     with arithmetic(case.precision):
         step = Rig(case, settings.seed).step_of(case)
         for _ in range(case.warmup + COLD_ROUNDS):
             prepared = step.prepare()
-            synchronize(case.device)
-            samples += timed(clock, partial(step.run, prepared))
+            clock.synchronize(case.device)
+            samples += clock.timed(device_clock, partial(step.run, prepared))
             del prepared
     return samples[case.warmup :]

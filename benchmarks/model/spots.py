@@ -73,11 +73,12 @@ class Reference:
         """The loss of each token (B S), from hidden states (B, S, M) that somebody else has made."""
         with self._arithmetic():
             logits = (self._logits(states.to(self.dtype) if self.exact else states) for states in hidden)
-            by_sequence = [
-                torch.nn.functional.cross_entropy(widened(x), y, reduction="none")
-                for x, y in zip(logits, targets, strict=True)
-            ]
-        return torch.cat(by_sequence)
+            return torch.cat(
+                [
+                    torch.nn.functional.cross_entropy(widened(x), y, reduction="none")
+                    for x, y in zip(logits, targets, strict=True)
+                ]
+            )
 
     def gradients(self, data: Batch, sequences: Sequence[int], names: Sequence[str]) -> dict[str, Tensor]:
         """By name, what these sequences add to the gradients of the mean loss: of the embeddings, and of `names`."""
@@ -139,10 +140,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         end = min(first + rows, length)
         return naive(q[:, :, first:end], k[:, :, :end], v[:, :, :end], causal=True, first_query=first)
 
-    blocks = [
-        checkpoint(block, begin, use_reentrant=False, preserve_rng_state=False) for begin in range(0, length, rows)
-    ]
-    return torch.cat(blocks, dim=2)
+    return torch.cat(
+        [checkpoint(block, begin, use_reentrant=False, preserve_rng_state=False) for begin in range(0, length, rows)],
+        dim=2,
+    )
 
 
 NUM_TOKENS, NUM_ROWS = 64, 8  # of a sequence, and of a matrix
@@ -210,8 +211,7 @@ class Spots:
     def gradients(self, key: int, scale: float) -> Parts:
         """Copies of the gradients as they stand, of a loss times `scale`, where the key says."""
         spot, found = self.spot(key), {}
-        ids = self.data.tokens[spot.sequence, spot.positions]
-        for name, rows in {EMBEDDINGS: ids, **(spot.rows if self.whole else {})}.items():
+        for name, rows in {EMBEDDINGS: self._ids(spot), **(spot.rows if self.whole else {})}.items():
             p = self.parameters[name]
             check_plain(f"the gradient of {name}", p.grad, p, (self.data.tokens, self.data.targets))
             assert p.grad is not None
@@ -224,12 +224,13 @@ class Spots:
         update = parts.pop(UPDATE, None)
         if broken := [name for name, x in parts.items() if not x.isfinite().all()]:
             return dict.fromkeys(broken, float("inf"))
-        asked = meant, case.residual == "narrow"
-        references = [Reference(self.base, self.precision, exact, *asked) for exact in (True, False)]
+        is_narrow = case.residual == "narrow"
+        references = [Reference(self.base, self.precision, exact, meant, is_narrow) for exact in (True, False)]
         ratios = update.ratios() if update else {}
         if ALL_STATES in parts:
-            losses = [reference.losses(parts[ALL_STATES], self.data.targets) for reference in references]
-            ratios[LOSS] = mean_ratio(parts[LOSS], *losses)
+            ratios[LOSS] = mean_ratio(
+                parts[LOSS], *(x.losses(parts[ALL_STATES], self.data.targets) for x in references)
+            )
         make = self._right_outputs if case.mode in OUTPUTS else self._right_gradients
         exact, plain = (make(reference, spot) for reference in references)
         if EMBEDDINGS in parts:
@@ -239,12 +240,14 @@ class Spots:
             ratios[name] = ratio_by_group(parts[name], *right, spot.rows.get(name), SPOT_TIMES)
         return ratios
 
+    def _ids(self, spot: Spot) -> Tensor:
+        return self.data.tokens[spot.sequence, spot.positions]
+
     def _groups(self, name: str, spot: Spot) -> Tensor:
         """A number for each row of what is right: 0 where neither its token nor the row itself is extreme."""
         if name not in (LOGITS, STATES, EMBEDDINGS):
             return group_of(name, len(self.parameters[name]))
-        ids = self.data.tokens[spot.sequence, spot.positions].cpu()
-        group = group_of(EMBEDDINGS, self.base.config.vocab_size)[ids]
+        group = group_of(EMBEDDINGS, self.base.config.vocab_size)[self._ids(spot).cpu()]
         return group[self._sequences(spot)[1]] if name == EMBEDDINGS else group
 
     def _right_outputs(self, reference: Reference, spot: Spot) -> Parts:
@@ -254,15 +257,12 @@ class Spots:
     def _right_gradients(self, reference: Reference, spot: Spot) -> Parts:
         """Gradients of the embeddings of the spot's tokens, and of whole matrices: see `ratio_by_group`."""
         sequences, chosen = self._sequences(spot)
-        rows = spot.rows if self.whole else {}
-        right = reference.gradients(self.data, sequences, list(rows))
-        ids = self.data.tokens[spot.sequence, spot.positions][chosen]
-        return right | {EMBEDDINGS: right[EMBEDDINGS][ids]}
+        right = reference.gradients(self.data, sequences, list(spot.rows) if self.whole else [])
+        return right | {EMBEDDINGS: right[EMBEDDINGS][self._ids(spot)[chosen]]}
 
     def _sequences(self, spot: Spot) -> tuple[list[int], list[int]]:
         """The sequences to be run, and those of the spot's tokens that no other sequence holds."""
-        tokens = self.data.tokens
-        ids = tokens[spot.sequence, spot.positions]
+        tokens, ids = self.data.tokens, self._ids(spot)
         if self.whole:
             return list(range(len(tokens))), list(range(len(ids)))
         held = torch.stack([torch.isin(ids, sequence) for sequence in tokens]).cpu()  # (B, tokens of the spot)

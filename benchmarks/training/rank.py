@@ -17,15 +17,11 @@ from benchmarks.models import COMPILED, LR_BY_WIDTH, MAX_SCORES, TrainedCase, at
 from lmsys import config, values
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.bench import Entry, Record, findings, ranks
-from lmsys.measure import memory
-from lmsys.measure.clock import synchronize
-from lmsys.measure.sensors import sensors_of
-from lmsys.parallel import STRATEGIES
-from lmsys.parallel.group import device
+from lmsys.measure import clock, memory, sensors
+from lmsys.parallel import STRATEGIES, StrategyTraits, group
 from lmsys.tokenizer import Tokenizer, chunks, pretokens, train
 from lmsys.training import corpora, data, loop, reproducible
 from lmsys.training.config import RunConfig, TrainConfig
-from lmsys.traits import StrategyTraits
 
 LEAST_LR, WARMUP = 0.1, 0.1  # of the learning rate; of all steps
 
@@ -77,8 +73,7 @@ class TrainingCase(TrainedCase):
     @property
     def row(self) -> str:
         """The strategy with its options."""
-        size = f"-{self.bucket_mb}MiB" if self.names_bucket else ""
-        return self.entry.name + size + ("-reproducible" if self.reproducible else "")
+        return self.entry.name + f"-{self.bucket_mb}MiB" * self.names_bucket + "-reproducible" * self.reproducible
 
     @property
     def impl(self) -> str:
@@ -97,11 +92,13 @@ class TrainingCase(TrainedCase):
     def steps(self) -> int:
         """Steps of an epoch. ValueError where its tokens do not fill one."""
         tokens = self.global_batch * self.context
-        if self.train_tokens < tokens:
-            raise ValueError(
+        values.hold(
+            (
+                self.train_tokens >= tokens,
                 f"--train-tokens {self.train_tokens}: must be at least {tokens}, which one step takes"
-                f" (batch {self.batch} x {self.num_ranks} ranks x context {self.context})"
+                f" (batch {self.batch} x {self.num_ranks} ranks x context {self.context})",
             )
+        )
         return self.train_tokens // tokens
 
     @property
@@ -112,8 +109,12 @@ class TrainingCase(TrainedCase):
     @property
     def windows(self) -> int:
         """Windows of the held-out text. ValueError where its tokens do not fill one."""
-        if self.val_tokens < self.context:
-            raise ValueError(f"--val-tokens {self.val_tokens}: must be at least the context, {self.context}")
+        values.hold(
+            (
+                self.val_tokens >= self.context,
+                f"--val-tokens {self.val_tokens}: must be at least the context, {self.context}",
+            )
+        )
         return self.val_tokens // self.context
 
     @property
@@ -137,14 +138,12 @@ class TrainingCase(TrainedCase):
     @property
     def reference(self) -> "TrainingCase":
         """One process with naive attention, in micro-batches whose scores fit."""
-        alone = next(row for row in STRATEGIES.values() if not StrategyTraits.of(row).synchronizes)
         fitting = max(1, MAX_SCORES // (self.config.num_heads * self.context**2))
-        micro = max(size for size in range(1, self.batch + 1) if self.batch % size == 0 and size <= fitting)
         return replace(
             self,
             attention=ATTENTION["naive"],
-            entry=alone,
-            micro=micro,
+            entry=next(row for row in STRATEGIES.values() if not StrategyTraits.of(row).synchronizes),
+            micro=max(size for size in range(1, self.batch + 1) if self.batch % size == 0 and size <= fitting),
             bucket_mb=None,
             compile="eager",
             reproducible=False,
@@ -227,7 +226,7 @@ def _first(tokenizer: Tokenizer, parts: tuple[chunks.Chunk, ...], count: int, op
 INTERPRETED = "its kernels are interpreted here, which is too slow to train with"
 _TRAINER: list[loop.Trainer] = []  # the one that trains now, from call to call
 
-sensors = cache(sensors_of)
+sensors_of = cache(sensors.sensors_of)
 
 
 @dataclass(frozen=True)
@@ -245,9 +244,10 @@ def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> loop.Trainer:
     if config.train.compile:
         torch.compiler.reset()  # the blocks of one case are not to count as those of another again
     windows = data.fixed_windows(data.TokenFiles(tokens[1:]), case.context, case.windows)
-    group = ranks.subgroup(case.world_size)
     with torch.random.fork_rng():  # a trainer seeds torch, and the rank is others' next
-        return loop.Trainer(config, data.TokenFiles(tokens[:1]), windows, device(), group=group)
+        return loop.Trainer(
+            config, data.TokenFiles(tokens[:1]), windows, group.device(), group=ranks.subgroup(case.world_size)
+        )
 
 
 @ranks.on_part
@@ -265,7 +265,7 @@ def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> tuple[str | None, 
     try:
         with findings.interpreted_kernels() as launched:
             first_step_s, phases = memory.first_steps(
-                lambda: _TRAINER.append(trainer(case, tokens, seed)), step, device().type
+                lambda: _TRAINER.append(trainer(case, tokens, seed)), step, group.device().type
             )
     except ValueError as error:
         if _TRAINER:
@@ -287,12 +287,13 @@ def epoch(case: TrainingCase, steps: int) -> Epoch:
     (trainer,) = _TRAINER
     if trainer.world_size > 1:
         torch.distributed.barrier(trainer.group)
-    synchronize(device().type)
+    kind = group.device().type
+    clock.synchronize(kind)
     start = perf_counter()
     taken = [trainer.train_step()[0] for _ in range(steps)]
-    clock = sensors(device().type).read().sm_clock_mhz
-    synchronize(device().type)
-    return Epoch(perf_counter() - start, [step.loss for step in taken], [step.norm for step in taken], clock)
+    sm_clock_mhz = sensors_of(kind).read().sm_clock_mhz
+    clock.synchronize(kind)
+    return Epoch(perf_counter() - start, [step.loss for step in taken], [step.norm for step in taken], sm_clock_mhz)
 
 
 @ranks.on_part

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lmsys.values import one_of
+from lmsys.values import hold, one_of
 
 ELEMENT = 2  # bytes
 FLOPS = {"forward": 6, "backward": 12}  # times B·D·F: three matmuls, and in the backward two for each
@@ -32,21 +32,15 @@ def fit_latency_bandwidth(sizes: Sequence[float], times_s: Sequence[float]) -> t
 
     ValueError for fewer than two sizes, or for times that do not grow with size.
     """
-    if len(set(sizes)) < 2 or len(sizes) != len(times_s) or not all(time > 0 for time in times_s):
-        raise ValueError(
-            f"a fit needs positive times of at least two sizes; got {list(sizes)} bytes, {list(times_s)} s"
-        )
-    weights = [1 / time**2 for time in times_s]
-    total = math.fsum(weights)
-    mean_size = math.fsum(w * s for w, s in zip(weights, sizes, strict=True)) / total
-    mean_time = math.fsum(w * t for w, t in zip(weights, times_s, strict=True)) / total
-    rows = list(zip(weights, sizes, times_s, strict=True))
+    what = f"{list(sizes)} bytes, {list(times_s)} s"
+    is_able = len({*sizes}) >= 2 and len(sizes) == len(times_s) and all(time > 0 for time in times_s)
+    hold((is_able, f"a fit needs positive times of at least two sizes; got {what}"))
+    rows = [(1 / time**2, size, time) for size, time in zip(sizes, times_s, strict=True)]
+    total = math.fsum(w for w, _, _ in rows)
+    mean_size, mean_time = math.fsum(w * s for w, s, _ in rows) / total, math.fsum(w * t for w, _, t in rows) / total
     slope = math.fsum(w * (s - mean_size) * (t - mean_time) for w, s, t in rows)
     slope /= math.fsum(w * (s - mean_size) ** 2 for w, s, _ in rows)
-    if slope <= 0:
-        raise ValueError(
-            f"times do not grow with size, so there is no bandwidth: {list(sizes)} bytes, {list(times_s)} s"
-        )
+    hold((slope > 0, f"times do not grow with size, so there is no bandwidth: {what}"))
     return max(mean_time - slope * mean_size, 1e-6), 1 / slope
 
 
@@ -77,8 +71,7 @@ def bus_factor(operation: str, world_size: int) -> float:
 
     ValueError for an operation that is not in BUS_FACTORS.
     """
-    one_of("operation", operation, BUS_FACTORS)
-    return BUS_FACTORS[operation](world_size)
+    return BUS_FACTORS[one_of("operation", operation, BUS_FACTORS)](world_size)
 
 
 def ring_seconds(operation: str, total_bytes: float, world_size: int, bytes_per_s: float) -> float:
@@ -103,8 +96,8 @@ class Layer:
 
     def compute_seconds(self, direction: str, devices: float) -> float:
         """Seconds of arithmetic, however the work is divided. ValueError for a direction that is not in FLOPS."""
-        one_of("direction", direction, FLOPS)
-        return FLOPS[direction] * self.tokens * self.d_model * self.d_ff / devices / self.flops_per_s
+        flops = FLOPS[one_of("direction", direction, FLOPS)] * self.tokens * self.d_model * self.d_ff
+        return flops / devices / self.flops_per_s
 
     def communication_seconds(self, kind: str, direction: str, devices: int) -> float:
         """Over `devices` of one kind of parallelism. ValueError for another than those of KINDS and FLOPS."""
@@ -112,11 +105,8 @@ class Layer:
         one_of("direction", direction, FLOPS)
         if kind == "tensor":
             return self.mesh_seconds(1, devices)[1]
-        operations = WEIGHT_COLLECTIVES[kind][direction]
-        return sum(
-            ring_seconds(operation, 3 * self.d_model * self.d_ff * ELEMENT, devices, self.bytes_per_s)
-            for operation in operations
-        )
+        weights = 3 * self.d_model * self.d_ff * ELEMENT, devices, self.bytes_per_s
+        return sum(ring_seconds(operation, *weights) for operation in WEIGHT_COLLECTIVES[kind][direction])
 
     def most_devices(self, kind: str, direction: str) -> float:
         """The largest n for which communication takes no longer than computation: both are (...) / n.

@@ -43,9 +43,8 @@ def attention_flops(
     `pairs` are those of a head that are visible under more than a causal mask, all of them counted. Recomputing scores
     in the backward is not counted as work, nor is the softmax. ValueError for an unknown direction.
     """
-    one_of("direction", direction, DIRECTIONS)
     forward = 4 * batch * heads * head_dim * (attention_pairs(queries, keys, causal) if pairs is None else pairs)
-    return forward * FLOPS_OF_FORWARD[direction]
+    return forward * FLOPS_OF_FORWARD[one_of("direction", direction, DIRECTIONS)]
 
 
 def attention_bytes(
@@ -56,10 +55,11 @@ def attention_bytes(
     fwd reads q, k, v and writes o; bwd reads q, k, v, do and writes dq, dk, dv; fwdbwd writes o as well. What a
     row saves between the two is its own affair and not counted.
     """
-    one_of("direction", direction, DIRECTIONS)
     query_side = batch * heads * queries * head_dim  # q, o, do, dq
     key_side = batch * kv_heads * keys * head_dim  # k, v, dk, dv
-    num_query_side, num_key_side = {"fwd": (2, 2), "bwd": (3, 4), "fwdbwd": (4, 4)}[direction]
+    num_query_side, num_key_side = {"fwd": (2, 2), "bwd": (3, 4), "fwdbwd": (4, 4)}[
+        one_of("direction", direction, DIRECTIONS)
+    ]
     return (num_query_side * query_side + num_key_side * key_side) * ELEMENT_BYTES[dtype]
 
 
@@ -83,6 +83,7 @@ def model_flops(config: ModelConfig, *, tokens: int, context: int, mode: str) ->
     optimizer are not counted as work. Source: Chowdhery et al. 2022 (PaLM, arXiv 2204.02311), appendix B.
     ValueError for a mode that has no such count.
     """
-    one_of("mode", mode, FLOPS_OF_STEP)
-    weights = model_parameters(config) - config.vocab_size * config.d_model
-    return (6 * weights + 6 * config.num_layers * context * config.d_model) * tokens * FLOPS_OF_STEP[mode]
+    counted = (
+        model_parameters(config) - config.vocab_size * config.d_model + config.num_layers * context * config.d_model
+    )
+    return 6 * counted * tokens * FLOPS_OF_STEP[one_of("mode", mode, FLOPS_OF_STEP)]

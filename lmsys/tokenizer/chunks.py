@@ -31,8 +31,7 @@ class Chunk:
         with self.path.open("rb") as file:
             file.seek(self.start)
             data = file.read(self.size)
-        if len(data) != self.size:
-            raise ValueError(f"{self.path} became shorter while it was read")
+        values.hold((len(data) == self.size, f"{self.path} became shorter while it was read"))
         try:
             data.decode()
         except UnicodeDecodeError as error:
@@ -75,8 +74,7 @@ def whole(file: str | Path | Chunk) -> Chunk:
     if isinstance(file, Chunk):
         return file
     path = Path(file)
-    if not path.is_file():
-        raise ValueError(f"{path}: there is no such file")
+    values.hold((path.is_file(), f"{path}: there is no such file"))
     return Chunk(path, 0, path.stat().st_size)
 
 

@@ -52,8 +52,7 @@ class Tokenizer:
         self.vocab, self.merges = dict(vocab), list(merges)
         self.special_tokens = list(dict.fromkeys(special_tokens or ()))
         known = set(self.vocab.values())
-        added = [token.encode() for token in self.special_tokens if token.encode() not in known]
-        self.vocab |= enumerate(added, len(self.vocab))
+        self.vocab |= enumerate((x for x in map(str.encode, self.special_tokens) if x not in known), len(self.vocab))
         self._ids = {token: number for number, token in self.vocab.items()}
         self._check()
         self._special_ids = {token.encode(): self._ids[token.encode()] for token in self.special_tokens}
@@ -290,15 +289,23 @@ def read_files(
     pairs = [_read_merge(merges, number, line) for number, line in lines if line]
     ordinary = {*_BYTE_OF, *(left + right for left, right in pairs)}
     written = strict_json.read_json(vocab)
-    if not isinstance(written, dict) or not all(type(number) is int for number in written.values()):
-        raise ValueError(f'{vocab}: must be an object of token: id, as {{"!": 0, ...}}')
+    values.hold(
+        (
+            isinstance(written, dict) and all(type(number) is int for number in written.values()),
+            f'{vocab}: must be an object of token: id, as {{"!": 0, ...}}',
+        )
+    )
     twice = next((number for number, count in Counter(written.values()).items() if count > 1), None)
     values.hold((twice is None, f"{vocab}: id {twice} is given twice"))
     vocabulary = {number: _bytes(text) if text in ordinary else text.encode() for text, number in written.items()}
     special_tokens = [text for text in sorted(written, key=written.__getitem__) if text not in ordinary]
     stamp = re.fullmatch(rf"{_VERSION} (merges: .+)", head.rstrip("\r"))
-    if stamp and stamp[1] != _told(len(pairs), vocab.read_bytes()):
-        raise ValueError(f"{merges}: cut, or not of the tokenizer that {vocab} is of: make both anew")
+    values.hold(
+        (
+            not stamp or stamp[1] == _told(len(pairs), vocab.read_bytes()),
+            f"{merges}: cut, or not of the tokenizer that {vocab} is of: make both anew",
+        )
+    )
     lost = [] if stamp else [text for text in special_tokens if text not in named and _is_pair(text, written)]
     if lost:
         such = f"{len(lost):,} of the tokens in {vocab}, such as {values.shortly(lost[0])}"

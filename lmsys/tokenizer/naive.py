@@ -16,8 +16,7 @@ Pair = tuple[bytes, bytes]
 
 def split(text: str, special_tokens: Sequence[str] = ()) -> list[str]:
     """Special tokens, the leftmost and of these the longest first, and between them what the pattern finds."""
-    pieces: list[str] = []
-    start = 0
+    pieces, start = list[str](), 0
     while start < len(text):
         places = [(at, -len(token), token) for token in special_tokens if (at := text.find(token, start)) >= 0]
         at, _, token = min(places, default=(len(text), 0, ""))

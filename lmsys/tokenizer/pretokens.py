@@ -117,9 +117,9 @@ class Pretokenizer:
 
 def _may_overlap(token: bytes, other: bytes) -> bool:
     """True if some text holds both so that they overlap, but are not the same."""
-    if token != other and other in token:
-        return True
-    return any(token.endswith(other[:size]) for size in range(1, min(len(token), len(other))))
+    return (token != other and other in token) or any(
+        token.endswith(other[:size]) for size in range(1, min(len(token), len(other)))
+    )
 
 
 def _wide_pieces(kinds: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -53,8 +53,9 @@ def count_pretokens(
 ) -> dict[bytes, int]:
     """How often each pre-token stands in the files; special tokens are none."""
     counts: defaultdict[bytes, int] = defaultdict(int)
-    count_in = partial(_count, pretokens.Pretokenizer(special_tokens))
-    for text, lengths, numbers in chunks.each_chunk(count_in, files, special_tokens, processes):
+    for text, lengths, numbers in chunks.each_chunk(
+        partial(_count, pretokens.Pretokenizer(special_tokens)), files, special_tokens, processes
+    ):
         start = 0
         for length, count in zip(lengths.tolist(), numbers.tolist(), strict=True):
             counts[text[start : start + length]] += count
@@ -79,8 +80,7 @@ def learn_merges(counts: Mapping[bytes, int], num_tokens: int) -> list[tuple[byt
     The most frequent pair is merged, of several the lexicographically greater (left, right). There are fewer when no
     pair is left.
     """
-    learner = _Learner(counts)
-    merges: list[tuple[bytes, bytes]] = []
+    learner, merges = _Learner(counts), list[tuple[bytes, bytes]]()
     while len(learner.tokens) < _NUM_BYTES + num_tokens and (merge := learner.step()):
         merges.append(merge)
     return merges
@@ -137,8 +137,8 @@ class _Learner:
         token = merge[0] + merge[1]
         char = self.tokens.setdefault(token, chr(len(self.tokens)))
         self.bytes_of[char], self.order[char] = token, _descending(token)
-        lefts: defaultdict[str, int] = defaultdict(int)  # how often each token stands in front of the pair
-        rights: defaultdict[str, int] = defaultdict(int)
+        # How often each token stands in front of the pair, and behind it.
+        lefts, rights = defaultdict[str, int](int), defaultdict[str, int](int)
         chars, counts, homes, before, behind = self.chars, self.counts, self.homes, self.before, self.behind
         for place in sorted(homes.pop(pair)):  # from left to right: in a run of one token the pairs overlap
             other = behind[place]

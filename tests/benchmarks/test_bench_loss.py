@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_loss import Loss
-from benchmarks.loss import BLOCK_LOGITS, OUTPUTS, Inputs, blocks_of, indices, parts, unchunked
+from benchmarks.loss import BLOCK_LOGITS, OUTPUTS, Inputs, LossDraws, blocks_of, indices, parts, unchunked
 from benchmarks.models import LOSS_SCALE, ROUNDING, mean_ratio
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention.compiled import why_no_compiler
@@ -103,7 +103,7 @@ def test_what_is_made_in_blocks_equals_the_whole(exact: bool, monkeypatch: pytes
 
 def drawn(precision: str = "fp32", tokens: int = 40, vocab_size: int = 50) -> Inputs:
     inputs = Inputs.empty(tokens, 16, vocab_size, precision, "cpu")
-    inputs.draws(seed=0).fill(0)
+    LossDraws(inputs, seed=0).fill(0)
     return inputs
 
 
