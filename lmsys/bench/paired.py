@@ -17,6 +17,7 @@ from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.checkout import Checkout
 from lmsys.bench.fields import Grid, Record
 from lmsys.bench.isolation import Ended, Group, Isolated
+from lmsys.values import hold
 
 
 class Paired(Isolated):
@@ -43,8 +44,9 @@ class Paired(Isolated):
         try:
             self.earlier.collect(benchmark, (), {})  # imports it
         except Exception as error:  # whatever an earlier state raises when it is imported
-            reason = f"today's benchmark {benchmark.name!r} cannot run its rows: {error}"
-            raise ValueError(f"--against {self.state.text}: {reason}") from None
+            raise ValueError(
+                f"--against {self.state.text}: today's benchmark {benchmark.name!r} cannot run its rows: {error}"
+            ) from None
         return collected
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
@@ -56,8 +58,7 @@ class Paired(Isolated):
         while results is None:
             results = self._together(groups)
         yield from results[0]
-        for result in results[1]:
-            yield replace(result, record=record.earlier(result.record, self.against))
+        yield from (replace(result, record=record.earlier(result.record, self.against)) for result in results[1])
 
     def _together(self, groups: Sequence[Group]) -> tuple[list[Any], list[Any]] | None:
         """The results of both workers; None where a row has ended one of them, and is blamed for it."""
@@ -103,7 +104,13 @@ class Paired(Isolated):
 
 def check_rows(checkout: Checkout, cls: type[Benchmark], cases: Mapping[str, Case]) -> None:
     """ValueError for a row that stands in the file of its benchmark, which is today's on both sides."""
-    for case in cases.values():
-        if case.entry.target.partition(":")[0] == cls.__module__:
-            reason = f"the row {case.impl!r} stands in the file of its benchmark, which is today's"
-            raise ValueError(f"--against {checkout.text}: {reason}: put it into a file of its own")
+    why = "stands in the file of its benchmark, which is today's: put it into a file of its own"
+    hold(
+        *(
+            (
+                case.entry.target.partition(":")[0] != cls.__module__,
+                f"--against {checkout.text}: the row {case.impl!r} {why}",
+            )
+            for case in cases.values()
+        )
+    )

@@ -156,8 +156,13 @@ def load(path: Path) -> Record:
     ours = content.get("lmsys") if isinstance(content, dict) else None
     if not isinstance(ours, dict) or "schema" not in ours:
         raise ValueError(f'{path}: not a result of this bench: it has no "lmsys" key with a schema')
-    why = f"is not the {SCHEMA} that this version reads: another version of lmsys wrote it"
-    hold((ours["schema"] == SCHEMA, f"{path}: schema {shortly(ours['schema'])} {why}"))
+    hold(
+        (
+            ours["schema"] == SCHEMA,
+            f"{path}: schema {shortly(ours['schema'])} is not the {SCHEMA} that this version reads: another version of"
+            " lmsys wrote it",
+        )
+    )
     ours.setdefault("layouts", {})
     try:
         check_content(ours)
