@@ -69,17 +69,18 @@ def measure_ceilings(device: str, seconds: float = CEILING_S) -> dict[str, Any]:
     the median run of any of these was from its fastest, as a share of it.
     """
     copied, seconds = 2**30 if device == "cuda" else 2**27, min(seconds, CEILING_S)
-    matmul, spreads = {}, []
-    for dtype in (torch.bfloat16, torch.float32):
-        rate, spread = _matmul(dtype, device, seconds)
-        matmul[str(dtype).removeprefix("torch.")] = rate
-        spreads.append(spread)
+    matmuls = {
+        str(dtype).removeprefix("torch."): _matmul(dtype, device, seconds) for dtype in (torch.bfloat16, torch.float32)
+    }
     source = torch.zeros(copied, dtype=torch.int8, device=device)
     best, median = _runs(partial(torch.empty_like(source).copy_, source), device, seconds)
     del source
     release_memory()
-    spread = max(*spreads, median / best - 1)
-    return {"matmul_flops_per_s": matmul, "copy_bytes_per_s": 2 * copied / best, "spread": spread}
+    return {
+        "matmul_flops_per_s": {dtype: rate for dtype, (rate, _) in matmuls.items()},
+        "copy_bytes_per_s": 2 * copied / best,
+        "spread": max(*(spread for _, spread in matmuls.values()), median / best - 1),
+    }
 
 
 def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[float, float]:
@@ -100,11 +101,11 @@ def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[float, flo
 
 def best_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """The higher of two measurements of each ceiling."""
-    matmul = {
-        dtype: max(value, second["matmul_flops_per_s"][dtype]) for dtype, value in first["matmul_flops_per_s"].items()
+    matmuls = first["matmul_flops_per_s"].items()
+    return {
+        "matmul_flops_per_s": {dtype: max(rate, second["matmul_flops_per_s"][dtype]) for dtype, rate in matmuls},
+        **{name: max(first[name], second[name]) for name in ("copy_bytes_per_s", "spread")},
     }
-    copy = max(first["copy_bytes_per_s"], second["copy_bytes_per_s"])
-    return {"matmul_flops_per_s": matmul, "copy_bytes_per_s": copy, "spread": max(first["spread"], second["spread"])}
 
 
 def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
