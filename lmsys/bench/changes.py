@@ -60,8 +60,11 @@ def between(old: Sequence[float], new: Sequence[float]) -> Shift | None:
     if min(len(old), len(new)) < FEWEST:
         return None
     x, y = (np.asarray(values[:MOST], dtype=float) for values in (old, new))
-    spread = math.sqrt(len(x) * len(y) * (len(x) + len(y) + 1) / 12)
-    return _shift(np.subtract.outer(y, x).ravel(), spread, max(_alike(x), _alike(y)))
+    return _shift(
+        np.subtract.outer(y, x).ravel(),
+        spread=math.sqrt(len(x) * len(y) * (len(x) + len(y) + 1) / 12),
+        alike=max(_alike(x), _alike(y)),
+    )
 
 
 def paired(differences: Sequence[float]) -> Shift | None:
@@ -70,9 +73,11 @@ def paired(differences: Sequence[float]) -> Shift | None:
     if len(differences) < FEWEST:
         return None
     x = np.asarray(differences[:MOST], dtype=float)
-    spread = math.sqrt(len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24)
-    means = np.add.outer(x, x)[np.triu_indices(len(x))] / 2  # of Walsh: of each two rounds, and of each alone
-    return _shift(means, spread, _alike(x))
+    return _shift(
+        np.add.outer(x, x)[np.triu_indices(len(x))] / 2,  # means of Walsh: of each two rounds, and of each alone
+        spread=math.sqrt(len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24),
+        alike=_alike(x),
+    )
 
 
 def _shift(candidates: np.ndarray, spread: float, alike: float) -> Shift:
@@ -163,10 +168,10 @@ def compare(
     """
     old, new = list(old), list(new)
     usual = _usual([*old, *new])
-    changes = []
-    for before, after, anchor in _pairs(old, new):
-        spreads = between_runs, usual.get(after["benchmark"], 0.0), *_spreads(before, after)
-        changes.append(_change(before, after, anchor, max(spreads)))
+    changes = [
+        _change(before, after, anchor, max(between_runs, usual.get(after["benchmark"], 0.0), *_spreads(before, after)))
+        for before, after, anchor in _pairs(old, new)
+    ]
     return _judged(changes, margin)
 
 
@@ -239,8 +244,10 @@ def _judged(changes: Iterable[Change], margin: float) -> list[Change]:
         elif change.verdict != UNCLEAR or (change.old.get("time_s") and change.new.get("time_s")):
             judged.append(change)
     counted = discoveries([shift.p_beyond(edge) for _, shift in open_], FALSE_DISCOVERIES)
-    for (change, shift), is_change in zip(open_, counted, strict=True):
-        judged.append(replace(change, verdict=_verdict(shift, edge, is_change)))
+    judged += [
+        replace(change, verdict=_verdict(shift, edge, is_change))
+        for (change, shift), is_change in zip(open_, counted, strict=True)
+    ]
     return sorted(judged, key=_weight)
 
 

@@ -46,9 +46,8 @@ def backend_of(device: str) -> str:
 
 def default_world_size(backend: str) -> int:
     """Every GPU; on a CPU two; under torchrun all that there are."""
-    if (group := joined()) is not None:
-        return group.world_size
-    return torch.cuda.device_count() if backend == "nccl" else 2
+    on_this_machine = torch.cuda.device_count() if backend == "nccl" else 2
+    return group.world_size if (group := joined()) is not None else on_this_machine
 
 
 def num_nodes() -> int:
@@ -199,8 +198,7 @@ def times(
 
 def _others(kind: str) -> int | None:
     """How many processes of other programs are on this rank's device; under torchrun its agent's are none."""
-    parent = int(os.environ.get(PARENT, os.getppid()))
-    return Conditions(kind, sensors_of(kind), parent).strangers()
+    return Conditions(kind, sensors_of(kind), parent=int(os.environ.get(PARENT, os.getppid()))).strangers()
 
 
 def _together(group: Any) -> Callable[[], Any]:

@@ -15,9 +15,8 @@ from lmsys.bench.findings import OF_OTHERS, energy_fields, interpreted_kernels, 
 from lmsys.bench.instruments import Instruments
 from lmsys.bench.record import rounded, summarize
 from lmsys.bench.watch import Watch, copied
-from lmsys.measure.clock import synchronize
+from lmsys.measure import clock, profile
 from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
-from lmsys.measure.profile import call_in_ranges
 from lmsys.measure.sensors import Reading
 from lmsys.measure.step import Step, nothing
 
@@ -73,11 +72,10 @@ class Trial:
         """
         _, failure = attempt(call, *args)
         self._mend(self.good())  # a row that replaced what judges is wrong, and not the bench that failed over it
-        if failure is None:
-            return
-        outcome = failure[0] if self.setup is None else "error"
-        for candidate in self.good():
-            candidate.failed(outcome, f"the bench failed, not the row: {failure[1]}")
+        if failure:
+            for candidate in self.good():
+                outcome = failure[0] if self.setup is None else "error"
+                candidate.failed(outcome, f"the bench failed, not the row: {failure[1]}")
 
     def prepare(self) -> None:
         benchmark = self.benchmark
@@ -110,7 +108,7 @@ class Trial:
             with interpreted_kernels() as launched, loaded_kernels() as kernels:
                 self.benchmark.open(candidate, self.setup)
             self.runner.kernels.setdefault(candidate.entry.target, {}).update(kernels)
-            synchronize(self.settings.device)
+            clock.synchronize(self.settings.device)
             candidate.compile_s, candidate.interpreted = time.perf_counter() - start, bool(launched)
 
         candidate.attempt(opened)
@@ -123,9 +121,7 @@ class Trial:
                 candidate.failed("wrong", f"a row replaced {', '.join(names)}, by which it is judged")
 
     def turns(self) -> Iterable[Cases]:
-        if not self.settings.timed and not self.benchmark.streams:
-            return ()
-        return self.benchmark.turns(self.cases)
+        return self.benchmark.turns(self.cases) if self.settings.timed or self.benchmark.streams else ()
 
     def is_able(self, case: Case) -> bool:
         """True while the case is still to be timed."""
@@ -192,8 +188,10 @@ class Trial:
         flops, dtype, read_bytes = work
         if time_s >= (least_s := limits.least_s(flops, dtype, 0 if cached else read_bytes)):
             return None
-        speed = f"{time_s * 1e6:.3g} us, where its arithmetic and its reads take at least {least_s * 1e6:.3g}"
-        return "wrong", f"faster than this machine can be: {speed}"
+        return "wrong", (
+            f"faster than this machine can be: {time_s * 1e6:.3g} us, where its arithmetic and its reads take at least"
+            f" {least_s * 1e6:.3g}"
+        )
 
     def interleave(self, turn: Cases, min_rounds: int | None = None) -> None:
         """Times the steps of a turn side by side, in `min_rounds` rounds or the settings' at least."""
@@ -235,7 +233,7 @@ class Trial:
             if self.is_able(case):
                 step, failure = self._step(case, self.candidate(case))
                 if step is not None:
-                    _, failure = attempt(call_in_ranges, case.id, step, self.settings.device)
+                    _, failure = attempt(profile.call_in_ranges, case.id, step, self.settings.device)
                 self.measurements[case.id].failure = failure
         self.watch.settle()
         self.watch.heartbeat.rest()
@@ -268,8 +266,7 @@ class Trial:
             call = {"call": kept.index, "draw": kept.draw, "key": kept.key, "error_ratios": dict(ratios)}
             measurement.proof.append(call | kept.evidence)
         if failure:
-            reason = f"right before it was timed, not in timed call {kept.index}: {failure[1]}"
-            measurement.failure = failure[0], reason
+            measurement.failure = failure[0], f"right before it was timed, not in timed call {kept.index}: {failure[1]}"
 
     def sampled(self, least: int = 1) -> list[Case]:
         """The cases with that many samples or more, and those that ended without."""
@@ -307,8 +304,9 @@ class Trial:
             self.benchmark.redraw(self.setup, self.settings.seed)
         self.watch.doing = "when it was called again on the same inputs"
         for candidate in {self.benchmark.key(case): self.candidate(case) for case in cases}.values():
-            seconds = REPEATS_SHARE * self.settings.seconds_per_row
-            candidate.notes["same_bits"] = same_bits(self.benchmark, candidate, self.setup, seconds)
+            candidate.notes["same_bits"] = same_bits(
+                self.benchmark, candidate, self.setup, REPEATS_SHARE * self.settings.seconds_per_row
+            )
 
     def release(self) -> None:
         """Drops what the group holds, before what is left is taken for code that stays."""
@@ -334,8 +332,7 @@ class Trial:
         outcome, reason = self.ending(case)
         samples = measurement.samples if outcome == "ok" else None
         if outcome == "ok" and samples is None and reason is None:
-            not_timed = IN_RANGES if self.settings.nvtx else NOT_TIMED
-            reason = INTERPRETED if candidate.interpreted else not_timed
+            reason = INTERPRETED if candidate.interpreted else IN_RANGES if self.settings.nvtx else NOT_TIMED
         record: Record = {
             "id": case.id,
             "benchmark": benchmark.name,

@@ -200,9 +200,7 @@ class Watch:
 
 
 def _with(failure: Failure | None, left: str | None) -> Failure | None:
-    if not left:
-        return failure
-    return (failure[0], f"{failure[1]}; {left}") if failure else ("error", left)
+    return failure if not left else (failure[0], f"{failure[1]}; {left}") if failure else ("error", left)
 
 
 class BenchFault(RuntimeError):
