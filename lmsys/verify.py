@@ -12,7 +12,6 @@ are all scaled alike, with everything that follows from them; facts of a machine
 """
 
 import importlib
-import importlib.util
 import math
 import signal
 import sys
@@ -227,8 +226,7 @@ def _of_benchmark(record: Record, benchmark: Benchmark, machine: Record) -> Iter
 
 
 def _of_call(record: Record, benchmark: Benchmark, call: Record) -> Iterator[str]:
-    where = f"timed call {call['call']}"
-    ratios = call["error_ratios"]
+    where, ratios = f"timed call {call['call']}", call["error_ratios"]
     if not 0 <= call["call"] < record.get("rounds", 0):
         yield f"{where} is none of its {record.get('rounds', 0)} samples"
     if not ratios or not all(ratio <= 1 for ratio in ratios.values()):

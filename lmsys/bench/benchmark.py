@@ -13,7 +13,6 @@ class Matmul(Benchmark):
 test_matmul = bench(Matmul)
 """
 
-import importlib
 import importlib.util
 import math
 import sys

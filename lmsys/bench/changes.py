@@ -192,11 +192,8 @@ def in_turns(records: Iterable[Record]) -> list[Pair]:
 
 def look_changed(records: Iterable[Record]) -> bool:
     """True where a case would count as changed if it were the only one."""
-    for old, new in in_turns(records):
-        shift = _change(old, new).shift
-        if shift and shift.p_beyond(math.log1p(old["against"]["margin"])) <= FALSE_DISCOVERIES:
-            return True
-    return False
+    shifts = [(_change(old, new).shift, math.log1p(old["against"]["margin"])) for old, new in in_turns(records)]
+    return any(shift and shift.p_beyond(edge) <= FALSE_DISCOVERIES for shift, edge in shifts)
 
 
 def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
@@ -204,8 +201,7 @@ def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
     counts = counts_of(changes).items()
     summary = ", ".join(f"{cases} {verdict}{of_them_disturbed(disturbed)}" for verdict, (cases, disturbed) in counts)
     yield f"{summary or 'nothing to compare'}, by a margin of {margin:.3g}"
-    changed = [change for change in changes if change.is_changed]
-    if changed:
+    if changed := [change for change in changes if change.is_changed]:
         yield f"{'verdict':8} {'after / before':>14} {'95 %':>16}  case"
     for change in changed[:MOST_LINES]:
         ratio = f"{change.ratio:.3f}" if change.ratio else ""

@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from lmsys.bench import record
-from lmsys.bench.benchmark import DEFAULT_ROUNDS
+from lmsys.bench import benchmark, record, results
 from lmsys.bench.checkout import Checkout
 from lmsys.bench.fields import OPTION, Sweep
-from lmsys.bench.results import MARGIN_IN_TURNS
 from lmsys.files import claim
 from lmsys.values import choice, finite, hold, whole
 
@@ -149,8 +147,13 @@ def seconds_per_row(config: pytest.Config, sweep: Sweep) -> float:
 
 def min_rounds(config: pytest.Config) -> int:
     option = "--benchmark-min-rounds"
-    rounds = int(config.getoption("benchmark_min_rounds")) if _given(config, option) else DEFAULT_ROUNDS
-    hold((rounds >= DEFAULT_ROUNDS, f"{option} {rounds}: a median needs at least {DEFAULT_ROUNDS} samples"))
+    rounds = int(config.getoption("benchmark_min_rounds")) if _given(config, option) else benchmark.DEFAULT_ROUNDS
+    hold(
+        (
+            rounds >= benchmark.DEFAULT_ROUNDS,
+            f"{option} {rounds}: a median needs at least {benchmark.DEFAULT_ROUNDS} samples",
+        )
+    )
     return rounds
 
 
@@ -201,7 +204,7 @@ def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
 
 def margin(text: str | None) -> float:
     right = "a share above 0 and of at most 1, such as 0.02"
-    return MARGIN_IN_TURNS if text is None else number("--margin", text, right, above=0, most=1)
+    return results.MARGIN_IN_TURNS if text is None else number("--margin", text, right, above=0, most=1)
 
 
 def memory_limit(text: str | None, device: str) -> int | None:
@@ -281,9 +284,5 @@ def claim_writable(output: Path) -> Callable[[], None]:
 
 def _given(config: pytest.Config, option: str) -> bool:
     """True where the user wrote the option, even with the value that is its default."""
-    words = [
-        *config.getini("addopts"),
-        *shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),
-        *config.invocation_params.args,
-    ]
-    return any(str(word).partition("=")[0] == option for word in words)
+    by_variable, typed = shlex.split(os.environ.get("PYTEST_ADDOPTS", "")), config.invocation_params.args
+    return any(str(word).partition("=")[0] == option for word in (*config.getini("addopts"), *by_variable, *typed))

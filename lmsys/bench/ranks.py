@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from lmsys.bench.fields import Grid
 from lmsys.bench.guard import Changed, Guard, State
+from lmsys.measure import compare, memory
 from lmsys.measure.clock import CYCLES_PER_S, clock_of
-from lmsys.measure.compare import release_memory
-from lmsys.measure.memory import cap_gpu_memory
 from lmsys.measure.sensors import Conditions, sensors_of
 from lmsys.measure.step import Step, nothing
 from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, device
@@ -85,7 +84,7 @@ class Ranks:
         try:
             group = self._ready(world_size, backend)
             if self._limit is not None:
-                group.run(cap_gpu_memory, self._limit)
+                group.run(memory.cap_gpu_memory, self._limit)
             return group.run(function, *args)[:world_size]
         except WorkerError:
             self._group = None  # it has ended
@@ -214,5 +213,5 @@ def entropy() -> int:
 
 def release() -> None:
     """Frees on a rank what earlier calls have left. Code stays, which collections in a timed step pass over."""
-    release_memory()
+    compare.release_memory()
     gc.freeze()

@@ -9,15 +9,13 @@ from functools import partial
 from typing import Any
 
 from lmsys import draws
+from lmsys.bench import findings, watch
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, judges_calls, verdict
 from lmsys.bench.fields import Record
-from lmsys.bench.findings import OF_OTHERS, energy_fields, interpreted_kernels, loaded_kernels, same_bits, source_of
 from lmsys.bench.instruments import Instruments
 from lmsys.bench.record import rounded, summarize
-from lmsys.bench.watch import Watch, copied
-from lmsys.measure import clock, profile
+from lmsys.measure import clock, profile, sensors
 from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
-from lmsys.measure.sensors import Reading
 from lmsys.measure.step import Step, nothing
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
@@ -50,13 +48,13 @@ class Trial:
         for case in cases:
             self.candidates.setdefault(benchmark.key(case), Candidate(case=case))
         on_gpu = self.settings.device == "cuda" and runner.is_watched
-        self.watch = Watch(self.candidates.values(), self.settings, runner.heartbeat, on_gpu)
+        self.watch = watch.Watch(self.candidates.values(), self.settings, runner.heartbeat, on_gpu)
         for candidate in self.candidates.values():
             candidate.watch = partial(self.watch.attempt, candidate)
         self.measurements = {case.id: Measurement() for case in cases}
         self.setup: Any = None
         self._told: set[str] = set()
-        self._readings: list[Reading] = []  # of the turn that is sampled
+        self._readings: list[sensors.Reading] = []  # of the turn that is sampled
         self.called_here: set[str] = set()  # cases whose calls this process makes
 
     def candidate(self, case: Case) -> Candidate:
@@ -105,7 +103,7 @@ class Trial:
     def _first_call(self, candidate: Candidate) -> None:
         def opened() -> None:
             start = time.perf_counter()
-            with interpreted_kernels() as launched, loaded_kernels() as kernels:
+            with findings.interpreted_kernels() as launched, findings.loaded_kernels() as kernels:
                 self.benchmark.open(candidate, self.setup)
             self.runner.kernels.setdefault(candidate.entry.target, {}).update(kernels)
             clock.synchronize(self.settings.device)
@@ -164,7 +162,7 @@ class Trial:
         that is faster than its arithmetic can be has no energy.
         """
         if case.id not in self.called_here:
-            return {"energy_note": OF_OTHERS}
+            return {"energy_note": findings.OF_OTHERS}
         candidate = self.candidate(case)
 
         def step() -> Step:
@@ -174,7 +172,7 @@ class Trial:
             return step
 
         is_impossible = partial(self.impossible, case, cached=True)
-        return energy_fields(candidate, step, self.runner, is_impossible, self.benchmark.tokens(case))
+        return findings.energy_fields(candidate, step, self.runner, is_impossible, self.benchmark.tokens(case))
 
     def redraw_of(self, step: Step) -> Callable[[int], None]:
         """How the inputs of a step are drawn: as its benchmark says once, unless it says so itself."""
@@ -244,7 +242,7 @@ class Trial:
         step, failure = candidate.watched(benchmark.step, case, candidate, self.setup)
         if failure:
             return None, failure
-        keep = copied if step.keep is nothing and judges_calls(benchmark) else step.keep
+        keep = watch.copied if step.keep is nothing and judges_calls(benchmark) else step.keep
         return self.watch.over(step, candidate, self.redraw_of(step), keep), None
 
     def check_timed(self, turn: Cases) -> None:
@@ -279,14 +277,12 @@ class Trial:
     def check_again(self) -> None:
         """Checks rows of which no timed call was checked, on new inputs."""
         self.watch.doing = "in its check after it was timed"
-        again = [candidate for candidate in self.good() if self._needs_check(candidate)]
-        if not again:
-            return
-        self.benchmark.redraw(self.setup, self.settings.seed + 2)
-        self.benchmark.check_all(again, self.setup, self.runner)
-        for candidate in again:
-            if candidate.outcome != "ok":
-                candidate.reason = f"right before it was timed, not after: {candidate.reason}"
+        if again := [candidate for candidate in self.good() if self._needs_check(candidate)]:
+            self.benchmark.redraw(self.setup, self.settings.seed + 2)
+            self.benchmark.check_all(again, self.setup, self.runner)
+            for candidate in again:
+                if candidate.outcome != "ok":
+                    candidate.reason = f"right before it was timed, not after: {candidate.reason}"
 
     def _needs_check(self, candidate: Candidate) -> bool:
         measurements = [self.measurements[case.id] for case in self.cases if self.candidate(case) is candidate]
@@ -304,7 +300,7 @@ class Trial:
             self.benchmark.redraw(self.setup, self.settings.seed)
         self.watch.doing = "when it was called again on the same inputs"
         for candidate in {self.benchmark.key(case): self.candidate(case) for case in cases}.values():
-            candidate.notes["same_bits"] = same_bits(
+            candidate.notes["same_bits"] = findings.same_bits(
                 self.benchmark, candidate, self.setup, REPEATS_SHARE * self.settings.seconds_per_row
             )
 
@@ -357,7 +353,7 @@ class Trial:
             record["proof"] = {
                 "generator": draws.VERSION,
                 "seed": self.settings.seed,
-                "source": source_of(candidate.entry),
+                "source": findings.source_of(candidate.entry),
                 "kernels": self.runner.kernels.get(candidate.entry.target, {}),
                 "calls": measurement.proof,
             }

@@ -130,9 +130,8 @@ def matching(pattern: str, right: str) -> Callable[[str, Any], Any]:
 
 NAME = matching(r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _")
 COLOR = matching(r"#[0-9a-fA-F]{6}", "a color such as #2563eb")
-ROLE = matching("|".join(ROLES), f"one of {', '.join(ROLES)}")
 CONTENT: Shape = {  # of a file; a layout is checked further when it is drawn
-    "fields": {"*": [{"name": NAME, "role?": ROLE, "*": TEXT}]},
+    "fields": {"*": [{"name": NAME, "role?": matching("|".join(ROLES), f"one of {', '.join(ROLES)}"), "*": TEXT}]},
     "layouts": {
         "*": {
             "place?": NUMBER,
