@@ -12,7 +12,6 @@ are all scaled alike, with everything that follows from them; facts of a machine
 """
 
 import importlib
-import importlib.util
 import math
 import signal
 import sys
@@ -25,9 +24,8 @@ from types import ModuleType
 from typing import Any
 
 from lmsys import commands
-from lmsys.bench import fields
 from lmsys.bench.benchmark import Benchmark
-from lmsys.bench.fields import Record
+from lmsys.bench.fields import COMMON, Record, declared
 from lmsys.bench.record import file_seal, load, seal, summarize, today
 from lmsys.bench.results import entries_of, time_left
 from lmsys.measure.machine import Limits
@@ -53,8 +51,13 @@ class Recomputed:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = commands.parser("verify")
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
-    about = "where they are; may be given several times (default: benchmarks and dev)"
-    parser.add_argument("--benchmarks", action="append", type=Path, metavar="FOLDER", help=about)
+    parser.add_argument(
+        "--benchmarks",
+        action="append",
+        type=Path,
+        metavar="FOLDER",
+        help="where they are; may be given several times (default: benchmarks and dev)",
+    )
     options = parser.parse_args(arguments)
     try:
         benchmarks = benchmarks_in(*options.benchmarks or FOLDERS)
@@ -127,9 +130,8 @@ def verify(path: Path, benchmarks: Mapping[str, Benchmark], say: Say = lambda _:
                 f"{path}: {done:,} of {len(records):,} records"
                 + time_left({"done": now - began} if done else {}, {"done": done, "to do": len(records) - done}, {})
             )
-        benchmark = benchmarks.get(record["benchmark"])
-        found = _of_any_record(record, benchmark, content["machine"], recomputed)
-        sentences += [f"{record['id']}: {one}" for one in found]
+        faults = _of_any_record(record, benchmarks.get(record["benchmark"]), content["machine"], recomputed)
+        sentences += [f"{record['id']}: {fault}" for fault in faults]
     return recomputed, sentences
 
 
@@ -205,7 +207,7 @@ def _of_record(record: Record, benchmark: Benchmark | None, machine: Record, rec
 
 def _of_benchmark(record: Record, benchmark: Benchmark, machine: Record) -> Iterator[str]:
     """Its derived fields, its id, its work and rates, and whether anything could be that fast."""
-    known = fields.declared(fields.COMMON, benchmark.fields).values()
+    known = declared(COMMON, benchmark.fields).values()
     derived = {field.name: field.value(record) for field in known if field.of is not None}
     yield from _differences(derived, record, "its other fields")
     case = benchmark.case_of(record)
@@ -224,8 +226,7 @@ def _of_benchmark(record: Record, benchmark: Benchmark, machine: Record) -> Iter
 
 
 def _of_call(record: Record, benchmark: Benchmark, call: Record) -> Iterator[str]:
-    where = f"timed call {call['call']}"
-    ratios = call["error_ratios"]
+    where, ratios = f"timed call {call['call']}", call["error_ratios"]
     if not 0 <= call["call"] < record.get("rounds", 0):
         yield f"{where} is none of its {record.get('rounds', 0)} samples"
     if not ratios or not all(ratio <= 1 for ratio in ratios.values()):

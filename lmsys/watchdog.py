@@ -44,11 +44,10 @@ def begin() -> None:
     if _watchdogs:
         return
     file = doing.shared_file()
-    facts = [os.environ["RANK"], os.getpid(), os.getppid(), file]
     code = f"import sys; sys.path.insert(0, {str(PACKAGES)!r}); from {__name__} import _main; _main()"
     _watchdogs.append(
         subprocess.Popen(
-            [sys.executable, "-S", "-c", code, *map(str, facts)],
+            [sys.executable, "-S", "-c", code, *map(str, (os.environ["RANK"], os.getpid(), os.getppid(), file))],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[file],
@@ -75,11 +74,9 @@ def said() -> None:
 def stopped_s() -> float:
     """$LMSYS_STOPPED_S, the seconds that a rank may be stopped; 0: for ever. ValueError for what is no such number."""
     text = os.environ.get("LMSYS_STOPPED_S", str(STOPPED_S))
-    try:
+    with contextlib.suppress(ValueError):
         if 0 <= float(text) < float("inf"):
             return float(text)
-    except ValueError:
-        pass
     raise ValueError(f"$LMSYS_STOPPED_S is {text!r}; it must be seconds, or 0 for no limit")
 
 
@@ -193,16 +190,15 @@ def _stat(pid: int) -> list[str]:
 
 
 def _parent(pid: int) -> int | None:
-    found = _stat(pid)
-    return int(found[1]) if found else None
+    return int(fields[1]) if (fields := _stat(pid)) else None
 
 
 def _how_it_ended(pid: int) -> int | None:
     """The status of waitpid(2), as the kernel shows it until the parent has asked; None: the parent was faster."""
     status = 0
-    while found := _stat(pid):  # its files are closed before it has ended
-        status = int(found[-1])
-        if found[0] == "Z":
+    while fields := _stat(pid):  # its files are closed before it has ended
+        status = int(fields[-1])
+        if fields[0] == "Z":
             return status
         time.sleep(0.002)
     return status or None

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lmsys import commands
-from lmsys.values import choice
+from lmsys.values import choice, hold
 
 NEEDED = "torch", "pytest", "pytest_benchmark"
 GOES_ON = "--resume", "--lmsys-resume"  # in that file, unless another is named
@@ -27,8 +27,11 @@ def line_of(arguments: list[str]) -> list[str]:
     """The line of pytest behind `python`. SystemExit, with a message, where there is none."""
     parser = commands.parser("bench")
     parser.usage = "lmsys bench BENCHMARK [--row ROW] [-o OUT.json] [options of pytest]"
-    about = "attention, loss, model and so on, of benchmarks/bench_NAME.py; or a file"
-    parser.add_argument("benchmark", metavar="BENCHMARK", help=about)
+    parser.add_argument(
+        "benchmark",
+        metavar="BENCHMARK",
+        help="attention, loss, model and so on, of benchmarks/bench_NAME.py; or a file",
+    )
     parser.add_argument(
         "--row",
         action="append",
@@ -36,8 +39,9 @@ def line_of(arguments: list[str]) -> list[str]:
         help="a row by its name, or path.py:attribute, beside those that others are compared with; may be given several"
         " times (default: the rows of the sweep)",
     )
-    about = "the result (default: that of --resume, else BENCHMARK.json)"
-    parser.add_argument("-o", "--output", metavar="OUT.json", help=about)
+    parser.add_argument(
+        "-o", "--output", metavar="OUT.json", help="the result (default: that of --resume, else BENCHMARK.json)"
+    )
     given, rest = parser.parse_known_args(arguments)
     for module in NEEDED:
         if find_spec(module) is None:
@@ -49,8 +53,8 @@ def line_of(arguments: list[str]) -> list[str]:
         parser.error(str(error))
     goes_on = any(word.partition("=")[0] in GOES_ON for word in rest)
     output = given.output or ("" if goes_on else f"{file.stem.removeprefix('bench_')}.json")
-    written = ["--benchmark-json", output] if output else []
-    return ["-m", "pytest", os.path.relpath(file), "--benchmark-only", *rows, *written, *rest]
+    options = [*rows, *(["--benchmark-json", output] if output else []), *rest]
+    return ["-m", "pytest", os.path.relpath(file), "--benchmark-only", *options]
 
 
 def file_of(benchmark: str) -> Path:
@@ -63,11 +67,13 @@ def file_of(benchmark: str) -> Path:
     roots = [
         root for root in (Path.cwd(), *Path.cwd().parents, commands.FOLDER) if (root / "benchmarks/axes.py").is_file()
     ]
-    if not roots or file.suffix:
-        raise ValueError(
+    hold(
+        (
+            roots and not file.suffix,
             f"there is no file {benchmark!r} here, and only a clone of lmsys has its benchmarks/: change to one, or"
-            " install lmsys from one by pip install -e"
+            " install lmsys from one by pip install -e",
         )
+    )
     files = {path.stem.removeprefix("bench_"): path for path in sorted(roots[0].glob("benchmarks/bench_*.py"))}
     return files[choice(benchmark, files)]
 

@@ -13,7 +13,6 @@ class Matmul(Benchmark):
 test_matmul = bench(Matmul)
 """
 
-import importlib
 import importlib.util
 import math
 import sys
@@ -234,7 +233,6 @@ class Benchmark:
 
     def no_sample(self, case: Any) -> "Failure | None":
         """Why what its candidate can do otherwise is not done in this case."""
-        return None
 
     def key(self, case: Any) -> Hashable:
         """Cases with one key share a candidate: it is opened and checked once for all of them."""
@@ -250,7 +248,6 @@ class Benchmark:
 
     def setup(self, cases: Cases, settings: Settings) -> Any:
         """Makes all that the candidates of a group share. A failure here is one of the group."""
-        return None
 
     def open(self, candidate: Candidate, setup: Any) -> None:
         """Makes `candidate.call`, and calls it once, which compiles and tunes; nothing but the setup is live."""
@@ -261,10 +258,8 @@ class Benchmark:
 
         By default those of one call as it is timed.
         """
-        if not judges_calls(self):
-            return {}
-        step = self.step(candidate.case, candidate, setup)
-        return self.errors(setup, step.run(step.prepare()))
+        step = self.step(candidate.case, candidate, setup) if judges_calls(self) else None
+        return self.errors(setup, step.run(step.prepare())) if step else {}
 
     def errors(self, setup: Any, result: Any) -> Mapping[str, float]:
         """Errors over their budgets of what a call returned, before timing and of timed calls: {} for nothing to check.
@@ -344,11 +339,9 @@ class Benchmark:
 
     def least_work(self, case: Any) -> tuple[float, str, float] | None:
         """(operations, their dtype, bytes read that are in no cache) of every right row at least; None: unknown."""
-        return None
 
     def tokens(self, case: Any) -> int | None:
         """The tokens that a call works on, by which its energy is told; None where there are none."""
-        return None
 
     def metrics(self, case: Any, record: Record, machine: Record) -> Record:
         """Work and rates, from shapes and the record's time, which is missing where nothing was timed."""

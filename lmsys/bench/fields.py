@@ -93,20 +93,18 @@ def add_axis_options(parser: Any, axes: Iterable[Axis]) -> None:
 def given_axes(axes: Iterable[Axis], texts: Mapping[str, str]) -> dict[str, Any]:
     """Values by axis, of the texts by option (`--length`) or by axis name; two options of one axis add up."""
     given: dict[str, Any] = {}
-    for axis in axes:
-        for key in (axis.option, axis.name):
-            if key and key in texts:
-                if axis.single and axis.name in given:
-                    raise ValueError(f"{axis.flag} and --axis {axis.name}= give one value twice: give it once")
-                values = axis.values(texts[key])
-                given[axis.name] = given[axis.name] + values if axis.name in given else values
+    asked = [(axis, key) for axis in axes for key in (axis.option, axis.name) if key and key in texts]
+    for axis, key in asked:
+        is_twice = axis.single and axis.name in given
+        hold((not is_twice, f"{axis.flag} and --axis {axis.name}= give one value twice: give it once"))
+        values = axis.values(texts[key])
+        given[axis.name] = given[axis.name] + values if axis.name in given else values
     return given
 
 
 def filled(grid: Grid, axes: Iterable[Axis], given: Mapping[str, Any]) -> Grid:
     """The grid with the axes' defaults for what it leaves out, and what the command line gives in place of its own."""
-    defaults = {axis.name: axis.default for axis in axes}
-    return Grid(grid.name, frozenset(given), **{**defaults, **grid, **given})
+    return Grid(grid.name, frozenset(given), **{**{axis.name: axis.default for axis in axes}, **grid, **given})
 
 
 def one_of(*known: str) -> Parse:
@@ -261,9 +259,7 @@ BATCH_INVARIANT = Field(
 
 
 def _batch_invariant(differ: Record, elements: list[int], alone: Record, **_: Any) -> bool | None:
-    if alone or not elements:
-        return False if alone else None
-    return None if differ else True
+    return False if alone else True if elements and not differ else None
 
 
 # What every record has, whatever was measured.

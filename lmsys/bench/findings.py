@@ -29,10 +29,8 @@ from torch import Tensor
 from lmsys.bench.benchmark import Benchmark, Candidate
 from lmsys.bench.fields import Record
 from lmsys.bench.instruments import Instruments
-from lmsys.measure import energy
-from lmsys.measure.clock import synchronize
+from lmsys.measure import clock, energy, repeats
 from lmsys.measure.compare import Failure
-from lmsys.measure.repeats import apart, repeated
 from lmsys.measure.step import Step
 from lmsys.registry import Entry
 
@@ -88,10 +86,10 @@ def same_bits(benchmark: Benchmark, candidate: Candidate, setup: Any, seconds: f
     """The record's field, on the inputs as they stand. What fails here costs this finding only: `failure` says why."""
     record: Record = {"calls": 0, "differ": {}, "elements": [], "alone": {}, "failure": None}
     call = partial(benchmark.outputs, candidate, setup)
-    repeats, failure = candidate.watched(repeated, call, seconds)
+    again, failure = candidate.watched(repeats.repeated, call, seconds)
     if failure:
         return record | {"failure": failure[1]}
-    first, record["calls"], record["differ"] = repeats
+    first, record["calls"], record["differ"] = again
     stable = {name: x for name, x in first.items() if name not in record["differ"]}
     alone, failure = candidate.watched(_alone, benchmark, candidate, call, stable)
     return record | ({"failure": failure[1]} if failure else alone)
@@ -103,8 +101,8 @@ def _alone(benchmark: Benchmark, candidate: Candidate, call: Any, whole: dict[st
     elements = [0, batch - 1] if batch > 1 else []
     differ: dict[str, float] = {}
     for element in elements:
-        for name, size in apart(call(element), {name: x[[element]] for name, x in whole.items()}).items():
-            differ[name] = max(size, differ.get(name, 0.0))
+        sizes = repeats.apart(call(element), {name: x[[element]] for name, x in whole.items()})
+        differ |= {name: max(size, differ.get(name, 0.0)) for name, size in sizes.items()}
     return {"elements": elements, "alone": differ}
 
 
@@ -120,10 +118,9 @@ def energy_fields(
         return {"energy_note": why_not}
 
     def done() -> None:
-        synchronize(runner.settings.device)
+        clock.synchronize(runner.settings.device)
         runner.heartbeat.renew(runner.settings.deadline_s)  # the deadline is that of a few calls
 
     measured, failure = candidate.watched(lambda: energy.of_step(step(), runner.sensors, done))
-    if failure is None:
-        failure = impossible(measured.call_s)
+    failure = failure or impossible(measured.call_s)
     return {"energy_note": failure[1]} if failure else measured.record(tokens)

@@ -49,8 +49,7 @@ class Guard:
         for cls in _classes(_modules()):  # torch replaces `step` of an optimizer's class when it makes the first one
             if issubclass(cls, torch.optim.Optimizer):
                 cls._patch_step_function(cls.__new__(cls))
-        owners = [*OWNERS, *_modules(), *_classes(_modules())]
-        self._known = [(owner, dict(_names(owner))) for owner in owners]
+        self._known = [(owner, _names(owner)) for owner in (*OWNERS, *_modules(), *_classes(_modules()))]
         functions = {id(f): f for _, names in self._known for f in map(_function, names.values()) if f is not None}
         self._code = [(f, f.__code__, f.__defaults__) for f in functions.values()]
 
@@ -64,10 +63,10 @@ class Guard:
                     changed.append(f"{owner.__name__}.{name}")
                     setattr(owner, name, value)
             if owner in INHERITED:
-                for name in [name for name in now if name not in names and name not in IGNORED]:
-                    if isinstance(now[name], KINDS):
-                        changed.append(f"{owner.__name__}.{name}")
-                        delattr(owner, name)
+                added = [name for name in now if name not in names and name not in IGNORED]
+                for name in [name for name in added if isinstance(now[name], KINDS)]:
+                    changed.append(f"{owner.__name__}.{name}")
+                    delattr(owner, name)
         for function, code, defaults in self._code:
             if function.__code__ is not code or function.__defaults__ is not defaults:
                 changed.append(f"the code of {function.__qualname__}")
@@ -95,8 +94,7 @@ def _names(owner: Any) -> dict[str, Any]:
 def _function(value: Any) -> types.FunctionType | None:
     """The function of ours that it is or holds."""
     value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    is_ours = isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] in PACKAGES
-    return value if is_ours else None
+    return value if isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] in PACKAGES else None
 
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)

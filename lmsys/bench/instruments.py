@@ -11,10 +11,9 @@ from lmsys.bench.guard import Guard
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.record import seal
 from lmsys.bench.watch import Heartbeat
-from lmsys.measure import machine
+from lmsys.measure import machine, memory
 from lmsys.measure.clock import Clock, CpuClock, clock_of
 from lmsys.measure.machine import Limits, limits_of
-from lmsys.measure.memory import cap_gpu_memory, cap_host_memory
 from lmsys.measure.sensors import Conditions, Sensors, sensors_of
 from lmsys.measure.turns import ALONE, Turns
 from lmsys.values import hold
@@ -39,7 +38,7 @@ class Instruments:
         self.turns: Turns = ALONE
         self.kernels: dict[str, dict[str, str]] = {}  # by a row's target: names and hashes of what it has loaded
         if self.settings.memory_limit_bytes is not None and self.settings.device == "cuda":
-            cap_gpu_memory(self.settings.memory_limit_bytes)
+            memory.cap_gpu_memory(self.settings.memory_limit_bytes)
 
     def ready(self) -> Record:
         """Makes what is made once, before a row runs: nothing may differ for the first of them. The machine."""
@@ -51,16 +50,15 @@ class Instruments:
                 self.say(f"--energy: no energy is measured: {why}")
         _ = self.guard, self.machine, self.clocks, self.sensors
         if self.settings.device == "cpu":
-            cap_host_memory()
+            memory.cap_host_memory()
         return self.machine
 
     @cached_property
     def machine(self) -> Record:
         settings = self.settings
         facts = machine.describe(settings.device, command=settings.command, seed=settings.seed, sweep=settings.sweep)
-        facts["limits"] = vars(self.limits) if self.limits else None
-        clock = self.clocks["device"]
-        facts["clock_share"] = {"seconds": clock.share_s, "measured_by": clock.share_by}
+        clock, limits = self.clocks["device"], vars(self.limits) if self.limits else None
+        facts |= {"limits": limits, "clock_share": {"seconds": clock.share_s, "measured_by": clock.share_by}}
         if settings.timed:
             facts["ceilings"] = self.ceilings()
         if settings.timed and settings.sustained:

@@ -116,9 +116,10 @@ class Isolated:
         try:
             return self.ask("collect", benchmark, grids, texts)
         except Ended as ended:
-            words = ",".join(texts.values()).split(",")
-            what = ", ".join(word for word in words if ".py" in word) or type(benchmark).__module__
-            raise ValueError(f"{what} cannot be imported: {ended.reason}") from None
+            files = [word for word in ",".join(texts.values()).split(",") if ".py" in word]
+            raise ValueError(
+                f"{', '.join(files) or type(benchmark).__module__} cannot be imported: {ended.reason}"
+            ) from None
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
         """The results of a group, whatever its rows do to their worker."""
@@ -157,8 +158,7 @@ class Isolated:
         self._memory = doing.map_file(self._shared)
         Heartbeat(self._shared).rest()
         files = [self._shared, self._trace.fileno(), *([self.line[0]] if self.line else [])]
-        folder = self.checkout.working_folder if self.checkout else None
-        worker = Worker(open_files=files, path=self._path(), folder=folder)
+        worker = Worker(None, files, path=self._path(), folder=self.checkout.working_folder if self.checkout else None)
         self._most_bytes, self._oom_kills = MOST_HELD * available_bytes(), oom_kills()
         worker.send(begin, self._shared, self._trace.fileno(), self.settings, self._machine, self.line)
         self._worker = worker
@@ -325,9 +325,8 @@ class Group:
 def place_in(trace: str, root: Path = ROOT) -> str:
     """`file:line in function` of what a faulthandler's trace names first outside of libraries and our packages."""
     for path, line, function in re.findall(r'^  File "(.+)", line (\d+) in (.+)$', trace, re.MULTILINE):
-        folders = Path(path).parts
         ours = any(Path(path).is_relative_to(root / package) for package in ("lmsys", "benchmarks", "dev"))
-        library = "site-packages" in folders or path.startswith((sys.base_prefix, "<"))
+        library = "site-packages" in Path(path).parts or path.startswith((sys.base_prefix, "<"))
         if not ours and not library:
             return f"{Path(path).name}:{line} in {function}"
     return ""

@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from lmsys.bench import record
-from lmsys.bench.benchmark import DEFAULT_ROUNDS
+from lmsys.bench import benchmark, record, results
 from lmsys.bench.checkout import Checkout
 from lmsys.bench.fields import OPTION, Sweep
-from lmsys.bench.results import MARGIN_IN_TURNS
 from lmsys.files import claim
 from lmsys.values import choice, finite, hold, whole
 
@@ -103,10 +101,14 @@ def as_typed(config: pytest.Config, text: str) -> str:
 
 def refuse(config: pytest.Config) -> None:
     """ValueError for options of pytest-benchmark that mean nothing here, or that need what is not installed."""
-    for option, reason in REFUSED.items():
-        hold((not _given(config, option), f"{option} is not for these benchmarks: {reason}"))
-    if config.getoption("benchmark_histogram") and find_spec("pygal") is None:
-        raise ValueError("--benchmark-histogram needs pygal, which is not installed: python -m pip install pygal")
+    refused = [(option, f"{option} is not for these benchmarks: {reason}") for option, reason in REFUSED.items()]
+    hold(
+        *((not _given(config, option), sentence) for option, sentence in refused),
+        (
+            not config.getoption("benchmark_histogram") or find_spec("pygal") is not None,
+            "--benchmark-histogram needs pygal, which is not installed: python -m pip install pygal",
+        ),
+    )
 
 
 GROUPINGS = ("group", "name", "func", "fullname", "fullfunc", "param")
@@ -138,27 +140,27 @@ def texts(config: pytest.Config) -> dict[str, str]:
 
 
 def seconds_per_row(config: pytest.Config, sweep: Sweep) -> float:
-    if not _given(config, "--benchmark-max-time"):
-        return sweep.seconds_per_row
-    return number(
-        "--benchmark-max-time",
-        str(config.getoption("benchmark_max_time")),
-        "a finite number of seconds, 0 or more",
-        least=0,
-    )
+    option, text = "--benchmark-max-time", str(config.getoption("benchmark_max_time"))
+    right = "a finite number of seconds, 0 or more"
+    return number(option, text, right, least=0) if _given(config, option) else sweep.seconds_per_row
 
 
 def min_rounds(config: pytest.Config) -> int:
-    if not _given(config, "--benchmark-min-rounds"):
-        return DEFAULT_ROUNDS
-    if (rounds := config.getoption("benchmark_min_rounds")) < DEFAULT_ROUNDS:
-        raise ValueError(f"--benchmark-min-rounds {rounds}: a median needs at least {DEFAULT_ROUNDS} samples")
-    return int(rounds)
+    option = "--benchmark-min-rounds"
+    rounds = int(config.getoption("benchmark_min_rounds")) if _given(config, option) else benchmark.DEFAULT_ROUNDS
+    hold(
+        (
+            rounds >= benchmark.DEFAULT_ROUNDS,
+            f"{option} {rounds}: a median needs at least {benchmark.DEFAULT_ROUNDS} samples",
+        )
+    )
+    return rounds
 
 
 def outcomes(text: str | None) -> tuple[str, ...]:
-    names = text.split(",") if text else ()
-    return tuple(choice(name.strip(), record.OUTCOMES[1:], f"--fail-on {text!r}: ") for name in names)
+    return tuple(
+        choice(name.strip(), record.OUTCOMES[1:], f"--fail-on {text!r}: ") for name in (text.split(",") if text else ())
+    )
 
 
 def number(option: str, text: str, right: str, **bounds: float) -> float:
@@ -173,8 +175,12 @@ def repeats(config: pytest.Config, on_ranks: bool) -> int:
     count = whole("--repeat", config.getoption("lmsys_repeat"), least=1)
     if config.getoption("lmsys_nvtx") or config.getoption("benchmark_disable"):
         return 1  # nothing is timed
-    if count > 1 and (on_ranks or config.getoption("lmsys_no_isolation")):
-        raise ValueError(f"--repeat {count} needs fresh processes, which --no-isolation and torchrun do not have")
+    hold(
+        (
+            count == 1 or not (on_ranks or config.getoption("lmsys_no_isolation")),
+            f"--repeat {count} needs fresh processes, which --no-isolation and torchrun do not have",
+        )
+    )
     return count
 
 
@@ -197,9 +203,8 @@ def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
 
 
 def margin(text: str | None) -> float:
-    if text is None:
-        return MARGIN_IN_TURNS
-    return number("--margin", text, "a share above 0 and of at most 1, such as 0.02", above=0, most=1)
+    right = "a share above 0 and of at most 1, such as 0.02"
+    return results.MARGIN_IN_TURNS if text is None else number("--margin", text, right, above=0, most=1)
 
 
 def memory_limit(text: str | None, device: str) -> int | None:
@@ -216,8 +221,12 @@ def memory_limit(text: str | None, device: str) -> int | None:
 
 
 def nvtx(asked: bool, device: str) -> bool:
-    if asked and device != "cuda":
-        raise ValueError("--nvtx marks the kernels of a GPU for nsys and ncu, and this machine has no CUDA device")
+    hold(
+        (
+            not asked or device == "cuda",
+            "--nvtx marks the kernels of a GPU for nsys and ncu, and this machine has no CUDA device",
+        )
+    )
     return asked
 
 
@@ -233,8 +242,12 @@ def check_free(output: Path, command: str) -> None:
     The same command asks the same question again, and may replace its answer.
     """
     journal = output.with_name(output.name + ".partial")
-    if journal.is_file():
-        raise ValueError(f"{journal} has the records of a run that was ended: go on by --resume {output}, or remove it")
+    hold(
+        (
+            not journal.is_file(),
+            f"{journal} has the records of a run that was ended: go on by --resume {output}, or remove it",
+        )
+    )
     if not output.is_file() or not output.stat().st_size:
         return
     try:
@@ -247,8 +260,12 @@ def check_free(output: Path, command: str) -> None:
 
 def claim_writable(output: Path) -> Callable[[], None]:
     """`lmsys.files.claim` of an output that can be written: before anything is measured, not after."""
-    if output.exists() and not output.is_file():
-        raise ValueError(f"cannot write the result to {output}: it is there, and it is no file")
+    hold(
+        (
+            output.is_file() or not output.exists(),
+            f"cannot write the result to {output}: it is there, and it is no file",
+        )
+    )
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         release = claim(output)
@@ -267,9 +284,5 @@ def claim_writable(output: Path) -> Callable[[], None]:
 
 def _given(config: pytest.Config, option: str) -> bool:
     """True where the user wrote the option, even with the value that is its default."""
-    words = [
-        *config.getini("addopts"),
-        *shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),
-        *config.invocation_params.args,
-    ]
-    return any(str(word).partition("=")[0] == option for word in words)
+    by_variable, typed = shlex.split(os.environ.get("PYTEST_ADDOPTS", "")), config.invocation_params.args
+    return any(str(word).partition("=")[0] == option for word in (*config.getini("addopts"), *by_variable, *typed))

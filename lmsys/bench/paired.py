@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lmsys.bench import record
+from lmsys.bench import isolation, record
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.checkout import Checkout
 from lmsys.bench.fields import Grid, Record
-from lmsys.bench.isolation import Ended, Group, Isolated
+from lmsys.values import hold
 
 
-class Paired(Isolated):
+class Paired(isolation.Isolated):
     """Today's worker, and beside it that of an earlier state.
 
     The results of a group are those of today, then the earlier ones, by names of their own.
@@ -29,7 +29,7 @@ class Paired(Isolated):
 
     def __init__(self, settings: Settings, say: Callable[[str], None], checkout: Checkout, against: Record):
         super().__init__(settings, say)
-        self.state, self.against, self.earlier = checkout, against, Isolated(settings, say, checkout)
+        self.state, self.against, self.earlier = checkout, against, isolation.Isolated(settings, say, checkout)
         self._lines = self._joined()
 
     def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
@@ -43,8 +43,9 @@ class Paired(Isolated):
         try:
             self.earlier.collect(benchmark, (), {})  # imports it
         except Exception as error:  # whatever an earlier state raises when it is imported
-            reason = f"today's benchmark {benchmark.name!r} cannot run its rows: {error}"
-            raise ValueError(f"--against {self.state.text}: {reason}") from None
+            raise ValueError(
+                f"--against {self.state.text}: today's benchmark {benchmark.name!r} cannot run its rows: {error}"
+            ) from None
         return collected
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
@@ -52,14 +53,13 @@ class Paired(Isolated):
             replace(case, entry=replace(case.entry, target=self.state.target(case.entry.target))) for case in cases
         ]
         results = None
-        groups = Group(self, benchmark, cases), Group(self.earlier, benchmark, earlier)
+        groups = isolation.Group(self, benchmark, cases), isolation.Group(self.earlier, benchmark, earlier)
         while results is None:
             results = self._together(groups)
         yield from results[0]
-        for result in results[1]:
-            yield replace(result, record=record.earlier(result.record, self.against))
+        yield from (replace(result, record=record.earlier(result.record, self.against)) for result in results[1])
 
-    def _together(self, groups: Sequence[Group]) -> tuple[list[Any], list[Any]] | None:
+    def _together(self, groups: Sequence[isolation.Group]) -> tuple[list[Any], list[Any]] | None:
         """The results of both workers; None where a row has ended one of them, and is blamed for it."""
         results: tuple[list[Any], list[Any]] = [], []
         streams = [group.results(in_turns=True) for group in groups]
@@ -74,7 +74,7 @@ class Paired(Isolated):
                     else:
                         results[side].extend([message] if message else [])
             return results
-        except Ended as fault:
+        except isolation.Ended as fault:
             streams[1 - side].close()  # and its worker
             groups[side].blame(fault)
             for group in groups:
@@ -103,7 +103,13 @@ class Paired(Isolated):
 
 def check_rows(checkout: Checkout, cls: type[Benchmark], cases: Mapping[str, Case]) -> None:
     """ValueError for a row that stands in the file of its benchmark, which is today's on both sides."""
-    for case in cases.values():
-        if case.entry.target.partition(":")[0] == cls.__module__:
-            reason = f"the row {case.impl!r} stands in the file of its benchmark, which is today's"
-            raise ValueError(f"--against {checkout.text}: {reason}: put it into a file of its own")
+    why = "stands in the file of its benchmark, which is today's: put it into a file of its own"
+    hold(
+        *(
+            (
+                case.entry.target.partition(":")[0] != cls.__module__,
+                f"--against {checkout.text}: the row {case.impl!r} {why}",
+            )
+            for case in cases.values()
+        )
+    )

@@ -25,13 +25,13 @@ def check_plain(name: str, x: Any, like: Tensor, inputs: Iterable[Tensor]) -> No
         if (value := getattr(x, fact)) != (right := getattr(like, fact)):
             raise NotAsPromised(f"{name} must have {fact} {_told(right)}; got {_told(value)}")
     if not _is_dense(x):
-        layout = f"strides {x.stride()} of shape {tuple(x.shape)}"
-        raise NotAsPromised(f"{name} must have memory for each element, without gaps; got {layout}")
+        raise NotAsPromised(
+            f"{name} must have memory for each element, without gaps; got strides {x.stride()} of shape"
+            f" {tuple(x.shape)}"
+        )
     begin, end = _memory(x)
-    for other in inputs:
-        first, last = _memory(other)
-        if begin < last and first < end:
-            raise NotAsPromised(f"{name} must have memory of its own; it overlaps an input")
+    if any(begin < last and first < end for first, last in map(_memory, inputs)):
+        raise NotAsPromised(f"{name} must have memory of its own; it overlaps an input")
 
 
 def _told(fact: Any) -> Any:

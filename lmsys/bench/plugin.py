@@ -17,7 +17,7 @@ from lmsys.bench.fields import Sweep
 from lmsys.bench.record import JournalError
 from lmsys.bench.results import Key, Session, read_results
 from lmsys.measure import host
-from lmsys.values import choice
+from lmsys.values import choice, hold
 
 SESSION = pytest.StashKey[Session]()
 FAULT = pytest.StashKey[str]()  # what is wrong with the options, told when collection ends
@@ -155,8 +155,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Checks all that can be refused; only then may a file be opened to write it."""
     config, items = session.config, [item for item in session.items if _benchmark_of(item)]
     try:
-        if FAULT in config.stash:
-            raise ValueError(config.stash[FAULT])
+        hold((FAULT not in config.stash, config.stash.get(FAULT, "")))
         if SESSION in config.stash:
             _select(config, config.stash[SESSION], items)
     except ValueError as error:
@@ -200,8 +199,7 @@ def _session(config: pytest.Config) -> Session:
     """This run's session, opened when the first benchmark is collected. ValueError for options that are wrong."""
     if SESSION in config.stash:
         return config.stash[SESSION]
-    if FAULT in config.stash:
-        raise ValueError(config.stash[FAULT])
+    hold((FAULT not in config.stash, config.stash.get(FAULT, "")))
     import torch
 
     from lmsys.bench.ranks import joined
@@ -283,12 +281,11 @@ def _resume(session: Session, path: Path) -> None:
 
 def _say(config: pytest.Config, text: str) -> None:
     """A line for the user now, whether or not pytest captures what tests print."""
-    text = options.as_typed(config, text)
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     capture: Any = config.pluginmanager.get_plugin("capturemanager")
     with capture.global_and_fixture_disabled():
         reporter.ensure_newline()
-        reporter.write_line(text)
+        reporter.write_line(options.as_typed(config, text))
         reporter.flush()
 
 

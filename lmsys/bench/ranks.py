@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from lmsys.bench.fields import Grid
 from lmsys.bench.guard import Changed, Guard, State
+from lmsys.measure import compare, memory
 from lmsys.measure.clock import CYCLES_PER_S, clock_of
-from lmsys.measure.compare import release_memory
-from lmsys.measure.memory import cap_gpu_memory
 from lmsys.measure.sensors import Conditions, sensors_of
 from lmsys.measure.step import Step, nothing
 from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, device
@@ -46,9 +45,8 @@ def backend_of(device: str) -> str:
 
 def default_world_size(backend: str) -> int:
     """Every GPU; on a CPU two; under torchrun all that there are."""
-    if (group := joined()) is not None:
-        return group.world_size
-    return torch.cuda.device_count() if backend == "nccl" else 2
+    on_this_machine = torch.cuda.device_count() if backend == "nccl" else 2
+    return group.world_size if (group := joined()) is not None else on_this_machine
 
 
 def num_nodes() -> int:
@@ -86,7 +84,7 @@ class Ranks:
         try:
             group = self._ready(world_size, backend)
             if self._limit is not None:
-                group.run(cap_gpu_memory, self._limit)
+                group.run(memory.cap_gpu_memory, self._limit)
             return group.run(function, *args)[:world_size]
         except WorkerError:
             self._group = None  # it has ended
@@ -199,8 +197,7 @@ def times(
 
 def _others(kind: str) -> int | None:
     """How many processes of other programs are on this rank's device; under torchrun its agent's are none."""
-    parent = int(os.environ.get(PARENT, os.getppid()))
-    return Conditions(kind, sensors_of(kind), parent).strangers()
+    return Conditions(kind, sensors_of(kind), parent=int(os.environ.get(PARENT, os.getppid()))).strangers()
 
 
 def _together(group: Any) -> Callable[[], Any]:
@@ -216,5 +213,5 @@ def entropy() -> int:
 
 def release() -> None:
     """Frees on a rank what earlier calls have left. Code stays, which collections in a timed step pass over."""
-    release_memory()
+    compare.release_memory()
     gc.freeze()

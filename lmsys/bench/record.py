@@ -23,10 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lmsys import files, strict_json
 from lmsys.bench.fields import Record
 from lmsys.bench.validate import check_content
-from lmsys.files import read_text, replacing
-from lmsys.strict_json import parse_json
 from lmsys.values import hold, shortly
 
 SCHEMA = 2
@@ -112,7 +111,7 @@ class Journal:
     def __init__(self, result: Path, head: Record, carried: Iterable[Record] = ()):
         self.path = result.with_name(result.name + ".partial")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self._telling(), replacing(self.path) as file:
+        with self._telling(), files.replacing(self.path) as file:
             file.writelines(map(_line, [{"schema": SCHEMA, **head}, *map(check_record, carried)]))
 
     def add(self, record: Record) -> None:
@@ -148,16 +147,21 @@ def load(path: Path) -> Record:
     journal = path.with_name(path.name + ".partial")
     if journal.is_file() and not (path.is_file() and path.stat().st_size):
         path = journal  # an empty result is one that a run has opened, to see that it may, and not yet written
-    text = read_text(path)
+    text = files.read_text(path)
     try:
-        content = {"lmsys": _from_journal(text)} if path.suffix == ".partial" else parse_json(text)
+        content = {"lmsys": _from_journal(text)} if path.suffix == ".partial" else strict_json.parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
     ours = content.get("lmsys") if isinstance(content, dict) else None
     if not isinstance(ours, dict) or "schema" not in ours:
         raise ValueError(f'{path}: not a result of this bench: it has no "lmsys" key with a schema')
-    why = f"is not the {SCHEMA} that this version reads: another version of lmsys wrote it"
-    hold((ours["schema"] == SCHEMA, f"{path}: schema {shortly(ours['schema'])} {why}"))
+    hold(
+        (
+            ours["schema"] == SCHEMA,
+            f"{path}: schema {shortly(ours['schema'])} is not the {SCHEMA} that this version reads: another version of"
+            " lmsys wrote it",
+        )
+    )
     ours.setdefault("layouts", {})
     try:
         check_content(ours)
@@ -173,5 +177,5 @@ def _from_journal(text: str) -> Record:
     lines = text.splitlines()
     if lines and not text.endswith("\n"):
         lines.pop()
-    head, *records = [parse_json(line) for line in lines] or [{}]
+    head, *records = [strict_json.parse_json(line) for line in lines] or [{}]
     return dict(head, records=records) if isinstance(head, dict) else {}

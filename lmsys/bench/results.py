@@ -89,8 +89,10 @@ class Session:
         """
         benchmark = self.benchmarks.setdefault(cls.name, cls())
         if self.checkout and (benchmark.streams or not benchmark.opens):
-            reason = "its rows take no turns with those of another process; compare two result files"
-            raise ValueError(f"--against {self.checkout.text}: not for the benchmark {cls.name!r}: {reason}")
+            raise ValueError(
+                f"--against {self.checkout.text}: not for the benchmark {cls.name!r}: its rows take no turns with those"
+                " of another process; compare two result files"
+            )
         cases, rows = self.runner.collect(benchmark, self.sweep.grids.get(cls.name, (Grid("default"),)), self.texts)
         ids: list[str] = []
         for name, case in cases.items():
@@ -107,8 +109,13 @@ class Session:
         records are carried over whose benchmark this run does not collect, so that it cannot rate them.
         """
         unknown, keys = sorted({name for name, _ in self.carried} - self.benchmarks.keys()), dict.fromkeys(keys)
-        advice = "this run has not: run the files that it was made of, and choose among their cases by -k"
-        hold((not unknown, f"--resume: it has records of {', '.join(unknown)}, which {advice}"))
+        hold(
+            (
+                not unknown,
+                f"--resume: it has records of {', '.join(unknown)}, which this run has not: run the files that it was"
+                " made of, and choose among their cases by -k",
+            )
+        )
         if self.checkout:
             for key, other in ((key, self._other(key)) for key in keys):
                 hold((other in keys, f"--against {self.checkout.text}: select {other[1]}, too, beside {key[1]}"))
@@ -151,17 +158,16 @@ class Session:
         number = list(self._groups).index(group) + 1
         count = {" ".join(key): len(members) for key, members in self._groups.items()}
         # Until a group that the sweep knows has run on this machine, its seconds on another tell nothing.
-        has_pace = self._took or self._earlier.keys() & self.sweep.took_s.keys()
-        usual = self._usual if has_pace else self._earlier
+        usual = self._usual if self._took or self._earlier.keys() & self.sweep.took_s.keys() else self._earlier
         left = time_left(self._took, count, usual, " if the rest costs as much a case")
         self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
         begin = time.monotonic()
         try:
             if self.repeats > 1 or self.checkout:
                 self._repeat(group, cases)
-                return
-            for result in self.runner.run(self.benchmarks[group[0]], cases):
-                self._keep(group, result)
+            else:
+                for result in self.runner.run(self.benchmarks[group[0]], cases):
+                    self._keep(group, result)
         finally:
             self._took[" ".join(group)] = time.monotonic() - begin
 
@@ -212,15 +218,13 @@ class Session:
 
     @cached_property
     def runner(self) -> "Runner | isolation.Isolated | paired.Paired":
+        from lmsys.bench import isolation, paired
+
         if self.isolated and self.checkout:
-            from lmsys.bench.paired import Paired
-
             against = {"name": self.checkout.name, "commit": self.checkout.commit, "margin": self.margin}
-            return Paired(self.settings, self.say, self.checkout, against)
+            return paired.Paired(self.settings, self.say, self.checkout, against)
         if self.isolated:
-            from lmsys.bench.isolation import Isolated
-
-            return Isolated(self.settings, self.say)
+            return isolation.Isolated(self.settings, self.say)
         from lmsys.bench.runner import Runner
 
         return Runner(self.settings, self.say)
@@ -240,13 +244,13 @@ class Session:
             name: [field.to_json() for field in declared(COMMON, benchmark.fields).values()]
             for name, benchmark in self.benchmarks.items()
         }
-        layouts = {name: benchmark.layout for name, benchmark in self.benchmarks.items() if benchmark.layout}
         tables = [pair for benchmark in self.benchmarks.values() for pair in benchmark.tables.items()]
         rows = {(kind, entry.name): entry.to_json() for kind, table in tables for entry in table.values()} | self._rows
         return {
             "machine": machine,
             "fields": self.carried_head["fields"] | fields,
-            "layouts": self.carried_head["layouts"] | layouts,
+            "layouts": self.carried_head["layouts"]
+            | {name: benchmark.layout for name, benchmark in self.benchmarks.items() if benchmark.layout},
             "rows": self.carried_head["rows"] | grouped((kind, row) for (kind, _), row in rows.items()),
         }
 
@@ -341,8 +345,10 @@ class Session:
         here = self.runner.ask("facts")
         for fact in SAME:
             if (there := earlier["machine"].get(fact)) != here[fact]:
-                what = "processor" if fact == "name" else fact
-                raise ValueError(f"its {what} is {there!r}, here it is {here[fact]!r}: measure into another file")
+                raise ValueError(
+                    f"its {'processor' if fact == 'name' else fact} is {there!r}, here it is {here[fact]!r}: measure"
+                    " into another file"
+                )
         self.carried |= {
             (answer["benchmark"], answer["id"]): answer for answer in earlier["records"] if self._stands(answer)
         }
@@ -433,8 +439,7 @@ def pace_of(took: Mapping[str, float], usual: Mapping[str, float]) -> float:
 def read_results(path: Path) -> Iterator[tuple[Record, list[Record]]]:
     """(our part, pytest-benchmark's entries) of a result file, then of the journal of a killed run that resumed it."""
     journal = path.with_name(path.name + ".partial")
-    is_result = path.suffix != ".partial" and path.is_file() and path.stat().st_size
-    if is_result or not journal.is_file():
+    if (path.suffix != ".partial" and path.is_file() and path.stat().st_size) or not journal.is_file():
         yield record.load(path), entries_of(path)
     if journal.is_file():
         yield record.load(journal), []
@@ -452,5 +457,4 @@ def entries_of(path: Path) -> list[Record]:
         check_shape("benchmarks", content, [{"extra_info": {"benchmark?": TEXT, "id?": TEXT}, "stats": {}}])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    entries: list[Record] = content
-    return entries
+    return list(content)

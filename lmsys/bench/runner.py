@@ -15,17 +15,13 @@ from lmsys.bench.fields import Grid, Record, filled, given_axes, grouped
 from lmsys.bench.instruments import Instruments
 from lmsys.bench.trial import Endings, Result, Trial
 from lmsys.bench.watch import NOBODY
-from lmsys.measure import machine
-from lmsys.measure.clock import synchronize
-from lmsys.measure.compare import Lost, release_memory
-from lmsys.measure.host import resident_bytes
-from lmsys.measure.turns import ALONE
+from lmsys.measure import clock, compare, host, machine, turns
 from lmsys.registry import Traits
 
 EATEN_BYTES = 2**28  # that a group has kept: it is told from what allocators hold
 
 
-class MemoryEaten(Lost):
+class MemoryEaten(compare.Lost):
     """There is too little memory for the rest, and nobody knows whose fault it is."""
 
 
@@ -46,8 +42,7 @@ class Runner(Instruments):
                     f"a file replaces {', '.join(names)} when it is imported, by which its rows are judged"
                 )
             pairs = [pair for case in cases.values() for pair in benchmark.rows_of(case).items()]
-            rows = {(kind, row.name): row.to_json() | Traits.of(row).changed for kind, row in pairs}
-            return cases, rows
+            return cases, {(kind, row.name): row.to_json() | Traits.of(row).changed for kind, row in pairs}
         finally:
             self.heartbeat.rest()
 
@@ -98,13 +93,13 @@ class Runner(Instruments):
         """A part of the trial while the other worker, if there is one, waits; it then has the memory."""
         with self.turns.session():
             trial.attempt(part, *args)
-            if self.turns is not ALONE:
-                synchronize(self.settings.device)
-                release_memory()
+            if self.turns is not turns.ALONE:
+                clock.synchronize(self.settings.device)
+                compare.release_memory()
 
     def _held(self) -> int:
         """Bytes of the device's memory."""
-        return torch.cuda.memory_allocated() if self.settings.device == "cuda" else resident_bytes()
+        return torch.cuda.memory_allocated() if self.settings.device == "cuda" else host.resident_bytes()
 
     def facts(self) -> Record:
         """The machine and the code, without what has to be measured."""

@@ -9,16 +9,13 @@ from functools import partial
 from typing import Any
 
 from lmsys import draws
+from lmsys.bench import findings, watch
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, judges_calls, verdict
 from lmsys.bench.fields import Record
-from lmsys.bench.findings import OF_OTHERS, energy_fields, interpreted_kernels, loaded_kernels, same_bits, source_of
 from lmsys.bench.instruments import Instruments
 from lmsys.bench.record import rounded, summarize
-from lmsys.bench.watch import Watch, copied
-from lmsys.measure.clock import synchronize
+from lmsys.measure import clock, profile, sensors
 from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
-from lmsys.measure.profile import call_in_ranges
-from lmsys.measure.sensors import Reading
 from lmsys.measure.step import Step, nothing
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
@@ -51,13 +48,13 @@ class Trial:
         for case in cases:
             self.candidates.setdefault(benchmark.key(case), Candidate(case=case))
         on_gpu = self.settings.device == "cuda" and runner.is_watched
-        self.watch = Watch(self.candidates.values(), self.settings, runner.heartbeat, on_gpu)
+        self.watch = watch.Watch(self.candidates.values(), self.settings, runner.heartbeat, on_gpu)
         for candidate in self.candidates.values():
             candidate.watch = partial(self.watch.attempt, candidate)
         self.measurements = {case.id: Measurement() for case in cases}
         self.setup: Any = None
         self._told: set[str] = set()
-        self._readings: list[Reading] = []  # of the turn that is sampled
+        self._readings: list[sensors.Reading] = []  # of the turn that is sampled
         self.called_here: set[str] = set()  # cases whose calls this process makes
 
     def candidate(self, case: Case) -> Candidate:
@@ -73,11 +70,10 @@ class Trial:
         """
         _, failure = attempt(call, *args)
         self._mend(self.good())  # a row that replaced what judges is wrong, and not the bench that failed over it
-        if failure is None:
-            return
-        outcome = failure[0] if self.setup is None else "error"
-        for candidate in self.good():
-            candidate.failed(outcome, f"the bench failed, not the row: {failure[1]}")
+        if failure:
+            for candidate in self.good():
+                outcome = failure[0] if self.setup is None else "error"
+                candidate.failed(outcome, f"the bench failed, not the row: {failure[1]}")
 
     def prepare(self) -> None:
         benchmark = self.benchmark
@@ -107,10 +103,10 @@ class Trial:
     def _first_call(self, candidate: Candidate) -> None:
         def opened() -> None:
             start = time.perf_counter()
-            with interpreted_kernels() as launched, loaded_kernels() as kernels:
+            with findings.interpreted_kernels() as launched, findings.loaded_kernels() as kernels:
                 self.benchmark.open(candidate, self.setup)
             self.runner.kernels.setdefault(candidate.entry.target, {}).update(kernels)
-            synchronize(self.settings.device)
+            clock.synchronize(self.settings.device)
             candidate.compile_s, candidate.interpreted = time.perf_counter() - start, bool(launched)
 
         candidate.attempt(opened)
@@ -123,9 +119,7 @@ class Trial:
                 candidate.failed("wrong", f"a row replaced {', '.join(names)}, by which it is judged")
 
     def turns(self) -> Iterable[Cases]:
-        if not self.settings.timed and not self.benchmark.streams:
-            return ()
-        return self.benchmark.turns(self.cases)
+        return self.benchmark.turns(self.cases) if self.settings.timed or self.benchmark.streams else ()
 
     def is_able(self, case: Case) -> bool:
         """True while the case is still to be timed."""
@@ -168,7 +162,7 @@ class Trial:
         that is faster than its arithmetic can be has no energy.
         """
         if case.id not in self.called_here:
-            return {"energy_note": OF_OTHERS}
+            return {"energy_note": findings.OF_OTHERS}
         candidate = self.candidate(case)
 
         def step() -> Step:
@@ -178,7 +172,7 @@ class Trial:
             return step
 
         is_impossible = partial(self.impossible, case, cached=True)
-        return energy_fields(candidate, step, self.runner, is_impossible, self.benchmark.tokens(case))
+        return findings.energy_fields(candidate, step, self.runner, is_impossible, self.benchmark.tokens(case))
 
     def redraw_of(self, step: Step) -> Callable[[int], None]:
         """How the inputs of a step are drawn: as its benchmark says once, unless it says so itself."""
@@ -192,8 +186,10 @@ class Trial:
         flops, dtype, read_bytes = work
         if time_s >= (least_s := limits.least_s(flops, dtype, 0 if cached else read_bytes)):
             return None
-        speed = f"{time_s * 1e6:.3g} us, where its arithmetic and its reads take at least {least_s * 1e6:.3g}"
-        return "wrong", f"faster than this machine can be: {speed}"
+        return "wrong", (
+            f"faster than this machine can be: {time_s * 1e6:.3g} us, where its arithmetic and its reads take at least"
+            f" {least_s * 1e6:.3g}"
+        )
 
     def interleave(self, turn: Cases, min_rounds: int | None = None) -> None:
         """Times the steps of a turn side by side, in `min_rounds` rounds or the settings' at least."""
@@ -235,7 +231,7 @@ class Trial:
             if self.is_able(case):
                 step, failure = self._step(case, self.candidate(case))
                 if step is not None:
-                    _, failure = attempt(call_in_ranges, case.id, step, self.settings.device)
+                    _, failure = attempt(profile.call_in_ranges, case.id, step, self.settings.device)
                 self.measurements[case.id].failure = failure
         self.watch.settle()
         self.watch.heartbeat.rest()
@@ -246,7 +242,7 @@ class Trial:
         step, failure = candidate.watched(benchmark.step, case, candidate, self.setup)
         if failure:
             return None, failure
-        keep = copied if step.keep is nothing and judges_calls(benchmark) else step.keep
+        keep = watch.copied if step.keep is nothing and judges_calls(benchmark) else step.keep
         return self.watch.over(step, candidate, self.redraw_of(step), keep), None
 
     def check_timed(self, turn: Cases) -> None:
@@ -268,8 +264,7 @@ class Trial:
             call = {"call": kept.index, "draw": kept.draw, "key": kept.key, "error_ratios": dict(ratios)}
             measurement.proof.append(call | kept.evidence)
         if failure:
-            reason = f"right before it was timed, not in timed call {kept.index}: {failure[1]}"
-            measurement.failure = failure[0], reason
+            measurement.failure = failure[0], f"right before it was timed, not in timed call {kept.index}: {failure[1]}"
 
     def sampled(self, least: int = 1) -> list[Case]:
         """The cases with that many samples or more, and those that ended without."""
@@ -282,14 +277,12 @@ class Trial:
     def check_again(self) -> None:
         """Checks rows of which no timed call was checked, on new inputs."""
         self.watch.doing = "in its check after it was timed"
-        again = [candidate for candidate in self.good() if self._needs_check(candidate)]
-        if not again:
-            return
-        self.benchmark.redraw(self.setup, self.settings.seed + 2)
-        self.benchmark.check_all(again, self.setup, self.runner)
-        for candidate in again:
-            if candidate.outcome != "ok":
-                candidate.reason = f"right before it was timed, not after: {candidate.reason}"
+        if again := [candidate for candidate in self.good() if self._needs_check(candidate)]:
+            self.benchmark.redraw(self.setup, self.settings.seed + 2)
+            self.benchmark.check_all(again, self.setup, self.runner)
+            for candidate in again:
+                if candidate.outcome != "ok":
+                    candidate.reason = f"right before it was timed, not after: {candidate.reason}"
 
     def _needs_check(self, candidate: Candidate) -> bool:
         measurements = [self.measurements[case.id] for case in self.cases if self.candidate(case) is candidate]
@@ -307,8 +300,9 @@ class Trial:
             self.benchmark.redraw(self.setup, self.settings.seed)
         self.watch.doing = "when it was called again on the same inputs"
         for candidate in {self.benchmark.key(case): self.candidate(case) for case in cases}.values():
-            seconds = REPEATS_SHARE * self.settings.seconds_per_row
-            candidate.notes["same_bits"] = same_bits(self.benchmark, candidate, self.setup, seconds)
+            candidate.notes["same_bits"] = findings.same_bits(
+                self.benchmark, candidate, self.setup, REPEATS_SHARE * self.settings.seconds_per_row
+            )
 
     def release(self) -> None:
         """Drops what the group holds, before what is left is taken for code that stays."""
@@ -334,8 +328,7 @@ class Trial:
         outcome, reason = self.ending(case)
         samples = measurement.samples if outcome == "ok" else None
         if outcome == "ok" and samples is None and reason is None:
-            not_timed = IN_RANGES if self.settings.nvtx else NOT_TIMED
-            reason = INTERPRETED if candidate.interpreted else not_timed
+            reason = INTERPRETED if candidate.interpreted else IN_RANGES if self.settings.nvtx else NOT_TIMED
         record: Record = {
             "id": case.id,
             "benchmark": benchmark.name,
@@ -360,7 +353,7 @@ class Trial:
             record["proof"] = {
                 "generator": draws.VERSION,
                 "seed": self.settings.seed,
-                "source": source_of(candidate.entry),
+                "source": findings.source_of(candidate.entry),
                 "kernels": self.runner.kernels.get(candidate.entry.target, {}),
                 "calls": measurement.proof,
             }

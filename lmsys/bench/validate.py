@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from lmsys.bench.fields import ROLES, Record
-from lmsys.values import flag, measured, shortly, whole
+from lmsys.values import flag, hold, measured, shortly, whole
 
 MOST_CHARACTERS = 1000  # of a name or a label; a reason may have ten times as many
 
@@ -26,8 +26,7 @@ def check_text(where: str, value: Any, most: int = MOST_CHARACTERS) -> str:
 
 def check_object(where: str, value: Any) -> Record:
     """The value, an object whose names are text that is not too long."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: must be an object; got a {type(value).__name__}")
+    hold((isinstance(value, dict), f"{where}: must be an object; got a {type(value).__name__}"))
     for name in value:
         check_text(f"{where}: a name in it", name)
     return value
@@ -76,15 +75,10 @@ TEXTS = re.compile(r"id|benchmark|impl|label|section|comparison|clock|strategy|c
 
 def check_named(where: str, benchmark: str, name: str, value: Any) -> None:
     """ValueError where a field's value is not what its name says, whatever the file declares of it."""
-    shape = SHAPES.get(benchmark, {}).get(name) or SHAPES[""].get(name)
-    if value is None:
-        return
-    if shape is not None:
+    by_name = TEXT if TEXTS.fullmatch(name) else NUMBER if NUMBERS.fullmatch(name) else None
+    shape = SHAPES.get(benchmark, {}).get(name) or SHAPES[""].get(name) or by_name
+    if value is not None and shape is not None:
         check_shape(where, value, shape)
-    elif TEXTS.fullmatch(name):
-        check_shape(where, value, TEXT)
-    elif NUMBERS.fullmatch(name):
-        check_shape(where, value, NUMBER)
 
 
 def check_shape(where: str, value: Any, shape: Shape) -> None:
@@ -129,17 +123,15 @@ def matching(pattern: str, right: str) -> Callable[[str, Any], Any]:
     """A shape of text that a pattern matches as a whole."""
 
     def check(where: str, value: Any) -> None:
-        if not re.fullmatch(pattern, check_text(where, value)):
-            raise ValueError(f"{where}: must be {right}; got {value!r}")
+        hold((re.fullmatch(pattern, check_text(where, value)), f"{where}: must be {right}; got {value!r}"))
 
     return check
 
 
 NAME = matching(r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _")
 COLOR = matching(r"#[0-9a-fA-F]{6}", "a color such as #2563eb")
-ROLE = matching("|".join(ROLES), f"one of {', '.join(ROLES)}")
 CONTENT: Shape = {  # of a file; a layout is checked further when it is drawn
-    "fields": {"*": [{"name": NAME, "role?": ROLE, "*": TEXT}]},
+    "fields": {"*": [{"name": NAME, "role?": matching("|".join(ROLES), f"one of {', '.join(ROLES)}"), "*": TEXT}]},
     "layouts": {
         "*": {
             "place?": NUMBER,
@@ -163,8 +155,7 @@ def check_content(content: Record) -> None:
     for name, value in content["machine"].items():
         if value is not None:
             check_shape(f"machine.{name}", value, MACHINE.get(name, LONG_TEXT))
-    settings = content["machine"].get("settings") or {}
-    for name, value in settings.items():
+    for name, value in (content["machine"].get("settings") or {}).items():
         check_named(f"machine.settings.{name}", "", name, value)
         check_value(f"machine.settings.{name}", value, {"name": name, "role": "detail"})
     for record in content["records"]:

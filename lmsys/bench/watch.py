@@ -65,8 +65,7 @@ class Heartbeat:
     """The beats of this process into a shared file, or without one into memory that nobody reads."""
 
     def __init__(self, file: int = -1):
-        self._memory = map_file(file)
-        self._number = 0
+        self._memory, self._number = map_file(file), 0
         self.rest()
 
     def beat(self, row: int, doing: str, seconds: float) -> None:
@@ -179,7 +178,9 @@ class Watch:
 
         def redraw(draw: int) -> None:
             self.settle()
-            _bench_own(own_redraw, draw)
+            _, failure = attempt(own_redraw, draw)
+            if failure:
+                raise BenchFault(failure[1])
             if self._on_gpu:
                 self.heartbeat.beat_on_gpu(row)
             at_work(nothing)
@@ -200,22 +201,13 @@ class Watch:
 
 
 def _with(failure: Failure | None, left: str | None) -> Failure | None:
-    if not left:
-        return failure
-    return (failure[0], f"{failure[1]}; {left}") if failure else ("error", left)
+    return failure if not left else (failure[0], f"{failure[1]}; {left}") if failure else ("error", left)
 
 
 class BenchFault(RuntimeError):
     """A failure in the bench's own part of a call."""
 
     failure = property(lambda self: ("error", f"the bench failed, not the row: {self}"))
-
-
-def _bench_own(call: Callable[..., Any], *args: Any) -> Any:
-    result, failure = attempt(call, *args)
-    if failure:
-        raise BenchFault(failure[1])
-    return result
 
 
 def copied(result: Any, key: int | None) -> Any:

@@ -46,9 +46,8 @@ def spans_of(call: Callable[[], Any], separator: str, skipped: int = 0) -> list[
         elif end - start < SEPARATOR_NS:
             groups.append([])
     spans = [group[skipped:] for group in groups[::2]]
-    if len(groups) % 2 or not all(spans):
-        return []
-    return [(max(end for _, end in span) - span[0][0]) / 1e9 for span in spans]
+    is_whole = len(groups) % 2 == 0 and all(spans)
+    return [(max(end for _, end in span) - span[0][0]) / 1e9 for span in spans] if is_whole else []
 
 
 CYCLES_PER_S = 2e9
@@ -202,9 +201,8 @@ class CudaClock:
         finally:
             self._is_bracketed = False
         pairs = [reading.run_s for reading in self.read([number for _, number in taken], 0.0)]
-        if len(spans) != len(pairs):
-            return []
-        return [(name, pair_s, span_s) for (name, _), pair_s, span_s in zip(taken, pairs, spans, strict=True)]
+        names = [name for name, _ in taken]
+        return list(zip(names, pairs, spans, strict=True)) if len(spans) == len(pairs) else []
 
     def shares(self, take: Callable[[], Sequence[tuple[str, int]]]) -> dict[str, float]:
         """The time that the pair of events adds to the span of the kernels between them, in seconds, by name.

@@ -272,8 +272,7 @@ def rounds_of(steps: Mapping[str, Step], clock: Clock, rounds: int = NUM_SPANS) 
     taken: list[tuple[str, Any]] = []
     for index in range(rounds):
         clock.wait(LEAD_S)
-        for name in random.Random(index).sample([*steps], len(steps)):
-            taken.append((name, _again(steps[name], clock)))
+        taken += [(name, _again(steps[name], clock)) for name in random.Random(index).sample([*steps], len(steps))]
     return taken
 
 
@@ -304,10 +303,10 @@ def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | 
 
 def _least_after_a_call(step: Step, call: Callable[[], Any], clock: Clock) -> float:
     """The least seconds of a few calls, each right after a call of the step."""
-    marks: list[tuple[Any, Any]] = []
     clock.wait(FIRST_LEAD_S)
-    for _ in range(clock.num_prepares):
-        marks.append((_again(step, clock), clock.sample(lambda _: call())[0]))
+    marks: list[tuple[Any, Any]] = [
+        (_again(step, clock), clock.sample(lambda _: call())[0]) for _ in range(clock.num_prepares)
+    ]
     clock.forget([before for before, _ in marks])
     return min(reading.run_s for reading in clock.read([mark for _, mark in marks], trusted=True))
 

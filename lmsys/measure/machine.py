@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from lmsys.files import git
+from lmsys.measure import compare, energy
 from lmsys.measure.clock import clock_of, synchronize, timed
-from lmsys.measure.compare import release_memory
-from lmsys.measure.energy import Mark, Sampler, calls_between, repeated
 from lmsys.measure.sensors import Cpu, Sensors, nvml, sensors_of, state_of
 
 CEILING_S, LEAST_RUNS = 0.2, 5  # of runs of each ceiling: on a busy machine the fastest of three is not the best
@@ -69,17 +68,18 @@ def measure_ceilings(device: str, seconds: float = CEILING_S) -> dict[str, Any]:
     the median run of any of these was from its fastest, as a share of it.
     """
     copied, seconds = 2**30 if device == "cuda" else 2**27, min(seconds, CEILING_S)
-    matmul, spreads = {}, []
-    for dtype in (torch.bfloat16, torch.float32):
-        rate, spread = _matmul(dtype, device, seconds)
-        matmul[str(dtype).removeprefix("torch.")] = rate
-        spreads.append(spread)
+    matmuls = {
+        str(dtype).removeprefix("torch."): _matmul(dtype, device, seconds) for dtype in (torch.bfloat16, torch.float32)
+    }
     source = torch.zeros(copied, dtype=torch.int8, device=device)
     best, median = _runs(partial(torch.empty_like(source).copy_, source), device, seconds)
     del source
-    release_memory()
-    spread = max(*spreads, median / best - 1)
-    return {"matmul_flops_per_s": matmul, "copy_bytes_per_s": 2 * copied / best, "spread": spread}
+    compare.release_memory()
+    return {
+        "matmul_flops_per_s": {dtype: rate for dtype, (rate, _) in matmuls.items()},
+        "copy_bytes_per_s": 2 * copied / best,
+        "spread": max(*(spread for _, spread in matmuls.values()), median / best - 1),
+    }
 
 
 def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[float, float]:
@@ -100,11 +100,11 @@ def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[float, flo
 
 def best_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """The higher of two measurements of each ceiling."""
-    matmul = {
-        dtype: max(value, second["matmul_flops_per_s"][dtype]) for dtype, value in first["matmul_flops_per_s"].items()
+    matmuls = first["matmul_flops_per_s"].items()
+    return {
+        "matmul_flops_per_s": {dtype: max(rate, second["matmul_flops_per_s"][dtype]) for dtype, rate in matmuls},
+        **{name: max(first[name], second[name]) for name in ("copy_bytes_per_s", "spread")},
     }
-    copy = max(first["copy_bytes_per_s"], second["copy_bytes_per_s"])
-    return {"matmul_flops_per_s": matmul, "copy_bytes_per_s": copy, "spread": max(first["spread"], second["spread"])}
 
 
 def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -218,24 +218,27 @@ def measure_sustained(device: str, sensors: Sensors) -> dict[str, Any]:
     The matmul of the ceilings, again and again: the mean rate of the last WINDOW_S.
     """
     size, dtype = SIZES[device][-1], DTYPES[device]
-    a, marks = torch.randn(size, size, device=device, dtype=dtype), list[Mark]()
-    with Sampler(sensors.read, SAMPLE_S) as sampler:
-        for at_s in repeated(partial(torch.matmul, a, a), partial(synchronize, device), marks):
+    a, marks = torch.randn(size, size, device=device, dtype=dtype), list[energy.Mark]()
+    with energy.Sampler(sensors.read, SAMPLE_S) as sampler:
+        for at_s in energy.repeated(partial(torch.matmul, a, a), partial(synchronize, device), marks):
             if has_settled(marks) or at_s - marks[0][0] > MOST_S:
                 break
     del a
-    release_memory()
+    compare.release_memory()
     end_s = marks[-1][0]
-    rate = calls_between(marks, end_s - WINDOW_S, end_s) / WINDOW_S * 2 * size**3
+    rate = energy.calls_between(marks, end_s - WINDOW_S, end_s) / WINDOW_S * 2 * size**3
     readings = [reading for at_s, reading in sampler.taken if at_s > end_s - WINDOW_S]
-    facts = {"matmul_flops_per_s": {str(dtype).removeprefix("torch."): rate}, "seconds": end_s - marks[0][0]}
-    return facts | {name: value for name, value in state_of(readings).items() if value is not None}
+    return {
+        "matmul_flops_per_s": {str(dtype).removeprefix("torch."): rate},
+        "seconds": end_s - marks[0][0],
+        **{name: value for name, value in state_of(readings).items() if value is not None},
+    }
 
 
-def has_settled(marks: list[Mark]) -> bool:
+def has_settled(marks: list[energy.Mark]) -> bool:
     """True where the rate of the last window is that of the window before it."""
     end_s = marks[-1][0]
     if end_s - marks[0][0] < LEAST_S:
         return False
-    before, last = (calls_between(marks, end_s - n * WINDOW_S, end_s - (n - 1) * WINDOW_S) for n in (2, 1))
+    before, last = (energy.calls_between(marks, end_s - n * WINDOW_S, end_s - (n - 1) * WINDOW_S) for n in (2, 1))
     return abs(last / before - 1) < STEADY

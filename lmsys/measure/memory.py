@@ -72,8 +72,12 @@ def parse_size(text: str) -> int:
     """Bytes that "24GiB", "512MiB" or "16GB" name. ValueError for anything else."""
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?i?B)", text.strip())
     size = round(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
-    wanted = "write a positive number and a unit, such as 24GiB, 512MiB or 16GB"
-    hold((size > 0, f"{shortly(text)} is not a size; {wanted}"))
+    hold(
+        (
+            size > 0,
+            f"{shortly(text)} is not a size; write a positive number and a unit, such as 24GiB, 512MiB or 16GB",
+        )
+    )
     return size
 
 

@@ -202,8 +202,7 @@ def _events_of(recorded: profile, trace: Path | None = None) -> list[dict[str, A
         path = Path(trace or Path(folder, "trace.json"))
         path.parent.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(path))
-        events: list[dict[str, Any]] = json.loads(path.read_bytes())["traceEvents"]
-    return events
+        return list(json.loads(path.read_bytes())["traceEvents"])
 
 
 class _Work(NamedTuple):

@@ -21,8 +21,7 @@ def repeated(call: Callable[[], Outputs], seconds: float = 0.0) -> tuple[dict[st
     differ: dict[str, float] = {}
     calls, end = 1, time.perf_counter() + seconds
     while calls < LEAST or (calls < MOST and time.perf_counter() < end):
-        for name, size in apart(call(), first).items():
-            differ[name] = max(size, differ.get(name, 0.0))
+        differ |= {name: max(size, differ.get(name, 0.0)) for name, size in apart(call(), first).items()}
         calls += 1
     return first, calls, differ
 

@@ -70,10 +70,9 @@ class Gpu(Sensors):
         self._nvml, self._handle = nvml, handle
         self.limit_w = _scaled(1e-3, self._ask("nvmlDeviceGetEnforcedPowerLimit"))
         self._is_instant = self._instant() is not None
-        counts = self._ask("nvmlDeviceGetTotalEnergyConsumption") is not None
         self.why_no_joules = (
             None
-            if counts
+            if self._ask("nvmlDeviceGetTotalEnergyConsumption") is not None
             else "this GPU has no counter of energy: NVML has one from Volta on, and none for a part of a GPU (MIG)"
         )
 
@@ -234,8 +233,7 @@ class Conditions:
 
     def record(self, readings: Sequence[Reading]) -> dict[str, Any]:
         """The fields of a record, JSON-safe. `readings`: those that were taken between calls."""
-        load, strangers = host.load(self._parent), self.strangers()
-        share = host.others_share(self._load, load)
+        share, strangers = host.others_share(self._load, host.load(self._parent)), self.strangers()
         return state_of(readings) | {
             "other_processes": strangers,
             "others_cpu_share": share,

@@ -52,11 +52,8 @@ class Turns:
 
     def exchange(self, ours: Any) -> Any:
         """Tells ours, and returns theirs, JSON-safe; None where it has left; before the first round."""
-        if self.is_first:
-            return self._pass_on(ours)
-        theirs = self._heard
-        self._pass_on(ours)
-        return theirs
+        before, after = self._heard, self._pass_on(ours)
+        return after if self.is_first else before
 
     def begin(self, index: int) -> None:
         """Before the first of the rounds, which is `index`."""
