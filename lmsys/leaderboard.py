@@ -16,10 +16,9 @@ from lmsys import commands
 from lmsys.bench.benchmark import Benchmark
 from lmsys.bench.fields import Record
 from lmsys.bench.record import load
-from lmsys.reports.figures import tag
+from lmsys.reports import figures, words
 from lmsys.reports.load import hardware_of, run_told, title_of
 from lmsys.reports.page import fill, simple_page, table
-from lmsys.reports.words import number
 from lmsys.verify import FOLDERS, NOT_RECOMPUTED, benchmarks_in, verify
 
 HEADS = ("rank", "on its machine", "row", "speed", "time, ms", "machine", "run", "file")
@@ -40,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         benchmarks = benchmarks_in(*given.benchmarks or FOLDERS)
         standings, refused, workload = ranked(sorted(given.folder.glob("*.json*")), benchmarks, given.anchor)
         about = f"Workload: {', '.join(sorted(workload)) or 'none'}. Speed is over {given.anchor}, in the same run."
-        lost = [tag("h2", "Not ranked"), table(("file", "reason"), refused.items())] if refused else []
+        lost = [figures.tag("h2", "Not ranked"), table(("file", "reason"), refused.items())] if refused else []
         board = table(HEADS, (one.values() for one in standings))
-        page = simple_page("lmsys leaderboard", tag("h1", "Leaderboard"), tag("p", about), board, *lost)
+        page = simple_page("lmsys leaderboard", figures.tag("h1", "Leaderboard"), figures.tag("p", about), board, *lost)
         fill(given.output, {"index.html": page})
     except (OSError, ValueError) as error:
         print(f"lmsys leaderboard: error: {error}", file=sys.stderr)
@@ -87,7 +86,7 @@ def _standings(places: Sequence[tuple[float, float, str, str]], machines: Mappin
     for rank, (speed, time_s, row, file) in enumerate(places, start=1):
         here = [s for _, s, _, other in places if hardware_of(machines[other]) == hardware_of(machines[file])]
         machine = title_of(machines[file]), run_told(machines[file])
-        values = rank, sorted(here).index(time_s) + 1, row, f"{speed:.3g}", number(1e3 * time_s), *machine, file
+        values = rank, sorted(here).index(time_s) + 1, row, f"{speed:.3g}", words.number(1e3 * time_s), *machine, file
         standings.append(dict(zip(HEADS, map(str, values), strict=True)))
     return standings
 

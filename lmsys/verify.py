@@ -24,10 +24,9 @@ from types import ModuleType
 from typing import Any
 
 from lmsys import commands
+from lmsys.bench import fields, results
 from lmsys.bench.benchmark import Benchmark
-from lmsys.bench.fields import COMMON, Record, declared
 from lmsys.bench.record import file_seal, load, seal, summarize, today
-from lmsys.bench.results import entries_of, time_left
 from lmsys.measure.machine import Limits
 from lmsys.values import shortly
 
@@ -128,14 +127,16 @@ def verify(path: Path, benchmarks: Mapping[str, Benchmark], say: Say = lambda _:
             told = now
             say(
                 f"{path}: {done:,} of {len(records):,} records"
-                + time_left({"done": now - began} if done else {}, {"done": done, "to do": len(records) - done}, {})
+                + results.time_left(
+                    {"done": now - began} if done else {}, {"done": done, "to do": len(records) - done}, {}
+                )
             )
         faults = _of_any_record(record, benchmarks.get(record["benchmark"]), content["machine"], recomputed)
         sentences += [f"{record['id']}: {fault}" for fault in faults]
     return recomputed, sentences
 
 
-def _of_file(path: Path, content: Record) -> Iterator[str]:
+def _of_file(path: Path, content: fields.Record) -> Iterator[str]:
     if "seal" not in content:
         yield f"the file: {NOT_RECOMPUTED}it has no seal"
     elif content["seal"] != file_seal(content):
@@ -145,7 +146,7 @@ def _of_file(path: Path, content: Record) -> Iterator[str]:
     records = {(one["benchmark"], one["id"]): one for one in content["records"]}
     entries = {  # but for those of tests that are no benchmarks of ours
         (info["benchmark"], info.get("id")): one
-        for one in entries_of(path)
+        for one in results.entries_of(path)
         if "benchmark" in (info := one["extra_info"])
     }
     for key, entry in entries.items():
@@ -167,7 +168,7 @@ def _of_file(path: Path, content: Record) -> Iterator[str]:
 
 
 def _of_any_record(
-    record: Record, benchmark: Benchmark | None, machine: Record, recomputed: Recomputed
+    record: fields.Record, benchmark: Benchmark | None, machine: fields.Record, recomputed: Recomputed
 ) -> Iterator[str]:
     """As `_of_record`, also of one whose values are of other kinds than those that a run writes."""
     try:
@@ -176,7 +177,9 @@ def _of_any_record(
         yield f"it cannot be recomputed: {type(error).__name__}: {error}"
 
 
-def _of_record(record: Record, benchmark: Benchmark | None, machine: Record, recomputed: Recomputed) -> Iterator[str]:
+def _of_record(
+    record: fields.Record, benchmark: Benchmark | None, machine: fields.Record, recomputed: Recomputed
+) -> Iterator[str]:
     if "seal" not in record:
         yield f"{NOT_RECOMPUTED}a record has no seal"
     elif record["seal"] != seal(record):
@@ -205,9 +208,9 @@ def _of_record(record: Record, benchmark: Benchmark | None, machine: Record, rec
         recomputed.calls += type(benchmark).repeat is not Benchmark.repeat and not sentences
 
 
-def _of_benchmark(record: Record, benchmark: Benchmark, machine: Record) -> Iterator[str]:
+def _of_benchmark(record: fields.Record, benchmark: Benchmark, machine: fields.Record) -> Iterator[str]:
     """Its derived fields, its id, its work and rates, and whether anything could be that fast."""
-    known = declared(COMMON, benchmark.fields).values()
+    known = fields.declared(fields.COMMON, benchmark.fields).values()
     derived = {field.name: field.value(record) for field in known if field.of is not None}
     yield from _differences(derived, record, "its other fields")
     case = benchmark.case_of(record)
@@ -225,7 +228,7 @@ def _of_benchmark(record: Record, benchmark: Benchmark, machine: Record) -> Iter
             yield f"it took {record['time_s']:.3g} s, which on that machine takes at least {least_s:.3g}"
 
 
-def _of_call(record: Record, benchmark: Benchmark, call: Record) -> Iterator[str]:
+def _of_call(record: fields.Record, benchmark: Benchmark, call: fields.Record) -> Iterator[str]:
     where, ratios = f"timed call {call['call']}", call["error_ratios"]
     if not 0 <= call["call"] < record.get("rounds", 0):
         yield f"{where} is none of its {record.get('rounds', 0)} samples"

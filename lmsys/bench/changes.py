@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from lmsys.bench import record
-from lmsys.bench.fields import IDENTITY, Record, grouped
+from lmsys.bench import fields, record
 
 Z = NormalDist().inv_cdf(0.975)  # of a two-sided interval of 95 %
 FEWEST = 5  # rounds; of fewer nothing is said
@@ -113,15 +112,15 @@ ALONE = ("collectives", "training")  # rows of these were timed by themselves al
 MOST_LINES = 20  # of changes in a terminal
 LARGEST = 700.0  # of a logarithm whose exponential is finite
 Key = tuple[Any, ...]
-Pair = tuple[Record, Record]
+Pair = tuple[fields.Record, fields.Record]
 
 
 @dataclass(frozen=True)
 class Change:
     """One case in two runs. `shift` is None where too few rounds were timed; `beside`: the anchor, "" without one."""
 
-    old: Record
-    new: Record
+    old: fields.Record
+    new: fields.Record
     verdict: str = UNCLEAR
     beside: str = ""
     shift: Shift | None = None
@@ -152,7 +151,7 @@ class Change:
 
 
 def compare(
-    old: Iterable[Record], new: Iterable[Record], margin: float = MARGIN, between_runs: float = 0.0
+    old: Iterable[fields.Record], new: Iterable[fields.Record], margin: float = MARGIN, between_runs: float = 0.0
 ) -> list[Change]:
     """The cases that both runs timed, or that were right in one of them alone; those that matter most first.
 
@@ -170,14 +169,14 @@ def compare(
     return _judged(changes, margin)
 
 
-def compare_in_turns(records: Iterable[Record], margin: float | None = None) -> list[Change]:
+def compare_in_turns(records: Iterable[fields.Record], margin: float | None = None) -> list[Change]:
     """Verdicts for a run that measured rows as they were beside today's. `margin` overrides the margin in the file."""
     pairs = in_turns(records)
     margin = margin or max((old["against"]["margin"] for old, _ in pairs), default=0.0)
     return _judged([_change(old, new) for old, new in pairs], margin)
 
 
-def in_turns(records: Iterable[Record]) -> list[Pair]:
+def in_turns(records: Iterable[fields.Record]) -> list[Pair]:
     """Rows as they were, each with the same today, which took turns with it."""
     records = list(records)
     now = {(*_key(case), case.get("comparison")): case for case in records if not case.get("against")}
@@ -185,7 +184,7 @@ def in_turns(records: Iterable[Record]) -> list[Pair]:
     return [(old, now[key]) for old, key in keys if key in now]
 
 
-def look_changed(records: Iterable[Record]) -> bool:
+def look_changed(records: Iterable[fields.Record]) -> bool:
     """True where a case would count as changed if it were the only one."""
     return any(
         change.shift and change.shift.p_beyond(math.log1p(change.old["against"]["margin"])) <= FALSE_DISCOVERIES
@@ -239,7 +238,9 @@ def _judged(changes: Iterable[Change], margin: float) -> list[Change]:
     return sorted(judged, key=_weight)
 
 
-def of_one_run(old: Iterable[Record], new: Iterable[Record]) -> tuple[list[Record], list[Record]]:
+def of_one_run(
+    old: Iterable[fields.Record], new: Iterable[fields.Record]
+) -> tuple[list[fields.Record], list[fields.Record]]:
     """The cases that only the run before has, and those that only the run after has."""
     before, after = _by_key(old), _by_key(new)
     return (
@@ -248,12 +249,12 @@ def of_one_run(old: Iterable[Record], new: Iterable[Record]) -> tuple[list[Recor
     )
 
 
-def spread_between(runs: Sequence[Iterable[Record]]) -> float:
+def spread_between(runs: Sequence[Iterable[fields.Record]]) -> float:
     """The standard deviation of what two runs of one commit differ by, over all cases with an anchor; 0 of none."""
     return _root_mean_square([shift for shifts in _shifts(runs).values() for shift in shifts])
 
 
-def spreads_between(runs: Sequence[Iterable[Record]]) -> dict[str, float]:
+def spreads_between(runs: Sequence[Iterable[fields.Record]]) -> dict[str, float]:
     """By case id, the standard deviation of what its estimate differs by from run to run.
 
     Of runs with `--against` the estimate is the ratio of today to earlier, under today's id.
@@ -261,7 +262,7 @@ def spreads_between(runs: Sequence[Iterable[Record]]) -> dict[str, float]:
     return {name: _root_mean_square(shifts) for name, shifts in _shifts(runs).items()}
 
 
-def _shifts(runs: Sequence[Iterable[Record]]) -> dict[str, list[float]]:
+def _shifts(runs: Sequence[Iterable[fields.Record]]) -> dict[str, list[float]]:
     """By how much each run differs from the one before, by a case's id."""
     known = [list(run) for run in runs]
     if any(case.get("against") for run in known for case in run):
@@ -273,16 +274,18 @@ def _shifts(runs: Sequence[Iterable[Record]]) -> dict[str, list[float]]:
 
 def _estimates(changes: Iterable[Change]) -> dict[str, list[float]]:
     """By the id of a case, of those that have one."""
-    return grouped((change.new["id"], change.shift.estimate) for change in changes if change.shift)
+    return fields.grouped((change.new["id"], change.shift.estimate) for change in changes if change.shift)
 
 
 def _root_mean_square(values: Sequence[float]) -> float:
     return math.sqrt(sum(value * value for value in values) / len(values)) if values else 0.0
 
 
-def _usual(records: Sequence[Record]) -> dict[str, float]:
+def _usual(records: Sequence[fields.Record]) -> dict[str, float]:
     """The median, by benchmark, of what cases that were measured repeatedly differ by."""
-    spreads = grouped((case["benchmark"], float(case["between_runs"])) for case in records if case.get("between_runs"))
+    spreads = fields.grouped(
+        (case["benchmark"], float(case["between_runs"])) for case in records if case.get("between_runs")
+    )
     return {name: median(values) for name, values in spreads.items()}
 
 
@@ -297,16 +300,18 @@ def _weight(change: Change) -> tuple[int, float, str]:
     return VERDICTS.index(change.verdict), -abs(change.shift.estimate if change.shift else 0.0), str(change.new["id"])
 
 
-def _by_key(records: Iterable[Record]) -> dict[Key, Record]:
+def _by_key(records: Iterable[fields.Record]) -> dict[Key, fields.Record]:
     """Records of rows as they were are left out: they are of no run of their own."""
     return {_key(case): case for case in records if not case.get("against")}
 
 
-def _key(case: Record) -> Key:
-    return tuple(case.get(name) for name in IDENTITY)
+def _key(case: fields.Record) -> Key:
+    return tuple(case.get(name) for name in fields.IDENTITY)
 
 
-def _pairs(old: Iterable[Record], new: Iterable[Record]) -> list[tuple[Record, Record, Pair | None]]:
+def _pairs(
+    old: Iterable[fields.Record], new: Iterable[fields.Record]
+) -> list[tuple[fields.Record, fields.Record, Pair | None]]:
     """Each case of both runs, with its anchor: of the peers that took turns with it both times the steadiest."""
     before = _by_key(old)
     both = [(before[key], after) for key, after in _by_key(new).items() if key in before]
@@ -314,7 +319,7 @@ def _pairs(old: Iterable[Record], new: Iterable[Record]) -> list[tuple[Record, R
         (pair for pair in both if pair[0].get("peer") and _is_timed(pair) and _together(pair)),
         key=lambda pair: (max(map(_unsteadiness, pair)), str(pair[0]["impl"])),
     )
-    peers = grouped((_together(pair), pair) for pair in of_peers)
+    peers = fields.grouped((_together(pair), pair) for pair in of_peers)
     return [(*pair, _other(pair, peers.get(_together(pair), ()))) for pair in both]
 
 
@@ -334,13 +339,13 @@ def _is_timed(pair: Pair) -> bool:
     return all(case["outcome"] == "ok" and len(case.get("samples_s") or ()) >= FEWEST for case in pair)
 
 
-def _unsteadiness(case: Record) -> float:
+def _unsteadiness(case: fields.Record) -> float:
     """How far its own samples spread, as a share. Ratios to the row that is judged would favour lucky ones."""
     middle = median(case["samples_s"])
     return median(abs(sample - middle) for sample in case["samples_s"]) / middle
 
 
-def _change(old: Record, new: Record, anchor: Pair | None = None, between_runs: float = 0.0) -> Change:
+def _change(old: fields.Record, new: fields.Record, anchor: Pair | None = None, between_runs: float = 0.0) -> Change:
     """A case in both runs; the verdict is open unless it was right in one of the two alone."""
     was, now = (case["outcome"] == "ok" for case in (old, new))
     if was != now:
@@ -350,7 +355,7 @@ def _change(old: Record, new: Record, anchor: Pair | None = None, between_runs: 
     return Change(old, new, beside=str(beside["impl"]), shift=shift)
 
 
-def _shift_of(old: Record, new: Record, anchor: Pair | None, between_runs: float) -> Shift | None:
+def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, between_runs: float) -> Shift | None:
     """By rounds that took turns with the row as it was, else by ratios to the anchor, else by the times alone."""
     if old.get("against"):
         shift, between_runs = paired(_ratios(new, old)), max(_spreads(old, new))
@@ -361,15 +366,15 @@ def _shift_of(old: Record, new: Record, anchor: Pair | None, between_runs: float
     return shift and shift.widened(between_runs)
 
 
-def _spreads(*records: Record) -> list[float]:
+def _spreads(*records: fields.Record) -> list[float]:
     return [case.get("between_runs") or 0.0 for case in records]
 
 
-def _logarithms(case: Record) -> list[float]:
+def _logarithms(case: fields.Record) -> list[float]:
     return [math.log(sample) for sample in case["samples_s"]]
 
 
-def _ratios(ours: Record, theirs: Record) -> list[float]:
+def _ratios(ours: fields.Record, theirs: fields.Record) -> list[float]:
     """Round by round: they began together, and the faster row may have more rounds."""
     return [a - b for a, b in zip(_logarithms(ours), _logarithms(theirs), strict=False)]
 

@@ -26,18 +26,16 @@ from unittest import mock
 
 from torch import Tensor
 
+from lmsys.bench import fields, instruments
 from lmsys.bench.benchmark import Benchmark, Candidate
-from lmsys.bench.fields import Record
-from lmsys.bench.instruments import Instruments
-from lmsys.measure import clock, energy, repeats
-from lmsys.measure.compare import Failure
+from lmsys.measure import clock, compare, energy, repeats
 from lmsys.measure.step import Step
 from lmsys.registry import Entry
 
 OF_OTHERS = "energy is measured of calls that the bench's own process makes again and again: here others make them"
 
 
-def source_of(entry: Entry) -> Record:
+def source_of(entry: Entry) -> fields.Record:
     """The name and SHA-256 of the file that a row's implementation stands in; {} where it is in none."""
     try:
         path = Path(inspect.getsourcefile(inspect.unwrap(entry.load())) or "")
@@ -82,9 +80,9 @@ def interpreted_kernels() -> Iterator[list[Any]]:
         yield launched
 
 
-def same_bits(benchmark: Benchmark, candidate: Candidate, setup: Any, seconds: float) -> Record:
+def same_bits(benchmark: Benchmark, candidate: Candidate, setup: Any, seconds: float) -> fields.Record:
     """The record's field, on the inputs as they stand. What fails here costs this finding only: `failure` says why."""
-    record: Record = {"calls": 0, "differ": {}, "elements": [], "alone": {}, "failure": None}
+    record: fields.Record = {"calls": 0, "differ": {}, "elements": [], "alone": {}, "failure": None}
     call = partial(benchmark.outputs, candidate, setup)
     again, failure = candidate.watched(repeats.repeated, call, seconds)
     if failure:
@@ -95,7 +93,7 @@ def same_bits(benchmark: Benchmark, candidate: Candidate, setup: Any, seconds: f
     return record | ({"failure": failure[1]} if failure else alone)
 
 
-def _alone(benchmark: Benchmark, candidate: Candidate, call: Any, whole: dict[str, Tensor]) -> Record:
+def _alone(benchmark: Benchmark, candidate: Candidate, call: Any, whole: dict[str, Tensor]) -> fields.Record:
     """The elements that were called alone, the first and the last, and what was not as in the `whole` batch."""
     batch = benchmark.batch_of(candidate)
     elements = [0, batch - 1] if batch > 1 else []
@@ -109,10 +107,10 @@ def _alone(benchmark: Benchmark, candidate: Candidate, call: Any, whole: dict[st
 def energy_fields(
     candidate: Candidate,
     step: Callable[[], Step],
-    runner: Instruments,
-    impossible: Callable[[float], Failure | None],
+    runner: instruments.Instruments,
+    impossible: Callable[[float], compare.Failure | None],
     tokens: int | None,
-) -> Record:
+) -> fields.Record:
     """The fields on the energy of a step's calls, or on why there is none. tokens: that a call works on."""
     if why_not := runner.sensors.why_no_joules:
         return {"energy_note": why_not}

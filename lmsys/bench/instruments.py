@@ -5,17 +5,15 @@ import os
 from collections.abc import Callable
 from functools import cached_property
 
+from lmsys.bench import fields, watch
 from lmsys.bench.benchmark import Benchmark, Case, Settings
-from lmsys.bench.fields import COMMON, Record, declared
 from lmsys.bench.guard import Guard
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.record import seal
-from lmsys.bench.watch import Heartbeat
-from lmsys.measure import machine, memory
+from lmsys.measure import machine, memory, turns
 from lmsys.measure.clock import Clock, CpuClock, clock_of
 from lmsys.measure.machine import Limits, limits_of
 from lmsys.measure.sensors import Conditions, Sensors, sensors_of
-from lmsys.measure.turns import ALONE, Turns
 from lmsys.values import hold
 
 RANKS_SHARE = 0.7  # of a deadline: ranks that hang end first, and say which
@@ -30,17 +28,17 @@ class Instruments:
     """
 
     def __init__(
-        self, settings: Settings, say: Callable[[str], None] = lambda _: None, heartbeat: Heartbeat | None = None
+        self, settings: Settings, say: Callable[[str], None] = lambda _: None, heartbeat: watch.Heartbeat | None = None
     ):
         self.settings, self.say = settings, say
-        self.heartbeat, self.is_watched = heartbeat or Heartbeat(), heartbeat is not None
+        self.heartbeat, self.is_watched = heartbeat or watch.Heartbeat(), heartbeat is not None
         self.parent = os.getppid() if self.is_watched else os.getpid()  # of all processes of this run
-        self.turns: Turns = ALONE
+        self.turns: turns.Turns = turns.ALONE
         self.kernels: dict[str, dict[str, str]] = {}  # by a row's target: names and hashes of what it has loaded
         if self.settings.memory_limit_bytes is not None and self.settings.device == "cuda":
             memory.cap_gpu_memory(self.settings.memory_limit_bytes)
 
-    def ready(self) -> Record:
+    def ready(self) -> fields.Record:
         """Makes what is made once, before a row runs: nothing may differ for the first of them. The machine."""
         if "guard" in vars(self):
             return self.machine
@@ -54,7 +52,7 @@ class Instruments:
         return self.machine
 
     @cached_property
-    def machine(self) -> Record:
+    def machine(self) -> fields.Record:
         settings = self.settings
         facts = machine.describe(settings.device, command=settings.command, seed=settings.seed, sweep=settings.sweep)
         clock, limits = self.clocks["device"], vars(self.limits) if self.limits else None
@@ -66,16 +64,19 @@ class Instruments:
             facts["sustained"] = machine.measure_sustained(settings.device, self.sensors)
         return facts
 
-    def ceilings(self) -> Record:
+    def ceilings(self) -> fields.Record:
         """Each for as long as two rows, so that a quick look is quick."""
         return machine.measure_ceilings(self.settings.device, 2 * self.settings.seconds_per_row)
 
-    def rated(self, benchmark: Benchmark, case: Case, record: Record) -> Record:
+    def rated(self, benchmark: Benchmark, case: Case, record: fields.Record) -> fields.Record:
         """The record with its rates as shares of what the machine reaches by now, and all that follows from it, sealed.
 
         ValueError for a field that nobody has declared.
         """
-        record, known = record | benchmark.metrics(case, record, self.machine), declared(COMMON, benchmark.fields)
+        record, known = (
+            record | benchmark.metrics(case, record, self.machine),
+            fields.declared(fields.COMMON, benchmark.fields),
+        )
         for field in known.values():
             if field.of is not None:
                 record[field.name] = field.value(record)

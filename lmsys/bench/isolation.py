@@ -22,17 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from lmsys import doing
+from lmsys.bench import fields, watch
 from lmsys.bench.benchmark import Benchmark, Cases, Collected, Settings
 from lmsys.bench.checkout import Checkout
-from lmsys.bench.fields import Grid, Record
-from lmsys.bench.watch import COPY_S, NOBODY, Heartbeat, read_beat
-from lmsys.measure.host import available_bytes, oom_kills, resident_bytes
-from lmsys.measure.turns import ALONE, Turns
+from lmsys.measure import host, turns
 from lmsys.processes import DIED, Told, Worker, answered, tell
 
 Line = tuple[int, bool]  # to the worker that it takes turns with: an open file's number, and whether it goes first
 _runner: Any = None  # in a worker: what does the work
-_turns: Turns = ALONE
+_turns: turns.Turns = turns.ALONE
 
 
 @dataclass(frozen=True)
@@ -42,16 +40,16 @@ class Begun:
     candidates: list[list[str]]
 
 
-def begin(shared: int, trace: int, settings: Settings, machine: Record | None, line: Line | None) -> None:
+def begin(shared: int, trace: int, settings: Settings, machine: fields.Record | None, line: Line | None) -> None:
     """First of all in a worker: what is to be said should a row crash, and the judges as they are."""
     global _runner, _turns
     faulthandler.enable(file=trace)
     faulthandler.register(signal.SIGUSR1, file=trace)
     from lmsys.bench.runner import Runner
 
-    _runner = Runner(settings, tell, Heartbeat(shared))
+    _runner = Runner(settings, tell, watch.Heartbeat(shared))
     if line is not None:
-        _turns = Turns(Connection(line[0]), line[1], _runner.heartbeat.rest)
+        _turns = turns.Turns(Connection(line[0]), line[1], _runner.heartbeat.rest)
     if machine is not None:
         _runner.__dict__["machine"] = machine
 
@@ -67,7 +65,7 @@ def answer(path: list[str], pickled: bytes) -> None:
         tell(getattr(_runner, name)(*args))
         return
     benchmark, cases, ended, in_turns = args
-    _runner.turns = _turns if in_turns else ALONE
+    _runner.turns = _turns if in_turns else turns.ALONE
     with _runner.turns.session():
         _runner.ready()
     for result in _runner.run(benchmark, cases, ended, begun=lambda ids: tell(Begun(ids))):
@@ -85,7 +83,7 @@ ROOT = Path(__file__).parents[2]
 class Ended(RuntimeError):
     """A worker is no more. `row`: the candidate that ended it, with this outcome; NOBODY where it is not known."""
 
-    def __init__(self, reason: str, row: int = NOBODY, outcome: str = "error"):
+    def __init__(self, reason: str, row: int = watch.NOBODY, outcome: str = "error"):
         super().__init__(reason)
         self.reason, self.row, self.outcome = reason, row, outcome
 
@@ -105,13 +103,13 @@ class Isolated:
         self.line: Line | None = None  # of a worker of two
         self._worker: Worker | None = None
         self._unread = False  # the worker was asked something, and its answer has not been read to the end
-        self._machine: Record | None = None
+        self._machine: fields.Record | None = None
 
     def say(self, text: str) -> None:
         self._said_s = time.monotonic()
         self._say(text)
 
-    def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
+    def collect(self, benchmark: Benchmark, grids: Sequence[fields.Grid], texts: Mapping[str, str]) -> Collected:
         """ValueError also where a file of the user's ends or holds up the process that imports it."""
         try:
             return self.ask("collect", benchmark, grids, texts)
@@ -130,13 +128,13 @@ class Isolated:
             except Ended as fault:
                 group.blame(fault)
 
-    def ready(self) -> Record:
+    def ready(self) -> fields.Record:
         if self._machine is None:
             self._machine = self.ask("ready")
         return self._machine
 
     @property
-    def machine(self) -> Record:
+    def machine(self) -> fields.Record:
         return self.ready()
 
     def close(self, grace_s: float = 2.0) -> None:
@@ -156,10 +154,10 @@ class Isolated:
     def _start(self) -> Worker:
         self._shared, self._trace = doing.shared_file(), tempfile.TemporaryFile()  # noqa: SIM115
         self._memory = doing.map_file(self._shared)
-        Heartbeat(self._shared).rest()
+        watch.Heartbeat(self._shared).rest()
         files = [self._shared, self._trace.fileno(), *([self.line[0]] if self.line else [])]
         worker = Worker(None, files, path=self._path(), folder=self.checkout.working_folder if self.checkout else None)
-        self._most_bytes, self._oom_kills = MOST_HELD * available_bytes(), oom_kills()
+        self._most_bytes, self._oom_kills = MOST_HELD * host.available_bytes(), host.oom_kills()
         worker.send(begin, self._shared, self._trace.fileno(), self.settings, self._machine, self.line)
         self._worker = worker
         for _ in self._answers(worker):
@@ -226,9 +224,9 @@ class Isolated:
         """
         if interrupted_s and time.monotonic() > interrupted_s + INTERRUPT_S:
             raise KeyboardInterrupt
-        if (held := resident_bytes(worker.pid)) > self._most_bytes:
+        if (held := host.resident_bytes(worker.pid)) > self._most_bytes:
             raise Ended(f"it held {held / 2**30:.1f} GiB of memory", outcome="oom")
-        beat = read_beat(self._memory)
+        beat = watch.read_beat(self._memory)
         if time.monotonic() > self._said_s + QUIET_S:
             ids = self.rows[beat.row] if 0 <= beat.row < len(self.rows) else ["the bench itself"]
             self.say(f"  at work: {ids[0]}, {beat.doing}")
@@ -236,7 +234,7 @@ class Isolated:
             return
         row = beat.row_on_device  # at once: what is known of the GPU ages
         time.sleep(POLL_S)
-        if read_beat(self._memory).number != beat.number:
+        if watch.read_beat(self._memory).number != beat.number:
             return  # it was read in the middle of a change
         worker.signal(signal.SIGUSR1)  # it writes down where it is, whatever it does
         time.sleep(TRACE_S)
@@ -245,9 +243,9 @@ class Isolated:
     def _ended(self, failure: Any) -> Ended | None:
         """How a row has ended the worker; None for an exception that is the bench's own."""
         if failure.kind == "Lost":
-            time.sleep(2 * COPY_S)  # until the row that the GPU has reached is copied
-        beat = read_beat(self._memory)
-        if failure.kind == DIED and "SIGKILL" in failure.text and oom_kills() > self._oom_kills:
+            time.sleep(2 * watch.COPY_S)  # until the row that the GPU has reached is copied
+        beat = watch.read_beat(self._memory)
+        if failure.kind == DIED and "SIGKILL" in failure.text and host.oom_kills() > self._oom_kills:
             return Ended(f"memory ran out, and the system killed its process {beat.doing}", outcome="oom")
         if failure.kind == DIED:
             return Ended(f"its process {failure.text} {beat.doing}{self._told_place()}", beat.row)

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from lmsys.bench import benchmark, record, results
+from lmsys.bench import benchmark, fields, record, results
 from lmsys.bench.checkout import Checkout
-from lmsys.bench.fields import OPTION, Sweep
 from lmsys.files import claim
 from lmsys.values import choice, finite, hold, whole
 
@@ -128,9 +127,9 @@ def wants_tables(config: pytest.Config) -> bool:
 
 def texts(config: pytest.Config) -> dict[str, str]:
     texts = {
-        name.removeprefix(OPTION): text
+        name.removeprefix(fields.OPTION): text
         for name, text in vars(config.option).items()
-        if name.startswith(OPTION) and text is not None
+        if name.startswith(fields.OPTION) and text is not None
     }
     for given in config.getoption("lmsys_axis"):
         name, equals, text = given.partition("=")
@@ -139,7 +138,7 @@ def texts(config: pytest.Config) -> dict[str, str]:
     return texts
 
 
-def seconds_per_row(config: pytest.Config, sweep: Sweep) -> float:
+def seconds_per_row(config: pytest.Config, sweep: fields.Sweep) -> float:
     option, text = "--benchmark-max-time", str(config.getoption("benchmark_max_time"))
     right = "a finite number of seconds, 0 or more"
     return number(option, text, right, least=0) if _given(config, option) else sweep.seconds_per_row

@@ -12,10 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lmsys.bench import isolation, record
+from lmsys.bench import fields, isolation, record
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.checkout import Checkout
-from lmsys.bench.fields import Grid, Record
 from lmsys.values import hold
 
 
@@ -27,12 +26,12 @@ class Paired(isolation.Isolated):
     state    the earlier one; against: what its records say of it
     """
 
-    def __init__(self, settings: Settings, say: Callable[[str], None], checkout: Checkout, against: Record):
+    def __init__(self, settings: Settings, say: Callable[[str], None], checkout: Checkout, against: fields.Record):
         super().__init__(settings, say)
         self.state, self.against, self.earlier = checkout, against, isolation.Isolated(settings, say, checkout)
         self._lines = self._joined()
 
-    def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
+    def collect(self, benchmark: Benchmark, grids: Sequence[fields.Grid], texts: Mapping[str, str]) -> Collected:
         """ValueError also where today's benchmark cannot run the earlier rows."""
         collected = super().collect(benchmark, grids, texts)
         check_rows(self.state, type(benchmark), collected[0])

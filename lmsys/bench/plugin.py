@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
-from lmsys.bench import options
+from lmsys.bench import fields, options, results
 from lmsys.bench.benchmark import Benchmark, Settings
-from lmsys.bench.fields import Sweep
 from lmsys.bench.record import JournalError
-from lmsys.bench.results import Key, Session, read_results
 from lmsys.measure import host
 from lmsys.values import choice, hold
 
-SESSION = pytest.StashKey[Session]()
+SESSION = pytest.StashKey[results.Session]()
 FAULT = pytest.StashKey[str]()  # what is wrong with the options, told when collection ends
 
 
@@ -27,7 +25,7 @@ class Hooks:
     """Hooks by which a repository's conftest tells the plugin about itself."""
 
     @pytest.hookspec(firstresult=True)
-    def pytest_lmsys_sweeps(self) -> Mapping[str, Mapping[str, Sweep]]:
+    def pytest_lmsys_sweeps(self) -> Mapping[str, Mapping[str, fields.Sweep]]:
         """Sweeps by name, each by device ("cpu", "cuda"); without it every benchmark runs its axes' defaults."""
         return {}
 
@@ -162,12 +160,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError(options.as_typed(config, str(error))) from None
 
 
-def _select(config: pytest.Config, ours: Session, items: Sequence[pytest.Item]) -> None:
+def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest.Item]) -> None:
     """Has the session run what pytest has selected, into the output that it then holds. ValueError where it cannot."""
     known = {axis.name for benchmark in ours.benchmarks.values() for axis in benchmark.axes}
     for text in config.getoption("lmsys_axis"):
         choice(text.partition("=")[0], known, f"--axis {text}: ")
-    keys: list[Key] = [(_benchmark_of(item).name, item.callspec.params["cell"]) for item in items if _has_case(item)]
+    keys: list[results.Key] = [
+        (_benchmark_of(item).name, item.callspec.params["cell"]) for item in items if _has_case(item)
+    ]
     if ours.texts and items and not keys:
         asked = " ".join(f"{name} {text}" for name, text in ours.texts.items())
         raise ValueError(f"{asked}: what is selected has no case for these values")
@@ -195,7 +195,7 @@ def _has_case(item: pytest.Item) -> bool:
     return isinstance(item.callspec.params["cell"], str)  # pytest puts a mark for none
 
 
-def _session(config: pytest.Config) -> Session:
+def _session(config: pytest.Config) -> results.Session:
     """This run's session, opened when the first benchmark is collected. ValueError for options that are wrong."""
     if SESSION in config.stash:
         return config.stash[SESSION]
@@ -208,7 +208,7 @@ def _session(config: pytest.Config) -> Session:
     options.refuse(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sweep, nvtx = _sweep(config, device), options.nvtx(config.getoption("lmsys_nvtx"), device)
-    session = Session(
+    session = results.Session(
         Settings(
             device=device,
             sweep=config.getoption("lmsys_sweep"),
@@ -265,15 +265,17 @@ def _is_timed(config: pytest.Config) -> bool:
     return not (disabled or config.getoption("collectonly"))
 
 
-def _sweep(config: pytest.Config, device: str) -> Sweep:
-    sweeps: Mapping[str, Mapping[str, Sweep]] = config.hook.pytest_lmsys_sweeps() or {"default": {device: Sweep()}}
+def _sweep(config: pytest.Config, device: str) -> fields.Sweep:
+    sweeps: Mapping[str, Mapping[str, fields.Sweep]] = config.hook.pytest_lmsys_sweeps() or {
+        "default": {device: fields.Sweep()}
+    }
     name = config.getoption("lmsys_sweep")
     return sweeps[choice(name, sweeps, f"--sweep {name!r}: ")][device]
 
 
-def _resume(session: Session, path: Path) -> None:
+def _resume(session: results.Session, path: Path) -> None:
     try:
-        for content, entries in read_results(path):
+        for content, entries in results.read_results(path):
             session.resume(content, entries)
     except ValueError as error:
         raise ValueError(f"--resume {path}: {str(error).removeprefix(f'{path}: ')}") from error

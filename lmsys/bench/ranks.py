@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from lmsys.bench.fields import Grid
 from lmsys.bench.guard import Changed, Guard, State
-from lmsys.measure import compare, memory
+from lmsys.measure import compare, memory, sensors
 from lmsys.measure.clock import CYCLES_PER_S, clock_of
-from lmsys.measure.sensors import Conditions, sensors_of
 from lmsys.measure.step import Step, nothing
 from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, device
 from lmsys.watchdog import under_torchrun
@@ -197,7 +196,9 @@ def times(
 
 def _others(kind: str) -> int | None:
     """How many processes of other programs are on this rank's device; under torchrun its agent's are none."""
-    return Conditions(kind, sensors_of(kind), parent=int(os.environ.get(PARENT, os.getppid()))).strangers()
+    return sensors.Conditions(
+        kind, sensors.sensors_of(kind), parent=int(os.environ.get(PARENT, os.getppid()))
+    ).strangers()
 
 
 def _together(group: Any) -> Callable[[], Any]:

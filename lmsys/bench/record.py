@@ -24,15 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from lmsys import files, strict_json
-from lmsys.bench.fields import Record
-from lmsys.bench.validate import check_content
+from lmsys.bench import fields, validate
 from lmsys.values import hold, shortly
 
 SCHEMA = 2
 OUTCOMES = ("ok", "oom", "unsupported", "wrong", "error")
 
 
-def check_record(record: Record) -> Record:
+def check_record(record: fields.Record) -> fields.Record:
     """The record itself, or ValueError: an outcome it must have, a time only where it is ok, values that JSON knows."""
     begin, outcome = f"record {shortly(record.get('id'))}: ", record.get("outcome")
     hold(
@@ -43,7 +42,7 @@ def check_record(record: Record) -> Record:
     return record
 
 
-def earlier(record: Record, against: Record | None) -> Record:
+def earlier(record: fields.Record, against: fields.Record | None) -> fields.Record:
     """A record of a row as it was, under a name of its own, and sealed.
 
     `against`: {"name", "commit", "margin"} of that state; None of a row of today, whose record stays as it is.
@@ -55,7 +54,7 @@ def earlier(record: Record, against: Record | None) -> Record:
     return record | {"seal": seal(record)}
 
 
-def today(record: Record) -> Record:
+def today(record: fields.Record) -> fields.Record:
     """A record of a row as it was, under the names that it has today; any other as it is."""
     if not record.get("against"):
         return record
@@ -63,12 +62,12 @@ def today(record: Record) -> Record:
     return record | {key: str(record.get(key)).removesuffix(suffix) for key in ("id", "impl", "label")}
 
 
-def seal(record: Record) -> str:
+def seal(record: fields.Record) -> str:
     """SHA-256, in hexadecimal, of a record without its seal, as JSON with its keys in order."""
     return _digest({name: value for name, value in record.items() if name != "seal"})
 
 
-def file_seal(content: Record) -> str:
+def file_seal(content: fields.Record) -> str:
     """SHA-256, in hexadecimal, of a file's machine and the seals of its records, in their order."""
     return _digest([content["machine"], [record.get("seal") for record in content["records"]]])
 
@@ -77,7 +76,7 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def summarize(samples_s: Sequence[float]) -> Record:
+def summarize(samples_s: Sequence[float]) -> fields.Record:
     """Median, mean, standard deviation, 20th and 80th percentile of samples in seconds, and how many."""
     ordered = sorted(samples_s)
     several = ordered if len(ordered) > 1 else 2 * ordered
@@ -108,13 +107,13 @@ class Journal:
     It begins whole, with all records that the run goes on from: until it does, the one before it stands.
     """
 
-    def __init__(self, result: Path, head: Record, carried: Iterable[Record] = ()):
+    def __init__(self, result: Path, head: fields.Record, carried: Iterable[fields.Record] = ()):
         self.path = result.with_name(result.name + ".partial")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._telling(), files.replacing(self.path) as file:
             file.writelines(map(_line, [{"schema": SCHEMA, **head}, *map(check_record, carried)]))
 
-    def add(self, record: Record) -> None:
+    def add(self, record: fields.Record) -> None:
         line = _line(check_record(record))
         with self._telling(), self.path.open("ab") as file:
             file.write(line)
@@ -129,16 +128,16 @@ class Journal:
             raise JournalError(f"{self.path} cannot be written: {error.strerror}; what it holds stands") from error
 
 
-def _line(content: Record) -> bytes:
+def _line(content: fields.Record) -> bytes:
     return json.dumps(content, allow_nan=False).encode() + b"\n"
 
 
-def payload(head: Record, records: Iterable[Record]) -> Record:
+def payload(head: fields.Record, records: Iterable[fields.Record]) -> fields.Record:
     """The value of the result file's "lmsys" key; `head` has the machine, fields and rows."""
     return {"schema": SCHEMA, **head, "records": [check_record(record) for record in records]}
 
 
-def load(path: Path) -> Record:
+def load(path: Path) -> fields.Record:
     """The `{"machine", "fields", "layouts", "rows", "records"}` of a result file, or of a killed run's journal.
 
     ValueError, with the path, for a file that is absent, not JSON, not ours, or of a later schema.
@@ -164,7 +163,7 @@ def load(path: Path) -> Record:
     )
     ours.setdefault("layouts", {})
     try:
-        check_content(ours)
+        validate.check_content(ours)
         for record in ours["records"]:
             check_record(record)
     except ValueError as error:
@@ -172,7 +171,7 @@ def load(path: Path) -> Record:
     return ours
 
 
-def _from_journal(text: str) -> Record:
+def _from_journal(text: str) -> fields.Record:
     """The journal's records; a last line cut short by a crash is left out, as that case did not end."""
     lines = text.splitlines()
     if lines and not text.endswith("\n"):

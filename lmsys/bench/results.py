@@ -13,10 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from lmsys.bench import record, verdict
+from lmsys.bench import record, validate, verdict
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Grid, Record, Sweep, declared, grouped
-from lmsys.bench.validate import TEXT, check_shape
 from lmsys.files import cache_folder, replacing, write_json
 from lmsys.values import hold
 
@@ -454,7 +453,9 @@ def entries_of(path: Path) -> list[Record]:
         return []
     content = json.loads(path.read_text(encoding="utf-8")).get("benchmarks", [])
     try:
-        check_shape("benchmarks", content, [{"extra_info": {"benchmark?": TEXT, "id?": TEXT}, "stats": {}}])
+        validate.check_shape(
+            "benchmarks", content, [{"extra_info": {"benchmark?": validate.TEXT, "id?": validate.TEXT}, "stats": {}}]
+        )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return list(content)

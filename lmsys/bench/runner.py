@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
+from lmsys.bench import fields, instruments, watch
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected
-from lmsys.bench.fields import Grid, Record, filled, given_axes, grouped
-from lmsys.bench.instruments import Instruments
 from lmsys.bench.trial import Endings, Result, Trial
-from lmsys.bench.watch import NOBODY
 from lmsys.measure import clock, compare, host, machine, turns
 from lmsys.registry import Traits
 
@@ -25,17 +23,17 @@ class MemoryEaten(compare.Lost):
     """There is too little memory for the rest, and nobody knows whose fault it is."""
 
 
-class Runner(Instruments):
+class Runner(instruments.Instruments):
     """Runs groups of cases in this process."""
 
-    def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
+    def collect(self, benchmark: Benchmark, grids: Sequence[fields.Grid], texts: Mapping[str, str]) -> Collected:
         """The benchmark's cases and rows, with what the command line says of its axes. ValueError for bad values."""
         if any(".py" in text for text in texts.values()):
             self.ready()  # before a user's file is imported
-        self.heartbeat.beat(NOBODY, "while it was imported", self.settings.deadline_s)
+        self.heartbeat.beat(watch.NOBODY, "while it was imported", self.settings.deadline_s)
         try:
-            given = given_axes(benchmark.axes, texts)
-            asked = [filled(grid, benchmark.axes, given) for grid in grids]
+            given = fields.given_axes(benchmark.axes, texts)
+            asked = [fields.filled(grid, benchmark.axes, given) for grid in grids]
             cases = {case.id: case for grid in asked for case in benchmark.cases(grid, self.settings)}
             if "guard" in vars(self) and (names := self.guard.mend()):
                 raise ValueError(
@@ -63,7 +61,7 @@ class Runner(Instruments):
         held = self._held()
         with benchmark.context(cases):
             trial = Trial(benchmark, cases, self, ended)
-            begun([*grouped((benchmark.key(case), case.id) for case in cases).values()])
+            begun([*fields.grouped((benchmark.key(case), case.id) for case in cases).values()])
             self._in_session(trial, trial.prepare)
             if self.settings.nvtx:
                 trial.attempt(trial.call_in_ranges)
@@ -101,11 +99,13 @@ class Runner(Instruments):
         """Bytes of the device's memory."""
         return torch.cuda.memory_allocated() if self.settings.device == "cuda" else host.resident_bytes()
 
-    def facts(self) -> Record:
+    def facts(self) -> fields.Record:
         """The machine and the code, without what has to be measured."""
         return machine.describe(self.settings.device, command="", seed=0, sweep="")
 
-    def rate_again(self, cases: Sequence[tuple[Benchmark, Case, Record]]) -> tuple[Record, list[Record]]:
+    def rate_again(
+        self, cases: Sequence[tuple[Benchmark, Case, fields.Record]]
+    ) -> tuple[fields.Record, list[fields.Record]]:
         """The machine with the higher measurement of each ceiling, before the first row or now, and `ceilings_moved`,
         in sentences; and the records of these cases, rated by it."""
         before, after = self.machine["ceilings"], self.ceilings()

@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 from lmsys import draws
-from lmsys.bench import findings, watch
+from lmsys.bench import findings, instruments, watch
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, judges_calls, verdict
 from lmsys.bench.fields import Record
-from lmsys.bench.instruments import Instruments
 from lmsys.bench.record import rounded, summarize
 from lmsys.measure import clock, profile, sensors
 from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
@@ -41,7 +40,9 @@ class Trial:
     ended  how cases have ended before, that are not to be run
     """
 
-    def __init__(self, benchmark: Benchmark, cases: Cases, runner: Instruments, ended: Endings | None = None):
+    def __init__(
+        self, benchmark: Benchmark, cases: Cases, runner: instruments.Instruments, ended: Endings | None = None
+    ):
         self.benchmark, self.cases, self.runner, self.ended = benchmark, cases, runner, ended or {}
         self.settings = runner.settings
         self.candidates: dict[Any, Candidate] = {}

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 
-from lmsys.bench.fields import Record, grouped
-from lmsys.bench.record import OUTCOMES
+from lmsys.bench import fields, record
 
 NEAR = 1.02  # within so much of the fastest, a row is as fast
 FAILED = "wrong", "error"
@@ -22,14 +21,14 @@ class Fastest:
     comparisons: int
 
 
-def undisturbed(cases: Sequence[Record]) -> Sequence[Record]:
+def undisturbed(cases: Sequence[fields.Record]) -> Sequence[fields.Record]:
     """The cases that were measured on a machine as it should be; all of them where none was."""
     return [case for case in cases if not case.get("disturbed")] or cases
 
 
 def deciding(
-    comparisons: Iterable[Sequence[Record]], says_something: Callable[[Sequence[Record]], bool]
-) -> list[Sequence[Record]]:
+    comparisons: Iterable[Sequence[fields.Record]], says_something: Callable[[Sequence[fields.Record]], bool]
+) -> list[Sequence[fields.Record]]:
     """The cases of comparisons that answer a question: those that were not disturbed, or all if none was.
 
     A comparison of which too few are left to say something is left out.
@@ -40,7 +39,7 @@ def deciding(
     return [cases for cases in left if says_something(cases)]
 
 
-def ratio_of(ours: Record, theirs: Record) -> float | None:
+def ratio_of(ours: fields.Record, theirs: fields.Record) -> float | None:
     """Their time over ours: the median over rounds, None where the two were not sampled together.
 
     Cases measured at different times, under different clocks, have no ratio.
@@ -52,7 +51,7 @@ def ratio_of(ours: Record, theirs: Record) -> float | None:
     return median(ratios) if ratios else None
 
 
-def fastest(comparisons: Iterable[Sequence[Record]]) -> Fastest:
+def fastest(comparisons: Iterable[Sequence[fields.Record]]) -> Fastest:
     """The row than which fewest are faster, by geometric means, where both were sampled; then the one sampled most.
 
     comparisons  timed cases that were sampled together; of a row that has several the fastest counts
@@ -62,7 +61,7 @@ def fastest(comparisons: Iterable[Sequence[Record]]) -> Fastest:
     def slowness(ours: str, theirs: str) -> float:
         return geometric_mean([_slowness(both[ours], both[theirs]) for both in rows if {ours, theirs} <= both.keys()])
 
-    def most(name: str, cases: dict[str, Record]) -> float:
+    def most(name: str, cases: dict[str, fields.Record]) -> float:
         return max(_slowness(cases[name], other) for other in cases.values())
 
     def rank(name: str) -> tuple[int, int, float]:
@@ -75,17 +74,17 @@ def fastest(comparisons: Iterable[Sequence[Record]]) -> Fastest:
     return Fastest(row, sum(most(row, cases) <= NEAR for cases in shared), len(shared))
 
 
-def _slowness(ours: Record, theirs: Record) -> float:
+def _slowness(ours: fields.Record, theirs: fields.Record) -> float:
     """Our time over theirs, by rounds that were sampled together where there are any."""
     ratio = ratio_of(ours, theirs)
     return 1 / ratio if ratio else time_of(ours) / time_of(theirs)
 
 
-def time_of(case: Record) -> float:
+def time_of(case: fields.Record) -> float:
     return float(case["time_s"])
 
 
-def not_run(records: Iterable[Record]) -> dict[str, Counter[str]]:
+def not_run(records: Iterable[fields.Record]) -> dict[str, Counter[str]]:
     """Cases by row, for each reason for which rows could not run here; "out of memory" is one, by limit."""
     rows: dict[str, Counter[str]] = {}
     for case in records:
@@ -100,10 +99,10 @@ def not_run(records: Iterable[Record]) -> dict[str, Counter[str]]:
 MOST_REASONS = 8  # of rows that could not run; a report lists them all
 
 
-def lines(records: Sequence[Record]) -> Iterator[str]:
+def lines(records: Sequence[fields.Record]) -> Iterator[str]:
     """How a run's cases ended: counts, what could not run, what was disturbed, and what was wrong."""
     counts = Counter(case["outcome"] for case in records)
-    yield ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
+    yield ", ".join(f"{counts[outcome]} {outcome}" for outcome in record.OUTCOMES if counts[outcome])
     yield from _not_run(records)
     if disturbed := [case["disturbed"] for case in records if case.get("disturbed")]:
         several = f"{len(disturbed)} cases are" if len(disturbed) > 1 else "1 case is"
@@ -114,14 +113,14 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
         yield f"{outcome} {first['id']}{ratio}: {first['reason']}{more}"
 
 
-def failed(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Record]]:
+def failed(records: Iterable[fields.Record]) -> dict[tuple[str, str, str], list[fields.Record]]:
     """The cases that were wrong or failed, by how they ended, their row and their benchmark."""
-    return grouped(
+    return fields.grouped(
         ((case["outcome"], case["impl"], case["benchmark"]), case) for case in records if case["outcome"] in FAILED
     )
 
 
-def _not_run(records: Sequence[Record]) -> Iterator[str]:
+def _not_run(records: Sequence[fields.Record]) -> Iterator[str]:
     """Each reason once, with its rows."""
     reasons = [*not_run(records).items()]
     yield from (

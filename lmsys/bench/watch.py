@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from lmsys.bench.benchmark import Candidate, Settings
-from lmsys.bench.guard import Changed, State
+from lmsys.bench import benchmark, guard
 from lmsys.doing import SIZE, map_file
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, attempt
@@ -126,19 +125,27 @@ class Watch:
     expected_s  what a timed call should take; infinity where that is not known
     """
 
-    def __init__(self, candidates: Iterable[Candidate], settings: Settings, heartbeat: Heartbeat, on_gpu: bool):
+    def __init__(
+        self,
+        candidates: Iterable[benchmark.Candidate],
+        settings: benchmark.Settings,
+        heartbeat: Heartbeat,
+        on_gpu: bool,
+    ):
         self.settings, self.heartbeat, self._on_gpu = settings, heartbeat, on_gpu
         self.rows = {id(candidate): row for row, candidate in enumerate(candidates)}
         self.doing, self.expected_s = "in its first call", math.inf
-        self.state = State()
+        self.state = guard.State()
         self._last: int | None = None  # the row whose work nobody has looked at since
         self._left: dict[int, str] = {}
 
-    def beat(self, candidate: Candidate) -> None:
+    def beat(self, candidate: benchmark.Candidate) -> None:
         """Says that this row is at work."""
         self.heartbeat.beat(self.rows[id(candidate)], self.doing, self.settings.deadline_s)
 
-    def attempt(self, candidate: Candidate, call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
+    def attempt(
+        self, candidate: benchmark.Candidate, call: Callable[..., Any], *args: Any
+    ) -> tuple[Any, Failure | None]:
         """`attempt` of a row's own work: until the device has done it, and with what it leaves changed put back."""
 
         def done() -> Any:
@@ -158,11 +165,13 @@ class Watch:
             self._left.setdefault(self._last, left)
         self._last = None
 
-    def failure(self, candidate: Candidate, failure: Failure | None) -> Failure | None:
+    def failure(self, candidate: benchmark.Candidate, failure: Failure | None) -> Failure | None:
         """How the row has failed in its timed calls, with what it has left changed there."""
         return _with(failure, self._left.pop(self.rows[id(candidate)], None))
 
-    def over(self, step: Step, candidate: Candidate, own_redraw: Callable[[int], None], own_keep: Any) -> Step:
+    def over(
+        self, step: Step, candidate: benchmark.Candidate, own_redraw: Callable[[int], None], own_keep: Any
+    ) -> Step:
         """The step with each of its timed calls announced, and held to leave nothing changed that others would feel."""
         row = self.rows[id(candidate)]
 
@@ -188,7 +197,7 @@ class Watch:
         def keep(result: Any, key: int | None) -> Any:
             self._last = None
             if left := self.state.mend():
-                raise Changed(left)
+                raise guard.Changed(left)
             return own_keep(result, key)
 
         return replace(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmsys.attention.contract import AttentionCase, adapt, why_not_called, why_not_told
 from lmsys.bench.findings import interpreted_kernels
-from lmsys.check import extremes, laptop, patterns
+from lmsys.check import extremes, laptop, patterns, question
 from lmsys.check.cases import (
     LIKE,
     USES,
@@ -25,13 +25,12 @@ from lmsys.check.cases import (
     two_forwards,
     two_threads,
 )
-from lmsys.check.question import Fault, Options, Question, where, worst
 from lmsys.measure.repeats import apart, repeated
 from lmsys.registry import Entry
 from lmsys.testing import MEMORY, Oracle, make_inputs, run
 
 
-def questions(entry: Entry, options: Options) -> Iterator[Question]:
+def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
     """The cases, from the simplest to the rarest."""
     with interpreted_kernels() as launched:
         row = _row(entry, options, launched)
@@ -47,7 +46,7 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
         with_options = (asked for asked in cases_of_options(simple) if why_not_told(row, asked.case.options) is None)
         more = larger(replace(simple, dtype=able)) if options.uses else ()
         for asked in () if options.extremes else chain(usual, with_options, more):
-            yield Question(
+            yield question.Question(
                 f"{asked.about}, {asked.case.dtype}",
                 partial(failure, row, asked, options.grad, options.seed),
                 f"{asked.about} ({asked})",
@@ -58,7 +57,7 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
             yield from _of_extremes(why_not, row, replace(simple, dtype=dtype), options)
         if launched or laptop.running:
             reason = laptop.INTERPRETED * bool(launched) + laptop.PRETENDED * bool(laptop.running)
-            yield Question("on a GPU", lambda: None, reason=reason.strip())
+            yield question.Question("on a GPU", lambda: None, reason=reason.strip())
 
 
 TESTED, SHORT = ((4, 128, 64), (1, 256, 32)), ((2, 16, 16),)  # (batch, length, head dimension)
@@ -66,11 +65,11 @@ TESTED, SHORT = ((4, 128, 64), (1, 256, 32)), ((2, 16, 16),)  # (batch, length, 
 
 def of_a_handout(
     entry: Entry,
-    options: Options,
+    options: question.Options,
     causal: bool,
     shapes: Sequence[tuple[int, int, int]] = TESTED,
     use: Use | None = None,
-) -> Iterator[Question]:
+) -> Iterator[question.Question]:
     """The promises of CS336's handout: one head, lengths that are powers of two, float32, and room for errors.
 
     shapes  TESTED: such as the course's tests have; SHORT: promised, but shorter than the tiles of many kernels
@@ -91,12 +90,12 @@ def of_a_handout(
     with interpreted_kernels() as launched:
         row = _row(entry, options, launched, asked[0])
         for handed in asked:
-            yield Question(
+            yield question.Question(
                 handed.about, partial(failure, row, handed, options.grad, options.seed), aspect=handed.aspect
             )
 
 
-def _row(entry: Entry, options: Options, launched: Sequence[Any], simple: Asked | None = None) -> Any:
+def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simple: Asked | None = None) -> Any:
     """The row as it is called; one from a file on a laptop is told that it is none where it else would not run."""
     row, simple = adapt(entry.load()), simple or next(_cases(options))
     row = _of_sequences(row) if options.layout == "bshd" else row
@@ -128,8 +127,8 @@ def _why_not(entry: Entry, launched: Sequence[Any], case: AttentionCase) -> str 
 
 
 def _of_extremes(
-    why_not: Callable[[AttentionCase], str | None], row: Any, case: AttentionCase, options: Options
-) -> Iterator[Question]:
+    why_not: Callable[[AttentionCase], str | None], row: Any, case: AttentionCase, options: question.Options
+) -> Iterator[question.Question]:
     simple = replace(case, heads=1, kv_heads=1, causal=False)
     cases_of_extremes = {
         "extreme scores": extremes.case_of_kinds(simple),
@@ -141,10 +140,12 @@ def _of_extremes(
     for about, case in cases_of_extremes.items():
         asked = Asked(about, case)
         judge = partial(extremes.failure, row, case, options.grad, options.seed, rms)
-        yield Question(f"{about}, {case.dtype}", judge, f"{about} ({asked})", why_not(case), True, asked.aspect)
+        yield question.Question(
+            f"{about}, {case.dtype}", judge, f"{about} ({asked})", why_not(case), True, asked.aspect
+        )
 
 
-def _cases(options: Options, bears: Callable[[Asked], bool] = lambda asked: True) -> Iterator[Asked]:
+def _cases(options: question.Options, bears: Callable[[Asked], bool] = lambda asked: True) -> Iterator[Asked]:
     """Those in the dtypes that are asked for, on a GPU where there is one."""
     cuda = torch.cuda.is_available()
     all_asked = cases(
@@ -153,7 +154,7 @@ def _cases(options: Options, bears: Callable[[Asked], bool] = lambda asked: True
     return (asked for asked in all_asked if asked.case.dtype in options.dtypes)
 
 
-def remark(entry: Entry, options: Options) -> str:
+def remark(entry: Entry, options: question.Options) -> str:
     """Says whether the last case that the row can run has the same bits each time, and one of a batch of 2 alone.
 
     A kernel may have neither.
@@ -178,7 +179,7 @@ def _but_for(differ: Mapping[str, float]) -> str:
     return f"no ({', '.join(differ)})" if differ else "yes"
 
 
-def failure(row: Any, asked: Asked, grad: bool, seed: int, named: bool = True) -> Fault | None:
+def failure(row: Any, asked: Asked, grad: bool, seed: int, named: bool = True) -> question.Fault | None:
     """The fault of the row's results of a case; None where there is none."""
     case = asked.case
     inputs = make_inputs(case, seed, memory=asked.memory)
@@ -211,15 +212,15 @@ def _of_circumstances(row: Any, asked: Asked, grad: bool, seed: int, name: str) 
 
 def _fault(
     name: str, outputs: Mapping[str, Tensor], oracle: Oracle, case: AttentionCase, ratio: float, mistake: str | None
-) -> Fault:
+) -> question.Fault:
     output, budget = outputs[name], oracle.budget[name]
     expected = oracle.reference[name].unflatten(0, (case.batch, case.kv_heads)).flatten(1, 2)  # (B, H, S, D)
-    at = worst(output, expected)
+    at = question.worst(output, expected)
     wrong = ~((output.double() - expected).abs() <= budget)
     lines = [
         f"  {name}[{', '.join(map(str, at))}]: expected {expected[at].item():.6g}, got {output[at].item():.6g};"
         f" the largest error is {ratio:.3g} times what is allowed",
-        f"  wrong at: {where(wrong)}",
+        f"  wrong at: {question.where(wrong)}",
     ]
     right = [*LIKE][: [*LIKE].index(name)] if name in LIKE else []
-    return Fault.explained("\n".join(lines), mistake, ratio, right)
+    return question.Fault.explained("\n".join(lines), mistake, ratio, right)

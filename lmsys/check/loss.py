@@ -16,8 +16,7 @@ import torch
 
 from lmsys import config, draws, registry
 from lmsys.attention.contract import is_function
-from lmsys.check import loss_mistakes, question, signature
-from lmsys.check.formulas import DTYPES, NARROW, RESULT, Asked, Problem, drawn, judge, questions_of, run
+from lmsys.check import formulas, loss_mistakes, question, signature
 from lmsys.extremes.loss import KINDS, WIDTH, write_head, write_kind
 
 ROLES: signature.Roles = {
@@ -36,28 +35,28 @@ UPSTREAM = 0.625  # the gradient of the loss: no 1, and exact
 TOKENS, ODD = 24, (101, 517)  # ODD: no multiple of anything
 LONG = 330, 517  # tokens of several chunks
 OPTION_CASES = (
-    Asked("the sum of losses", LONG, more={"reduction": "sum"}),
-    Asked("the losses of tokens", LONG, more={"reduction": "none"}),
-    Asked("weights of tokens", ODD, more={"token_weights": "drawn"}),
-    Asked("smoothed labels", ODD, more={"label_smoothing": 0.1}),
-    Asked("a z-loss", ODD, more={"z_loss": 0.01}),
-    Asked("a soft cap", ODD, more={"softcap": 1.5}),
+    formulas.Asked("the sum of losses", LONG, more={"reduction": "sum"}),
+    formulas.Asked("the losses of tokens", LONG, more={"reduction": "none"}),
+    formulas.Asked("weights of tokens", ODD, more={"token_weights": "drawn"}),
+    formulas.Asked("smoothed labels", ODD, more={"label_smoothing": 0.1}),
+    formulas.Asked("a z-loss", ODD, more={"z_loss": 0.01}),
+    formulas.Asked("a soft cap", ODD, more={"softcap": 1.5}),
 )
 CASES = (
-    Asked("a few tokens", (TOKENS, 96)),
-    Asked("a vocabulary that no block divides", ODD),
-    Asked("more tokens than a chunk", LONG),
-    Asked("ignored tokens", LONG, more={"ignored": 101, "ignore_index": config.IGNORED}),
-    Asked("another ignore_index", ODD, more={"ignored": 33, "ignore_index": 7}),
+    formulas.Asked("a few tokens", (TOKENS, 96)),
+    formulas.Asked("a vocabulary that no block divides", ODD),
+    formulas.Asked("more tokens than a chunk", LONG),
+    formulas.Asked("ignored tokens", LONG, more={"ignored": 101, "ignore_index": config.IGNORED}),
+    formulas.Asked("another ignore_index", ODD, more={"ignored": 33, "ignore_index": 7}),
     *OPTION_CASES,
-    *(Asked("a vocabulary that no block divides", ODD, dtype) for dtype in NARROW),
-    *(Asked(about, ODD, dtype, about) for dtype in DTYPES[:2] for about in KINDS),
-    Asked("all tokens ignored", (TOKENS, 96), more={"ignored": TOKENS, "ignore_index": config.IGNORED}),
+    *(formulas.Asked("a vocabulary that no block divides", ODD, dtype) for dtype in formulas.NARROW),
+    *(formulas.Asked(about, ODD, dtype, about) for dtype in formulas.DTYPES[:2] for about in KINDS),
+    formulas.Asked("all tokens ignored", (TOKENS, 96), more={"ignored": TOKENS, "ignore_index": config.IGNORED}),
 )
 
 
 def questions(
-    entry: registry.Entry, options: question.Options, cases: Iterable[Asked] = CASES
+    entry: registry.Entry, options: question.Options, cases: Iterable[formulas.Asked] = CASES
 ) -> Iterator[question.Question]:
     """The cases that the function can be asked."""
     implementation = entry.load()
@@ -66,10 +65,10 @@ def questions(
         roles_of(implementation),
     )
 
-    def reason(asked: Asked) -> str | None:
+    def reason(asked: formulas.Asked) -> str | None:
         return next((f"it takes no {name}" for name in asked.more if name != "ignored" and not call.has(name)), None)
 
-    return questions_of(cases, partial(_judged, call, options), options, reason)
+    return formulas.questions_of(cases, partial(_judged, call, options), options, reason)
 
 
 def faults_of_options(entry: registry.Entry) -> dict[str, float]:
@@ -97,14 +96,14 @@ def roles_of(implementation: object) -> signature.Roles:
     }
 
 
-def _problem(call: signature.Called, asked: Asked, options: question.Options) -> Problem:
+def _problem(call: signature.Called, asked: formulas.Asked, options: question.Options) -> formulas.Problem:
     """The inputs of a case."""
     tokens, vocabulary = asked.shape
     ignored, ignore_index = (
         asked.more.get(name, usual) for name, usual in (("ignored", 0), ("ignore_index", config.IGNORED))
     )
-    hidden = drawn(options, "hidden", tokens, WIDTH)
-    weight = drawn(options, "weight", vocabulary, WIDTH) * WIDTH**-0.5
+    hidden = formulas.drawn(options, "hidden", tokens, WIDTH)
+    weight = formulas.drawn(options, "weight", vocabulary, WIDTH) * WIDTH**-0.5
     targets = draws.whole_numbers(draws.key(options.seed, "targets"), 0, tokens, vocabulary - 1)
     if asked.extreme:
         write_head(weight, targets)
@@ -115,31 +114,33 @@ def _problem(call: signature.Called, asked: Asked, options: question.Options) ->
     given = {name: value for name, value in asked.more.items() if name in loss_mistakes.OPTIONS}
     settings = {"targets": targets, "ignore_index": ignore_index} | given
     if "token_weights" in settings:
-        settings["token_weights"] = drawn(options, "token_weights", tokens).abs()
-    upstream = drawn(options, "upstream", tokens) if settings.get("reduction") == "none" else torch.tensor(UPSTREAM)
-    return Problem.of(asked, options, inputs, settings, upstream)
+        settings["token_weights"] = formulas.drawn(options, "token_weights", tokens).abs()
+    upstream = (
+        formulas.drawn(options, "upstream", tokens) if settings.get("reduction") == "none" else torch.tensor(UPSTREAM)
+    )
+    return formulas.Problem.of(asked, options, inputs, settings, upstream)
 
 
-def _judged(call: signature.Called, options: question.Options, asked: Asked) -> question.Fault | None:
+def _judged(call: signature.Called, options: question.Options, asked: formulas.Asked) -> question.Fault | None:
     problem = _problem(call, asked, options)
     return (
         _no_token_counts(call, problem)
         if asked.more.get("ignored") == len(problem.settings["targets"])
-        else judge(
+        else formulas.judge(
             call, loss_mistakes.right, loss_mistakes.mistakes, problem, widened=True, plain_formula=loss_mistakes.plain
         )
     )
 
 
-def _no_token_counts(call: signature.Called, problem: Problem) -> question.Fault | None:
+def _no_token_counts(call: signature.Called, problem: formulas.Problem) -> question.Fault | None:
     """The mean of no token is NaN in torch and 0 elsewhere: both are right. Gradients are 0 in either."""
     try:
-        outputs = run(call, problem)
+        outputs = formulas.run(call, problem)
     except Exception as error:
         return question.Fault(
             f"  it raises {type(error).__name__} where no token counts: {str(error).splitlines()[:1]}"
         )
-    loss = outputs.pop(RESULT).item()
+    loss = outputs.pop(formulas.RESULT).item()
     if loss != 0 and not math.isnan(loss):
         return question.Fault(f"  the loss is {loss:.6g} where no token counts; expected NaN, as torch has it, or 0")
     for name, x in outputs.items():

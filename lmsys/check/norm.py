@@ -13,27 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.check import question, signature
-from lmsys.check.formulas import (
-    DTYPES,
-    NARROW,
-    Asked,
-    Formula,
-    Gradients,
-    Inputs,
-    Mistakes,
-    Outputs,
-    Problem,
-    Settings,
-    backwards,
-    cut,
-    drawn,
-    forwards,
-    judge,
-    padding,
-    parts_of_sum,
-    questions_of,
-)
+from lmsys.check import formulas, question, signature
 from lmsys.extremes.model import ROWS, large_mean
 from lmsys.registry import Entry
 
@@ -51,16 +31,16 @@ BUILT: signature.Roles = {
 EPS = 2.0**-10  # exact, and none that anybody would write
 ODD = 33, 237
 CASES = (
-    Asked("a few rows", (8, 64)),
-    Asked("an odd width", ODD),
-    Asked("many rows", (331, 96)),
-    Asked("small rows, to which eps counts", (33, 96), more={"size": 2.0**-6}),
-    Asked("three dimensions", (5, 7, 64)),
-    *(Asked("an odd width", ODD, dtype) for dtype in NARROW),
-    *(Asked(about, ODD, dtype, about) for dtype in DTYPES for about in ROWS),
+    formulas.Asked("a few rows", (8, 64)),
+    formulas.Asked("an odd width", ODD),
+    formulas.Asked("many rows", (331, 96)),
+    formulas.Asked("small rows, to which eps counts", (33, 96), more={"size": 2.0**-6}),
+    formulas.Asked("three dimensions", (5, 7, 64)),
+    *(formulas.Asked("an odd width", ODD, dtype) for dtype in formulas.NARROW),
+    *(formulas.Asked(about, ODD, dtype, about) for dtype in formulas.DTYPES for about in ROWS),
 )
 EXTREME = ROWS | {"rows with a large mean": large_mean}
-LARGE_MEAN = Asked("rows with a large mean", ODD, extreme="rows with a large mean")
+LARGE_MEAN = formulas.Asked("rows with a large mean", ODD, extreme="rows with a large mean")
 
 
 def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
@@ -71,14 +51,16 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
         if signature.is_module(implementation)
         else signature.called(implementation, ROLES).has("bias")
     )
-    return questions_of(
+    return formulas.questions_of(
         (*CASES, LARGE_MEAN) if with_bias else CASES,
         partial(_judged, implementation, with_bias, options),
         options,
     )
 
 
-def _judged(implementation: Any, with_bias: bool, options: question.Options, asked: Asked) -> question.Fault | None:
+def _judged(
+    implementation: Any, with_bias: bool, options: question.Options, asked: formulas.Asked
+) -> question.Fault | None:
     problem = _problem(asked, options, with_bias)
     formula, mistakes = (layer_norm, layer_norm_mistakes) if with_bias else (rms_norm, rms_norm_mistakes)
     call = (
@@ -86,10 +68,10 @@ def _judged(implementation: Any, with_bias: bool, options: question.Options, ask
         if signature.is_module(implementation)
         else signature.called(implementation, ROLES)
     )
-    return judge(call, formula, mistakes, problem, plain_formula=layer_norm if with_bias else plain_rms_norm)
+    return formulas.judge(call, formula, mistakes, problem, plain_formula=layer_norm if with_bias else plain_rms_norm)
 
 
-def _of_module(implementation: Any, problem: Problem) -> signature.Called:
+def _of_module(implementation: Any, problem: formulas.Problem) -> signature.Called:
     """The module as a function: its parameters take the place of weight and bias."""
     x = problem.inputs["x"]
     module = signature.built(implementation, BUILT, {"width": x.shape[-1], "eps": EPS}).to(x.device, x.dtype)
@@ -101,16 +83,21 @@ def _of_module(implementation: Any, problem: Problem) -> signature.Called:
     return signature.Called(call, {name: name for name in problem.inputs}, by_place=False)
 
 
-def _problem(asked: Asked, options: question.Options, with_bias: bool) -> Problem:
+def _problem(asked: formulas.Asked, options: question.Options, with_bias: bool) -> formulas.Problem:
     """The inputs of a case; weights are around 1, and none is 1."""
     size, width = asked.more.get("size", 1.0), asked.shape[-1]
-    inputs = {"x": drawn(options, "x", *asked.shape) * size, "weight": 1 + drawn(options, "weight", width) / 4}
+    inputs = {
+        "x": formulas.drawn(options, "x", *asked.shape) * size,
+        "weight": 1 + formulas.drawn(options, "weight", width) / 4,
+    }
     if with_bias:
         inputs["x"] += size / 2  # a mean, that counts
-        inputs["bias"] = drawn(options, "bias", width)
+        inputs["bias"] = formulas.drawn(options, "bias", width)
     if asked.extreme:
         EXTREME[asked.extreme](inputs["x"])
-    return Problem.of(asked, options, inputs, {"eps": EPS, "shape": (width,)}, drawn(options, "upstream", *asked.shape))
+    return formulas.Problem.of(
+        asked, options, inputs, {"eps": EPS, "shape": (width,)}, formulas.drawn(options, "upstream", *asked.shape)
+    )
 
 
 BLOCK_ROWS = (128, 64, 32, 16, 8, 4, 2, 1)
@@ -118,12 +105,12 @@ USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
 Divisor = Callable[[Tensor, float], Tensor]
 
 
-def rms_norm(inputs: Inputs, settings: Settings) -> Tensor:
+def rms_norm(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
     """x / sqrt(mean(x^2) + eps) · weight."""
     return torch.nn.functional.rms_norm(inputs["x"], settings["shape"], inputs["weight"], settings["eps"])
 
 
-def plain_rms_norm(inputs: Inputs, settings: Settings) -> Tensor:
+def plain_rms_norm(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
     """`rms_norm` as Llama's code has it, which rounds before the weight is applied.
 
     Of the usual ways that one loses most, above all in the weight's gradient.
@@ -133,7 +120,7 @@ def plain_rms_norm(inputs: Inputs, settings: Settings) -> Tensor:
     return normalised.to(inputs["x"].dtype) * inputs["weight"]
 
 
-def layer_norm(inputs: Inputs, settings: Settings) -> Tensor:
+def layer_norm(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
     """(x - mean) / sqrt(var + eps) · weight + bias."""
     return torch.nn.functional.layer_norm(
         inputs["x"], settings["shape"], inputs["weight"], inputs["bias"], settings["eps"]
@@ -142,10 +129,10 @@ def layer_norm(inputs: Inputs, settings: Settings) -> Tensor:
 
 def of_parts(
     divisor: Divisor, centred: bool, weighted: Callable[[Tensor, Tensor], Tensor] = torch.mul, bias: float = 1.0
-) -> Formula:
+) -> formulas.Formula:
     """A norm in which x, less its mean where it is centred, is divided by `divisor(x, eps)` and weighted."""
 
-    def formula(inputs: Inputs, settings: Settings) -> Tensor:
+    def formula(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
         x = less_mean(inputs["x"], centred)
         y = weighted(x / divisor(x, settings["eps"]), inputs["weight"])
         return y + bias * inputs["bias"] if "bias" in inputs else y
@@ -165,21 +152,23 @@ def rms(x: Tensor, eps: float) -> Tensor:
     return (mean_of(x * x) + eps).sqrt()
 
 
-def rms_norm_mistakes(problem: Problem) -> Mistakes:
+def rms_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     """The plainest first."""
     x = problem.inputs["x"]
     return {
-        **forwards({"the mean is subtracted, as LayerNorm does": of_parts(rms, True)}),
-        **forwards({"squares overflow in the dtype of x: they belong in float32": of_parts(rms, False)}, x.dtype),
-        **forwards(_of_divisors(x.shape[-1], False)),
-        **backwards(rms_norm, _of_dx(False) | _of_weights(x, False)),
+        **formulas.forwards({"the mean is subtracted, as LayerNorm does": of_parts(rms, True)}),
+        **formulas.forwards(
+            {"squares overflow in the dtype of x: they belong in float32": of_parts(rms, False)}, x.dtype
+        ),
+        **formulas.forwards(_of_divisors(x.shape[-1], False)),
+        **formulas.backwards(rms_norm, _of_dx(False) | _of_weights(x, False)),
     }
 
 
-def layer_norm_mistakes(problem: Problem) -> Mistakes:
+def layer_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     """The plainest first."""
     x, width = problem.inputs["x"], problem.inputs["x"].shape[-1]
-    plainest: dict[str, Formula] = {
+    plainest: dict[str, formulas.Formula] = {
         "the mean is not subtracted, as RMSNorm has it": of_parts(rms, False),
         "the mean is subtracted, and the variance is that around 0": _with_squares_of_mean(1.0),
         "the variance is divided by the width less one": of_parts(_over(width, width - 1), True),
@@ -188,13 +177,15 @@ def layer_norm_mistakes(problem: Problem) -> Mistakes:
         f"{more} columns behind the last one count in the variance, as zeros less the mean": (
             _with_squares_of_mean(more / width)
         )
-        for more in padding(width)
+        for more in formulas.padding(width)
     }
     return {
-        **forwards(plainest | _of_divisors(width, True) | padded),
-        **forwards({"the variance is mean(x^2) - mean(x)^2: the difference of large numbers": _one_pass}, x.dtype),
-        **forwards({"the bias is not added": of_parts(rms, True, bias=0.0)}),
-        **backwards(
+        **formulas.forwards(plainest | _of_divisors(width, True) | padded),
+        **formulas.forwards(
+            {"the variance is mean(x^2) - mean(x)^2: the difference of large numbers": _one_pass}, x.dtype
+        ),
+        **formulas.forwards({"the bias is not added": of_parts(rms, True, bias=0.0)}),
+        **formulas.backwards(
             layer_norm,
             _of_dx(True)
             | _of_weights(x, True)
@@ -207,17 +198,17 @@ def layer_norm_mistakes(problem: Problem) -> Mistakes:
     }
 
 
-def _with_squares_of_mean(times: float) -> Formula:
+def _with_squares_of_mean(times: float) -> formulas.Formula:
     """LayerNorm whose variance has as many squares of the mean too many."""
 
-    def formula(inputs: Inputs, settings: Settings) -> Tensor:
+    def formula(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
         more = times * mean_of(inputs["x"]).square()
         return of_parts(lambda x, eps: (mean_of(x * x) + more + eps).sqrt(), True)(inputs, settings)
 
     return formula
 
 
-def _one_pass(inputs: Inputs, settings: Settings) -> Tensor:
+def _one_pass(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
     x = inputs["x"].float()
     mean = mean_of(x)
     variance = mean_of(x * x) - mean * mean
@@ -235,7 +226,7 @@ def _root(columns: int | None = None, eps: float | None = None) -> Divisor:
     return lambda x, given: rms(x[..., :columns], given if eps is None else eps)
 
 
-def _of_divisors(width: int, centred: bool) -> dict[str, Formula]:
+def _of_divisors(width: int, centred: bool) -> dict[str, formulas.Formula]:
     divisors: dict[str, Divisor] = {
         "eps is added to the root, not inside of it": lambda x, eps: rms(x, 0.0) + eps,
         **{
@@ -252,9 +243,11 @@ def _of_divisors(width: int, centred: bool) -> dict[str, Formula]:
         "the mean is over the whole tensor, not over each row": lambda x, eps: ((x * x).mean() + eps).sqrt(),
         **{
             f"the sum of squares is divided by {width + more} columns, not by {width}": _over(width, width + more)
-            for more in padding(width)
+            for more in formulas.padding(width)
         },
-        **{f"columns from {kept} on do not count in the mean of squares": (_root(kept)) for kept in cut(width)},
+        **{
+            f"columns from {kept} on do not count in the mean of squares": (_root(kept)) for kept in formulas.cut(width)
+        },
     }
     weights: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "the weight is applied as 1 + weight": lambda y, w: y * (1 + w),
@@ -268,12 +261,12 @@ def _of_divisors(width: int, centred: bool) -> dict[str, Formula]:
     }
 
 
-def _of_dx(centred: bool) -> dict[str, Gradients]:
+def _of_dx(centred: bool) -> dict[str, formulas.Gradients]:
     """Mistakes in dx = rstd (g - mean(g) - y mean(g y)), where g = upstream · weight; mean(g) is LayerNorm's alone."""
     less = partial(less_mean, centred=centred)
 
-    def of(made: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Gradients:
-        def gradients(exact: Problem, _: Outputs) -> Outputs:
+    def of(made: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> formulas.Gradients:
+        def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
             do, x = exact.upstream, less(exact.inputs["x"])
             rstd = 1 / rms(x, exact.settings["eps"])
             return {"x": made(do * exact.inputs["weight"], x * rstd, rstd, do)}
@@ -299,11 +292,11 @@ def _of_dx(centred: bool) -> dict[str, Gradients]:
     return {text: of(made) for text, made in dx.items() if centred or "term of the mean" not in text}
 
 
-def _of_weights(x: Tensor, centred: bool) -> dict[str, Gradients]:
-    def of(rows: slice, normalised: bool = True, times: float = 1.0) -> Gradients:
+def _of_weights(x: Tensor, centred: bool) -> dict[str, formulas.Gradients]:
+    def of(rows: slice, normalised: bool = True, times: float = 1.0) -> formulas.Gradients:
         """The gradients of weight and bias, summed over some rows."""
 
-        def gradients(exact: Problem, _: Outputs) -> Outputs:
+        def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
             x = less_mean(exact.inputs["x"], centred)
             y = x / rms(x, exact.settings["eps"]) if normalised else x
             each = {"weight": exact.upstream * y, "bias": exact.upstream}
@@ -315,5 +308,5 @@ def _of_weights(x: Tensor, centred: bool) -> dict[str, Gradients]:
     return {
         "the weight's gradient is made of x, which is not normalised": of(slice(None), normalised=False),
         "the weight's gradient is averaged over rows, not summed": of(slice(None), times=1 / count),
-        **{text: of(rows) for text, rows in parts_of_sum("rows", count, (x.shape[0], *BLOCK_ROWS)).items()},
+        **{text: of(rows) for text, rows in formulas.parts_of_sum("rows", count, (x.shape[0], *BLOCK_ROWS)).items()},
     }

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from lmsys import registry, testing
-from lmsys.check import optimizer_runs, question
-from lmsys.check.optimizer_formula import FORMS, Adam, Form, Formula, Run, Sgd, Trace
+from lmsys.check import optimizer_formula, optimizer_runs, question
 
 
 def questions(entry: registry.Entry, options: question.Options) -> Iterator[question.Question]:
@@ -40,7 +39,7 @@ def remark(entry: registry.Entry, options: question.Options) -> str:
     """The form that the optimizer follows, in words."""
     optimizer = entry.load()
     claim = optimizer_runs.claim_of(optimizer)
-    return str(form_of(optimizer, claim, options.seed, _device()) or FORMS[claim.algorithm][0])
+    return str(form_of(optimizer, claim, options.seed, _device()) or optimizer_formula.FORMS[claim.algorithm][0])
 
 
 def _device() -> str:
@@ -50,7 +49,7 @@ def _device() -> str:
 NEAR_EPS = 2.0**-27  # gradients of about 7.5e-9: beside them an eps of 1e-8 counts
 
 
-def form_of(optimizer: Any, claim: optimizer_runs.Claim, seed: int, device: str) -> Form | None:
+def form_of(optimizer: Any, claim: optimizer_runs.Claim, seed: int, device: str) -> optimizer_formula.Form | None:
     """The form that an optimizer follows for the most of its first steps; None where no form has its very first."""
     decay = claim.taken({"weight_decay": 0.5}) if claim.algorithm == "AdamW" else {}
     run = optimizer_runs.run_of(optimizer_runs.Asked("the first steps", 4, (decay,)), seed, device)
@@ -62,20 +61,32 @@ def form_of(optimizer: Any, claim: optimizer_runs.Claim, seed: int, device: str)
     if not all(bool(p.isfinite().all()) for of_step in made for p in of_step):
         return None
     begins = [list(run.parameters), *made[:-1]]
-    followed = [_followed(form, run, begins, made) for form in FORMS[claim.algorithm]]
-    return FORMS[claim.algorithm][followed.index(max(followed))] if max(followed) else None
+    followed = [_followed(form, run, begins, made) for form in optimizer_formula.FORMS[claim.algorithm]]
+    return optimizer_formula.FORMS[claim.algorithm][followed.index(max(followed))] if max(followed) else None
 
 
-def _followed(form: Form, run: Run, begins: Trace, made: Trace) -> int:
+def _followed(
+    form: optimizer_formula.Form,
+    run: optimizer_formula.Run,
+    begins: optimizer_formula.Trace,
+    made: optimizer_formula.Trace,
+) -> int:
     """The number of steps before the first that is not the form's."""
-    exact, plain = (Formula(form.rule).trace(run, begins, dtype) for dtype in (torch.float64, torch.float32))
+    exact, plain = (
+        optimizer_formula.Formula(form.rule).trace(run, begins, dtype) for dtype in (torch.float64, torch.float32)
+    )
     pairs = [zip(*of_step, strict=True) for of_step in zip(made, exact, plain, strict=True)]
     right = [all(testing.error_ratio(*of) <= 1 for of in of_step) for of_step in pairs]
     return [*right, False].index(False)
 
 
 def failure(
-    optimizer: Any, claim: optimizer_runs.Claim, form: Form | None, asked: optimizer_runs.Asked, seed: int, device: str
+    optimizer: Any,
+    claim: optimizer_runs.Claim,
+    form: optimizer_formula.Form | None,
+    asked: optimizer_runs.Asked,
+    seed: int,
+    device: str,
 ) -> question.Fault | None:
     """The fault of an optimizer's steps in a run; None where there is none. form: None is held to torch's."""
     run = optimizer_runs.run_of(asked, seed, device)
@@ -89,7 +100,7 @@ def failure(
         changes = f"step {step + 1} of {asked.steps} changes the gradient of parameter {i} in place"
         return question.Fault(f"  {changes}: what reads it afterwards, such as accumulation, reads another", changes)
     begins = None if asked.masters else [list(run.parameters), *made[:-1]]
-    exact = Formula((form or FORMS[claim.algorithm][0]).rule).trace(run, begins)
+    exact = optimizer_formula.Formula((form or optimizer_formula.FORMS[claim.algorithm][0]).rule).trace(run, begins)
     plain = _plain(claim, form, run, begins)
     for step, i in product(range(asked.steps), range(len(run.parameters))):
         p, before = made[step][i], run.parameters[i]
@@ -105,14 +116,19 @@ def failure(
     return None
 
 
-def _plain(claim: optimizer_runs.Claim, form: Form | None, run: Run, begins: Trace | None) -> Trace:
+def _plain(
+    claim: optimizer_runs.Claim,
+    form: optimizer_formula.Form | None,
+    run: optimizer_formula.Run,
+    begins: optimizer_formula.Trace | None,
+) -> optimizer_formula.Trace:
     """The run in its dtype; one with masters in float32, rounded when it is read."""
     dtype = run.parameters[0].dtype
     if begins is None:
         gradients = [[None if g is None else g.float() for g in of_step] for of_step in run.gradients]
         run = replace(run, parameters=[p.float() for p in run.parameters], gradients=gradients)
     made = (
-        Formula(form.rule).trace(run, begins, run.parameters[0].dtype)
+        optimizer_formula.Formula(form.rule).trace(run, begins, run.parameters[0].dtype)
         if form and form.differs  # torch has no optimizer of it
         else optimizer_runs.trace_of(
             claim.plain, replace(claim, masters=None), replace(run, reloads=frozenset()), begins
@@ -143,27 +159,33 @@ def _place(
 
 def explain(
     claim: optimizer_runs.Claim,
-    form: Form | None,
+    form: optimizer_formula.Form | None,
     asked: optimizer_runs.Asked,
-    run: Run,
-    traces: tuple[Trace, Trace, Trace],
-    begins: Trace | None,
+    run: optimizer_formula.Run,
+    traces: tuple[optimizer_formula.Trace, optimizer_formula.Trace, optimizer_formula.Trace],
+    begins: optimizer_formula.Trace | None,
 ) -> str | None:
     """The mistake whose steps are those that were made, in words; None where no known one's are.
 
     A mistake may hide the form: where the first steps follow none, it is sought in all.
     """
-    for rule in [of.rule for of in ([form] if form else FORMS[claim.algorithm])]:
+    for rule in [of.rule for of in ([form] if form else optimizer_formula.FORMS[claim.algorithm])]:
         # Masters that are lost without a state dict have been refused before.
         lost = "float32 masters are lost by load_state_dict" if asked.reloads else "float32 masters are lost"
-        unkept = f"{lost}: steps smaller than bfloat16 rounds are nothing", Formula(rule, weights=torch.bfloat16)
+        unkept = (
+            f"{lost}: steps smaller than bfloat16 rounds are nothing",
+            optimizer_formula.Formula(rule, weights=torch.bfloat16),
+        )
         for mistake, formula in chain([unkept] if asked.masters else [], mistakes(claim.algorithm, rule)):
             if _gives(formula.trace(run, begins), traces):
                 return mistake
     return None
 
 
-def _gives(mistaken: Trace, traces: tuple[Trace, Trace, Trace]) -> bool:
+def _gives(
+    mistaken: optimizer_formula.Trace,
+    traces: tuple[optimizer_formula.Trace, optimizer_formula.Trace, optimizer_formula.Trace],
+) -> bool:
     """True where a mistake makes what was made in all steps, and not what is right.
 
     Its budget is that of what is right: plain PyTorch's error, moved to where the mistake leads.
@@ -305,13 +327,17 @@ KEEPINGS: Mapping[str, Changes] = {
 }
 
 
-def mistakes(algorithm: str, rule: Adam | Sgd) -> Iterator[tuple[str, Formula]]:
+def mistakes(
+    algorithm: str, rule: optimizer_formula.Adam | optimizer_formula.Sgd
+) -> Iterator[tuple[str, optimizer_formula.Formula]]:
     """(in words, the formula with it), the plainest first.
 
     algorithm  "AdamW", "Adam" or "SGD"
     rule       its form, in which the mistakes are made
     """
-    yield from ((words, Formula(replace(rule, **changes))) for words, changes in RULES[algorithm].items())
-    yield from ((words, Formula(rule, **changes)) for words, changes in KEEPINGS[algorithm].items())
-    for form in [form for form in FORMS[algorithm] if form.rule is not rule]:
-        yield f"the form is not that of the first steps: here it is {form.words}", Formula(form.rule)
+    yield from (
+        (words, optimizer_formula.Formula(replace(rule, **changes))) for words, changes in RULES[algorithm].items()
+    )
+    yield from ((words, optimizer_formula.Formula(rule, **changes)) for words, changes in KEEPINGS[algorithm].items())
+    for form in [form for form in optimizer_formula.FORMS[algorithm] if form.rule is not rule]:
+        yield f"the form is not that of the first steps: here it is {form.words}", optimizer_formula.Formula(form.rule)

@@ -16,25 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.check import question, signature
-from lmsys.check.formulas import (
-    NARROW,
-    RESULT,
-    Asked,
-    Formula,
-    Gradients,
-    Inputs,
-    Mistakes,
-    Problem,
-    Settings,
-    backwards,
-    drawn,
-    forwards,
-    judge,
-    outputs_of,
-    questions_of,
-    run,
-)
+from lmsys.check import formulas, question, signature
 from lmsys.extremes.model import ROWS
 from lmsys.registry import Entry
 
@@ -54,15 +36,19 @@ THETA, LONGEST = 10_000.0, 2**11
 SMALL, ODD = (1, 2, 16, 64), (1, 2, 33, 64)
 LATE = {"first position": LONGEST - 33}
 CASES = (
-    Asked("a few tokens", SMALL),
-    Asked("several batches, an odd length", (2, 3, 37, 32)),
-    Asked("positions that begin later", SMALL, more={"first position": 100}),
-    Asked("the same length at other positions", SMALL, more={"first position": 7, "step": 3}),
-    Asked("a theta of its own", SMALL, more={"first position": 50, "theta": 500_000.0}),
-    Asked("late positions", ODD, more=LATE),
-    *(Asked("a few tokens", SMALL, dtype) for dtype in NARROW),
-    *(Asked("late positions", ODD, dtype, more=LATE) for dtype in NARROW),
-    *(Asked(x, ODD, dtype, x, {"first position": 3}) for dtype in (torch.float32, torch.bfloat16) for x in ROWS),
+    formulas.Asked("a few tokens", SMALL),
+    formulas.Asked("several batches, an odd length", (2, 3, 37, 32)),
+    formulas.Asked("positions that begin later", SMALL, more={"first position": 100}),
+    formulas.Asked("the same length at other positions", SMALL, more={"first position": 7, "step": 3}),
+    formulas.Asked("a theta of its own", SMALL, more={"first position": 50, "theta": 500_000.0}),
+    formulas.Asked("late positions", ODD, more=LATE),
+    *(formulas.Asked("a few tokens", SMALL, dtype) for dtype in formulas.NARROW),
+    *(formulas.Asked("late positions", ODD, dtype, more=LATE) for dtype in formulas.NARROW),
+    *(
+        formulas.Asked(x, ODD, dtype, x, {"first position": 3})
+        for dtype in (torch.float32, torch.bfloat16)
+        for x in ROWS
+    ),
 )
 
 
@@ -72,10 +58,10 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
     call = None if signature.is_module(implementation) else signature.called(implementation, ROLES)
     takes_theta = call is None or call.has("theta") or call.has("cos")
 
-    def reason(asked: Asked) -> str | None:
+    def reason(asked: formulas.Asked) -> str | None:
         return "it takes no theta" if "theta" in asked.more and not takes_theta else None
 
-    return questions_of(CASES, partial(_judged, implementation, options), options, reason)
+    return formulas.questions_of(CASES, partial(_judged, implementation, options), options, reason)
 
 
 def remark(entry: Entry, options: question.Options) -> str:
@@ -88,14 +74,17 @@ def pairs_of(implementation: Any, options: question.Options) -> str:
     """NEIGHBOURS or HALVES: the nearer to what it gives for the first case. HALVES where it raises."""
     problems = {pairs: _problem(CASES[0], options, pairs) for pairs in (HALVES, NEIGHBOURS)}
     try:
-        result = run(_call_of(implementation, problems[HALVES]), problems[HALVES])[RESULT].double()
-        errors = {pairs: (result - outputs_of(right, x)[RESULT]).norm().item() for pairs, x in problems.items()}
+        result = formulas.run(_call_of(implementation, problems[HALVES]), problems[HALVES])[formulas.RESULT].double()
+        errors = {
+            pairs: (result - formulas.outputs_of(right, x)[formulas.RESULT]).norm().item()
+            for pairs, x in problems.items()
+        }
     except Exception:  # `judge` says so
         return HALVES
     return min(errors, key=lambda pairs: errors[pairs])
 
 
-def _call_of(implementation: Any, problem: Problem) -> signature.Called:
+def _call_of(implementation: Any, problem: formulas.Problem) -> signature.Called:
     """The function; of a class a module with the problem's theta."""
     if signature.is_module(implementation):
         x = problem.inputs["x"]
@@ -105,16 +94,16 @@ def _call_of(implementation: Any, problem: Problem) -> signature.Called:
     return signature.called(implementation, ROLES)
 
 
-def _judged(implementation: Any, options: question.Options, asked: Asked) -> question.Fault | None:
+def _judged(implementation: Any, options: question.Options, asked: formulas.Asked) -> question.Fault | None:
     problem = _problem(asked, options, pairs_of(implementation, options))
     call = _call_of(implementation, problem)
-    return judge(call, right, partial(mistakes, call), problem, plain_formula=plain)
+    return formulas.judge(call, right, partial(mistakes, call), problem, plain_formula=plain)
 
 
-def _problem(asked: Asked, options: question.Options, pairs: str) -> Problem:
+def _problem(asked: formulas.Asked, options: question.Options, pairs: str) -> formulas.Problem:
     """The inputs of a case. Tables are float32."""
     head_dim, theta = asked.shape[-1], asked.more.get("theta", THETA)
-    x = drawn(options, "x", *asked.shape)
+    x = formulas.drawn(options, "x", *asked.shape)
     if asked.extreme:
         ROWS[asked.extreme](x.view(-1, head_dim))
     positions = torch.arange(asked.shape[2]) * asked.more.get("step", 1) + asked.more.get("first position", 0)
@@ -126,14 +115,14 @@ def _problem(asked: Asked, options: question.Options, pairs: str) -> Problem:
         "cos": angles.cos().float(),
         "sin": angles.sin().float(),
     }
-    return Problem.of(asked, options, {"x": x}, settings, drawn(options, "upstream", *asked.shape))
+    return formulas.Problem.of(asked, options, {"x": x}, settings, formulas.drawn(options, "upstream", *asked.shape))
 
 
 NEIGHBOURS, HALVES = "neighbours (2i, 2i + 1)", "halves (i, i + D / 2)"
 THETAS = (100.0, 1000.0, 10_000.0, 500_000.0, 1_000_000.0)
 
 
-def angles_of(x: Tensor, settings: Settings) -> Tensor:
+def angles_of(x: Tensor, settings: formulas.Settings) -> Tensor:
     """positions · theta^(-2i / D) (S, D / 2), in x's dtype, at least float32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return settings["positions"].to(dtype)[:, None] * frequencies(x, settings["theta"])
@@ -155,7 +144,7 @@ def turned(x: Tensor, angles: Tensor, pairs: str, columns: str = "") -> Tensor:
     return x * both.cos().to(x.dtype) + across * both.sin().to(x.dtype)
 
 
-def by(angles: Callable[[Tensor, Settings], Tensor]) -> Formula:
+def by(angles: Callable[[Tensor, formulas.Settings], Tensor]) -> formulas.Formula:
     """x turned by angles (S, D / 2), made of x and the settings."""
     return lambda inputs, settings: turned(inputs["x"], angles(inputs["x"], settings), settings["pairs"])
 
@@ -163,7 +152,7 @@ def by(angles: Callable[[Tensor, Settings], Tensor]) -> Formula:
 right = by(angles_of)
 
 
-def plain(inputs: Inputs, settings: Settings) -> Tensor:
+def plain(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
     """`right` with angles that are off by eps of float32: twice that, what is allowed, is 2 units in the last place.
 
     A frequency is a power or an exponential, which rounds by one of them at most, mostly inverted; the product with the
@@ -174,9 +163,9 @@ def plain(inputs: Inputs, settings: Settings) -> Tensor:
     )
 
 
-def mistakes(call: signature.Called, problem: Problem) -> Mistakes:
+def mistakes(call: signature.Called, problem: formulas.Problem) -> formulas.Mistakes:
     """The plainest first; of a function that is given tables, those of positions and frequencies are not its own."""
-    plainest: dict[str, Formula] = {
+    plainest: dict[str, formulas.Formula] = {
         "it turns the other way: the sine has the wrong sign": by(lambda x, s: -angles_of(x, s)),
         "sine and cosine are exchanged": by(lambda x, s: math.pi / 2 - angles_of(x, s)),
         "x is returned as it is": lambda x, s: x["x"] * 1,
@@ -185,14 +174,18 @@ def mistakes(call: signature.Called, problem: Problem) -> Mistakes:
         "only the first half of the head dimension is turned": _half_turned,
     }
     return {
-        **forwards(plainest),
-        **({} if call.has("cos") else forwards(ANGLES) | forwards(_rounded(problem.dtype), torch.float32)),
-        **forwards({"the batch's second axis, heads, is taken for the sequence": _over_heads}),
-        **backwards(right, BACKWARDS),
+        **formulas.forwards(plainest),
+        **(
+            {}
+            if call.has("cos")
+            else formulas.forwards(ANGLES) | formulas.forwards(_rounded(problem.dtype), torch.float32)
+        ),
+        **formulas.forwards({"the batch's second axis, heads, is taken for the sequence": _over_heads}),
+        **formulas.backwards(right, BACKWARDS),
     }
 
 
-def _turning(times: float) -> Gradients:
+def _turning(times: float) -> formulas.Gradients:
     """A backward that turns by so many times the angles."""
     return lambda exact, _: {
         "x": turned(exact.upstream, times * angles_of(exact.inputs["x"], exact.settings), exact.settings["pairs"])
@@ -205,21 +198,21 @@ BACKWARDS = {
 }
 
 
-def _mixed(pairs: str, columns: str) -> Formula:
+def _mixed(pairs: str, columns: str) -> formulas.Formula:
     return lambda inputs, settings: turned(inputs["x"], angles_of(inputs["x"], settings), pairs, columns)
 
 
-def _half_turned(inputs: Inputs, settings: Settings) -> Tensor:
+def _half_turned(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
     (x, rest), angles = inputs["x"].chunk(2, dim=-1), angles_of(inputs["x"], settings)
     return torch.cat([turned(x, angles[:, : x.shape[-1] // 2], settings["pairs"]), rest], dim=-1)
 
 
-def _with(name: str, other: Any) -> Formula:
+def _with(name: str, other: Any) -> formulas.Formula:
     """Angles of another "positions" or "theta": a value, or a function of what is given."""
     return by(lambda x, s: angles_of(x, {**s, name: other(s[name]) if callable(other) else other}))
 
 
-ANGLES: dict[str, Formula] = {
+ANGLES: dict[str, formulas.Formula] = {
     "positions are ignored: they begin at 0, or a table of an earlier call is read again": (
         _with("positions", lambda p: torch.arange(len(p), device=p.device))
     ),
@@ -233,7 +226,7 @@ ANGLES: dict[str, Formula] = {
 }
 
 
-def _rounded(dtype: torch.dtype) -> dict[str, Formula]:
+def _rounded(dtype: torch.dtype) -> dict[str, formulas.Formula]:
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).to(torch.float32)
 
@@ -251,7 +244,7 @@ def _rounded(dtype: torch.dtype) -> dict[str, Formula]:
     }
 
 
-def _over_heads(inputs: Inputs, settings: Settings) -> Tensor:
+def _over_heads(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
     x = inputs["x"]
     angles = angles_of(x, {**settings, "positions": torch.arange(x.shape[1], device=x.device)})  # (H, D / 2)
     return turned(x, angles[:, None, :], settings["pairs"])

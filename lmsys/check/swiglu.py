@@ -13,24 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys.check import question, signature
-from lmsys.check.formulas import (
-    DTYPES,
-    NARROW,
-    Asked,
-    Formula,
-    Gradients,
-    Inputs,
-    Mistakes,
-    Outputs,
-    Problem,
-    Settings,
-    backwards,
-    drawn,
-    forwards,
-    judge,
-    questions_of,
-)
+from lmsys.check import formulas, question, signature
 from lmsys.extremes.model import GATES
 from lmsys.registry import Entry
 
@@ -45,34 +28,34 @@ ROLES: signature.Roles = {
 WIDTH = 48  # of the whole feed-forward
 ODD = 33, 237
 CASES = (
-    Asked("a few rows", (8, 64)),
-    Asked("an odd width", ODD),
-    *(Asked("an odd width", ODD, dtype) for dtype in NARROW),
-    *(Asked(about, ODD, dtype, about) for dtype in DTYPES for about in GATES),
+    formulas.Asked("a few rows", (8, 64)),
+    formulas.Asked("an odd width", ODD),
+    *(formulas.Asked("an odd width", ODD, dtype) for dtype in formulas.NARROW),
+    *(formulas.Asked(about, ODD, dtype, about) for dtype in formulas.DTYPES for about in GATES),
 )
 
 
 def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
     """The cases."""
-    return questions_of(CASES, partial(_judged, signature.called(entry.load(), ROLES), options), options)
+    return formulas.questions_of(CASES, partial(_judged, signature.called(entry.load(), ROLES), options), options)
 
 
-def _judged(call: signature.Called, options: question.Options, asked: Asked) -> question.Fault | None:
-    return judge(call, right, mistakes, _problem(call, asked, options))
+def _judged(call: signature.Called, options: question.Options, asked: formulas.Asked) -> question.Fault | None:
+    return formulas.judge(call, right, mistakes, _problem(call, asked, options))
 
 
-def _problem(call: signature.Called, asked: Asked, options: question.Options) -> Problem:
+def _problem(call: signature.Called, asked: formulas.Asked, options: question.Options) -> formulas.Problem:
     """The inputs of a case. Gates of the whole feed-forward are made extreme by x, of one feature, and by w1."""
     rows, columns = asked.shape
     if call.has("gate"):
-        inputs = {name: drawn(options, name, rows, columns) for name in ("gate", "up")}
+        inputs = {name: formulas.drawn(options, name, rows, columns) for name in ("gate", "up")}
         gates = inputs["gate"]
     else:
         inputs = {
-            "x": drawn(options, "x", rows, WIDTH),
-            "w1": drawn(options, "w1", columns, WIDTH) * WIDTH**-0.5,
-            "w2": drawn(options, "w2", WIDTH, columns) * columns**-0.5,
-            "w3": drawn(options, "w3", columns, WIDTH) * WIDTH**-0.5,
+            "x": formulas.drawn(options, "x", rows, WIDTH),
+            "w1": formulas.drawn(options, "w1", columns, WIDTH) * WIDTH**-0.5,
+            "w2": formulas.drawn(options, "w2", WIDTH, columns) * columns**-0.5,
+            "w3": formulas.drawn(options, "w3", columns, WIDTH) * WIDTH**-0.5,
         }
         gates, columns = inputs["w1"][:, :1].mT, WIDTH
         if asked.extreme:
@@ -80,13 +63,13 @@ def _problem(call: signature.Called, asked: Asked, options: question.Options) ->
             inputs["w1"].zero_()
     if asked.extreme:
         GATES[asked.extreme](gates)
-    return Problem.of(asked, options, inputs, {}, drawn(options, "upstream", rows, columns))
+    return formulas.Problem.of(asked, options, inputs, {}, formulas.drawn(options, "upstream", rows, columns))
 
 
-def of_halves(activate: Callable[[Tensor, Tensor], Tensor]) -> Formula:
+def of_halves(activate: Callable[[Tensor, Tensor], Tensor]) -> formulas.Formula:
     """SwiGLU, or the whole feed-forward, with `activate(gate, up)` in the place of silu(gate) · up."""
 
-    def formula(inputs: Inputs, settings: Settings) -> Tensor:
+    def formula(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
         if "gate" in inputs:
             return activate(inputs["gate"], inputs["up"])
         gate, up = (F.linear(inputs["x"], inputs[name]) for name in ("w1", "w3"))
@@ -123,20 +106,20 @@ OVERFLOWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def mistakes(problem: Problem) -> Mistakes:
+def mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     """The plainest first."""
     return {
-        **forwards(_of_activations(ACTIVATIONS)),
+        **formulas.forwards(_of_activations(ACTIVATIONS)),
         **{
             f"{text} {str(dtype)[6:]}": made
             for dtype in (torch.float32, problem.dtype)
-            for text, made in forwards(_of_activations(OVERFLOWS), dtype).items()
+            for text, made in formulas.forwards(_of_activations(OVERFLOWS), dtype).items()
         },
-        **backwards(right, {text: _gradients(made) for text, made in BACKWARDS.items()}),
+        **formulas.backwards(right, {text: _gradients(made) for text, made in BACKWARDS.items()}),
     }
 
 
-def _of_activations(activations: dict[str, Callable[[Tensor, Tensor], Tensor]]) -> dict[str, Formula]:
+def _of_activations(activations: dict[str, Callable[[Tensor, Tensor], Tensor]]) -> dict[str, formulas.Formula]:
     return {text: of_halves(activate) for text, activate in activations.items()}
 
 
@@ -154,8 +137,8 @@ BACKWARDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Te
 }
 
 
-def _gradients(made: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Gradients:
-    def gradients(exact: Problem, _: Outputs) -> Outputs:
+def _gradients(made: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> formulas.Gradients:
+    def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
         x, g = exact.inputs, exact.upstream
         if "gate" in x:
             return dict(zip(("gate", "up"), made(g, x["gate"], x["up"], x["gate"].sigmoid()), strict=True))

@@ -23,8 +23,7 @@ if not torch.cuda.is_available():
 from lmsys import commands, processes
 from lmsys.bench.fields import grouped
 from lmsys.course import checkout, measure, parts, systems
-from lmsys.reports.figures import tag
-from lmsys.reports.page import simple_page, table
+from lmsys.reports import figures, page
 
 USAGE, UNJUDGED, SCHEMA, PART_S = 2, 3, 1, 120.0
 NO_GPU = not torch.cuda.is_available()
@@ -128,8 +127,10 @@ def _page(folder: Path, answers: Sequence[Answer]) -> str:
         )
         for answer in answers
     ]
-    summary = (tag("p", line) for line in _summary(answers))
-    return simple_page("lmsys course", tag("h1", f"The course: {folder.name}"), table(heads, rows), *summary)
+    summary = (figures.tag("p", line) for line in _summary(answers))
+    return page.simple_page(
+        "lmsys course", figures.tag("h1", f"The course: {folder.name}"), page.table(heads, rows), *summary
+    )
 
 
 if __name__ == "__main__":

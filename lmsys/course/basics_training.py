@@ -16,43 +16,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lmsys.check.question import Fault, Question
-from lmsys.course.basics import Questions, asked, drawn
-from lmsys.course.checkout import adapter
-from lmsys.tokenizer import Tokenizer, naive
-from lmsys.tokenizer.pretokens import PATTERN
+from lmsys.course import basics, checkout
+from lmsys.tokenizer import Tokenizer, naive, pretokens
 
 END = "<|endoftext|>"
 
 
-def clipping() -> Questions:
-    gradients = drawn("gradients", 5, 5, 5)
+def clipping() -> basics.Questions:
+    gradients = basics.drawn("gradients", 5, 5, 5)
     whole = gradients / gradients.norm()
 
     def clipped(most: float, given: Callable[[list[Tensor]], Any] = list) -> Tensor:
         params: list[Any] = [nn.Parameter(torch.zeros(5, 5)) for _ in range(6)]  # the last has no gradient
         for p, g in zip(params, gradients, strict=False):
             p.grad = g.clone()
-        adapter("run_gradient_clipping")(given(params), most)
+        checkout.adapter("run_gradient_clipping")(given(params), most)
         return torch.stack([p.grad for p in params[:-1]]) / most
 
     mistakes = {
         "each parameter is clipped alone, not the norm of all": F.normalize(gradients.flatten(1)).view_as(gradients),
         "gradients are not changed": gradients / 1e-2,
     }
-    yield asked("a norm above the largest", partial(clipped, 1e-2), whole, mistakes)
+    yield basics.asked("a norm above the largest", partial(clipped, 1e-2), whole, mistakes)
     up = {"gradients of a smaller norm are scaled up": whole}
-    yield asked("a norm below the largest", partial(clipped, 100.0), gradients / 100, up)
-    yield asked("parameters in an iterator", partial(clipped, 1e-2, iter), whole, beyond=True)
+    yield basics.asked("a norm below the largest", partial(clipped, 100.0), gradients / 100, up)
+    yield basics.asked("parameters in an iterator", partial(clipped, 1e-2, iter), whole, beyond=True)
 
 
-def schedule() -> Questions:
+def schedule() -> basics.Questions:
     warmup, cycle, least, most = 7, 21, 0.1, 1.0
 
     def rate(it: int, late: int = 0, begin: int = warmup, end: int = cycle) -> float:
         if it < warmup:
             return most * (it + late) / warmup
-        turned = min(1.0, (it - begin) / (end - begin))
-        return least + (1 + math.cos(math.pi * turned)) / 2 * (most - least)
+        return least + (1 + math.cos(math.pi * min(1.0, (it - begin) / (end - begin)))) / 2 * (most - least)
 
     def rates(of: Callable[[int], float]) -> Tensor:
         return torch.tensor([float(of(it)) for it in range(25)], dtype=torch.float64)
@@ -63,15 +60,17 @@ def schedule() -> Questions:
         "the cosine begins at iteration 0, not behind the warm-up": rates(partial(rate, begin=0)),
         "the cosine has cosine_cycle_iters iterations behind the warm-up": rates(partial(rate, end=cycle + warmup)),
     }
-    run = adapter("run_get_lr_cosine_schedule")
-    yield asked("25 iterations", lambda: rates(lambda it: run(it, most, least, warmup, cycle)), rates(rate), mistakes)
+    run = checkout.adapter("run_get_lr_cosine_schedule")
+    yield basics.asked(
+        "25 iterations", lambda: rates(lambda it: run(it, most, least, warmup, cycle)), rates(rate), mistakes
+    )
 
 
-def batches() -> Questions:
+def batches() -> basics.Questions:
     def judge(data: Any) -> Fault | None:
         starts, last = set[int](), len(data) - 7 - 1  # the last start that has a target for each of its inputs
         for _ in range(200):
-            x, y = adapter("run_get_batch")(data, 32, 7, "cpu")
+            x, y = checkout.adapter("run_get_batch")(data, 32, 7, "cpu")
             if x.shape != (32, 7) or not torch.equal(x.long() + 1, y.long()):
                 text = f"  inputs {tuple(x.shape)}, targets {tuple(y.shape)}; expected (32, 7), and the next tokens"
                 return Fault(text, "targets are not the inputs shifted by one" if x.shape == y.shape else None)
@@ -84,20 +83,20 @@ def batches() -> Questions:
     yield Question("tokens in uint16", partial(judge, np.arange(100, dtype=np.uint16))), True
 
 
-def checkpoints() -> Questions:
+def checkpoints() -> basics.Questions:
     def made(rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(5, 4)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-        model(drawn(f"{rate}", 2, 5)).square().sum().backward()
+        model(basics.drawn(f"{rate}", 2, 5)).square().sum().backward()
         optimizer.step()
         return model, optimizer
 
     def judge(place: Any) -> Fault | None:
         saved, others = made(0.1), made(0.2)
-        adapter("run_save_checkpoint")(*saved, 3, place)
+        checkout.adapter("run_save_checkpoint")(*saved, 3, place)
         if isinstance(place, io.BytesIO):
             place.seek(0)
-        if (iteration := adapter("run_load_checkpoint")(place, *others)) != 3:
+        if (iteration := checkout.adapter("run_load_checkpoint")(place, *others)) != 3:
             return Fault(f"  run_load_checkpoint returns {iteration!r}; expected 3", "the iteration is not restored")
         for name, pair in zip(("model", "optimizer"), zip(others, saved, strict=True), strict=True):
             try:
@@ -119,8 +118,6 @@ He'd never seen such a façade; the bear's bread was the best, better than the r
 Bread, bread, bread! The best bears eat the rest; the rest eat 24 or 25 breads, or the other bread.
 The café's façade: größer, größte, naïve; déjà vu, déjà lu. They thought that there'd be more of these {END}bears.
 """
-
-
 VOCABULARY = 320
 
 
@@ -128,7 +125,7 @@ def smallest(count: int, pair: naive.Pair) -> object:
     return count, [[-x for x in part] for part in pair]
 
 
-def bpe_training() -> Questions:
+def bpe_training() -> basics.Questions:
     def counts_of(words: Sequence[str | bytes]) -> Mapping[bytes, int]:
         return Counter(word if isinstance(word, bytes) else word.encode() for word in words)
 
@@ -138,7 +135,7 @@ def bpe_training() -> Questions:
         "of equally frequent pairs the smallest is merged, not the greatest": (kept, smallest),
         "of equally frequent pairs the first that was seen is merged, not the greatest": (kept, lambda count, _: count),
         "the pattern is applied to bytes, not to text: letters of several bytes end a word": (
-            [x for part in TEXT.encode().split(END.encode()) for x in regex.findall(PATTERN.encode(), part)],
+            [x for part in TEXT.encode().split(END.encode()) for x in regex.findall(pretokens.PATTERN.encode(), part)],
             lambda *ranked: ranked,
         ),
         "the special token is taken for text: pairs of it are merged": (naive.split(TEXT), lambda *ranked: ranked),
@@ -148,7 +145,7 @@ def bpe_training() -> Questions:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "text.txt")
             file.write_text(TEXT, encoding="utf-8")
-            vocab, merges = adapter("run_train_bpe")(file, VOCABULARY, [END])
+            vocab, merges = checkout.adapter("run_train_bpe")(file, VOCABULARY, [END])
         merges = [tuple(pair) for pair in merges]
         at = next((i for i, pair in enumerate(expected) if i >= len(merges) or merges[i] != pair), None)
         if at is not None:
@@ -167,7 +164,7 @@ def bpe_training() -> Questions:
     yield Question(f"{VOCABULARY} tokens of a text", judge), False
 
 
-def bpe_encoding() -> Questions:
+def bpe_encoding() -> basics.Questions:
     words = Counter(word.encode() for word in naive.split(TEXT, [END]) if word != END)
     merges, twice = naive.learn_merges(words, VOCABULARY - 256), END + END
     tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
@@ -181,7 +178,7 @@ def bpe_encoding() -> Questions:
     }
 
     def judge(given: str, special: list[str] | None, in_lines: bool = False) -> Fault | None:
-        student = adapter("get_tokenizer")(dict(vocab), list(merges), special)
+        student = checkout.adapter("get_tokenizer")(dict(vocab), list(merges), special)
         ids = list(student.encode_iterable(given.splitlines(keepends=True)) if in_lines else student.encode(given))
         decoded = student.decode(ids)
         expected = Tokenizer(dict(vocab), list(merges), special or []).encode(given)

@@ -9,11 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lmsys.check import laptop
-from lmsys.check.question import Fault, Question
-from lmsys.check.strategy import QUIET, WORLD_SIZE
-from lmsys.course.basics import Questions
-from lmsys.course.checkout import adapter
+from lmsys.check import laptop, question, strategy
+from lmsys.course import basics, checkout
 from lmsys.parallel.group import WorkerError, WorkerGroup
 
 CLASSES = {
@@ -28,15 +25,15 @@ def __getattr__(name: str) -> Any:
     """The classes that adapters return, by the names of `lmsys.course.parts`."""
     if name not in CLASSES:
         raise AttributeError(name)
-    return adapter(CLASSES[name])()
+    return checkout.adapter(CLASSES[name])()
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _of_sequences(partial(adapter("run_rmsnorm"), x.shape[-1], eps, weight), x)
+    return _of_sequences(partial(checkout.adapter("run_rmsnorm"), x.shape[-1], eps, weight), x)
 
 
 def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    return _of_sequences(partial(adapter("run_swiglu"), *w1.shape[::-1], w1, w2, w3), x)
+    return _of_sequences(partial(checkout.adapter("run_swiglu"), *w1.shape[::-1], w1, w2, w3), x)
 
 
 def _of_sequences(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -45,7 +42,7 @@ def _of_sequences(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def cross_entropy(inputs: Tensor, targets: Tensor) -> Tensor:
-    return adapter("run_cross_entropy")(inputs, targets)
+    return checkout.adapter("run_cross_entropy")(inputs, targets)
 
 
 class Ddp(nn.Module):
@@ -56,7 +53,7 @@ class Ddp(nn.Module):
     def __init__(self, module: nn.Module, **options: Any):
         super().__init__()
         self.module = module
-        self.wrapped = adapter(self.make)(module, **options)
+        self.wrapped = checkout.adapter(self.make)(module, **options)
 
     def make_optimizer(self, optimizer_cls: Any, **options: Any) -> Any:
         self.optimizer = optimizer_cls(self.wrapped.parameters(), **options)
@@ -64,11 +61,11 @@ class Ddp(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.before:
-            adapter(self.before)(self.wrapped, self.optimizer)
+            checkout.adapter(self.before)(self.wrapped, self.optimizer)
         return self.wrapped(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        adapter(self.after)(self.wrapped, self.optimizer)
+        checkout.adapter(self.after)(self.wrapped, self.optimizer)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return getattr(self.wrapped, "module", self.module).state_dict()
@@ -92,7 +89,7 @@ def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
     Whether its zero_grad() reaches what other ranks own is asked with groups alone, beyond what the course's tests ask.
     """
     params = list(params)
-    optimizer = adapter("get_sharded_optimizer")(params, optimizer_cls, **kwargs)
+    optimizer = checkout.adapter("get_sharded_optimizer")(params, optimizer_cls, **kwargs)
     whole = sum(p.numel() for p in params if isinstance(p, Tensor))
     step = optimizer.step
 
@@ -151,48 +148,53 @@ def train_alone(rate: float) -> State:
 def train_on_rank(dtype: torch.dtype | None) -> State:
     """On a rank: the training by the checkout's FSDP. AssertionError for what the handout asks beside the weights."""
     prepare()
-    model, first = toy(), dist.get_rank() * EXAMPLES // WORLD_SIZE
-    whole, wrapped = sum(p.nbytes for p in model.parameters()), adapter("get_fsdp")(model, compute_dtype=dtype)
+    model, first = toy(), dist.get_rank() * EXAMPLES // strategy.WORLD_SIZE
+    whole, wrapped = sum(p.nbytes for p in model.parameters()), checkout.adapter("get_fsdp")(model, compute_dtype=dtype)
     storages = {x.data_ptr(): x.nbytes() for x in (p.untyped_storage() for p in wrapped.parameters())}
     share = sum(storages.values()) / whole
     assert share < MOST_HELD, f"nothing is sharded: a rank holds {share:.0%} of the parameters"
 
     def after(optimizer: Any) -> None:
-        adapter("fsdp_on_after_backward")(wrapped, optimizer)
+        checkout.adapter("fsdp_on_after_backward")(wrapped, optimizer)
         for name, p in wrapped.named_parameters():
             fits = p.grad is not None and (p.grad.shape, p.grad.dtype) == (p.shape, p.dtype)
             assert fits or not p.requires_grad, f"after the backward {name} has no gradient of its shape and dtype"
 
-    train(wrapped, slice(first, first + EXAMPLES // WORLD_SIZE), RATE, after)
-    full = adapter("fsdp_gather_full_params")(wrapped)
+    train(wrapped, slice(first, first + EXAMPLES // strategy.WORLD_SIZE), RATE, after)
+    full = checkout.adapter("fsdp_gather_full_params")(wrapped)
     return {name.removeprefix("module."): x.detach().cpu().clone() for name, x in full.items()}
 
 
-def fsdp() -> Questions:
+def fsdp() -> basics.Questions:
     """Three steps of SGD on two ranks, from weights that are equal, in float32 and with float16 for computation."""
     for dtype, room in ((None, 1e-4), (torch.float16, 2e-3)):
-        yield Question("several steps" + ", float16" * (dtype is not None), partial(_fault_of_fsdp, dtype, room)), False
+        yield (
+            question.Question(
+                "several steps" + ", float16" * (dtype is not None), partial(_fault_of_fsdp, dtype, room)
+            ),
+            False,
+        )
 
 
-def _fault_of_fsdp(dtype: torch.dtype | None, room: float) -> Fault | None:
+def _fault_of_fsdp(dtype: torch.dtype | None, room: float) -> question.Fault | None:
     try:
-        with WorkerGroup(WORLD_SIZE, environment=QUIET, timeout_s=60.0) as ranks:
+        with WorkerGroup(strategy.WORLD_SIZE, environment=strategy.QUIET, timeout_s=60.0) as ranks:
             states = ranks.run(train_on_rank, dtype)
     except WorkerError as error:
         lines = [line for line in str(error).splitlines() if error.kind in line] or str(error).splitlines()
-        return Fault(f"  rank {error.rank} raises {lines[-1].strip()}", raises=True)
-    alone = {rate: train_alone(rate * RATE) for rate in (1.0, WORLD_SIZE, 1 / WORLD_SIZE, 0.0)}
+        return question.Fault(f"  rank {error.rank} raises {lines[-1].strip()}", raises=True)
+    alone = {rate: train_alone(rate * RATE) for rate in (1.0, strategy.WORLD_SIZE, 1 / strategy.WORLD_SIZE, 0.0)}
     for rank, state in enumerate(states):
         if wrong := _wrong(state, alone[1.0], room):
             text = f"  after {STEPS} steps rank {rank} has other weights than one process: {', '.join(wrong)}"
             named = (words for rate, words in MISTAKES.items() if not _wrong(state, alone[rate], room))
-            return Fault(text, OF_REPLICATED if wrong == ["1.weight"] else next(named, None))
+            return question.Fault(text, OF_REPLICATED if wrong == ["1.weight"] else next(named, None))
     return None
 
 
 MISTAKES = {
-    WORLD_SIZE: "gradients are summed over ranks, not averaged",
-    1 / WORLD_SIZE: "gradients are divided by the number of ranks twice",
+    strategy.WORLD_SIZE: "gradients are summed over ranks, not averaged",
+    1 / strategy.WORLD_SIZE: "gradients are divided by the number of ranks twice",
     0.0: "nothing is trained",
 }
 OF_REPLICATED = "gradients of parameters that are not sharded, such as RMSNorm's, are not averaged over ranks"

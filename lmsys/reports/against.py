@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-from lmsys.bench import record
+from lmsys.bench import fields, record
 from lmsys.bench.changes import (
     BROKEN,
     FASTER,
@@ -28,7 +28,6 @@ from lmsys.bench.changes import (
     of_them_disturbed,
     spread_between,
 )
-from lmsys.bench.fields import Record, grouped
 from lmsys.reports import cells, items, load, page, plots, words
 from lmsys.values import hold
 
@@ -56,8 +55,8 @@ class Compared:
     before: load.Machine
     after: load.Machine
     changes: Sequence[Change]
-    gone: Sequence[Record]
-    added: Sequence[Record]
+    gone: Sequence[fields.Record]
+    added: Sequence[fields.Record]
     margin: float
     between_runs: float = 0.0
     in_turns: bool = False
@@ -171,7 +170,7 @@ def block_and_chapters(found: Compared) -> tuple[items.Block, list[items.Chapter
     )
     changed = [one for one in found.changes if one.is_changed]
     tables = [("What changed", "changed", changed)] if changed else []
-    for name, cases in grouped((str(one.new["benchmark"]), one) for one in found.changes).items():
+    for name, cases in fields.grouped((str(one.new["benchmark"]), one) for one in found.changes).items():
         tables.append((f"All cases: {name.replace('_', ' ')}", f"all-{load.file_name(name)}", cases))
     return items.Block("", [verdicts, _runs(found)]), [
         items.Chapter(title, [items.Block("", [_table(f"{slug}-{name}", title, cases, source)])])
@@ -218,7 +217,7 @@ def _runs(found: Compared) -> items.Table:
 
 
 def _table(name: str, title: str, changes: Sequence[Change], source: str) -> items.Table:
-    data: list[Record] = [
+    data: list[fields.Record] = [
         {
             "benchmark": one.new["benchmark"],
             "id": one.new["id"],

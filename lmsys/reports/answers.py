@@ -7,8 +7,7 @@ reaches.
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 
-from lmsys.bench.fields import Record, grouped
-from lmsys.bench.verdict import FAILED, failed, not_run
+from lmsys.bench import fields, verdict
 from lmsys.reports import fastest, items, load, tables, views
 from lmsys.reports.words import MEANINGS, label_of, number
 
@@ -53,7 +52,7 @@ def step_shares(machine: load.Machine) -> items.Table | None:
     words = machine.words_of(*machine.layouts)
     cases.sort(key=lambda one: fastest.reading_order(words, [_value(one, name) for name in BY]))
     names = "benchmark", "section", *KEYS, "impl", "time_s", *SHARES
-    data: list[Record] = [{name: _value(one, name) for name in names} for one in cases]
+    data: list[fields.Record] = [{name: _value(one, name) for name in names} for one in cases]
     shares = [name for name in SHARES if any(line[name] is not None for line in data)]
     most = max(tables.contending(machine, cases), key=lambda case: case.get(shares[0]) or 0)
     shown = [name for name in KEYS if len({line[name] for line in data}) > 1]
@@ -71,11 +70,11 @@ def step_shares(machine: load.Machine) -> items.Table | None:
     )
 
 
-def _value(one: Record, name: str) -> object:
+def _value(one: fields.Record, name: str) -> object:
     return PLAIN.get(name) if one.get(name) is None else one[name]
 
 
-def _cells(line: Record, shown: Sequence[str], shares: Sequence[str]) -> list[str]:
+def _cells(line: fields.Record, shown: Sequence[str], shares: Sequence[str]) -> list[str]:
     where = f"{line['benchmark']}, {line['section']}".replace("_", " ")
     keys = [f"{one:,}" if type(one) is int else str(one or "") for one in (*map(line.get, shown), line["impl"])]
     return [
@@ -121,7 +120,7 @@ def answers(machine: load.Machine) -> items.Block:
 
 def _wrong(machine: load.Machine) -> items.Table:
     """Rows that were wrong or failed, with the first reason of each; a line that says so where there are none."""
-    found = failed(machine.records)
+    found = verdict.failed(machine.records)
     columns = ["row", "how", "in", "cases", "the first of them"]
     rows = [
         [impl, MEANINGS[outcome], benchmark.replace("_", " "), str(len(cases)), str(cases[0]["reason"] or "")]
@@ -138,12 +137,12 @@ def _wrong(machine: load.Machine) -> items.Table:
 
 def _right(machine: load.Machine) -> Iterator[str]:
     """For each dtype the rows of attention that were right in all cases: of others nothing is known."""
-    by_dtype = grouped(
+    by_dtype = fields.grouped(
         (str(one["dtype"]), one) for one in machine.records if one["benchmark"] == "attention" and one.get("dtype")
     )
     for dtype in sorted(by_dtype, key=lambda dtype: fastest.reading_order({}, [dtype])):
-        ended = grouped((str(one["impl"]), one["outcome"]) for one in by_dtype[dtype])
-        names = [name for name, outcomes in ended.items() if "ok" in outcomes and not {*outcomes} & {*FAILED}]
+        ended = fields.grouped((str(one["impl"]), one["outcome"]) for one in by_dtype[dtype])
+        names = [name for name, outcomes in ended.items() if "ok" in outcomes and not {*outcomes} & {*verdict.FAILED}]
         if names:
             yield f"Attention that was right in {dtype}, in every case that ran: {', '.join(names)}."
 
@@ -151,7 +150,7 @@ def _right(machine: load.Machine) -> Iterator[str]:
 def _not_run(machine: load.Machine) -> items.Table | None:
     """Each reason once, with the rows that it holds for, and those of them that other runs of this machine have."""
     lines = []
-    for reason, rows in not_run(machine.records).items():
+    for reason, rows in verdict.not_run(machine.records).items():
         of = [one for one in machine.records if one["impl"] in rows]
         without = {one["run"] for one in of if one["outcome"] == "unsupported" and one["reason"] == reason}
         elsewhere = sorted(_ran(of, {one["run"] for one in of if without} - without) - _ran(of, without))
@@ -160,7 +159,7 @@ def _not_run(machine: load.Machine) -> items.Table | None:
     return _listed(machine, "not-run", "Not run here", ["row", "why", "cases"], lines) if lines else None
 
 
-def _ran(cases: Sequence[Record], runs: Container[int]) -> set[str]:
+def _ran(cases: Sequence[fields.Record], runs: Container[int]) -> set[str]:
     """The rows of which a case was right in one of these runs."""
     return {str(one["impl"]) for one in cases if one["outcome"] == "ok" and one["run"] in runs}
 

@@ -9,8 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lmsys.bench.fields import Field, Record
-from lmsys.bench.verdict import ratio_of
+from lmsys.bench import fields, verdict
 from lmsys.reports.views import Fields, View
 from lmsys.reports.words import MEANINGS, OUTCOMES, exact, is_clocked, number, scaled, spread_of, unit_of
 
@@ -58,7 +57,7 @@ def compared(
     view, label = beside(view, base, axis, same), view.text(axis, base)
     for case in view.cases:
         other = case["beside"]
-        case[name] = other and ratio_of(case, other)
+        case[name] = other and verdict.ratio_of(case, other)
         case["remark"] = "" if base is None or case["time_s"] is None else _no_base(label, other)
     paired = any(case[name] for case in view.cases if case[axis] != base)
     for case in view.cases if medians else ():
@@ -66,13 +65,13 @@ def compared(
             case[name] = case["beside"]["time_s"] / case["time_s"]
             case["remark"] = "ratio of medians: not sampled together" if paired else ""
     how = "median of rounds sampled together" if paired or not medians else "ratio of medians, not sampled together"
-    field = Field(
+    field = fields.Field(
         name, label=f"Speedup over {label}", role="detail", about=f"Time of {label} divided by time, {how}", shown="×"
     )
     return replace(view, base=base, fields=Fields(view.fields | {name: field}))
 
 
-def _no_base(label: str, base: Record | None) -> str:
+def _no_base(label: str, base: fields.Record | None) -> str:
     """Why nothing has a speedup over this case of the base, None where it was not run; "" where it was timed."""
     if base is None or base["time_s"] is not None:
         return "" if base else f"{label} was not run here"
@@ -132,7 +131,7 @@ def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in notes.items()] + dash
 
 
-def cell(view: View, name: str, case: Record | None, notes: Notes, ending: bool = True) -> str:
+def cell(view: View, name: str, case: fields.Record | None, notes: Notes, ending: bool = True) -> str:
     """A field of one case (None: not run); with `ending` also how the case ended, if without a number."""
     if case is None:
         return NOT_RUN
@@ -153,14 +152,14 @@ def cell(view: View, name: str, case: Record | None, notes: Notes, ending: bool 
     return text
 
 
-def above_ceiling(name: str, case: Record) -> str:
+def above_ceiling(name: str, case: fields.Record) -> str:
     """The note on a rate that is above what was measured as this machine's best; empty for others."""
     share = next((share for share, names in RATED.items() if name in names), None)
     what = f"Above the {CEILINGS[share]} that was measured" if share and (case.get(share) or 0.0) > 1 else ""
     return what and f"{what} in this run, before and after: one of the two is not right."
 
 
-def shown(view: View, name: str, case: Record) -> str:
+def shown(view: View, name: str, case: fields.Record) -> str:
     """A field's value as tables show it: of axes all digits, of metrics three."""
     one, value = view.fields[name], case[name]
     if value is None or one.role == "axis" or not isinstance(value, (int, float)):
@@ -169,7 +168,7 @@ def shown(view: View, name: str, case: Record) -> str:
     return f"{text} ± {number(scaled(one, case['std_s']))}" if name == "mean_s" and case["std_s"] is not None else text
 
 
-def detail(view: View, case: Record | None) -> str:
+def detail(view: View, case: fields.Record | None) -> str:
     """The facts behind a figure: its rounds, spread, error, the state of the machine, and the run that it is from.
 
     Empty for no figure.
@@ -197,7 +196,7 @@ def detail(view: View, case: Record | None) -> str:
     )
 
 
-def _conditions(view: View, case: Record) -> list[str]:
+def _conditions(view: View, case: fields.Record) -> list[str]:
     """The state of the machine while the case was sampled; a memory clock only where it was not at its highest."""
     usual = {"memory_clock_mhz": (view.machine.runs[case["run"]].get("settings") or {}).get("max_memory_mhz")}
     known = [(case.get(name), label, unit) for name, label, unit in STATE if case.get(name) != usual.get(name)]

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from string import ascii_uppercase
 
-from lmsys.bench.fields import Record, grouped
-from lmsys.bench.verdict import FAILED, NEAR_TEXT, deciding
+from lmsys.bench import fields, verdict
 from lmsys.reports import cells, contest, expressions, items, load, plots, styles, words
 
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
@@ -19,7 +18,7 @@ ABOUT = (
     "The rows of a line took turns in one run; (of 2 rows) says that only two did. 1.5 × NAME means 1.5 times as fast"
     " as the row NAME, in the geometric mean over the shapes of the run. Time and rate are the fastest row's in the"
     " shape that took it longest. Point at a figure, or click on it: it names the rows,"
-    f" and says in how many shapes no other row was more than {NEAR_TEXT} faster."
+    f" and says in how many shapes no other row was more than {verdict.NEAR_TEXT} faster."
 )
 DISTURBED = "Cases that were disturbed decide nothing here, because others were not."
 RIVALS = "In another run, which took no turns with this one, these took less time: {}."
@@ -75,23 +74,23 @@ class Question:
     before: Mapping[str, str] = field(default_factory=dict)
     words: Mapping[str, Mapping[object, str]] = field(default_factory=dict)
 
-    def enough(self, rows: Sequence[Record]) -> bool:
+    def enough(self, rows: Sequence[fields.Record]) -> bool:
         """True of rows that took turns of which a line may name the fastest: of ours alone the fastest may be slow."""
         return len({case["impl"] for case in rows}) > 1 and (self.of_ours or any(case.get("peer") for case in rows))
 
-    def settings(self, machine: load.Machine) -> dict[tuple[object, ...], list[Record]]:
+    def settings(self, machine: load.Machine) -> dict[tuple[object, ...], list[fields.Record]]:
         """The timed cases by the values of the keys, in reading order; a row that was wrong in a section is left out.
 
         They have the `values` of the question.
         """
         cases = [case for case in machine.records if case["benchmark"] == self.benchmark]
         cases = [case for case in cases if expressions.value_of(self.contends, case)]
-        wrong = {(case["section"], case["impl"]) for case in cases if case["outcome"] in FAILED}
+        wrong = {(case["section"], case["impl"]) for case in cases if case["outcome"] in verdict.FAILED}
         timed = [case for case in cases if case.get("time_s") and (case["section"], case["impl"]) not in wrong]
         right = [
             case | {name: expressions.value_of(text, case) for name, text in self.values.items()} for case in timed
         ]
-        settings = grouped((tuple(case.get(name) or None for name in self.keys), case) for case in right)
+        settings = fields.grouped((tuple(case.get(name) or None for name in self.keys), case) for case in right)
         return {key: settings[key] for key in sorted(settings, key=partial(reading_order, self.words))}
 
 
@@ -99,7 +98,9 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     """A line for each setting, with the row that is fastest there; None where no rows are enough."""
     settings = question.settings(machine)
     facts = {key: _line(machine, question, cases) for key, cases in settings.items()}
-    lines: list[Record] = [dict(zip(question.keys, key, strict=True)) | line for key, line in facts.items() if line]
+    lines: list[fields.Record] = [
+        dict(zip(question.keys, key, strict=True)) | line for key, line in facts.items() if line
+    ]
     if not lines:
         return None
     shown_runs = enumerate(dict.fromkeys(line["run"] for line in lines))
@@ -142,27 +143,27 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     )
 
 
-def _line(machine: load.Machine, question: Question, cases: Sequence[Record]) -> Record:
+def _line(machine: load.Machine, question: Question, cases: Sequence[fields.Record]) -> fields.Record:
     """The facts of a setting's line; none where no rows that took turns are enough."""
-    settled = list(filter(question.enough, grouped((str(case["comparison"]), case) for case in cases).values()))
+    settled = list(filter(question.enough, fields.grouped((str(case["comparison"]), case) for case in cases).values()))
     if not settled:
         return {}
     first = [name for name, test in question.before.items() if any(expressions.value_of(test, case) for case in cases)]
-    deciders = deciding(settled, question.enough)
+    deciders = verdict.deciding(settled, question.enough)
     decisive = contest.Contest(machine, deciders or settled, first + list(question.bases), question.way).of_one_run()
     flags = [bool(case.get("disturbed")) for rows in settled for case in rows]
     disturbed = "all" if all(flags) else "some" if any(flags) else None
     return {"disturbed": disturbed} | decisive.line(cases) | ({} if deciders else UNSETTLED)
 
 
-def _shown(question: Question, lines: Sequence[Record], settings: Sequence[Sequence[object]]) -> list[str]:
+def _shown(question: Question, lines: Sequence[fields.Record], settings: Sequence[Sequence[object]]) -> list[str]:
     """The keys that lines tell: those that vary among them, or else the first; and some that vary among all cases."""
     shown = [name for name in question.keys if len({line[name] for line in lines}) > 1] or list(question.keys)[:1]
     asked = dict(zip(question.keys, map(set, zip(*settings, strict=True)), strict=True))
     return shown + [name for name in question.told if name not in shown and len(asked[name]) > 1]
 
 
-def _setting(question: Question, line: Record, names: Sequence[str]) -> str:
+def _setting(question: Question, line: fields.Record, names: Sequence[str]) -> str:
     """A line's setting as the report has it; a number says of what it is."""
     values = {name: "" if line[name] is None else line[name] for name in names}
     texts = {name: str(question.words.get(name, {}).get(line[name], value)) for name, value in values.items()}
@@ -170,7 +171,7 @@ def _setting(question: Question, line: Record, names: Sequence[str]) -> str:
     return ", ".join(heads.get(name, "") + text for name, text in texts.items() if text)
 
 
-def _ways(lines: Sequence[Record]) -> str:
+def _ways(lines: Sequence[fields.Record]) -> str:
     """Says what ways of compiling are that the lines have."""
     used = " ".join(str(line.get("compile")) for line in lines)
     ways = [f"{name}: {about}" for name, about in WAYS.items() if name in used]
@@ -187,7 +188,7 @@ def reading_order(words: Mapping[str, Mapping[object, str]], key: Sequence[objec
     return places
 
 
-def _answer(line: Record, notes: cells.Notes) -> list[str]:
+def _answer(line: fields.Record, notes: cells.Notes) -> list[str]:
     """The row, its speed over the base, and over the next where that is another, in words."""
     aside = {
         "some": cells.mark(notes, DISTURBED) if line["disturbed"] == "some" else "",
@@ -210,7 +211,7 @@ def _times(speed: float | None, name: str) -> str:
 
 
 def standing(
-    machine: load.Machine, lines: Sequence[Record], heads: Sequence[str], title: str, name: str, kind: str
+    machine: load.Machine, lines: Sequence[fields.Record], heads: Sequence[str], title: str, name: str, kind: str
 ) -> items.Plot | None:
     """A strip of dots for each setting, a dot for each row; None where nobody stands beside the fastest.
 

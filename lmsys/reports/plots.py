@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from lmsys.bench.fields import Field, Record
-from lmsys.reports import cells, items, styles, tables, views
-from lmsys.reports.words import FILES, OUTCOMES, is_clocked, label_of, scaled, sentence, unit_of
+from lmsys.reports import cells, items, styles, tables, views, words
 
 WIDTH_IN = 5.0  # about a phone's width at matplotlib's 72 points an inch, so that text keeps its size there
 INK = "#111827"
@@ -149,7 +148,7 @@ def lines(
 
     Rates and shares are drawn from zero, and so is what is of one order of magnitude.
     """
-    one, (unit, _) = view.fields[metric], unit_of(view.fields[metric])
+    one, (unit, _) = view.fields[metric], words.unit_of(view.fields[metric])
     series = [(view.style(by, value), points) for value, points in view.series(metric, axis, by).items()]
     series = [(style, points) for style, points in series if points]
     if not any(len(points) > 1 for _, points in series):
@@ -185,15 +184,17 @@ def lines(
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
     log = max(values) >= 10 * min(values) and unit != "%" and not unit.endswith("/s")
     scale_values(axes, [*values, *([ceiling[1]] if ceiling and not log else [])], log, 1.08)
-    axes.set(xlabel=xlabel or label_of(view.fields[axis]), ylabel=unit)
-    caption = view.caption(tables.about_of(one), is_clocked(one)) + _apart(view, one, axis, by) + _lost(view, axis, by)
-    return drawn(view, axes, sentence(label_of(one)), word or FILES.get(metric, metric), caption)
+    axes.set(xlabel=xlabel or words.label_of(view.fields[axis]), ylabel=unit)
+    caption = (
+        view.caption(tables.about_of(one), words.is_clocked(one)) + _apart(view, one, axis, by) + _lost(view, axis, by)
+    )
+    return drawn(view, axes, words.sentence(words.label_of(one)), word or words.FILES.get(metric, metric), caption)
 
 
 def _apart(view: views.View, one: Field, axis: str, by: str) -> str:
     """A warning where the points of one place were not sampled together."""
     timed = view.only(lambda case: case["time_s"] is not None).groups(axis).values()
-    several = is_clocked(one) and by == "impl" and any(len(own.distinct("comparison")) > 1 for own in timed)
+    several = words.is_clocked(one) and by == "impl" and any(len(own.distinct("comparison")) > 1 for own in timed)
     return " Points of one place come from several runs: not comparable within a few per cent." if several else ""
 
 
@@ -217,8 +218,10 @@ def bars(
     """
     field, groups = view.fields[metric], view.values(axis)
     cases = {(case[by], case[axis]): case for case in view.cases}
-    heights = {key: scaled(field, case[metric]) for key, case in cases.items() if (case[metric] or 0) > 0}
-    lost = {key: case["outcome"] for key, case in cases.items() if case["outcome"] in OUTCOMES and key not in heights}
+    heights = {key: words.scaled(field, case[metric]) for key, case in cases.items() if (case[metric] or 0) > 0}
+    lost = {
+        key: case["outcome"] for key, case in cases.items() if case["outcome"] in words.OUTCOMES and key not in heights
+    }
     if not heights:
         return None
     shown = [value for value in view.values(by) if any(key[0] == value for key in (*heights, *lost))]
@@ -242,7 +245,7 @@ def bars(
             axes.text(
                 places[key],
                 low * 0.55 if log else high / 50,
-                OUTCOMES[lost[key]],
+                words.OUTCOMES[lost[key]],
                 rotation=90,
                 ha="center",
                 va="bottom",
@@ -255,10 +258,10 @@ def bars(
     worded = view.words.get(axis, ())
     add_places(axes, [short(one) if type(one) is int and one not in worded else view.text(axis, one) for one in groups])
     axes.grid(axis="x", visible=False)
-    axes.set_ylabel(unit_of(field)[0])
-    caption = view.caption(about or tables.about_of(field), is_clocked(field)) + _apart(view, field, axis, by)
-    by_axis = sentence(f"{label_of(field)} by {label_of(view.fields[axis])}")
-    return drawn(view, axes, head or by_axis, word or FILES.get(metric, metric), caption)
+    axes.set_ylabel(words.unit_of(field)[0])
+    caption = view.caption(about or tables.about_of(field), words.is_clocked(field)) + _apart(view, field, axis, by)
+    by_axis = words.sentence(f"{words.label_of(field)} by {words.label_of(view.fields[axis])}")
+    return drawn(view, axes, head or by_axis, word or words.FILES.get(metric, metric), caption)
 
 
 def heat_map(view: views.View, settings: Sequence[str]) -> items.Plot | None:
@@ -282,7 +285,7 @@ def heat_map(view: views.View, settings: Sequence[str]) -> items.Plot | None:
     axes.imshow(np.log2(speeds), cmap="RdBu", vmin=-full, vmax=full, aspect="auto", alpha=0.6)
     add_places(axes, heads)
     axes.set_yticks(range(len(rows)), [view.text("impl", row) for row in rows], fontsize=9)
-    axes.set(xlabel=", ".join(label_of(view.fields[name]) for name in settings), facecolor="#f3f4f6")
+    axes.set(xlabel=", ".join(words.label_of(view.fields[name]) for name in settings), facecolor="#f3f4f6")
     axes.grid(False)
     base = view.text("impl", view.base)
     caption = view.caption(tables.about_of(view.fields[cells.SPEEDUP]), clocked=True)
@@ -292,5 +295,5 @@ def heat_map(view: views.View, settings: Sequence[str]) -> items.Plot | None:
 
 def _speed_text(case: Record | None) -> str:
     """The text of a cell of the heat map: the speedup, or why there is none."""
-    known = {**OUTCOMES, "ok": f"{case[cells.SPEEDUP]:.3g}" if case and case[cells.SPEEDUP] else ""}
+    known = {**words.OUTCOMES, "ok": f"{case[cells.SPEEDUP]:.3g}" if case and case[cells.SPEEDUP] else ""}
     return known[case["outcome"]] if case else cells.NOT_RUN

@@ -13,8 +13,7 @@ from matplotlib.ticker import FuncFormatter
 
 from lmsys.bench.fields import Field, Record
 from lmsys.cost.communication import fit_latency_bandwidth
-from lmsys.reports import cells, items, plots, tables, words
-from lmsys.reports.views import View
+from lmsys.reports import cells, items, plots, tables, views, words
 
 WAYS = ("precision", "compile", "checkpoint", "residual", "impl")
 PLAIN = {"checkpoint": "none", "residual": "wide"}  # which names of files leave out where nothing else was run
@@ -25,35 +24,37 @@ HELD = "#9ca3af"
 COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}
 
 
-def one_shape(view: View, name: str, shape: Sequence[str], ways: Sequence[str]) -> View:
+def one_shape(view: views.View, name: str, shape: Sequence[str], ways: Sequence[str]) -> views.View:
     """Adds whether there is one shape alone, run in several of these ways: a table of each way would have one line."""
     is_one = len(view.distinct(*shape)) == 1 and any(view.varies(way) for way in ways)
     return view.of([case | {name: is_one} for case in view.cases])
 
 
-def each_way(view: View) -> list[View]:
+def each_way(view: views.View) -> list[views.View]:
     """The cases of each way of running, named by what they have alike."""
     return [_named(part, part) for part in view.groups(*WAYS).values()]
 
 
-def _but(view: View, axis: str) -> list[View]:
+def _but(view: views.View, axis: str) -> list[views.View]:
     """The cases that differ in no other way than this."""
     return list(view.groups(*(name for name in WAYS if name != axis)).values())
 
 
-def _named(whole: View, part: View) -> View:
+def _named(whole: views.View, part: views.View) -> views.View:
     """The part, whose files are named by the ways it holds constant; its heading names those that the whole varies."""
     plain = [name for name, value in PLAIN.items() if not whole.varies(name) and part.cases[0][name] == value]
     fixed = [f"{{{name}}}" for name in WAYS if not part.varies(name) and name not in plain]
     return part.cut("-".join(fixed), ", ".join(name for name in fixed if whole.varies(name[1:-1])), tail=True)[0]
 
 
-def _grid(whole: View, part: View, metric: str, inside: str = "compile", word: str = "") -> items.Table | None:
+def _grid(
+    whole: views.View, part: views.View, metric: str, inside: str = "compile", word: str = ""
+) -> items.Table | None:
     """Rows: contexts; columns: sizes."""
     return tables.pivot(_named(whole, part), metric, ["context", "batch?"], "size", inside, word)
 
 
-def by_size(view: View, metrics: Sequence[str], drawn: Sequence[str] = ()) -> items.Items:
+def by_size(view: views.View, metrics: Sequence[str], drawn: Sequence[str] = ()) -> items.Items:
     """Tables of each metric, and of some also plots by context: a line for each size and way of compiling."""
     found: items.Items = []
     for metric in view.chosen(metrics):
@@ -65,7 +66,7 @@ def by_size(view: View, metrics: Sequence[str], drawn: Sequence[str] = ()) -> it
     return found
 
 
-def joined(view: View, name: str, names: Sequence[str]) -> View:
+def joined(view: views.View, name: str, names: Sequence[str]) -> views.View:
     """Adds the words of several fields as one."""
     names = view.chosen(names)
     return view.with_fields(
@@ -73,7 +74,7 @@ def joined(view: View, name: str, names: Sequence[str]) -> View:
     )
 
 
-def times_by_size(view: View) -> items.Items:
+def times_by_size(view: views.View) -> items.Items:
     """The times and speedups of every part in which one way varies alone; then the times of all other cases."""
     varied = [(axis, part) for axis in WAYS for part in _but(view, axis) if part.varies(axis)]
     seen = {case["id"] for _, part in varied for case in part.cases}
@@ -84,7 +85,7 @@ def times_by_size(view: View) -> items.Items:
     return [*found, *(_grid(view, part, "time_s") for part in _but(alone, "compile"))]
 
 
-def _speeds(whole: View, part: View, axis: str) -> items.Table | None:
+def _speeds(whole: views.View, part: views.View, axis: str) -> items.Table | None:
     """Speedups over the first word of an axis, such as eager, or over a row of the table, else over somebody else's."""
     peers = [case["impl"] for case in part.cases if case["peer"]]
     base = cells.base_of(part, otherwise=peers) if axis == "impl" else next(iter(part.words[axis]))
@@ -93,7 +94,7 @@ def _speeds(whole: View, part: View, axis: str) -> items.Table | None:
 
 
 def best(
-    view: View, of: str, mode: str, by: str, keys: Sequence[str], metrics: Sequence[str], title: str
+    view: views.View, of: str, mode: str, by: str, keys: Sequence[str], metrics: Sequence[str], title: str
 ) -> items.Table | None:
     """The case with most of a field, of each value of `by`: in the last of the modes that was timed."""
     timed = view.only(of)
@@ -104,7 +105,7 @@ def best(
     )
 
 
-def beside_fastest(view: View, ways: Sequence[str]) -> list[View]:
+def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
     """Our cases beside those of somebody else's model, in the way of running it that is its fastest; none without one.
 
     Adds the speedup, and as `theirs`, `their_label` and `their_about` what captions say of that model.
@@ -125,7 +126,7 @@ def beside_fastest(view: View, ways: Sequence[str]) -> list[View]:
 
 
 def predicted(
-    view: View, metric: str, expected: str, asks: Sequence[str], title: str, about: str
+    view: views.View, metric: str, expected: str, asks: Sequence[str], title: str, about: str
 ) -> items.Table | None:
     """A metric as measured and as predicted; under a memory limit, and in sections that ask it, also what was to fit.
 
@@ -148,7 +149,7 @@ def predicted(
     return tables.listing(own, ("size", "batch"), columns, "predicted", title, about)
 
 
-def memory_timeline(view: View, about: str) -> items.Plot | None:
+def memory_timeline(view: views.View, about: str) -> items.Plot | None:
     """Memory in use in the course of a call, a colour for each phase; None where none was recorded."""
     case, phases = view.cases[0], view.cases[0]["timeline"] or ()
     points = [point for phase in phases for point in phase["points"]]
@@ -173,13 +174,13 @@ def memory_timeline(view: View, about: str) -> items.Plot | None:
     return plots.drawn(view, axes, head, "timeline", view.caption(about))
 
 
-def overlap(view: View, about: str) -> list[items.Plot]:
+def overlap(view: views.View, about: str) -> list[items.Plot]:
     """Draws when a step computes and when it communicates, a pair of lanes for each row of the first batch."""
     traced = view.only(lambda case: any(kind == "communication" for kind, _, _ in case["timeline"] or ()))
     return [_lanes(part, about) for part in traced.cut("", "batch {batch}")[:1]]
 
 
-def _lanes(view: View, about: str) -> items.Plot:
+def _lanes(view: views.View, about: str) -> items.Plot:
     axes = plots.canvas(0.45 * len(view.cases) + 0.6)
     for lane, case in enumerate(view.cases):
         for (what, color), top in zip(COLOURS.items(), (lane - 0.36, lane - 0.02), strict=True):
@@ -190,7 +191,7 @@ def _lanes(view: View, about: str) -> items.Plot:
     return plots.drawn(view, axes, "A step's timeline", "timeline", view.caption(about))
 
 
-def with_held(view: View) -> View:
+def with_held(view: views.View) -> views.View:
     """Puts what was held before a call before its phases; those of a case that was not opened have no peaks."""
     return view.of([case | {"phases": _held_and_phases(case)} for case in view.cases])
 
@@ -201,7 +202,7 @@ def _held_and_phases(case: Record) -> list[dict[str, Any]]:
     return [{"name": "held", "peak_bytes": 0 if case["phases"] else None}, *phases]
 
 
-def latency_and_bandwidth(view: View, names: Sequence[str]) -> View:
+def latency_and_bandwidth(view: views.View, names: Sequence[str]) -> views.View:
     """A case for each value of some fields: the latency and bandwidth of the line through its times by bytes.
 
     None where fewer than two sizes were timed, or the larger takes no longer.
@@ -217,7 +218,7 @@ def latency_and_bandwidth(view: View, names: Sequence[str]) -> View:
     return view.of(cases)
 
 
-def row_labels(view: View, plain: str) -> View:
+def row_labels(view: views.View, plain: str) -> views.View:
     """Adds, as `called`, a strategy's name, the size of its buckets, and what blocks keep where that is not `plain`."""
     return view.of([case | {"called": _called(case, plain)} for case in view.cases])
 

@@ -7,29 +7,28 @@ from itertools import count
 from typing import Any
 
 from lmsys.bench.fields import Field
-from lmsys.reports import cells, items, plots, special, tables, versus, words
+from lmsys.reports import cells, items, plots, special, tables, versus, views, words
 from lmsys.reports.expressions import value_of
-from lmsys.reports.views import View
 from lmsys.values import choice
 
 Steps = Sequence[Any]
 STEPS: dict[str, Any] = {
-    "checked": View.checked,
-    "cut": View.cut,
+    "checked": views.View.checked,
+    "cut": views.View.cut,
     "endings": tables.endings,
     "heat_map": plots.heat_map,
-    "labelled": View.labelled,
+    "labelled": views.View.labelled,
     "listing": tables.listing,
     "means": versus.means,
-    "named": View.named,
-    "only": View.only,
-    "ordered": View.ordered,
-    "quiet": View.quiet,
+    "named": views.View.named,
+    "only": views.View.only,
+    "ordered": views.View.ordered,
+    "quiet": views.View.quiet,
     "rivals": versus.rivals,
-    "said_also": View.said_also,
+    "said_also": views.View.said_also,
     "same_bits": versus.same_bits,
-    "silent": View.silent,
-    "styled": View.styled,
+    "silent": views.View.silent,
+    "styled": views.View.styled,
     "unstyled": partial(replace, styles={}),
     **{made.__name__: made for made in special.STEPS},
 }
@@ -41,12 +40,12 @@ def step(function: Any) -> Any:
     return function
 
 
-def figures(view: View, item: Steps) -> items.Items:
+def figures(view: views.View, item: Steps) -> items.Items:
     """The tables and plots of an item: a list of steps, or one step alone."""
     return applied(view, [item] if isinstance(item[0], str) else item)
 
 
-def applied(view: View, steps: Steps) -> list[Any]:
+def applied(view: views.View, steps: Steps) -> list[Any]:
     """The result of steps that are applied to a view, one after another."""
     found = [view]
     for name, *args in steps:
@@ -61,39 +60,39 @@ def applied(view: View, steps: Steps) -> list[Any]:
 
 
 @step
-def if_varies(view: View, name: str, varies: bool = True) -> list[View]:
+def if_varies(view: views.View, name: str, varies: bool = True) -> list[views.View]:
     """The view, if a field varies in it, or if it does not; else none."""
     return [view] if view.cases and view.varies(name) == varies else []
 
 
 @step
-def where(view: View, test: str, steps: Steps) -> list[View]:
+def where(view: views.View, test: str, steps: Steps) -> list[views.View]:
     """Takes more steps where a case passes the test."""
     return applied(view, steps) if view.only(test).cases else [view]
 
 
 @step
-def with_any(view: View, by: str, name: str) -> View:
+def with_any(view: views.View, by: str, name: str) -> views.View:
     """The cases of those values of `by` of which any case has a value of a field."""
     kept = {case[by] for case in view.cases if case[name] is not None}
     return view.only(lambda case: case[by] in kept)
 
 
 @step
-def one_of_each(view: View, names: Sequence[str], most: str = "") -> View:
+def one_of_each(view: views.View, names: Sequence[str], most: str = "") -> views.View:
     """The first case of each group by these fields, or that with the most of a field."""
     groups = [own.cases for own in view.groups(*names).values()]
     return view.of([max(cases, key=lambda case: case[most]) if most else cases[0] for cases in groups])
 
 
 @step
-def picked(view: View, place: int, stem: str, heading: str) -> list[View]:
+def picked(view: views.View, place: int, stem: str, heading: str) -> list[views.View]:
     """One of the parts that `View.cut` makes: the first is 0, the last -1."""
     return view.cut(stem, heading)[place:][:1]
 
 
 @step
-def facets(view: View, names: Sequence[str], others: Sequence[str] = (), stem: bool = True) -> list[View]:
+def facets(view: views.View, names: Sequence[str], others: Sequence[str] = (), stem: bool = True) -> list[views.View]:
     """Parts by these fields, and by axes that tell apart what the others do not; `stem`: files say their names."""
     told = view.telling(view.chosen(names), *others)
     ends = [f"{name * stem}{{{name}}}" for name in told]
@@ -101,7 +100,7 @@ def facets(view: View, names: Sequence[str], others: Sequence[str] = (), stem: b
 
 
 @step
-def last_of(view: View, name: str) -> View:
+def last_of(view: views.View, name: str) -> views.View:
     """The cases with the last value of a field, in reading order."""
     last = view.values(name)[-1:]
     return view.only(lambda case: case[name] in last)
@@ -111,25 +110,25 @@ def last_of(view: View, name: str) -> View:
 
 
 @step
-def read_as(view: View, name: str, words: Sequence[Sequence[Any]]) -> View:
+def read_as(view: views.View, name: str, words: Sequence[Sequence[Any]]) -> views.View:
     return view.read_as(**{name: dict(map(tuple, words))})
 
 
 @step
-def unfolded(view: View, name: str, declared: Sequence[Mapping[str, Any]]) -> View:
+def unfolded(view: views.View, name: str, declared: Sequence[Mapping[str, Any]]) -> views.View:
     """A case for each line of a list that the cases hold, with fields of these lines."""
     return fields(view.of([{**case, **line} for case in view.cases for line in case[name] or ()]), declared)
 
 
 @step
-def matched(view: View, name: str, axis: str, of: str, same: Sequence[str]) -> View:
+def matched(view: views.View, name: str, axis: str, of: str, same: Sequence[str]) -> views.View:
     """Adds the case that has this case's value of the field `of` on an axis, and is alike on the axes `same`."""
     known = {(case[axis], *(case[each] for each in same)): case for case in view.cases}
     return view.of([case | {name: known.get((case[of], *(case[each] for each in same)))} for case in view.cases])
 
 
 @step
-def fields(view: View, declared: Sequence[Mapping[str, Any]]) -> View:
+def fields(view: views.View, declared: Sequence[Mapping[str, Any]]) -> views.View:
     """Adds fields; a name in braces in a label is what the first case has of it."""
     for one in declared:
         first = view.cases[0] if view.cases else {}
@@ -140,13 +139,13 @@ def fields(view: View, declared: Sequence[Mapping[str, Any]]) -> View:
 
 
 @step
-def computed(view: View, **expressions: str) -> View:
+def computed(view: views.View, **expressions: str) -> views.View:
     """Gives declared fields other values."""
     return view.with_fields(*(view.fields[name].called(of=partial(value_of, e)) for name, e in expressions.items()))
 
 
 @step
-def defaulted(view: View, name: str, plain: str, order: Sequence[str] = (), quiet: bool = True) -> View:
+def defaulted(view: views.View, name: str, plain: str, order: Sequence[str] = (), quiet: bool = True) -> views.View:
     """An axis that older files do not say: its default for these, which comes first in reading order; captions leave it
     out where it has the default throughout."""
     view = view.with_fields(Field(name, role="axis", of=lambda case: case.get(name) or plain))
@@ -156,7 +155,7 @@ def defaulted(view: View, name: str, plain: str, order: Sequence[str] = (), quie
 
 
 @step
-def worded(view: View, name: str, by: Sequence[str] = (), of: str = "") -> View:
+def worded(view: views.View, name: str, by: Sequence[str] = (), of: str = "") -> views.View:
     """Words for the values of a field, an expression of the field, in the reading order of the fields `by`."""
     values = [value for (value,) in view.ordered(*(by or [name])).distinct(name)]
     words = {value: value_of(of, {name: value}) if of else view.text(name, value) for value in values}
@@ -164,27 +163,27 @@ def worded(view: View, name: str, by: Sequence[str] = (), of: str = "") -> View:
 
 
 @step
-def traits(view: View, row: str, trait: str) -> View:
+def traits(view: views.View, row: str, trait: str) -> views.View:
     """Adds a trait of the row that a field names."""
     table = view.table(row)
     return view.with_fields(Field(f"{row}_{trait}", role="detail", of=lambda case: table[case[row]].get(trait)))
 
 
 @step
-def over(view: View, base: str = "", axis: str = "impl", otherwise: str = "", **options: Any) -> View:
+def over(view: views.View, base: str = "", axis: str = "impl", otherwise: str = "", **options: Any) -> views.View:
     """Adds speedups over a base: that of the name, else the row that the table says; `otherwise` "peer": else somebody
     else's; "any": else any row, somebody else's first."""
     return cells.compared(view, base or cells.base_of(view, _others(view, otherwise)), axis, **options)
 
 
-def _others(view: View, otherwise: str) -> list[str]:
+def _others(view: views.View, otherwise: str) -> list[str]:
     rows = view.values("impl") if otherwise else []
     peers = [row for row in rows if view.styles["impl"][row].dashed]
     return [*peers, *rows] if otherwise == "any" else peers
 
 
 @step
-def beside_baseline(view: View, axis: str, same: Sequence[str], base: str = "") -> View:
+def beside_baseline(view: views.View, axis: str, same: Sequence[str], base: str = "") -> views.View:
     """Adds, as `beside`, the case of the baseline of a table, or of the `base`, and its name as `base`."""
     base = base or next((name for name, row in view.table(axis).items() if row.get("baseline")), "")
     found = cells.beside(view, base, axis, same)
@@ -192,7 +191,7 @@ def beside_baseline(view: View, axis: str, same: Sequence[str], base: str = "") 
 
 
 @step
-def least(view: View, name: str, of: str, by: str, among: str) -> View:
+def least(view: views.View, name: str, of: str, by: str, among: str) -> views.View:
     """Adds the least value of a field among the cases that have `among`, by another field."""
     groups = view.only(lambda case: case[among] and case[of]).groups(by)
     known = {key: min(case[of] for case in own.cases) for (key,), own in groups.items()}
@@ -200,14 +199,14 @@ def least(view: View, name: str, of: str, by: str, among: str) -> View:
 
 
 @step
-def greatest(view: View, name: str, of: str) -> View:
+def greatest(view: views.View, name: str, of: str) -> views.View:
     """Adds the greatest value of a field; 0 where no case has any."""
     most = max((case[of] or 0 for case in view.cases), default=0)
     return view.of([case | {name: most} for case in view.cases])
 
 
 @step
-def points(view: View, step: str, value: str, values: str, at: str = "") -> View:
+def points(view: views.View, step: str, value: str, values: str, at: str = "") -> views.View:
     """A case for each point of a curve that the cases hold, at the places of another list, else 1, 2, ..."""
     return view.of(
         [
@@ -219,7 +218,7 @@ def points(view: View, step: str, value: str, values: str, at: str = "") -> View
 
 
 @step
-def pairs(view: View, name: str, other: str, how: str) -> View:
+def pairs(view: views.View, name: str, other: str, how: str) -> views.View:
     """A case for each other row that a mapping of the cases names, and one for the row itself."""
     return view.of(
         [
@@ -232,19 +231,19 @@ def pairs(view: View, name: str, other: str, how: str) -> View:
 
 
 @step
-def melted(view: View, what: str, value: str, **names: str) -> View:
+def melted(view: views.View, what: str, value: str, **names: str) -> views.View:
     """A case for each of several fields, with its word and its value."""
     return view.of([case | {what: word, value: case[name]} for case in view.cases for name, word in names.items()])
 
 
 @step
-def repeated(view: View, **facts: Any) -> View:
+def repeated(view: views.View, **facts: Any) -> views.View:
     """The cases twice: first with these facts in place of their own."""
     return view.of([*(case | facts for case in view.cases), *view.cases])
 
 
 @step
-def products(view: View, names: Sequence[Sequence[str]]) -> View:
+def products(view: views.View, names: Sequence[Sequence[str]]) -> views.View:
     """Captions say which products of two fields are constant while the first of the two varies."""
     held = []
     for one, other in names:
@@ -254,7 +253,7 @@ def products(view: View, names: Sequence[Sequence[str]]) -> View:
 
 
 @step
-def peak(view: View, dtype: str) -> View:
+def peak(view: views.View, dtype: str) -> views.View:
     """Adds the best matmul of these runs in the dtype that a field names, TFLOP/s, and words for it."""
     rate = view.machine.ceiling(view.cases, view.cases[0][dtype])
     facts = {"peak": rate and rate / 1e12, "peak_text": rate and f"matmul {words.number(rate / 1e12)} TFLOP/s"}
@@ -265,18 +264,18 @@ def peak(view: View, dtype: str) -> View:
 
 
 @step
-def pivot(view: View, metrics: Sequence[str], *args: Any, **options: Any) -> items.Items:
+def pivot(view: views.View, metrics: Sequence[str], *args: Any, **options: Any) -> items.Items:
     return [tables.pivot(view, metric, *args, **options) for metric in view.chosen(metrics)]
 
 
 @step
-def bars(view: View, metrics: Sequence[str], *args: Any, **options: Any) -> items.Items:
+def bars(view: views.View, metrics: Sequence[str], *args: Any, **options: Any) -> items.Items:
     return [plots.bars(view, metric, *args, **options) for metric in view.chosen(metrics)]
 
 
 @step
 def lines(
-    view: View, metrics: Sequence[str], *args: Any, ceilings: Mapping[str, Any] | None = None, **options: Any
+    view: views.View, metrics: Sequence[str], *args: Any, ceilings: Mapping[str, Any] | None = None, **options: Any
 ) -> items.Items:
     """`ceilings`: by metric the words and the height of a line, or the fields that say them."""
     first = view.cases[0] if view.cases else {}
@@ -289,7 +288,7 @@ def lines(
 
 
 @step
-def number_lines(view: View, metrics: Sequence[str]) -> items.Items:
+def number_lines(view: views.View, metrics: Sequence[str]) -> items.Items:
     """Each metric against the axis that has most numbers, a plot for each setting of the others."""
     axes = view.chosen(["@?", "-impl"])
     numbers = [name for name in axes if all(type(value) in (int, float) for value in view.values(name))]
@@ -302,7 +301,7 @@ def number_lines(view: View, metrics: Sequence[str]) -> items.Items:
 
 @step
 def over_bases(
-    view: View, keys: Steps, title: str, same: Steps = (), otherwise: str = "", shares: bool = False
+    view: views.View, keys: Steps, title: str, same: Steps = (), otherwise: str = "", shares: bool = False
 ) -> items.Table | None:
     """All metrics, with the speed over each base; with `shares` also the peak of memory beside that of the base."""
     (first, *others), bases = view.metrics(), cells.bases_of(view, _others(view, otherwise))
@@ -315,7 +314,7 @@ def over_bases(
 
 
 @step
-def parts_summary(view: View, parts: Steps, word: str, title: str) -> items.Table | None:
+def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> items.Table | None:
     """Geometric means of the speedups of each part that some steps make, by row."""
     compared_parts = [part for steps in parts for part in applied(view, steps) if cells.is_compared(part)]
     bases = list(dict.fromkeys(part.text("impl", part.base) for part in compared_parts))
@@ -327,18 +326,18 @@ def parts_summary(view: View, parts: Steps, word: str, title: str) -> items.Tabl
 
 
 @step
-def either(view: View, *items: Steps) -> items.Items:
+def either(view: views.View, *items: Steps) -> items.Items:
     """The first of these that draws anything."""
     return next((found for item in items if any(found := figures(view, item))), [])
 
 
 @step
-def each(view: View, *items: Steps) -> items.Items:
+def each(view: views.View, *items: Steps) -> items.Items:
     """All that these draw."""
     return [one for item in items for one in figures(view, item)]
 
 
 @step
-def if_drawn(view: View, first: Steps, then: Steps) -> items.Items:
+def if_drawn(view: views.View, first: Steps, then: Steps) -> items.Items:
     """The figures of the second, where the first draws anything."""
     return figures(view, then) if any(figures(view, first)) else []

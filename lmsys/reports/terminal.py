@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from textwrap import wrap
 
-from lmsys.bench.fields import ERROR, Field, Record
-from lmsys.bench.verdict import ratio_of, time_of, undisturbed
+from lmsys.bench import fields, verdict
 from lmsys.reports import cells, load, tables, views, words
 
 MOST = 20  # lines of a benchmark
 NARROW = 18  # characters that a setting keeps in a narrow terminal
 SHARES = {"mfu": "MFU %"} | {name: f"{ceiling.removeprefix('large ')} %" for name, ceiling in cells.CEILINGS.items()}
-HEADS = SHARES | {ERROR.name: "error"}
+HEADS = SHARES | {fields.ERROR.name: "error"}
 SIZES = int, float
 ABOUT = (
     "The fastest row comes first; of many sizes the largest is shown that was not disturbed, if any (pytest -v shows "
@@ -28,7 +27,9 @@ ABOUT = (
 )
 
 
-def lines(found: Record, every: bool, contends: Callable[[Record], bool], width: int = 0) -> Iterator[str]:
+def lines(
+    found: fields.Record, every: bool, contends: Callable[[fields.Record], bool], width: int = 0
+) -> Iterator[str]:
     """A table of each benchmark that was timed.
 
     found     machine, fields, rows and records, as in a result file
@@ -43,7 +44,7 @@ def lines(found: Record, every: bool, contends: Callable[[Record], bool], width:
     for machine in load.machines_of(cases, named["fields"], named["rows"], found["layouts"]):
         names = dict.fromkeys(one["benchmark"] for one in machine.records if one["time_s"])
         for name in names:
-            view = views.view_of(machine, name).with_fields(Field("contends", role="detail", of=contends))
+            view = views.view_of(machine, name).with_fields(fields.Field("contends", role="detail", of=contends))
             yield from _table(view, width, every or len(view.cases) <= MOST)
         yield from wrap(ABOUT, width) if names else ()
 
@@ -52,7 +53,7 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
     varying = {name for own in view.groups("comparison").values() for name in view.axes() if own.varies(name)}
     axes = [name for name in view.axes() if name not in (*views.UNSAID, "impl", *varying)]  # those tell rows apart
     axes.sort(key=lambda name: (type(view.cases[0][name]) in SIZES, -len(view.values(name))))
-    asked = Field(
+    asked = fields.Field(
         "asked",
         role="detail",
         of=lambda case: (case["section"], *(SIZES if type(case[name]) in SIZES else case[name] for name in axes)),
@@ -62,7 +63,7 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
     telling = [name for name in axes if len({own.cases[0][name] for own in parts}) > 1]
     rates = [name for name, one in view.fields.items() if one.unit.endswith("/s") and view.has(name)]
     figures = ["time_s", *rates[:1], *[name for name in SHARES if view.has(name)][:1]]
-    figures += [ERROR.name] if every and view.has(ERROR.name) else []
+    figures += [fields.ERROR.name] if every and view.has(fields.ERROR.name) else []
     most = len(view.cases) if every else max(1, MOST // len(parts))
     groups = [(_words(own, own.cases[0], telling), [*_lines(own, figures, most)]) for own in parts]
     yield f"{view.benchmark.replace('_', ' ')}: {sum(len(one) for _, one in groups)} of {len(view.cases)} that ran"
@@ -73,16 +74,16 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
 
 def _size(own: views.View) -> tuple[bool, float]:
     """Sorts what was disturbed throughout before the rest, and each by time."""
-    timed = undisturbed([case for case in own.cases if case["time_s"]])
-    return any(not case["disturbed"] for case in timed), min(map(time_of, timed), default=0.0)
+    timed = verdict.undisturbed([case for case in own.cases if case["time_s"]])
+    return any(not case["disturbed"] for case in timed), min(map(verdict.time_of, timed), default=0.0)
 
 
-def _place(case: Record) -> tuple[bool, bool, bool, float]:
+def _place(case: fields.Record) -> tuple[bool, bool, bool, float]:
     """Last what has no time; before it what does other work, and what was disturbed; each by its time."""
     return not case["time_s"], not case["contends"], bool(case["disturbed"]), case["time_s"] or 0.0
 
 
-def _words(own: views.View, case: Record, names: Iterable[str]) -> str:
+def _words(own: views.View, case: fields.Record, names: Iterable[str]) -> str:
     return ", ".join(
         value if isinstance(value, str) else tables.value_head(own, name, value)
         for name in names
@@ -94,8 +95,10 @@ def _lines(own: views.View, figures: Sequence[str], most: int) -> Iterator[list[
     """A line for each row, the fastest first: name, figures, speed over another, and whether it is right or why not."""
     for case in sorted(own.cases, key=_place)[:most]:
         others = [one for one in own.cases if one["time_s"] and one["contends"] and one["impl"] != case["impl"]]
-        base = min(undisturbed([one for one in others if one["peer"]] or others), key=time_of, default=case)
-        ratio = ratio_of(case, base) if case["contends"] and base is not case else None
+        base = min(
+            verdict.undisturbed([one for one in others if one["peer"]] or others), key=verdict.time_of, default=case
+        )
+        ratio = verdict.ratio_of(case, base) if case["contends"] and base is not case else None
         speed = f"{words.number(ratio)} × {base['impl']}" if ratio else ""
         if ratio and (ratio < 1) != (case["time_s"] > base["time_s"]):
             speed = f"level with {base['impl']}"

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from lmsys.bench.fields import BATCH_INVARIANT, REPEATABLE, Field, Record, grouped
-from lmsys.bench.verdict import undisturbed
+from lmsys.bench import fields, verdict
 from lmsys.reports import cells, contest, items, tables, views, words
 
 ASIDE = " Disturbed cases count only where a row has no others."
@@ -53,7 +52,8 @@ def means(view: views.View, row: str, column: str, word: str, title: str) -> ite
     """Geometric means of the speedups by two fields, with how many each is of; None without any."""
     own = view.only(lambda case: case[cells.SPEEDUP])
     found = {
-        key: [case[cells.SPEEDUP] for case in undisturbed(one.cases)] for key, one in own.groups(row, column).items()
+        key: [case[cells.SPEEDUP] for case in verdict.undisturbed(one.cases)]
+        for key, one in own.groups(row, column).items()
     }
     heads = own.values(column)
     if not found:
@@ -85,19 +85,21 @@ ABOUT_BITS = (
     "Same bits. Repeated: whether several calls on the same inputs gave the same bits; alone: whether an element of "
     "the batch gave the same bits without the others. No: the tensors that did not. In brackets: cases"
 )
-QUESTIONS = {"repeated": (REPEATABLE.name, "differ"), "alone": (BATCH_INVARIANT.name, "alone")}
+QUESTIONS = {"repeated": (fields.REPEATABLE.name, "differ"), "alone": (fields.BATCH_INVARIANT.name, "alone")}
 FLAT = (
-    Field("calls", role="detail", of=lambda case: case["same_bits"]["calls"]),
-    Field("differing", role="detail", of=lambda case: " ".join(case["same_bits"]["differ"])),
-    Field("largest_difference", role="detail", of=lambda case: max(case["same_bits"]["differ"].values(), default=None)),
-    Field("differing_alone", role="detail", of=lambda case: " ".join(case["same_bits"]["alone"])),
+    fields.Field("calls", role="detail", of=lambda case: case["same_bits"]["calls"]),
+    fields.Field("differing", role="detail", of=lambda case: " ".join(case["same_bits"]["differ"])),
+    fields.Field(
+        "largest_difference", role="detail", of=lambda case: max(case["same_bits"]["differ"].values(), default=None)
+    ),
+    fields.Field("differing_alone", role="detail", of=lambda case: " ".join(case["same_bits"]["alone"])),
 )
 
 
 def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "True"),)) -> items.Table | None:
     """A line for each row, of what was called again; `by`: the heads of columns, and tests of the cases of each."""
     view = view.only(lambda case: case["outcome"] == "ok" and case.get("same_bits"))
-    view = view.with_fields(REPEATABLE, BATCH_INVARIANT, *FLAT).ordered("impl")
+    view = view.with_fields(fields.REPEATABLE, fields.BATCH_INVARIANT, *FLAT).ordered("impl")
     columns = [
         (f"{head}, {question}".lstrip(", "), test, answer, tensors)
         for head, test in by
@@ -120,13 +122,13 @@ def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "
         caption=view.caption(ABOUT_BITS),
         columns=[heads[at] for at in used],
         rows=lines,
-        data=tables.data_of(view, REPEATABLE.name, BATCH_INVARIANT.name, *(one.name for one in FLAT)),
+        data=tables.data_of(view, fields.REPEATABLE.name, fields.BATCH_INVARIANT.name, *(one.name for one in FLAT)),
         notes=cells.below(notes, lines),
         source=view.machine.about(view.cases),
     )
 
 
-def _cell(cases: Sequence[Record], answer: str, tensors: str, notes: cells.Notes) -> str:
+def _cell(cases: Sequence[fields.Record], answer: str, tensors: str, notes: cells.Notes) -> str:
     """yes (12), or no: dq (3 of 12); notes say by how much, and what failed. Empty where no case was asked."""
     known = [case for case in cases if case[answer] is not None]
     bad = [case for case in known if not case[answer]]
@@ -134,7 +136,7 @@ def _cell(cases: Sequence[Record], answer: str, tensors: str, notes: cells.Notes
     untold = "".join(cells.mark(notes, f"Not known of all cases: {why}.") for why in failures if why)
     if not bad:
         return (f"yes ({len(known)})" if known else "") + untold
-    sizes = grouped(pair for case in bad for pair in case["same_bits"][tensors].items())
+    sizes = fields.grouped(pair for case in bad for pair in case["same_bits"][tensors].items())
     most = {name: max(found) for name, found in sizes.items()}
     told = ", ".join(f"{name} by at most {words.number(size)}" for name, size in most.items())
     return f"no: {', '.join(most)} ({len(bad)} of {len(known)})" + cells.mark(notes, f"Differs: {told}.") + untold

@@ -219,8 +219,7 @@ class Words:
         return self._number[slots]
 
     def _slots(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        mixed = (low ^ high * _MIX_HIGH) * _MIX_LOW
-        return (mixed >> self._shift).view(np.int64)
+        return ((low ^ high * _MIX_HIGH) * _MIX_LOW >> self._shift).view(np.int64)
 
     def _resize(self, bits: int) -> None:
         self._shift = np.uint64(64 - bits)

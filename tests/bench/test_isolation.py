@@ -144,7 +144,7 @@ def test_a_row_that_is_killed_as_memory_ran_out_is_out_of_memory(
 ) -> None:
     """The kernel counts whom it killed: it is asked before a worker begins, and when it has ended."""
     told = count(step=more)
-    monkeypatch.setattr("lmsys.bench.isolation.oom_kills", lambda: next(told))
+    monkeypatch.setattr("lmsys.bench.isolation.host.oom_kills", lambda: next(told))
     with isolated(monkeypatch, 1) as runner:
         found = records(runner, ["good", "killed"])
     assert found["good", "fwd"]["outcome"] == "ok" and found["killed", "fwd"]["outcome"] == outcome

@@ -151,7 +151,7 @@ def take_calls(strangers: int) -> list[float]:
     """On a rank: what a benchmark of ranks calls, by a clock that refuses."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmsys.bench.ranks.clock_of", lambda kind, ahead: BusyClock())
-        patch.setattr("lmsys.bench.ranks.sensors_of", lambda kind: SharedDevice(strangers))
+        patch.setattr("lmsys.bench.ranks.sensors.sensors_of", lambda kind: SharedDevice(strangers))
         return times(Step(nothing), range(2), dist.group.WORLD)[0]
 
 

@@ -13,7 +13,6 @@ from lmsys.training.__main__ import main
 from tests.support.files import tree
 from tests.support.training_runs import SETTINGS, config, corpus
 
-
 REFUSED = (
     "--set train.stepz=3",
     "--set trian.steps=3",
