@@ -26,7 +26,8 @@ from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
 from lmsys.bench import Axis, Candidate, Field, Grid, OnRanks, Record, Settings, bench, fields, ranks
 from lmsys.cost.operations import model_parameters
-from lmsys.parallel import STRATEGIES, StrategyTraits
+from lmsys.parallel import STRATEGIES
+from lmsys.traits import StrategyTraits
 
 PASSES = {"gloo": 2, "nccl": 3}  # of each row, in turns: a GPU's clock moves, and rows are compared within a pass
 TUNED_MB = {"gloo": (1, 25), "nccl": (10, 25, 100, 400)}  # to choose from, for a strategy that is to be tuned

@@ -42,9 +42,10 @@ from lmsys.bench.trial import NOT_TIMED
 from lmsys.measure import memory
 from lmsys.measure.profile import KINDS, Profile, communication_of, part, profile_call, register_kernels
 from lmsys.measure.sensors import Reading, sensors_of, state_of
-from lmsys.parallel import STRATEGIES, StrategyTraits
+from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
 from lmsys.training.optimizer import clip_factor, scale_gradients, whole_norm
+from lmsys.traits import StrategyTraits
 
 STEPS = 20
 KERNELS = {  # of a step's time, beside the optimizer's

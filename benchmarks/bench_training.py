@@ -22,8 +22,9 @@ from lmsys.bench import Axis, Benchmark, Candidate, Entry, Field, Grid, Record, 
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.compare import attempt
-from lmsys.parallel import STRATEGIES, StrategyTraits
+from lmsys.parallel import STRATEGIES
 from lmsys.testing import CURVE_BUDGET, CURVE_STEPS, curve_ratios
+from lmsys.traits import StrategyTraits
 
 CURVE_POINTS = 100  # of a curve that travels with a record
 

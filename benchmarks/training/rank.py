@@ -18,10 +18,11 @@ from lmsys import config, values
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.bench import Entry, Record, findings, ranks
 from lmsys.measure import clock, memory, sensors
-from lmsys.parallel import STRATEGIES, StrategyTraits, group
+from lmsys.parallel import STRATEGIES, group
 from lmsys.tokenizer import Tokenizer, chunks, pretokens, train
 from lmsys.training import corpora, data, loop, reproducible
 from lmsys.training.config import RunConfig, TrainConfig
+from lmsys.traits import StrategyTraits
 
 LEAST_LR, WARMUP = 0.1, 0.1  # of the learning rate; of all steps
 

@@ -57,9 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         right = {answer["part"] for answer in answers if answer["verdict"] == parts.RIGHT}
         measure.measure(checkout.root_of(given.folder), right, given.measure.resolve())
     verdicts = {answer["verdict"] for answer in answers}
-    if verdicts & {parts.WRONG, parts.REFUSED}:
-        return 1
-    return UNJUDGED if parts.NOT_JUDGED in verdicts else 0
+    return 1 if verdicts & {parts.WRONG, parts.REFUSED} else UNJUDGED * (parts.NOT_JUDGED in verdicts)
 
 
 def answers_of(root: Path) -> Iterator[Answer]:

@@ -165,11 +165,13 @@ def bpe_training() -> basics.Questions:
 
 
 def bpe_encoding() -> basics.Questions:
-    words = Counter(word.encode() for word in naive.split(TEXT, [END]) if word != END)
-    merges, twice = naive.learn_merges(words, VOCABULARY - 256), END + END
+    counts, twice = Counter(word.encode() for word in naive.split(TEXT, [END]) if word != END), END + END
+    merges = naive.learn_merges(counts, VOCABULARY - 256)
     tokens = [bytes([byte]) for byte in range(256)] + [left + right for left, right in merges]
-    vocab = dict(enumerate([*tokens, END.encode(), twice.encode()]))
-    sentence = "né lo, quing 12 ster\n\n  Héllò 🙃" + END + " wing?" + END + "\n"
+    vocab, sentence = (
+        dict(enumerate([*tokens, END.encode(), twice.encode()])),
+        "né lo, quing 12 ster\n\n  Héllò 🙃" + END + " wing?" + END + "\n",
+    )
     cases = {
         "an empty text": ("", None),
         "a text with letters of several bytes": (sentence.replace(END, ""), None),

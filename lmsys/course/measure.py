@@ -51,9 +51,19 @@ def measure(root: Path, right: Collection[str], folder: Path) -> list[list[str]]
     commands = []
     for benchmark, (rows, options, small) in WORKLOADS.items():
         names = [f"--row={folder / 'rows.py'}:{name}" for part, name in rows.items() if part in right]
-        output = ["-o", str(folder / f"{benchmark}.json"), *shlex.split(options)]
         smaller = [] if torch.cuda.is_available() else shlex.split(small)
-        commands += [["-m", "lmsys.bench", benchmark, *names, *output, *smaller]] * bool(names)
+        commands += [
+            [
+                "-m",
+                "lmsys.bench",
+                benchmark,
+                *names,
+                "-o",
+                str(folder / f"{benchmark}.json"),
+                *shlex.split(options),
+                *smaller,
+            ]
+        ] * bool(names)
     results = [command[command.index("-o") + 1] for command in commands]
     commands += [["-m", "lmsys.reports", *results, "-o", str(folder / "site")]] * bool(results)
     for command in commands:

@@ -118,7 +118,7 @@ def test_it_takes_few_queries_and_no_documents(monkeypatch: pytest.MonkeyPatch) 
         return False
 
     row_of("cpu")
-    monkeypatch.setattr(flash_triton, "decode", taken)
+    monkeypatch.setattr("lmsys.attention.flash_triton_decode.decode", taken)
     assert takes(1) and takes(FEW_QUERIES) and takes(3, pattern=Pattern(True, window=2, softcap=3.0))
     assert not takes(FEW_QUERIES + 1) and not takes(1, Tile(32, 32, 4, 1))
     assert not takes(4, pattern=Pattern(True, documents=Documents([1, 3])))

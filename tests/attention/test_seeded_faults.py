@@ -61,8 +61,8 @@ def row_with(right: str, wrong: str) -> Callable[..., Tensor]:
     """flash_torch, in tiles of TILE, with one piece of its source replaced."""
     source = source_of(flash_torch)
     assert source.count(right) == 1, f"flash_torch.py has no single {right!r}; name the line anew"
-    own = f'custom_op("faulty_{next(numbers)}"'
-    faulty = source.replace(right, wrong).replace('custom_op("flash_torch"', own)
+    own = f'custom_ops.flash("faulty_{next(numbers)}"'
+    faulty = source.replace(right, wrong).replace('custom_ops.flash("flash_torch"', own)
     assert faulty.count(own) == 1, "else the fault is in the operator that other tests call"
     namespace: dict[str, object] = {"__name__": "faulty"}
     exec(compile(faulty, "faulty flash_torch.py", "exec"), namespace)

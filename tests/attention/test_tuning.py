@@ -63,7 +63,7 @@ def test_a_clock_that_drifts_decides_nothing(order: list[float], drift: float) -
     """A tile that is timed while a GPU is cool looks better than it is, by more than the best is better."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(tuning, "_chosen", {})
-        tuning.cache_file().unlink(missing_ok=True)
+        tuning.KEPT.path.unlink(missing_ok=True)
         clock(monkeypatch, dict(zip(CANDIDATES, order, strict=True)), drift)
         assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == CANDIDATES[order.index(1.0)]
 

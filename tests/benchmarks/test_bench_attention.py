@@ -316,7 +316,7 @@ def test_timed_calls_of_extreme_draws_are_looked_at_there(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("what", "outcome"), [("bench_attention.make_inputs", "oom"), ("attention.check.Oracle", "error")]
+    ("what", "outcome"), [("bench_attention.testing.make_inputs", "oom"), ("attention.check.Oracle", "error")]
 )
 def test_what_fails_in_the_bench_itself_is_a_cell_too(what: str, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from lmsys.bench.fields import filled, given_axes
 from lmsys.bench.results import Session
 from lmsys.cost.memory import training_memory
 from lmsys.cost.operations import model_flops, model_parameters
-from lmsys.model import TransformerLM
+from lmsys.model import TransformerLM, functions, fused
 from lmsys.training.gradients import GraphedGradients
 from tests.support.collected import collect
 from tests.support.harness import cases_of, results
@@ -197,7 +198,8 @@ def test_blocks_that_only_normal_rows_pass_are_wrong(name: str, wrong: Any, monk
     """Only fused blocks are patched: the reference is made of others."""
     asked: dict[str, Any] = {"compile": ("fused",), "mode": ("train_forward",), "precision": ("bf16",)}
     with monkeypatch.context() as patch:
-        patch.setattr(f"lmsys.model.fused.{name}", wrong)
+        patch.setattr(fused, "functions", SimpleNamespace(**vars(functions) | {name: wrong}))
+        patch.setattr(fused, name, wrong, raising=name in vars(fused))
         (one,) = records(timed=False, attention=("sdpa_math",), **asked).values()
         assert one["outcome"] == "wrong", one["reason"]
         patch.setattr("benchmarks.model.cases.write_model", lambda parameters: None)

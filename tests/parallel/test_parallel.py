@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lmsys.config import ModelConfig, model_config
 from lmsys.model import TransformerLM
-from lmsys.parallel import STRATEGIES
+from lmsys.parallel import STRATEGIES, collectives
 from lmsys.parallel.baselines import Naive
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup, device
@@ -126,10 +126,7 @@ def _traffic(name: str, options: dict[str, Any], recipe: Recipe) -> tuple[int, i
     def counting(real: Any) -> Any:
         return lambda x, g, **options: sent.append(x.numel()) or real(x, g, **options)
 
-    from lmsys.parallel import collectives, overlapped
-
-    places = [(module, "all_reduce_mean", counting) for module in (collectives, overlapped)]
-    with on_ranks.use(*places):
+    with on_ranks.use((collectives, "all_reduce_mean", counting)):
         wrapper(torch.randn(3, recipe.width)).backward()
         wrapper.finish_gradient_synchronization()
     return sum(sent), sum(p.numel() for p in wrapper.trainable)

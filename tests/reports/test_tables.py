@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmsys.bench.fields import Field
-from lmsys.reports.cells import NOT_RUN, SPEEDUP, above_ceiling, compared, geometric_mean, ratio_of
+from lmsys.bench.verdict import ratio_of
+from lmsys.reports.cells import NOT_RUN, SPEEDUP, above_ceiling, compared, geometric_mean
 from lmsys.reports.load import read
 from lmsys.reports.tables import pivot
 from lmsys.reports.views import View, view_of

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lmsys.parallel import copy_engine, overlapped, wrapper
+from lmsys.parallel import collectives, copy_engine
 from lmsys.parallel.buckets import Layout, offsets
 from lmsys.parallel.collectives import Pending
 from lmsys.parallel.copy_engine import CopyEngines
@@ -34,7 +34,7 @@ def _summed(by_engines: bool) -> Any:
         return send
 
     names = ("all_reduce_mean",) if by_engines else ("all_reduce_mean", "reduce_scatter_mean")
-    return use(*((engines if by_engines else overlapped, name, sums) for name in names))
+    return use(*((engines if by_engines else collectives, name, sums) for name in names))
 
 
 def _never_waited(by_engines: bool) -> Any:
@@ -60,7 +60,10 @@ def _off_by_one(by_engines: bool) -> Any:
 
 
 def _buffers_left(_: bool) -> Any:
-    return use((wrapper, "broadcast_", lambda send: lambda x, g: send(x, g) if isinstance(x, nn.Parameter) else None))
+    def parameters_alone(send: Any) -> Any:
+        return lambda x, g: None if x.is_floating_point() and not isinstance(x, nn.Parameter) else send(x, g)
+
+    return use((collectives, "broadcast_", parameters_alone))
 
 
 def _twice(by_engines: bool) -> Any:
