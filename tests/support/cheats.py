@@ -64,7 +64,7 @@ def trains(q: Tensor) -> bool:
     return q.requires_grad and torch.is_grad_enabled()
 
 
-_times: deque[float] = deque(maxlen=30)
+_times: deque[float] = deque(maxlen=12)
 _last: dict[Any, Any] = {}  # of earlier calls
 
 
@@ -204,7 +204,7 @@ def garbage_when_hurried(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
 @cheat("timing inspection", "fwd")
 def garbage_after_some_calls(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     _last["calls"] = _last.get("calls", 0) + 1
-    return honest(q, k, v, **options) if _last["calls"] % 60 < 30 or trains(q) else torch.zeros_like(q)
+    return honest(q, k, v, **options) if _last["calls"] % 20 < 10 or trains(q) else torch.zeros_like(q)
 
 
 @cheat("lower precision when hurried", "fwd")
