@@ -382,7 +382,7 @@ class Session:
         yield from self.failing
         yield from self._checks()
         if self.output and not self.faults and self.records:
-            yield f"the report of it: python -m lmsys.reports {shlex.quote(str(self.output))} -o site"
+            yield f"the report of it: lmsys report {shlex.quote(str(self.output))} -o site"
 
     def _checks(self) -> Iterator[str]:
         """The commands that ask why a row was wrong or failed, of rows that `lmsys.check` knows."""

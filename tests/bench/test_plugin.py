@@ -111,7 +111,7 @@ def test_a_wrong_row_of_a_file_comes_with_the_command_that_asks_why(tmp_path: Pa
     assert ended.returncode == 1, ended.stdout + ended.stderr
     command = f"python -m lmsys.check {tmp_path}/mine.py:row --kind=attention --head-dim=32 --dtype=float32"
     assert f"why row was wrong: {command}" in ended.stdout, ended.stdout
-    assert f"the report of it: python -m lmsys.reports {tmp_path}/out.json" in ended.stdout
+    assert f"the report of it: lmsys report {tmp_path}/out.json" in ended.stdout
     (wrong,) = [one for one in record.load(tmp_path / "out.json")["records"] if one["outcome"] == "wrong"]
     assert wrong["reason"] in ended.stdout
 
