@@ -30,7 +30,7 @@ from tests.support.harness import MACHINE
 from tests.support.processes import ENVIRONMENT, PATIENCE_S, ROOT, command
 from tests.support.variants import some
 
-TIMED_CALL = 36  # of a row: the calls of its check are fewer, those until its last timed one are more
+TIMED_CALL = 16  # of a row: the calls of its check are fewer, those until its last timed one are more
 LEAVES_CHANGED = [name for name, one in FAULTS.items() if not one.ends]
 GOOD = "good", "also_good"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
