@@ -186,7 +186,7 @@ def contributors(_: Path) -> str:
 
 
 def checkpointing(folder: Path) -> str:
-    """What is saved and the peak by size of the checkpointed groups, beside what they are on paper; and a plot."""
+    """Saved memory and the peak by size of the checkpointed groups, beside what they are on paper; and a plot."""
     from matplotlib.figure import Figure
 
     size, context, batch = SHAPE

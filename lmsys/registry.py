@@ -149,7 +149,7 @@ def _traits_of(table: type[Traits], row: "Entry") -> Any:
 
 
 def _attributes(row: "Entry", defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What a function or class says of traits: those of its attributes that are traits, or are one but for a letter.
+    """Traits that a function or class states: those of its attributes that are traits, or are one but for a letter.
 
     An attribute with a name like that of a trait, and a value of its type, is taken for a misspelt one.
     """

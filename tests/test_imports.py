@@ -82,7 +82,7 @@ def violations(files: list[Path], *forbidden: str, allowed: tuple[str, ...] = ()
 
 
 def test_no_circle_of_imports() -> None:
-    """Of the bench, also inside of functions and for type checkers."""
+    """The bench has none, also inside of functions and for type checkers."""
     modules = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in within("lmsys/bench/")}
     graph = {
         module: {part for name in imports(file) for part in (name, name.rpartition(".")[0]) if part in modules}

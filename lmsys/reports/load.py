@@ -136,7 +136,7 @@ def read(paths: Iterable[Path]) -> list[Machine]:
 
 
 def hardware_of(machine: Mapping[str, Any]) -> str:
-    """What makes runs those of one machine, as JSON."""
+    """The facts by which runs are of one machine, as JSON."""
     cores = None if machine.get("device") == "cuda" else machine.get("cores")
     return json.dumps([*(machine.get(key) for key in HARDWARE), cores])
 

@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 
 def facts_of(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint must have been saved with, so that a run of these settings goes on from it."""
+    """The facts that a checkpoint must have been saved with, so that a run of these settings goes on from it."""
     train, packing = config.train, config.data.packing
     return {
         "model": {name: value for name, value in asdict(config.model).items() if name not in RUNTIME_FIELDS},

@@ -70,7 +70,7 @@ def told_s(text: str) -> float:
 
 
 def assert_told(done: list[float], to_do: list[float], usual: list[float], cases: int = 1) -> None:
-    """What is left once a tenth has run is told within a factor of 1.5, by seconds of all groups, usual and true."""
+    """The rest is told, once a tenth has run, within a factor of 1.5, by seconds of all groups, usual and true."""
     assume(sum(done) >= 0.1 * (sum(done) + sum(to_do)) and sum(to_do) >= 2)
     took = {str(at): seconds for at, seconds in enumerate(done)}
     count = {str(at): cases for at in range(len(done) + len(to_do))}

@@ -1,4 +1,4 @@
-"""What is right is computed once for all rows that are asked the same: it takes two thirds of a check."""
+"""References are computed once for all rows that are asked the same: they take two thirds of a check."""
 
 import hashlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the adapters of assignment 1 are asked: ours are right, and planted mistakes are named. In this process."""
+"""Questions to the adapters of assignment 1: ours are right, and planted mistakes are named. In this process."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""What the adapters of assignment 2 are asked, as far as one process can tell; test_course.py has ranks."""
+"""Questions to the adapters of assignment 2, as far as one process can tell; test_course.py has ranks."""
 
 import math
 import sys

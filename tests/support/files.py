@@ -1,4 +1,4 @@
-"""What stands below a folder."""
+"""The files below a folder."""
 
 from pathlib import Path
 
