@@ -13,6 +13,7 @@ import base64
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from benchmarks.models import (
     ratio_by_group,
     widened,
 )
-from lmsys import draws
+from lmsys import draws, testing
 from lmsys.bench import Record, plain
 from lmsys.extremes import has_extremes
 from lmsys.extremes.loss import WIDTH, ExtremeTokens, is_extreme, write_head, write_kind
@@ -40,6 +41,8 @@ LOSS, D_HIDDEN, D_WEIGHT = OUTPUTS = ("loss", "gradient of hidden", "gradient of
 ODD_TOKENS, ODD_VOCABULARY = 101, 517  # of the shape that no block divides
 BLOCK_LOGITS = {"cuda": 2**26, "cpu": 2**22}  # of the reference, held at once
 Answer = tuple[Tensor, Tensor, Tensor]  # the loss, and the gradients of hidden and weight
+Formula = Callable[[Tensor, Tensor], Tensor]  # from logits (N, V) and targets (N): the loss of each token (N)
+cross_entropy: Formula = partial(F.cross_entropy, reduction="none")
 
 
 def unchunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -71,8 +74,8 @@ class Inputs:
 
     groups        a number for each token (N) and class (V): 0 where it is ordinary, and no extreme token adds to it
     extreme       the extreme ones of the tokens; None: none are
-    exact, plain  the eager row's answer in float64 and in the precision itself, the loss for each token; on the host,
-                  where no row is measured
+    exact, plain  the answer in float64 and in the precision itself, by `references`, the loss for each token; on the
+                  host, where no row is measured
     """
 
     hidden: Tensor
@@ -122,8 +125,8 @@ class Inputs:
         d_hidden, d_weight = torch.autograd.grad(loss * self.scale, (self.hidden, self.weight))
         return loss.detach(), d_hidden, d_weight
 
-    def in_blocks(self, exact: bool) -> Answer:
-        """The eager row's answer, made from one block of tokens after another; in float64 where `exact`.
+    def in_blocks(self, exact: bool, formula: Formula = cross_entropy) -> Answer:
+        """The answer of a formula on the host, made from one block of tokens after another; in float64 where `exact`.
 
         In the loss's place are those of the tokens, of which it is the mean.
         """
@@ -133,12 +136,12 @@ class Inputs:
         for block, targets in self.blocks():
             hidden = block.to(dtype).requires_grad_()
             with autocast(precision, self.device):
-                loss = F.cross_entropy(widened(F.linear(hidden, weight)), targets, reduction="none")
+                loss = formula(widened(F.linear(hidden, weight)), targets)
             gradients = torch.autograd.grad(loss.sum() * share, (hidden, weight))
             losses.append(loss.detach())
             d_hidden.append(gradients[0])
             d_weight += gradients[1]
-        return torch.cat(losses), torch.cat(d_hidden), d_weight
+        return torch.cat(losses).cpu(), torch.cat(d_hidden).cpu(), d_weight.cpu()
 
     def keep(self, answer: Answer, key: int | None) -> Any:
         """The loss of a timed call, and the rows of both gradients that the key says; None without a key.
@@ -157,7 +160,7 @@ class Inputs:
     def judge(self, kept: Kept) -> Mapping[str, float]:
         """The error over its budget of each part of a timed call; leaves one row as evidence."""
         tokens, classes = (indices(some) for some in blocks_of(self, kept.key))
-        exact, plain = (parts(self, tokens, classes, exact) for exact in (True, False))
+        exact, plain = references(partial(parts, self, tokens, classes))
         of_tokens, of_classes = self.groups
         groups = of_tokens, of_tokens[tokens], of_classes[classes]
         kept.evidence["part"] = _evidence(kept.key, groups[1], kept.result[1], exact[1])
@@ -259,8 +262,19 @@ def indices(blocks: list[slice]) -> list[int]:
     return [index for rows in blocks for index in range(rows.start, rows.stop)]
 
 
-def parts(inputs: Inputs, tokens: list[int], classes: list[int], exact: bool) -> Answer:
-    """The loss of each token, and of the eager row's answer the gradients of these tokens' hidden states and of these
+def references(answer: Callable[..., Sequence[Tensor]]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The answer in float64; and in the precision itself, element by element, that of the formula that errs more.
+
+    answer  called with `exact`, and a formula of the loss
+    """
+    exact, *plain = answer(True), answer(False), answer(False, testing.log_sum_exp_loss)
+    return exact, [testing.larger_error(*x) for x in zip(exact, *plain, strict=True)]
+
+
+def parts(
+    inputs: Inputs, tokens: list[int], classes: list[int], exact: bool, formula: Formula = cross_entropy
+) -> Answer:
+    """The loss of each token by a formula, and of its answer the gradients of these tokens' hidden states and of these
     rows of the weight; in float64 where `exact`."""
     dtype, precision = inputs.arithmetic(exact)
     weight, share = inputs.weight.detach().to(dtype), inputs.scale / len(inputs.targets)
@@ -270,13 +284,13 @@ def parts(inputs: Inputs, tokens: list[int], classes: list[int], exact: bool) ->
         hidden = block.to(dtype)
         with autocast(precision, inputs.device):
             logits = widened(F.linear(hidden, weight).index_copy(1, columns, F.linear(hidden, rows)))
-            loss = F.cross_entropy(logits, targets, reduction="none")
+            loss = formula(logits, targets)
         d_rows += torch.autograd.grad(loss.sum() * share, rows)[0]
         losses.append(loss.detach())
     leaf = inputs.hidden.detach()[tokens].to(dtype).requires_grad_()
     with autocast(precision, inputs.device):
-        mean = unchunked(leaf, weight, inputs.targets[tokens])
-    (d_hidden,) = torch.autograd.grad(mean * len(tokens) * share, leaf)
+        loss = formula(widened(F.linear(leaf, weight)), inputs.targets[tokens])
+    (d_hidden,) = torch.autograd.grad(loss.sum() * share, leaf)
     return torch.cat(losses), d_hidden, d_rows
 
 
@@ -300,7 +314,7 @@ def repeat(record: Record, call: Record) -> Iterator[str]:
         return
     inputs = _inputs_of(record, call)
     tokens = range(len(inputs.targets))
-    exact, plain = (parts(inputs, [*tokens], [0], exact)[1] for exact in (True, False))
+    exact, plain = (answer[1] for answer in references(partial(parts, inputs, [*tokens], [0])))
     values = torch.frombuffer(bytearray(base64.b64decode(part["values"])), dtype=torch.float32)
     if part["row"] not in tokens or values.shape != exact[0].shape:
         yield f"{values.numel()} values of row {part['row']} were recorded, of {len(exact)} rows of {exact.shape[1]}"

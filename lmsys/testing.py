@@ -406,6 +406,18 @@ def error_ratio(output: Tensor, reference: Tensor, plain: Tensor) -> float:
     return ratio if math.isfinite(ratio) else math.inf
 
 
+def larger_error(reference: Tensor, plain: Tensor, other: Tensor) -> Tensor:
+    """Of two plain computations, element by element, the one that errs more: a function that is written in several
+    ways has the budget of them all."""
+    return torch.where((other - reference).abs() > (plain - reference).abs(), other, plain)
+
+
+def log_sum_exp_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy of each token, (N,), as it is often written beside F.cross_entropy: both terms of the
+    difference round where logits (N, V) are large."""
+    return logits.logsumexp(dim=-1) - logits.gather(1, targets[:, None])[:, 0]
+
+
 def ratio_of(
     output: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype, mean: bool = True, times: float = 2
 ) -> float:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lmsys import testing
 from lmsys.check.formulas import (
     Formula,
     Gradients,
@@ -47,9 +48,11 @@ def logits_of(inputs: Inputs) -> Tensor:
 
 
 def plain(inputs: Inputs, settings: Settings) -> Tensor:
-    """`right` as it is often written: a log-sum-exp less a logit, both of which round where they are large."""
-    is_float32 = next(iter(inputs.values())).dtype == torch.float32 and not options_of(settings)
-    return of_sum(lambda x: x.logsumexp(dim=-1))(inputs, settings) if is_float32 else right(inputs, settings)
+    """`right` as it is often written in float32, where it has no options."""
+    if options_of(settings) or next(iter(inputs.values())).dtype != torch.float32:
+        return right(inputs, settings)
+    targets = settings["targets"].where(counts(settings), 0)
+    return mean(testing.log_sum_exp_loss(logits_of(inputs), targets), settings)
 
 
 def options_of(settings: Settings) -> list[str]:
