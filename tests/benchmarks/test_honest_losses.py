@@ -1,4 +1,4 @@
-"""Losses as people write them are right, whatever is drawn."""
+"""Losses as people write them are right, in the benchmark as in `lmsys check`, whatever is drawn."""
 
 from collections.abc import Callable
 
@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.loss import Inputs, LossDraws, odd_inputs, references
+from lmsys.check.kinds import RIGHT, check
+from lmsys.check.question import Options
+from lmsys.registry import Entry
 
 
 def by_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -42,3 +45,10 @@ def test_an_honest_loss_is_right_in_the_benchmark(loss: Loss, seed: int, precisi
         inputs.exact, inputs.plain = references(inputs.in_blocks)
         ratios = inputs.check(loss)
         assert all(ratio <= 1 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.parametrize("loss", HONEST)
+@given(seed=st.integers(0, 2**31), dtype=st.sampled_from(("float32", "bfloat16", "float16")))
+@settings(max_examples=5)
+def test_an_honest_loss_is_right_in_the_check(loss: Loss, seed: int, dtype: str) -> None:
+    assert check(Entry("loss", f"{__name__}:{loss.__name__}"), Options(seed=seed, dtypes=(dtype,)), "loss") == RIGHT
