@@ -82,8 +82,8 @@ def gpu(session: nox.Session) -> None:
 def newest(session: nox.Session) -> None:
     """README's environment: whichever torch, Triton and numpy pip brings today, and no row that refuses them."""
     session.install("--upgrade", "-e", ".[bench]", *nox.project.dependency_groups(PROJECT, "test"))
-    session.run("python", "-m", "lmsys")
-    session.run("python", "-m", "lmsys.check", "flash_triton")
+    session.run("lmsys")
+    session.run("lmsys", "check", "flash_triton")
     tests = "tests/kernels", "tests/attention/test_attention.py", "tests/attention/test_flash_triton_decode.py"
     session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *(session.posargs or tests))
 
@@ -179,10 +179,10 @@ def package(session: nox.Session) -> None:
         with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
             for example in ("mine.py", "bench_matmul.py"):
                 shutil.copy(root / "docs" / "examples" / example, ".")
-            session.run("python", "-m", "lmsys")
-            session.run("python", "-m", "lmsys.check", "mine.py:my_attention")
+            session.run("lmsys")
+            session.run("lmsys", "check", "mine.py:my_attention")
             session.run("python", "-m", "pytest", "bench_matmul.py", "--benchmark-json", "out.json")
-            session.run("python", "-m", "lmsys.reports", "out.json", "-o", "site")
+            session.run("lmsys", "report", "out.json", "-o", "site")
 
 
 def build_docs(session: nox.Session) -> None:

@@ -1,4 +1,4 @@
-"""`lmsys`, or `python -m lmsys`: one door to every command. Alone it shows this machine and what it can run.
+"""`lmsys`: one door to every command. Alone it shows this machine and what it can run.
 
 Imports no torch: a command is imported when it runs.
 """

@@ -32,7 +32,7 @@ NOT_RUN = {
     r"python -m pytest (.* )?-m gpu( .*)?": "needs a GPU: `nox -s gpu`",
     r"LMSYS_FUZZ=100000 .*": "takes an hour: `nox -s fuzz`; with fewer files it is run",
     r"python -m lmsys.attention.flash_cuda": "compiles for minutes where there is nvcc: `nox -s gpu`",
-    r"python -m lmsys.training .*train.graph=true.*": "needs a GPU: tests/training has it, with `nox -s gpu`",
+    r"lmsys train .*train.graph=true.*": "needs a GPU: tests/training has it, with `nox -s gpu`",
     r"python -m dev.steps .*graphed.*": "needs a GPU; the command for a CPU is run",
     r"python -m dev\.durations .*": "needs a result of the whole default sweep; tests/dev has it for made-up ones",
     r"lmsys check --all": "takes minutes: tests/check has it for a few rows",
@@ -69,7 +69,7 @@ SMALL = {
     r"--nproc-per-node": "--nproc-per-node 2",
 }
 # Commands that need no file of a page, and leave none to it: the first page runs them.
-ALONE = re.compile(r"\S+ -m (reports|lmsys|lmsys\.check naive|lmsys check naive)")
+ALONE = re.compile(r"\S+ -m (reports|lmsys|lmsys check naive)")
 ON_ANY_PAGE: list[list[str]] = []
 # Files that a reader writes, from the first block of a kind.
 FILES = {"docs/cs336.md": ("leaderboard.json", "json"), "docs/strategy.md": ("train.py", "python")}
@@ -99,7 +99,7 @@ def as_run(words: list[str], folder: Path) -> Iterator[str]:
     """By this Python, with this folder's names."""
     programs = {"torchrun": "torch.distributed.run", "pytest-benchmark": "pytest_benchmark"}
     for word in made_small([re.sub(r"^\[|\]$", "", word) for word in words]):
-        if word == "lmsys" and words[0] == word:
+        if re.fullmatch(r"(\.nox/\w+/bin/)?lmsys", word) and words[0] == word:
             yield from (sys.executable, "-m", "lmsys")
         elif word in programs:
             yield from (sys.executable, "-m", programs[word])

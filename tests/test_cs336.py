@@ -131,7 +131,7 @@ def test_its_settings_and_training_commands_are_read() -> None:
     (settings,) = JSON
     config = RunConfig.from_json(settings)
     assert config.train.accumulation(world_size=2) == 1 and config.train.strategy == "fsdp"
-    lines = [line for block in SHELL for line in block.splitlines() if "lmsys.training" in line]
-    assert len(lines) == 3
-    for line in lines:
-        parser().parse_args(shlex.split(line.partition("-m lmsys.training ")[2]))
+    trainings = re.findall(r"^(?:lmsys train|torchrun .* -m lmsys\.training) (.*)$", "\n".join(SHELL), re.MULTILINE)
+    assert len(trainings) == 3
+    for options in trainings:
+        parser().parse_args(shlex.split(options))

@@ -1,4 +1,4 @@
-"""`python -m lmsys.verify` on a result of one H200: what is altered is found, what cannot be found is said.
+"""`lmsys verify` on a result of one H200: what is altered is found, what cannot be found is said.
 
 The result is eight cases of reports/results/nvidia-h200_20261126_default.json, sealed as a file of their own.
 """

@@ -5,7 +5,7 @@ float32: `lmsys.testing.error_ratio` of how far each parameter has moved, in uni
 stand for all, with the widths of the case. A row that communicates or computes in a narrower dtype is first held to
 that without it, and then to a budget of the same steps with gradients, or parameters, rounded alike.
 
-Then it is asked the small trainings of `python -m lmsys.check`, by the ranks that run already. A row that trains the
+Then it is asked the small trainings of `lmsys check`, by the ranks that run already. A row that trains the
 language model right is asked the extreme ones: smaller batches and unused parameters on one rank, gradients from 1e-20
 to 1e+10. It is wrong where it ends with wrong weights. Where it raises an exception or begins other collectives it does
 harm to nobody unseen, so that this is no reason against its times. A row that is wrong is asked all of them, for the

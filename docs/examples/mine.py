@@ -1,8 +1,8 @@
 """A kernel, a loss, a norm, a strategy and an optimizer to begin with: right, plain and slow. Put yours in their place.
 
 cp docs/examples/mine.py .
-python -m lmsys.check mine.py:my_attention
-python -m lmsys.check mine.py:MyAdamW
+lmsys check mine.py:my_attention
+lmsys check mine.py:MyAdamW
 """
 
 import torch

@@ -8,7 +8,7 @@ A result file is pytest-benchmark's JSON with a top-level key
     rows     for each table of rows their names, labels and traits, in the table's order
 
 The seal of a record is the SHA-256 of all else in it. It finds what was changed by accident or without care; whoever
-seals again is found by `python -m lmsys.verify` only where the rest contradicts itself, or the oracle.
+seals again is found by `lmsys verify` only where the rest contradicts itself, or the oracle.
 
 While a run lasts, the same content is appended to a journal, `<result>.partial`: a JSON line with all but the records,
 then one for each record.

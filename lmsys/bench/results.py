@@ -395,7 +395,7 @@ class Session:
             kinds = [KINDS[kind] for kind in self.benchmarks[name].tables if kind in KINDS]
             known = [(row, kind.name) for kind in kinds for row in names if ".py:" in row or row in [*kind.table]]
             for row, kind in known[:1]:
-                yield f"why {impl} was {outcome}: python -m lmsys.check {shlex.join([row, f'--kind={kind}', *asked])}"
+                yield f"why {impl} was {outcome}: lmsys check {shlex.join([row, f'--kind={kind}', *asked])}"
 
     def contends(self, answer: Record) -> bool:
         """True of a row of today that does the same work as the others of its comparison."""

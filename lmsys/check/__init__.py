@@ -1,1 +1,1 @@
-"""Is this attention kernel right, and if not, what is wrong with it? `python -m lmsys.check mine.py:f`."""
+"""Is this attention kernel right, and if not, what is wrong with it? `lmsys check mine.py:f`."""

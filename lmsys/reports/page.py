@@ -108,7 +108,7 @@ def _about(parts: Sequence[items.Part], single_file: bool) -> list[str]:
     return [
         *files,
         *dict.fromkeys(layout["letters"] for layout in shown if "letters" in layout),
-        tag("code", "python -m lmsys.reports RESULT.json ... -o DIR"),
+        tag("code", "lmsys report RESULT.json ... -o DIR"),
         " builds this page.",
     ]
 

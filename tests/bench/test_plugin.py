@@ -75,7 +75,7 @@ def test_it_is_measured_in_any_folder_and_refused_when_it_is_wrong(folder: Path)
     assert "wrong default-16-float32-mine (error ratio" in ended.stdout
     assert "wrong, which fails the run, as a peer's would not: mine" in ended.stdout
     assert "matmul: 4 of 4 that ran" in ended.stdout and "wrong result: " in ended.stdout
-    assert "lmsys.check" not in ended.stdout  # which knows no matmul
+    assert "lmsys check" not in ended.stdout  # which knows no matmul
     assert sorted(path.name for path in folder.glob("out*")) == ["out.json"]
     failed = run(folder, *SMALL, "--benchmark-disable", "--lmsys-no-isolation", "--lmsys-fail-on", "error,wrong")
     assert failed.returncode == 1 and "--lmsys-fail-on: 2 wrong" in failed.stdout, failed.stdout
@@ -109,7 +109,7 @@ def test_a_wrong_row_of_a_file_comes_with_the_command_that_asks_why(tmp_path: Pa
     few = "-k", "smoke and float32-full-fwd-", "--sweep", "smoke", "--benchmark-only", "--no-isolation"
     ended = run(ROOT, *asked, *few, "--benchmark-json", tmp_path / "out.json", plugin=False)
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    command = f"python -m lmsys.check {tmp_path}/mine.py:row --kind=attention --head-dim=32 --dtype=float32"
+    command = f"lmsys check {tmp_path}/mine.py:row --kind=attention --head-dim=32 --dtype=float32"
     assert f"why row was wrong: {command}" in ended.stdout, ended.stdout
     assert f"the report of it: lmsys report {tmp_path}/out.json" in ended.stdout
     (wrong,) = [one for one in record.load(tmp_path / "out.json")["records"] if one["outcome"] == "wrong"]

@@ -1,4 +1,4 @@
-"""`python -m lmsys.check` of optimizers: published faults are refused and named, and no right one is accused."""
+"""`lmsys check` of optimizers: published faults are refused and named, and no right one is accused."""
 
 from collections.abc import Iterator
 from typing import Any

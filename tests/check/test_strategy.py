@@ -1,4 +1,4 @@
-"""`python -m lmsys.check` on strategies and sharded optimizers: right ones pass, a wrong one's mistake is named."""
+"""`lmsys check` on strategies and sharded optimizers: right ones pass, a wrong one's mistake is named."""
 
 import json
 from collections.abc import Iterator

@@ -107,7 +107,7 @@ needs_compiler = pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=s
 def test_compiled_blocks_equal_eager_ones_without_graph_breaks(row: str, backend: str) -> None:
     """An operator of torch's is traced, operators of our own are compiled."""
     if row not in ROWS:
-        pytest.skip(f"{row} does not run here: see python -m lmsys")
+        pytest.skip(f"{row} does not run here: see lmsys")
     assert_right(tiny(3, attention=row).compile_blocks(backend=backend), 3)
 
 

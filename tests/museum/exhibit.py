@@ -13,7 +13,7 @@ T = TypeVar("T")
 class Exhibit:
     """A fault, restated in a few lines.
 
-    kind       of `python -m lmsys.check`
+    kind       of `lmsys check`
     reference  where it was published: owner/repository#number, or with a path where there is no number
     symptom    what its users saw, in a sentence
     mistake    words that the check's name of the mistake must have; None: it is refused, and no name is asked for

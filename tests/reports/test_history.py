@@ -1,4 +1,4 @@
-"""`python -m lmsys.reports --history FOLDER`: the order of commits, which runs stand together, lines and verdicts."""
+"""`lmsys report --history FOLDER`: the order of commits, which runs stand together, lines and verdicts."""
 
 import json
 import random

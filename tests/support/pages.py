@@ -59,6 +59,7 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
     while re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
     program, *rest = words
+    program = re.sub(r"^\.nox/\w+/bin/lmsys$", "lmsys", program)
     if program == "lmsys" and rest[:1] == ["bench"] and rest[1:]:
         return "pytest", line_of(rest[1:])[2:]
     if program == "lmsys" and rest[:1] == ["--help"]:

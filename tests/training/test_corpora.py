@@ -254,7 +254,7 @@ def test_settings_of_a_download_that_are_wrong_are_named(setting: str, said: str
 
 
 def start(tmp_path: Path, *settings: str) -> int:
-    """`python -m lmsys.training tokenizer`, with a corpora folder of its own."""
+    """`lmsys train tokenizer`, with a corpora folder of its own."""
     given = [f"output={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}", "model.vocab_size=300", *settings]
     return main(["tokenizer", *(part for one in given for part in ("--set", one))])
 

@@ -26,7 +26,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(capsys: pytest.CaptureFixture[str], tmp_path: Path, *options: str) -> str:
-    """Returns the one line that `python -m lmsys.training OPTIONS` says where it ends with 2."""
+    """Returns the one line that `lmsys train OPTIONS` says where it ends with 2."""
     settings = [f"output={tmp_path / 'run'}", f"data.corpus={corpus(tmp_path)}", *SETTINGS]
     assert main([*(part for one in settings for part in ("--set", one)), *options]) == 2
     said = capsys.readouterr().err
