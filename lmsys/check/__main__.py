@@ -64,7 +64,8 @@ def _check_all(options: question.Options, kinds: Sequence[str], as_json: bool) -
     """Says of each row of the tables whether it is right, wrong or refused, and why; WRONG where one is wrong."""
     rows = [(kind, entry) for kind in kinds for entry in KINDS[kind].table.values()]
     verdicts = Counter[str]()
-    with processes.Worker({"PYTHONWARNINGS": "ignore"}) as worker:  # torch's would stand within the line of a row
+    # What torch warns of, or logs, would stand within the line of a row.
+    with processes.Worker({"PYTHONWARNINGS": "ignore", "TORCH_LOGS": "-all"}) as worker:
         worker.call(question.poison, setattr)
         for number, (kind, entry) in enumerate(rows, start=1):
             print("" if as_json else f"{number:3} of {len(rows)}, {kind} {entry.name}: ", end="", flush=True)

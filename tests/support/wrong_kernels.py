@@ -1,5 +1,6 @@
 """Attention that is right, and attention that is wrong, each in a way of its own."""
 
+import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -39,6 +40,7 @@ def right(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float
 
 def warns(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     warnings.warn("it is right", stacklevel=1)
+    logging.getLogger("torch.utils.cpp_extension").warning("it is right")  # as where CUDA finds no GPU
     return attend(q, k, v, causal=causal, scale=scale)
 
 
