@@ -36,8 +36,8 @@ NEXT = 5  # its last; none where it says no more than the speed
 MFU = " MFU is that of the fastest row, in the shape where it is highest."
 LINE_IN = 0.29  # height of a setting and its dots
 STANDING = (
-    "Speed of each row beside the fastest of the setting, %, by rounds in which both took turns; of several shapes it"
-    " is the geometric mean. Right is faster."
+    "Speed of each row as a share of the speed of the fastest one, %, by rounds in which both took turns; over several"
+    " shapes, the geometric mean. Further right is faster."
 )
 
 

@@ -29,8 +29,8 @@ POLICY = (
 )
 MOST_OPEN = 3  # chapters of a page that are read at once; of more, each is a line with its answer
 LEAD = (
-    "A figure is of a result that passed its check. A row is one implementation, such as a kernel or a strategy, named "
-    "as on the command line; a case is one row in one setting."
+    "Only results that passed their check have figures. A row is one implementation, such as a kernel or a strategy, "
+    "named as on the command line; a case is one row in one setting."
 )
 UP = Html(
     '<p class="up"><a href="#top">↑ Top</a> <a href="#contents">Contents</a> <a href="#only" id="asked" hidden></a></p>'

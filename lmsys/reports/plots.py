@@ -34,15 +34,19 @@ RC = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a dollar sign of a result file is a dollar sign
 }
-DARK = {  # paper, ink, black and grid where the reader's paper is dark
+DARK = {  # paper, ink, black and grid where the reader's paper is dark, and rows that LIFT alone leaves too dark
     "#ffffff": "#111827",
     INK: "#e5e7eb",
     "#000000": "#e5e7eb",
     "#e5e7eb": "#374151",
+    "#111122": "#f3f4f6",
+    "#111188": "#5d5dae",
+    "#442255": "#765e83",
+    "#552222": "#835e5e",
 }
 FULL_COLOUR = 4.0  # the ratio from which a heat map's colour says no more, the same in every plot
 ON_COLOUR = "#1f2937"  # text on its cells, which stay pale where the reader's paper is dark
-LIFT = 0.25  # of white in the colours there: a row keeps its hue, and the darkest are seen
+LIFT = 0.25  # of white in the colours of the other rows there: a row keeps its hue
 MOST_DOTS = 40  # of a line
 MOST_PLACES = 6  # on an axis that counts, such as one of steps; a shorter one is of places that were chosen
 

@@ -22,6 +22,7 @@ SEEN = {
 XYZ = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
 WHITE = [0.95047, 1.0, 1.08883]  # D65
 LEAST = 18.0  # distance in CIELAB (1976), of which 2.3 can just be seen
+LEAST_CONTRAST = 3.0  # WCAG 2.1, 1.4.11
 LEAST_ON_DARK = LEAST / 2  # white in all colours takes some of it
 DARKEST, LIGHTEST = 5.0, 80.0  # lightness on white paper
 
@@ -55,7 +56,24 @@ def test_rows_are_told_apart(table: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", SEEN)
 def test_rows_are_told_apart_on_dark_paper_too(kind: str) -> None:
     for rows in (ATTENTION, STRATEGIES):
-        seen = {name: lab(lighter(str(Traits.of(row).color), LIFT), kind) for name, row in rows.items()}
+        seen = {name: lab(on_dark(str(Traits.of(row).color)), kind) for name, row in rows.items()}
         assert all(np.linalg.norm(seen[one] - seen[other]) >= LEAST_ON_DARK for one, other in combinations(seen, 2))
         assert all(found[0] >= lab(DARK["#ffffff"], kind)[0] + LEAST for found in seen.values())
     assert lab(DARK[INK], kind)[0] > 80
+
+
+def on_dark(color: str) -> str:
+    return DARK.get(color) or lighter(color, LIFT)
+
+
+def test_rows_stand_out_from_dark_paper() -> None:
+    """By the contrast that WCAG 2.1 asks of graphics."""
+    paper = luminance(DARK["#ffffff"])
+    rows = [str(Traits.of(row).color) for table in (ATTENTION, STRATEGIES) for row in table.values()]
+    for color in {*rows, *PALETTE}:
+        assert (luminance(on_dark(color)) + 0.05) / (paper + 0.05) >= LEAST_CONTRAST, color
+
+
+def luminance(color: str) -> float:
+    """Relative luminance, which is Y of XYZ, from CIELAB's lightness."""
+    return ((lab(color, "all colours")[0] + 16) / 116) ** 3  # no colour here is so dark that it is linear
