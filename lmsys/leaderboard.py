@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lmsys import commands
 from lmsys.bench.benchmark import Benchmark
-from lmsys.bench.fields import Record
+from lmsys.bench.fields import Record, grouped
 from lmsys.bench.record import load
 from lmsys.reports import figures, words
 from lmsys.reports.load import hardware_of, run_told, title_of
@@ -32,16 +32,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--anchor", default="naive", metavar="ROW", help="what every file measures, too; default: naive"
     )
-    about = "where the benchmarks are; may be given several times (default: benchmarks and dev)"
-    parser.add_argument("--benchmarks", action="append", type=Path, metavar="FOLDER", help=about)
+    parser.add_argument(
+        "--benchmarks",
+        action="append",
+        type=Path,
+        metavar="FOLDER",
+        help="where the benchmarks are; may be given several times (default: benchmarks and dev)",
+    )
     given = parser.parse_args(arguments)
     try:
         benchmarks = benchmarks_in(*given.benchmarks or FOLDERS)
         standings, refused, workload = ranked(sorted(given.folder.glob("*.json*")), benchmarks, given.anchor)
         about = f"Workload: {', '.join(sorted(workload)) or 'none'}. Speed is over {given.anchor}, in the same run."
         lost = [figures.tag("h2", "Not ranked"), table(("file", "reason"), refused.items())] if refused else []
-        board = table(HEADS, (one.values() for one in standings))
-        page = simple_page("lmsys leaderboard", figures.tag("h1", "Leaderboard"), figures.tag("p", about), board, *lost)
+        parts = figures.tag("h1", "Leaderboard"), figures.tag("p", about), table(HEADS, (x.values() for x in standings))
+        page = simple_page("lmsys leaderboard", *parts, *lost)
         fill(given.output, {"index.html": page})
     except (OSError, ValueError) as error:
         print(f"lmsys leaderboard: error: {error}", file=sys.stderr)
@@ -99,11 +104,9 @@ def _verified(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[dict[str
         raise ValueError(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
     if not done.calls:
         raise ValueError("no timed call could be judged again")
-    times = dict[str, dict[str, float]]()
-    for record in content["records"]:
-        if record["outcome"] == "ok" and record.get("time_s"):
-            times.setdefault(record["impl"], {})[record["id"].removesuffix(f"-{record['impl']}")] = record["time_s"]
-    return times, content["machine"]
+    timed = (x for x in content["records"] if x["outcome"] == "ok" and x.get("time_s"))
+    rows = grouped((x["impl"], (x["id"].removesuffix(f"-{x['impl']}"), x["time_s"])) for x in timed)
+    return {row: dict(cases) for row, cases in rows.items()}, content["machine"]
 
 
 if __name__ == "__main__":

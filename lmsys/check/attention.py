@@ -139,9 +139,13 @@ def _of_extremes(
     rms = why_not(replace(simple, dtype="float32")) is not None  # the stricter rule
     for about, case in cases_of_extremes.items():
         asked = Asked(about, case)
-        judge = partial(extremes.failure, row, case, options.grad, options.seed, rms)
         yield question.Question(
-            f"{about}, {case.dtype}", judge, f"{about} ({asked})", why_not(case), True, asked.aspect
+            f"{about}, {case.dtype}",
+            partial(extremes.failure, row, case, options.grad, options.seed, rms),
+            f"{about} ({asked})",
+            why_not(case),
+            True,
+            asked.aspect,
         )
 
 

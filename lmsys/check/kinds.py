@@ -6,7 +6,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -202,12 +202,13 @@ def verdict_on(
             if held is None:
                 break
     return Answer(
-        right, tuple(_in_cases(reason, cases) if cases else reason for reason, cases in refused.items()), wrong
+        right,
+        tuple(
+            f"refused in {cases[0]}{f' and {len(cases) - 1} more' * (len(cases) > 1)}: {reason}" if cases else reason
+            for reason, cases in refused.items()
+        ),
+        wrong,
     )
-
-
-def _in_cases(reason: str, cases: Sequence[str]) -> str:
-    return f"refused in {cases[0]}{f' and {len(cases) - 1} more' * (len(cases) > 1)}: {reason}"
 
 
 def _number(fault: Fault) -> float | None:

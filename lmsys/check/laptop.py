@@ -7,9 +7,10 @@ and takes the first configuration of an autotuner.
 
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +61,7 @@ def install() -> None:
 
     A package of the course that is not installed, but lies on the path, has a version.
     """
-    importlib.metadata.version = _version
+    importlib.metadata.version = version
     if torch.cuda.is_available() or BackwardCFunction.apply is _backward:
         return
     vars(torch.cuda).update(
@@ -83,7 +84,8 @@ def install() -> None:
         _install_in_triton()
 
 
-def _version(distribution_name: str) -> str:
+def version(distribution_name: str) -> str:
+    """The version of a distribution; a package of the course needs none."""
     of_course = distribution_name.startswith("cs336") and not any(
         importlib.metadata.distributions(name=distribution_name)
     )
@@ -120,9 +122,10 @@ def _install_in_triton() -> None:
 
 
 def _mend_interpreter() -> None:
-    """Products of bfloat16, whose bits the interpreter would multiply, and flags that are given as bool."""
+    """Products of bfloat16, whose bits the interpreter would multiply, flags of Python, and imports by name."""
     import numpy as np
     from triton import language
+    from triton.language.core import is_builtin
     from triton.runtime import interpreter
 
     dot, convert = interpreter.InterpreterBuilder.create_dot, interpreter._implicit_cvt
@@ -140,6 +143,22 @@ def _mend_interpreter() -> None:
 
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *args: dot(self, wide(a), wide(b), *args)
     interpreter._implicit_cvt = converted
+    patch = interpreter._patch_lang
+
+    def by_name(function: Any) -> Any:
+        """The interpreter replaces functions in the module: those that a file imports by name are looked up there."""
+        function.__globals__.update(
+            {name: partial(_of_language, x.__name__) for name, x in function.__globals__.items() if is_builtin(x)},
+            triton_language=language,
+        )
+        return patch(function)
+
+    interpreter._patch_lang = by_name
+
+
+def _of_language(name: str, *args: Any, **kwargs: Any) -> Any:
+    """The result of a function of Triton as it is now."""
+    return getattr(sys.modules["triton.language"], name)(*args, **kwargs)
 
 
 def _backward(self: Any, *gradients: Any) -> Any:

@@ -1,6 +1,12 @@
-"""`lmsys course FOLDER`: what of an assignment of CS336 is right, wrong, or not written.
+"""Says of each part of a CS336 assignment whether it is right, wrong, refused, not written, or not judged.
 
-FOLDER is a checkout of assignment 1 or 2, of 2025 or 2026, as it is. The parts run in a process of their own.
+FOLDER is a checkout of assignment 1 or 2, of 2025 or 2026, as it is. It runs in the Python that runs lmsys: install
+there what the checkout imports. The parts run in processes of their own.
+
+A part is right where it does what the handout and its tests ask. "Beyond" it are aspects that real models need, such as
+odd lengths or bfloat16: they never change the verdict. They take at most 20 s a part, and a finished assignment 2 takes
+about 3 minutes on two cores.
+
 Exit codes: 0 all that is written is right, 1 a part is wrong or refuses what the handout asks, 2 the folder is no such
 checkout, or does not load, 3 nothing is wrong, but a part could not be judged.
 """
@@ -35,14 +41,20 @@ Answer = Mapping[str, Any]
 
 def main(arguments: list[str] | None = None) -> int:
     parser = commands.parser("course")
+    parser.description = __doc__
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a checkout of assignment 1 or 2")
+    parser.add_argument(
+        "--part", default="", metavar="TEXT", help="only parts with this in their name or their adapter's: attention"
+    )
     parser.add_argument("--json", action="store_true", help="a JSON object in a line for each part: docs/course.md")
     parser.add_argument("--html", type=Path, metavar="FILE", help="the table as a page")
-    parser.add_argument("--measure", type=Path, metavar="FOLDER", help="then the times of the parts that are right")
+    parser.add_argument(
+        "--measure", type=Path, metavar="FOLDER", help="then measure the parts that are right, and write a report there"
+    )
     given = parser.parse_args(arguments)
     answers, width = list[Answer](), shutil.get_terminal_size((120, 24)).columns
     try:
-        for answer in answers_of(checkout.root_of(given.folder)):
+        for answer in answers_of(checkout.root_of(given.folder), given.part):
             answers.append(answer)
             print(json.dumps(answer) if given.json else _line(answer, width), flush=True)
     except ValueError as error:  # what does not load has no parts
@@ -60,18 +72,27 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if verdicts & {parts.WRONG, parts.REFUSED} else UNJUDGED * (parts.NOT_JUDGED in verdicts)
 
 
-def answers_of(root: Path) -> Iterator[Answer]:
-    """The verdict on each part whose adapter the checkout has. ValueError: its adapters do not load."""
+def answers_of(root: Path, text: str = "") -> Iterator[Answer]:
+    """The verdict on each part whose adapter the checkout has; with `text`, on those that have it in a name.
+
+    ValueError: the adapters do not load, or there is no such part.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        path = checkout.path_of(root)
-        path += [*sys.path, checkout.versions(Path(folder), path)]
+        path = [*checkout.path_of(root), *sys.path]
         environment = {"PYTHONPATH": os.pathsep.join(path)}
         if NO_GPU:  # a compiler may be missing, and none compiles what is interpreted
             environment["TORCHDYNAMO_DISABLE"] = "1"
         with processes.Worker(environment, path=path, folder=root) as worker:
             worker.call(systems.prepare)
             written = worker.call(checkout.written)
-            for part, adapter in ((part, of.adapter) for part, of in parts.PARTS.items() if of.adapter in written):
+            named = {
+                part: of.adapter
+                for part, of in parts.PARTS.items()
+                if of.adapter in written and text.lower() in f"{part} {of.adapter}".lower()
+            }
+            if not named:
+                raise ValueError(f"{checkout.ADAPTERS} of {str(root)!r} has no part {text}".rstrip())
+            for part, adapter in named.items():
                 asked = written[adapter]
                 answer = _answer(worker, part, Path(folder, "progress")) if asked else {"verdict": parts.NOT_WRITTEN}
                 yield {"schema": SCHEMA, "part": part, "adapter": adapter, **answer}
@@ -95,8 +116,8 @@ def _beyond(answer: Answer) -> str:
     """How many aspects beyond the handout hold, and the names of the others."""
     names = grouped((verdict, aspect) for aspect, verdict in answer.get("beyond", {}).items())
     lacking = [f"{verdict}: {', '.join(of)}" for verdict, of in names.items() if verdict != parts.RIGHT]
-    count = f"{len(names.get(parts.RIGHT, []))} of {sum(map(len, names.values()))} beyond it"
-    return "; ".join([count, *lacking]) if names else ""
+    count = f"{len(names.get(parts.RIGHT, []))} of {sum(map(len, names.values()))} right"
+    return f"beyond: {'; '.join([count, *lacking])}" if names else ""
 
 
 def _line(answer: Answer, width: int) -> str:
@@ -110,14 +131,15 @@ def _summary(answers: Sequence[Answer]) -> list[str]:
     counts = Counter(answer["verdict"] for answer in answers)
     notes = dict.fromkeys(note for answer in answers for note in answer.get("notes", []))
     return [
-        "Of what the handout asks: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()),
+        "By what the handout asks: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()),
+        *["Beyond: aspects that the handout does not ask; they change no verdict."] * any(map(_beyond, answers)),
         *[f"Not asked: {'; '.join(notes)}"] * bool(notes),
         *[ON_A_LAPTOP] * NO_GPU,
     ]
 
 
 def _page(folder: Path, answers: Sequence[Answer]) -> str:
-    heads = ("part", "adapter", "the handout asks", "verdict", "what is wrong, or holds beyond the handout")
+    heads = ("part", "adapter", "the handout asks", "verdict", "what is wrong; what holds beyond the handout")
     rows = [
         (
             *(answer["part"], answer["adapter"], parts.PARTS[answer["part"]].asks, answer["verdict"]),
@@ -125,9 +147,11 @@ def _page(folder: Path, answers: Sequence[Answer]) -> str:
         )
         for answer in answers
     ]
-    summary = (figures.tag("p", line) for line in _summary(answers))
     return page.simple_page(
-        "lmsys course", figures.tag("h1", f"The course: {folder.name}"), page.table(heads, rows), *summary
+        "lmsys course",
+        figures.tag("h1", f"The course: {folder.resolve().name}"),
+        page.table(heads, rows),
+        *(figures.tag("p", line) for line in _summary(answers)),
     )
 
 

@@ -1,13 +1,15 @@
 """A checkout of an assignment: where it is, what its tests/adapters.py defines, and how that is imported."""
 
 import importlib
+import importlib.metadata
 import os
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lmsys.check import laptop
 from lmsys.registry import folders_of, load_target, place_of
 
 ADAPTERS = Path("tests", "adapters.py")
@@ -31,15 +33,6 @@ def path_of(root: Path) -> list[str]:
     beside = sorted({file.parent for file in root.parent.glob("*/pyproject.toml")} - {root})
     folders = [root, *folders_of(root / ADAPTERS), *beside]
     return [str(folder) for folder in dict.fromkeys(folders) if folder != (root / ADAPTERS).parent]
-
-
-def versions(folder: Path, path: Sequence[str]) -> str:
-    """A folder by which the packages of the course on a path have a version, though they are not installed."""
-    for package in {place.name for part in path for place in Path(part).glob("cs336*/") if place.is_dir()}:
-        info = folder / f"{package.replace('-', '_')}-0.dist-info"
-        info.mkdir(exist_ok=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0\n")
-    return str(folder)
 
 
 class Missing(types.ModuleType):
@@ -72,6 +65,7 @@ def load() -> Any:
     A module that is missing has a `Missing` in its place; one that lies deeper in the checkout joins the path.
     ValueError, with the line, where it does not load.
     """
+    importlib.metadata.version = laptop.version
     Missing.loading = True
     try:
         while True:
@@ -89,8 +83,11 @@ def load() -> Any:
 
 def _find(module: str) -> None:
     """Puts the folder of a module on the path, of this process and those that it starts, or marks it as missing."""
-    files = [file for name in (f"{module}.py", f"{module}/__init__.py") for file in Path.cwd().glob(f"[!.]*/**/{name}")]
-    folders = [str(file.parents[file.stem == "__init__"]) for file in files]
+    folders = [
+        str(file.parents[file.stem == "__init__"])
+        for name in (f"{module}.py", f"{module}/__init__.py")
+        for file in Path.cwd().glob(f"[!.]*/**/{name}")
+    ]
     if folders and folders[0] not in sys.path:
         sys.path.append(folders[0])
         os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), folders[0]])

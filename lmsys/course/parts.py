@@ -65,10 +65,11 @@ def _of_flash(name: str, backward: bool) -> Questions:
     A function in PyTorch may ignore the mask.
     """
     entry = Entry(name, f"{ROOM}:{name}")
-    use = None if backward else saved_lse
     causal = name == "flash_triton"
     with interpreted_kernels() as launched:
-        for question in attention.of_a_handout(entry, Options(grad=backward), causal, use=use):
+        for question in attention.of_a_handout(
+            entry, Options(grad=backward), causal, use=None if backward else saved_lse
+        ):
             yield question, False
         if causal and not backward and not launched and os.environ.get("TRITON_INTERPRET") == "1":
             yield Question("its kernels", lambda: NO_KERNEL), False
@@ -91,7 +92,6 @@ def saved_lse(call: Callable[..., Tensor], inputs: Inputs, grad: bool) -> dict[s
 
 
 PYTORCH, TRITON = (f"get_flashattention_autograd_function_{name}" for name in ("pytorch", "triton"))
-IN_FLOAT32 = r".*float32$"
 LENGTHS = "float32, lengths of 128 and 256"
 DDP = "steps of SGD from rank 0's weights, tied weights, frozen parameters"
 OF_DDP = "one step|several steps|small buckets|tied weights|frozen parameters"
@@ -103,7 +103,7 @@ PARTS: dict[str, Part] = {
     "RMSNorm": Part(
         "run_rmsnorm", partial(_of_kind, "norm", "norm", r"(?!rows|huge).*float32$"), "float32, eps within the root"
     ),
-    "SwiGLU": Part("run_swiglu", partial(_of_kind, "swiglu", "swiglu", IN_FLOAT32), "float32"),
+    "SwiGLU": Part("run_swiglu", partial(_of_kind, "swiglu", "swiglu", r".*float32$"), "float32"),
     "rotary positions": Part("run_rope", basics.rope, "neighbouring channels, positions (S,)"),
     "attention with a mask": Part(
         "run_scaled_dot_product_attention", basics.attention, "3 and 4 dimensions, queries and keys of different number"

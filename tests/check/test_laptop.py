@@ -18,6 +18,7 @@ TRITON = """
 import torch
 import triton
 import triton.language as tl
+from triton.language import load as fetch, program_id
 
 from project_of_mine.names import SCALE
 
@@ -32,8 +33,8 @@ def scaled(x, y, count, scale, negative, BLOCK: tl.constexpr):
     scale *= tl.max(tl.max(tl.dot(halves, halves), 1), 0) / 4
     if negative:
         scale = -scale
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y + at, tl.load(x + at, mask=at < count) * scale, mask=at < count)
+    at = program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, fetch(x + at, mask=at < count) * scale, mask=at < count)
 
 
 def attend(q, k, v, causal):

@@ -226,6 +226,15 @@ VERDICTS = {
 QUICK = [*VERDICTS][:7]
 
 
+def test_parts_are_chosen_by_their_names(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([str(checkout), "--part", "Embedding"]) == 3  # a package is missing
+    assert capfd.readouterr().out.startswith("embedding  ")
+    assert main([str(checkout), "--part", "run_softmax"]) == 0  # nothing is written
+    assert "1 not written" in capfd.readouterr().out
+    assert main([str(checkout), "--part", "convolution"]) == 2
+    assert "has no part convolution" in capfd.readouterr().err
+
+
 def test_a_part_is_right_wrong_refused_not_written_or_not_judged(
     checkout: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
