@@ -4,24 +4,31 @@ python -m dev.deliverables -o FOLDER [--problem benchmarking_script] [--row mine
 
 Runs the commands that docs/cs336.md has for each problem, and writes FOLDER/PROBLEM.md: what is asked, the command, the
 mean and the deviation of every case, and the tables and plots that the page names. The ToyModel under autocast, the
-largest contributors to saved memory, checkpointing, and memory on paper are computed here. Without a GPU all is small.
+largest contributors to saved memory, checkpointing, and all that is on paper are computed here. Without a GPU all is
+small, and each file has the command that measures in full.
 """
 
 import argparse
 import json
+import math
 import re
 import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from dev import on_paper
+from dev.on_paper import MIB, table
+from lmsys.attention import ATTENTION
 from lmsys.config import model_config
 from lmsys.cost.memory import training_memory
 from lmsys.measure.memory import peak_bytes, saved_bytes
@@ -33,14 +40,13 @@ PAGE = ROOT / "docs" / "cs336.md"
 GPU = torch.cuda.is_available()
 SMALLER = {  # options of a machine without a GPU, by benchmark
     "model": "--size tiny --context 32 --batch 2",
-    "anatomy": "--size tiny --context 32 --batch 2",
+    "anatomy": "--size tiny --context 32,64 --batch 2",
     "data_parallel": "--size tiny --context 32 --batch 2 --world-size 2",
     "attention": "--length 256 --head-dim 16",
-    "collectives": "--world-size 2 --axis megabytes=10",
+    "collectives": "--world-size 2,4 --axis megabytes=1,10,100",
     "steps": None,
     "precision": "",
 }
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,8 @@ def write(problem: Problem, folder: Path, rows: Sequence[str]) -> Path:
             parts.append(f"Not run: `lmsys bench {text}` needs GPUs.")
             continue
         parts.append(f"```sh\n{shlex.join(['python', *command])}\n```")
+        if not GPU:
+            parts.append(f"This machine has no GPU, so this is small. In full it is `lmsys bench {text}`.")
         done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
         if not result.is_file():
             parts.append(f"Not run:\n\n```text\n{done.stdout[-2000:]}\n```")
@@ -123,11 +131,6 @@ def shown(report: Path, patterns: Sequence[str], folder: Path) -> Iterator[str]:
             yield f"![{file.stem}]({file.relative_to(folder)})"
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
 def toy_model(_: Path) -> str:
     """The dtypes of a small model with a layer norm under autocast."""
     device, parts = "cuda" if GPU else "cpu", []
@@ -147,6 +150,10 @@ def toy_model(_: Path) -> str:
             f"## On a {device}, autocast in {str(dtype).removeprefix('torch.')}",
             table(("tensor", "dtype"), rows),
         ]
+    if not GPU:
+        parts.append(
+            "Autocast of a GPU has rules of its own: only there this answers the handout, whose model is on one."
+        )
     return "\n\n".join(parts)
 
 
@@ -161,28 +168,39 @@ ABOUT = f"Size {SHAPE[0]}, context {SHAPE[1]}, batch {SHAPE[2]}, float32, on a {
 
 
 def contributors(_: Path) -> str:
-    """The five largest contributors to what a forward saves for its backward."""
-    model, tokens = built(*SHAPE, blocks=0)
-    held: dict[int, tuple[str, int]] = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        shape = " x ".join(map(str, x.shape))
-        held[storage.data_ptr()] = f"{shape}, {str(x.dtype).removeprefix('torch.')}", storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        _loss = model.loss(tokens, tokens)  # what it keeps lives as long
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    """The five operations of a block that save most for their backward, and the gradients that it makes."""
+    (size, context, batch), device = SHAPE, "cuda" if GPU else "cpu"
+    config = model_config(size, context_length=context, num_layers=1)
+    model, attend = TransformerLM(config, device=device), ATTENTION["naive"].load()
+    block, x = model.layers[0], torch.randn(batch, context, config.d_model, device=device, requires_grad=True)
+    held = {p.untyped_storage().data_ptr() for p in block.parameters()}
     total, counts = Counter[str](), Counter[str]()
-    for place, (name, size) in held.items():
-        if place not in parameters:
-            total[name] += size
+    for name, tensor in saved_by(block(x, attend, model.rope).grad_fn):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            held.add(storage.data_ptr())
+            total[name] += storage.nbytes()
             counts[name] += 1
-    whole = sum(total.values())
-    rows = [(name, counts[name], f"{n / 2**20:.3g}", f"{n / whole:.0%}") for name, n in total.most_common(5)]
-    heads = ("saved tensors of shape", "how many", "MiB", "share")
-    return f"{ABOUT} {whole / GIB:.3g} GiB are saved beside parameters.\n\n{table(heads, rows)}"
+    whole, gradients = sum(total.values()), sum(p.nbytes for p in block.parameters())
+    rows = [(name, counts[name], f"{n / MIB:.4g}", f"{n / whole:.0%}") for name, n in total.most_common(5)]
+    heads = ("operation", "tensors", "MiB", "share of the block")
+    return (
+        f"{ABOUT} Plain attention. A block saves {whole / MIB:.4g} MiB beside its parameters; a tensor that several"
+        f" operations save counts for the first of them in the backward.\n\n{table(heads, rows)}\n\n"
+        f"In the backward a block makes gradients of its parameters, {gradients / MIB:.4g} MiB, and of its input,"
+        f" {x.nbytes / MIB:.4g} MiB, while what it saved is freed."
+    )
+
+
+def saved_by(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The operations behind a node of autograd's graph, and each tensor that they have saved."""
+    nodes = [node]
+    for node in nodes:  # it grows
+        kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        kept += getattr(node, "saved_tensors", ())
+        tensors = [x for x in tree_leaves(kept) if isinstance(x, torch.Tensor)]
+        yield from ((node.name().removesuffix("Backward0").removesuffix("Backward"), x) for x in tensors)
+        nodes += [after for after, _ in node.next_functions if after is not None and after not in nodes]
 
 
 def checkpointing(folder: Path) -> str:
@@ -196,8 +214,11 @@ def checkpointing(folder: Path) -> str:
         paper = training_memory(
             model_config(size, context_length=context, checkpoint_blocks=blocks), batch, context, "fp32"
         )
-        saved = saved_bytes(lambda: model.loss(tokens, tokens))  # noqa: B023  called at once
-        peak = peak_bytes(lambda: model.loss(tokens, tokens).backward(), str(tokens.device))  # noqa: B023
+        try:
+            saved: float = saved_bytes(lambda: model.loss(tokens, tokens))  # noqa: B023  called at once
+            peak: float = peak_bytes(lambda: model.loss(tokens, tokens).backward(), str(tokens.device))  # noqa: B023
+        except torch.OutOfMemoryError:  # a gap in the plot
+            saved = peak = math.nan
         found.append((blocks or "none", *(x / 2**20 for x in (saved, peak, paper.activations, paper.recomputed))))
     figure = Figure(figsize=(6, 3.5))
     axes = figure.subplots()
@@ -208,23 +229,17 @@ def checkpointing(folder: Path) -> str:
     figure.savefig(folder / "gradient_checkpointing.svg")
     heads = ("blocks in a group", "saved, MiB", "peak, MiB", "on paper: activations, MiB", "computed again, MiB")
     rows = [(row[0], *(f"{value:.4g}" for value in row[1:])) for row in found]
-    return f"{ABOUT}\n\n{table(heads, rows)}\n\n![memory](gradient_checkpointing.svg)"
-
-
-def on_paper(_: Path) -> str:
-    """The memory of a training step of each size, context 512 and batch 4, float32."""
-    rows = []
-    for size in ("small", "medium", "large", "xl", "2.7b", "10b"):
-        footprint = asdict(training_memory(model_config(size, context_length=512), 4, 512, "fp32"))
-        rows.append((size, *(f"{value / GIB:.2f}" for value in footprint.values())))
-    return "GiB by size.\n\n" + table(("size", *footprint), rows)
+    return f"{ABOUT} nan: out of memory.\n\n{table(heads, rows)}\n\n![memory](gradient_checkpointing.svg)"
 
 
 COMPUTED: dict[str, Callable[[Path], str]] = {
     "benchmarking_mixed_precision-toy_model": toy_model,
     "memory_profiling-f-contributors": contributors,
     "gradient_checkpointing": checkpointing,
-    "memory_on_paper": on_paper,
+    "memory_on_paper": on_paper.sizes,
+    "communication_accounting-2025": on_paper.accounting,
+    "ddp_bucketed_benchmarking-b-2025": on_paper.buckets,
+    "parallelism_calcs-2026": on_paper.parallel,
 }
 
 

@@ -1,4 +1,4 @@
-"""The folder of deliverables: a file for each problem that a benchmark answers, and four that are computed."""
+"""The folder of deliverables: a file for each problem that a benchmark answers, and those that are computed."""
 
 import json
 import re
@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dev import deliverables
-from dev.deliverables import COMPUTED, PAGE, command_of, main, problems, shown, spread
+from dev.deliverables import COMPUTED, PAGE, command_of, main, problems, saved_by, shown, spread
 
 
 def test_every_command_of_the_page_has_a_file() -> None:
@@ -19,6 +20,12 @@ def test_every_command_of_the_page_has_a_file() -> None:
     assert {"benchmarking_script-a-b-2025", "flash_benchmarking", "fsdp_accounting-2026"} <= {x.name for x in found}
     assert all(problem.files for problem in found)
     assert all(f"`{name}.md`" in page for name in COMPUTED)
+    files = {problem.name: problem.files for problem in found}
+    timelines = "plots/anatomy-*-timeline", "tables/anatomy-peaks", "tables/anatomy-*-allocations"
+    assert all({*timelines} <= {*files[f"memory_profiling-a-c-e-{year}"]} for year in (2025, 2026))
+    assert (
+        "tables/flash-*-causal-*-time" in files["flash_benchmarking"]
+    )  # forward, backward and both, in both precisions
 
 
 def test_a_command_is_small_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +38,21 @@ def test_a_command_is_small_without_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
             attention = command is not None and text.startswith("attention")
             assert ("--attention=naive,mine.py:f" in (command or [])) == attention
             assert not attention or "--length" in (command or [])
+
+
+def test_a_file_names_the_command_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deliverables, "GPU", False)
+    ran: list[Any] = []
+
+    def run(command: Any, **_: Any) -> Any:
+        ran.append(command)
+        (tmp_path / "results" / "sums.json").write_text(result_of())
+
+    monkeypatch.setattr(deliverables.subprocess, "run", run)
+    problem = deliverables.Problem("`sums`", "a sum", ("model -k sizes --size 2.7b -o sums.json",), ("tables/sums",))
+    text = deliverables.write(problem, tmp_path, []).read_text()
+    assert "In full it is `lmsys bench model -k sizes --size 2.7b -o sums.json`." in text
+    assert "--size tiny" in text and len(ran) == 2  # the benchmark, and its report
 
 
 def result_of(*records: dict[str, Any]) -> str:
@@ -66,4 +88,26 @@ def test_what_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert [row[0].strip("| ") for row in rows] == ["none", "1", "2"]
     assert float(rows[1][1]) < float(rows[0][1])  # a checkpointed block saves less
     assert (tmp_path / "gradient_checkpointing.svg").is_file()
-    assert "| 2.7b | 12.69 |" in texts["memory_on_paper"]
+    assert re.search(r"^\| 2.7b \| 12.69 \|.* \| 20 \|$", texts["memory_on_paper"], re.MULTILINE)  # MiB of the residual
+    assert "| 3,518 GB |" in texts["communication_accounting-2025"]
+    assert (
+        min(map(float, re.findall(r"^\| \d+ \| (.*) \|$", texts["ddp_bucketed_benchmarking-b-2025"], re.MULTILINE)))
+        == 3.098
+    )
+    assert "| tensor | backward | 1386 | 133.6 | 73.61 |" in texts["parallelism_calcs-2026"]
+
+
+def test_saved_tensors_by_operation() -> None:
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    z = (x * y).exp()
+    saved = [(name, tensor.data_ptr()) for name, tensor in saved_by(z.grad_fn)]
+    assert sorted(saved) == sorted([("Exp", z.data_ptr()), ("Mul", x.data_ptr()), ("Mul", y.data_ptr())])
+
+
+def test_memory_that_does_not_fit_is_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> float:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(deliverables, "SHAPE", ("tiny", 16, 2))
+    monkeypatch.setattr(deliverables, "peak_bytes", full)
+    assert "| none | nan | nan |" in deliverables.checkpointing(tmp_path)
