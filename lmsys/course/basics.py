@@ -47,7 +47,8 @@ def _fault(call: Callable[[], Any], expected: Tensor, mistakes: Mapping[str, Ten
     x = x.detach().double()
     at, known = worst(x, expected.double()), (words for words, other in mistakes.items() if _same(x, other))
     text = f"  at [{', '.join(map(str, at))}]: expected {expected[at].item():.6g}, got {x[at].item():.6g}"
-    return None if _same(x, expected) else Fault(text, next(known, None))
+    nan = x.isnan().any() and "elements are unwritten, as of torch.empty, or NaN"
+    return None if _same(x, expected) else Fault(text, next(known, nan or None))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
@@ -77,8 +78,12 @@ def softmax() -> Questions:
         others = {f"it takes dimension {i}, not dim": x.softmax(i) for i in range(3) if i != dim % 3}
         mistakes = {"it is divided by the sum of all elements": x.flatten().softmax(0).view_as(x), **others}
         yield asked(f"softmax, {dim=}", partial(run, x, dim), x.softmax(dim), mistakes)
-    nan = {"the maximum is not subtracted: exp overflows": torch.full_like(x, math.nan)}
-    yield asked("softmax of x + 100", lambda: run(x + 100, -1), x.softmax(-1), nan)
+    yield asked(
+        "softmax of x + 100",
+        lambda: run(x + 100, -1),
+        x.softmax(-1),
+        {"the maximum is not subtracted: exp overflows": torch.full_like(x, math.nan)},
+    )
 
 
 def rotate(x: Tensor, positions: Tensor, halves: bool = False, sign: float = 1.0, power: float = 2.0) -> Tensor:

@@ -110,6 +110,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("softmax", {"run_softmax": lambda x, dim: x.softmax(0)}, "dimension 0, not dim"),
     ("rotary positions", {"run_rope": with_positions(0, halves=True)}, "channels turn in halves"),
     ("rotary positions", {"run_rope": with_positions(1)}, "the first position is 1"),
+    ("rotary positions", {"run_rope": lambda *of: torch.full_like(of[3], math.nan)}, "unwritten, as of torch.empty"),
     ("attention with a mask", {"run_scaled_dot_product_attention": attention_of(torch.logical_not)}, "the opposite"),
     ("attention with a mask", {"run_scaled_dot_product_attention": attention_of(lambda x: x, 1.0)}, "not divided"),
     (
