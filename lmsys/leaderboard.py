@@ -43,9 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         benchmarks = benchmarks_in(*given.benchmarks or FOLDERS)
         standings, refused, workload = ranked(sorted(given.folder.glob("*.json*")), benchmarks, given.anchor)
-        about = f"Workload: {', '.join(sorted(workload)) or 'none'}. Speed is over {given.anchor}, in the same run."
         lost = [figures.tag("h2", "Not ranked"), table(("file", "reason"), refused.items())] if refused else []
-        parts = figures.tag("h1", "Leaderboard"), figures.tag("p", about), table(HEADS, (x.values() for x in standings))
+        parts = (
+            figures.tag("h1", "Leaderboard"),
+            figures.tag("p", f"Workload: {', '.join(sorted(workload)) or 'none'}."),
+            figures.tag(
+                "p", f"Files are ranked by speed: how many times as fast a row is as {given.anchor} in its run."
+            ),
+            table(HEADS, (x.values() for x in standings)),
+        )
         page = simple_page("lmsys leaderboard", *parts, *lost)
         fill(given.output, {"index.html": page})
     except (OSError, ValueError) as error:
@@ -91,7 +97,7 @@ def _standings(places: Sequence[tuple[float, float, str, str]], machines: Mappin
     for rank, (speed, time_s, row, file) in enumerate(places, start=1):
         here = [s for _, s, _, other in places if hardware_of(machines[other]) == hardware_of(machines[file])]
         machine = title_of(machines[file]), run_told(machines[file])
-        values = rank, sorted(here).index(time_s) + 1, row, f"{speed:.3g}", words.number(1e3 * time_s), *machine, file
+        values = rank, sorted(here).index(time_s) + 1, row, f"{speed:.2f}", words.number(1e3 * time_s), *machine, file
         standings.append(dict(zip(HEADS, map(str, values), strict=True)))
     return standings
 

@@ -139,18 +139,19 @@ def _summary(answers: Sequence[Answer]) -> list[str]:
 
 
 def _page(folder: Path, answers: Sequence[Answer]) -> str:
-    heads = ("part", "adapter", "the handout asks", "verdict", "what is wrong; what holds beyond the handout")
+    heads = ("part", "verdict", "what is wrong; what holds beyond the handout", "the handout asks", "adapter")
     rows = [
         (
-            *(answer["part"], answer["adapter"], parts.PARTS[answer["part"]].asks, answer["verdict"]),
+            *(answer["part"], answer["verdict"]),
             "; ".join(filter(None, (answer.get("mistake"), answer.get("text"), _beyond(answer)))),
+            *(parts.PARTS[answer["part"]].asks, answer["adapter"]),
         )
         for answer in answers
     ]
     return page.simple_page(
         "lmsys course",
         figures.tag("h1", f"The course: {folder.resolve().name}"),
-        page.table(heads, rows),
+        page.table(heads, rows, bad=(parts.WRONG, parts.REFUSED)),
         *(figures.tag("p", line) for line in _summary(answers)),
     )
 

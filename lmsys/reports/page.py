@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lmsys.bench.fields import grouped
@@ -92,10 +92,11 @@ def simple_page(title: str, *blocks: Html) -> str:
     )
 
 
-def table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> Html:
-    """A table of texts."""
-    cells = (tag("tr", *(tag("td", str(cell)) for cell in row)) for row in rows)
-    return tag("table", tag("thead", tag("tr", *(tag("th", head) for head in heads))), tag("tbody", *cells))
+def table(heads: Iterable[str], rows: Iterable[Iterable[object]], bad: Collection[object] = ()) -> Html:
+    """A table of texts, which scrolls where it is wider than the screen. bad: cells that are marked as wrong."""
+    cells = (tag("tr", *(tag("td", str(x), class_="wrong" if x in bad else None) for x in row)) for row in rows)
+    parts = tag("thead", tag("tr", *(tag("th", head) for head in heads))), tag("tbody", *cells)
+    return tag("div", tag("table", *parts, class_="texts"), class_="scroll")
 
 
 def _about(parts: Sequence[items.Part], single_file: bool) -> list[str]:
