@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lmsys.bench import fields, verdict
-from lmsys.reports.views import Fields, View
+from lmsys.reports.views import Fields, View, key_of
 from lmsys.reports.words import MEANINGS, OUTCOMES, exact, is_clocked, number, scaled, spread_of, unit_of
 
 SPEEDUP = "speedup"
@@ -35,10 +35,8 @@ def beside(view: View, base: str | None, axis: str = "impl", same: Sequence[str]
     None where that was not run.
     """
     same = same or [name for name in view.axes() if name not in (axis, "label", "peer")]
-    bases = {tuple(case[name] for name in same): case for case in view.cases if case[axis] == base}
-    return replace(
-        view, cases=[{**case, "beside": bases.get(tuple(case[name] for name in same))} for case in view.cases]
-    )
+    bases = view.only(lambda case: case[axis] == base).by(*same)
+    return view.adding(lambda case: {"beside": bases.get(key_of(case, same))})
 
 
 def compared(
@@ -86,8 +84,8 @@ def is_compared(view: View) -> bool:
 
 def geometric_mean(values: Iterable[float | None]) -> tuple[float, int]:
     """The geometric mean of the values that there are, NaN of none, and how many."""
-    found = [value for value in values if value]
-    return (statistics.geometric_mean(found) if found else math.nan), len(found)
+    known = list(filter(None, values))
+    return (statistics.geometric_mean(known) if known else math.nan), len(known)
 
 
 def mean_text(values: Iterable[float | None]) -> str:
@@ -97,10 +95,7 @@ def mean_text(values: Iterable[float | None]) -> str:
 
 
 CEILINGS = {"matmul_ceiling_fraction": "large matmul", "copy_ceiling_fraction": "large copy"}
-RATED = {  # the rates that a share of a ceiling stands for
-    "matmul_ceiling_fraction": ("matmul_ceiling_fraction", "flops_per_s"),
-    "copy_ceiling_fraction": ("copy_ceiling_fraction", "bytes_per_s"),
-}
+RATED = {"flops_per_s": "matmul_ceiling_fraction", "bytes_per_s": "copy_ceiling_fraction"}  # rates, and their shares
 NOT_RUN = "–"
 DETAILS = "; "  # stands between the facts behind a figure
 SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
@@ -127,8 +122,8 @@ def mark(notes: Notes, text: str) -> str:
 
 def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
     """The notes below these rows: the reasons, and what a dash means where there is one."""
-    dash = [f"{NOT_RUN} not run."] if any(NOT_RUN in text for row in rows for text in row) else []
-    return [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in notes.items()] + dash
+    lines = [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in notes.items()]
+    return lines + [f"{NOT_RUN} not run."] * any(NOT_RUN in text for row in rows for text in row)
 
 
 def cell(view: View, name: str, case: fields.Record | None, notes: Notes, ending: bool = True) -> str:
@@ -141,22 +136,24 @@ def cell(view: View, name: str, case: fields.Record | None, notes: Notes, ending
         return f"{text} {OUTCOMES[case['outcome']]}".strip() + mark(notes, meaning)
     if ending and not text and case["time_s"] is None and reason:
         return "untimed" + mark(notes, reason)
-    own = {SPEEDUP: "remark", "energy_j": "energy_note"}.get(name)
-    remark = case.get(own) if own else above_ceiling(name, case)
-    if remark:
+    remarks = {SPEEDUP: case.get("remark"), "energy_j": case.get("energy_note")}
+    if remark := remarks.get(name, above_ceiling(name, case)):
         text = (text or ("no baseline" if name == SPEEDUP else "not measured")) + mark(notes, remark)
     if text and is_clocked(view.fields[name]):
-        text += mark(notes, UNSTEADY) if (spread_of(case) or 0.0) > STEADY else ""
-        beside = (case.get("beside") or {}).get("disturbed") if name == SPEEDUP else None
-        text += mark(notes, f"Disturbed: {why}.") if (why := case.get("disturbed") or beside) else ""
+        if (spread_of(case) or 0.0) > STEADY:
+            text += mark(notes, UNSTEADY)
+        beside = name == SPEEDUP and case.get("beside") or {}
+        if disturbed := case.get("disturbed") or beside.get("disturbed"):
+            text += mark(notes, f"Disturbed: {disturbed}.")
     return text
 
 
 def above_ceiling(name: str, case: fields.Record) -> str:
     """The note on a rate that is above what was measured as this machine's best; empty for others."""
-    share = next((share for share, names in RATED.items() if name in names), None)
-    what = f"Above the {CEILINGS[share]} that was measured" if share and (case.get(share) or 0.0) > 1 else ""
-    return what and f"{what} in this run, before and after: one of the two is not right."
+    share = RATED.get(name, name)
+    if share not in CEILINGS or (case.get(share) or 0.0) <= 1:
+        return ""
+    return f"Above the {CEILINGS[share]} that was measured in this run, before and after: one of the two is not right."
 
 
 def shown(view: View, name: str, case: fields.Record) -> str:
@@ -175,36 +172,32 @@ def detail(view: View, case: fields.Record | None) -> str:
     """
     if case is None or case["time_s"] is None:
         return ""
-    low, high = (number(scaled(view.fields["time_s"], case.get(name))) for name in ("p20_s", "p80_s"))
-    return DETAILS.join(
-        filter(
-            None,
-            [
-                f"{case['rounds']} rounds" if case.get("rounds") else "",
-                f"p20 to p80 {low} to {high} {unit_of(view.fields['time_s'])[0]}"
-                if spread_of(case) is not None
-                else "",
-                f"error {number(case['error_ratio'])} of what is allowed"
-                if case.get("error_ratio") is not None
-                else "",
-                ", ".join(_conditions(view, case)),
-                case.get("energy_note"),
-                {None: "", True: "the same bits each time", False: "bits vary"}[case.get("repeatable")],
-                view.machine.run_of(case),
-            ],
-        )
-    )
+    time, facts = view.fields["time_s"], list[str | None]()
+    if case.get("rounds"):
+        facts.append(f"{case['rounds']} rounds")
+    if spread_of(case) is not None:
+        low, high = (number(scaled(time, case[name])) for name in ("p20_s", "p80_s"))
+        facts.append(f"p20 to p80 {low} to {high} {unit_of(time)[0]}")
+    if case.get("error_ratio") is not None:
+        facts.append(f"error {number(case['error_ratio'])} of what is allowed")
+    facts += [", ".join(_conditions(view, case)), case.get("energy_note")]
+    facts += [{None: "", True: "the same bits each time", False: "bits vary"}[case.get("repeatable")]]
+    return DETAILS.join(filter(None, [*facts, view.machine.run_of(case)]))
 
 
 def _conditions(view: View, case: fields.Record) -> list[str]:
     """The state of the machine while the case was sampled; a memory clock only where it was not at its highest."""
     usual = {"memory_clock_mhz": (view.machine.runs[case["run"]].get("settings") or {}).get("max_memory_mhz")}
-    known = [(case.get(name), label, unit) for name, label, unit in STATE if case.get(name) != usual.get(name)]
-    told = [f"{label} {exact(round(value))} {unit}" for value, label, unit in known if value]
-    reasons, processes, share = (case.get(name) for name in ("clock_reasons", "other_processes", "others_cpu_share"))
-    others = {
-        f"clock held by {reasons}": reasons,
-        f"other processes that had the device: {processes}": processes,
-        f"other programs took {share or 0:.0%} of the CPU": (share or 0) >= 0.005,
-    }
-    return [*told, *(text for text, is_so in others.items() if is_so)]
+    conditions = state_of({name: case.get(name) for name, _, _ in STATE if case.get(name) != usual.get(name)})
+    if case.get("clock_reasons"):
+        conditions.append(f"clock held by {case['clock_reasons']}")
+    if case.get("other_processes"):
+        conditions.append(f"other processes that had the device: {case['other_processes']}")
+    if (share := case.get("others_cpu_share") or 0) >= 0.005:
+        conditions.append(f"other programs took {share:.0%} of the CPU")
+    return conditions
+
+
+def state_of(facts: fields.Record) -> list[str]:
+    """Clocks, power and temperature in words, of what is known of them."""
+    return [f"{label} {exact(round(facts[name]))} {unit}" for name, label, unit in STATE if facts.get(name)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmsys.bench.fields import Record
 from lmsys.reports import load, tables, words
-from lmsys.reports.cells import DETAILS, STATE, SUPERSCRIPTS
+from lmsys.reports.cells import DETAILS, SUPERSCRIPTS, state_of
 from lmsys.reports.items import Block, Chapter, Plot, Table
 
 BRIEF = 80  # characters: what is no longer is said again rather than linked to
@@ -270,9 +270,7 @@ def _of_run(run: Record) -> dict[str, str]:
 def _sustained(run: Record) -> dict[str, str]:
     """The matmul that the machine keeps up, beside the one that it reaches for a moment."""
     sustained, short = run.get("sustained") or {}, load.matmul_rates(run)
-    state = [
-        f"{label} {words.exact(round(sustained[name]))} {unit}" for name, label, unit in STATE if sustained.get(name)
-    ]
+    state = state_of(sustained)
     state += [f"clock held by {sustained['clock_reasons']}"] if sustained.get("clock_reasons") else []
     facts = {}
     for dtype, rate in (sustained.get("matmul_flops_per_s") or {}).items():

@@ -7,7 +7,6 @@ named by those.
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from matplotlib.ticker import FuncFormatter
 
@@ -27,7 +26,7 @@ COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}
 def one_shape(view: views.View, name: str, shape: Sequence[str], ways: Sequence[str]) -> views.View:
     """Adds whether there is one shape alone, run in several of these ways: a table of each way would have one line."""
     is_one = len(view.distinct(*shape)) == 1 and any(view.varies(way) for way in ways)
-    return view.of([case | {name: is_one} for case in view.cases])
+    return view.adding(lambda _: {name: is_one})
 
 
 def each_way(view: views.View) -> list[views.View]:
@@ -42,9 +41,10 @@ def _but(view: views.View, axis: str) -> list[views.View]:
 
 def _named(whole: views.View, part: views.View) -> views.View:
     """The part, whose files are named by the ways it holds constant; its heading names those that the whole varies."""
-    plain = [name for name, value in PLAIN.items() if not whole.varies(name) and part.cases[0][name] == value]
-    fixed = [f"{{{name}}}" for name in WAYS if not part.varies(name) and name not in plain]
-    return part.cut("-".join(fixed), ", ".join(name for name in fixed if whole.varies(name[1:-1])), tail=True)[0]
+    plain = [name for name, value in PLAIN.items() if whole.values(name) == [value]]
+    fixed = [name for name in WAYS if not part.varies(name) and name not in plain]
+    stem = "-".join(f"{{{name}}}" for name in fixed)
+    return part.cut(stem, ", ".join(f"{{{name}}}" for name in fixed if whole.varies(name)), tail=True)[0]
 
 
 def _grid(
@@ -56,14 +56,14 @@ def _grid(
 
 def by_size(view: views.View, metrics: Sequence[str], drawn: Sequence[str] = ()) -> items.Items:
     """Tables of each metric, and of some also plots by context: a line for each size and way of compiling."""
-    found: items.Items = []
+    figures: items.Items = []
     for metric in view.chosen(metrics):
         for part in _but(view, "compile"):
-            found.append(_grid(view, part, metric))
+            figures.append(_grid(view, part, metric))
             named = joined(_named(view, part), "line", ["size", "compile?"]).styled("line", row="size")
             facets = named.cut("B{batch}", "batch {batch}", tail=True) if part.varies("batch") else [named]
-            found += [plots.lines(facet, metric, "context", "line") for facet in facets if metric in drawn]
-    return found
+            figures += [plots.lines(facet, metric, "context", "line") for facet in facets if metric in drawn]
+    return figures
 
 
 def joined(view: views.View, name: str, names: Sequence[str]) -> views.View:
@@ -77,12 +77,12 @@ def joined(view: views.View, name: str, names: Sequence[str]) -> views.View:
 def times_by_size(view: views.View) -> items.Items:
     """The times and speedups of every part in which one way varies alone; then the times of all other cases."""
     varied = [(axis, part) for axis in WAYS for part in _but(view, axis) if part.varies(axis)]
-    seen = {case["id"] for _, part in varied for case in part.cases}
-    found: items.Items = []
+    seen, tables = set(), list[items.Table | items.Plot | None]()
     for axis, part in varied:
-        found += [_grid(view, part, "time_s", axis), _speeds(view, part, axis)]
+        seen.update(part.values("id"))
+        tables += [_grid(view, part, "time_s", axis), _speeds(view, part, axis)]
     alone = view.only(lambda case: case["id"] not in seen)
-    return [*found, *(_grid(view, part, "time_s") for part in _but(alone, "compile"))]
+    return tables + [_grid(view, part, "time_s") for part in _but(alone, "compile")]
 
 
 def _speeds(whole: views.View, part: views.View, axis: str) -> items.Table | None:
@@ -113,7 +113,7 @@ def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
     theirs = next((case["impl"] for case in view.cases if case["peer"]), "")
     same = [name for name in view.axes() if name not in (*ways, "impl", "label", "peer")]
     groups = view.only(lambda case: case["impl"] == theirs).groups(*same).values()
-    fastest = [min(one.cases, key=lambda case: case["time_s"] or math.inf)["id"] for one in groups]
+    fastest = [min(part.cases, key=lambda case: case["time_s"] or math.inf)["id"] for part in groups]
     view = view.only(lambda case: case["impl"] != theirs or case["id"] in fastest)
     own = cells.compared(view, theirs, same=same, medians=True)
     facts = {
@@ -122,7 +122,7 @@ def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
         "their_about": own.fields[cells.SPEEDUP].about,
         "peers": theirs.capitalize(),
     }
-    return [own.of([case | facts for case in own.cases if not case["peer"]])] if theirs else []
+    return [own.only("not peer").adding(lambda _: facts)] if theirs else []
 
 
 def predicted(
@@ -132,7 +132,7 @@ def predicted(
 
     Where a section asks, the room is that of the machine.
     """
-    limit = view.cases[0]["memory_limit_bytes"]
+    limit = view.first["memory_limit_bytes"]
     room = limit or min(run.get("memory_bytes") or 0 for run in view.machine.runs_of(view.cases))
     own = view.only(expected).ordered("size", "batch")
     own = own.with_fields(
@@ -141,7 +141,7 @@ def predicted(
         Field("tried", of=lambda case: VERDICTS[case["outcome"] != "oom" and case[metric] > 0]),
     )
     columns = [metric, expected, "share"]
-    if limit or (view.cases[0]["section"] in asks and room):
+    if limit or (view.first["section"] in asks and room):
         columns += ["on_paper", "tried"]
         right = [case["on_paper"] == case["tried"] for case in own.cases if case["tried"]]
         about += f". Room for {words.number(room / 2**30)} GiB: {sum(right)} of {len(right)} cases ended as predicted"
@@ -151,7 +151,7 @@ def predicted(
 
 def memory_timeline(view: views.View, about: str) -> items.Plot | None:
     """Memory in use in the course of a call, a colour for each phase; None where none was recorded."""
-    case, phases = view.cases[0], view.cases[0]["timeline"] or ()
+    case, phases = view.first, view.first["timeline"] or ()
     points = [point for phase in phases for point in phase["points"]]
     if len(points) < 2:
         return None
@@ -193,13 +193,13 @@ def _lanes(view: views.View, about: str) -> items.Plot:
 
 def with_held(view: views.View) -> views.View:
     """Puts what was held before a call before its phases; those of a case that was not opened have no peaks."""
-    return view.of([case | {"phases": _held_and_phases(case)} for case in view.cases])
 
+    def held_and_phases(case: Record) -> Record:
+        names = PHASES if case["mode"] == "step" else ("forward",)
+        phases = case["phases"] or [{"name": name, "peak_bytes": None} for name in names]
+        return {"phases": [{"name": "held", "peak_bytes": 0 if case["phases"] else None}, *phases]}
 
-def _held_and_phases(case: Record) -> list[dict[str, Any]]:
-    names = PHASES if case["mode"] == "step" else ("forward",)
-    phases = case["phases"] or [{"name": name, "peak_bytes": None} for name in names]
-    return [{"name": "held", "peak_bytes": 0 if case["phases"] else None}, *phases]
+    return view.adding(held_and_phases)
 
 
 def latency_and_bandwidth(view: views.View, names: Sequence[str]) -> views.View:
@@ -214,23 +214,23 @@ def latency_and_bandwidth(view: views.View, names: Sequence[str]) -> views.View:
             line = fit_latency_bandwidth(*([case[key] for case in timed] for key in ("bytes", "time_s")))
         except ValueError:
             continue
-        cases.append(part.cases[0] | dict(zip(("latency_s", "bytes_per_s"), line, strict=True)))
+        cases.append(part.first | dict(zip(("latency_s", "bytes_per_s"), line, strict=True)))
     return view.of(cases)
 
 
 def row_labels(view: views.View, plain: str) -> views.View:
     """Adds, as `called`, a strategy's name, the size of its buckets, and what blocks keep where that is not `plain`."""
-    return view.of([case | {"called": _called(case, plain)} for case in view.cases])
 
+    def called(case: Record) -> Record:
+        extra = case["impl"].removeprefix(case["strategy"])
+        if case["checkpoint"] != plain:
+            extra = re.sub(r"-C\w+", f"-{case['checkpoint']}", extra)
+        extra = extra.strip("-").replace("-", ", ").replace("MiB", " MiB")
+        if extra.startswith("auto"):
+            extra = extra.replace("auto", f"auto ({case['bucket_mb'] or 0:.0f} MiB)", 1)
+        return {"called": ", ".join(filter(None, [case["strategy"], extra]))}
 
-def _called(case: Record, plain: str) -> str:
-    extra = case["impl"].removeprefix(case["strategy"])
-    if case["checkpoint"] != plain:
-        extra = re.sub(r"-C\w+", f"-{case['checkpoint']}", extra)
-    extra = extra.strip("-").replace("-", ", ").replace("MiB", " MiB")
-    if extra.startswith("auto"):
-        extra = extra.replace("auto", f"auto ({case['bucket_mb'] or 0:.0f} MiB)", 1)
-    return ", ".join(filter(None, [case["strategy"], extra]))
+    return view.adding(called)
 
 
 STEPS = (

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
+from operator import itemgetter
 from typing import Any
 
-from lmsys.bench.fields import Field
+from lmsys.bench.fields import Field, Record
 from lmsys.reports import cells, items, plots, special, tables, versus, views, words
 from lmsys.reports.expressions import value_of
 from lmsys.values import choice
@@ -47,13 +48,15 @@ def figures(view: views.View, item: Steps) -> items.Items:
 
 def applied(view: views.View, steps: Steps) -> list[Any]:
     """The result of steps that are applied to a view, one after another."""
-    found = [view]
+    results: list[Any] = [view]
     for name, *args in steps:
         step = STEPS[choice(name, STEPS, f"a step {name!r} of the layout of {view.benchmark!r}: ")]
         options = args.pop() if args and isinstance(args[-1], Mapping) else {}
-        made = [step(one, *args, **options) for one in found]
-        found = [one for each in made for one in (each if isinstance(each, list) else [each])]
-    return found
+        inputs, results = results, []
+        for part in inputs:
+            result = step(part, *args, **options)
+            results += result if isinstance(result, list) else [result]
+    return results
 
 
 # Steps that choose cases
@@ -81,8 +84,8 @@ def with_any(view: views.View, by: str, name: str) -> views.View:
 @step
 def one_of_each(view: views.View, names: Sequence[str], most: str = "") -> views.View:
     """The first case of each group by these fields, or that with the most of a field."""
-    groups = [own.cases for own in view.groups(*names).values()]
-    return view.of([max(cases, key=lambda case: case[most]) if most else cases[0] for cases in groups])
+    groups = view.groups(*names).values()
+    return view.of([max(own.cases, key=itemgetter(most)) if most else own.first for own in groups])
 
 
 @step
@@ -117,24 +120,26 @@ def read_as(view: views.View, name: str, words: Sequence[Sequence[Any]]) -> view
 @step
 def unfolded(view: views.View, name: str, declared: Sequence[Mapping[str, Any]]) -> views.View:
     """A case for each line of a list that the cases hold, with fields of these lines."""
-    return fields(view.of([{**case, **line} for case in view.cases for line in case[name] or ()]), declared)
+    cases = []
+    for case in view.cases:
+        cases += [case | line for line in case[name] or ()]
+    return fields(view.of(cases), declared)
 
 
 @step
 def matched(view: views.View, name: str, axis: str, of: str, same: Sequence[str]) -> views.View:
     """Adds the case that has this case's value of the field `of` on an axis, and is alike on the axes `same`."""
-    known = {(case[axis], *(case[each] for each in same)): case for case in view.cases}
-    return view.of([case | {name: known.get((case[of], *(case[each] for each in same)))} for case in view.cases])
+    known = view.by(axis, *same)
+    return view.adding(lambda case: {name: known.get(views.key_of(case, (of, *same)))})
 
 
 @step
 def fields(view: views.View, declared: Sequence[Mapping[str, Any]]) -> views.View:
     """Adds fields; a name in braces in a label is what the first case has of it."""
-    for one in declared:
-        first = view.cases[0] if view.cases else {}
-        told = {key: words.filled(one[key], first) for key in ("label", "about") if key in one}
-        of = partial(value_of, one["of"]) if "of" in one else None
-        view = view.with_fields(Field(**{**one, **told, "of": of}))
+    for field in declared:
+        texts = {key: words.filled(field.get(key, ""), view.first) for key in ("label", "about")}
+        of = partial(value_of, field["of"]) if "of" in field else None
+        view = view.with_fields(Field(**dict(field) | texts | {"of": of}))
     return view
 
 
@@ -186,8 +191,7 @@ def _others(view: views.View, otherwise: str) -> list[str]:
 def beside_baseline(view: views.View, axis: str, same: Sequence[str], base: str = "") -> views.View:
     """Adds, as `beside`, the case of the baseline of a table, or of the `base`, and its name as `base`."""
     base = base or next((name for name, row in view.table(axis).items() if row.get("baseline")), "")
-    found = cells.beside(view, base, axis, same)
-    return found.of([case | {"base": base} for case in found.cases])
+    return cells.beside(view, base, axis, same).adding(lambda _: {"base": base})
 
 
 @step
@@ -195,39 +199,36 @@ def least(view: views.View, name: str, of: str, by: str, among: str) -> views.Vi
     """Adds the least value of a field among the cases that have `among`, by another field."""
     groups = view.only(lambda case: case[among] and case[of]).groups(by)
     known = {key: min(case[of] for case in own.cases) for (key,), own in groups.items()}
-    return view.of([case | {name: known.get(case[by])} for case in view.cases])
+    return view.adding(lambda case: {name: known.get(case[by])})
 
 
 @step
 def greatest(view: views.View, name: str, of: str) -> views.View:
     """Adds the greatest value of a field; 0 where no case has any."""
     most = max((case[of] or 0 for case in view.cases), default=0)
-    return view.of([case | {name: most} for case in view.cases])
+    return view.adding(lambda _: {name: most})
 
 
 @step
 def points(view: views.View, step: str, value: str, values: str, at: str = "") -> views.View:
     """A case for each point of a curve that the cases hold, at the places of another list, else 1, 2, ..."""
-    return view.of(
-        [
-            case | {step: place, value: height}
-            for case in view.cases
-            for place, height in zip((case[at] or ()) if at else count(1), case[values] or (), strict=False)
-        ]
-    )
+    cases = []
+    for case in view.cases:
+        places = (case[at] or ()) if at else count(1)
+        heights = case[values] or ()
+        cases += [case | {step: x, value: y} for x, y in zip(places, heights, strict=False)]
+    return view.of(cases)
 
 
 @step
 def pairs(view: views.View, name: str, other: str, how: str) -> views.View:
     """A case for each other row that a mapping of the cases names, and one for the row itself."""
-    return view.of(
-        [
-            case | {other: row, how: word}
-            for case in view.cases
-            if case.get(name)
-            for row, word in {case["impl"]: "itself", **case[name]}.items()
-        ]
-    )
+    cases = []
+    for case in view.cases:
+        if case.get(name):
+            others = {case["impl"]: "itself"} | case[name]
+            cases += [case | {other: row, how: word} for row, word in others.items()]
+    return view.of(cases)
 
 
 @step
@@ -239,25 +240,26 @@ def melted(view: views.View, what: str, value: str, **names: str) -> views.View:
 @step
 def repeated(view: views.View, **facts: Any) -> views.View:
     """The cases twice: first with these facts in place of their own."""
-    return view.of([*(case | facts for case in view.cases), *view.cases])
+    return view.of([*view.adding(lambda _: facts).cases, *view.cases])
 
 
 @step
 def products(view: views.View, names: Sequence[Sequence[str]]) -> views.View:
     """Captions say which products of two fields are constant while the first of the two varies."""
-    held = []
-    for one, other in names:
-        known = {case[one] * case[other] for case in view.cases if type(case[one]) is type(case[other]) is int}
-        held += [f"{one}·{other} = {known.pop():,}"] if view.varies(one) and len(known) == 1 else []
-    return replace(view, also=", ".join(held))
+    constant = []
+    for pair in names:
+        known = {a * b for a, b in view.distinct(*pair) if type(a) is type(b) is int}
+        if len(known) == 1 and view.varies(pair[0]):
+            constant.append(f"{'·'.join(pair)} = {known.pop():,}")
+    return replace(view, also=", ".join(constant))
 
 
 @step
 def peak(view: views.View, dtype: str) -> views.View:
     """Adds the best matmul of these runs in the dtype that a field names, TFLOP/s, and words for it."""
-    rate = view.machine.ceiling(view.cases, view.cases[0][dtype])
+    rate = view.machine.ceiling(view.cases, view.first[dtype])
     facts = {"peak": rate and rate / 1e12, "peak_text": rate and f"matmul {words.number(rate / 1e12)} TFLOP/s"}
-    return view.of([case | facts for case in view.cases])
+    return view.adding(lambda _: facts)
 
 
 # Steps that make tables and plots
@@ -278,20 +280,19 @@ def lines(
     view: views.View, metrics: Sequence[str], *args: Any, ceilings: Mapping[str, Any] | None = None, **options: Any
 ) -> items.Items:
     """`ceilings`: by metric the words and the height of a line, or the fields that say them."""
-    first = view.cases[0] if view.cases else {}
-    found: items.Items = []
+    drawn: items.Items = []
     for metric in view.chosen(metrics):
-        words, height = (ceilings or {}).get(metric, (None, None))
-        ceiling = first.get(words, words), first.get(height, height)
-        found.append(plots.lines(view, metric, *args, **options | {"ceiling": ceiling if ceiling[1] else None}))
-    return found
+        words, height = (view.first.get(name, name) for name in (ceilings or {}).get(metric, (None, None)))
+        options["ceiling"] = (words, height) if height else None
+        drawn.append(plots.lines(view, metric, *args, **options))
+    return drawn
 
 
 @step
 def number_lines(view: views.View, metrics: Sequence[str]) -> items.Items:
     """Each metric against the axis that has most numbers, a plot for each setting of the others."""
     axes = view.chosen(["@?", "-impl"])
-    numbers = [name for name in axes if all(type(value) in (int, float) for value in view.values(name))]
+    numbers = [name for name in axes if {*map(type, view.values(name))} <= {int, float}]
     if not numbers:
         return []
     axis = max(numbers, key=lambda name: len(view.values(name)))
@@ -316,25 +317,25 @@ def over_bases(
 @step
 def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> items.Table | None:
     """Geometric means of the speedups of each part that some steps make, by row."""
-    compared_parts = [part for steps in parts for part in applied(view, steps) if cells.is_compared(part)]
+    compared_parts = list(filter(cells.is_compared, (part for steps in parts for part in applied(view, steps))))
     bases = list(dict.fromkeys(part.text("impl", part.base) for part in compared_parts))
-    cases = []
+    cases: list[Record] = []
     for part in compared_parts:
-        head = part.title if len(bases) == 1 else f"{part.title}, over {part.text('impl', part.base)}"
-        cases += [case | {"part": head} for case in part.cases]
+        head = part.title + f", over {part.text('impl', part.base)}" * (len(bases) > 1)
+        cases += part.adding(lambda _, head=head: {"part": head}).cases
     return versus.means(view.of(cases), "impl", "part", word, title.replace("{bases}", " or ".join(bases)))
 
 
 @step
 def either(view: views.View, *items: Steps) -> items.Items:
     """The first of these that draws anything."""
-    return next((found for item in items if any(found := figures(view, item))), [])
+    return next(filter(any, (figures(view, item) for item in items)), [])
 
 
 @step
 def each(view: views.View, *items: Steps) -> items.Items:
     """All that these draw."""
-    return [one for item in items for one in figures(view, item)]
+    return list(chain.from_iterable(figures(view, item) for item in items))
 
 
 @step

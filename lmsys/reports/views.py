@@ -4,7 +4,7 @@ A row has one colour and one label in every plot of a report.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,11 @@ OPTIONAL = re.compile(r"\[([^][]*\{(\w+)\}[^][]*)\]")
 LIMIT = "memory_limit_bytes"
 UNSAID = ("section", "label", "peer", "device")  # axes that captions leave out
 Key = tuple[Any, ...]
+
+
+def key_of(case: Record, names: Iterable[str]) -> Key:
+    """The values that a case has of some fields."""
+    return tuple(map(case.__getitem__, names))
 
 
 class Fields(dict[str, Field]):
@@ -41,9 +46,8 @@ def view_of(machine: load.Machine, benchmark: str, baseline: str | None = None) 
                 check_value(f"record {case['id']!r}: {name}", case[name], one)
             except ValueError as error:
                 raise load.InputError(str(error)) from None
-    return View(
-        machine, benchmark, fields, cases, machine.words_of(benchmark), wanted=baseline, stem=machine.slug
-    ).styled()
+    words = machine.words_of(benchmark)
+    return View(machine, benchmark, fields, cases, words, wanted=baseline, stem=machine.slug).styled()
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,11 @@ class View:
     said: tuple[str, ...] = ()
     also: str = ""
 
+    @property
+    def first(self) -> Record:
+        """The first case, which stands for what all have alike; empty without cases."""
+        return self.cases[0] if self.cases else {}
+
     def of(self, cases: Sequence[Record]) -> "View":
         """The view with other cases."""
         return replace(self, cases=cases)
@@ -88,8 +97,16 @@ class View:
 
     def groups(self, *names: str) -> "dict[Key, View]":
         """The cases by the values of some fields, in order of appearance."""
-        groups = grouped((tuple(map(case.__getitem__, names)), case) for case in self.cases)
+        groups = grouped((key_of(case, names), case) for case in self.cases)
         return {key: self.of(cases) for key, cases in groups.items()}
+
+    def by(self, *names: str) -> dict[Key, Record]:
+        """The case that has these values of some fields; the last of several."""
+        return {key_of(case, names): case for case in self.cases}
+
+    def adding(self, facts: Callable[[Record], Record]) -> "View":
+        """The cases, each with what a function makes of it."""
+        return self.of([case | facts(case) for case in self.cases])
 
     def cut(self, stem: str, heading: str, tail: bool = False) -> "list[View]":
         """The cases by the fields that stand in braces and by memory limit, each part named by their values.
@@ -102,10 +119,10 @@ class View:
         limits = [] if LIMIT in self.said else [LIMIT]
         parts = []
         for part in self.groups(*told, *named, *limits).values():
-            first = part.cases[0]
-            limit = part.text(LIMIT, first[LIMIT]) if limits else ""
-            heads = [filled(heading, part.constants(told)), limit and f"memory limit {limit}", self.heading]
-            end = "".join(f"-{word}" for word in (filled(stem, first), limit.replace(" ", "").lower()) if word)
+            limit = part.text(LIMIT, part.first[LIMIT]) if limits else ""
+            heads = filled(heading, part.constants(told)), limit and f"memory limit {limit}", self.heading
+            words = filled(stem, part.first), limit.replace(" ", "").lower()
+            end = "-".join(["", *filter(None, words)])
             part = replace(part, heading=", ".join(filter(None, heads)), said=(*self.said, *told, *limits))
             parts.append(replace(part, tail=self.tail + end) if tail else replace(part, stem=self.stem + end))
         return parts
@@ -119,7 +136,7 @@ class View:
 
     def named(self, stem: str) -> "View":
         """Names of files begin with this, too, in which names in braces are what the first case has."""
-        return replace(self, stem=f"{self.stem}-{filled(stem, self.cases[0])}") if self.cases else self
+        return replace(self, stem=f"{self.stem}-{filled(stem, self.first)}") if self.cases else self
 
     def silent(self, *names: str) -> "View":
         """Captions say nothing of these fields."""
@@ -127,18 +144,19 @@ class View:
 
     def said_also(self, text: str) -> "View":
         """Captions say besides what an expression gives for the first case."""
-        return replace(self, also=expressions.value_of(text, self.cases[0])) if self.cases else self
+        return replace(self, also=expressions.value_of(text, self.first)) if self.cases else self
 
     # What is known of the cases, and what is added
 
     def checked(self, numbers: Sequence[str] = (), words: Sequence[str] = ()) -> "View":
-        """The same. InputError for a case in which one of these fields is missing, or something else."""
+        """The view, unchanged. InputError for a case in which one of these fields is missing, or something else."""
+        kinds = dict.fromkeys(words, (str,)) | dict.fromkeys(numbers, (int, float))
         for case in self.cases:
-            for name in (*words, *numbers):
-                if not isinstance(case.get(name), str if name in words else (int, float)):
-                    found = f"{name}={case.get(name)!r}"
+            for name, kind in kinds.items():
+                if not isinstance(case.get(name), kind):
+                    value = f"{name}={case.get(name)!r}"
                     raise load.InputError(
-                        f"record {case['id']!r}: {found} is not what a record of {self.benchmark!r} needs"
+                        f"record {case['id']!r}: {value} is not what a record of {self.benchmark!r} needs"
                     )
         return self
 
@@ -152,7 +170,7 @@ class View:
 
     def quiet(self, *names: str) -> "View":
         """Makes these fields details, which neither captions nor keys of tables tell."""
-        return self.with_fields(*(self.fields[name].called(role="detail") for name in names if name in self.fields))
+        return self.with_fields(*(self.fields[name].called(role="detail") for name in self.fields.keys() & names))
 
     def with_fields(self, *fields: Field) -> "View":
         """Adds declarations. One with `of` is a function of the others; None where a case lacks what it needs."""
@@ -174,8 +192,11 @@ class View:
         """
         tables, values = self.machine.rows, {case[row] for case in self.cases}
         named = {kind: table for kind, table in tables.items() if kind in (row, self.benchmark)}
-        found = max((named or tables).values(), key=lambda table: len(values & table.keys()), default={})
-        return found if values & found.keys() else {value: {} for value in self.words.get(row, ())}
+        table = max((named or tables).values(), key=lambda table: len(values & table.keys()), default={})
+        return table if values & table.keys() else dict.fromkeys(self.words.get(row, ()), {})
+
+    def labels(self, names: Iterable[str]) -> list[str]:
+        return [label_of(self.fields[name]) for name in names]
 
     def has(self, name: str) -> bool:
         return any(case.get(name) is not None for case in self.cases)
@@ -206,26 +227,21 @@ class View:
         """
         known = {name.strip("-?!+|") for name in names}
         axes = [name for name in self.axes() if name not in {"section", "label", "peer"} | known]
-        several = {
-            "*": [name for name in self.metrics() if name not in known],
-            "@": axes,
-            "@?": list(filter(self.varies, axes)),
-        }
-        found: list[str] = []
+        metrics = [name for name in self.metrics() if name not in known]
+        several = {"*": metrics, "@": axes, "@?": list(filter(self.varies, axes))}
+        tests = {"?": self.varies, "!": self.has, "+": self.has_any, "|": lambda _: not chosen}
+        chosen: list[str] = []
         for name in names:
-            plain, sign = name[:-1], name[-1]
-            axis, _, usual = name.partition("~")
+            axis, tilde, usual = name.partition("~")
             if name in several:
-                found += several[name]
-            elif sign in "?!+":
-                found += [plain] if {"?": self.varies, "!": self.has, "+": self.has_any}[sign](plain) else []
-            elif sign == "|":
-                found = found or [plain]
-            elif "~" in name:
-                found += [axis] if self.values(axis) != [usual] else []
+                chosen += several[name]
+            elif name[-1] in tests:
+                chosen += [name[:-1]] * tests[name[-1]](name[:-1])
+            elif tilde:
+                chosen += [axis] * (self.values(axis) != [usual])
             elif not name.startswith("-"):
-                found.append(name)
-        return found
+                chosen.append(name)
+        return chosen
 
     def filled(self, text: str) -> str:
         """The text with what all cases have alike in place of fields in braces, and with the number of {lines}."""
@@ -242,11 +258,12 @@ class View:
 
     def telling(self, names: Sequence[str], *others: str) -> list[str]:
         """These fields, and those axes without which, and without the `others`, cases would fall together."""
-        found, known = list(names), [name for name in others if name]
+        telling, known = list(names), list(filter(None, others))
         for name in self.axes():
-            fewer, more = (self.distinct(*found, *known, *also) for also in ((), (name,)))
-            found += [name] if name not in ("label", "peer") and len(fewer) < len(more) else []
-        return found
+            told = *telling, *known
+            if name not in ("label", "peer") and len(self.distinct(*told)) < len(self.distinct(*told, name)):
+                telling.append(name)
+        return telling
 
     def place(self, name: str, value: Any) -> tuple[int, float, str]:
         """Where a value stands in reading order: as its style or its words do, else by size, else by the alphabet."""
@@ -272,15 +289,16 @@ class View:
 
     def constants(self, names: Sequence[str]) -> dict[str, str]:
         """Those of these fields that all cases have alike, as they are read."""
-        return {name: self.text(name, self.cases[0][name]) for name in names if not self.varies(name)}
+        return {name: self.text(name, self.first[name]) for name in names if not self.varies(name)}
 
     def style(self, name: str, value: Any) -> Style:
         """A value's look, with its label in these cases: of "auto: A" and "auto: B" it is "auto: A or B"."""
         style = self.styles[name][value]
         cases = [case for case in self.cases if case[name] == value]
-        own = [case[style.said_by] for case in cases if style.said_by and case.get(style.said_by)]
-        own = own or ([self.machine.called(case) for case in cases] if name == "impl" else [])
-        first, *others = dict.fromkeys(own) or [style.label]
+        labels = list(filter(None, (case.get(style.said_by) for case in cases)))
+        if name == "impl" and not labels:
+            labels = list(map(self.machine.called, cases))
+        first, *others = dict.fromkeys(labels) or [style.label]
         return replace(style, label=" or ".join([first, *(label.removeprefix(f"{value}: ") for label in others)]))
 
     @property
@@ -292,14 +310,13 @@ class View:
 
         Words that vary stand in the table or plot itself.
         """
-        told = []
+        facts = []
         for name in self.axes():
             values, words = self.values(name), self.words.get(name, ())
-            if len(values) > 1 and any(type(value) not in (int, float) or value in words for value in values):
-                continue
-            if name not in (*self.said, *UNSAID):
-                told.append(f"{label_of(self.fields[name])} {span([self.text(name, value) for value in values])}")
-        return ", ".join(told)
+            is_range = all(type(value) in (int, float) and value not in words for value in values)
+            if name not in (*self.said, *UNSAID) and (is_range or len(values) == 1):
+                facts.append(f"{label_of(self.fields[name])} {span([self.text(name, value) for value in values])}")
+        return ", ".join(facts)
 
     def caption(self, about: str, clocked: bool = False) -> str:
         """The caption, in lines: what is shown, every axis that is held, and how it was timed."""
@@ -308,8 +325,8 @@ class View:
 
     def series(self, metric: str, axis: str, by: str = "impl") -> dict[Any, dict[float, float]]:
         """A metric against an axis, for each value of the field `by`."""
-        found: dict[Any, dict[float, float]] = {value: {} for value in self.values(by)}
+        series: dict[Any, dict[float, float]] = {value: {} for value in self.values(by)}
         for case in self.ordered(axis).cases:
             if (case[metric] or 0) > 0:
-                found[case[by]][case[axis]] = scaled(self.fields[metric], case[metric])
-        return found
+                series[case[by]][case[axis]] = scaled(self.fields[metric], case[metric])
+        return series
