@@ -24,8 +24,7 @@ from typing import Any
 
 from lmsys.bench.changes import MARGIN
 from lmsys.commands import parser as command_parser
-from lmsys.reports import against, items, layout, load, page, views
-from lmsys.reports.answers import answers, step_chapters
+from lmsys.reports import against, answers, items, layout, load, page, views
 from lmsys.values import finite, hold
 
 
@@ -96,9 +95,8 @@ def main(
 
 def _compare(options: argparse.Namespace) -> int:
     hold((not options.baseline and not options.single_file, "--baseline and --single-file are of one run's report"))
-    margin = options.margin or MARGIN
     found = (
-        against.read_both([options.before], options.results, margin, options.noise, options.anyway)
+        against.read_both([options.before], options.results, options.margin or MARGIN, options.noise, options.anyway)
         if options.results
         else against.read_one(options.before, options.margin)
     )
@@ -124,8 +122,8 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
     for both in machines:
         changes, machine = against.in_turns(both), against.of_today(both)
         of_benchmarks = (layout.chapters(views.view_of(machine, name, baseline)) for name in machine.benchmarks)
-        found = sum(of_benchmarks, step_chapters(machine))
-        answer = answers(machine)
+        found = sum(of_benchmarks, answers.step_chapters(machine))
+        answer = answers.answers(machine)
         if changes:
             block, first = against.block_and_chapters(changes)
             answer, found = replace(answer, lead=[*block.lead, *answer.lead]), [*first, *found]

@@ -79,15 +79,6 @@ def read_both(
     return Compared(before, after, changes, *of_one_run(before.records, after.records), margin, between_runs)
 
 
-def split(machine: load.Machine) -> tuple[load.Machine, load.Machine]:
-    """(rows as they were, under the names of today, and rows today) of a run that measured both."""
-    earlier = [one for one in machine.records if one["against"]]
-    states = sorted({one["against"]["commit"] or one["against"]["name"] for one in earlier})
-    runs = [run | {"commit": " and ".join(states), "dirty": False} for run in machine.runs]
-    before = [record.today(one) | {"against": None} for one in earlier]
-    return replace(machine, runs=runs, records=before), of_today(machine)
-
-
 def of_today(machine: load.Machine) -> load.Machine:
     return replace(machine, records=[one for one in machine.records if not one["against"]])
 
@@ -103,12 +94,18 @@ def read_one(path: Path, margin: float | None) -> Compared:
 
 def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | None:
     """The verdicts of a run that measured rows as they were beside those of today; None of any other."""
-    margins = [one["against"]["margin"] for one in machine.records if one["against"]]
-    if not margins:
+    earlier = [case for case in machine.records if case["against"]]
+    if not earlier:
         return None
-    (before, after), changes = split(machine), compare_in_turns(machine.records, margin)
+    states = sorted({case["against"]["commit"] or case["against"]["name"] for case in earlier})
+    runs = [run | {"commit": " and ".join(states), "dirty": False} for run in machine.runs]
+    records = [record.today(case) | {"against": None} for case in earlier]  # under the names of today
+    before, after = replace(machine, runs=runs, records=records), of_today(machine)
     alone = of_one_run(before.records, after.records)
-    return Compared(before, after, changes, *alone, margin or max(margins), in_turns=True)
+    changes = compare_in_turns(machine.records, margin)
+    return Compared(
+        before, after, changes, *alone, margin or max(case["against"]["margin"] for case in earlier), in_turns=True
+    )
 
 
 def machine_of(paths: Sequence[Path]) -> load.Machine:
@@ -142,8 +139,8 @@ def told(found: Compared) -> list[str]:
 def _of_one_run(found: Compared) -> Iterator[str]:
     for run, cases in (("before", found.gone), ("after", found.added)):
         if cases:
-            counted = f"{len(cases)} case{'s' if len(cases) > 1 else ''}"
-            yield f"{counted} only in the run {run}: {cases[0]['id']}{', ...' if len(cases) > 1 else ''}"
+            several = len(cases) > 1
+            yield f"{len(cases)} case{'s' * several} only in the run {run}: {cases[0]['id']}{', ...' * several}"
 
 
 def write(found: Compared, out: Path, first: Sequence[items.Chapter] = ()) -> Path:
@@ -168,11 +165,25 @@ def block_and_chapters(found: Compared) -> tuple[items.Block, list[items.Chapter
         keys=3,
         source=source,
     )
+    facts = []
+    for name, side in _sides(found):
+        for run in side.runs:
+            known = {fact: str(run.get(fact) or "unknown") for fact in ("date", "commit", "driver", "command")}
+            facts.append({"run": name} | known)
+    runs = items.Table(
+        name=f"{slug}-runs",
+        title="The two runs",
+        caption="",
+        columns=["run", "date", "commit", "driver"],
+        rows=[[run["run"], run["date"][:10], run["commit"][:10], run["driver"]] for run in facts],
+        data=facts,
+        keys=4,
+    )
     changed = [one for one in found.changes if one.is_changed]
     tables = [("What changed", "changed", changed)] if changed else []
     for name, cases in fields.grouped((str(one.new["benchmark"]), one) for one in found.changes).items():
         tables.append((f"All cases: {name.replace('_', ' ')}", f"all-{load.file_name(name)}", cases))
-    return items.Block("", [verdicts, _runs(found)]), [
+    return items.Block("", [verdicts, runs]), [
         items.Chapter(title, [items.Block("", [_table(f"{slug}-{name}", title, cases, source)])])
         for title, name, cases in tables
     ]
@@ -198,43 +209,38 @@ def _sides(found: Compared) -> list[tuple[str, load.Machine]]:
     return [("before", found.before), ("after", found.after)]
 
 
-def _runs(found: Compared) -> items.Table:
-    names = ("date", "commit", "driver", "command")
-    facts = [
-        {"run": name, **{fact: str(run.get(fact) or "unknown") for fact in names}}
-        for name, side in _sides(found)
-        for run in side.runs
-    ]
-    return items.Table(
-        name=f"{found.after.slug}-runs",
-        title="The two runs",
-        caption="",
-        columns=["run", "date", "commit", "driver"],
-        rows=[[one["run"], one["date"][:10], one["commit"][:10], one["driver"]] for one in facts],
-        data=facts,
-        keys=4,
-    )
-
-
 def _table(name: str, title: str, changes: Sequence[Change], source: str) -> items.Table:
-    data: list[fields.Record] = [
-        {
-            "benchmark": one.new["benchmark"],
-            "id": one.new["id"],
-            "impl": one.new["impl"],
-            "before_s": one.old.get("time_s"),
-            "after_s": one.new.get("time_s"),
-            "ratio": one.ratio,
-            "low": one.interval[0] if one.interval else None,
-            "high": one.interval[1] if one.interval else None,
-            "beside": one.beside,
-            "verdict": one.verdict,
-            "disturbed": one.disturbed,
-        }
-        for one in changes
-    ]
-    notes: cells.Notes = {}
-    rows = [_row(one, notes) for one in changes]
+    rows, data, notes = list[list[str]](), list[fields.Record](), cells.Notes()
+    for change in changes:
+        case, (low, high) = change.new, change.interval or (None, None)
+        data.append(
+            {
+                **{name: case[name] for name in ("benchmark", "id", "impl")},
+                "before_s": change.old.get("time_s"),
+                "after_s": case.get("time_s"),
+                "ratio": change.ratio,
+                "low": low,
+                "high": high,
+                **{name: getattr(change, name) for name in ("beside", "verdict", "disturbed")},
+            }
+        )
+        times = [
+            words.number(1e6 * side["time_s"]) if side.get("time_s") else side["outcome"] for side in (change.old, case)
+        ]
+        verdict = change.verdict
+        if change.disturbed:
+            verdict += cells.mark(notes, f"{words.sentence(change.disturbed)}.")
+        rows.append(
+            [
+                str(case["id"]).removesuffix(f"-{case['impl']}"),
+                str(case["impl"]),
+                *times,
+                f"{change.ratio:.3f}" if change.ratio else "",
+                " to ".join(f"{bound:.3f}" for bound in change.interval or ()),
+                change.beside or "nothing",
+                verdict,
+            ]
+        )
     return items.Table(
         name=name,
         title=title,
@@ -246,22 +252,6 @@ def _table(name: str, title: str, changes: Sequence[Change], source: str) -> ite
         notes=cells.below(notes, rows),
         source=source,
     )
-
-
-def _row(change: Change, notes: cells.Notes) -> list[str]:
-    times = [
-        words.number(1e6 * one["time_s"]) if one.get("time_s") else one["outcome"] for one in (change.old, change.new)
-    ]
-    impl = str(change.new["impl"])
-    return [
-        str(change.new["id"]).removesuffix(f"-{impl}"),
-        impl,
-        *times,
-        f"{change.ratio:.3f}" if change.ratio else "",
-        " to ".join(f"{bound:.3f}" for bound in change.interval or ()),
-        change.beside or "nothing",
-        change.verdict + (cells.mark(notes, f"{words.sentence(change.disturbed)}.") if change.disturbed else ""),
-    ]
 
 
 def write_history(folder: Path, out: Path, margin: float) -> list[str]:
@@ -315,8 +305,8 @@ def _plot(benchmark: str, runs: list[load.Machine], since: list[list[Change]]) -
             zorder=3 - order / len(cases),
         )
     axes.axhline(1, **plots.CEILING)
-    some = 1 + len(runs) // LABELS
-    plots.add_places(axes, ["" if at % some else str(run.runs[0].get("commit"))[:7] for at, run in enumerate(runs)])
+    commits = [str(run.runs[0].get("commit"))[:7] for run in runs]
+    plots.add_places(axes, [commit * (at % (1 + len(runs) // LABELS) == 0) for at, commit in enumerate(commits)])
     axes.set_ylabel("time / time in the first run")
     name, title = (
         f"{runs[-1].slug}-history-{load.file_name(benchmark)}",

@@ -4,12 +4,11 @@ Behind them stands one table of all training steps: their model FLOP utilisation
 reaches.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lmsys.bench import fields, verdict
-from lmsys.reports import fastest, items, load, tables, views
-from lmsys.reports.words import MEANINGS, label_of, number
+from lmsys.reports import fastest, items, load, tables, views, words
 
 KEYS = {  # of a row's case, and the heads of their columns
     "size": "model",
@@ -38,51 +37,44 @@ ABOUT = (
 
 
 def step_chapters(machine: load.Machine) -> list[items.Chapter]:
-    """A chapter that is this table alone; none where no step has a share."""
-    table = step_shares(machine)
-    return [items.Chapter("Training steps: MFU", [items.Block("", [table])])] if table else []
+    """A chapter that is one table: a line for each timed step of any benchmark, models by size.
 
-
-def step_shares(machine: load.Machine) -> items.Table | None:
-    """A line for each timed step of any benchmark, models by size; None where none has a share."""
+    None where no step has a share.
+    """
     steps = (one for one in machine.records if one.get("mode") in (None, "step") and one.get("time_s"))  # whole ones
     cases = [one for one in steps if "mfu" in one and any(one.get(name) is not None for name in SHARES)]
     if not cases:
-        return None
-    words = machine.words_of(*machine.layouts)
-    cases.sort(key=lambda one: fastest.reading_order(words, [_value(one, name) for name in BY]))
+        return []
+    known = machine.words_of(*machine.layouts)
+    cases.sort(key=lambda one: fastest.reading_order(known, [_value(one, name) for name in BY]))
     names = "benchmark", "section", *KEYS, "impl", "time_s", *SHARES
     data: list[fields.Record] = [{name: _value(one, name) for name in names} for one in cases]
     shares = [name for name in SHARES if any(line[name] is not None for line in data)]
-    most = max(tables.contending(machine, cases), key=lambda case: case.get(shares[0]) or 0)
     shown = [name for name in KEYS if len({line[name] for line in data}) > 1]
-    told = [f"{head} {data[0][name]}" for name, head in KEYS.items() if name not in shown]
-    return items.Table(
+    rows = []
+    for line in data:
+        keys = [f"{one:,}" if type(one) is int else str(one or "") for one in map(line.get, [*shown, "impl"])]
+        percents = ["" if line[share] is None else words.number(100 * line[share]) for share in shares]
+        where = f"{line['benchmark']}, {line['section']}".replace("_", " ")
+        rows.append([where, *keys, words.number(1e3 * line["time_s"]), *percents])
+    most = max(tables.contending(machine, cases), key=lambda case: case.get(shares[0]) or 0)
+    alike = ", ".join(f"{head} {data[0][name]}" for name, head in KEYS.items() if name not in shown)
+    table = items.Table(
         name=f"{machine.slug}-mfu",
         title="MFU of every step, and its shares of what this machine reaches",
-        caption=f"{ABOUT} All: {', '.join(told)}." if told else ABOUT,
-        columns=["in", *(KEYS[name] for name in shown), "row", "Time, ms", *(SHARES[name] for name in shares)],
-        rows=[_cells(line, shown, shares) for line in data],
+        caption=f"{ABOUT} All: {alike}." if alike else ABOUT,
+        columns=["in", *map(KEYS.__getitem__, shown), "row", "Time, ms", *map(SHARES.__getitem__, shares)],
+        rows=rows,
         data=data,
         keys=2 + len(shown),
         source=machine.about(cases),
-        answer=f"highest: {number(100 * most[shares[0]])} %, {most['impl']}, {most['size']}",
+        answer=f"highest: {words.number(100 * most[shares[0]])} %, {most['impl']}, {most['size']}",
     )
+    return [items.Chapter("Training steps: MFU", [items.Block("", [table])])]
 
 
 def _value(one: fields.Record, name: str) -> object:
     return PLAIN.get(name) if one.get(name) is None else one[name]
-
-
-def _cells(line: fields.Record, shown: Sequence[str], shares: Sequence[str]) -> list[str]:
-    where = f"{line['benchmark']}, {line['section']}".replace("_", " ")
-    keys = [f"{one:,}" if type(one) is int else str(one or "") for one in (*map(line.get, shown), line["impl"])]
-    return [
-        where,
-        *keys,
-        number(1e3 * line["time_s"]),
-        *("" if line[s] is None else number(100 * line[s]) for s in shares),
-    ]
 
 
 def questions(machine: load.Machine) -> Iterator[fastest.Question]:
@@ -98,13 +90,13 @@ def _of_any(machine: load.Machine, name: str) -> fastest.Question:
     """Who is fastest in each setting: the settings are the axes in which the benchmark's cases differ."""
     view = views.view_of(machine, name)
     axes = [axis for axis in view.axes() if axis not in (*views.UNSAID, "impl") and view.varies(axis)]
-    words = [axis for axis in axes if isinstance(view.cases[0][axis], str)]
-    keys = axes if len(view.distinct(*axes)) <= MOST_LINES else words
+    verbal = [axis for axis in axes if isinstance(view.cases[0][axis], str)]
+    keys = axes if len(view.distinct(*axes)) <= MOST_LINES else verbal
     return fastest.Question(
         benchmark=name,
         word=load.file_name(name),
         title=f"Fastest {name.replace('_', ' ')}",
-        keys={axis: label_of(view.fields[axis]) for axis in keys or ["section"]},
+        keys={axis: words.label_of(view.fields[axis]) for axis in keys or ["section"]},
         bases=[row for row, facts in view.table().items() if facts.get("baseline")],
         kind=next((kind for kind, rows in machine.rows.items() if view.values("impl")[0] in rows), ""),
         of_ours=True,
@@ -120,19 +112,17 @@ def answers(machine: load.Machine) -> items.Block:
 
 def _wrong(machine: load.Machine) -> items.Table:
     """Rows that were wrong or failed, with the first reason of each; a line that says so where there are none."""
-    found = verdict.failed(machine.records)
-    columns = ["row", "how", "in", "cases", "the first of them"]
-    rows = [
-        [impl, MEANINGS[outcome], benchmark.replace("_", " "), str(len(cases)), str(cases[0]["reason"] or "")]
-        for (outcome, impl, benchmark), cases in found.items()
-    ]
+    columns, rows, runs = ["row", "how", "in", "cases", "the first of them"], list[list[str]](), list[int]()
+    for (outcome, impl, benchmark), cases in verdict.failed(machine.records).items():
+        where, first = benchmark.replace("_", " "), str(cases[0]["reason"] or "")
+        rows.append([impl, words.MEANINGS[outcome], where, str(len(cases)), first])
+        runs += [case["run"] for case in cases]
     if not rows:
-        count = sum(one["outcome"] == "ok" for one in machine.records)
+        count = sum(case["outcome"] == "ok" for case in machine.records)
         rows = [[f"nothing was wrong: {count:,} of {len(machine.records):,} cases ran, and all of these were right"]]
         columns = ["cases"]
-    made = load.commands(machine, (one["run"] for cases in found.values() for one in cases))
-    runs = [(f"Run of {name}", command) for name, command in made.values()]
-    return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), notes=[*_right(machine)], runs=runs)
+    made = [(f"Run of {name}", command) for name, command in load.commands(machine, runs).values()]
+    return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), notes=[*_right(machine)], runs=made)
 
 
 def _right(machine: load.Machine) -> Iterator[str]:
@@ -151,17 +141,13 @@ def _not_run(machine: load.Machine) -> items.Table | None:
     """Each reason once, with the rows that it holds for, and those of them that other runs of this machine have."""
     lines = []
     for reason, rows in verdict.not_run(machine.records).items():
-        of = [one for one in machine.records if one["impl"] in rows]
-        without = {one["run"] for one in of if one["outcome"] == "unsupported" and one["reason"] == reason}
-        elsewhere = sorted(_ran(of, {one["run"] for one in of if without} - without) - _ran(of, without))
-        also = [f"in another run {', '.join(elsewhere)} ran"] if elsewhere else []
-        lines.append([", ".join(rows), "; ".join([reason, *also]), str(rows.total())])
+        of = [case for case in machine.records if case["impl"] in rows]
+        without = {case["run"] for case in of if case["outcome"] == "unsupported" and case["reason"] == reason}
+        right = fields.grouped((case["run"] in without, str(case["impl"])) for case in of if case["outcome"] == "ok")
+        elsewhere = sorted({*right.get(False, ())} - {*right.get(True, ())}) if without else []
+        also = f"; in another run {', '.join(elsewhere)} ran" * bool(elsewhere)
+        lines.append([", ".join(rows), reason + also, str(rows.total())])
     return _listed(machine, "not-run", "Not run here", ["row", "why", "cases"], lines) if lines else None
-
-
-def _ran(cases: Sequence[fields.Record], runs: Container[int]) -> set[str]:
-    """The rows of which a case was right in one of these runs."""
-    return {str(one["impl"]) for one in cases if one["outcome"] == "ok" and one["run"] in runs}
 
 
 def _listed(

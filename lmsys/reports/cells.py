@@ -10,13 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lmsys.bench import fields, verdict
-from lmsys.reports.views import Fields, View, key_of
-from lmsys.reports.words import MEANINGS, OUTCOMES, exact, is_clocked, number, scaled, spread_of, unit_of
+from lmsys.reports import views, words
 
 SPEEDUP = "speedup"
 
 
-def bases_of(view: View, otherwise: Iterable[str] = ()) -> list[str]:
+def bases_of(view: views.View, otherwise: Iterable[str] = ()) -> list[str]:
     """The rows that speeds are relative to, of those timed here: the user's choice, else those that the table names."""
     preferred = {name: row["baseline"] for name, row in view.table().items() if row.get("baseline")}
     names = [view.wanted] if view.wanted else [*sorted(preferred, key=lambda name: -preferred[name]), *otherwise]
@@ -24,29 +23,29 @@ def bases_of(view: View, otherwise: Iterable[str] = ()) -> list[str]:
     return [name for name in dict.fromkeys(names) if name in timed]
 
 
-def base_of(view: View, otherwise: Iterable[str] = ()) -> str | None:
+def base_of(view: views.View, otherwise: Iterable[str] = ()) -> str | None:
     """The first of these, None without any."""
     return next(iter(bases_of(view, otherwise)), None)
 
 
-def beside(view: View, base: str | None, axis: str = "impl", same: Sequence[str] = ()) -> View:
+def beside(view: views.View, base: str | None, axis: str = "impl", same: Sequence[str] = ()) -> views.View:
     """Adds, as `beside`, the case that has `base` on an axis and is alike on the axes `same`, else on all others.
 
     None where that was not run.
     """
     same = same or [name for name in view.axes() if name not in (axis, "label", "peer")]
     bases = view.only(lambda case: case[axis] == base).by(*same)
-    return view.adding(lambda case: {"beside": bases.get(key_of(case, same))})
+    return view.adding(lambda case: {"beside": bases.get(views.key_of(case, same))})
 
 
 def compared(
-    view: View,
+    view: views.View,
     base: str | None,
     axis: str = "impl",
     same: Sequence[str] = (),
     medians: bool = False,
     name: str = SPEEDUP,
-) -> View:
+) -> views.View:
     """Adds the speedup, as the field `name`, over what is `beside` each case.
 
     Of cases that were not sampled together there is none, or with `medians` the ratio of their medians. `remark` says
@@ -66,18 +65,18 @@ def compared(
     field = fields.Field(
         name, label=f"Speedup over {label}", role="detail", about=f"Time of {label} divided by time, {how}", shown="×"
     )
-    return replace(view, base=base, fields=Fields(view.fields | {name: field}))
+    return replace(view, base=base, fields=views.Fields(view.fields | {name: field}))
 
 
 def _no_base(label: str, base: fields.Record | None) -> str:
     """Why nothing has a speedup over this case of the base, None where it was not run; "" where it was timed."""
     if base is None or base["time_s"] is not None:
         return "" if base else f"{label} was not run here"
-    ended = MEANINGS.get(base["outcome"], "not timed")
-    return f"{label} has no time here: {ended}" + (f" ({base['reason']})" if base["reason"] else "")
+    reason = f" ({base['reason']})" * bool(base["reason"])
+    return f"{label} has no time here: {words.MEANINGS.get(base['outcome'], 'not timed')}{reason}"
 
 
-def is_compared(view: View) -> bool:
+def is_compared(view: views.View) -> bool:
     """True where more than the base itself has a speedup."""
     return any(case[SPEEDUP] is not None and case["impl"] != view.base for case in view.cases)
 
@@ -91,7 +90,7 @@ def geometric_mean(values: Iterable[float | None]) -> tuple[float, int]:
 def mean_text(values: Iterable[float | None]) -> str:
     """The geometric mean as tables show it, with how many it is of."""
     mean, count = geometric_mean(values)
-    return f"{number(mean)} ({count})" if count else ""
+    return f"{words.number(mean)} ({count})" if count else ""
 
 
 CEILINGS = {"matmul_ceiling_fraction": "large matmul", "copy_ceiling_fraction": "large copy"}
@@ -126,21 +125,21 @@ def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
     return lines + [f"{NOT_RUN} not run."] * any(NOT_RUN in text for row in rows for text in row)
 
 
-def cell(view: View, name: str, case: fields.Record | None, notes: Notes, ending: bool = True) -> str:
+def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, ending: bool = True) -> str:
     """A field of one case (None: not run); with `ending` also how the case ended, if without a number."""
     if case is None:
         return NOT_RUN
     text, reason = shown(view, name, case), case["reason"] or ""
     if ending and case["outcome"] != "ok":
-        meaning = MEANINGS[case["outcome"]] + (f": {reason}" if reason else "")
-        return f"{text} {OUTCOMES[case['outcome']]}".strip() + mark(notes, meaning)
+        meaning = words.MEANINGS[case["outcome"]] + f": {reason}" * bool(reason)
+        return f"{text} {words.OUTCOMES[case['outcome']]}".strip() + mark(notes, meaning)
     if ending and not text and case["time_s"] is None and reason:
         return "untimed" + mark(notes, reason)
     remarks = {SPEEDUP: case.get("remark"), "energy_j": case.get("energy_note")}
     if remark := remarks.get(name, above_ceiling(name, case)):
         text = (text or ("no baseline" if name == SPEEDUP else "not measured")) + mark(notes, remark)
-    if text and is_clocked(view.fields[name]):
-        if (spread_of(case) or 0.0) > STEADY:
+    if text and words.is_clocked(view.fields[name]):
+        if (words.spread_of(case) or 0.0) > STEADY:
             text += mark(notes, UNSTEADY)
         beside = name == SPEEDUP and case.get("beside") or {}
         if disturbed := case.get("disturbed") or beside.get("disturbed"):
@@ -156,48 +155,56 @@ def above_ceiling(name: str, case: fields.Record) -> str:
     return f"Above the {CEILINGS[share]} that was measured in this run, before and after: one of the two is not right."
 
 
-def shown(view: View, name: str, case: fields.Record) -> str:
+def shown(view: views.View, name: str, case: fields.Record) -> str:
     """A field's value as tables show it: of axes all digits, of metrics three."""
     one, value = view.fields[name], case[name]
     if value is None or one.role == "axis" or not isinstance(value, (int, float)):
         return view.text(name, value)
-    text = exact(value) if isinstance(value, int) and not unit_of(one)[0] else number(scaled(one, value))
-    return f"{text} ± {number(scaled(one, case['std_s']))}" if name == "mean_s" and case["std_s"] is not None else text
+    text = (
+        words.exact(value)
+        if isinstance(value, int) and not words.unit_of(one)[0]
+        else words.number(words.scaled(one, value))
+    )
+    return (
+        f"{text} ± {words.number(words.scaled(one, case['std_s']))}"
+        if name == "mean_s" and case["std_s"] is not None
+        else text
+    )
 
 
-def detail(view: View, case: fields.Record | None) -> str:
+def detail(view: views.View, case: fields.Record | None) -> str:
     """The facts behind a figure: its rounds, spread, error, the state of the machine, and the run that it is from.
 
     Empty for no figure.
     """
     if case is None or case["time_s"] is None:
         return ""
-    time, facts = view.fields["time_s"], list[str | None]()
-    if case.get("rounds"):
-        facts.append(f"{case['rounds']} rounds")
-    if spread_of(case) is not None:
-        low, high = (number(scaled(time, case[name])) for name in ("p20_s", "p80_s"))
-        facts.append(f"p20 to p80 {low} to {high} {unit_of(time)[0]}")
-    if case.get("error_ratio") is not None:
-        facts.append(f"error {number(case['error_ratio'])} of what is allowed")
-    facts += [", ".join(_conditions(view, case)), case.get("energy_note")]
-    facts += [{None: "", True: "the same bits each time", False: "bits vary"}[case.get("repeatable")]]
-    return DETAILS.join(filter(None, [*facts, view.machine.run_of(case)]))
+    time, error = view.fields["time_s"], case.get("error_ratio")
+    low, high = (words.number(words.scaled(time, case.get(name))) for name in ("p20_s", "p80_s"))
+    facts = (
+        f"{case.get('rounds')} rounds" * bool(case.get("rounds")),
+        f"p20 to p80 {low} to {high} {words.unit_of(time)[0]}" * (words.spread_of(case) is not None),
+        f"error {words.number(error or 0)} of what is allowed" * (error is not None),
+        ", ".join(filter(None, _conditions(view, case))),
+        case.get("energy_note"),
+        {None: "", True: "the same bits each time", False: "bits vary"}[case.get("repeatable")],
+        view.machine.run_of(case),
+    )
+    return DETAILS.join(filter(None, facts))
 
 
-def _conditions(view: View, case: fields.Record) -> list[str]:
+def _conditions(view: views.View, case: fields.Record) -> list[str]:
     """The state of the machine while the case was sampled; a memory clock only where it was not at its highest."""
     usual = {"memory_clock_mhz": (view.machine.runs[case["run"]].get("settings") or {}).get("max_memory_mhz")}
-    conditions = state_of({name: case.get(name) for name, _, _ in STATE if case.get(name) != usual.get(name)})
-    if case.get("clock_reasons"):
-        conditions.append(f"clock held by {case['clock_reasons']}")
-    if case.get("other_processes"):
-        conditions.append(f"other processes that had the device: {case['other_processes']}")
-    if (share := case.get("others_cpu_share") or 0) >= 0.005:
-        conditions.append(f"other programs took {share:.0%} of the CPU")
-    return conditions
+    reasons, processes, share = map(case.get, ("clock_reasons", "other_processes", "others_cpu_share"))
+    return [
+        *state_of({name: case.get(name) for name, _, _ in STATE if case.get(name) != usual.get(name)}),
+        f"clock held by {reasons}" * bool(reasons),
+        f"other processes that had the device: {processes}" * bool(processes),
+        f"other programs took {share or 0:.0%} of the CPU" * ((share or 0) >= 0.005),
+    ]
 
 
 def state_of(facts: fields.Record) -> list[str]:
     """Clocks, power and temperature in words, of what is known of them."""
-    return [f"{label} {exact(round(facts[name]))} {unit}" for name, label, unit in STATE if facts.get(name)]
+    return [f"{label} {words.exact(round(facts[name]))} {unit}" for name, label, unit in STATE if facts.get(name)]

@@ -122,10 +122,13 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     names = load.run_names(machine, runs)
     dates = ", ".join(f"{letter} of {names[run]}" for run, letter in runs.items())
     made = load.commands(machine, runs)
+    compiled = " ".join(str(line.get("compile")) for line in lines)
+    ways = words.sentence("; ".join(f"{name}: {about}" for name, about in WAYS.items() if name in compiled))
+    about = ABOUT + question.about + f" {ways}." * bool(ways)
     return items.Table(
         name=name,
         title=question.title,
-        caption=ABOUT + question.about + _ways(lines) + (MFU if shares else ""),
+        caption=about + MFU * shares,
         columns=columns,
         rows=rows,
         data=[{name: value for name, value in line.items() if name not in INNER} for line in lines],
@@ -165,17 +168,12 @@ def _shown(question: Question, lines: Sequence[fields.Record], settings: Sequenc
 
 def _setting(question: Question, line: fields.Record, names: Sequence[str]) -> str:
     """A line's setting as the report has it; a number says of what it is."""
-    values = {name: "" if line[name] is None else line[name] for name in names}
-    texts = {name: str(question.words.get(name, {}).get(line[name], value)) for name, value in values.items()}
-    heads = {name: f"{question.keys[name]}\N{NO-BREAK SPACE}" for name in names if type(line[name]) in (int, float)}
-    return ", ".join(heads.get(name, "") + text for name, text in texts.items() if text)
-
-
-def _ways(lines: Sequence[fields.Record]) -> str:
-    """Says what ways of compiling are that the lines have."""
-    used = " ".join(str(line.get("compile")) for line in lines)
-    ways = [f"{name}: {about}" for name, about in WAYS.items() if name in used]
-    return f" {words.sentence('; '.join(ways))}." if ways else ""
+    texts = []
+    for name in names:
+        value = line[name]
+        head = f"{question.keys[name]}\N{NO-BREAK SPACE}" * (type(value) in (int, float))
+        texts.append(head + question.words.get(name, {}).get(value, "" if value is None else str(value)))
+    return ", ".join(filter(None, texts))
 
 
 def reading_order(words: Mapping[str, Mapping[object, str]], key: Sequence[object]) -> list[tuple[int, float, str]]:
@@ -190,11 +188,9 @@ def reading_order(words: Mapping[str, Mapping[object, str]], key: Sequence[objec
 
 def _answer(line: fields.Record, notes: cells.Notes) -> list[str]:
     """The row, its speed over the base, and over the next where that is another, in words."""
-    aside = {
-        "some": cells.mark(notes, DISTURBED) if line["disturbed"] == "some" else "",
-        "all": ", all of them disturbed",
-    }
-    disturbed = aside.get(line["disturbed"], "")
+    disturbed = ", all of them disturbed" * (line["disturbed"] == "all")
+    if line["disturbed"] == "some":
+        disturbed = cells.mark(notes, DISTURBED)
     if not line["fastest"]:  # each was slower than another, as may be where samples spread
         return [f"not settled{disturbed}", "", ""]
     row = line["called"] + f" (of {line['rows']} rows)" * (line["rows"] < FEW) + disturbed

@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import chain
 from typing import Any
 
 from lmsys.bench.fields import Record
-from lmsys.reports import load, tables, words
-from lmsys.reports.cells import DETAILS, SUPERSCRIPTS, state_of
+from lmsys.reports import cells, load, tables, words
 from lmsys.reports.items import Block, Chapter, Plot, Table
 
 BRIEF = 80  # characters: what is no longer is said again rather than linked to
@@ -72,10 +72,9 @@ class Figures:
 
     def _anchor(self, name: str) -> str | None:
         """The id of a figure, for the first of those that a page shows twice."""
-        if name in self._named:
-            return None
+        is_first = name not in self._named
         self._named.add(name)
-        return name
+        return name if is_first else None
 
     def answers(self, block: Block) -> Html:
         """Each question with its plot beside it; what is seldom asked behind a click."""
@@ -161,7 +160,7 @@ class Figures:
         caption = tag("figcaption", self._caption(table.caption, anchor), links)
         if not table.runs:
             return tag("figure", title, inside, _list(table.notes), caption, id=self._anchor(anchor))
-        marks = [note for note in table.notes if note[0] in SUPERSCRIPTS]
+        marks = [note for note in table.notes if note[0] in cells.SUPERSCRIPTS]
         behind = [note for note in table.notes if note not in marks]
         made = [joined([f"{run}, made by: ", tag("code", command)]) for run, command in table.runs]
         summary = tag("summary", "How to read this, and the runs and commands behind it")
@@ -191,11 +190,11 @@ def _list(notes: Sequence[str]) -> Html:
 def _line(table: Table, row: int) -> Html:
     """A row. Details that all its cells share are the row's own, since rows sampled together share most."""
     columns = range(table.keys, len(table.rows[row]))
-    details = {at: table.details.get((row, at), "").split(DETAILS) for at in columns}
+    details = {at: table.details.get((row, at), "").split(cells.DETAILS) for at in columns}
     several = [facts for facts in details.values() if facts != [""]]
     common = [fact for fact in several[0] if all(fact in facts for facts in several)] if len(several) > 1 else []
-    cells = [_value(table, row, at, [fact for fact in details[at] if fact not in common]) for at in columns]
-    return tag("tr", tags("th", table.rows[row][: table.keys]), cells, title=DETAILS.join(common) or None)
+    values = [_value(table, row, at, [fact for fact in details[at] if fact not in common]) for at in columns]
+    return tag("tr", tags("th", table.rows[row][: table.keys]), values, title=cells.DETAILS.join(common) or None)
 
 
 def _value(table: Table, row: int, column: int, details: Sequence[str]) -> Html:
@@ -203,7 +202,7 @@ def _value(table: Table, row: int, column: int, details: Sequence[str]) -> Html:
     text = table.rows[row][column]
     kind = "wrong" if words.OUTCOMES["wrong"] in text else "best" if (row, column) in table.best else None
     head = table.columns[column] if table.runs else None
-    return tag("td", text, class_=kind, title=DETAILS.join(details) or None, data_head=head)
+    return tag("td", text, class_=kind, title=cells.DETAILS.join(details) or None, data_head=head)
 
 
 FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()
@@ -234,12 +233,11 @@ def runs_of(machine: load.Machine) -> Html:
 def facts_of(runs: Sequence[Record]) -> Html:
     """The runs behind a machine's figures: what all have in common, then a line for each with what they have not."""
     facts = list(map(_of_run, runs))
-    names = dict.fromkeys(name for run in facts for name in run)
-    values = {name: [run.get(name, "–") for run in facts] for name in names}
-    differing = [name for name in names if len(set(values[name])) > 1]
-    tables = [[tag("tr", tag("th", name), tag("td", values[name][0])) for name in names if name not in differing]]
+    values = {name: [run.get(name, "–") for run in facts] for name in dict.fromkeys(chain(*facts))}
+    differing = {name: texts for name, texts in values.items() if len(set(texts)) > 1}
+    tables = [[tag("tr", tag("th", name), tag("td", values[name][0])) for name in values if name not in differing]]
     if differing:
-        body = [tag("tr", tags("td", line)) for line in zip(*map(values.__getitem__, differing), strict=True)]
+        body = [tag("tr", tags("td", texts)) for texts in zip(*differing.values(), strict=True)]
         tables.append([tag("thead", tag("tr", tags("th", differing))), tag("tbody", body)])
     return joined(tag("div", tag("table", rows, class_="facts"), class_="scroll") for rows in tables)
 
@@ -248,32 +246,22 @@ def _of_run(run: Record) -> dict[str, str]:
     facts = {name: str(run[name]) for name in FACTS if run.get(name) not in (None, "")}
     if run.get("dirty") and "commit" in facts:
         facts["commit"] += " with local changes"
-    memory, copy = run.get("memory_bytes"), (run.get("ceilings") or {}).get("copy_bytes_per_s")
-    known = {name: value for name, value in (run.get("settings") or {}).items() if value is not None}
-    measured = {
-        "memory": memory and f"{memory / 2**30:.1f} GiB",
-        **{
-            f"matmul {dtype}": f"{words.number(rate / 1e12)} TFLOP/s"
-            for dtype, rate in sorted(load.matmul_rates(run).items())
-        },
-        "copy": copy and f"{words.number(copy / 1e9)} GB/s",
-        **_sustained(run),
-        **{
-            label: f"{words.digits(known[name])} {unit}".strip()
-            for name, (label, unit) in SETTINGS.items()
-            if name in known
-        },
-    }
-    return facts | {name: text for name, text in measured.items() if text}
-
-
-def _sustained(run: Record) -> dict[str, str]:
-    """The matmul that the machine keeps up, beside the one that it reaches for a moment."""
-    sustained, short = run.get("sustained") or {}, load.matmul_rates(run)
-    state = state_of(sustained)
-    state += [f"clock held by {sustained['clock_reasons']}"] if sustained.get("clock_reasons") else []
-    facts = {}
+    if run.get("memory_bytes"):
+        facts["memory"] = f"{run['memory_bytes'] / 2**30:.1f} GiB"
+    short = load.matmul_rates(run)
+    for dtype, rate in sorted(short.items()):
+        facts[f"matmul {dtype}"] = f"{words.number(rate / 1e12)} TFLOP/s"
+    if copy := (run.get("ceilings") or {}).get("copy_bytes_per_s"):
+        facts["copy"] = f"{words.number(copy / 1e9)} GB/s"
+    sustained = run.get("sustained") or {}
+    state = cells.state_of(sustained) + [f"clock held by {sustained.get('clock_reasons')}"] * bool(
+        sustained.get("clock_reasons")
+    )
     for dtype, rate in (sustained.get("matmul_flops_per_s") or {}).items():
         share = [f"{rate / short[dtype]:.0%} of the short one"] if short.get(dtype) else []
         facts[f"matmul {dtype}, sustained"] = ", ".join([f"{words.number(rate / 1e12)} TFLOP/s", *share, *state])
+    settings = run.get("settings") or {}
+    for name, (label, unit) in SETTINGS.items():
+        if settings.get(name) not in (None, ""):
+            facts[label] = f"{words.exact(settings[name])} {unit}".strip()
     return facts

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lmsys.bench import record
-from lmsys.bench.fields import COMMON, IDENTITY, Field, Record, grouped
+from lmsys.bench.fields import COMMON, IDENTITY, Field, Record
 from lmsys.reports.words import VALUES
 
 # What makes two runs runs of one machine. Versions, driver, commit and the host of a GPU may differ between runs:
@@ -95,11 +95,12 @@ class Machine:
 
     def about(self, cases: Iterable[Record]) -> str:
         """Machine, versions, commits and dates of these cases, in one sentence that says no version twice."""
-        found = grouped(
-            (_versions(run), f"{commit_of(run)}, {str(run.get('date') or 'undated')[:10]}")
-            for run in self.runs_of(cases)
-        )
-        parts = (", ".join(filter(None, (versions, *dict.fromkeys(told)))) for versions, told in found.items())
+        found = dict[str, list[str]]()
+        for run in self.runs_of(cases):
+            cores = [f"{run['cores']} CPU cores"] if run.get("device") == "cuda" and run.get("cores") else []
+            versions = ", ".join([*cores, *(f"{label} {run[key]}" for key, label in FACTS.items() if run.get(key))])
+            found.setdefault(versions, []).append(f"{commit_of(run)}, {str(run.get('date') or 'undated')[:10]}")
+        parts = (", ".join(filter(None, (versions, *dict.fromkeys(dated)))) for versions, dated in found.items())
         return f"{self.title}; {'; also '.join(parts)}."
 
     def ceiling(self, cases: Iterable[Record], dtype: str) -> float | None:
@@ -201,11 +202,6 @@ def title_of(machine: Mapping[str, Any]) -> str:
     if machine.get("device") == "cuda":
         return f"{count} × {name}" if count > 1 else name
     return f"{name}, {machine['cores']} cores" if machine.get("cores") else name
-
-
-def _versions(run: Mapping[str, Any]) -> str:
-    cores = [f"{run['cores']} CPU cores"] if run.get("device") == "cuda" and run.get("cores") else []
-    return ", ".join([*cores, *(f"{label} {run[key]}" for key, label in FACTS.items() if run.get(key))])
 
 
 def run_told(run: Record) -> str:

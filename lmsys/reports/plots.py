@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from lmsys.bench.fields import Field, Record
+from lmsys.bench.fields import Field
 from lmsys.reports import cells, items, styles, tables, views, words
 
 WIDTH_IN = 5.0  # about a phone's width at matplotlib's 72 points an inch, so that text keeps its size there
@@ -112,25 +112,22 @@ def plain(value: float, _: object = None) -> str:
     return f"{value:,.10g}" if value < 10_000 else f"{value / 1000:,.10g}k"
 
 
-def log_values(axis: Any, values: Iterable[float]) -> None:
-    """Plain numbers on a logarithmic axis: as many steps between the decades as the range has room for."""
-    finite = [value for value in values if value > 0]
-    decades = math.log10(max(finite) / min(finite))
-    steps = [(1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)]
-    subs = next((subs for subs in steps if len(subs) * decades <= 6), steps[-1])
-    axis.set_major_locator(LogLocator(subs=subs, numticks=20))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(plain))
-
-
 def scale_values(axes: Any, values: Sequence[float], log: bool, room: float) -> None:
-    """The y axis for these values: logarithmic, or from zero with room above them."""
-    if log:
-        axes.set_yscale("log")
-        log_values(axes.yaxis, values)
-    else:
+    """The y axis for these values: from zero with room above them, or logarithmic.
+
+    A logarithmic one has as many steps between the decades as the range has room for.
+    """
+    if not log:
         axes.set_ylim(0, room * max(values))
-        axes.yaxis.set_major_formatter(FuncFormatter(plain))
+    else:
+        axes.set_yscale("log")
+        positive = [value for value in values if value > 0]
+        decades = math.log10(max(positive) / min(positive))
+        steps = [(1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)]
+        subs = next((subs for subs in steps if len(subs) * decades <= 6), steps[-1])
+        axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(plain))
 
 
 def drawn(view: views.View, axes: Any, head: str, word: str, caption: str) -> items.Plot:
@@ -153,11 +150,14 @@ def lines(
     Rates and shares are drawn from zero, and so is what is of one order of magnitude.
     """
     one, (unit, _) = view.fields[metric], words.unit_of(view.fields[metric])
-    series = [(view.style(by, value), points) for value, points in view.series(metric, axis, by).items()]
-    series = [(style, points) for style, points in series if points]
+    positive = view.only(lambda case: (case[metric] or 0) > 0)
+    groups, series = positive.ordered(axis).groups(by), []
+    for value in positive.values(by):
+        points = {case[axis]: words.scaled(one, case[metric]) for case in groups[value,].cases}
+        series.append((view.style(by, value), points))
     if not any(len(points) > 1 for _, points in series):
         return None
-    places = [place for place in view.values(axis) if any(place in points for _, points in series)]
+    places = positive.values(axis)
     numbers = all(type(place) in (int, float) for place in places)
     axes = canvas(3.0)
     for order, (style, points) in enumerate(series):
@@ -205,11 +205,10 @@ def _apart(view: views.View, one: Field, axis: str, by: str) -> str:
 def _lost(view: views.View, axis: str, by: str) -> str:
     """Where a line has no point because the case ran out of memory."""
     lost = view.only(lambda case: case["outcome"] == "oom").ordered(by, axis)
-    found = [
-        f"{view.text(by, value)} at {', '.join(own.text(axis, place) for place in own.values(axis))}"
-        for (value,), own in lost.groups(by).items()
-    ]
-    return f" Out of memory: {'; '.join(found)}." if found else ""
+    facts = []
+    for (value,), own in lost.groups(by).items():
+        facts.append(f"{view.text(by, value)} at {', '.join(own.text(axis, place) for place in own.values(axis))}")
+    return f" Out of memory: {'; '.join(facts)}." if facts else ""
 
 
 def bars(
@@ -221,14 +220,14 @@ def bars(
     times: there the axis is logarithmic.
     """
     field, groups = view.fields[metric], view.values(axis)
-    cases = {(case[by], case[axis]): case for case in view.cases}
+    cases = view.by(by, axis)
     heights = {key: words.scaled(field, case[metric]) for key, case in cases.items() if (case[metric] or 0) > 0}
-    lost = {
-        key: case["outcome"] for key, case in cases.items() if case["outcome"] in words.OUTCOMES and key not in heights
-    }
+    endings = {key: words.OUTCOMES.get(case["outcome"]) for key, case in cases.items()}
+    lost = {key: ending for key, ending in endings.items() if ending and key not in heights}
     if not heights:
         return None
-    shown = [value for value in view.values(by) if any(key[0] == value for key in (*heights, *lost))]
+    used = {value for value, _ in (*heights, *lost)}
+    shown = [value for value in view.values(by) if value in used]
     low, high, width = min(heights.values()), max(heights.values()), 0.84 / len(shown)
     log = high >= 10 * low
     axes = canvas(3.0)
@@ -249,7 +248,7 @@ def bars(
             axes.text(
                 places[key],
                 low * 0.55 if log else high / 50,
-                words.OUTCOMES[lost[key]],
+                lost[key],
                 rotation=90,
                 ha="center",
                 va="bottom",
@@ -276,28 +275,23 @@ def heat_map(view: views.View, settings: Sequence[str]) -> items.Plot | None:
     if not cells.is_compared(view):
         return None
     settings = view.chosen(settings)
-    cases = {(case["impl"], *(case[name] for name in settings)): case for case in view.cases}
-    rows, columns = view.values("impl"), view.distinct(*settings)
-    heads = [", ".join(view.text(name, value) for name, value in zip(settings, key, strict=True)) for key in columns]
+    cases, rows, columns = view.by("impl", *settings), view.values("impl"), view.distinct(*settings)
+    heads = [", ".join(map(view.text, settings, key)) for key in columns]
     axes = canvas(0.25 * len(rows) + (2.0 if crowded(heads) else 0.8))
     speeds = np.full((len(rows), len(columns)), math.nan)
     for y, x in np.ndindex(speeds.shape):
-        case = cases.get((rows[y], *columns[x]))
-        speeds[y, x] = (case or {}).get(cells.SPEEDUP) or math.nan
-        axes.text(x, y, _speed_text(case), color=ON_COLOUR, ha="center", va="center", fontsize=8)
+        text = cells.NOT_RUN
+        if case := cases.get((rows[y], *columns[x])):
+            speeds[y, x] = case[cells.SPEEDUP] or math.nan
+            text = words.OUTCOMES.get(case["outcome"], f"{case[cells.SPEEDUP]:.3g}" if case[cells.SPEEDUP] else "")
+        axes.text(x, y, text, color=ON_COLOUR, ha="center", va="center", fontsize=8)
     full = math.log2(FULL_COLOUR)
     axes.imshow(np.log2(speeds), cmap="RdBu", vmin=-full, vmax=full, aspect="auto", alpha=0.6)
     add_places(axes, heads)
     axes.set_yticks(range(len(rows)), [view.text("impl", row) for row in rows], fontsize=9)
-    axes.set(xlabel=", ".join(words.label_of(view.fields[name]) for name in settings), facecolor="#f3f4f6")
+    axes.set(xlabel=", ".join(view.labels(settings)), facecolor="#f3f4f6")
     axes.grid(False)
     base = view.text("impl", view.base)
     caption = view.caption(tables.about_of(view.fields[cells.SPEEDUP]), clocked=True)
     caption += f" Blue is faster, red slower, full colour from {FULL_COLOUR:g}×. Blank: not timed beside {base}."
     return drawn(view, axes, f"Speedup over {base}", "heat", caption)
-
-
-def _speed_text(case: Record | None) -> str:
-    """The text of a cell of the heat map: the speedup, or why there is none."""
-    known = {**words.OUTCOMES, "ok": f"{case[cells.SPEEDUP]:.3g}" if case and case[cells.SPEEDUP] else ""}
-    return known[case["outcome"]] if case else cells.NOT_RUN

@@ -170,25 +170,23 @@ def memory_timeline(view: views.View, about: str) -> items.Plot | None:
     axes.set(xlim=(0, end), ylim=(0, 1.14 * most), xlabel="ms", ylabel="GiB")
     axes.xaxis.set_major_formatter(FuncFormatter(plots.plain))
     axes.yaxis.set_major_formatter(FuncFormatter(plots.plain))
-    head = f"Memory in the course of one {view.text('mode', case['mode'])}, GiB"
-    return plots.drawn(view, axes, head, "timeline", view.caption(about))
+    mode = view.text("mode", case["mode"])
+    return plots.drawn(view, axes, f"Memory in the course of one {mode}, GiB", "timeline", view.caption(about))
 
 
 def overlap(view: views.View, about: str) -> list[items.Plot]:
     """Draws when a step computes and when it communicates, a pair of lanes for each row of the first batch."""
     traced = view.only(lambda case: any(kind == "communication" for kind, _, _ in case["timeline"] or ()))
-    return [_lanes(part, about) for part in traced.cut("", "batch {batch}")[:1]]
-
-
-def _lanes(view: views.View, about: str) -> items.Plot:
-    axes = plots.canvas(0.45 * len(view.cases) + 0.6)
-    for lane, case in enumerate(view.cases):
-        for (what, color), top in zip(COLOURS.items(), (lane - 0.36, lane - 0.02), strict=True):
-            spans = [(1e3 * start, 1e3 * (end - start)) for kind, start, end in case["timeline"] if kind == what]
-            axes.broken_barh(spans, (top, 0.34), color=color, linewidth=0, label=what if lane == 0 else None)
-    axes.set_yticks(range(len(view.cases)), [case["impl"] for case in view.cases], fontsize=8)
-    axes.set(ylim=(len(view.cases) - 0.5, -0.5), xlabel="ms")
-    return plots.drawn(view, axes, "A step's timeline", "timeline", view.caption(about))
+    for part in traced.cut("", "batch {batch}"):
+        axes = plots.canvas(0.45 * len(part.cases) + 0.6)
+        for lane, case in enumerate(part.cases):
+            for (what, color), top in zip(COLOURS.items(), (lane - 0.36, lane - 0.02), strict=True):
+                spans = [(1e3 * start, 1e3 * (end - start)) for kind, start, end in case["timeline"] if kind == what]
+                axes.broken_barh(spans, (top, 0.34), color=color, linewidth=0, label=what if lane == 0 else None)
+        axes.set_yticks(range(len(part.cases)), [case["impl"] for case in part.cases], fontsize=8)
+        axes.set(ylim=(len(part.cases) - 0.5, -0.5), xlabel="ms")
+        return [plots.drawn(part, axes, "A step's timeline", "timeline", part.caption(about))]
+    return []
 
 
 def with_held(view: views.View) -> views.View:

@@ -8,8 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from lmsys.bench.fields import Field, Record
-from lmsys.reports import cells, items, plots, special, tables, versus, views, words
-from lmsys.reports.expressions import value_of
+from lmsys.reports import cells, expressions, items, plots, special, tables, versus, views, words
 from lmsys.values import choice
 
 Steps = Sequence[Any]
@@ -25,6 +24,7 @@ STEPS: dict[str, Any] = {
     "only": views.View.only,
     "ordered": views.View.ordered,
     "quiet": views.View.quiet,
+    "read_as": views.View.read_as,
     "rivals": versus.rivals,
     "said_also": views.View.said_also,
     "same_bits": versus.same_bits,
@@ -84,8 +84,8 @@ def with_any(view: views.View, by: str, name: str) -> views.View:
 @step
 def one_of_each(view: views.View, names: Sequence[str], most: str = "") -> views.View:
     """The first case of each group by these fields, or that with the most of a field."""
-    groups = view.groups(*names).values()
-    return view.of([max(own.cases, key=itemgetter(most)) if most else own.first for own in groups])
+    parts = view.groups(*names).values()
+    return view.of([max(part.cases, key=itemgetter(most)) if most else part.first for part in parts])
 
 
 @step
@@ -113,17 +113,9 @@ def last_of(view: views.View, name: str) -> views.View:
 
 
 @step
-def read_as(view: views.View, name: str, words: Sequence[Sequence[Any]]) -> views.View:
-    return view.read_as(**{name: dict(map(tuple, words))})
-
-
-@step
 def unfolded(view: views.View, name: str, declared: Sequence[Mapping[str, Any]]) -> views.View:
     """A case for each line of a list that the cases hold, with fields of these lines."""
-    cases = []
-    for case in view.cases:
-        cases += [case | line for line in case[name] or ()]
-    return fields(view.of(cases), declared)
+    return fields(view.opened(lambda case: case[name] or ()), declared)
 
 
 @step
@@ -138,15 +130,17 @@ def fields(view: views.View, declared: Sequence[Mapping[str, Any]]) -> views.Vie
     """Adds fields; a name in braces in a label is what the first case has of it."""
     for field in declared:
         texts = {key: words.filled(field.get(key, ""), view.first) for key in ("label", "about")}
-        of = partial(value_of, field["of"]) if "of" in field else None
+        of = partial(expressions.value_of, field["of"]) if "of" in field else None
         view = view.with_fields(Field(**dict(field) | texts | {"of": of}))
     return view
 
 
 @step
-def computed(view: views.View, **expressions: str) -> views.View:
+def computed(view: views.View, **texts: str) -> views.View:
     """Gives declared fields other values."""
-    return view.with_fields(*(view.fields[name].called(of=partial(value_of, e)) for name, e in expressions.items()))
+    return view.with_fields(
+        *(view.fields[name].called(of=partial(expressions.value_of, e)) for name, e in texts.items())
+    )
 
 
 @step
@@ -155,7 +149,7 @@ def defaulted(view: views.View, name: str, plain: str, order: Sequence[str] = ()
     out where it has the default throughout."""
     view = view.with_fields(Field(name, role="axis", of=lambda case: case.get(name) or plain))
     first = [value for value in (plain, *order) if value in view.values(name)]
-    view = view.read_as(**{name: {value: value for value in (*first, *view.values(name))}})
+    view = view.read_as(name, {value: value for value in (*first, *view.values(name))})
     return view.quiet(name) if quiet and view.values(name) == [plain] else view
 
 
@@ -163,8 +157,8 @@ def defaulted(view: views.View, name: str, plain: str, order: Sequence[str] = ()
 def worded(view: views.View, name: str, by: Sequence[str] = (), of: str = "") -> views.View:
     """Words for the values of a field, an expression of the field, in the reading order of the fields `by`."""
     values = [value for (value,) in view.ordered(*(by or [name])).distinct(name)]
-    words = {value: value_of(of, {name: value}) if of else view.text(name, value) for value in values}
-    return view.read_as(**{name: words})
+    words = [expressions.value_of(of, {name: value}) if of else view.text(name, value) for value in values]
+    return view.read_as(name, zip(values, words, strict=True))
 
 
 @step
@@ -212,29 +206,28 @@ def greatest(view: views.View, name: str, of: str) -> views.View:
 @step
 def points(view: views.View, step: str, value: str, values: str, at: str = "") -> views.View:
     """A case for each point of a curve that the cases hold, at the places of another list, else 1, 2, ..."""
-    cases = []
-    for case in view.cases:
+
+    def line(case: Record) -> list[Record]:
         places = (case[at] or ()) if at else count(1)
-        heights = case[values] or ()
-        cases += [case | {step: x, value: y} for x, y in zip(places, heights, strict=False)]
-    return view.of(cases)
+        return [{step: x, value: y} for x, y in zip(places, case[values] or (), strict=False)]
+
+    return view.opened(line)
 
 
 @step
 def pairs(view: views.View, name: str, other: str, how: str) -> views.View:
     """A case for each other row that a mapping of the cases names, and one for the row itself."""
-    cases = []
-    for case in view.cases:
-        if case.get(name):
-            others = {case["impl"]: "itself"} | case[name]
-            cases += [case | {other: row, how: word} for row, word in others.items()]
-    return view.of(cases)
+
+    def lines(case: Record) -> list[Record]:
+        return [{other: row, how: word} for row, word in ({case["impl"]: "itself"} | case[name]).items()]
+
+    return view.only(lambda case: case.get(name)).opened(lines)
 
 
 @step
 def melted(view: views.View, what: str, value: str, **names: str) -> views.View:
     """A case for each of several fields, with its word and its value."""
-    return view.of([case | {what: word, value: case[name]} for case in view.cases for name, word in names.items()])
+    return view.opened(lambda case: [{what: word, value: case[name]} for name, word in names.items()])
 
 
 @step
@@ -322,7 +315,7 @@ def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> item
     cases: list[Record] = []
     for part in compared_parts:
         head = part.title + f", over {part.text('impl', part.base)}" * (len(bases) > 1)
-        cases += part.adding(lambda _, head=head: {"part": head}).cases
+        cases += [case | {"part": head} for case in part.cases]
     return versus.means(view.of(cases), "impl", "part", word, title.replace("{bases}", " or ".join(bases)))
 
 

@@ -1,6 +1,7 @@
 """Tables that hold rows beside others: strategies beside their rivals, means of speedups, and whose bits come again."""
 
 from collections.abc import Sequence
+from itertools import compress
 
 from lmsys.bench import fields, verdict
 from lmsys.reports import cells, contest, items, tables, views, words
@@ -17,67 +18,52 @@ def rivals(
     `names` are templates of a row's name; last, geometric means of those rows whose names end alike.
     """
     pairs = [(ours, theirs) for ours, row in view.table("strategy").items() for theirs in row.get("rivals") or ()]
-    parts = view.only("time_s").groups(*settings).values()
-    speeds = {pair: [contest.ratio_of_best(own.cases, *pair) for own in parts] for pair in pairs}
-    speeds = {pair: ratios for pair, ratios in speeds.items() if any(ratios)}
-    found: dict[str, list[float | None]] = {}
-    alike: dict[str, list[list[float | None]]] = {}
-    for own, *ratios in zip(parts, *speeds.values(), strict=True):
-        if any(ratios):
-            start, end = (words.filled(text, own.cases[0]) for text in names)
-            found[start + end] = ratios
+    data, alike = list[fields.Record](), dict[str, list[fields.Record]]()
+    for own in view.only("time_s").groups(*settings).values():
+        ratios = {f"{ours} / {theirs}": contest.ratio_of_best(own.cases, ours, theirs) for ours, theirs in pairs}
+        if any(ratios.values()):
+            start, end = (words.filled(text, own.first) for text in names)
+            data.append({"training": start + end} | ratios)
             alike.setdefault(end, []).append(ratios)
-    if not found:
+    heads = [head for head in data[0] if any(line[head] for line in data)][1:] if data else []
+    if not heads:
         return None
-    heads = [f"{ours} / {theirs}" for ours, theirs in speeds]
-    rows = [
-        [name, *("" if ratio is None else words.number(ratio) for ratio in ratios)] for name, ratios in found.items()
-    ]
-    rows += [
-        [f"geometric mean, {end}", *map(cells.mean_text, zip(*lines, strict=True))] for end, lines in alike.items()
-    ]
+    rows = [[line["training"], *(words.number(line[head]) if line[head] else "" for head in heads)] for line in data]
+    for end, lines in alike.items():
+        rows.append([f"geometric mean, {end}", *(cells.mean_text(line[head] for line in lines) for head in heads)])
     return items.Table(
-        name=view.file(words.filled(word, view.cases[0])),
-        title=words.filled(title, view.cases[0]),
+        name=view.file(words.filled(word, view.first)),
+        title=words.filled(title, view.first),
         caption="Median of step-time ratios, steps alternating; of the best bucket size of each. Above 1: ours is "
         "faster." + ASIDE * view.has("disturbed"),
         source=view.machine.about(view.cases),
         columns=["training", *heads],
         rows=rows,
-        data=[{"training": name, **dict(zip(heads, ratios, strict=True))} for name, ratios in found.items()],
+        data=[{name: line[name] for name in ("training", *heads)} for line in data],
     )
 
 
 def means(view: views.View, row: str, column: str, word: str, title: str) -> items.Table | None:
     """Geometric means of the speedups by two fields, with how many each is of; None without any."""
-    own = view.only(lambda case: case[cells.SPEEDUP])
-    found = {
-        key: [case[cells.SPEEDUP] for case in verdict.undisturbed(one.cases)]
-        for key, one in own.groups(row, column).items()
-    }
-    heads = own.values(column)
-    if not found:
+    compared = view.only(lambda case: case[cells.SPEEDUP])
+    if not compared.cases:
         return None
+    heads, data = compared.values(column), list[fields.Record]()
+    rows = {value: dict.fromkeys(heads, "") for value in compared.values(row)}
+    for (value, head), own in compared.groups(row, column).items():
+        ratios = [case[cells.SPEEDUP] for case in verdict.undisturbed(own.cases)]
+        mean, count = cells.geometric_mean(ratios)
+        data.append({"row": compared.text(row, value), "column": head, "speedup": mean, "cells": count})
+        rows[value][head] = cells.mean_text(ratios)
     return items.Table(
-        name=view.file(words.filled(word, view.cases[0])),
+        name=view.file(words.filled(word, view.first)),
         title=view.filled(title),
         caption="Geometric mean of the speedups, with how many it is of in brackets. Compare two rows only if these "
         "counts are equal." + ASIDE * view.has("disturbed"),
         source=view.machine.about(view.cases),
         columns=["", *heads],
-        rows=[
-            [own.text(row, value), *(cells.mean_text(found.get((value, head), ())) for head in heads)]
-            for value in own.values(row)
-        ],
-        data=[
-            {
-                "row": own.text(row, value),
-                "column": head,
-                "speedup": cells.geometric_mean(values)[0],
-                "cells": len(values),
-            }
-            for (value, head), values in found.items()
-        ],
+        rows=[[compared.text(row, value), *texts.values()] for value, texts in rows.items()],
+        data=data,
     )
 
 
@@ -100,27 +86,22 @@ def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "
     """A line for each row, of what was called again; `by`: the heads of columns, and tests of the cases of each."""
     view = view.only(lambda case: case["outcome"] == "ok" and case.get("same_bits"))
     view = view.with_fields(fields.REPEATABLE, fields.BATCH_INVARIANT, *FLAT).ordered("impl")
-    columns = [
-        (f"{head}, {question}".lstrip(", "), test, answer, tensors)
-        for head, test in by
-        for question, (answer, tensors) in QUESTIONS.items()
-    ]
-    notes: cells.Notes = {}
-    rows = [
-        [view.text("impl", impl)]
-        + [_cell(own.only(test).cases, answer, tensors, notes) for _, test, answer, tensors in columns]
-        for (impl,), own in view.groups("impl").items()
-    ]
-    heads = [words.label_of(view.fields["impl"]), *(head for head, *_ in columns)]
-    used = [at for at in range(len(heads)) if any(row[at] for row in rows)]
+    heads, notes, rows = view.labels(["impl"]), cells.Notes(), list[list[str]]()
+    for head, _ in by:
+        heads += [f"{head}, {question}".lstrip(", ") for question in QUESTIONS]
+    for (impl,), own in view.groups("impl").items():
+        rows.append([view.text("impl", impl)])
+        for _, test in by:
+            rows[-1] += [_cell(own.only(test).cases, *names, notes) for names in QUESTIONS.values()]
+    used = [any(column) for column in zip(*rows, strict=True)]
     if not used:
         return None
-    lines = [[row[at] for at in used] for row in rows]
+    lines = [list(compress(row, used)) for row in rows]
     return items.Table(
         name=view.file(word),
         title="Same bits",
         caption=view.caption(ABOUT_BITS),
-        columns=[heads[at] for at in used],
+        columns=list(compress(heads, used)),
         rows=lines,
         data=tables.data_of(view, fields.REPEATABLE.name, fields.BATCH_INVARIANT.name, *(one.name for one in FLAT)),
         notes=cells.below(notes, lines),

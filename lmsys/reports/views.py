@@ -11,9 +11,8 @@ from typing import Any
 
 from lmsys.bench.fields import Field, Record, grouped
 from lmsys.bench.validate import check_value
-from lmsys.reports import expressions, load
+from lmsys.reports import expressions, load, words
 from lmsys.reports.styles import Style, styles_of
-from lmsys.reports.words import NAMES, exact, filled, label_of, scaled, sentence, span, timing, unit_of
 
 OPTIONAL = re.compile(r"\[([^][]*\{(\w+)\}[^][]*)\]")
 
@@ -46,8 +45,8 @@ def view_of(machine: load.Machine, benchmark: str, baseline: str | None = None) 
                 check_value(f"record {case['id']!r}: {name}", case[name], one)
             except ValueError as error:
                 raise load.InputError(str(error)) from None
-    words = machine.words_of(benchmark)
-    return View(machine, benchmark, fields, cases, words, wanted=baseline, stem=machine.slug).styled()
+    view = View(machine, benchmark, fields, cases, machine.words_of(benchmark), wanted=baseline, stem=machine.slug)
+    return view.styled()
 
 
 @dataclass(frozen=True)
@@ -108,6 +107,10 @@ class View:
         """The cases, each with what a function makes of it."""
         return self.of([case | facts(case) for case in self.cases])
 
+    def opened(self, lines: Callable[[Record], Iterable[Record]]) -> "View":
+        """A case for each line that a function makes of a case: the case with what the line says."""
+        return self.of([case | line for case in self.cases for line in lines(case)])
+
     def cut(self, stem: str, heading: str, tail: bool = False) -> "list[View]":
         """The cases by the fields that stand in braces and by memory limit, each part named by their values.
 
@@ -115,14 +118,14 @@ class View:
         is left out unless the field in it varies.
         """
         stem, heading = (OPTIONAL.sub(self._if_varies, text) for text in (stem, heading))
-        told, named = ([name for name in NAMES.findall(text) if name in self.fields] for text in (heading, stem))
+        told, named = ([name for name in words.NAMES.findall(text) if name in self.fields] for text in (heading, stem))
         limits = [] if LIMIT in self.said else [LIMIT]
         parts = []
         for part in self.groups(*told, *named, *limits).values():
             limit = part.text(LIMIT, part.first[LIMIT]) if limits else ""
-            heads = filled(heading, part.constants(told)), limit and f"memory limit {limit}", self.heading
-            words = filled(stem, part.first), limit.replace(" ", "").lower()
-            end = "-".join(["", *filter(None, words)])
+            heads = words.filled(heading, part.constants(told)), limit and f"memory limit {limit}", self.heading
+            ends = words.filled(stem, part.first), limit.replace(" ", "").lower()
+            end = "-".join(["", *filter(None, ends)])
             part = replace(part, heading=", ".join(filter(None, heads)), said=(*self.said, *told, *limits))
             parts.append(replace(part, tail=self.tail + end) if tail else replace(part, stem=self.stem + end))
         return parts
@@ -136,7 +139,7 @@ class View:
 
     def named(self, stem: str) -> "View":
         """Names of files begin with this, too, in which names in braces are what the first case has."""
-        return replace(self, stem=f"{self.stem}-{filled(stem, self.first)}") if self.cases else self
+        return replace(self, stem=f"{self.stem}-{words.filled(stem, self.first)}") if self.cases else self
 
     def silent(self, *names: str) -> "View":
         """Captions say nothing of these fields."""
@@ -154,15 +157,13 @@ class View:
         for case in self.cases:
             for name, kind in kinds.items():
                 if not isinstance(case.get(name), kind):
-                    value = f"{name}={case.get(name)!r}"
-                    raise load.InputError(
-                        f"record {case['id']!r}: {value} is not what a record of {self.benchmark!r} needs"
-                    )
+                    needed = f"is not what a record of {self.benchmark!r} needs"
+                    raise load.InputError(f"record {case['id']!r}: {name}={case.get(name)!r} {needed}")
         return self
 
-    def read_as(self, **words: Mapping[Any, str]) -> "View":
-        """Adds words for the values of some fields, in reading order."""
-        return replace(self, words={**self.words, **words})
+    def read_as(self, name: str, words: Any) -> "View":
+        """Gives the values of a field words, in reading order: a mapping, or pairs."""
+        return replace(self, words={**self.words, name: dict(words)})
 
     def labelled(self, **labels: str) -> "View":
         """Gives some fields other labels."""
@@ -196,7 +197,7 @@ class View:
         return table if values & table.keys() else dict.fromkeys(self.words.get(row, ()), {})
 
     def labels(self, names: Iterable[str]) -> list[str]:
-        return [label_of(self.fields[name]) for name in names]
+        return [words.label_of(self.fields[name]) for name in names]
 
     def has(self, name: str) -> bool:
         return any(case.get(name) is not None for case in self.cases)
@@ -245,8 +246,8 @@ class View:
 
     def filled(self, text: str) -> str:
         """The text with what all cases have alike in place of fields in braces, and with the number of {lines}."""
-        known = self.constants([name for name in NAMES.findall(text) if name in self.fields])
-        return filled(text, {"lines": len(self.cases), **known})
+        known = self.constants([name for name in words.NAMES.findall(text) if name in self.fields])
+        return words.filled(text, {"lines": len(self.cases), **known})
 
     def distinct(self, *names: str) -> list[Key]:
         """The values that some fields have together, in order of appearance."""
@@ -280,12 +281,12 @@ class View:
             return ""
         if value in self.styles.get(name, ()):
             return self.style(name, value).label
-        if value in (words := self.words.get(name, {})):
-            return words[value]
+        if value in self.words.get(name, ()):
+            return self.words[name][value]
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return {True: "yes", False: "no"}.get(value, str(value))
-        unit, factor = unit_of(self.fields[name])
-        return f"{exact(value * factor)} {unit}".strip()
+        unit, factor = words.unit_of(self.fields[name])
+        return f"{words.exact(value * factor)} {unit}".strip()
 
     def constants(self, names: Sequence[str]) -> dict[str, str]:
         """Those of these fields that all cases have alike, as they are read."""
@@ -303,30 +304,21 @@ class View:
 
     @property
     def title(self) -> str:
-        return sentence(self.heading)
-
-    def held(self) -> str:
-        """The facts that the heading leaves out: axes that are constant among these cases, and the range of numbers.
-
-        Words that vary stand in the table or plot itself.
-        """
-        facts = []
-        for name in self.axes():
-            values, words = self.values(name), self.words.get(name, ())
-            is_range = all(type(value) in (int, float) and value not in words for value in values)
-            if name not in (*self.said, *UNSAID) and (is_range or len(values) == 1):
-                facts.append(f"{label_of(self.fields[name])} {span([self.text(name, value) for value in values])}")
-        return ", ".join(facts)
+        return words.sentence(self.heading)
 
     def caption(self, about: str, clocked: bool = False) -> str:
-        """The caption, in lines: what is shown, every axis that is held, and how it was timed."""
-        held = sentence("; ".join(filter(None, [self.heading, self.held(), self.also])))
-        return f"{self.filled(about)}.\n{held}.\n{timing(self.cases) if clocked else ''}".strip()
+        """The caption, in lines: what is shown, every axis that is held, and how it was timed.
 
-    def series(self, metric: str, axis: str, by: str = "impl") -> dict[Any, dict[float, float]]:
-        """A metric against an axis, for each value of the field `by`."""
-        series: dict[Any, dict[float, float]] = {value: {} for value in self.values(by)}
-        for case in self.ordered(axis).cases:
-            if (case[metric] or 0) > 0:
-                series[case[by]][case[axis]] = scaled(self.fields[metric], case[metric])
-        return series
+        Held are axes that are constant among these cases, and ranges of numbers; words that vary stand in the table or
+        plot itself.
+        """
+        held = []
+        for name in self.axes():
+            values = self.values(name)
+            is_range = all(type(value) in (int, float) and value not in self.words.get(name, ()) for value in values)
+            if name not in (*self.said, *UNSAID) and (is_range or len(values) == 1):
+                held.append(
+                    f"{words.label_of(self.fields[name])} {words.span([self.text(name, value) for value in values])}"
+                )
+        facts = words.sentence("; ".join(filter(None, [self.heading, ", ".join(held), self.also])))
+        return f"{self.filled(about)}.\n{facts}.\n{words.timing(self.cases) if clocked else ''}".strip()

@@ -22,8 +22,9 @@ PREFIXES = {
 }
 NAMES = re.compile(r"\{(\w+)\}")
 UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")
-SHARES = ("matmul_ceiling_fraction", "sustained_ceiling_fraction")
-CLOCKED = ("time_s", "mean_s", "speedup", "mfu", *SHARES)  # come from samples, as all rates do
+CLOCKED = (
+    "time_s mean_s speedup mfu matmul_ceiling_fraction sustained_ceiling_fraction".split()
+)  # come from samples, as all rates do
 OUTCOMES = {"oom": "OOM", "unsupported": "n/a", "wrong": "wrong", "error": "error"}  # as tables and plots show them
 MEANINGS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong result", "error": "error"}
 FILES = {  # how names of files call a field; others by their own names
@@ -66,14 +67,9 @@ def number(value: float) -> str:
     return f"{value:,.{max(0, digits)}f}"
 
 
-def exact(value: float) -> str:
-    """All digits: 0.05, 500, 16,384."""
-    return f"{value:,.10g}"
-
-
-def digits(value: object) -> str:
-    """A number with all its digits; anything else as it is."""
-    return exact(value) if isinstance(value, int | float) else str(value)
+def exact(value: object) -> str:
+    """A number with all its digits: 0.05, 500, 16,384. Anything else as it is."""
+    return f"{value:,.10g}" if isinstance(value, int | float) else str(value)
 
 
 def sentence(text: str) -> str:
