@@ -104,6 +104,7 @@ class Isolated:
         self._worker: Worker | None = None
         self._unread = False  # the worker was asked something, and its answer has not been read to the end
         self._machine: fields.Record | None = None
+        self._has_files = False  # of the user's, which the worker has imported
 
     def say(self, text: str) -> None:
         self._said_s = time.monotonic()
@@ -111,6 +112,7 @@ class Isolated:
 
     def collect(self, benchmark: Benchmark, grids: Sequence[fields.Grid], texts: Mapping[str, str]) -> Collected:
         """ValueError also where a file of the user's ends or holds up the process that imports it."""
+        self._has_files |= any(".py" in text for text in texts.values())
         try:
             return self.ask("collect", benchmark, grids, texts)
         except Ended as ended:
@@ -130,6 +132,8 @@ class Isolated:
 
     def ready(self) -> fields.Record:
         if self._machine is None:
+            if self._has_files:  # the machine is measured by a worker that has imported none
+                self.close()
             self._machine = self.ask("ready")
         return self._machine
 

@@ -38,7 +38,6 @@ class Paired(isolation.Isolated):
         package = sys.modules[type(benchmark).__module__.partition(".")[0]]
         home = package.__path__[0] if hasattr(package, "__path__") else package.__file__ or ""
         self.state.use_today(Path(home).resolve())  # the file that the benchmark stands in, or its whole package
-        self.earlier._machine = self.machine
         try:
             self.earlier.collect(benchmark, (), {})  # imports it
         except Exception as error:  # whatever an earlier state raises when it is imported
@@ -46,6 +45,12 @@ class Paired(isolation.Isolated):
                 f"--against {self.state.text}: today's benchmark {benchmark.name!r} cannot run its rows: {error}"
             ) from None
         return collected
+
+    def ready(self) -> fields.Record:
+        if self._machine is None:
+            self.close()  # workers that have collected know no machine
+            self.earlier._machine = super().ready()
+        return super().ready()
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
         earlier = [

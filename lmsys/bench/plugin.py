@@ -171,6 +171,10 @@ def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest
     if ours.texts and items and not keys:
         asked = " ".join(f"{name} {text}" for name, text in ours.texts.items())
         raise ValueError(f"{asked}: what is selected has no case for these values")
+    if ours.sections and not items:
+        given = {"-k": config.option.keyword, "-m": config.option.markexpr}
+        asked = " ".join(f"{option} {text!r}" for option, text in given.items() if text) or "the command"
+        ours.say(f"{asked} selects no case. There are, by sections, {ours.sections}")
     if keys:
         options.check_group_by(config.getoption("benchmark_group_by"), ours.facts(keys))
     resumed = config.getoption("lmsys_resume")

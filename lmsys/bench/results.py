@@ -124,6 +124,12 @@ class Session:
         asked = [key for key in keys if key not in self.carried and key[1] == self._cases[key].id]
         self._groups = grouped(((key[0], self._cases[key].group), self._cases[key]) for key in asked)
 
+    @property
+    def sections(self) -> str:
+        """The benchmarks of all cases, each with its sections, for a reader."""
+        sections = grouped((name, case.section) for (name, _), case in self._cases.items())
+        return "; ".join(f"{name}: {', '.join(dict.fromkeys(several))}" for name, several in sections.items())
+
     def facts(self, keys: Iterable[Key]) -> list[str]:
         """The fields that records of all these cases have and that say what was asked; of one case at least."""
         shared = set.intersection(*(set(self._cases[key].axes) for key in keys))

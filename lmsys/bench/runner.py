@@ -29,7 +29,7 @@ class Runner(instruments.Instruments):
     def collect(self, benchmark: Benchmark, grids: Sequence[fields.Grid], texts: Mapping[str, str]) -> Collected:
         """The benchmark's cases and rows, with what the command line says of its axes. ValueError for bad values."""
         if any(".py" in text for text in texts.values()):
-            self.ready()  # before a user's file is imported
+            _ = self.guard if self.is_watched else self.ready()  # before a user's file is imported
         self.heartbeat.beat(watch.NOBODY, "while it was imported", self.settings.deadline_s)
         try:
             given = fields.given_axes(benchmark.axes, texts)

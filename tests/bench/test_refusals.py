@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lmsys.bench import record
 from lmsys.bench.options import check_free, check_group_by
 from lmsys.measure import machine
-from tests.bench.test_plugin import BAD, EXAMPLE, SMALL, run
+from tests.bench.test_plugin import BAD, EXAMPLE, ROOT, SMALL, run
 from tests.support.collected import collect
 
 ATTENTION = {"id": "a", "benchmark": "attention", "section": "s", "impl": "i", "label": "i", "outcome": "ok"} | {
@@ -146,3 +146,21 @@ def test_groups_that_nobody_can_make_are_refused_before_anything_is_measured(fol
         check_group_by(text, ["size"])
     with pytest.raises(ValueError, match="--benchmark-group-by size: must be one of"):
         check_group_by("size", ["size"])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("-k", "nothing"), "-k 'nothing' selects no case. There are, by sections, attention: smoke"),
+        (("-k", "nothing", "--against", "HEAD"), "-k 'nothing' selects no case"),
+    ],
+)
+def test_what_selects_nothing_ends_before_the_machine_is_measured(
+    options: tuple[str, ...], sentence: str, tmp_path: Path
+) -> None:
+    """Beside a row from a file, before which the machine had been measured."""
+    (tmp_path / "mine.py").write_text("from lmsys.attention.naive import naive as row\n")
+    asked = "benchmarks/bench_attention.py", "--attention", f"sdpa_math,{tmp_path}/mine.py:row", "--sweep", "smoke"
+    ended = run(ROOT, *asked, "--benchmark-only", "--benchmark-json", tmp_path / "out.json", *options, plugin=False)
+    assert ended.returncode == 5 and sentence in ended.stdout + ended.stderr, ended.stdout + ended.stderr
+    assert "measuring what this machine reaches" not in ended.stdout and not (tmp_path / "out.json").exists()
