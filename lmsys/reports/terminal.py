@@ -123,4 +123,7 @@ def _aligned(groups: Sequence[tuple[str, Sequence[Sequence[str]]]], width: int) 
         words = wrap(setting, max(NARROW, first), max_lines=len(told), placeholder=" …")
         for text, (name, *figures, ending) in zip(chain(words, repeat("")), told, strict=False):
             aligned = " ".join(figure.rjust(size) for figure, size in zip(figures, wide, strict=True)) + "  "
-            yield f"{text.ljust(first)}  {name.ljust(row)} {aligned * any(figures)}{ending}"[:width].rstrip()
+            line = f"{text.ljust(first)}  {name.ljust(row)} {aligned * any(figures)}"
+            outcome, colon, _ = ending.partition(":")
+            is_short = len(line + ending) <= width or not colon
+            yield f"{line}{ending if is_short else f'{outcome}, see below'}"[:width].rstrip()

@@ -7,6 +7,7 @@ from unittest import mock
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from lmsys.bench import verdict
 from lmsys.reports.answers import questions
 from lmsys.reports.fastest import fastest_of
 from lmsys.reports.load import by_name, machines_of
@@ -152,3 +153,11 @@ def test_of_many_sizes_the_largest_that_was_not_disturbed_is_shown() -> None:
 def test_without_a_time_there_is_no_table() -> None:
     assert told([record("attention", "naive", outcome="wrong", reason="o is off")]) == []
     assert told([record("attention", "naive", outcome="oom")]) == []
+
+
+def test_a_reason_that_is_cut_stands_in_whole_below_the_table() -> None:
+    reason = "gradient of hidden, of 517 classes is 3.48 times the allowed error"
+    records = [record("attention", "sdpa", 1e-3), record("attention", "naive", outcome="wrong", reason=reason)]
+    (wide,), (narrow,) = ([line for line in told(records, width=size) if "naive" in line] for size in (160, 70))
+    assert wide.endswith(f"wrong result: {reason}") and narrow.endswith("wrong result, see below")
+    assert any(line.endswith(reason) for line in verdict.lines(records))
