@@ -172,8 +172,7 @@ def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest
         asked = " ".join(f"{name} {text}" for name, text in ours.texts.items())
         raise ValueError(f"{asked}: what is selected has no case for these values")
     if ours.sections and not items:
-        given = {"-k": config.option.keyword, "-m": config.option.markexpr}
-        asked = " ".join(f"{option} {text!r}" for option, text in given.items() if text) or "the command"
+        asked = f"-k {config.option.keyword!r}" if config.option.keyword else "the command"
         ours.say(f"{asked} selects no case. There are, by sections, {ours.sections}")
     if keys:
         options.check_group_by(config.getoption("benchmark_group_by"), ours.facts(keys))

@@ -380,7 +380,7 @@ class Session:
             shares = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in sections.most_common())
             yield f"it took {sections.total():.0f} s: {shares}"
         if self.checkout:
-            yield f"against {self.checkout.text}, in turns:"
+            yield f"against {self.checkout.text}, in turns; ROW@{self.checkout.name} is a row as it was there:"
             yield from _changes().lines(self.changes, self.margin)
         if self.settings.nvtx:
             yield "no case was timed: --nvtx calls each in ranges of its id, for nsys and ncu"

@@ -83,7 +83,7 @@ def test_a_sweep_says_what_became_slower_and_what_broke(
     ended = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     commit = git(folder, "rev-parse", "HEAD").strip()
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "against HEAD, in turns:" in ended.stdout and "--lmsys-against: 1 slower" in ended.stdout, ended.stdout
+    assert "against HEAD, in turns; ROW@" in ended.stdout and "--lmsys-against: 1 slower" in ended.stdout, ended.stdout
     slower = r"^slower +\d+\.\d+ +\d+\.\d+ to \d+\.\d+  default-32-float32-slower(?:: disturbed .*)?$"
     assert re.search(slower, ended.stdout, re.MULTILINE)  # a busy machine disturbs it
     assert re.search(r"^mended +default-32-float32-mended: product is .* the allowed error", ended.stdout, re.MULTILINE)
