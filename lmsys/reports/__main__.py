@@ -84,8 +84,8 @@ def main(
         elif options.before:
             return _compare(options)
         else:
-            asked = [name for name, default in two_runs.items() if getattr(options, name) != default]
-            hold(*((False, f"--{name} is of two runs: name the run before by --before") for name in asked))
+            for name, default in two_runs.items():
+                hold((getattr(options, name) == default, f"--{name} is of two runs: name the run before by --before"))
             print(build(options.results or results, options.output, options.baseline, options.single_file))
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
@@ -95,14 +95,14 @@ def main(
 
 def _compare(options: argparse.Namespace) -> int:
     hold((not options.baseline and not options.single_file, "--baseline and --single-file are of one run's report"))
-    found = (
+    comparison = (
         against.read_both([options.before], options.results, options.margin or MARGIN, options.noise, options.anyway)
         if options.results
         else against.read_one(options.before, options.margin)
     )
-    print(*against.told(found), sep="\n", flush=True)
-    print(against.write(found, options.output))
-    return int(any(change.is_bad for change in found.changes))
+    print(*against.told(comparison), sep="\n", flush=True)
+    print(against.write(comparison, options.output))
+    return int(any(change.is_bad for change in comparison.changes))
 
 
 def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_file: bool = False) -> Path:
@@ -110,11 +110,11 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
     if not paths:
         raise load.InputError("nothing to report: name the result files")
     machines = load.read(paths)
-    records = [one for machine in machines for one in machine.records]
-    if baseline is not None and baseline not in (names := sorted({one["impl"] for one in records})):
-        near = difflib.get_close_matches(baseline, names, n=3) or names
-        raise load.InputError(f"unknown baseline {baseline!r}; did you mean {', '.join(near)}?")
-    counts = Counter(one["benchmark"] for one in records)
+    records = [case for machine in machines for case in machine.records]
+    if baseline is not None and baseline not in (names := sorted({case["impl"] for case in records})):
+        near = ", ".join(difflib.get_close_matches(baseline, names, n=3) or names)
+        raise load.InputError(f"unknown baseline {baseline!r}; did you mean {near}?")
+    counts = Counter(case["benchmark"] for case in records)
     undeclared = [f"{counts[name]} records of {name!r}" for name in sorted(counts) if name not in machines[0].fields]
     if len(undeclared) == len(counts):
         raise load.InputError(f"nothing to report: {', '.join(undeclared)}, and nothing declares their fields")
@@ -122,12 +122,12 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
     for both in machines:
         changes, machine = against.in_turns(both), against.of_today(both)
         of_benchmarks = (layout.chapters(views.view_of(machine, name, baseline)) for name in machine.benchmarks)
-        found = sum(of_benchmarks, answers.step_chapters(machine))
+        chapters = sum(of_benchmarks, answers.step_chapters(machine))
         answer = answers.answers(machine)
         if changes:
             block, first = against.block_and_chapters(changes)
-            answer, found = replace(answer, lead=[*block.lead, *answer.lead]), [*first, *found]
-        parts.append((machine, answer, found))
+            answer, chapters = replace(answer, lead=[*block.lead, *answer.lead]), [*first, *chapters]
+        parts.append((machine, answer, chapters))
     notes = [f"Not shown: {', '.join(undeclared)}, since nothing declares their fields."] if undeclared else []
     return page.write(out, [part for part in parts if part[2]], items.csv_of(records), notes, single_file)
 

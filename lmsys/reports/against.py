@@ -68,28 +68,28 @@ def read_both(
     """ValueError where the runs are of two machines or versions, unless `anyway`, and where they share no case."""
     before, after = machine_of(old), machine_of(new)
     others = [machine_of([path]) for path in repeats]
-    differences = [] if anyway else [why_not(one, after) for one in (before, *others)]
+    differences = [] if anyway else [why_not(run, after) for run in (before, *others)]
     hold(
         (len(others) != 1, f"--noise {', '.join(map(str, repeats))}: name two runs of one commit or more"),
         *((not why, f"{why}: measure both alike, or ask for --anyway") for why in differences),
     )
-    between_runs = spread_between([one.records for one in others])
+    between_runs = spread_between([run.records for run in others])
     changes = compare(before.records, after.records, margin, between_runs)
     hold((changes, "nothing to compare: no case was timed in both runs"))
     return Compared(before, after, changes, *of_one_run(before.records, after.records), margin, between_runs)
 
 
 def of_today(machine: load.Machine) -> load.Machine:
-    return replace(machine, records=[one for one in machine.records if not one["against"]])
+    return replace(machine, records=[case for case in machine.records if not case["against"]])
 
 
 def read_one(path: Path, margin: float | None) -> Compared:
     """ValueError where the run is none that measured rows as they were."""
-    found = in_turns(machine_of([path]), margin)
-    if found is None:
+    pair = in_turns(machine_of([path]), margin)
+    if pair is None:
         raise load.InputError(f"{path}: it has no rows as they were: name the run after, too, before --noise")
-    hold((found.changes, "nothing to compare: no case was timed in both states"))
-    return found
+    hold((pair.changes, "nothing to compare: no case was timed in both states"))
+    return pair
 
 
 def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | None:
@@ -123,42 +123,42 @@ def why_not(before: load.Machine, after: load.Machine) -> str:
         was, now = (" and ".join(sorted({str(run.get(name)) for run in side.runs})) for side in (before, after))
         if was != now:
             return f"before has {name} {was}, after has {name} {now}"
-    clocks = {(one["benchmark"], one["id"]): one["clock"] for one in before.records if one["clock"]}
-    for one in after.records:
-        clock = clocks.get((one["benchmark"], one["id"]))
-        if clock and one["clock"] and clock != one["clock"]:
-            return f"{one['id']} was timed by the clock {clock!r} before, and by {one['clock']!r} after"
+    clocks = {(case["benchmark"], case["id"]): case["clock"] for case in before.records if case["clock"]}
+    for case in after.records:
+        clock = clocks.get((case["benchmark"], case["id"]))
+        if clock and case["clock"] and clock != case["clock"]:
+            return f"{case['id']} was timed by the clock {clock!r} before, and by {case['clock']!r} after"
     return ""
 
 
-def told(found: Compared) -> list[str]:
+def told(pair: Compared) -> list[str]:
     """Lines for a terminal."""
-    return [*lines(found.changes, found.margin), *_of_one_run(found)]
+    return [*lines(pair.changes, pair.margin), *_of_one_run(pair)]
 
 
-def _of_one_run(found: Compared) -> Iterator[str]:
-    for run, cases in (("before", found.gone), ("after", found.added)):
+def _of_one_run(pair: Compared) -> Iterator[str]:
+    for run, cases in (("before", pair.gone), ("after", pair.added)):
         if cases:
             several = len(cases) > 1
             yield f"{len(cases)} case{'s' * several} only in the run {run}: {cases[0]['id']}{', ...' * several}"
 
 
-def write(found: Compared, out: Path, first: Sequence[items.Chapter] = ()) -> Path:
+def write(pair: Compared, out: Path, first: Sequence[items.Chapter] = ()) -> Path:
     """The page of both runs, with these chapters first; its path."""
-    answers, chapters = block_and_chapters(found)
-    records = [{"run": name, **one} for name, side in _sides(found) for one in side.records]
-    return page.write(out, [(found.after, answers, [*first, *chapters])], items.csv_of(records), [*_of_one_run(found)])
+    answers, chapters = block_and_chapters(pair)
+    records = [{"run": name, **case} for name, side in _sides(pair) for case in side.records]
+    return page.write(out, [(pair.after, answers, [*first, *chapters])], items.csv_of(records), [*_of_one_run(pair)])
 
 
-def block_and_chapters(found: Compared) -> tuple[items.Block, list[items.Chapter]]:
+def block_and_chapters(pair: Compared) -> tuple[items.Block, list[items.Chapter]]:
     """The verdicts in numbers, then what changed, the largest first, and all cases."""
-    slug = found.after.slug
-    source = " ".join(f"{name.title()}: {side.about(side.records)}" for name, side in _sides(found))
-    counts = counts_of(found.changes).items()
+    slug = pair.after.slug
+    source = " ".join(f"{name.title()}: {side.about(side.records)}" for name, side in _sides(pair))
+    counts = counts_of(pair.changes).items()
     verdicts = items.Table(
         name=f"{slug}-verdicts",
         title="Verdicts",
-        caption=_caption(found),
+        caption=_caption(pair),
         columns=["verdict", "cases", "meaning"],
         rows=[[name, f"{cases}{of_them_disturbed(count)}", MEANINGS[name]] for name, (cases, count) in counts],
         data=[{"verdict": name, "cases": cases, "disturbed": count} for name, (cases, count) in counts],
@@ -166,7 +166,7 @@ def block_and_chapters(found: Compared) -> tuple[items.Block, list[items.Chapter
         source=source,
     )
     facts = []
-    for name, side in _sides(found):
+    for name, side in _sides(pair):
         for run in side.runs:
             known = {fact: str(run.get(fact) or "unknown") for fact in ("date", "commit", "driver", "command")}
             facts.append({"run": name} | known)
@@ -179,9 +179,9 @@ def block_and_chapters(found: Compared) -> tuple[items.Block, list[items.Chapter
         data=facts,
         keys=4,
     )
-    changed = [one for one in found.changes if one.is_changed]
+    changed = [change for change in pair.changes if change.is_changed]
     tables = [("What changed", "changed", changed)] if changed else []
-    for name, cases in fields.grouped((str(one.new["benchmark"]), one) for one in found.changes).items():
+    for name, cases in fields.grouped((str(change.new["benchmark"]), change) for change in pair.changes).items():
         tables.append((f"All cases: {name.replace('_', ' ')}", f"all-{load.file_name(name)}", cases))
     return items.Block("", [verdicts, runs]), [
         items.Chapter(title, [items.Block("", [_table(f"{slug}-{name}", title, cases, source)])])
@@ -189,24 +189,24 @@ def block_and_chapters(found: Compared) -> tuple[items.Block, list[items.Chapter
     ]
 
 
-def _caption(found: Compared) -> str:
-    spreads = [case["between_runs"] for _, side in _sides(found) for case in side.records if case.get("between_runs")]
-    disturbed = any(change.disturbed for change in found.changes)
+def _caption(pair: Compared) -> str:
+    spreads = [case["between_runs"] for _, side in _sides(pair) for case in side.records if case.get("between_runs")]
+    disturbed = any(change.disturbed for change in pair.changes)
     sentences = {
-        f"The margin is {100 * found.margin:.3g} %.": True,
-        "Each row took turns with itself as it was, and is compared by its own ratio, round by round;": found.in_turns,
-        "Each row is compared by its ratio, round by round, to the row that stands as “beside”;": not found.in_turns,
+        f"The margin is {100 * pair.margin:.3g} %.": True,
+        "Each row took turns with itself as it was, and is compared by its own ratio, round by round;": pair.in_turns,
+        "Each row is compared by its ratio, round by round, to the row that stands as “beside”;": not pair.in_turns,
         "intervals are of 95 %. Of the changes, at most one in twenty is expected to be false.": True,
         f"Cases that were measured repeatedly differ by {100 * median(spreads or [0]):.2g} % between runs.": spreads,
-        f"The runs that --noise named differ by {100 * found.between_runs:.2g} %.": found.between_runs,
-        "Intervals are wider by that.": spreads or found.between_runs,
+        f"The runs that --noise named differ by {100 * pair.between_runs:.2g} %.": pair.between_runs,
+        "Intervals are wider by that.": spreads or pair.between_runs,
         "The verdict on a case that was disturbed may come from the disturbance: measure it again.": disturbed,
     }
     return " ".join(text for text, is_so in sentences.items() if is_so)
 
 
-def _sides(found: Compared) -> list[tuple[str, load.Machine]]:
-    return [("before", found.before), ("after", found.after)]
+def _sides(pair: Compared) -> list[tuple[str, load.Machine]]:
+    return [("before", pair.before), ("after", pair.after)]
 
 
 def _table(name: str, title: str, changes: Sequence[Change], source: str) -> items.Table:
@@ -271,7 +271,7 @@ def write_history(folder: Path, out: Path, margin: float) -> list[str]:
     )
     first, last = alike[0], alike[-1]
     compared = Compared(first, last, since[-1], *of_one_run(first.records, last.records), margin)
-    drawn = [_plot(name, alike, since) for name in {str(one.new["benchmark"]): 0 for one in since[-1]}]
+    drawn = [_plot(name, alike, since) for name in {str(change.new["benchmark"]): 0 for change in since[-1]}]
     return [
         *(f"left out: {reason}" for reason in dict.fromkeys(reasons) if reason),
         f"{len(alike)} runs, the last beside the first",
@@ -293,9 +293,11 @@ def _dated(path: Path) -> tuple[datetime, load.Machine]:
 def _plot(benchmark: str, runs: list[load.Machine], since: list[list[Change]]) -> items.Plot:
     """A line for each case that the first and the last run have."""
     axes = plots.canvas(3.0)
-    cases = [one for one in since[-1] if one.new["benchmark"] == benchmark]
+    cases = [change for change in since[-1] if change.new["benchmark"] == benchmark]
     for order, case in enumerate(cases):
-        same = [(at, one.ratio) for at, changes in enumerate(since, 1) for one in changes if one.old is case.old]
+        same = [
+            (at, change.ratio) for at, changes in enumerate(since, 1) for change in changes if change.old is case.old
+        ]
         axes.plot(
             *zip((0, 1.0), *same, strict=True),
             marker="o",

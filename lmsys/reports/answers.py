@@ -73,35 +73,34 @@ def step_chapters(machine: load.Machine) -> list[items.Chapter]:
     return [items.Chapter("Training steps: MFU", [items.Block("", [table])])]
 
 
-def _value(one: fields.Record, name: str) -> object:
-    return PLAIN.get(name) if one.get(name) is None else one[name]
+def _value(case: fields.Record, name: str) -> object:
+    return PLAIN.get(name) if case.get(name) is None else case[name]
 
 
 def questions(machine: load.Machine) -> Iterator[fastest.Question]:
-    """That of each layout that asks one, and one for each benchmark without a layout, in the words of its fields."""
+    """That of each layout that asks one, in its words, and one for each benchmark without a layout.
+
+    That is who is fastest in each setting: settings are the axes in which the benchmark's cases differ.
+    """
     for name in machine.benchmarks:
-        if name not in machine.layouts:
-            yield _of_any(machine, name)
-        elif asked := machine.layouts[name].get("fastest"):
+        if asked := machine.layouts.get(name, {}).get("fastest"):
             yield fastest.Question(name, **asked, words=machine.words_of(name))
-
-
-def _of_any(machine: load.Machine, name: str) -> fastest.Question:
-    """Who is fastest in each setting: the settings are the axes in which the benchmark's cases differ."""
-    view = views.view_of(machine, name)
-    axes = [axis for axis in view.axes() if axis not in (*views.UNSAID, "impl") and view.varies(axis)]
-    verbal = [axis for axis in axes if isinstance(view.cases[0][axis], str)]
-    keys = axes if len(view.distinct(*axes)) <= MOST_LINES else verbal
-    return fastest.Question(
-        benchmark=name,
-        word=load.file_name(name),
-        title=f"Fastest {name.replace('_', ' ')}",
-        keys={axis: words.label_of(view.fields[axis]) for axis in keys or ["section"]},
-        bases=[row for row, facts in view.table().items() if facts.get("baseline")],
-        kind=next((kind for kind, rows in machine.rows.items() if view.values("impl")[0] in rows), ""),
-        of_ours=True,
-        words=view.words,
-    )
+        if name in machine.layouts:
+            continue
+        view = views.view_of(machine, name)
+        keys = [axis for axis in view.axes() if axis not in (*views.UNSAID, "impl") and view.varies(axis)]
+        if len(view.distinct(*keys)) > MOST_LINES:
+            keys = [axis for axis in keys if isinstance(view.first[axis], str)]
+        yield fastest.Question(
+            benchmark=name,
+            word=load.file_name(name),
+            title=f"Fastest {name.replace('_', ' ')}",
+            keys=dict(zip(keys or ["section"], view.labels(keys or ["section"]), strict=True)),
+            bases=[row for row, facts in view.table().items() if facts.get("baseline")],
+            kind=next((kind for kind, rows in machine.rows.items() if view.values("impl")[0] in rows), ""),
+            of_ours=True,
+            words=view.words,
+        )
 
 
 def answers(machine: load.Machine) -> items.Block:
@@ -128,10 +127,10 @@ def _wrong(machine: load.Machine) -> items.Table:
 def _right(machine: load.Machine) -> Iterator[str]:
     """For each dtype the rows of attention that were right in all cases: of others nothing is known."""
     by_dtype = fields.grouped(
-        (str(one["dtype"]), one) for one in machine.records if one["benchmark"] == "attention" and one.get("dtype")
+        (str(case["dtype"]), case) for case in machine.records if case["benchmark"] == "attention" and case.get("dtype")
     )
     for dtype in sorted(by_dtype, key=lambda dtype: fastest.reading_order({}, [dtype])):
-        ended = fields.grouped((str(one["impl"]), one["outcome"]) for one in by_dtype[dtype])
+        ended = fields.grouped((str(case["impl"]), case["outcome"]) for case in by_dtype[dtype])
         names = [name for name, outcomes in ended.items() if "ok" in outcomes and not {*outcomes} & {*verdict.FAILED}]
         if names:
             yield f"Attention that was right in {dtype}, in every case that ran: {', '.join(names)}."

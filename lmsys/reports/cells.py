@@ -157,16 +157,16 @@ def above_ceiling(name: str, case: fields.Record) -> str:
 
 def shown(view: views.View, name: str, case: fields.Record) -> str:
     """A field's value as tables show it: of axes all digits, of metrics three."""
-    one, value = view.fields[name], case[name]
-    if value is None or one.role == "axis" or not isinstance(value, (int, float)):
+    field, value = view.fields[name], case[name]
+    if value is None or field.role == "axis" or not isinstance(value, (int, float)):
         return view.text(name, value)
     text = (
         words.exact(value)
-        if isinstance(value, int) and not words.unit_of(one)[0]
-        else words.number(words.scaled(one, value))
+        if isinstance(value, int) and not words.unit_of(field)[0]
+        else words.number(words.scaled(field, value))
     )
     return (
-        f"{text} ± {words.number(words.scaled(one, case['std_s']))}"
+        f"{text} ± {words.number(words.scaled(field, case['std_s']))}"
         if name == "mean_s" and case["std_s"] is not None
         else text
     )

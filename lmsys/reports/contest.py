@@ -35,8 +35,8 @@ class Contest:
 
         A run without what a user would otherwise take, or without rows that won elsewhere, may lack the fastest.
         """
-        shapes = fields.grouped((_shape(case), case) for case in self.cases).values()
-        winners = {self.run_as(min(cases, key=verdict.time_of)) for cases in shapes}
+        shapes = fields.grouped((_shape(case), case) for case in self.cases)
+        winners = {self.run_as(min(cases, key=verdict.time_of)) for cases in shapes.values()}
         runs = fields.grouped((rows[0]["run"], rows) for rows in self.comparisons)
 
         def worth(run: int) -> tuple[int, int, int, int, int]:
@@ -144,7 +144,7 @@ class Contest:
 def best_of(comparisons: Sequence[Rows], name: str | None) -> list[fields.Record]:
     """The fastest case of a row in each comparison that has it; none where the row is None."""
     cases = ([case for case in rows if name and name in _names(case)] for rows in comparisons)
-    return [min(verdict.undisturbed(own), key=verdict.time_of) for own in cases if own]
+    return [min(verdict.undisturbed(timed), key=verdict.time_of) for timed in cases if timed]
 
 
 def ratio_of_best(rows: Rows, ours: str, theirs: str) -> float | None:

@@ -124,11 +124,10 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     made = load.commands(machine, runs)
     compiled = " ".join(str(line.get("compile")) for line in lines)
     ways = words.sentence("; ".join(f"{name}: {about}" for name, about in WAYS.items() if name in compiled))
-    about = ABOUT + question.about + f" {ways}." * bool(ways)
     return items.Table(
         name=name,
         title=question.title,
-        caption=about + MFU * shares,
+        caption=ABOUT + question.about + f" {ways}." * bool(ways) + MFU * shares,
         columns=columns,
         rows=rows,
         data=[{name: value for name, value in line.items() if name not in INNER} for line in lines],

@@ -43,8 +43,8 @@ class Table:
         return f"### {_plain(self.title)}\n\n{caption}\n\n{body}\n" + (f"\n{notes}" if notes else "")
 
     def files(self) -> dict[str, str]:
-        drawn = self.plot.files() if self.plot else {}
-        return {f"tables/{self.name}.md": self.markdown(), f"tables/{self.name}.csv": csv_of(self.data), **drawn}
+        files = {f"tables/{self.name}.md": self.markdown(), f"tables/{self.name}.csv": csv_of(self.data)}
+        return files | (self.plot.files() if self.plot else {})
 
 
 def _plain(text: str) -> str:
@@ -54,14 +54,14 @@ def _plain(text: str) -> str:
 
 def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
     """Every field that is no list and no object, in order of appearance."""
-    names = dict.fromkeys(name for one in records for name in one)
-    lists = {name for one in records for name, value in one.items() if isinstance(value, list | dict)}
+    names = dict.fromkeys(name for record in records for name in record)
+    lists = {name for record in records for name, value in record.items() if isinstance(value, list | dict)}
     file = io.StringIO()
     writer = csv.DictWriter(
         file, [name for name in names if name not in lists], lineterminator="\n", extrasaction="ignore"
     )
     writer.writeheader()
-    writer.writerows({name: _no_formula(value) for name, value in one.items()} for one in records)
+    writer.writerows({name: _no_formula(value) for name, value in record.items()} for record in records)
     return file.getvalue()
 
 

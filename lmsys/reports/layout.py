@@ -44,9 +44,9 @@ def _chapters(view: views.View, layout: Layout) -> Iterator[items.Chapter]:
     (view,) = steps.applied(view, layout.get("prepare", ()))
     for declared in layout["chapters"]:
         names = words.NAMES.findall(declared["title"])
-        for own in view.groups(*names).values():
-            blocks = [block for inner in declared["blocks"] for block in _blocks(own, inner)]
-            yield items.Chapter(words.filled(declared["title"], own.constants(names)), blocks)
+        for part in view.groups(*names).values():
+            blocks = [block for inner in declared["blocks"] for block in _blocks(part, inner)]
+            yield items.Chapter(words.filled(declared["title"], part.constants(names)), blocks)
 
 
 def _blocks(view: views.View, declared: Layout) -> Iterator[items.Block]:

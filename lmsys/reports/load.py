@@ -65,15 +65,15 @@ class Machine:
     @property
     def benchmarks(self) -> list[str]:
         """Those of the records, if their fields are declared, by the place that their layout says, then by name."""
-        names = {str(one["benchmark"]) for one in self.records} & self.fields.keys()
+        names = {str(case["benchmark"]) for case in self.records} & self.fields.keys()
         return sorted(names, key=lambda name: (self.layouts.get(name, {}).get("place", LAST), name))
 
     def words_of(self, *benchmarks: str) -> dict[str, Mapping[Any, str]]:
         """How values of fields are read, by field, in reading order: everywhere, and by the layouts of benchmarks."""
         words = dict(VALUES)
         for name in benchmarks:
-            for field_name, own in self.layouts.get(name, {}).get("words", {}).items():
-                words[field_name] = {**words.get(field_name, {}), **own}
+            for field_name, words_of_layout in self.layouts.get(name, {}).get("words", {}).items():
+                words[field_name] = {**words.get(field_name, {}), **words_of_layout}
         return words
 
     def called(self, case: Record) -> str:
@@ -95,12 +95,12 @@ class Machine:
 
     def about(self, cases: Iterable[Record]) -> str:
         """Machine, versions, commits and dates of these cases, in one sentence that says no version twice."""
-        found = dict[str, list[str]]()
+        dates = dict[str, list[str]]()
         for run in self.runs_of(cases):
             cores = [f"{run['cores']} CPU cores"] if run.get("device") == "cuda" and run.get("cores") else []
             versions = ", ".join([*cores, *(f"{label} {run[key]}" for key, label in FACTS.items() if run.get(key))])
-            found.setdefault(versions, []).append(f"{commit_of(run)}, {str(run.get('date') or 'undated')[:10]}")
-        parts = (", ".join(filter(None, (versions, *dict.fromkeys(dated)))) for versions, dated in found.items())
+            dates.setdefault(versions, []).append(f"{commit_of(run)}, {str(run.get('date') or 'undated')[:10]}")
+        parts = (", ".join(filter(None, (versions, *dict.fromkeys(dated)))) for versions, dated in dates.items())
         return f"{self.title}; {'; also '.join(parts)}."
 
     def ceiling(self, cases: Iterable[Record], dtype: str) -> float | None:
@@ -118,18 +118,18 @@ def read(paths: Iterable[Path]) -> list[Machine]:
     paths, fields, rows, layouts = list(paths), Fields(), Rows(), dict[str, Record]()
     cases: dict[tuple[object, ...], tuple[str, Run, Record]] = {}
     # The sort is stable: among files of one date, such as the parts of one run, the last named wins.
-    for found in sorted(map(_load, paths), key=lambda found: _date(found["machine"])):
-        machine = found["machine"]
-        for benchmark, declared in found["fields"].items():
+    for result in sorted(map(_load, paths), key=lambda result: _date(result["machine"])):
+        machine = result["machine"]
+        for benchmark, declared in result["fields"].items():
             fields.setdefault(benchmark, {}).update(declared)
-        layouts |= found["layouts"]
-        for kind, table in found["rows"].items():
+        layouts |= result["layouts"]
+        for kind, table in result["rows"].items():
             before = rows.get(kind, {})  # a file says less of rows that it has no cases of
             # In the order of the later.
             rows[kind] = table | before | {name: before.get(name, {}) | row for name, row in table.items()}
         hardware = hardware_of(machine)
         run = _date(machine), json.dumps(machine, sort_keys=True)
-        for case in found["records"]:
+        for case in result["records"]:
             cases[hardware, *(case.get(name) for name in IDENTITY)] = hardware, run, case
     if not cases:
         raise InputError(f"nothing to report: no records in {', '.join(map(str, paths)) or 'no files'}")
@@ -154,11 +154,13 @@ def _load(path: Path) -> Record:
         raise InputError(" ".join(str(error).split())) from error
 
 
-def by_name(found: Record) -> Record:
+def by_name(result: Record) -> Record:
     """A result with its fields and rows by their names, where a file has lists of them."""
-    fields = {name: {one["name"]: Field(**one) for one in declared} for name, declared in found["fields"].items()}
-    rows = {kind: {row["name"]: row for row in table} for kind, table in found["rows"].items()}
-    return found | {"fields": fields, "rows": rows}
+    fields = {
+        name: {field["name"]: Field(**field) for field in declared} for name, declared in result["fields"].items()
+    }
+    rows = {kind: {row["name"]: row for row in table} for kind, table in result["rows"].items()}
+    return result | {"fields": fields, "rows": rows}
 
 
 def _date(machine: Mapping[str, Any]) -> str:
@@ -172,23 +174,25 @@ def machines_of(
     """`cases`: of each its hardware, which makes one machine, its run and its record."""
     taken: Counter[str] = Counter()
     for hardware in sorted({hardware for hardware, _, _ in cases}):
-        own = [(run, case) for owner, run, case in cases if owner == hardware]
-        runs = sorted({run for run, _ in own})
+        of_machine = [(run, case) for owner, run, case in cases if owner == hardware]
+        runs = sorted({run for run, _ in of_machine})
         facts = [json.loads(text) for _, text in runs]
         title = title_of(facts[-1])
         slug = file_name(title.lower())
         taken[slug] += 1
         slug += f"-{taken[slug]}" if taken[slug] > 1 else ""
-        records = [{**dict.fromkeys(EVERYWHERE), **case, "machine": slug, "run": runs.index(run)} for run, case in own]
-        records.sort(key=lambda one: tuple(str(one.get(name)) for name in IDENTITY))
+        records = [
+            {**dict.fromkeys(EVERYWHERE), **case, "machine": slug, "run": runs.index(run)} for run, case in of_machine
+        ]
+        records.sort(key=lambda line: [str(line.get(name)) for name in IDENTITY])
         yield Machine(slug, title, facts, records, fields, rows, layouts)
 
 
 def file_name(text: str) -> str:
     """The text as part of a file name: letters, digits and `_-`, whatever a result file says, and not too many."""
-    found = re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-") or "unnamed"
+    name = re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-") or "unnamed"
     digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
-    return found if len(found) <= LONGEST_NAME else f"{found[: LONGEST_NAME - 9]}-{digest[:8]}"
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]}-{digest[:8]}"
 
 
 def matmul_rates(run: Mapping[str, Any]) -> dict[str, float]:
@@ -236,9 +240,9 @@ def commands(machine: Machine, runs: Iterable[int]) -> dict[int, tuple[str, str]
 def legend(machine: Machine, kind: str, names: Iterable[str]) -> list[str]:
     """Explains these rows as their table does: ours in one sentence, others' in another, in the table's order."""
     table, names = machine.rows.get(kind, {}), set(names)
-    found: dict[str, list[str]] = {"Our rows": [], "Others’ rows": []}
+    rows: dict[str, list[str]] = {"Our rows": [], "Others’ rows": []}
     for name in (*filter(names.__contains__, table), *sorted(names - table.keys())):
         row = table.get(name, {})
         label = str(row.get("label") or name)
-        found["Others’ rows" if row.get("peer") else "Our rows"].append(name if label == name else f"{name} ({label})")
-    return [f"{whose}: {', '.join(told)}." for whose, told in found.items() if told]
+        rows["Others’ rows" if row.get("peer") else "Our rows"].append(name if label == name else f"{name} ({label})")
+    return [f"{whose}: {', '.join(labels)}." for whose, labels in rows.items() if labels]

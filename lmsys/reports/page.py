@@ -10,9 +10,9 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
-from lmsys.bench.fields import grouped
 from lmsys.reports import items, load
 from lmsys.reports.figures import Figures, Html, facts_of, joined, runs_of, tag, tags
 from lmsys.strict_json import read_json
@@ -68,11 +68,11 @@ def html(parts: Sequence[items.Part], notes: Sequence[str], single_file: bool = 
         first.append(tag("section", tag("h2", machine.title), runs_of(machine), figures.answers(answers)))
         facts = tag("details", tag("summary", "Machine, versions and runs"), facts_of(machine.runs))
         inside = [
-            figures.chapter(one, f"{machine.slug}-{load.file_name(one.title.lower())}", is_short) for one in chapters
+            figures.chapter(chapter, f"{machine.slug}-{load.file_name(chapter.title.lower())}", is_short)
+            for chapter in chapters
         ]
         body.append(tag("section", tag("h2", f"{machine.title}: everything measured", id=machine.slug), facts, inside))
-    names = sorted({str(case["impl"]) for machine, _, _ in parts for case in machine.records})
-    remarks = tags("p", notes), tag("p", _about(parts, single_file)), _contents(contents, names, _commands(parts))
+    remarks = tags("p", notes), tag("p", _about(parts, single_file)), _contents(contents, parts)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
@@ -114,29 +114,28 @@ def _about(parts: Sequence[items.Part], single_file: bool) -> list[str]:
     ]
 
 
-def _commands(parts: Sequence[items.Part]) -> dict[str, str]:
-    """The command of each run that has one: all of them where runs of one commit began in the same minute."""
-    runs = [run for machine, _, _ in parts for run in machine.runs if run.get("command")]
-    found = grouped((load.run_told(run), str(run["command"])) for run in runs)
-    return {told: " or ".join(dict.fromkeys(commands)) for told, commands in found.items()}
-
-
-def _contents(links: Sequence[Html], names: Sequence[str], commands: Mapping[str, str]) -> Html:
-    """The contents, the field that filters rows, what a click on a figure says, and a line for who has no scripts.
-
-    `commands` are those of the runs, by what a figure says of its run.
-    """
+def _contents(links: Sequence[Html], parts: Sequence[items.Part]) -> Html:
+    """The contents, the field that filters rows, what a click on a figure says, and a line for who has no scripts."""
+    names = sorted({str(case["impl"]) for machine, _, _ in parts for case in machine.records})
+    commands: dict[str, dict[str, None]] = {}  # of what a figure says of its run; several began in the same minute
+    for run in chain.from_iterable(machine.runs for machine, _, _ in parts):
+        if run.get("command"):
+            commands.setdefault(load.run_told(run), {})[str(run["command"])] = None
     field = tag("input", id="only", type="search", list="rows", placeholder=", ".join(names[:2]))
-    said = (
+    help_text = (
         " Type parts of names, and the tables show these rows alone; the address keeps them. A click on a column's head"
         " sorts by it; one on a figure says its rounds, spread, error, run and command."
     )
     return joined(
         [
-            tag("p", tag("label", "Rows: ", field), said, class_="controls"),
+            tag("p", tag("label", "Rows: ", field), help_text, class_="controls"),
             tag("nav", tag("ul", links, id="contents")),
             tag("datalist", [tag("option", value=name) for name in names], id="rows"),
-            tag("datalist", [tag("option", value=line, label=run) for run, line in commands.items()], id="runs"),
+            tag(
+                "datalist",
+                [tag("option", value=" or ".join(lines), label=run) for run, lines in commands.items()],
+                id="runs",
+            ),
             tag("output", id="said"),
             tag("noscript", tag("p", "Without scripts, what is behind “More” is in the folders tables/ and plots/.")),
         ]
@@ -154,8 +153,8 @@ def fill(out: Path, files: Mapping[str, str]) -> None:
             for name in files
         ),
         *(
-            (one.is_dir() or not one.exists(), f"{str(out)!r}: {one} is a file, and a folder is needed")
-            for one in (out, *out.parents)
+            (folder.is_dir() or not folder.exists(), f"{str(out)!r}: {folder} is a file, and a folder is needed")
+            for folder in (out, *out.parents)
         ),
     )
     before = _written(out)
@@ -187,20 +186,23 @@ def _written(out: Path) -> set[str]:
     if not path.exists():
         return set()
     try:
-        found = read_json(path, files=list)["files"]
-        hold(*((isinstance(x, str) and re.fullmatch(NAME, x), "its files must be names of ours") for x in found))
+        names = read_json(path, files=list)["files"]
+        hold(*((isinstance(x, str) and re.fullmatch(NAME, x), "its files must be names of ours") for x in names))
     except ValueError as error:
         cause = str(error).removeprefix(f"{path}: ")
         raise ValueError(f"{path}: is no list of the files of a report ({cause}); name another folder") from None
-    return set(found)
+    return set(names)
 
 
 def _check_place(out: Path, name: str) -> None:
     path = out / name
     hold(
         *(
-            (not one.is_symlink(), f"{one} is a link, and this writes through none: remove it, or name another folder")
-            for one in ((path, path.parent) if path.parent != out else (path,))
+            (
+                not place.is_symlink(),
+                f"{place} is a link, and this writes through none: remove it, or name another folder",
+            )
+            for place in ((path, path.parent) if path.parent != out else (path,))
         ),
         (path.parent.is_dir() or not path.parent.exists(), f"{path.parent} is there, and it is no folder"),
     )

@@ -149,11 +149,11 @@ def lines(
 
     Rates and shares are drawn from zero, and so is what is of one order of magnitude.
     """
-    one, (unit, _) = view.fields[metric], words.unit_of(view.fields[metric])
+    field, (unit, _) = view.fields[metric], words.unit_of(view.fields[metric])
     positive = view.only(lambda case: (case[metric] or 0) > 0)
     groups, series = positive.ordered(axis).groups(by), []
     for value in positive.values(by):
-        points = {case[axis]: words.scaled(one, case[metric]) for case in groups[value,].cases}
+        points = {case[axis]: words.scaled(field, case[metric]) for case in groups[value,].cases}
         series.append((view.style(by, value), points))
     if not any(len(points) > 1 for _, points in series):
         return None
@@ -190,15 +190,17 @@ def lines(
     scale_values(axes, [*values, *([ceiling[1]] if ceiling and not log else [])], log, 1.08)
     axes.set(xlabel=xlabel or words.label_of(view.fields[axis]), ylabel=unit)
     caption = (
-        view.caption(tables.about_of(one), words.is_clocked(one)) + _apart(view, one, axis, by) + _lost(view, axis, by)
+        view.caption(tables.about_of(field), words.is_clocked(field))
+        + _apart(view, field, axis, by)
+        + _lost(view, axis, by)
     )
-    return drawn(view, axes, words.sentence(words.label_of(one)), word or words.FILES.get(metric, metric), caption)
+    return drawn(view, axes, words.sentence(words.label_of(field)), word or words.FILES.get(metric, metric), caption)
 
 
-def _apart(view: views.View, one: Field, axis: str, by: str) -> str:
+def _apart(view: views.View, field: Field, axis: str, by: str) -> str:
     """A warning where the points of one place were not sampled together."""
     timed = view.only(lambda case: case["time_s"] is not None).groups(axis).values()
-    several = words.is_clocked(one) and by == "impl" and any(len(own.distinct("comparison")) > 1 for own in timed)
+    several = words.is_clocked(field) and by == "impl" and any(len(part.distinct("comparison")) > 1 for part in timed)
     return " Points of one place come from several runs: not comparable within a few per cent." if several else ""
 
 
@@ -206,8 +208,8 @@ def _lost(view: views.View, axis: str, by: str) -> str:
     """Where a line has no point because the case ran out of memory."""
     lost = view.only(lambda case: case["outcome"] == "oom").ordered(by, axis)
     facts = []
-    for (value,), own in lost.groups(by).items():
-        facts.append(f"{view.text(by, value)} at {', '.join(own.text(axis, place) for place in own.values(axis))}")
+    for (value,), part in lost.groups(by).items():
+        facts.append(f"{view.text(by, value)} at {', '.join(part.text(axis, place) for place in part.values(axis))}")
     return f" Out of memory: {'; '.join(facts)}." if facts else ""
 
 
@@ -259,12 +261,15 @@ def bars(
     if log:
         axes.set_ylim(low / 2, high * 1.6)
     worded = view.words.get(axis, ())
-    add_places(axes, [short(one) if type(one) is int and one not in worded else view.text(axis, one) for one in groups])
+    add_places(
+        axes,
+        [short(place) if type(place) is int and place not in worded else view.text(axis, place) for place in groups],
+    )
     axes.grid(axis="x", visible=False)
     axes.set_ylabel(words.unit_of(field)[0])
     caption = view.caption(about or tables.about_of(field), words.is_clocked(field)) + _apart(view, field, axis, by)
-    by_axis = words.sentence(f"{words.label_of(field)} by {words.label_of(view.fields[axis])}")
-    return drawn(view, axes, head or by_axis, word or words.FILES.get(metric, metric), caption)
+    head = head or words.sentence(f"{words.label_of(field)} by {words.label_of(view.fields[axis])}")
+    return drawn(view, axes, head, word or words.FILES.get(metric, metric), caption)
 
 
 def heat_map(view: views.View, settings: Sequence[str]) -> items.Plot | None:
@@ -292,6 +297,6 @@ def heat_map(view: views.View, settings: Sequence[str]) -> items.Plot | None:
     axes.set(xlabel=", ".join(view.labels(settings)), facecolor="#f3f4f6")
     axes.grid(False)
     base = view.text("impl", view.base)
-    caption = view.caption(tables.about_of(view.fields[cells.SPEEDUP]), clocked=True)
-    caption += f" Blue is faster, red slower, full colour from {FULL_COLOUR:g}×. Blank: not timed beside {base}."
+    about = f" Blue is faster, red slower, full colour from {FULL_COLOUR:g}×. Blank: not timed beside {base}."
+    caption = view.caption(tables.about_of(view.fields[cells.SPEEDUP]), clocked=True) + about
     return drawn(view, axes, f"Speedup over {base}", "heat", caption)

@@ -70,7 +70,7 @@ def joined(view: views.View, name: str, names: Sequence[str]) -> views.View:
     """Adds the words of several fields as one."""
     names = view.chosen(names)
     return view.with_fields(
-        Field(name, role="detail", of=lambda case: ", ".join(view.text(one, case[one]) for one in names))
+        Field(name, role="detail", of=lambda case: ", ".join(view.text(part, case[part]) for part in names))
     )
 
 
@@ -99,7 +99,7 @@ def best(
     """The case with most of a field, of each value of `by`: in the last of the modes that was timed."""
     timed = view.only(of)
     last = timed.only(lambda case: case[mode] == timed.values(mode)[-1])
-    most = view.of([max(own.cases, key=lambda case: case[of]) for own in last.groups(by).values()])
+    most = view.of([max(part.cases, key=lambda case: case[of]) for part in last.groups(by).values()])
     return tables.listing(
         most, view.chosen(keys), view.chosen(metrics), "best", title, f"Of all that was timed, by {by}"
     )
@@ -115,14 +115,14 @@ def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
     groups = view.only(lambda case: case["impl"] == theirs).groups(*same).values()
     fastest = [min(part.cases, key=lambda case: case["time_s"] or math.inf)["id"] for part in groups]
     view = view.only(lambda case: case["impl"] != theirs or case["id"] in fastest)
-    own = cells.compared(view, theirs, same=same, medians=True)
+    compared = cells.compared(view, theirs, same=same, medians=True)
     facts = {
         "theirs": theirs,
         "their_label": view.text("impl", theirs),
-        "their_about": own.fields[cells.SPEEDUP].about,
+        "their_about": compared.fields[cells.SPEEDUP].about,
         "peers": theirs.capitalize(),
     }
-    return [own.only("not peer").adding(lambda _: facts)] if theirs else []
+    return [compared.only("not peer").adding(lambda _: facts)] if theirs else []
 
 
 def predicted(
@@ -134,8 +134,8 @@ def predicted(
     """
     limit = view.first["memory_limit_bytes"]
     room = limit or min(run.get("memory_bytes") or 0 for run in view.machine.runs_of(view.cases))
-    own = view.only(expected).ordered("size", "batch")
-    own = own.with_fields(
+    part = view.only(expected).ordered("size", "batch")
+    part = part.with_fields(
         Field("share", "", "measured / predicted", shown="%", of=lambda case: case[metric] / case[expected]),
         Field("on_paper", label="on paper", of=lambda case: VERDICTS[case[expected] <= room]),
         Field("tried", of=lambda case: VERDICTS[case["outcome"] != "oom" and case[metric] > 0]),
@@ -143,10 +143,10 @@ def predicted(
     columns = [metric, expected, "share"]
     if limit or (view.first["section"] in asks and room):
         columns += ["on_paper", "tried"]
-        right = [case["on_paper"] == case["tried"] for case in own.cases if case["tried"]]
+        right = [case["on_paper"] == case["tried"] for case in part.cases if case["tried"]]
         about += f". Room for {words.number(room / 2**30)} GiB: {sum(right)} of {len(right)} cases ended as predicted"
-    own = own.labelled(**{metric: "measured", expected: "predicted"})
-    return tables.listing(own, ("size", "batch"), columns, "predicted", title, about)
+    part = part.labelled(**{metric: "measured", expected: "predicted"})
+    return tables.listing(part, ("size", "batch"), columns, "predicted", title, about)
 
 
 def memory_timeline(view: views.View, about: str) -> items.Plot | None:

@@ -97,9 +97,9 @@ def picked(view: views.View, place: int, stem: str, heading: str) -> list[views.
 @step
 def facets(view: views.View, names: Sequence[str], others: Sequence[str] = (), stem: bool = True) -> list[views.View]:
     """Parts by these fields, and by axes that tell apart what the others do not; `stem`: files say their names."""
-    told = view.telling(view.chosen(names), *others)
-    ends = [f"{name * stem}{{{name}}}" for name in told]
-    return view.cut("-".join(ends), ", ".join(f"{name} {{{name}}}" for name in told), tail=True)
+    axes = view.telling(view.chosen(names), *others)
+    ends = [f"{name * stem}{{{name}}}" for name in axes]
+    return view.cut("-".join(ends), ", ".join(f"{name} {{{name}}}" for name in axes), tail=True)
 
 
 @step
@@ -192,7 +192,7 @@ def beside_baseline(view: views.View, axis: str, same: Sequence[str], base: str 
 def least(view: views.View, name: str, of: str, by: str, among: str) -> views.View:
     """Adds the least value of a field among the cases that have `among`, by another field."""
     groups = view.only(lambda case: case[among] and case[of]).groups(by)
-    known = {key: min(case[of] for case in own.cases) for (key,), own in groups.items()}
+    known = {key: min(case[of] for case in part.cases) for (key,), part in groups.items()}
     return view.adding(lambda case: {name: known.get(case[by])})
 
 

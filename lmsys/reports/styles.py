@@ -44,14 +44,14 @@ def styles_of(
     rows = {value: str(case[row]) for value, case in first.items()}
     places = {key: place for place, key in enumerate([*table, *sorted(set(rows.values()) - table.keys())])}
     peers = {value: bool(table.get(rows[value], case).get("peer")) for value, case in first.items()}
-    found: dict[Any, Style] = {}
+    styles: dict[Any, Style] = {}
     variants: Counter[str] = Counter()
     for value in sorted(first, key=lambda value: (peers[value], places[rows[value]], _natural(value))):
         known, place = table.get(rows[value], {}), places[rows[value]]
         color = lighter(known.get("color") or PALETTE[place % len(PALETTE)], min(0.22 * variants[rows[value]], 0.7))
         variants[rows[value]] += 1
-        found[value] = Style(str(value), color, peers[value], MARKERS[place % len(MARKERS)], label)
-    return found
+        styles[value] = Style(str(value), color, peers[value], MARKERS[place % len(MARKERS)], label)
+    return styles
 
 
 def lighter(color: str, share: float) -> str:

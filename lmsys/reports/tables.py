@@ -88,16 +88,16 @@ def _mean(view: views.View, row: str) -> str:
     return cells.mean_text(case[cells.SPEEDUP] for case in verdict.undisturbed(compared))
 
 
-def _answer(view: views.View, one: fields.Field | None, winners: Sequence[fields.Record], lines: int) -> str:
+def _answer(view: views.View, field: fields.Field | None, winners: Sequence[fields.Record], lines: int) -> str:
     """Which row is the best in most lines of a table, and its figures there; of ours alone the best may be slow."""
-    if not (winners and one) or view.machine.layouts.get(view.benchmark) and not view.has_any("peer"):
+    if not (winners and field) or view.machine.layouts.get(view.benchmark) and not view.has_any("peer"):
         return ""
     ((row, count),) = Counter(case["impl"] for case in winners).most_common(1)
-    cases = sorted((case for case in winners if case["impl"] == row), key=itemgetter(one.name))
-    figures = words.span([words.number(words.scaled(one, case[one.name])) for case in (cases[0], cases[-1])])
-    answer = f"{words.inside_a_sentence(words.label_of(one).partition(',')[0])}: {view.text('impl', row)}"
+    cases = sorted((case for case in winners if case["impl"] == row), key=itemgetter(field.name))
+    figures = words.span([words.number(words.scaled(field, case[field.name])) for case in (cases[0], cases[-1])])
+    answer = f"{words.inside_a_sentence(words.label_of(field).partition(',')[0])}: {view.text('impl', row)}"
     answer += f" in {count} of {lines} lines" * (lines > 1)
-    return f"best {answer}, {figures} {words.unit_of(one)[0]}" + ", disturbed" * any(
+    return f"best {answer}, {figures} {words.unit_of(field)[0]}" + ", disturbed" * any(
         case.get("disturbed") for case in cases
     )
 
@@ -135,8 +135,8 @@ def contending(machine: load.Machine, cases: Sequence[fields.Record]) -> Sequenc
     return [case for case in cases if expressions.value_of(tests.get(case["benchmark"], "True"), case)] or cases
 
 
-def _more_is_better(one: fields.Field) -> bool:
-    return one.unit.endswith("/s") or one.name in (cells.SPEEDUP, "mfu", *cells.CEILINGS)
+def _more_is_better(field: fields.Field) -> bool:
+    return field.unit.endswith("/s") or field.name in (cells.SPEEDUP, "mfu", *cells.CEILINGS)
 
 
 def value_head(view: views.View, name: str, value: Any) -> str:
@@ -236,11 +236,11 @@ def endings(view: views.View, *keys: str, word: str, title: str) -> items.Table:
     """How the cases of each row ended."""
     keys = tuple(view.chosen(keys))
     heads, data, rows = ("cases", *ENDINGS), list[fields.Record](), list[list[str]]()
-    for key, own in view.groups(*keys).items():
-        counts = Counter(words.MEANINGS.get(case["outcome"], ENDINGS[case["time_s"] is None]) for case in own.cases)
-        counts["cases"] = len(own.cases)
+    for key, part in view.groups(*keys).items():
+        counts = Counter(words.MEANINGS.get(case["outcome"], ENDINGS[case["time_s"] is None]) for case in part.cases)
+        counts["cases"] = len(part.cases)
         data.append(dict(zip(keys, key, strict=True)) | {head: counts[head] for head in heads})
-        rows.append([*map(own.text, keys, key), *(f"{counts[head]:,}" if counts[head] else "" for head in heads)])
+        rows.append([*map(part.text, keys, key), *(f"{counts[head]:,}" if counts[head] else "" for head in heads)])
     return items.Table(
         name=view.file(word),
         title=title,

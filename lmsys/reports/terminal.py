@@ -28,7 +28,7 @@ ABOUT = (
 
 
 def lines(
-    found: fields.Record, every: bool, contends: Callable[[fields.Record], bool], width: int = 0
+    result: fields.Record, every: bool, contends: Callable[[fields.Record], bool], width: int = 0
 ) -> Iterator[str]:
     """A table of each benchmark that was timed.
 
@@ -38,11 +38,11 @@ def lines(
     width     characters of a line; by default those of this terminal
     """
     width = width or shutil.get_terminal_size((100, 24)).columns
-    named = load.by_name(found)
-    run = "", json.dumps(found["machine"])
-    cases = [("", run, one) for one in found["records"] if one["outcome"] not in ("unsupported", "oom")]
-    for machine in load.machines_of(cases, named["fields"], named["rows"], found["layouts"]):
-        names = dict.fromkeys(one["benchmark"] for one in machine.records if one["time_s"])
+    named = load.by_name(result)
+    run = "", json.dumps(result["machine"])
+    cases = [("", run, case) for case in result["records"] if case["outcome"] not in ("unsupported", "oom")]
+    for machine in load.machines_of(cases, named["fields"], named["rows"], result["layouts"]):
+        names = dict.fromkeys(case["benchmark"] for case in machine.records if case["time_s"])
         for name in names:
             view = views.view_of(machine, name).with_fields(fields.Field("contends", role="detail", of=contends))
             yield from _table(view, width, every or len(view.cases) <= MOST)
@@ -50,7 +50,7 @@ def lines(
 
 
 def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
-    varying = {name for own in view.groups("comparison").values() for name in view.axes() if own.varies(name)}
+    varying = {name for part in view.groups("comparison").values() for name in view.axes() if part.varies(name)}
     axes = [name for name in view.axes() if name not in (*views.UNSAID, "impl", *varying)]  # those tell rows apart
     axes.sort(key=lambda name: (type(view.cases[0][name]) in SIZES, -len(view.values(name))))
     asked = fields.Field(
@@ -59,22 +59,22 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
         of=lambda case: (case["section"], *(SIZES if type(case[name]) in SIZES else case[name] for name in axes)),
     )
     questions = view.with_fields(asked).ordered(*axes).groups("comparison" if every else "asked").values()
-    parts = [max(own.groups("comparison").values(), key=_size) for own in questions][: None if every else MOST]
-    telling = [name for name in axes if len({own.cases[0][name] for own in parts}) > 1]
-    rates = [name for name, one in view.fields.items() if one.unit.endswith("/s") and view.has(name)]
+    parts = [max(part.groups("comparison").values(), key=_size) for part in questions][: None if every else MOST]
+    telling = [name for name in axes if len({part.cases[0][name] for part in parts}) > 1]
+    rates = [name for name, field in view.fields.items() if field.unit.endswith("/s") and view.has(name)]
     figures = ["time_s", *rates[:1], *[name for name in SHARES if view.has(name)][:1]]
     figures += [fields.ERROR.name] if every and view.has(fields.ERROR.name) else []
     most = len(view.cases) if every else max(1, MOST // len(parts))
-    groups = [(_words(own, own.cases[0], telling), [*_lines(own, figures, most)]) for own in parts]
-    yield f"{view.benchmark.replace('_', ' ')}: {sum(len(one) for _, one in groups)} of {len(view.cases)} that ran"
+    groups = [(_words(part, part.cases[0], telling), [*_lines(part, figures, most)]) for part in parts]
+    yield f"{view.benchmark.replace('_', ' ')}: {sum(len(field) for _, field in groups)} of {len(view.cases)} that ran"
     heads = ["row", *(HEADS.get(name) or words.unit_of(view.fields[name])[0] for name in figures), "speed", ""]
     yield from _aligned([("", [heads]), *groups], width)
     yield ""
 
 
-def _size(own: views.View) -> tuple[bool, float]:
+def _size(part: views.View) -> tuple[bool, float]:
     """Sorts what was disturbed throughout before the rest, and each by time."""
-    timed = verdict.undisturbed([case for case in own.cases if case["time_s"]])
+    timed = verdict.undisturbed([case for case in part.cases if case["time_s"]])
     return any(not case["disturbed"] for case in timed), min(map(verdict.time_of, timed), default=0.0)
 
 
@@ -83,20 +83,24 @@ def _place(case: fields.Record) -> tuple[bool, bool, bool, float]:
     return not case["time_s"], not case["contends"], bool(case["disturbed"]), case["time_s"] or 0.0
 
 
-def _words(own: views.View, case: fields.Record, names: Iterable[str]) -> str:
+def _words(part: views.View, case: fields.Record, names: Iterable[str]) -> str:
     return ", ".join(
-        value if isinstance(value, str) else tables.value_head(own, name, value)
+        value if isinstance(value, str) else tables.value_head(part, name, value)
         for name in names
         if (value := case[name]) is not None
     )
 
 
-def _lines(own: views.View, figures: Sequence[str], most: int) -> Iterator[list[str]]:
+def _lines(part: views.View, figures: Sequence[str], most: int) -> Iterator[list[str]]:
     """A line for each row, the fastest first: name, figures, speed over another, and whether it is right or why not."""
-    for case in sorted(own.cases, key=_place)[:most]:
-        others = [one for one in own.cases if one["time_s"] and one["contends"] and one["impl"] != case["impl"]]
+    for case in sorted(part.cases, key=_place)[:most]:
+        others = [
+            other for other in part.cases if other["time_s"] and other["contends"] and other["impl"] != case["impl"]
+        ]
         base = min(
-            verdict.undisturbed([one for one in others if one["peer"]] or others), key=verdict.time_of, default=case
+            verdict.undisturbed([other for other in others if other["peer"]] or others),
+            key=verdict.time_of,
+            default=case,
         )
         ratio = verdict.ratio_of(case, base) if case["contends"] and base is not case else None
         speed = f"{words.number(ratio)} × {base['impl']}" if ratio else ""
@@ -106,8 +110,8 @@ def _lines(own: views.View, figures: Sequence[str], most: int) -> Iterator[list[
         right = "ran" if case["error_ratio"] is None else "disturbed" if disturbed else "right"
         ending = right if case["outcome"] == "ok" else f"{words.MEANINGS[case['outcome']]}: {case['reason']}"
         yield [
-            _words(own, case, own.telling(["impl"])),
-            *(cells.shown(own, name, case) for name in figures),
+            _words(part, case, part.telling(["impl"])),
+            *(cells.shown(part, name, case) for name in figures),
             speed,
             ending,
         ]
@@ -115,13 +119,13 @@ def _lines(own: views.View, figures: Sequence[str], most: int) -> Iterator[list[
 
 def _aligned(groups: Sequence[tuple[str, Sequence[Sequence[str]]]], width: int) -> Iterator[str]:
     """Lines of that width, of settings and their rows. A setting has as many as its rows, and is cut there."""
-    columns = zip(*(line for _, told in groups for line in told), strict=True)
+    columns = zip(*(line for _, rows in groups for line in rows), strict=True)
     row, *wide, _ = (max(map(len, column)) for column in columns)
     free = width - row - sum(wide) - len(wide) - len("    disturbed")
     first = min(max(NARROW, free), max(len(setting) for setting, _ in groups))
-    for setting, told in groups:
-        words = wrap(setting, max(NARROW, first), max_lines=len(told), placeholder=" …")
-        for text, (name, *figures, ending) in zip(chain(words, repeat("")), told, strict=False):
+    for setting, rows in groups:
+        words = wrap(setting, max(NARROW, first), max_lines=len(rows), placeholder=" …")
+        for text, (name, *figures, ending) in zip(chain(words, repeat("")), rows, strict=False):
             aligned = " ".join(figure.rjust(size) for figure, size in zip(figures, wide, strict=True)) + "  "
             line = f"{text.ljust(first)}  {name.ljust(row)} {aligned * any(figures)}"
             outcome, colon, _ = ending.partition(":")

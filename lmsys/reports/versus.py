@@ -19,10 +19,10 @@ def rivals(
     """
     pairs = [(ours, theirs) for ours, row in view.table("strategy").items() for theirs in row.get("rivals") or ()]
     data, alike = list[fields.Record](), dict[str, list[fields.Record]]()
-    for own in view.only("time_s").groups(*settings).values():
-        ratios = {f"{ours} / {theirs}": contest.ratio_of_best(own.cases, ours, theirs) for ours, theirs in pairs}
+    for part in view.only("time_s").groups(*settings).values():
+        ratios = {f"{ours} / {theirs}": contest.ratio_of_best(part.cases, ours, theirs) for ours, theirs in pairs}
         if any(ratios.values()):
-            start, end = (words.filled(text, own.first) for text in names)
+            start, end = (words.filled(text, part.first) for text in names)
             data.append({"training": start + end} | ratios)
             alike.setdefault(end, []).append(ratios)
     heads = [head for head in data[0] if any(line[head] for line in data)][1:] if data else []
@@ -50,8 +50,8 @@ def means(view: views.View, row: str, column: str, word: str, title: str) -> ite
         return None
     heads, data = compared.values(column), list[fields.Record]()
     rows = {value: dict.fromkeys(heads, "") for value in compared.values(row)}
-    for (value, head), own in compared.groups(row, column).items():
-        ratios = [case[cells.SPEEDUP] for case in verdict.undisturbed(own.cases)]
+    for (value, head), part in compared.groups(row, column).items():
+        ratios = [case[cells.SPEEDUP] for case in verdict.undisturbed(part.cases)]
         mean, count = cells.geometric_mean(ratios)
         data.append({"row": compared.text(row, value), "column": head, "speedup": mean, "cells": count})
         rows[value][head] = cells.mean_text(ratios)
@@ -89,10 +89,10 @@ def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "
     heads, notes, rows = view.labels(["impl"]), cells.Notes(), list[list[str]]()
     for head, _ in by:
         heads += [f"{head}, {question}".lstrip(", ") for question in QUESTIONS]
-    for (impl,), own in view.groups("impl").items():
+    for (impl,), part in view.groups("impl").items():
         rows.append([view.text("impl", impl)])
         for _, test in by:
-            rows[-1] += [_cell(own.only(test).cases, *names, notes) for names in QUESTIONS.values()]
+            rows[-1] += [_cell(part.only(test).cases, *names, notes) for names in QUESTIONS.values()]
     used = [any(column) for column in zip(*rows, strict=True)]
     if not used:
         return None
@@ -103,7 +103,7 @@ def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "
         caption=view.caption(ABOUT_BITS),
         columns=list(compress(heads, used)),
         rows=lines,
-        data=tables.data_of(view, fields.REPEATABLE.name, fields.BATCH_INVARIANT.name, *(one.name for one in FLAT)),
+        data=tables.data_of(view, fields.REPEATABLE.name, fields.BATCH_INVARIANT.name, *(field.name for field in FLAT)),
         notes=cells.below(notes, lines),
         source=view.machine.about(view.cases),
     )
@@ -118,6 +118,6 @@ def _cell(cases: Sequence[fields.Record], answer: str, tensors: str, notes: cell
     if not bad:
         return (f"yes ({len(known)})" if known else "") + untold
     sizes = fields.grouped(pair for case in bad for pair in case["same_bits"][tensors].items())
-    most = {name: max(found) for name, found in sizes.items()}
-    told = ", ".join(f"{name} by at most {words.number(size)}" for name, size in most.items())
-    return f"no: {', '.join(most)} ({len(bad)} of {len(known)})" + cells.mark(notes, f"Differs: {told}.") + untold
+    most = {name: max(distances_of_tensor) for name, distances_of_tensor in sizes.items()}
+    distances = ", ".join(f"{name} by at most {words.number(size)}" for name, size in most.items())
+    return f"no: {', '.join(most)} ({len(bad)} of {len(known)})" + cells.mark(notes, f"Differs: {distances}.") + untold

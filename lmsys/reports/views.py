@@ -15,8 +15,6 @@ from lmsys.reports import expressions, load, words
 from lmsys.reports.styles import Style, styles_of
 
 OPTIONAL = re.compile(r"\[([^][]*\{(\w+)\}[^][]*)\]")
-
-
 LIMIT = "memory_limit_bytes"
 UNSAID = ("section", "label", "peer", "device")  # axes that captions leave out
 Key = tuple[Any, ...]
@@ -37,12 +35,16 @@ class Fields(dict[str, Field]):
 def view_of(machine: load.Machine, benchmark: str, baseline: str | None = None) -> "View":
     """All cases of a benchmark. InputError for a record that has something else where a number is declared."""
     fields = Fields(machine.fields[benchmark])
-    cases = [{**dict.fromkeys(fields), **one} for one in machine.records if one["benchmark"] == benchmark]
-    declared = {name: one.to_json() for name, one in fields.items()}
+    cases = [
+        {**dict.fromkeys(fields), **declaration}
+        for declaration in machine.records
+        if declaration["benchmark"] == benchmark
+    ]
+    declared = {name: declaration.to_json() for name, declaration in fields.items()}
     for case in cases:
-        for name, one in declared.items():
+        for name, declaration in declared.items():
             try:  # another file may have declared the field otherwise
-                check_value(f"record {case['id']!r}: {name}", case[name], one)
+                check_value(f"record {case['id']!r}: {name}", case[name], declaration)
             except ValueError as error:
                 raise load.InputError(str(error)) from None
     view = View(machine, benchmark, fields, cases, machine.words_of(benchmark), wanted=baseline, stem=machine.slug)
@@ -117,21 +119,20 @@ class View:
         The names of files get `stem` behind what they begin with, or with `tail` at their end. What stands in brackets
         is left out unless the field in it varies.
         """
-        stem, heading = (OPTIONAL.sub(self._if_varies, text) for text in (stem, heading))
-        told, named = ([name for name in words.NAMES.findall(text) if name in self.fields] for text in (heading, stem))
+        stem, heading = (OPTIONAL.sub(lambda part: part[1] * self.varies(part[2]), text) for text in (stem, heading))
+        in_heading, in_stem = (
+            [name for name in words.NAMES.findall(text) if name in self.fields] for text in (heading, stem)
+        )
         limits = [] if LIMIT in self.said else [LIMIT]
         parts = []
-        for part in self.groups(*told, *named, *limits).values():
+        for part in self.groups(*in_heading, *in_stem, *limits).values():
             limit = part.text(LIMIT, part.first[LIMIT]) if limits else ""
-            heads = words.filled(heading, part.constants(told)), limit and f"memory limit {limit}", self.heading
+            heads = words.filled(heading, part.constants(in_heading)), limit and f"memory limit {limit}", self.heading
             ends = words.filled(stem, part.first), limit.replace(" ", "").lower()
             end = "-".join(["", *filter(None, ends)])
-            part = replace(part, heading=", ".join(filter(None, heads)), said=(*self.said, *told, *limits))
+            part = replace(part, heading=", ".join(filter(None, heads)), said=(*self.said, *in_heading, *limits))
             parts.append(replace(part, tail=self.tail + end) if tail else replace(part, stem=self.stem + end))
         return parts
-
-    def _if_varies(self, part: re.Match[str]) -> str:
-        return part[1] if self.varies(part[2]) else ""
 
     def file(self, word: str = "") -> str:
         """The stem of a file's name."""
@@ -176,10 +177,10 @@ class View:
     def with_fields(self, *fields: Field) -> "View":
         """Adds declarations. One with `of` is a function of the others; None where a case lacks what it needs."""
         cases = [dict(case) for case in self.cases]
-        for one in fields:
-            for case in cases if one.of else ():
-                case[one.name] = one.value(case)
-        return replace(self, fields=Fields(self.fields | {one.name: one for one in fields}), cases=cases)
+        for declared in fields:
+            for case in cases if declared.of else ():
+                case[declared.name] = declared.value(case)
+        return replace(self, fields=Fields(self.fields | {declared.name: declared for declared in fields}), cases=cases)
 
     def styled(self, name: str = "impl", row: str = "", label: str = "") -> "View":
         """Gives each value of a field a look, by the row of a table that the field `row` names."""
@@ -209,11 +210,11 @@ class View:
         return len({case[name] for case in self.cases}) > 1
 
     def axes(self) -> list[str]:
-        return [name for name, one in self.fields.items() if one.role == "axis" and self.has(name)]
+        return [name for name, field in self.fields.items() if field.role == "axis" and self.has(name)]
 
     def metrics(self) -> list[str]:
         """The fields to show: those that were measured, and the time, whose place says how a case ended."""
-        names = [name for name, one in self.fields.items() if one.role == "metric"]
+        names = [name for name, field in self.fields.items() if field.role == "metric"]
         return [name for name in names if name == "time_s" or self.has(name)]
 
     def chosen(self, names: Sequence[str]) -> list[str]:
@@ -261,8 +262,8 @@ class View:
         """These fields, and those axes without which, and without the `others`, cases would fall together."""
         telling, known = list(names), list(filter(None, others))
         for name in self.axes():
-            told = *telling, *known
-            if name not in ("label", "peer") and len(self.distinct(*told)) < len(self.distinct(*told, name)):
+            known_too = *telling, *known
+            if name not in ("label", "peer") and len(self.distinct(*known_too)) < len(self.distinct(*known_too, name)):
                 telling.append(name)
         return telling
 
@@ -272,8 +273,6 @@ class View:
         if value in known:
             return 0, known.index(value), ""
         return (1, value, "") if isinstance(value, (int, float)) else (2, 0, "" if value is None else str(value))
-
-    # Words
 
     def text(self, name: str, value: Any) -> str:
         """A value as it is read."""
@@ -307,10 +306,9 @@ class View:
         return words.sentence(self.heading)
 
     def caption(self, about: str, clocked: bool = False) -> str:
-        """The caption, in lines: what is shown, every axis that is held, and how it was timed.
+        """The caption, in lines: what is shown, every axis that is held or a range of numbers, and how it was timed.
 
-        Held are axes that are constant among these cases, and ranges of numbers; words that vary stand in the table or
-        plot itself.
+        Words that vary stand in the table or plot itself.
         """
         held = []
         for name in self.axes():

@@ -83,7 +83,7 @@ def inside_a_sentence(text: str) -> str:
 
 def filled(text: str, values: Mapping[str, Any]) -> str:
     """The text with what stands for each name in braces; braces around anything else stay as they are."""
-    return NAMES.sub(lambda found: str(values.get(found[1], found[0])), text)
+    return NAMES.sub(lambda match: str(values.get(match[1], match[0])), text)
 
 
 def unit_of(field: Field) -> tuple[str, float]:
