@@ -212,24 +212,17 @@ def _sides(pair: Compared) -> list[tuple[str, load.Machine]]:
 def _table(name: str, title: str, changes: Sequence[Change], source: str) -> items.Table:
     rows, data, notes = list[list[str]](), list[fields.Record](), cells.Notes()
     for change in changes:
-        case, (low, high) = change.new, change.interval or (None, None)
+        case = change.new
         data.append(
-            {
-                **{name: case[name] for name in ("benchmark", "id", "impl")},
-                "before_s": change.old.get("time_s"),
-                "after_s": case.get("time_s"),
-                "ratio": change.ratio,
-                "low": low,
-                "high": high,
-                **{name: getattr(change, name) for name in ("beside", "verdict", "disturbed")},
-            }
+            {name: case[name] for name in ("benchmark", "id", "impl")}
+            | {"before_s": change.old.get("time_s"), "after_s": case.get("time_s"), "ratio": change.ratio}
+            | dict(zip(("low", "high"), change.interval or (None, None), strict=True))
+            | {name: getattr(change, name) for name in ("beside", "verdict", "disturbed")}
         )
         times = [
             words.number(1e6 * side["time_s"]) if side.get("time_s") else side["outcome"] for side in (change.old, case)
         ]
-        verdict = change.verdict
-        if change.disturbed:
-            verdict += cells.mark(notes, f"{words.sentence(change.disturbed)}.")
+        mark = cells.mark(notes, f"{words.sentence(change.disturbed)}.") if change.disturbed else ""
         rows.append(
             [
                 str(case["id"]).removesuffix(f"-{case['impl']}"),
@@ -238,7 +231,7 @@ def _table(name: str, title: str, changes: Sequence[Change], source: str) -> ite
                 f"{change.ratio:.3f}" if change.ratio else "",
                 " to ".join(f"{bound:.3f}" for bound in change.interval or ()),
                 change.beside or "nothing",
-                verdict,
+                change.verdict + mark,
             ]
         )
     return items.Table(

@@ -121,8 +121,8 @@ def mark(notes: Notes, text: str) -> str:
 
 def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
     """The notes below these rows: the reasons, and what a dash means where there is one."""
-    lines = [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in notes.items()]
-    return lines + [f"{NOT_RUN} not run."] * any(NOT_RUN in text for row in rows for text in row)
+    dash = [f"{NOT_RUN} not run."] * any(NOT_RUN in text for row in rows for text in row)
+    return [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in notes.items()] + dash
 
 
 def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, ending: bool = True) -> str:
@@ -181,16 +181,20 @@ def detail(view: views.View, case: fields.Record | None) -> str:
         return ""
     time, error = view.fields["time_s"], case.get("error_ratio")
     low, high = (words.number(words.scaled(time, case.get(name))) for name in ("p20_s", "p80_s"))
-    facts = (
-        f"{case.get('rounds')} rounds" * bool(case.get("rounds")),
-        f"p20 to p80 {low} to {high} {words.unit_of(time)[0]}" * (words.spread_of(case) is not None),
-        f"error {words.number(error or 0)} of what is allowed" * (error is not None),
-        ", ".join(filter(None, _conditions(view, case))),
-        case.get("energy_note"),
-        {None: "", True: "the same bits each time", False: "bits vary"}[case.get("repeatable")],
-        view.machine.run_of(case),
+    return DETAILS.join(
+        filter(
+            None,
+            (
+                f"{case.get('rounds')} rounds" * bool(case.get("rounds")),
+                f"p20 to p80 {low} to {high} {words.unit_of(time)[0]}" * (words.spread_of(case) is not None),
+                f"error {words.number(error or 0)} of what is allowed" * (error is not None),
+                ", ".join(filter(None, _conditions(view, case))),
+                case.get("energy_note"),
+                {None: "", True: "the same bits each time", False: "bits vary"}[case.get("repeatable")],
+                view.machine.run_of(case),
+            ),
+        )
     )
-    return DETAILS.join(filter(None, facts))
 
 
 def _conditions(view: views.View, case: fields.Record) -> list[str]:

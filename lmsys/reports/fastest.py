@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from string import ascii_uppercase
 
 from lmsys.bench import fields, verdict
 from lmsys.reports import cells, contest, expressions, items, load, plots, styles, words
@@ -91,7 +89,7 @@ class Question:
             case | {name: expressions.value_of(text, case) for name, text in self.values.items()} for case in timed
         ]
         settings = fields.grouped((tuple(case.get(name) or None for name in self.keys), case) for case in right)
-        return {key: settings[key] for key in sorted(settings, key=partial(reading_order, self.words))}
+        return {key: settings[key] for key in sorted(settings, key=lambda key: reading_order(self.words, key))}
 
 
 def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
@@ -103,8 +101,8 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     ]
     if not lines:
         return None
-    shown_runs = enumerate(dict.fromkeys(line["run"] for line in lines))
-    runs = {run: ascii_uppercase[place % 26] + str(place // 26 or "") for place, run in shown_runs}
+    letters = enumerate(dict.fromkeys(line["run"] for line in lines))
+    runs = {run: chr(ord("A") + place % 26) + str(place // 26 or "") for place, run in letters}
     heads = [_setting(question, line, _shown(question, lines, list(settings))) for line in lines]
     marks: cells.Notes = {}
     shares = bool(question.mfu) and any(line["mfu"] for line in lines)

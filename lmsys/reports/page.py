@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 
 from lmsys.reports import items, load
@@ -118,7 +117,7 @@ def _contents(links: Sequence[Html], parts: Sequence[items.Part]) -> Html:
     """The contents, the field that filters rows, what a click on a figure says, and a line for who has no scripts."""
     names = sorted({str(case["impl"]) for machine, _, _ in parts for case in machine.records})
     commands: dict[str, dict[str, None]] = {}  # of what a figure says of its run; several began in the same minute
-    for run in chain.from_iterable(machine.runs for machine, _, _ in parts):
+    for run in (run for machine, _, _ in parts for run in machine.runs):
         if run.get("command"):
             commands.setdefault(load.run_told(run), {})[str(run["command"])] = None
     field = tag("input", id="only", type="search", list="rows", placeholder=", ".join(names[:2]))

@@ -199,14 +199,14 @@ def lines(
 
 def _apart(view: views.View, field: Field, axis: str, by: str) -> str:
     """A warning where the points of one place were not sampled together."""
-    timed = view.only(lambda case: case["time_s"] is not None).groups(axis).values()
+    timed = view.only("time_s is not None").groups(axis).values()
     several = words.is_clocked(field) and by == "impl" and any(len(part.distinct("comparison")) > 1 for part in timed)
     return " Points of one place come from several runs: not comparable within a few per cent." if several else ""
 
 
 def _lost(view: views.View, axis: str, by: str) -> str:
     """Where a line has no point because the case ran out of memory."""
-    lost = view.only(lambda case: case["outcome"] == "oom").ordered(by, axis)
+    lost = view.only("outcome == 'oom'").ordered(by, axis)
     facts = []
     for (value,), part in lost.groups(by).items():
         facts.append(f"{view.text(by, value)} at {', '.join(part.text(axis, place) for place in part.values(axis))}")

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
-from operator import itemgetter
 from typing import Any
 
 from lmsys.bench.fields import Field, Record
@@ -85,7 +84,7 @@ def with_any(view: views.View, by: str, name: str) -> views.View:
 def one_of_each(view: views.View, names: Sequence[str], most: str = "") -> views.View:
     """The first case of each group by these fields, or that with the most of a field."""
     parts = view.groups(*names).values()
-    return view.of([max(part.cases, key=itemgetter(most)) if most else part.first for part in parts])
+    return view.of([max(part.cases, key=lambda case: case[most]) if most else part.first for part in parts])
 
 
 @step
@@ -191,7 +190,7 @@ def beside_baseline(view: views.View, axis: str, same: Sequence[str], base: str 
 @step
 def least(view: views.View, name: str, of: str, by: str, among: str) -> views.View:
     """Adds the least value of a field among the cases that have `among`, by another field."""
-    groups = view.only(lambda case: case[among] and case[of]).groups(by)
+    groups = view.only(f"{among} and {of}").groups(by)
     known = {key: min(case[of] for case in part.cases) for (key,), part in groups.items()}
     return view.adding(lambda case: {name: known.get(case[by])})
 
@@ -221,7 +220,7 @@ def pairs(view: views.View, name: str, other: str, how: str) -> views.View:
     def lines(case: Record) -> list[Record]:
         return [{other: row, how: word} for row, word in ({case["impl"]: "itself"} | case[name]).items()]
 
-    return view.only(lambda case: case.get(name)).opened(lines)
+    return view.only(name).opened(lines)
 
 
 @step
@@ -303,8 +302,8 @@ def over_bases(
         view = cells.compared(view, base, name=f"speedup_over_{base}", same=same)
         share = {"name": f"peak_of_{base}", "label": f"peak, share of {view.text('impl', base)}", "shown": "%"}
         view = fields(view, [share | {"of": 'peak_bytes / beside["peak_bytes"]'}])
-    peaks = [f"peak_of_{base}" for base in bases if shares]
-    return tables.listing(view, keys, [first, *(f"speedup_over_{base}" for base in bases), *others, *peaks], "", title)
+        others += [f"peak_of_{base}"] * shares
+    return tables.listing(view, keys, [first, *(f"speedup_over_{base}" for base in bases), *others], "", title)
 
 
 @step

@@ -3,9 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 from lmsys.bench import fields, verdict
@@ -63,7 +61,7 @@ def pivot(
     footnotes = cells.below(notes, lines)
     if is_speedup and columns == "impl":
         footnotes += [f"Blank: not sampled together with {view.text('impl', view.base)}."] * ("" in chain(*lines))
-        lines.append(["geometric mean (cells)", *[""] * (len(rows) - 1), *map(partial(_mean, view), heads)])
+        lines.append(["geometric mean (cells)", *[""] * (len(rows) - 1), *(_mean(view, head) for head in heads)])
     several = " / ".join(view.text(inside, value) for (value,) in inner) if len(inner) > 1 else ""
     return items.Table(
         name=view.file(word or words.FILES.get(metric, metric)),
@@ -93,7 +91,7 @@ def _answer(view: views.View, field: fields.Field | None, winners: Sequence[fiel
     if not (winners and field) or view.machine.layouts.get(view.benchmark) and not view.has_any("peer"):
         return ""
     ((row, count),) = Counter(case["impl"] for case in winners).most_common(1)
-    cases = sorted((case for case in winners if case["impl"] == row), key=itemgetter(field.name))
+    cases = sorted((case for case in winners if case["impl"] == row), key=lambda case: case[field.name])
     figures = words.span([words.number(words.scaled(field, case[field.name])) for case in (cases[0], cases[-1])])
     answer = f"{words.inside_a_sentence(words.label_of(field).partition(',')[0])}: {view.text('impl', row)}"
     answer += f" in {count} of {lines} lines" * (lines > 1)

@@ -45,7 +45,7 @@ def rivals(
 
 def means(view: views.View, row: str, column: str, word: str, title: str) -> items.Table | None:
     """Geometric means of the speedups by two fields, with how many each is of; None without any."""
-    compared = view.only(lambda case: case[cells.SPEEDUP])
+    compared = view.only(cells.SPEEDUP)
     if not compared.cases:
         return None
     heads, data = compared.values(column), list[fields.Record]()
@@ -84,7 +84,7 @@ FLAT = (
 
 def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "True"),)) -> items.Table | None:
     """A line for each row, of what was called again; `by`: the heads of columns, and tests of the cases of each."""
-    view = view.only(lambda case: case["outcome"] == "ok" and case.get("same_bits"))
+    view = view.only("outcome == 'ok' and same_bits")
     view = view.with_fields(fields.REPEATABLE, fields.BATCH_INVARIANT, *FLAT).ordered("impl")
     heads, notes, rows = view.labels(["impl"]), cells.Notes(), list[list[str]]()
     for head, _ in by:

@@ -6,7 +6,6 @@ A row has one colour and one label in every plot of a report.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from lmsys.bench.fields import Field, Record, grouped
@@ -47,8 +46,9 @@ def view_of(machine: load.Machine, benchmark: str, baseline: str | None = None) 
                 check_value(f"record {case['id']!r}: {name}", case[name], declaration)
             except ValueError as error:
                 raise load.InputError(str(error)) from None
-    view = View(machine, benchmark, fields, cases, machine.words_of(benchmark), wanted=baseline, stem=machine.slug)
-    return view.styled()
+    return View(
+        machine, benchmark, fields, cases, machine.words_of(benchmark), wanted=baseline, stem=machine.slug
+    ).styled()
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class View:
 
     def only(self, test: Callable[[Record], Any] | str) -> "View":
         """The cases that pass a test: a function, or an expression (`lmsys.reports.expressions`)."""
-        passes = partial(expressions.value_of, test) if isinstance(test, str) else test
+        passes = test if callable(test) else lambda case: expressions.value_of(test, case)
         return self.of([case for case in self.cases if passes(case)])
 
     def ordered(self, *names: str) -> "View":
@@ -149,8 +149,6 @@ class View:
     def said_also(self, text: str) -> "View":
         """Captions say besides what an expression gives for the first case."""
         return replace(self, also=expressions.value_of(text, self.first)) if self.cases else self
-
-    # What is known of the cases, and what is added
 
     def checked(self, numbers: Sequence[str] = (), words: Sequence[str] = ()) -> "View":
         """The view, unchanged. InputError for a case in which one of these fields is missing, or something else."""
