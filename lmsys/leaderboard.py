@@ -22,7 +22,6 @@ from lmsys.reports.page import fill, simple_page, table
 from lmsys.verify import FOLDERS, NOT_RECOMPUTED, benchmarks_in, verify
 
 HEADS = ("rank", "on its machine", "row", "speed", "time, ms", "machine", "run", "file")
-Standing = dict[str, str]  # by HEADS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def ranked(
     paths: Sequence[Path], benchmarks: Mapping[str, Benchmark], anchor: str
-) -> tuple[list[Standing], dict[str, str], frozenset[str]]:
+) -> tuple[list[dict[str, str]], dict[str, str], frozenset[str]]:
     """The standings, the fastest beside the anchor first; for each refused file the reason; the workload's cases."""
     times, machines, refused = dict[str, dict[str, dict[str, float]]](), dict[str, Record](), dict[str, str]()
     for path in paths:
@@ -91,8 +90,8 @@ def ranked(
     return _standings(sorted(places, reverse=True), machines), refused, workload
 
 
-def _standings(places: Sequence[tuple[float, float, str, str]], machines: Mapping[str, Record]) -> list[Standing]:
-    """The files by speed over the anchor; on a machine their order is that of their times."""
+def _standings(places: Sequence[tuple[float, float, str, str]], machines: Mapping[str, Record]) -> list[dict[str, str]]:
+    """By HEADS the files by speed over the anchor; on a machine their order is that of their times."""
     standings = []
     for rank, (speed, time_s, row, file) in enumerate(places, start=1):
         here = [s for _, s, _, other in places if hardware_of(machines[other]) == hardware_of(machines[file])]

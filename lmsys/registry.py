@@ -13,6 +13,7 @@ import itertools
 import sys
 import sysconfig
 import traceback
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -28,7 +29,7 @@ ALIKE = 0.85  # difflib's ratio, from which on an attribute is taken for a missp
 
 
 def load_target(target: str) -> Any:
-    """The object that `module:attr` or `path.py:attr` names.
+    """The object that `module:attr` or `path.py:attr` names; of an autograd Function's `apply` the Function.
 
     Raises ValueError when the text is malformed or a file does not define the attribute, and whatever
     the module itself raises on import (ImportError when a package is missing).
@@ -42,7 +43,8 @@ def load_target(target: str) -> Any:
         module = sys.modules.get(module_name) or importlib.import_module(module_name)
     if not hasattr(module, attribute):
         raise ValueError(f"{target=}: {module_name} defines no {attribute!r}")
-    return getattr(module, attribute)
+    value = getattr(module, attribute)
+    return value.__self__ if isinstance(value, types.MethodType) and value.__name__ == "apply" else value
 
 
 @cache

@@ -100,6 +100,16 @@ def test_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
     assert [kernel() for kernel in loaded] == [1, 2]
 
 
+def test_the_apply_of_a_function_is_the_function(tmp_path: Path) -> None:
+    """As Triton's tutorial exports it."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\nclass Attention(torch.autograd.Function):\n    pass\nattention = Attention.apply\n"
+        "def apply(q, k, v):\n    return q\n"
+    )
+    assert load_target(f"{tmp_path}/mine.py:attention") is load_target(f"{tmp_path}/mine.py:Attention")
+    assert load_target(f"{tmp_path}/mine.py:apply")(1, 2, 3) == 1
+
+
 @pytest.mark.parametrize("target", ["no_colon", ":attribute", "module:"])
 def test_a_malformed_target_is_named(target: str) -> None:
     with pytest.raises(ValueError, match=f"target='{target}' must read module:attribute"):

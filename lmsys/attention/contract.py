@@ -237,12 +237,14 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
 
     A `torch.autograd.Function`, or a function, whose fourth parameter is the mask and which takes no scale, is taken as
     CS336 writes them: `f(q, k, v, is_causal)` on (B, S, D) with as many key heads as query heads. One that takes a
-    scale, by a name of ROLES, or nothing but q, k, v, is called on 4-D tensors: an autograd Function by place.
+    scale, by a name of ROLES, or nothing but q, k, v, is called on 4-D tensors: by place where it has no keywords, as
+    an autograd Function.
     """
     if not callable(implementation):
         raise ValueError(f"an attention row must be callable; got {implementation!r}")
     taken, takes_all = _taken(implementation), _takes_all(implementation)
-    if not is_function(implementation) and (takes_all or ROLES.keys() <= taken.keys()):
+    by_place = is_function(implementation) or any(x.kind is x.POSITIONAL_ONLY for x in taken.values())
+    if not by_place and (takes_all or ROLES.keys() <= taken.keys()):
         return implementation
     roles = {name: role for role, names in ROLES.items() for name in names if name in taken}
     by_name = "scale" in roles.values() or "causal" in taken and not is_function(implementation)
@@ -255,7 +257,7 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
         if causal and "causal" not in roles.values():
             raise ValueError(f"{causal=}: this row has no parameter for it")
         given = {name: values[role] for name in taken if (role := roles.get(name))}
-        return function(q, k, v, *given.values()) if is_function(implementation) else function(q, k, v, **given)
+        return function(q, k, v, *given.values()) if by_place else function(q, k, v, **given)
 
     return row
 

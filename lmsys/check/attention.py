@@ -163,7 +163,7 @@ def remark(entry: Entry, options: question.Options) -> str:
 
     A kernel may have neither.
     """
-    case = replace([x.case for x in _cases(options) if entry.why_not(x.case) is None][-1], batch=2)
+    case = replace([x.case for x in _cases(options) if _why_not(entry, (), x.case) is None][-1], batch=2)
     if reason := entry.why_not(case):
         return f"not asked for the same bits: {reason}"
     pair = make_inputs(case, options.seed)

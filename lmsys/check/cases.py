@@ -85,8 +85,11 @@ def cases(
     rare = [
         Asked("more queries than keys", replace(long, keys=shorter), aspect=differ),
         Asked("more keys than queries", replace(long, queries=shorter), aspect=differ),
-        Asked("more queries than keys, causal", replace(long, keys=shorter, causal=masked), aspect=differ),
-        Asked("more keys than queries, causal", replace(long, queries=shorter, causal=masked), aspect=differ),
+        *[
+            Asked("more queries than keys, causal", replace(long, keys=shorter, causal=True), aspect=differ),
+            Asked("more keys than queries, causal", replace(long, queries=shorter, causal=True), aspect=differ),
+        ]
+        * masked,
         Asked("one query", replace(long, queries=1), aspect=differ),
         Asked("grouped heads", replace(causal, heads=4, kv_heads=2), aspect="grouped heads"),
         Asked("a scale of its own", replace(usual, scale=0.3), aspect="scale"),
@@ -95,8 +98,10 @@ def cases(
     memory.insert(1, replace(memory[0], about=f"{memory[0].about}, again"))
     yield from [*rare, *memory]
     for dtype in DTYPES[1:]:
-        for asked in (simple[0], simple[3 if masked else 2], *simple[6:][: length == ODD], rare[5], *memory[2:]):
-            aspect = asked.aspect if asked is rare[5] else dtype  # what is refused for its heads says nothing of dtypes
+        for asked in (simple[0], simple[3 if masked else 2], *simple[6:][: length == ODD], rare[-2], *memory[2:]):
+            aspect = (
+                asked.aspect if asked is rare[-2] else dtype
+            )  # what is refused for its heads says nothing of dtypes
             yield replace(asked, case=replace(asked.case, dtype=dtype), aspect=aspect)
 
 

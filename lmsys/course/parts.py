@@ -23,7 +23,6 @@ from lmsys.registry import Entry
 from lmsys.testing import Inputs
 
 BEYOND_S = 20.0  # of a part: after it nothing is asked that goes beyond the handout
-ROOM = f"{__package__}.systems"
 RIGHT, WRONG, REFUSED, NOT_WRITTEN, NOT_JUDGED = "right", "wrong", "refused", "not written", "not judged"
 INSTALLED_AS = {"yaml": "PyYAML", "sklearn": "scikit-learn", "hydra": "hydra-core", "PIL": "pillow"}  # of other names
 NO_KERNEL = Fault("  NotImplementedError: the results are right, but no Triton kernel makes them", raises=True)
@@ -55,7 +54,7 @@ class Part:
 def _of_kind(kind: str, name: str, asked: str) -> Questions:
     """The questions that `lmsys check` asks; the handout asks those whose names begin as `asked`, a pattern, does."""
     options = Options(grad=False, dtypes=("float32", "bfloat16"))
-    for question in kinds.KINDS[kind].questions(Entry(name, f"{ROOM}:{name}"), options):
+    for question in kinds.KINDS[kind].questions(Entry(name, f"{systems.__name__}:{name}"), options):
         yield question, not re.match(asked, question.about)
 
 
@@ -64,7 +63,7 @@ def _of_flash(name: str, backward: bool) -> Questions:
 
     A function in PyTorch may ignore the mask.
     """
-    entry = Entry(name, f"{ROOM}:{name}")
+    entry = Entry(name, f"{systems.__name__}:{name}")
     causal = name == "flash_triton"
     with interpreted_kernels() as launched:
         for question in attention.of_a_handout(

@@ -248,13 +248,17 @@ def positional(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -
     return _other(q, k, v, causal, sm_scale)
 
 
+def without_keywords(q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, /) -> Tensor:
+    return _other(q, k, v, causal, sm_scale)
+
+
 class ByPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float) -> Tensor:
         return _other(q, k, v, causal, sm_scale)
 
 
-@pytest.mark.parametrize("foreign", [no_scale, softmax_scale, positional, ByPlace])
+@pytest.mark.parametrize("foreign", [no_scale, softmax_scale, positional, without_keywords, ByPlace])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rows_of_other_interfaces_are_accepted_as_they_are(foreign: Any, causal: bool) -> None:
     q, k, v = (torch.randn(2, 3, 5, 4) for _ in range(3))

@@ -36,6 +36,14 @@ def test_what_is_right_passes(name: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "the same bits in 3 calls: yes; alone as in a batch of 2: " in said
 
 
+def test_a_function_without_a_mask_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is asked no causal case, also none of those that come last."""
+    assert check(entry("without_a_mask"), Options(16, grad=False, dtypes=("float32",))) == RIGHT
+    said = capsys.readouterr().out
+    assert "not asked: it takes no causal" in said and "causal, float32" not in said
+    assert "the same bits in 3 calls" in said
+
+
 def test_what_does_not_repeat_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     assert check(entry("any_order"), Options(32, grad=False)) == RIGHT
     assert "the same bits in 3 calls: no (o); " in capsys.readouterr().out

@@ -38,6 +38,10 @@ def right(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float
     return attend(q, k, v, causal=causal, scale=scale)
 
 
+def without_a_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(q, k, v)
+
+
 def warns(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     warnings.warn("it is right", stacklevel=1)
     logging.getLogger("torch.utils.cpp_extension").warning("it is right")  # as where CUDA finds no GPU
