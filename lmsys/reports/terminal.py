@@ -92,17 +92,28 @@ def _words(part: views.View, case: fields.Record, names: Iterable[str]) -> str:
 
 
 def _lines(part: views.View, figures: Sequence[str], most: int) -> Iterator[list[str]]:
-    """A line for each row, the fastest first: name, figures, speed over another, and whether it is right or why not."""
-    for case in sorted(part.cases, key=_place)[:most]:
-        others = [
-            other for other in part.cases if other["time_s"] and other["contends"] and other["impl"] != case["impl"]
-        ]
-        base = min(
-            verdict.undisturbed([other for other in others if other["peer"]] or others),
-            key=verdict.time_of,
-            default=case,
-        )
-        ratio = verdict.ratio_of(case, base) if case["contends"] and base is not case else None
+    """A line for each row, the fastest first: name, figures, speed over another, and whether it is right or why not.
+
+    A row of an earlier state, `ROW@COMMIT`, follows today's, over which its speed is.
+    """
+    names = part.telling(["impl"])
+    rows = {_words(part, case, names): case for case in part.cases}
+    today = {
+        case["id"]: rows.get(_words(part, case | {"impl": case["impl"].partition("@")[0]}, names), case)
+        for case in part.cases
+    }
+    for case in sorted(part.cases, key=lambda case: (*_place(today[case["id"]]), case is not today[case["id"]]))[:most]:
+        base = today[case["id"]]
+        if base is case and case["contends"]:
+            others = [
+                other for other in part.cases if other["time_s"] and other["contends"] and other["impl"] != case["impl"]
+            ]
+            base = min(
+                verdict.undisturbed([other for other in others if other["peer"]] or others),
+                key=verdict.time_of,
+                default=case,
+            )
+        ratio = None if base is case else verdict.ratio_of(case, base)
         speed = f"{words.number(ratio)} × {base['impl']}" if ratio else ""
         if ratio and (ratio < 1) != (case["time_s"] > base["time_s"]):
             speed = f"level with {base['impl']}"
@@ -110,7 +121,7 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> Iterator[list
         right = "ran" if case["error_ratio"] is None else "disturbed" if disturbed else "right"
         ending = right if case["outcome"] == "ok" else f"{words.MEANINGS[case['outcome']]}: {case['reason']}"
         yield [
-            _words(part, case, part.telling(["impl"])),
+            _words(part, case, names),
             *(cells.shown(part, name, case) for name in figures),
             speed,
             ending,

@@ -132,6 +132,16 @@ def test_a_speed_is_over_the_best_peer_and_a_wrong_row_says_why() -> None:
     assert table[3].endswith("wrong result: o is 3 times the allowed error")
 
 
+def test_an_earlier_state_of_a_row_follows_it_with_its_speed_over_it() -> None:
+    times = {"naive": 4e-3, "sdpa": 2e-3, "flex": 3e-3, "sdpa@1a2b3c": 1e-3, "naive@1a2b3c": 8e-3}
+    records = [record("attention", name, seconds) for name, seconds in times.items()]
+    found = lines(content_of(records), False, lambda case: "@" not in case["impl"], 120)
+    (table,) = tables(list(found))
+    assert [line.split()[0] for line in table] == ["sdpa", "sdpa@1a2b3c", "flex", "naive", "naive@1a2b3c"]
+    assert "2.00 × sdpa" in table[1] and "0.500 × naive" in table[4]
+    assert "1.50 × flex" in table[0] and "0.500 × sdpa" in table[3]
+
+
 def test_the_full_table_has_error_ratios() -> None:
     records = [record("attention", name, 1e-3 * at, error_ratio=0.1 * at) for at, name in enumerate(ROWS, 1)]
     found = told(records)
