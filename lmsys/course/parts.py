@@ -199,7 +199,7 @@ def judged(part: Part, beyond_s: float, note: Callable[..., object] = lambda *_:
         for question, beyond in part.questions():
             late, aspect = beyond and time.perf_counter() - start > beyond_s, question.aspect or question.about
             note(question.about, aspect, answer if beyond else None)
-            if reason := f"{beyond_s:g} s were up" if late else question.reason:
+            if reason := f"more of a part, as its {beyond_s:g} s were up" if late else question.reason:
                 notes[reason] = None
                 continue
             fault = _fault_of(question)

@@ -333,6 +333,6 @@ def test_right_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert measure.measure(tmp_path, {"linear layer"}, tmp_path / "out") == []
 
 
-def test_the_page_says_what_decides() -> None:
+def test_the_page_says_what_the_handout_asks() -> None:
     page = (ROOT / "docs" / "course.md").read_text()
     assert all(f"| {name} | `{part.adapter}` | {part.asks} |" in page for name, part in PARTS.items())
