@@ -14,13 +14,28 @@ ROWS = '''"""The parts of {root} as rows of a benchmark."""
 
 import sys
 
+import torch
+
 sys.path[:0] = {path}
 from lmsys.course import checkout, systems
 
+PARTS = {{
+    "student_pytorch": "flash_pytorch",
+    "student_triton": "flash_triton",
+    "student_ddp": "Ddp",
+    "student_individual": "Individual",
+    "student_bucketed": "Bucketed",
+}}
+if not torch.cuda.is_available():  # NVTX does nothing
+    vars(torch.cuda.nvtx).update(dict.fromkeys(("range_push", "range_pop", "mark"), lambda *_: None))
 checkout.load()
-student_pytorch = getattr(systems, "flash_pytorch", None)
-student_triton = getattr(systems, "flash_triton", None)
-student_ddp, student_individual, student_bucketed = systems.Ddp, systems.Individual, systems.Bucketed
+
+
+def __getattr__(name):
+    """A part, when it is asked for: others may not be written."""
+    if name not in PARTS:
+        raise AttributeError(name)
+    return getattr(systems, PARTS[name])
 '''
 ATTENTION = {
     "FlashAttention in PyTorch, backward": "student_pytorch",
@@ -31,8 +46,10 @@ CONTAINERS = {
     "DDP, each parameter": "student_individual",
     "DDP, bucketed": "student_bucketed",
 }
-WORKLOADS = {  # by benchmark: the rows by their parts, what is run, and what a machine without a GPU makes smaller
-    "attention": (ATTENTION, "-k leaderboard --sweep full", "--length 256 --head-dim 16 --dtype float32"),
+# By benchmark: the rows by their parts, what is run, and what a machine without a GPU makes smaller. With --no-check
+# nothing beyond the handout hinders a measurement; the timed calls are judged all the same.
+WORKLOADS = {
+    "attention": (ATTENTION, "-k leaderboard --sweep full --no-check", "--length 256 --head-dim 16 --dtype float32"),
     "data_parallel": (
         CONTAINERS,
         "-k buckets --sweep full --world-size 2",

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -328,9 +329,35 @@ def test_right_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         *(str(rows.with_name(f"{x}.json")) for x in ("attention", "data_parallel")),
     ]
     assert any(x.endswith(f",{rows}:student_triton") for x in line_of(attention[2:]))
-    compile(rows.read_text(), rows, "exec")
     assert str(tmp_path) in rows.read_text()
     assert measure.measure(tmp_path, {"linear layer"}, tmp_path / "out") == []
+
+
+ROWS = """
+import sys
+import torch
+from lmsys.registry import load_target
+for name in ("student_pytorch", "student_triton", "student_ddp"):
+    try:
+        print(load_target(f"{sys.argv[1]}:{name}").__name__)
+    except NotImplementedError:
+        print("not written")
+with torch.cuda.nvtx.range("NVTX does nothing"):
+    pass
+"""
+
+
+def test_a_part_that_is_not_written_hinders_no_other(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    (tmp_path / "tests" / "adapters.py").write_text(
+        f"class Flash:\n    pass\n\n\ndef {parts.PYTORCH}():\n    return Flash\n\n\n"
+        f"def {parts.TRITON}():\n    raise NotImplementedError\n"
+    )
+    measure.measure(tmp_path, {"linear layer"}, tmp_path / "out")
+    command = [sys.executable, "-c", ROWS, str(tmp_path / "out" / "rows.py")]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert said.stdout.split("\n")[:3] == ["Flash", "not written", "Ddp"]
 
 
 def test_the_page_says_what_the_handout_asks() -> None:
