@@ -75,7 +75,10 @@ def load() -> Any:
                     raise
                 _find(error.name)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{ADAPTERS} does not load: {type(error).__name__}: {error}{place_of(error)}") from error
+        raise ValueError(
+            f"{ADAPTERS} does not load: {type(error).__name__}: {error}{place_of(error)}; here it is Python"
+            f" {sys.version.split()[0]} and torch {laptop.version('torch')}: does the checkout ask for others?"
+        ) from error
     finally:
         Missing.loading = False
 

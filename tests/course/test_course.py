@@ -294,7 +294,11 @@ def test_a_folder_that_is_no_checkout(tmp_path: Path, capsys: pytest.CaptureFixt
     assert root_of(tmp_path / "a") == tmp_path / "a"
     assert main([str(tmp_path / "a")]) == 2
     said = capsys.readouterr().err
-    assert "does not load: ZeroDivisionError" in said and "line 2: 1 / 0" in said
+    assert (
+        "does not load: ZeroDivisionError" in said
+        and "line 2: 1 / 0); here it is Python 3." in said
+        and "and torch 2." in said
+    )
 
 
 def test_what_an_exception_says_of_a_part() -> None:
