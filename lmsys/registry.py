@@ -248,8 +248,12 @@ class Table(Mapping[str, Entry]):
                 point.name: Entry(point.name, point.value)
                 for point in importlib.metadata.entry_points(group=self.group)
             }
-            if clash := sorted(plugins.keys() & self._stated.keys()):
-                raise ValueError(f"entry points in {self.group!r} redefine the rows {clash}; give them other names")
+            hold(
+                (
+                    not (clash := sorted(plugins.keys() & self._stated.keys())),
+                    f"entry points in {self.group!r} redefine the rows {clash}; give them other names",
+                )
+            )
             self._all = self._stated | plugins
         return self._all
 
@@ -271,8 +275,12 @@ class Table(Mapping[str, Entry]):
         entries = [self._from_file(name) if ".py" in name else self[name] for name in names]
         taken: dict[str, str] = {}
         for entry in entries:
-            if taken.setdefault(entry.name, entry.target) != entry.target:
-                raise ValueError(f"two rows are called {entry.name!r}: {taken[entry.name]} and {entry.target}")
+            hold(
+                (
+                    taken.setdefault(entry.name, entry.target) == entry.target,
+                    f"two rows are called {entry.name!r}: {taken[entry.name]} and {entry.target}",
+                )
+            )
         return list({entry.name: entry for entry in entries}.values())
 
     def _from_file(self, target: str) -> Entry:

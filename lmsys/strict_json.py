@@ -111,8 +111,7 @@ def read_json(path: Path, **kinds: type) -> Any:
 def parse_setting(config: Any, setting: str) -> dict[str, Any]:
     """`train.lr=3e-4` -> {"train": {"lr": 0.0003}}. The value is JSON; a string may go without quotes."""
     name, equals, text = setting.partition("=")
-    if not equals or not all(keys := name.split(".")):
-        raise ValueError(f"{shortly(setting)}: must be PATH=VALUE, as in train.lr=3e-4")
+    hold((equals and all(keys := name.split(".")), f"{shortly(setting)}: must be PATH=VALUE, as in train.lr=3e-4"))
     hint: Any = type(config)
     for key in keys:
         hint = get_type_hints(hint).get(key) if is_dataclass(hint) else None

@@ -287,8 +287,7 @@ class Oracle:
     @cached_property
     def _rms_budget(self) -> dict[str, float]:
         mixed = self._run(torch.float32, self.dtype, partial(_mixed, dtype=self.dtype))
-        names = mixed.keys() - {"lse"}
-        return {x: rms_budget(self.reference[x], mixed[x]) + self._carried_rms(x) for x in names}
+        return {x: rms_budget(self.reference[x], mixed[x]) + self._carried_rms(x) for x in mixed.keys() - {"lse"}}
 
     def _carried_rms(self, name: str) -> float:
         return norm_rms(self._carried[name]) if name in self._carried else 0.0

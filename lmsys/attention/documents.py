@@ -215,11 +215,16 @@ def kept_on_documents(most: int) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def _rows(lengths: Any) -> Sequence[Any]:
-    if isinstance(lengths, str) or not isinstance(lengths, Sequence) or not lengths:
-        raise ValueError(
-            "documents are made of their lengths, as in Documents([3, 5]), or one list of lengths for each batch entry;"
-            f" got {shortly(lengths)}"
+    hold(
+        (
+            not isinstance(lengths, str) and isinstance(lengths, Sequence) and lengths,
+            (
+                "documents are made of their lengths, as in Documents([3, 5]), or one list of lengths for each"
+                " batch entry;"
+                f" got {shortly(lengths)}"
+            ),
         )
+    )
     return lengths if isinstance(lengths[0], Sequence) else [lengths]
 
 

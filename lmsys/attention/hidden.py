@@ -58,8 +58,7 @@ class _Sound(torch.autograd.Function):
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *sight: Tensor
     ) -> tuple[Tensor | None, ...]:
         bad_q, bad_k = _not_finite(q), _not_finite(k) | _not_finite(v)
-        see_bad = _any_of(repeat_heads(bad_k, q.shape[1]), sight[:2], "bhqk,bhk->bhq")
-        spoilt = (bad_q | see_bad).to(q.dtype)
+        spoilt = (bad_q | _any_of(repeat_heads(bad_k, q.shape[1]), sight[:2], "bhqk,bhk->bhq")).to(q.dtype)
         return _filled(q, bad_q, 0), _filled(k, bad_k, 0), _filled(v, bad_k, 0), bias, sinks, spoilt
 
     @staticmethod

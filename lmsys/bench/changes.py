@@ -331,8 +331,7 @@ def _other(pair: Pair, peers: Sequence[Pair]) -> Pair | None:
 def _together(pair: Pair) -> Key:
     """The key of those that took turns with it in both runs; () where nobody did."""
     names = tuple(side.get("comparison") for side in pair)
-    took_turns = not any(side.get("alone", side["benchmark"] in ALONE) for side in pair)
-    return names if all(names) and took_turns else ()
+    return names if all(names) and not any(side.get("alone", side["benchmark"] in ALONE) for side in pair) else ()
 
 
 def _is_timed(pair: Pair) -> bool:

@@ -32,8 +32,7 @@ class Runner(instruments.Instruments):
             _ = self.guard if self.is_watched else self.ready()  # before a user's file is imported
         self.heartbeat.beat(watch.NOBODY, "while it was imported", self.settings.deadline_s)
         try:
-            given = fields.given_axes(benchmark.axes, texts)
-            asked = [fields.filled(grid, benchmark.axes, given) for grid in grids]
+            asked = [fields.filled(grid, benchmark.axes, fields.given_axes(benchmark.axes, texts)) for grid in grids]
             cases = {case.id: case for grid in asked for case in benchmark.cases(grid, self.settings)}
             if "guard" in vars(self) and (names := self.guard.mend()):
                 raise ValueError(

@@ -133,7 +133,9 @@ def _of_extremes(
     cases_of_extremes = {
         "extreme scores": extremes.case_of_kinds(simple),
         "extreme scores, causal": extremes.case_of_kinds(replace(simple, causal=True)),
-        "many equal keys": extremes.case_of_many_keys(simple),
+        "many equal keys": replace(
+            simple, batch=1, heads=1, kv_heads=1, queries=extremes.FEW_QUERIES, keys=extremes.MANY_KEYS, causal=False
+        ),
         "extreme scores, whole tiles": extremes.case_of_kinds(simple, extremes.WHOLE),
     }
     rms = why_not(replace(simple, dtype="float32")) is not None  # the stricter rule
@@ -168,8 +170,7 @@ def remark(entry: Entry, options: question.Options) -> str:
         return f"not asked for the same bits: {reason}"
     pair = make_inputs(case, options.seed)
     with interpreted_kernels() as launched:
-        row = _row(entry, options, launched)
-        call = partial(run, row, causal=case.causal, scale=case.scale, grad=options.grad)
+        call = partial(run, _row(entry, options, launched), causal=case.causal, scale=case.scale, grad=options.grad)
         if not launched:  # the case may be none that an interpreter can run
             call(pair.alone(0))
     if launched:  # the interpreter runs one program after another, in an order that no GPU keeps

@@ -29,11 +29,6 @@ Row = Callable[..., torch.Tensor]
 Wrong = tuple[Unit, str, float, Oracle]  # its first wrong tensor, the error over its budget, the oracle that says so
 
 
-def case_of_many_keys(case: AttentionCase) -> AttentionCase:
-    """The small case of MANY_KEYS: of `case` its dtype and head dimension."""
-    return replace(case, batch=1, heads=1, kv_heads=1, queries=FEW_QUERIES, keys=MANY_KEYS, causal=False)
-
-
 def case_of_kinds(case: AttentionCase, length: int | None = None) -> AttentionCase:
     """The small case that holds every kind once: of `case` its dtype, head dimension, mask and grouping."""
     length = length or LENGTH[case.device]

@@ -209,8 +209,7 @@ def _of_chunks(tokens: int) -> dict[str, Formula]:
 
 def _mean_of_means(inputs: Inputs, settings: Settings, size: int) -> Tensor:
     sums, counted = (x.split(size) for x in (losses(inputs, settings), counts(settings)))
-    means = [x.sum() / some.sum().clamp(min=1) for x, some in zip(sums, counted, strict=True)]
-    return torch.stack(means).mean()
+    return torch.stack([x.sum() / some.sum().clamp(min=1) for x, some in zip(sums, counted, strict=True)]).mean()
 
 
 def _smoothed(of_label: float, of_all: float) -> Formula:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lmsys import draws
+from lmsys import draws, values
 from lmsys.check.optimizer_formula import DEFAULTS, Run, Settings, Trace
 from lmsys.extremes.model import SIZES, extreme
 
@@ -50,8 +50,12 @@ def claim_of(optimizer: Any) -> Claim:
     AdamW: takes betas, and has "AdamW" in its name. Adam: takes betas. SGD: takes momentum, or "SGD" is in its name.
     """
     parameters, name = _parameters(optimizer), optimizer.__name__
-    if other := next((algorithm for algorithm in OTHERS if algorithm in name), None):
-        raise ValueError(f"{name} looks like {other}: AdamW, Adam and SGD can be checked")
+    values.hold(
+        (
+            not (other := next((algorithm for algorithm in OTHERS if algorithm in name), None)),
+            f"{name} looks like {other}: AdamW, Adam and SGD can be checked",
+        )
+    )
     if "betas" in parameters and "adamw" in name.lower():
         algorithm, why = "AdamW", "it takes betas, and AdamW is in its name"
     elif "betas" in parameters:

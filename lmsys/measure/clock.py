@@ -201,8 +201,7 @@ class CudaClock:
         finally:
             self._is_bracketed = False
         pairs = [reading.run_s for reading in self.read([number for _, number in taken], 0.0)]
-        names = [name for name, _ in taken]
-        return list(zip(names, pairs, spans, strict=True)) if len(spans) == len(pairs) else []
+        return list(zip([name for name, _ in taken], pairs, spans, strict=True)) if len(spans) == len(pairs) else []
 
     def shares(self, take: Callable[[], Sequence[tuple[str, int]]]) -> dict[str, float]:
         """The time that the pair of events adds to the span of the kernels between them, in seconds, by name.

@@ -80,8 +80,7 @@ def register_kernels(pattern: str, kind: str) -> None:
 @lru_cache(maxsize=4096)
 def kind_of(name: str) -> str:
     """The kind, of KINDS, of the kernel or operator that a trace calls `name`."""
-    patterns = (*_registered.items(), *PATTERNS)
-    return next((kind for pattern, kind in patterns if re.search(pattern, name)), "other")
+    return next((kind for pattern, kind in (*_registered.items(), *PATTERNS) if re.search(pattern, name)), "other")
 
 
 class part(ContextDecorator):

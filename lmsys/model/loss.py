@@ -76,8 +76,7 @@ def cross_entropy(
     shapes do not fit, and on a CPU for other targets outside 0 to V - 1. The other options are those of
     `linear_cross_entropy`, which makes the logits, too, and holds only some of them at once.
     """
-    if logits.dim() < 1:
-        raise ValueError("logits (..., V) must have at least one dimension; got a scalar")
+    values.hold((logits.dim() >= 1, "logits (..., V) must have at least one dimension; got a scalar"))
     options = LossOptions(reduction, label_smoothing, z_loss, softcap, ignore_index)
     functions.check_ids(
         "targets", targets, "class indices", [tuple(logits.shape[:-1])], logits.shape[-1], but=ignore_index
@@ -128,11 +127,15 @@ def linear_cross_entropy(
     With reduction "none", or weights that need a gradient themselves, the gradients are made in the backward, from
     logits that are computed again: a matmul more. Without, they are made in the forward.
     """
-    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            "hidden (..., M) and weight (V, M) must fit together;"
-            f" got shapes {tuple(hidden.shape)}, {tuple(weight.shape)}"
+    values.hold(
+        (
+            weight.dim() == 2 and hidden.dim() >= 1 and hidden.shape[-1] == weight.shape[-1],
+            (
+                "hidden (..., M) and weight (V, M) must fit together;"
+                f" got shapes {tuple(hidden.shape)}, {tuple(weight.shape)}"
+            ),
         )
+    )
     options = LossOptions(reduction, label_smoothing, z_loss, softcap, ignore_index)
     functions.check_ids("targets", targets, "class indices", [tuple(hidden.shape[:-1])], len(weight), but=ignore_index)
     chunk = _even_chunk(targets.numel(), len(weight)) if chunk is None else values.whole("chunk", chunk, least=1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lmsys.parallel import collectives, structure
+from lmsys.values import hold
 
 
 class Adapter:
@@ -20,8 +21,12 @@ class Adapter:
     def __init__(self, strategy: Any, module: nn.Module, group: collectives.Group, **options: Any):
         self.module = module
         self.wrapper = strategy(module, **_arguments(strategy, group, options))
-        if not hasattr(self.wrapper, "finish_gradient_synchronization"):
-            raise ValueError(f"{strategy.__name__} is no strategy: it has no finish_gradient_synchronization()")
+        hold(
+            (
+                hasattr(self.wrapper, "finish_gradient_synchronization"),
+                f"{strategy.__name__} is no strategy: it has no finish_gradient_synchronization()",
+            )
+        )
         self.finish = self.wrapper.finish_gradient_synchronization
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,6 +66,10 @@ def _arguments(strategy: Any, group: collectives.Group, options: dict[str, Any])
     if "bucket_size_mb" in taken:
         given["bucket_size_mb"] = given.pop("bucket_mb", 25)
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
-    if (unknown := sorted(given.keys() - taken.keys())) and not takes_all:
-        raise ValueError(f"{strategy.__name__} does not take {', '.join(unknown)}")
+    hold(
+        (
+            not (unknown := sorted(given.keys() - taken.keys())) or takes_all,
+            f"{strategy.__name__} does not take {', '.join(unknown)}",
+        )
+    )
     return given

@@ -173,7 +173,8 @@ class Layout:
 
     @classmethod
     def at(cls, like: Sequence[Tensor], starts: Sequence[int], length: int) -> "Layout":
-        return cls(tuple((x.shape, _strides(x.shape), start) for x, start in zip(like, starts, strict=True)), length)
+        contiguous = (torch.empty(x.shape, device="meta").stride() for x in like)
+        return cls(tuple(zip((x.shape for x in like), contiguous, starts, strict=True)), length)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The tensors in flat (length,)."""
@@ -188,11 +189,6 @@ class Layout:
         ends = [0, *(start + math.prod(shape) for shape, _, start in self.places)]
         starts = [*(start for _, _, start in self.places), numel]
         return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @torch.no_grad()

@@ -365,10 +365,12 @@ def check_gpus(module: nn.Module, group: collectives.Group) -> None:
         )
     )
     here = torch.device("cuda", torch.cuda.current_device())
-    if others := sorted({str(p.device) for p in module.parameters()} - {str(here)}):
-        raise ValueError(
-            f"parameters are on {', '.join(others)}, and the current GPU is {here}: set_device, or {INSTEAD}"
+    values.hold(
+        (
+            not (others := sorted({str(p.device) for p in module.parameters()} - {str(here)})),
+            f"parameters are on {', '.join(others)}, and the current GPU is {here}: set_device, or {INSTEAD}",
         )
+    )
     nodes = sorted(set(collectives.gather_objects(platform.node(), group)))
     values.hold(
         (len(nodes) == 1, f"copy engines are for ranks of one node, and these are on {', '.join(nodes)}: {INSTEAD}")

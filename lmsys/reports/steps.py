@@ -283,8 +283,7 @@ def lines(
 @step
 def number_lines(view: views.View, metrics: Sequence[str]) -> items.Items:
     """Each metric against the axis that has most numbers, a plot for each setting of the others."""
-    axes = view.chosen(["@?", "-impl"])
-    numbers = [name for name in axes if {*map(type, view.values(name))} <= {int, float}]
+    numbers = [name for name in view.chosen(["@?", "-impl"]) if {*map(type, view.values(name))} <= {int, float}]
     if not numbers:
         return []
     axis = max(numbers, key=lambda name: len(view.values(name)))

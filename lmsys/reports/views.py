@@ -128,8 +128,7 @@ class View:
         for part in self.groups(*in_heading, *in_stem, *limits).values():
             limit = part.text(LIMIT, part.first[LIMIT]) if limits else ""
             heads = words.filled(heading, part.constants(in_heading)), limit and f"memory limit {limit}", self.heading
-            ends = words.filled(stem, part.first), limit.replace(" ", "").lower()
-            end = "-".join(["", *filter(None, ends)])
+            end = "-".join(["", *filter(None, [words.filled(stem, part.first), limit.replace(" ", "").lower()])])
             part = replace(part, heading=", ".join(filter(None, heads)), said=(*self.said, *in_heading, *limits))
             parts.append(replace(part, tail=self.tail + end) if tail else replace(part, stem=self.stem + end))
         return parts

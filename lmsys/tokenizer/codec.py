@@ -194,8 +194,12 @@ class Tokenizer:
                 if len(token) > 1 and token not in made:
                     raise ValueError(f"merge {values.shortly((left, right))}: no merge makes {values.shortly(token)}")
         for special in self.special_tokens:
-            if len(special.encode()) == 1 or special.encode() in made:
-                raise ValueError(f"special token {special!r} is an ordinary token of this vocabulary")
+            values.hold(
+                (
+                    len(special.encode()) != 1 and special.encode() not in made,
+                    f"special token {special!r} is an ordinary token of this vocabulary",
+                )
+            )
 
     def _forget(self) -> None:
         """No word is known: words, the place of each one's ids in `_flat`, and how many they are."""
@@ -214,8 +218,7 @@ class Tokenizer:
         flat, places, lengths = (np.frombuffer(x, x.typecode) for x in (self._flat, self._places, self._lengths))
         lengths = lengths[numbers]
         ends = np.cumsum(lengths)
-        inside = np.arange(ends[-1]) + np.repeat(places[numbers] - ends + lengths, lengths)
-        return flat[inside].astype(self.dtype)
+        return flat[np.arange(ends[-1]) + np.repeat(places[numbers] - ends + lengths, lengths)].astype(self.dtype)
 
     def _merge(self, word: bytes) -> Sequence[int]:
         """The ids of a pre-token: of the pairs that it has, the earliest merge is done everywhere, and so on."""

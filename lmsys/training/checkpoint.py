@@ -175,8 +175,12 @@ def read(manifest: Path) -> Checkpoint:
     kinds = {"file": str, "bytes": int, "sha256": str}
     for part, entry in content["files"].items():
         where = f"{manifest}: files.{part}: must be"
-        if not isinstance(entry, dict) or not all(type(entry.get(name)) is kind for name, kind in kinds.items()):
-            raise ValueError(f"{where} an object with file, bytes and sha256; got {values.shortly(entry)}")
+        values.hold(
+            (
+                isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in kinds.items()),
+                f"{where} an object with file, bytes and sha256; got {values.shortly(entry)}",
+            )
+        )
         values.hold(
             (
                 re.fullmatch(r"[\w.-]{1,200}", entry["file"]),

@@ -210,8 +210,7 @@ def _torch_step(
 def _validate(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, **_: Any) -> None:
     for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
         finite(name, value, least=0)
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{betas=} must be two numbers in [0, 1)")
+    hold((len(betas) == 2 and all(0 <= beta < 1 for beta in betas), f"{betas=} must be two numbers in [0, 1)"))
 
 
 def cosine_schedule(step: int, *, max_lr: float, min_lr: float, warmup_steps: int, total_steps: int) -> float:

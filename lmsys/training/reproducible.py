@@ -53,17 +53,14 @@ class Tree:
         count = 1
         while self._sums and self._sums[-1][0] == count:
             _, before = self._sums.pop()
-            gradients, count = [_sum(a, b) for a, b in zip(before, gradients, strict=True)], 2 * count
+            both = zip(before, gradients, strict=True)  # None of a parameter that no rank has used
+            gradients, count = [b if a is None else a if b is None else a + b for a, b in both], 2 * count
         self._sums.append((count, gradients))
 
     @property
     def total(self) -> list[Tensor | None]:
         ((_, gradients),) = self._sums
         return gradients
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
 
 
 def exact_norm(gradients: Sequence[Tensor], count: int, group: Group = None, divided: bool = False) -> float:
