@@ -99,6 +99,9 @@ def write(problem: Problem, folder: Path, rows: Sequence[str]) -> Path:
         if not GPU:
             parts.append(f"This machine has no GPU, so this is small. In full it is `lmsys bench {text}`.")
         done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+        if "is the result of another command" in done.stdout + done.stderr:  # an older one: it is not this command's
+            result.unlink()
+            done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
         if not result.is_file():
             parts.append(f"Not run:\n\n```text\n{done.stdout[-2000:]}\n```")
             continue

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,13 +47,18 @@ def test_a_file_names_the_command_in_full(tmp_path: Path, monkeypatch: pytest.Mo
 
     def run(command: Any, **_: Any) -> Any:
         ran.append(command)
-        (tmp_path / "results" / "sums.json").write_text(result_of())
+        result = tmp_path / "results" / "sums.json"
+        older = "lmsys.bench" in command and result.is_file()
+        result.write_text(result_of())
+        return SimpleNamespace(stdout="ERROR: it is the result of another command" * older, stderr="")
 
     monkeypatch.setattr(deliverables.subprocess, "run", run)
     problem = deliverables.Problem("`sums`", "a sum", ("model -k sizes --size 2.7b -o sums.json",), ("tables/sums",))
     text = deliverables.write(problem, tmp_path, []).read_text()
     assert "In full it is `lmsys bench model -k sizes --size 2.7b -o sums.json`." in text
     assert "--size tiny" in text and len(ran) == 2  # the benchmark, and its report
+    deliverables.write(problem, tmp_path, [])
+    assert len(ran) == 5  # the benchmark again, as the older result is another command's
 
 
 def result_of(*records: dict[str, Any]) -> str:
