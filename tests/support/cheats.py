@@ -337,8 +337,8 @@ def gradients_made_in_the_forward(q: Tensor, k: Tensor, v: Tensor, **options: An
 
 @cheat("work moved into the forward", "bwd")
 def a_forward_that_does_much_more(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Repeats its forward twelve times, in place of what could be made ready there."""
-    for _ in range(12 if trains(q) else 0):
+    """Repeats its forward forty times, in place of what could be made ready there: a busy machine hides a dozen."""
+    for _ in range(40 if trains(q) else 0):
         honest(q.detach(), k.detach(), v.detach(), **options)
     return honest(q, k, v, **options)
 
