@@ -2,12 +2,14 @@
 
 A first run on another machine learns from their ratios to its own how long the rest will take. Make the results by
 `python3 -m nox -s bench` on a machine without other work, where compilers have kept nothing from earlier runs; of
-several results the least of each group counts, which was disturbed least.
+several results the geometric mean of each group counts, for what compiles differs from run to run.
 """
 
 import argparse
 import json
+from collections import defaultdict
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from lmsys.bench.record import load
@@ -16,25 +18,26 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 def durations_of(machine: dict[str, Any]) -> dict[str, float]:
-    """Seconds of each group, to three digits, of a result's facts. ValueError where they do not say them."""
+    """Seconds of each group, of a result's facts. ValueError where they do not say them."""
     if machine["sweep"] != "default" or not machine.get("took_s"):
         raise ValueError("it must be of the default sweep, timed to its end: it does not say how long groups took")
-    return {name: float(f"{seconds:.3g}") for name, seconds in machine["took_s"].items()}
+    return dict(machine["took_s"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
-    least: dict[str, float] = {}
+    took = defaultdict[str, list[float]](list)
     for path in parser.parse_args().results:
         try:
             machine = load(path)["machine"]
             for name, seconds in durations_of(machine).items():
-                least[name] = min(seconds, least.get(name, seconds))
+                took[name].append(seconds)
         except ValueError as error:
             parser.error(f"{path}: {error}")
     file = FOLDER / f"durations_{machine['device']}.json"
-    file.write_text(json.dumps(least, indent=1) + "\n")
+    middle = {name: float(f"{geometric_mean(several):.3g}") for name, several in took.items()}
+    file.write_text(json.dumps(middle, indent=1) + "\n")
     print(file)
 
 
