@@ -101,7 +101,7 @@ DECODE = GROUPED.but(
     offset=(END,),
 )
 SMALL: dict[str, Any] = {
-    "length": square(1024),
+    "length": square(512),
     "head_dim": (64,),
     "dtype": ("float32",),
     "direction": ("fwdbwd",),
@@ -403,8 +403,8 @@ SWEEPS = {
                         heads=((4, 4),),
                         attention=("naive", "vectorized", "flash_torch", "sdpa_math", "sdpa_flash"),
                     ),
-                    DOCUMENTS.but(**SMALL, tokens=2048, width=256, documents=("mixed",)),
-                    WINDOW.but(**SMALL, tokens=2048, width=256, window=(128,)),
+                    DOCUMENTS.but(**SMALL, tokens=1024, width=256, documents=("mixed",)),
+                    WINDOW.but(**SMALL, tokens=1024, width=256, window=(128,)),
                     GROUPED.but(**SMALL, batch=(1,), heads=((8, 2),)),
                     DECODE.but(
                         **SMALL | {"length": ((1, 4096),), "direction": ("fwd",)}, batch=(1, 8), heads=((8, 2),)
@@ -415,7 +415,7 @@ SWEEPS = {
                 "loss": (CPU_LOSS,),
                 "collectives": (COLLECTIVES.but(megabytes=(1, 10)),),
                 "data_parallel": (CPU_PARALLEL,),
-                "tokenizer": (TOKENIZER,),
+                "tokenizer": (TOKENIZER.but(text_bytes=1_000_000),),
                 "training": (CPU_TRAINING,),
             },
             took_s=json.loads(Path(__file__).with_name("durations_cpu.json").read_text()),

@@ -2,7 +2,8 @@
 
 A first run on another machine learns from their ratios to its own how long the rest will take. Make the results by
 `python3 -m nox -s bench` on a machine without other work, where compilers have kept nothing from earlier runs; of
-several results the geometric mean of each group counts, for what compiles differs from run to run.
+several results the geometric mean of each group counts, for what compiles differs from run to run. Groups are those
+of the last result.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def main() -> None:
         except ValueError as error:
             parser.error(f"{path}: {error}")
     file = FOLDER / f"durations_{machine['device']}.json"
-    middle = {name: float(f"{geometric_mean(several):.3g}") for name, several in took.items()}
+    middle = {name: float(f"{geometric_mean(took[name]):.3g}") for name in machine["took_s"]}
     file.write_text(json.dumps(middle, indent=1) + "\n")
     print(file)
 

@@ -23,7 +23,7 @@ def result(path: Path, **machine: Any) -> Path:
 
 
 def test_a_group_of_several_results_has_the_geometric_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    took = {"a x": 1.23456, "a y": 2.0}, {"a y": 1.0, "b": 300.4}
+    took = {"a x": 1.23456, "a y": 2.0, "gone": 5.0}, {"a x": 1.23456, "a y": 1.0, "b": 300.4}
     names = [
         str(result(tmp_path / f"{at}.json", device="cpu", sweep="default", took_s=one)) for at, one in enumerate(took)
     ]
