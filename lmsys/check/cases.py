@@ -111,7 +111,7 @@ def larger(case: AttentionCase) -> Iterator[Asked]:
     yield Asked("six heads", replace(case, heads=6, kv_heads=6), aspect=HEADS)
     yield Asked("30 pairs of batch and head", replace(case, batch=5, heads=6, kv_heads=6), aspect=HEADS)
     yield Asked("more than 1,024 keys", replace(case, keys=1100, queries=32, causal=False), aspect=LONGER)
-    yield Asked("a last tile of case key", replace(case, keys=65, queries=65), aspect=LONGER)
+    yield Asked("a last tile of one key", replace(case, keys=65, queries=65), aspect=LONGER)
     yield from (
         Asked(f"head dimension {width}", replace(case, head_dim=width), aspect="head dimensions")
         for width in (40, 80, 96)

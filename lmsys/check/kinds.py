@@ -88,7 +88,10 @@ def kind_of(implementation: Any) -> str:
         return "strategy"
     if len(names) >= 3 and not inspect.isclass(implementation):  # q, k, v by any names
         return "attention"
-    raise ValueError(f"it cannot be told what {getattr(implementation, '__name__', implementation)!r} is: use --kind")
+    raise ValueError(
+        f"it cannot be told what {getattr(implementation, '__name__', implementation)!r} is: say --kind, one of"
+        f" {', '.join(KINDS)}; attention is a function of q, k, v, not a module"
+    )
 
 
 RIGHT, WRONG = 0, 1

@@ -22,8 +22,8 @@ SIZES = int, float
 ABOUT = (
     "The fastest row comes first; of many sizes the largest is shown that was not disturbed, if any (pytest -v shows "
     "all). Speed is over the fastest other row, of somebody else's if any took turns, by rounds; level: by medians the "
-    "other is the faster one. error: over what is allowed, at most 1 where right. disturbed: the machine was busy or "
-    "slowed."
+    "other is the faster one. error: over what is allowed, at most 1 where right. wrong: the reason stands below. "
+    "disturbed: the machine was busy or slowed."
 )
 
 
@@ -141,4 +141,4 @@ def _aligned(groups: Sequence[tuple[str, Sequence[Sequence[str]]]], width: int) 
             line = f"{text.ljust(first)}  {name.ljust(row)} {aligned * any(figures)}"
             outcome, colon, _ = ending.partition(":")
             is_short = len(line + ending) <= width or not colon
-            yield f"{line}{ending if is_short else f'{outcome}, see below'}"[:width].rstrip()
+            yield f"{line}{ending if is_short else outcome}"[:width].rstrip()

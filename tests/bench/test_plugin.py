@@ -74,7 +74,7 @@ def test_it_is_measured_in_any_folder_and_refused_when_it_is_wrong(folder: Path)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "wrong default-16-float32-mine (error ratio" in ended.stdout
     assert "wrong, which fails the run, as a peer's would not: mine" in ended.stdout
-    assert "matmul: 4 of 4 that ran" in ended.stdout and "wrong result, see below" in ended.stdout
+    assert "matmul: 4 of 4 that ran" in ended.stdout and "wrong result\n" in ended.stdout
     assert "lmsys check" not in ended.stdout  # which knows no matmul
     assert sorted(path.name for path in folder.glob("out*")) == ["out.json"]
     failed = run(folder, *SMALL, "--benchmark-disable", "--lmsys-no-isolation", "--lmsys-fail-on", "error,wrong")
