@@ -406,7 +406,7 @@ def error_ratio(output: Tensor, reference: Tensor, plain: Tensor) -> float:
 
 
 def larger_error(reference: Tensor, plain: Tensor, other: Tensor) -> Tensor:
-    """Of two plain computations, element by element, the one that errs more: a function that is written in several
+    """The one of two plain computations that errs more, element by element: a function that is written in several
     ways has the budget of them all."""
     return torch.where((other - reference).abs() > (plain - reference).abs(), other, plain)
 

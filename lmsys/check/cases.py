@@ -99,9 +99,8 @@ def cases(
     yield from [*rare, *memory]
     for dtype in DTYPES[1:]:
         for asked in (simple[0], simple[3 if masked else 2], *simple[6:][: length == ODD], rare[-2], *memory[2:]):
-            aspect = (
-                asked.aspect if asked is rare[-2] else dtype
-            )  # what is refused for its heads says nothing of dtypes
+            # What is refused for its heads says nothing of dtypes.
+            aspect = asked.aspect if asked is rare[-2] else dtype
             yield replace(asked, case=replace(asked.case, dtype=dtype), aspect=aspect)
 
 

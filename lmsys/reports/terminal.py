@@ -66,7 +66,7 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
     figures += [fields.ERROR.name] if every and view.has(fields.ERROR.name) else []
     most = len(view.cases) if every else max(1, MOST // len(parts))
     groups = [(_words(part, part.cases[0], telling), [*_lines(part, figures, most)]) for part in parts]
-    yield f"{view.benchmark.replace('_', ' ')}: {sum(len(field) for _, field in groups)} of {len(view.cases)} that ran"
+    yield f"{view.benchmark.replace('_', ' ')}: {sum(len(rows) for _, rows in groups)} of {len(view.cases)} that ran"
     heads = ["row", *(HEADS.get(name) or words.unit_of(view.fields[name])[0] for name in figures), "speed", ""]
     yield from _aligned([("", [heads]), *groups], width)
     yield ""
