@@ -115,11 +115,16 @@ def tune(case: tuple[object, ...], tiles: Sequence[Tile], launch: Callable[[Tile
 
 
 def _fastest(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
-    """Times them there and back: a clock that falls evenly meanwhile, as at a power cap, does so for all alike."""
+    """Times them there and back: a clock that falls evenly meanwhile, as at a power cap, does so for all alike.
+
+    It falls fastest at first, by 5 % on an H200, so that a walk which does not count comes before.
+    """
     times = dict.fromkeys((tile for tile in tiles if _fits(tile, launch)), 0.0)
     if not times:
         sizes = ", ".join(f"{tile.block_q} x {tile.block_k}" for tile in tiles)
         raise RuntimeError(f"no tile of {sizes} fits this GPU's shared memory and registers; take another row")
+    for tile in times:
+        _time(tile, launch)
     for tile in (*times, *reversed(times)):
         times[tile] += _time(tile, launch)
     return min(times, key=lambda tile: times[tile])

@@ -30,14 +30,17 @@ def nothing_tuned_yet(
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
-def clock(monkeypatch: pytest.MonkeyPatch, times: dict[Tile, float], drift: float = 0.0) -> list[Tile]:
+def clock(
+    monkeypatch: pytest.MonkeyPatch, times: dict[Tile, float], drift: float = 0.0, boost: float = 0.0
+) -> list[Tile]:
     """Makes `tune` see `times`, of which infinity is that of a tile for which there is no room; returns the list of the
-    tiles that it timed. Each of them makes the next slower, by a share `drift` of its time."""
+    tiles that it timed. Each of them makes the next slower, by a share `drift` of its time. The first is faster by a
+    share `boost`, the next by a tenth of that, and so on, as on a GPU that has rested."""
     timed: list[Tile] = []
 
     def time(tile: Tile, launch: object) -> float:
         timed.append(tile)
-        return times[tile] * (1 + drift * (len(timed) - 1))
+        return times[tile] * (1 + drift * (len(timed) - 1)) * (1 - boost * 0.1 ** (len(timed) - 1))
 
     monkeypatch.setattr(tuning, "_time", time)
     monkeypatch.setattr(tuning, "_fits", lambda tile, launch: times[tile] < float("inf"))
@@ -55,7 +58,7 @@ def test_the_fastest_that_fits_is_chosen_and_remembered(order: list[float]) -> N
         assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == best
         monkeypatch.setattr(tuning, "_chosen", {})  # as a later process finds it
         assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == best
-        assert len(timed) == 2 * (len(CANDIDATES) - 1)
+        assert len(timed) == 3 * (len(CANDIDATES) - 1)
 
 
 @given(order=st.permutations([1.0, 1.02, 1.04]), drift=st.floats(-0.1, 0.1))
@@ -65,6 +68,16 @@ def test_a_clock_that_drifts_decides_nothing(order: list[float], drift: float) -
         monkeypatch.setattr(tuning, "_chosen", {})
         tuning.KEPT.path.unlink(missing_ok=True)
         clock(monkeypatch, dict(zip(CANDIDATES, order, strict=True)), drift)
+        assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == CANDIDATES[order.index(1.0)]
+
+
+@given(order=st.permutations([1.0, 1.02, 1.04]), boost=st.floats(0.0, 0.1))
+def test_a_gpu_that_has_rested_decides_nothing(order: list[float], boost: float) -> None:
+    """Its clock is higher in the first moments, in which the first tile is timed."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(tuning, "_chosen", {})
+        tuning.KEPT.path.unlink(missing_ok=True)
+        clock(monkeypatch, dict(zip(CANDIDATES, order, strict=True)), boost=boost)
         assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == CANDIDATES[order.index(1.0)]
 
 
@@ -102,7 +115,7 @@ def test_a_cache_that_cannot_be_written_stops_no_kernel(monkeypatch: pytest.Monk
     timed = clock(monkeypatch, dict(zip(CANDIDATES, (3.0, 1.0, 2.0), strict=True)))
     with pytest.warns(UserWarning, match="tuned choices last for this process only"):
         assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == CANDIDATES[1]
-    assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == CANDIDATES[1] and len(timed) == 2 * len(CANDIDATES)
+    assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == CANDIDATES[1] and len(timed) == 3 * len(CANDIDATES)
 
 
 def test_no_tile_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
