@@ -115,12 +115,17 @@ def two_ranks() -> Iterator[Ranks]:
     found.close()
 
 
-@pytest.fixture
-def gpu_ranks(groups: dict[str, WorkerGroup]) -> WorkerGroup:
-    """Two processes with a GPU each that stand ready."""
+@pytest.fixture(scope="module")
+def ready_gpus(groups: dict[str, WorkerGroup]) -> Callable[[], WorkerGroup]:
+    """Gives two processes with a GPU each that stand ready, others after a call that has ended them."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"NCCL needs a GPU for each of two ranks, and here are {torch.cuda.device_count()}")
-    return _ready(groups, 2, "nccl")
+    return partial(_ready, groups, 2, "nccl")
+
+
+@pytest.fixture
+def gpu_ranks(ready_gpus: Callable[[], WorkerGroup]) -> WorkerGroup:
+    return ready_gpus()
 
 
 @pytest.fixture(autouse=True)

@@ -675,8 +675,19 @@ def prepare(net: Net) -> Net:
     return net.train(net.graph.prepared != "eval")
 
 
+TWICE = "RuntimeError: a second gradient of one parameter in a backward, whose first is on its way: checkpoint what"
+
+
+def ops_of(graph: Graph) -> set[str]:
+    return {call.op for program in graph.programs for call in program}
+
+
+class RaisedApart(Exception):
+    """What was raised on a rank whose peer calls other blocks, and may wait for it: both end."""
+
+
 def play(strategy: str, graph: Graph, ways: Sequence[str]) -> list[dict[str, Tensor]] | str:
-    """On a rank of two: what is seen, or what was raised."""
+    """On a rank of two: what is seen, or what was raised. `RaisedApart` where the other may not raise it."""
     group, rank = group_of(2), dist.get_rank()
     if rank >= 2:
         return []
@@ -699,7 +710,11 @@ def play(strategy: str, graph: Graph, ways: Sequence[str]) -> list[dict[str, Ten
     # cuDNN's LSTM rounds to TF32, and its backward has no derivative.
     with stand_in(), torch.backends.cudnn.flags(enabled=False):
         told = error_of(go)
-    return seen if told == "nothing raised" else told
+    if told == "nothing raised":
+        return seen
+    if told.startswith(TWICE) and {"own", "apart"} & ops_of(graph):
+        raise RaisedApart(told)
+    return told
 
 
 def play_alone(graph: Graph, ways: Sequence[str], dtype: torch.dtype) -> list[dict[str, Tensor]]:
