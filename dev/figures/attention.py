@@ -1,0 +1,149 @@
+"""Figures of attention in README.md and docs/results.md."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dev.figures.pages import Sentence, Table
+from dev.figures.runs import H100, H200, Record, bounds, grouped, mean, published, records, run, speedups
+from lmsys.attention import ATTENTION
+
+README, RESULTS = "README.md", "docs/results.md"
+RUN = "attention-bf16", H200  # which sampled all rows of these tables together
+BEST = "flash_attn_4", "sdpa_cudnn"  # the rows of others that are the fastest in a shape
+WAYS = {"forward": "fwd", "backward": "bwd"}
+PATTERNS = {  # the run, its section and the head dimensions of each line
+    "documents": ("documents-and-windows", "documents", (64, 128)),
+    "windows, D 64": ("documents-and-windows", "window", (64,)),
+    "windows, D 128": ("windows-128", "window", (128,)),
+    "grouped heads, D 128": ("grouped", "grouped", (128,)),
+}
+
+
+def figures() -> Iterator[Table | Sentence]:
+    yield from _rates()
+    yield from _means()
+    yield from _patterns()
+    yield _decoding()
+    yield from _fixed_order()
+
+
+def shapes_of(direction: str, name: str, machine: str) -> dict[Any, dict[str, Record]]:
+    """The rows of each shape with 16,384 tokens, in the order of the tables."""
+    cases = records(name, machine, section="tokens16k", direction=direction)
+    shapes = grouped(cases, "causal", "head_dim", "keys")
+    return dict(sorted(shapes.items(), key=lambda shape: (not shape[0][0], *shape[0][1:])))
+
+
+def _rates() -> Iterator[Table | Sentence]:
+    """TFLOP/s, and where they were measured."""
+    head = "mask", "D", "S"
+    for direction, tables in (("fwd", ((README, 0), (RESULTS, 0))), ("bwd", ((RESULTS, 1),))):
+        lines = []
+        for (causal, head_dim, keys), rows in shapes_of(direction, *RUN).items():
+            rates = [f"{rows[name]['flops_per_s'] / 1e12:.3g}" for name in ATTENTION if name in rows]
+            lines.append(["causal" if causal else "not causal", str(head_dim), f"{keys:,}", *rates])
+        names = [name for name in ATTENTION if name in rows]
+        for page, place in tables:
+            yield Table(page, (*head, *names), lines, place)
+    machine = run(*RUN)["machine"]
+    about = "torch {torch}, triton {triton}, driver {driver}, commit {commit:.10}, {date:.10}".format_map(machine)
+    for page in (README, RESULTS):
+        yield Sentence(page, about)
+
+
+def _means() -> Iterator[Table | Sentence]:
+    """Our rows beside those of others, over shapes."""
+    forward, backward = (list(shapes_of(direction, *RUN).values()) for direction in ("fwd", "bwd"))
+    leads, backward_leads = (speedups(shapes, "flash_gluon", "flash_attn_4") for shapes in (forward, backward))
+    yield Sentence(
+        README,
+        "in {} of 12 shapes, {} to {} times as fast; its backward is level with it, {} to {} times as fast",
+        [str(sum(ratio > 1 for ratio in leads)), *bounds(leads), *bounds(backward_leads)],
+    )
+    yield Sentence(
+        RESULTS,
+        "`flash_gluon` is {} times as fast in the forward and {} times in the backward",
+        [mean(leads), mean(backward_leads)],
+    )
+    better = speedups(forward, "flash_gluon", *BEST)
+    words = "`flash_gluon` is {} times as fast, and at least {} times in each shape"
+    yield Sentence(RESULTS, words, [mean(better), bounds(better)[0]])
+    reached = [mean(speedups(shapes, "flash_triton", *shapes[0])) for shapes in (forward, backward)]
+    yield Sentence(
+        RESULTS, "`flash_triton` reaches {} of the fastest row in the forward, and {} in the backward", reached
+    )
+    (both,) = grouped(records(*RUN, direction="fwdbwd", queries=16384), "comparison").values()
+    took = [f"{1e3 * both[name]['time_s']:.2f}" for name in ("flash_gluon", "flash_attn_4")]
+    yield Sentence(RESULTS, "that takes `flash_gluon` {} ms and `flash_attn_4` {} ms", took)
+    yield from _table_of_means()
+
+
+def _table_of_means() -> Iterator[Table | Sentence]:
+    """Means by mask, which the report publishes; and those of a run on an H100."""
+    _, *summary = published(f"{H200}-tokens16k-summary")
+    lines = []
+    for name, *cells in summary:
+        forward, backward, forward_full, backward_full = (cell.removesuffix(" (6)") for cell in cells)
+        lines.append([name, forward, forward_full, backward, backward_full])
+    yield Table(RESULTS, ("row", "forward, causal"), lines)
+    on_h100 = [shapes_of(direction, "attention", H100).values() for direction in ("fwd", "bwd")]
+    better = speedups(on_h100[0], "flash_gluon", *BEST)
+    yield Sentence(
+        RESULTS,
+        "is {} times as fast as the better of the two in the forward, at least {} times in each shape, and {} times"
+        " as fast as FlashAttention-4 in the backward",
+        [mean(better), bounds(better)[0], mean(speedups(on_h100[1], "flash_gluon", "flash_attn_4"))],
+    )
+    yield Sentence(README, "the forward is at least {} times as fast in each shape", [bounds(better)[0]])
+
+
+def _patterns() -> Iterator[Table]:
+    """Documents, windows and grouped heads."""
+    for cases, peer in ((list(PATTERNS)[:3], "flex"), (list(PATTERNS)[3:], "sdpa_cudnn")):
+        lines = []
+        for case in cases:
+            name, section, head_dims = PATTERNS[case]
+            for row in ("flash_gluon", "flash_triton"):
+                ratios = []
+                for direction in WAYS.values():
+                    found = [
+                        record
+                        for record in records(name, section=section, direction=direction)
+                        if record["head_dim"] in head_dims
+                    ]
+                    shapes = grouped(found, "comparison").values()
+                    ratios += [mean(speedups(shapes, row, other)) for other in (peer, "flash_attn_4")]
+                lines.append([case, row, *ratios])
+        yield Table(RESULTS, ("cases", "row", f"forward, over {peer}"), lines)
+
+
+def _decoding() -> Table:
+    """How many times as fast a row is as the fastest of the others, and at which share of a copy's speed it reads."""
+    shapes = grouped(records("decode", outcome="ok"), "batch", "keys")
+    batches, lengths = (sorted({shape[at] for shape in shapes}) for at in (0, 1))
+    lines = []
+    for batch in batches:
+        cells = []
+        for length in lengths:
+            rows = shapes.get((batch, length), {})
+            ours = rows.pop("flash_triton", None)
+            (lead,) = speedups([rows | {"ours": ours}], "ours", *rows) if ours else [0.0]
+            cells.append(f"{lead:.2f} ({ours['copy_ceiling_fraction']:.2f})" if ours else "")
+        lines.append([str(batch), *cells])
+    return Table(RESULTS, ("batch", *(f"{length:,} keys" for length in lengths)), lines)
+
+
+def _fixed_order() -> Iterator[Sentence]:
+    """The speed of the fixed order of additions over that of the default one, and of FlashAttention-4's fixed order."""
+    texts = {
+        H200: "has {} of the speed of the default one on one H200, and {} times that of FlashAttention-4's",
+        H100: "on one H100 it has {} and {}.",
+    }
+    for machine, words in texts.items():
+        cases = records("fixed-order", machine, "flash_gluon")
+        fixed = grouped((case for case in cases if case["deterministic"]), "head_dim", "causal", "keys")
+        plain = grouped((case for case in cases if not case["deterministic"]), "head_dim", "causal", "keys")
+        default = [
+            plain[shape]["flash_gluon"]["time_s"] / rows["flash_gluon"]["time_s"] for shape, rows in fixed.items()
+        ]
+        yield Sentence(RESULTS, words, [mean(default), mean(speedups(fixed.values(), "flash_gluon", "flash_attn_4"))])

@@ -1,0 +1,80 @@
+"""Committed runs and published tables, and how their records are grouped and compared."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from dev.figures.pages import ROOT, cells_of
+from lmsys.bench.verdict import ratio_of
+
+RESULTS = ROOT / "reports" / "results"
+H100, H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
+Record = dict[str, Any]
+
+
+def path_of(name: str, machine: str, folder: str) -> Path:
+    """The one committed file of this name, such as nvidia-h200_20261126_attention-bf16.json."""
+    (path,) = (RESULTS / folder).glob(f"{machine}_*_{name}")
+    return path
+
+
+@cache
+def run(name: str, machine: str = H100, folder: str | None = None) -> Record:
+    """Our part of a result, and when the run ended; a machine's own folder has the runs of its page."""
+    folder = {H100: "h100", H200: ""}[machine] if folder is None else folder
+    content = json.loads(path_of(f"{name}.json", machine, folder).read_text())
+    return {"ended": content.get("datetime"), **content["lmsys"]}
+
+
+def records(name: str, machine: str = H100, folder: str | None = None, **values: Any) -> list[Record]:
+    """The records of a run that have these values."""
+    return [record for record in run(name, machine, folder)["records"] if values.items() <= record.items()]
+
+
+def grouped(cases: Iterable[Record], *fields: str, row: str = "impl") -> dict[Any, dict[str, Record]]:
+    """Records by the values of these fields, and within a group by their row."""
+    groups: dict[Any, dict[str, Record]] = {}
+    for record in cases:
+        key = tuple(record[field] for field in fields) if len(fields) > 1 else record[fields[0]]
+        groups.setdefault(key, {})[record[row]] = record
+    return groups
+
+
+def ratio(ours: Record, theirs: Record) -> float:
+    """How many times as fast a row is as another that took turns with it. ValueError: they took none."""
+    speed = ratio_of(ours, theirs)
+    if speed is None:
+        raise ValueError(f"{ours['id']} and {theirs['id']} were not sampled together, so they have no ratio")
+    return speed
+
+
+def mean(ratios: Iterable[float]) -> str:
+    """The geometric mean."""
+    return f"{geometric_mean(ratios):.2f}"
+
+
+def speedups(groups: Iterable[Mapping[str, Record]], ours: str, *theirs: str) -> list[float]:
+    """How many times as fast a row is, in each group, as the fastest of others."""
+    return [min(rows[name]["time_s"] for name in theirs) / rows[ours]["time_s"] for rows in groups]
+
+
+def bounds(values: Iterable[float], form: Callable[[float], str] = "{:.2f}".format) -> tuple[str, str]:
+    """The least and the largest."""
+    values = list(values)
+    return form(min(values)), form(max(values))
+
+
+@cache
+def published(table: str) -> list[list[str]]:
+    """The lines of a published table of the H200, its head first."""
+    return cells_of((ROOT / "reports" / "published" / H200 / "tables" / f"{table}.md").read_text())
+
+
+def cell(table: str, key: list[str], column: str) -> str:
+    """The first word of a cell of a published table, in the one line that begins with `key`."""
+    head, *body = published(table)
+    (line,) = (line for line in body if line[: len(key)] == key)
+    return line[head.index(column)].split()[0]
