@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmsys import commands
+from lmsys import commands, here
 from lmsys.bench.__main__ import line_of, main
 from lmsys.here import USES, evidence, remedy
 from lmsys.registry import Entry
@@ -67,11 +67,9 @@ def test_evidence_is_claimed_for_cards_that_were_timed_alone() -> None:
         assert "never timed" in evidence("cuda", capability)
 
 
-def test_every_row_is_told_and_each_remedy_once() -> None:
-    line = [sys.executable, "-m", "lmsys"]
-    said = subprocess.run(
-        line, cwd=ROOT, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=True
-    ).stdout
+def test_every_row_is_told_and_each_remedy_once(capsys: pytest.CaptureFixture[str]) -> None:
+    here.main()
+    said = capsys.readouterr().out
     (auto,) = (part for part in said.split("\n\n") if part.startswith('impl="auto"'))
     assert [line.rpartition("  ")[0].strip() for line in auto.splitlines()[1:]] == list(USES)
     table, _, brings = said.partition("\nwhat would bring the others\n")
@@ -118,12 +116,27 @@ def test_what_is_not_installed_is_a_sentence(words: list[str]) -> None:
     assert done.stderr.rstrip().endswith(commands.bringing(missing))
 
 
-@pytest.mark.parametrize("name", commands.COMMANDS)
-def test_help_is_by_example(name: str) -> None:
-    done = lmsys(name, "--help")
-    assert done.returncode == 0 and done.stdout.startswith(f"usage: lmsys {name} "), done.stderr
-    examples = commands.COMMANDS[name].examples
-    assert examples and all(line.startswith(f"lmsys {name}") and line in done.stdout for line in examples)
+HELPS = """
+import contextlib, io, json, sys
+from lmsys.__main__ import main
+
+for name in sys.argv[1:]:
+    sys.argv, said = ["lmsys", name, "--help"], io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        main()
+    print(json.dumps(said.getvalue()))
+"""
+
+
+def test_help_is_by_example() -> None:
+    """All in one process: most of them import torch."""
+    line = [sys.executable, "-W", "ignore", "-c", HELPS, *commands.COMMANDS]
+    done = subprocess.run(line, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    for text, (name, command) in zip(done.stdout.splitlines(), commands.COMMANDS.items(), strict=True):
+        said = json.loads(text)
+        assert said.startswith(f"usage: lmsys {name} "), said
+        assert command.examples
+        assert all(example.startswith(f"lmsys {name}") and example in said for example in command.examples), said
 
 
 def test_the_console_command_is_the_door() -> None:
