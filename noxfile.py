@@ -99,7 +99,7 @@ def tritons(session: nox.Session, triton: str) -> None:
     pytest = "python", "-m", "pytest", "-n", "2", "--dist", "loadfile"
     session.run(*pytest, *(session.posargs or tests))
     if not session.posargs:  # what the suite leaves out
-        session.run(*pytest, "-m", "on_request", *tests)
+        session.run(*pytest, "-m", "on_request or long", *tests)
 
 
 @nox.session(default=False)

@@ -24,6 +24,7 @@ from tests.support.variants import some
 SHAPES = [(1, 4, 4, 256, 64), (2, 4, 2, 100, 64), (1, 4, 4, 256, 64), (1, 4, 4, 255, 64), (2, 2, 2, 100, 20)]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not is_known(), reason=f"pip install triton=={KNOWN_TRITON[0]}, whose launcher is called directly")
 @pytest.mark.parametrize("capability", some([90, 80], 2))
 def test_the_driver_is_given_the_same_by_both_ways(capability: int, tmp_path: Path) -> None:

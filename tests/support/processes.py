@@ -48,7 +48,7 @@ def smoke_sweep(folder: Path) -> Path:
     """The result file of the smoke sweep: whoever of several processes comes first makes it, the others wait.
 
     Models in float32 alone: a CPU takes ten times as long for bfloat16. Of compiled attention only the forward: each
-    direction compiles for seconds. Of strategies one of a kind, as each asks two ranks for seconds; all are held
+    direction compiles for seconds. Of strategies one of a kind, as each asks two ranks for seconds; ours are held
     to plain steps in tests/benchmarks/test_passes.py.
     """
     result = folder / "smoke.json"
