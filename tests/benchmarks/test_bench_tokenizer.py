@@ -1,6 +1,5 @@
 """The benchmark of tokenizers: which cases there are, what is wrong in them, and what their records say."""
 
-import json
 import re
 import sys
 from itertools import count
@@ -213,10 +212,3 @@ def test_what_fails_outside_a_row_fails_every_case(monkeypatch: pytest.MonkeyPat
 def test_without_timing_rows_are_checked_only() -> None:
     one = found(tokenizer=SERIAL)["lmsys_serial"]
     assert one["outcome"] == "ok" and "not timed" in one["reason"] and "time_s" not in one
-
-
-def test_a_run_writes_a_record_for_each_case(smoke_result: Path) -> None:
-    written = json.loads(smoke_result.read_text())["lmsys"]["records"]
-    ours = {one["impl"]: one for one in written if one["benchmark"] == "tokenizer" and one["task"] == "encode"}
-    assert list(ours) == ["lmsys", "lmsys_serial", "tiktoken", "huggingface"]
-    assert ours["lmsys"]["outcome"] == "ok" and ours["lmsys"]["peak_bytes"] > 20_000_000

@@ -1,6 +1,5 @@
 """The benchmark of whole trainings: its cases, what makes one wrong, what is kept of a run that was interrupted."""
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -301,12 +300,3 @@ def test_what_fails_in_the_reference_is_no_rows_fault(two_ranks: Ranks, monkeypa
     monkeypatch.setattr("benchmarks.bench_training.tokens_of", fails)
     for one in records(runner(two_ranks)).values():
         assert (one["outcome"], one["reason"]) == ("oom", "the bench failed, not the row: the reference: no room")
-
-
-def test_a_run_writes_a_record_for_each_case(smoke_result: Path) -> None:
-    every = json.loads(smoke_result.read_text())["lmsys"]["records"]
-    found = [(one["impl"], one["outcome"]) for one in every if one["benchmark"] == "training"]
-    names = [f"{attention}-{strategy}" for attention in ("naive", "sdpa_flash") for strategy in ("none", "bucketed")]
-    assert found == [(name, "ok") for name in names]
-    said = smoke_result.with_name("smoke.txt").read_text()
-    assert "[2/4] naive-bucketed" in said and "smoke-tiny-S64B2-fp32-W2-T512x2" in said

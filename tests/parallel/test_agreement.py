@@ -55,7 +55,7 @@ def _follow(by_rank: tuple[Orders, Orders]) -> tuple[str, list[int], int] | None
     return told, met, len(begun) - len(met)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(by_rank=steps_of_two_ranks())
 def test_no_collective_is_begun_by_one_rank_only_and_all_are_told(
     ranks: WorkerGroup, by_rank: tuple[Orders, Orders]

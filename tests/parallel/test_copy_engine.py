@@ -22,7 +22,7 @@ STRATEGIES = st.sampled_from(["copy_engine", "copy_engine_zero1"])
 recipes = st.builds(Recipe, width=st.integers(1, 9), tied=flags, frozen=flags, unused=flags, rare=flags, mixed=flags)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     strategy=STRATEGIES,
     recipe=recipes,

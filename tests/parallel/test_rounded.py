@@ -74,6 +74,7 @@ def test_gradients_have_the_bits_that_they_have_without_sharding(
     assert rounded.keys() == whole.keys() and all(torch.equal(rounded[name], x) for name, x in whole.items())
 
 
+@pytest.mark.long
 @pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
 def test_so_they_do_in_compiled_blocks(ranks: WorkerGroup) -> None:
     whole, rounded = (ranks.run(gradients, row, True)[0] for row in (WHOLE, ROUNDED))

@@ -177,6 +177,7 @@ def cases(counts: dict[str, int]) -> list[Any]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("launcher", "fault", "seed", "at_start"), cases({"kill": 20, "stop": 10, "agent": 5}))
 def test_a_fault_ends_all(
     launcher: str, fault: str, seed: int, at_start: bool, start: Callable[..., Run], tmp_path: Path

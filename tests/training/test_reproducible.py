@@ -39,8 +39,7 @@ def expected(four: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> str
     return four.run(reproduced, run, 1, STEPS)[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "world_size"), some(product(STRATEGIES, (1, 2, 4)), 2))
 def test_weights_have_one_sha256(
     four: WorkerGroup, expected: str, tmp_path: Path, strategy: str, world_size: int
 ) -> None:

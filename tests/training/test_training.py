@@ -45,7 +45,7 @@ from tests.support.training_runs import (
     trainer,
     weights,
 )
-from tests.support.variants import some
+from tests.support.variants import but, some
 
 
 @pytest.fixture(autouse=True)
@@ -227,7 +227,10 @@ def test_all_steps_then_each_alone(data: Path, tmp_path: Path, capsys: pytest.Ca
     assert "must be stdlib, tinystories or the path of a text file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp", "naive+sharded", "torch_ddp_tuned", "torch_zero1"])
+ALL_ON_TWO = "bucketed", "zero1", "fsdp", "naive+sharded", "torch_ddp_tuned", "torch_zero1"
+
+
+@pytest.mark.parametrize("strategy", but(ALL_ON_TWO, "torch_zero1"))
 def test_two_ranks_equal_one_process_and_resume(data: Path, tmp_path: Path, group: WorkerGroup, strategy: str) -> None:
     name, sharded = strategy.removesuffix("+sharded"), strategy.endswith("+sharded")
     options = [f"train.strategy={name}", f"train.sharded_optimizer={json.dumps(sharded)}", "checkpoint.keep=null"]
@@ -339,6 +342,7 @@ def test_fit_takes_what_the_memory_allows(tmp_path: Path) -> None:
 SLOW = ("--set", "train.steps=60", "--set", "checkpoint.interval=1")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kills", [range(20, 21), pytest.param(range(100), marks=pytest.mark.on_request)])
 def test_a_killed_run_goes_on(data: Path, tmp_path: Path, kills: range) -> None:
     """Each is killed somewhere in a step of its own, of which each saves; `-m on_request` does it a hundred times."""
