@@ -114,6 +114,7 @@ def compiled() -> float:
     return float(x.grad[0])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(why_no_compiler("cpu")), reason="torch.compile needs a compiler of C++")
 def test_what_compiles_compiles_there() -> None:
     assert in_own_process(compiled, timeout_s=300.0) == 2.0

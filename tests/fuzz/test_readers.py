@@ -34,7 +34,7 @@ from lmsys.training.log import JsonLines
 from tests.fuzz.mutations import mutated
 from tests.support.records import of_everything, save
 
-COUNT = int(os.environ.get("LMSYS_FUZZ", "200"))
+COUNT = int(os.environ.get("LMSYS_FUZZ", "100"))
 TEXT = Path(__file__).read_text()
 SPOILED = b"[" * 10**5, b'{"a":' * 10**5, b"[]", b"3", b'"x"', b"{}", b"\xff\xfe", b"\0", b"", b"PK\x03\x04 no zip"
 
