@@ -27,23 +27,16 @@ SETTINGS = ("train.reproducible=true", f"train.steps={STEPS}", "train.clip_norm=
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[WorkerGroup]:
-    """Ranks of their own: torch stays deterministic in them."""
-    with WorkerGroup(4, "gloo", timeout_s=60) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def expected(four: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> str:
+def expected(ranks: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> str:
     run = config(tmp_path_factory.mktemp("run"), *SETTINGS, "train.strategy=naive")
-    return four.run(reproduced, run, 1, STEPS)[0]
+    return ranks.run(reproduced, run, 1, STEPS)[0]
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), some(product(STRATEGIES, (1, 2, 4)), 2))
 def test_weights_have_one_sha256(
-    four: WorkerGroup, expected: str, tmp_path: Path, strategy: str, world_size: int
+    ranks: WorkerGroup, expected: str, tmp_path: Path, strategy: str, world_size: int
 ) -> None:
-    found = four.run(reproduced, config(tmp_path, *SETTINGS, f"train.strategy={strategy}"), world_size, STEPS)
+    found = ranks.run(reproduced, config(tmp_path, *SETTINGS, f"train.strategy={strategy}"), world_size, STEPS)
     assert found[:world_size] == [expected] * world_size
 
 
@@ -60,7 +53,7 @@ TRAINED = [
 
 
 @pytest.mark.parametrize("settings", some([(one,) for one in TRAINED], 4))
-def test_whatever_is_trained(four: WorkerGroup, tmp_path: Path, settings: tuple[str, ...]) -> None:
+def test_whatever_is_trained(ranks: WorkerGroup, tmp_path: Path, settings: tuple[str, ...]) -> None:
     found = set()
     for strategy, world_size in product(("bucketed", "zero1", "fsdp"), (1, 2, 4)):
         if world_size not in WORLD_SIZES.get(settings[0], (1, 2, 4)) or strategy not in ONLY.get(
@@ -68,34 +61,34 @@ def test_whatever_is_trained(four: WorkerGroup, tmp_path: Path, settings: tuple[
         ):
             continue
         run = config(tmp_path, *SETTINGS, *settings, f"train.strategy={strategy}")
-        found |= set(four.run(reproduced, run, world_size, STEPS)[:world_size])
+        found |= set(ranks.run(reproduced, run, world_size, STEPS)[:world_size])
     assert len(found) == 1
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("naive", 1), ("fsdp", 2)])
 def test_checkpointing_changes_no_bit(
-    four: WorkerGroup, expected: str, tmp_path: Path, strategy: str, world_size: int
+    ranks: WorkerGroup, expected: str, tmp_path: Path, strategy: str, world_size: int
 ) -> None:
     levels = "model.checkpoint_blocks=attention*1,matmuls*1"
     run = config(tmp_path, *SETTINGS, f"train.strategy={strategy}", levels)
-    assert four.run(reproduced, run, world_size, STEPS)[:world_size] == [expected] * world_size
+    assert ranks.run(reproduced, run, world_size, STEPS)[:world_size] == [expected] * world_size
 
 
 @pytest.mark.parametrize(("before", "after"), [(("fsdp", 4), ("bucketed", 2)), (("zero1", 2), ("fsdp", 1))])
 def test_a_run_that_goes_on_elsewhere_ends_the_same(
-    four: WorkerGroup, expected: str, tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
+    ranks: WorkerGroup, expected: str, tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
 ) -> None:
     """Ended after four steps, and resumed under another strategy on another number of ranks."""
     for (strategy, world_size), steps in ((before, 4), (after, STEPS)):
         run = config(tmp_path, *SETTINGS, f"train.strategy={strategy}")
-        found = set(four.run(reproduced, run, world_size, steps, str(tmp_path))[:world_size])
+        found = set(ranks.run(reproduced, run, world_size, steps, str(tmp_path))[:world_size])
         assert len(found) == 1
     assert found == {expected}
 
 
-def test_two_additions_exchanged_are_seen(four: WorkerGroup, expected: str, tmp_path: Path) -> None:
+def test_two_additions_exchanged_are_seen(ranks: WorkerGroup, expected: str, tmp_path: Path) -> None:
     run = config(tmp_path, *SETTINGS, "train.strategy=naive")
-    assert four.run(reproduced, run, 1, STEPS, "", True)[0] != expected
+    assert ranks.run(reproduced, run, 1, STEPS, "", True)[0] != expected
 
 
 ON_GPUS = (
