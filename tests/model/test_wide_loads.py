@@ -100,6 +100,7 @@ def builds() -> dict[str, dict[str, int]]:
     return found
 
 
+@pytest.mark.long
 def test_for_hopper_kernels_move_16_bytes_at_once_and_do_not_spill() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     line = "import json; from tests.model.test_wide_loads import builds; print(json.dumps(builds()))"

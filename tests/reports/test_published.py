@@ -17,16 +17,13 @@ from tests.support.processes import ROOT
 PUBLISHED = Path("reports/published")
 RUNS = {"nvidia-h200": "*.json", "nvidia-h200-energy": "energy/*.json"}  # of each report
 DRAWN, WRITTEN = plots.to_svg, page.write
-# Figures of README are compared with it.
-READ_BY_TESTS = {"nvidia-h200/tables/nvidia-h200-tokens16k-bfloat16-fwd-tflops.md"}
 
 
 def shown(report: str) -> set[str]:
-    """The files of a report that pages link to or show, or tests read."""
+    """The files of a report that pages link to or show."""
     linked = {Path(path) for page in PAGES for path, _ in links(page)}
-    found = linked | {PUBLISHED / path for path in READ_BY_TESTS}
     folder = PUBLISHED / report
-    return {path.relative_to(folder).as_posix() for path in found if path.is_relative_to(folder)}
+    return {path.relative_to(folder).as_posix() for path in linked if path.is_relative_to(folder)}
 
 
 def test_there_is_no_other_report() -> None:
