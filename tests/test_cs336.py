@@ -53,6 +53,7 @@ def collected() -> dict[str, list[str]]:
     return {command: one["ids"] for command, one in zip(COMMANDS, found, strict=True)}
 
 
+@pytest.mark.long
 def test_every_command_runs_something(collected: dict[str, list[str]]) -> None:
     nothing = [command for command, ids in collected.items() if not ids]
     assert len(collected) > 15 and all(command.startswith(ON_GPUS_ONLY) for command in nothing)
@@ -105,6 +106,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [name.replace("synthetic-gpu-", "").rpartition(".")[0] for name in made]
 
 
+@pytest.mark.long
 def test_the_report_makes_the_files_of_each_row(files: list[str], collected: dict[str, list[str]]) -> None:
     checked = 0
     for row in ROWS:

@@ -106,6 +106,7 @@ def test_trainings_divide_their_batch_among_the_ranks_that_pages_launch() -> Non
     assert checked >= 2
 
 
+@pytest.mark.long
 def test_every_command_of_pytest_runs_what_it_says() -> None:
     """Those of docs/cs336.md: tests/test_cs336.py. Without a path it is the whole suite, as now."""
     told = [arguments for page, module, arguments in ALL if module == "pytest" and page != "docs/cs336.md"]

@@ -57,7 +57,7 @@ def test_the_example_of_the_pages_is_right() -> None:
     assert check(Entry("mine", f"{mine}:my_attention"), Options(32)) == RIGHT
 
 
-@pytest.mark.parametrize("name", some(wrong_kernels.WRONG, 2))
+@pytest.mark.parametrize("name", some(wrong_kernels.WRONG, 3))
 def test_a_mistake_is_named(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     told, function = wrong_kernels.WRONG[name]
     monkeypatch.setattr(wrong_kernels, name, function, raising=False)
