@@ -161,6 +161,7 @@ print(loop.__file__)
 """
 
 
+@pytest.mark.long
 def test_todays_benchmarks_train_a_model_as_it_was_before_there_was_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     root = PACKAGE.parent
     monkeypatch.chdir(root)

@@ -253,6 +253,7 @@ def row(q, k, v, *, causal=False, scale=None):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", some([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], one_in=3))
 def test_no_worker_outlives_pytest(number: int, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(HANGS.format(pids=tmp_path / "pids"))

@@ -135,6 +135,7 @@ def test_a_file_that_patches_the_clock_when_it_is_imported_is_refused(tmp_path: 
     assert ended.returncode == 4 and "replaces Event.elapsed_time when it is imported" in ended.stderr, ended.stderr
 
 
+@pytest.mark.long
 def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> None:
     lengths = ("--lmsys-axis", f"size={','.join(map(str, range(16, 48)))}", "--lmsys-axis", "dtype=float32,float16")
     line = command("bench_matmul.py", *lengths, "--benchmark-max-time", "0.02", "--benchmark-json", "out.json")
@@ -162,6 +163,7 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> N
     assert all(after[name] == one for name, one in before.items())
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_the_run_with_a_sentence_and_what_was_measured(folder: Path) -> None:
     """Stands for it: a limit on the size of files."""
     sizes = ("--lmsys-axis", f"size={','.join(map(str, range(16, 30)))}", "--lmsys-axis", "dtype=float32")

@@ -75,6 +75,7 @@ def test_whatever_is_refused_no_file_is_touched(tmp_path: Path) -> None:
         }, command
 
 
+@pytest.mark.long
 def test_a_refused_resume_says_which_family_the_file_is_of(tmp_path: Path) -> None:
     """As a user sees it, who goes on with the other benchmark in one file."""
     shutil.copy(EXAMPLE, tmp_path)
@@ -132,6 +133,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 QUICK = (*SMALL, "--lmsys-no-isolation", "--benchmark-json", "out.json")
 
 
+@pytest.mark.long
 def test_groups_by_a_field_of_the_case_are_made(folder: Path) -> None:
     ended = run(folder, *QUICK, "--benchmark-group-by=param:size,param:impl", "--benchmark-columns=min")
     assert ended.returncode == 0 and "KeyError" not in ended.stdout, ended.stdout

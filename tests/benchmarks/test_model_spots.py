@@ -243,7 +243,7 @@ def honest_when_checked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None
     return put
 
 
-@pytest.mark.parametrize(("cheat", "precision", "mode"), some(VARIANTS, 3))
+@pytest.mark.parametrize(("cheat", "precision", "mode"), some(VARIANTS, 6))
 def test_an_attention_row_that_cheats_while_it_is_timed_is_refused(
     cheat: Any, precision: str, mode: str, honest_when_checked: Callable[[Any], None]
 ) -> None:

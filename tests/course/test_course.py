@@ -227,6 +227,7 @@ VERDICTS = {
 QUICK = [*VERDICTS][:7]
 
 
+@pytest.mark.long
 def test_parts_are_chosen_by_their_names(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([str(checkout), "--part", "Embedding"]) == 3  # a package is missing
     assert capfd.readouterr().out.startswith("embedding  ")

@@ -199,6 +199,7 @@ def test_short_sequences_are_called_many_times_a_sample(on_cpu: list[Any]) -> No
 
 
 @known
+@pytest.mark.long
 def test_a_plan_that_dies_or_cannot_be_compiled_is_a_case_that_failed(
     on_cpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def told(line: str) -> tuple[str, str, str]:
     return first, second, held.partition(":")[0]
 
 
+@pytest.mark.long
 def test_the_tool_says_what_holds_each_pair(
     two_ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

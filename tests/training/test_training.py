@@ -382,9 +382,12 @@ def test_a_rank_that_is_killed_is_started_again(data: Path, tmp_path: Path, grou
 
 @pytest.mark.parametrize(
     ("ranks", "number", "times"),
-    some(
-        [(2, signal.SIGINT, 1), (None, signal.SIGTERM, 1), (None, signal.SIGTERM, 2), (2, signal.SIGINT, 2)], one_in=2
-    ),
+    [
+        (None, signal.SIGTERM, 2),
+        pytest.param(2, signal.SIGINT, 1, marks=pytest.mark.long),
+        pytest.param(None, signal.SIGTERM, 1, marks=pytest.mark.on_request),
+        pytest.param(2, signal.SIGINT, 2, marks=pytest.mark.on_request),
+    ],
 )
 def test_a_signal_ends_with_a_checkpoint(
     data: Path, tmp_path: Path, ranks: int | None, number: int, times: int
