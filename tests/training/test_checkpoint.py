@@ -18,57 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmsys.config import ModelConfig
-from lmsys.model import TransformerLM
 from lmsys.training import checkpoint
 from lmsys.training.checkpoint import SaveError, newest, read, rng_state, save, set_rng_state
-from lmsys.training.data import Batches
-from lmsys.training.optimizer import AdamW, clip_grad_norm, cosine_schedule, set_lr
-from tests.support.training_runs import RandomTokens
 
 CONFIG = ModelConfig(16, 32, 2, 2, vocab_size=40, context_length=8, attention="naive")
 STATE = {"x": torch.arange(5.0), "n": 3, "deep": {"list": [1, "two", None, (3.5, True)]}}
-
-
-class Run:
-    """A training run, as plain as it can be: what must be saved, and what a step does with it."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = TransformerLM(CONFIG)
-        self.optimizer = AdamW(self.model.parameters())
-        self.batches = Batches(RandomTokens(40, 700), 8, 3, seed=1)
-        self.step = 0
-
-    def train(self, until: int) -> "Run":
-        while self.step < until:
-            inputs, targets = map(torch.from_numpy, self.batches.batch(self.step))
-            noise = torch.rand(())  # stands for dropout: the random numbers are part of the state
-            (self.model.loss(inputs, targets) * (1 + noise)).backward()
-            clip_grad_norm(self.model.parameters(), 1.0)
-            set_lr(self.optimizer, cosine_schedule(self.step, max_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=12))
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.step += 1
-        return self
-
-    def save(self, folder: Path) -> None:
-        shared = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        save(folder, self.step, shared, {"rng": rng_state()}, facts={"vocab_size": 40})
-
-    @classmethod
-    def resumed(cls, folder: Path) -> "Run":
-        run, found = cls(), newest(folder)
-        assert found is not None
-        found.require(vocab_size=40)
-        shared = found.shared()
-        run.model.load_state_dict(shared["model"])
-        run.optimizer.load_state_dict(shared["optimizer"])
-        set_rng_state(found.own(0)["rng"])
-        run.step = found.step
-        return run
-
-    def weights(self) -> dict[str, Any]:
-        return self.model.state_dict()
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -81,19 +35,15 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@settings(max_examples=8)
-@given(st.lists(st.integers(1, 9), unique=True, min_size=1, max_size=3).map(sorted))
-def test_a_resumed_run_equals_the_uninterrupted(
-    tmp_path_factory: pytest.TempPathFactory, interruptions: list[int]
-) -> None:
-    folder = tmp_path_factory.mktemp("run")
-    expected = Run().train(10).weights()
-    run = Run()
-    for step in interruptions:
-        run.train(step).save(folder)
-        torch.rand(7)  # what another process has drawn
-        run = Run.resumed(folder)
-    assert equal(run.train(10).weights(), expected)
+def test_random_numbers_go_on_from_where_they_were_saved(tmp_path: Path) -> None:
+    """A whole training does, too: tests/training/test_training.py."""
+    save(tmp_path, 1, STATE, {"rng": rng_state()})
+    expected = torch.rand(3)
+    torch.rand(7)  # what another process has drawn
+    found = newest(tmp_path)
+    assert found is not None
+    set_rng_state(found.own(0)["rng"])
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
