@@ -266,7 +266,7 @@ def test_two_ranks_equal_one_process_and_resume(data: Path, tmp_path: Path, grou
             ("zero1", "fsdp"),
             ("bucketed", "zero1"),
         ],
-        one_in=2,
+        one_in=4,
     ),
 )
 def test_another_number_of_ranks_goes_on(
