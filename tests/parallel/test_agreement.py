@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lmsys.parallel.collectives import APART, END, Agreement
 from lmsys.parallel.group import WorkerGroup
-from tests.support.ranks import error_of, group_of, use
+from tests.support.ranks import error_of, on_first, use
 
 Orders = list[list[int]]  # of collectives, step by step
 orders = st.lists(st.integers(-2, 3).filter(lambda x: x != END), min_size=1, max_size=5)
@@ -23,11 +23,10 @@ def steps_of_two_ranks(draw: st.DrawFn) -> tuple[Orders, Orders]:
     return [usual] * count, [*[usual] * (count - 1), draw(st.sampled_from([usual, other, other]))]
 
 
-def _follow(by_rank: tuple[Orders, Orders]) -> tuple[str, list[int], int] | None:
+@on_first(2)
+def _follow(group: Any, by_rank: tuple[Orders, Orders]) -> tuple[str, list[int], int] | None:
     """The words a rank is told; of each collective 0 where both ranks have begun the same; how many more there were."""
-    group, rank = group_of(2), dist.get_rank()
-    if rank >= 2:
-        return None
+    rank = dist.get_rank()
     met: list[int] = []
     begun: list[int] = []
 

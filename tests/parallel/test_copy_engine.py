@@ -15,7 +15,7 @@ from lmsys.parallel.group import WorkerGroup, device
 from lmsys.training.gradients import GraphedGradients, backward_of
 from tests.support import ranks as on_ranks
 from tests.support.engines import EnginesOverGloo
-from tests.support.ranks import Net, Recipe, Training, group_of, stand_in, train, worst_ratio
+from tests.support.ranks import Net, Recipe, Training, group_of, on_first, stand_in, train, worst_ratio
 
 flags = st.booleans()
 STRATEGIES = st.sampled_from(["copy_engine", "copy_engine_zero1"])
@@ -57,11 +57,9 @@ def test_it_trains_as_one_process_on_the_whole_batch(
     assert worst_ratio(ranks.run(train, recipe, training, seed), recipe, training, seed) <= 1
 
 
-def _places(comm_dtype: torch.dtype | None) -> Any:
+@on_first(2)
+def _places(group: Any, comm_dtype: torch.dtype | None) -> Any:
     """For each of four steps: whether gradients are views of the buckets, and where these are in memory."""
-    group = group_of(2)
-    if dist.get_rank() >= 2:
-        return None
     found = []
     with stand_in():
         wrapper = CopyEngine(Net(Recipe(width=8)), group, 1e-4, comm_dtype)

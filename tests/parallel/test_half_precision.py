@@ -1,6 +1,7 @@
 """Fsdp in a half precision: two ranks have the weights of one process that computes both halves of each batch."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup
 from lmsys.parallel.sharded_optimizer import flat_share, whole_state
-from tests.support.ranks import group_of
+from tests.support.ranks import on_first
 
 RANKS, STEPS, EXAMPLES, WORDS, WIDTH = 2, 4, 10, 100, 64
 
@@ -43,11 +44,10 @@ def _loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(ids).float(), labels)
 
 
-def _differences(where: str, dtype: torch.dtype) -> list[float]:
+@on_first(RANKS)
+def _differences(group: Any, where: str, dtype: torch.dtype) -> list[float]:
     """On a rank: the largest difference of any weight after each step; none on ranks that take no part."""
-    group, rank = group_of(RANKS), dist.get_rank()
-    if rank >= RANKS:
-        return []
+    rank = dist.get_rank()
     torch.manual_seed(0)
     layers = nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, WORDS)
     alone = nn.Sequential(nn.Embedding(WORDS, WIDTH), Norm(), *layers).to(where)

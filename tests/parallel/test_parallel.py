@@ -26,7 +26,7 @@ from lmsys.parallel.structure import blocks_of
 from lmsys.parallel.zero1 import Zero1
 from tests.support import ranks as on_ranks
 from tests.support.parallel_faults import FAULTS, FAULTS_OF_SHARDS, train_with
-from tests.support.ranks import GROUPS, Net, Recipe, Training, group_of, train, worst_ratio
+from tests.support.ranks import GROUPS, Net, Recipe, Training, group_of, on_first, train, worst_ratio
 
 flags = st.booleans()
 recipes = st.builds(
@@ -77,11 +77,9 @@ def test_peers_are_that_too(ranks: WorkerGroup, name: str) -> None:
     assert worst_ratio(ranks.run(train, recipe, training, 0), recipe, training, 0) <= 1
 
 
-def _whole_after_forward(name: str) -> tuple[int, int]:
+@on_first(2)
+def _whole_after_forward(group: Any, name: str) -> tuple[int, int]:
     """How many parameters of blocks are whole before a forward, and between that and its backward."""
-    group = group_of(2)
-    if dist.get_rank() >= 2:
-        return 0, 0
     wrapper = STRATEGIES[name].load()(TransformerLM(model_config("tiny")).to(device()), group)
 
     def whole() -> int:
@@ -115,11 +113,9 @@ def test_a_seeded_fault_is_caught(ranks: WorkerGroup, fault: str, strategy: str)
     assert worst_ratio(ranks.run(train_with, fault, recipe, training, 0), recipe, training, 0) > 1
 
 
-def _traffic(name: str, options: dict[str, Any], recipe: Recipe) -> tuple[int, int]:
+@on_first(2)
+def _traffic(group: Any, name: str, options: dict[str, Any], recipe: Recipe) -> tuple[int, int]:
     """Elements that one step sends as gradients, and how many are trained."""
-    group = group_of(2)
-    if dist.get_rank() >= 2:
-        return 0, 0
     wrapper = STRATEGIES[name].load()(Net(recipe), group, **options)
     sent: list[int] = []
 
@@ -139,11 +135,9 @@ def test_every_gradient_travels_once(ranks: WorkerGroup, name: str) -> None:
     assert trained <= sent <= trained + flags_and_padding
 
 
-def _views(bucket_mb: float | None) -> list[Any]:
+@on_first(2)
+def _views(group: Any, bucket_mb: float | None) -> list[Any]:
     """The gradients after each of three steps: how many are views, and whether memory is freed between."""
-    group = group_of(2)
-    if dist.get_rank() >= 2:
-        return []
     wrapper = Bucketed(Net(Recipe(width=8)), group, bucket_mb)
     seen = []
     for to_none in (True, True, False):
@@ -164,7 +158,8 @@ def test_without_a_limit_there_is_one_bucket(ranks: WorkerGroup) -> None:
     assert ranks.run(_views, None)[0] == 3 * [(1, 1)]
 
 
-def _orders() -> tuple[list[Any], list[Any]]:
+@on_first(2)
+def _orders(group: Any) -> tuple[list[Any], list[Any]]:
     """Buckets before and after the first step, of a model whose layers are listed against the order of use."""
 
     class Backwards(nn.Module):
@@ -175,9 +170,6 @@ def _orders() -> tuple[list[Any], list[Any]]:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.last(self.first(x)).sum()
 
-    group = group_of(2)
-    if dist.get_rank() >= 2:
-        return [], []
     wrapper = Bucketed(Backwards(), group, 1e-5)
     before = [bucket.indices for bucket in wrapper.buckets]
     for _ in range(2):
@@ -190,11 +182,9 @@ def test_buckets_are_planned_again_in_the_order_that_gradients_come_in(ranks: Wo
     assert ranks.run(_orders)[0] == ([(1,), (0,)], [(0,), (1,)])
 
 
-def _shares() -> tuple[list[int], list[int], int]:
+@on_first(3)
+def _shares(group: Any) -> tuple[list[int], list[int], int]:
     """Which parameters have state on this rank, by number and by owner, and how many elements that is."""
-    group = group_of(3)
-    if dist.get_rank() >= 3:
-        return [], [], 0
     wrapper = Zero1(Net(Recipe(width=9, layers=3)), group, bucket_mb=1e-4)
     optimizer = wrapper.make_optimizer(torch.optim.AdamW, lr=0.1)
     wrapper(torch.randn(2, 9)).backward()
@@ -296,11 +286,10 @@ def test_a_sharded_optimizer_is_an_optimizer() -> None:
     assert torch.equal(nets[0].weight, nets[1].weight) and torch.equal(nets[0].bias, nets[1].bias)
 
 
-def _bitwise(recipe: Recipe) -> bool:
+@on_first(2)
+def _bitwise(group: Any, recipe: Recipe) -> bool:
     """True if two ranks' parameters are those that the mean of both ranks' gradients gives, bit for bit."""
-    group, rank = group_of(2), dist.get_rank()
-    if rank >= 2:
-        return True
+    rank = dist.get_rank()
     torch.manual_seed(1)
     alone = Net(recipe)
     wrapper = Fsdp(on_ranks.copies(alone), group)
@@ -319,17 +308,18 @@ def _bitwise(recipe: Recipe) -> bool:
 
 
 def test_fully_sharded_float32_is_bitwise_equal(ranks: WorkerGroup) -> None:
-    assert all(ranks.run(_bitwise, Recipe(width=7, layers=3, tied=True)))
+    assert all(ranks.run(_bitwise, Recipe(width=7, layers=3, tied=True))[:2])
 
 
-def _language_model(strategy: str, checkpoint_blocks: int | str, compiled: bool, recorded: bool = False) -> Any:
+@on_first(2)
+def _language_model(
+    group: Any, strategy: str, checkpoint_blocks: int | str, compiled: bool, recorded: bool = False
+) -> Any:
     """Parameters of a Transformer after two steps on two ranks, and after the same on one.
 
     recorded: the second forward takes itself for one that is recorded, so it fetches, and the step after it does not.
     """
-    group, rank = group_of(2), dist.get_rank()
-    if rank >= 2:
-        return None
+    rank = dist.get_rank()
     config = ModelConfig(
         16, 32, 4, 2, vocab_size=50, context_length=8, attention="naive", checkpoint_blocks=checkpoint_blocks
     )
@@ -409,10 +399,8 @@ def _step(wrapper: nn.Module) -> None:
     wrapper.finish_gradient_synchronization()
 
 
-def _strangers() -> list[str]:
-    group = group_of(2)
-    if dist.get_rank() >= 2:
-        return []
+@on_first(2)
+def _strangers(group: Any) -> list[str]:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[1].requires_grad_(False)
     wrapper = Zero1(module, group)
@@ -444,11 +432,10 @@ def test_a_recorded_forward_fetches_what_the_step_before_it_left(ranks: WorkerGr
         torch.testing.assert_close(found[name], x)
 
 
-def _narrow(strategy: str, options: dict[str, Any]) -> Any:
+@on_first(2)
+def _narrow(group: Any, strategy: str, options: dict[str, Any]) -> Any:
     """Parameters after three steps with what is narrow, without it, and on the whole batch in float64."""
-    group, rank = group_of(2), dist.get_rank()
-    if rank >= 2:
-        return None
+    rank = dist.get_rank()
     recipe, found = Recipe(width=8), []
     for chosen in (options, {}):
         torch.manual_seed(2)
@@ -492,10 +479,9 @@ def test_low_precision_is_close_and_gradients_stay_wide(
     assert any(not torch.equal(narrow[name], x) for name, x in wide.items())
 
 
-def _differ(what: str) -> str:
-    group, rank = group_of(2), dist.get_rank()
-    if rank >= 2:
-        return ""
+@on_first(2)
+def _differ(group: Any, what: str) -> str:
+    rank = dist.get_rank()
     layers: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 5)]
     if rank and what == "shape":
         layers[1] = nn.Linear(4, 6)
@@ -519,10 +505,8 @@ def test_ranks_that_build_different_models_are_told(ranks: WorkerGroup, what: st
         assert error.startswith("ValueError: ranks hold different modules") and said in error
 
 
-def _unfinished(strategy: str) -> list[str]:
-    group = group_of(2)
-    if dist.get_rank() >= 2:
-        return []
+@on_first(2)
+def _unfinished(group: Any, strategy: str) -> list[str]:
     wrapper = STRATEGIES[strategy].load()(Net(Recipe()), group)
     x, found = torch.randn(2, 6), []
     with wrapper.no_sync():

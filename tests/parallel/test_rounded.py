@@ -18,7 +18,7 @@ from lmsys.parallel.flat_shard import FlatShard
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup, device
 from lmsys.parallel.structure import flats_by_block, read_rounded
-from tests.support.ranks import group_of
+from tests.support.ranks import group_of, on_first
 
 WHOLE, ROUNDED = ("bucketed", {}), ("fsdp", {"compute_dtype": torch.bfloat16})
 Row = tuple[str, dict[str, Any]]
@@ -33,11 +33,10 @@ def build(levels: str = "none", attention: str = "sdpa_math", residual: str = "w
     return model.to(device()), tokens.to(device())
 
 
-def gradients(row: Row, compiled: bool, *chosen: str) -> Any:
+@on_first(2)
+def gradients(group: Any, row: Row, compiled: bool, *chosen: str) -> Any:
     """On a rank: the mean gradients of two ranks by name, whole."""
-    group, rank = group_of(2), dist.get_rank()
-    if rank >= 2:
-        return None
+    rank = dist.get_rank()
     (name, options), (model, tokens) = row, build(*chosen)
     if compiled:
         model.compile_blocks(backend="aot_eager")

@@ -17,7 +17,7 @@ from lmsys.parallel.part import appear, leave
 from lmsys.parallel.sharded_optimizer import FlatBuffer
 from lmsys.parallel.zero1 import AHEAD, Zero1, segment_mb
 from tests.support.modules import deferred
-from tests.support.ranks import Recipe, Training, group_of, recording, train, use, worst_ratio
+from tests.support.ranks import Recipe, Training, group_of, on_first, recording, train, use, worst_ratio
 
 NUM_BLOCKS = 5
 orders = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True)  # of blocks that a forward runs
@@ -57,11 +57,10 @@ class Fetched:
     state: list[Tensor]
 
 
-def _fetched(recorded: bool, order: list[int], bucket_mb: float) -> Fetched | None:
+@on_first(2)
+def _fetched(group: Any, recorded: bool, order: list[int], bucket_mb: float) -> Fetched | None:
     """All blocks have moved in the step."""
-    group, events = group_of(2), []
-    if dist.get_rank() >= 2:
-        return None
+    events = []
 
     def noting(gather: Any) -> Any:
         def gathers(self: Collectives, number: int, buffer: FlatBuffer) -> Pending:
@@ -155,11 +154,10 @@ def test_recorded_forwards_train_as_one_process(
     assert worst_ratio(ranks.run(train, recipe, training, seed), recipe, training, seed) <= 1
 
 
-def _read_after_two_steps() -> list[Tensor]:
+@on_first(2)
+def _read_after_two_steps(group: Any) -> list[Tensor]:
     """The parameters of this rank. The first runs none of the blocks that the second does."""
-    group, rank = group_of(2), dist.get_rank()
-    if rank >= 2:
-        return []
+    rank = dist.get_rank()
     torch.manual_seed(0)
     module = Some()
     module.order = module.order if rank else []
@@ -187,11 +185,9 @@ def test_who_took_the_values_last_is_asked() -> None:
     assert p.sum() == 2 and asked == ["last"]
 
 
-def _after_a_recording_that_failed(order: list[int], bucket_mb: float) -> list[int] | None:
+@on_first(2)
+def _after_a_recording_that_failed(group: Any, order: list[int], bucket_mb: float) -> list[int] | None:
     """Flat buffers that are begun by the forward after it; none where those are not all."""
-    group = group_of(2)
-    if dist.get_rank() >= 2:
-        return None
     module = Some()
     wrapper = Zero1(module, group, bucket_mb)
     begun: list[int] = []

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
 from lmsys.training.optimizer import clip_grad_norm
-from tests.support.ranks import error_of, group_of, stand_in
+from tests.support.ranks import error_of, on_first, stand_in
 
 WIDTH, EXAMPLES = 4, 3
 BLOCKS = "mlp deep frozen half lstm complex mixed normed spare branch".split()
@@ -686,11 +686,10 @@ class RaisedApart(Exception):
     """What was raised on a rank whose peer calls other blocks, and may wait for it: both end."""
 
 
-def play(strategy: str, graph: Graph, ways: Sequence[str]) -> list[dict[str, Tensor]] | str:
+@on_first(2)
+def play(group: Any, strategy: str, graph: Graph, ways: Sequence[str]) -> list[dict[str, Tensor]] | str:
     """On a rank of two: what is seen, or what was raised. `RaisedApart` where the other may not raise it."""
-    group, rank = group_of(2), dist.get_rank()
-    if rank >= 2:
-        return []
+    rank = dist.get_rank()
     torch.manual_seed(1 + rank)
     seen: list[dict[str, Tensor]] = []
 

@@ -17,7 +17,7 @@ from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import device
 from lmsys.parallel.sharded_optimizer import FlatBuffer
 from lmsys.parallel.zero1 import Zero1
-from tests.support.ranks import Net, Recipe, error_of, group_of, stand_in, use
+from tests.support.ranks import Net, Recipe, error_of, group_of, on_first, stand_in, use
 
 WIDTH = 5
 RECIPE = Recipe(width=WIDTH, tied=True, frozen=True)
@@ -171,11 +171,10 @@ OPERATIONS = (
 ).split()
 
 
-def play(strategy: str, program: Sequence[str]) -> list[dict[str, Tensor]] | str:
+@on_first(2)
+def play(group: Any, strategy: str, program: Sequence[str]) -> list[dict[str, Tensor]] | str:
     """On a rank of two: what is seen, or what was raised."""
-    group, rank = group_of(2), dist.get_rank()
-    if rank >= 2:
-        return []
+    rank = dist.get_rank()
     torch.manual_seed(rank)
     seen: list[dict[str, Tensor]] = []
     with deferred(), stand_in():
@@ -360,11 +359,10 @@ ONE_BY_ONE: dict[str, Operation] = {
 }
 
 
-def do(strategy: str, operation: str) -> str:
+@on_first(2)
+def do(group: Any, strategy: str, operation: str) -> str:
     """On a rank of two: what an operation says just after a step, or what it raises."""
-    group, rank = group_of(2), dist.get_rank()
-    if rank >= 2:
-        return ""
+    rank = dist.get_rank()
     torch.manual_seed(rank)
     found: list[str] = []
     with deferred():

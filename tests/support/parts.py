@@ -17,7 +17,7 @@ from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
 from lmsys.parallel.peers import TorchFSDP2
 from lmsys.training.optimizer import AdamW, clip_grad_norm
-from tests.support.ranks import Net, Recipe, error_of, group_of, stand_in
+from tests.support.ranks import Net, Recipe, error_of, group_of, on_first, stand_in
 
 RECIPE, MAX_NORM = Recipe(width=5), 0.05
 State = dict[str, Tensor]
@@ -123,11 +123,9 @@ def refused_norms(strategy: str) -> list[str]:
     ]
 
 
-def on_two(function: Callable[..., Any], *args: Any) -> Any:
-    """On a rank: what the function gives, or the error that it raises. Ranks beyond two have nothing to do."""
-    group_of(2)
-    if dist.get_rank() >= 2:
-        return None
+@on_first(2)
+def on_two(_: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """On a rank: what the function gives, or the error that it raises."""
     found: list[Any] = []
     told = error_of(lambda: found.append(function(*args)))
     return found[0] if found else told

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -99,6 +100,20 @@ def group_of(world_size: int) -> Any:
         for size in range(1, dist.get_world_size() + 1):
             GROUPS[size] = dist.new_group(range(size))
     return GROUPS[world_size]
+
+
+def on_first(world_size: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For a function of ranks: the first so many run it, with their group ahead of its arguments; others give None."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args: Any) -> Any:
+            group = group_of(world_size)
+            return function(group, *args) if dist.get_rank() < world_size else None
+
+        return run
+
+    return decorate
 
 
 def batches(recipe: Recipe, training: Training, seed: int) -> Tensor:
