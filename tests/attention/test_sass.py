@@ -4,13 +4,8 @@
 That a kernel compiles and fits does not say that it is fast: of these cards only sm_90 was measured.
 """
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +13,8 @@ import pytest
 pytest.importorskip("triton", reason="pip install triton==3.6.0 to compile the kernels")
 
 from lmsys.kernels.tritons import version  # noqa: E402
+from tests.support.processes import ROOT, compiling  # noqa: E402
 from tests.support.sass import DECODING, KERNELS, MASKS, PRODUCTS, SHARED, TMA, row, why_not  # noqa: E402
-
-ROOT = Path(__file__).parents[2]
 
 
 def some(arch: int, head_dim: int, kernel: str, mask: str) -> Any:
@@ -40,12 +34,7 @@ ON_CARDS += [some(arch, one[0], "split_keys", f"Q{one[1]}") for arch in OTHER_CA
 
 @cache
 def compiled(arch: int, head_dim: int, *masks: str) -> dict[tuple[str, int, str], dict[str, Any]]:
-    """Runs `python -m tests.support.sass` in a process where Triton compiles rather than interprets."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.sass", f"sm_{arch}", str(head_dim), *masks]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = compiling("tests.support.sass", f"sm_{arch}", head_dim, *masks)
     return {(line["kernel"], line["head_dim"], line["mask"]): line for line in lines}
 
 

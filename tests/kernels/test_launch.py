@@ -1,10 +1,6 @@
 """Kernels launched directly get what Triton's own launch would give them, in every call and at any address."""
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,8 @@ from torch import Tensor  # noqa: E402
 from lmsys.attention import flash_triton  # noqa: E402
 from lmsys.kernels import launch  # noqa: E402
 from lmsys.kernels.tritons import KNOWN_TRITON, is_known  # noqa: E402
-from tests.support.variants import some
+from tests.support.processes import compiling  # noqa: E402
+from tests.support.variants import some  # noqa: E402
 
 SHAPES = [(1, 4, 4, 256, 64), (2, 4, 2, 100, 64), (1, 4, 4, 256, 64), (1, 4, 4, 255, 64), (2, 2, 2, 100, 20)]
 
@@ -31,13 +28,7 @@ def test_the_driver_is_given_the_same_by_both_ways(capability: int, tmp_path: Pa
     """Compiled for a GPU with TMA and for one without, launched into a stub of the driver, compared byte by byte."""
     if shutil.which("gcc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
         pytest.skip("Triton builds its launcher with gcc and Python.h: install gcc and Python's headers")
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.support.launches", str(capability)]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = compiling("tests.support.launches", capability, TRITON_CACHE_DIR=str(tmp_path))
     names = {f"_{name}_kernel" for name in ("fwd", "dq", "dkdv", "split_keys", "combine", "rotate")}
     assert names <= {line["kernel"] for line in found}
     gluon = {f"{name}_kernel" for name in ("forward", "preprocess", "backward", "postprocess")}

@@ -5,14 +5,12 @@ by one: SwiGLU took more than twice as long so.
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.processes import compiling
 
 pytest.importorskip("triton", reason="pip install triton==3.6.0 to compile its kernels")
 
@@ -102,11 +100,10 @@ def builds() -> dict[str, dict[str, int]]:
 
 @pytest.mark.long
 def test_for_hopper_kernels_move_16_bytes_at_once_and_do_not_spill() -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    line = "import json; from tests.model.test_wide_loads import builds; print(json.dumps(builds()))"
-    command, root = [sys.executable, "-c", line], Path(__file__).parents[2]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    (found,) = compiling("tests.model.test_wide_loads")
     assert {name: (one["ld"], one["st"]) for name, one in found.items()} == EXPECTED
     assert not any(one["LDL"] + one["STL"] for one in found.values()), "registers spill to local memory"
+
+
+if __name__ == "__main__":
+    print(json.dumps(builds()))

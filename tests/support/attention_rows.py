@@ -195,6 +195,11 @@ def quantised_inputs(case: AttentionCase, seed: int) -> Inputs:
     return inputs
 
 
+def assert_within_budget(ratios: dict[str, float]) -> None:
+    """Errors over what each may be wrong by, by the name of a result."""
+    assert max(ratios.values()) <= 1, ratios
+
+
 def assert_agree(first: dict[str, Tensor], second: dict[str, Tensor], *oracles: Oracle) -> None:
     """Two right answers differ by no more than the sum of what each may be wrong by."""
     assert first.keys() == second.keys()

@@ -1,11 +1,13 @@
 """The benchmarks as a user starts them: pytest in a process of its own."""
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from lmsys.measure import host
 
@@ -42,6 +44,15 @@ def run(*options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*options), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRONMENT
     )  # fmt: skip
+
+
+def compiling(module: str, *words: object, **variables: str) -> list[Any]:
+    """The JSON lines that `python -m module words` prints where Triton compiles, and interprets nothing."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    line = [sys.executable, "-m", module, *map(str, words)]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(text) for text in done.stdout.splitlines()]
 
 
 def smoke_sweep(folder: Path) -> Path:
