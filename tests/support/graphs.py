@@ -347,14 +347,21 @@ class Player:
 
     def update(self) -> None:
         self.finish()
+        self.apply()
+
+    def apply(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def gradients(self) -> None:
+        self.loss().backward()
+        self.finish()
 
     # Ways of training.
 
     def step(self) -> None:
-        self.loss().backward()
-        self.update()
+        self.gradients()
+        self.apply()
 
     def accumulate(self) -> None:
         with nullcontext() if self.is_plain else self.model.no_sync():
@@ -397,25 +404,15 @@ class Player:
         parts[1].backward()
         self.update()
 
-    def _evaluated(self) -> None:
-        self.net.eval()
-        batch = self.batch()
-        self.see(evaluated=_taken(self.model(batch[0], 0)))
-        self.net.train()
-
-    def evaluate_between(self) -> None:
+    def evaluate_between(self, without_gradients: Any = torch.no_grad) -> None:
         loss = self.loss()
-        with torch.no_grad():
+        with without_gradients():
             self._evaluated_for_all()
         loss.backward()
         self.update()
 
     def infer_between(self) -> None:
-        loss = self.loss()
-        with torch.inference_mode():
-            self._evaluated_for_all()
-        loss.backward()
-        self.update()
+        self.evaluate_between(torch.inference_mode)
 
     def _evaluated_for_all(self) -> None:
         for y in self.outputs(self.batch()):
@@ -426,38 +423,31 @@ class Player:
         self.kept = self.loss()
 
     def late_look(self) -> None:
-        self.loss().backward()
-        self.finish()
+        self.gradients()
         self.kept = self.loss()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.apply()
 
     def finish_twice(self) -> None:
-        self.loss().backward()
-        self.finish()
+        self.gradients()
         self.update()
 
     def two_finishes(self) -> None:
-        self.loss().backward()
-        self.finish()
-        self.loss().backward()
-        self.update()
+        self.gradients()
+        self.gradients()
+        self.apply()
 
     def accumulate_behind_a_finish(self) -> None:
-        self.loss().backward()
-        self.finish()
+        self.gradients()
         self.accumulate()
 
     def zero_in_place(self) -> None:
-        self.loss().backward()
-        self.finish()
+        self.gradients()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
         self.step()
 
     def drop(self) -> None:
-        self.loss().backward()
-        self.finish()
+        self.gradients()
         self.optimizer.zero_grad()
 
     def penalty(self) -> None:
@@ -469,12 +459,10 @@ class Player:
 
     def ask_for_inputs_gradients(self) -> None:
         """Between a backward and its step."""
-        self.loss().backward()
-        self.finish()
+        self.gradients()
         batch = [x.requires_grad_() for x in self.batch()]
         torch.autograd.grad(sum(y.sum() for y in self.outputs(batch)), batch)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.apply()
 
     def two_optimizers(self) -> None:
         other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
@@ -499,30 +487,22 @@ class Player:
         with suppress(RuntimeError):
             self.model(torch.ones(1, WIDTH + 1, dtype=self.dtype, device=device()))
 
-    def checkpoint_all(self) -> None:
+    def checkpoint_all(self, reentrant: bool = False) -> None:
         batch = [x.requires_grad_() for x in self.batch()]
         outputs = [
-            _taken(checkpoint(self.model, x, rank, self.net.turn, use_reentrant=False))
+            _taken(checkpoint(self.model, x, rank, self.net.turn, use_reentrant=reentrant))
             for rank, x in zip(self.ranks, batch, strict=True)
         ]
         self.mean(outputs).backward()
         self.update()
 
     def checkpoint_all_reentrant(self) -> None:
-        batch = [x.requires_grad_() for x in self.batch()]
-        outputs = [
-            _taken(checkpoint(self.model, x, rank, self.net.turn, use_reentrant=True))
-            for rank, x in zip(self.ranks, batch, strict=True)
-        ]
-        self.mean(outputs).backward()
-        self.update()
+        self.checkpoint_all(reentrant=True)
 
     def clip(self) -> None:
-        self.loss().backward()
-        self.finish()
+        self.gradients()
         self._clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.apply()
 
     def _clip(self) -> None:
         """By the norm of the whole."""
@@ -550,8 +530,7 @@ class Player:
 
     def forget_finish(self) -> None:
         self.loss().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.apply()
 
     def fail_and_forget_finish(self) -> None:
         self._backward_that_fails(self.loss())
