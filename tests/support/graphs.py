@@ -18,8 +18,7 @@ from lmsys.training.optimizer import clip_grad_norm
 from tests.support.ranks import error_of, on_first, stand_in
 
 WIDTH, EXAMPLES = 4, 3
-BLOCKS = "mlp deep frozen half lstm complex mixed normed spare branch".split()
-OTHER_BLOCKS = "batch-norm sparse".split()  # which not all strategies train as one process does
+BLOCKS = "mlp deep frozen half lstm complex mixed normed spare branch".split()  # not all train "batch-norm", "sparse"
 HOLDERS = "list reversed zipped nested attributes dict sequential".split()
 RETURNS = "tensor pair dict object deep-object nothing stored".split()
 OPS = (
@@ -642,7 +641,7 @@ class Player:
 
 
 WAYS = [name for name in vars(Player) if not name.startswith("_")]
-WAYS, ODD_WAYS = WAYS[WAYS.index("step") : WAYS.index("others_are_odd")], WAYS[WAYS.index("others_are_odd") + 1 :]
+WAYS = WAYS[WAYS.index("step") : WAYS.index("others_are_odd")]
 
 
 def prepare(net: Net) -> Net:
