@@ -77,10 +77,8 @@ def assert_right(found: list[Tensor], run: Callable[..., list[Tensor]], leaves: 
         assert error_ratio(one, right, usual) <= 1
 
 
-ALWAYS = ("causal", "auto"), ("documents", "flash_torch")
-COMPILED = [
-    pytest.param(*both, marks=[] if both in ALWAYS else [pytest.mark.on_request]) for both in product(OPTIONS, ROWS)
-]
+ALWAYS: dict[tuple[str, str], Any] = {("causal", "auto"): [], ("documents", "flash_torch"): [pytest.mark.long]}
+COMPILED = [pytest.param(*both, marks=ALWAYS.get(both, [pytest.mark.on_request])) for both in product(OPTIONS, ROWS)]
 
 
 @pytest.mark.parametrize(("options", "row"), COMPILED)

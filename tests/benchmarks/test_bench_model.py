@@ -345,7 +345,7 @@ def test_a_reference_without_room_is_of_half_the_batch(monkeypatch: pytest.Monke
         judge(gate, candidates)
 
     monkeypatch.setattr(Gate, "judge", fits_two)
-    found = records(batch=(8,))
+    found = records(batch=(8,), mode=("step",))
     assert batches == [8, 4, 2]
     assert all(one["outcome"] == "ok" and one["batch"] == 8 for one in found.values())
 

@@ -121,6 +121,7 @@ def test_exact_steps_that_are_wrong_judge_nothing(change: float, two_ranks: Rank
     assert re.match("the bench failed, not the row: plain steps in fp32 .* (NaN|way)", said), said
 
 
+@pytest.mark.long
 def test_a_row_that_cheats_is_a_case_without_a_time(two_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PASSES, "gloo", 2)
     runner = harness.runner(min_rounds=12)

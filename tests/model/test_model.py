@@ -116,7 +116,8 @@ def test_compiled_blocks_equal_eager_ones_without_graph_breaks(row: str, backend
 @pytest.mark.parametrize(
     ("together", "checkpointed", "backend"),
     [
-        *((3, 0, "aot_eager"), (2, 4, "aot_eager")),
+        (2, 4, "aot_eager"),
+        pytest.param(3, 0, "aot_eager", marks=pytest.mark.long),
         pytest.param(2, 0, "aot_eager", marks=pytest.mark.on_request),
         pytest.param(2, "whole*1,attention*1,matmuls*1", "inductor", marks=pytest.mark.on_request),
     ],

@@ -62,6 +62,7 @@ def test_a_whole_model_compiles_once_without_a_break(row: str, packed: bool) -> 
     assert counted[0] == counted[-1]
 
 
+@pytest.mark.long
 def test_compiled_blocks_know_documents_of_any_lengths() -> None:
     torch.compiler.reset()
     one, exact, eager = model(), model().double(), model()

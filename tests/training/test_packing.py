@@ -154,6 +154,7 @@ def test_ranks_have_the_losses_of_one(ranks: WorkerGroup, tmp_path: Path, expect
         assert np.allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_compiled_blocks_have_the_same_losses_and_compile_once(
     tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,7 +155,7 @@ def test_settings_of_the_command_line(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 @given(st.lists(st.integers(1, 7), unique=True, max_size=2).map(sorted))
-@settings(max_examples=4)
+@settings(max_examples=2)
 def test_a_resumed_run_equals_the_uninterrupted(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
     folder = tmp_path_factory.mktemp("runs")
     trainer(config(folder / "whole")).fit(folder / "whole" / "checkpoints")
