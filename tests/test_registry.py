@@ -116,23 +116,24 @@ def test_a_malformed_target_is_named(target: str) -> None:
         load_target(target)
 
 
-def test_a_path_that_does_not_load_is_named(table: Table, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="absent.py' is not a file"):
-        table.select([f"{tmp_path}/absent.py:kernel"])
-    (tmp_path / "broken.py").write_text("import no_such_package\n")
-    with pytest.raises(ValueError, match="broken.py' does not load: ModuleNotFoundError"):
-        table.select([f"{tmp_path}/broken.py:kernel"])
-    (tmp_path / "syntax.py").write_text("def kernel(:\n")
-    with pytest.raises(ValueError, match="syntax.py' does not load: SyntaxError"):
-        table.select([f"{tmp_path}/syntax.py:kernel"])
-    (tmp_path / "other.py").write_text("def other():\n    pass\n")
-    with pytest.raises(ValueError, match="other.py defines no 'kernel'"):
-        table.select([f"{tmp_path}/other.py:kernel"])
-    with pytest.raises(ValueError, match="other.py' must read module:attribute or path.py:attribute"):
-        table.select([f"{tmp_path}/other.py"])
-    (tmp_path / "exits.py").write_text("import sys\nsys.exit(3)\n")
-    with pytest.raises(ValueError, match="exits.py' does not load: SystemExit: 3"):
-        table.select([f"{tmp_path}/exits.py:kernel"])
+@pytest.mark.parametrize(
+    ("target", "text", "error"),
+    [
+        ("absent.py:kernel", None, "absent.py' is not a file"),
+        ("broken.py:kernel", "import no_such_package\n", "broken.py' does not load: ModuleNotFoundError"),
+        ("syntax.py:kernel", "def kernel(:\n", "syntax.py' does not load: SyntaxError"),
+        ("other.py:kernel", "def other():\n    pass\n", "other.py defines no 'kernel'"),
+        ("other.py", "def other():\n    pass\n", "other.py' must read module:attribute or path.py:attribute"),
+        ("exits.py:kernel", "import sys\nsys.exit(3)\n", "exits.py' does not load: SystemExit: 3"),
+    ],
+)
+def test_a_path_that_does_not_load_is_named(
+    table: Table, tmp_path: Path, target: str, text: str | None, error: str
+) -> None:
+    if text is not None:
+        (tmp_path / target.partition(":")[0]).write_text(text)
+    with pytest.raises(ValueError, match=error):
+        table.select([f"{tmp_path}/{target}"])
 
 
 def test_a_row_from_a_file_is_callable_and_has_a_name_of_its_own(table: Table, tmp_path: Path) -> None:
