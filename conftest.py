@@ -51,7 +51,10 @@ HOW = {
     "gpu": "which need a GPU: {} (python -m pytest -m gpu, where there is one)",
     "long": "which compile, or start many processes: {} (python3 -m nox -s long, as CI does)",
     "on_request": "which take minutes: {} (python -m pytest -m on_request)",
+    "browser": "which open pages in a browser: {} (python3 -m nox -s browser)",
 }
+
+ASKED = "on_request", "long", "browser"  # the marks of what runs only with -m
 
 
 @pytest.hookimpl(trylast=True)
@@ -61,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out: dict[str, list[pytest.Item]] = {mark: [] for mark in HOW}
     for item in items:
         needs_gpu = item.get_closest_marker("gpu") and not has_gpu
-        marks = ["gpu"] if needs_gpu else [mark for mark in ("on_request", "long") if item.get_closest_marker(mark)]
+        marks = ["gpu"] if needs_gpu else [mark for mark in ASKED if item.get_closest_marker(mark)]
         if marks and marks[0] not in asked:
             left_out[marks[0]].append(item)
         elif needs_gpu:

@@ -122,7 +122,7 @@ def browser(session: nox.Session) -> None:
     install(session, "browser")
     if not (shutil.which("chromium") or shutil.which("google-chrome")):
         session.run("python", "-m", "playwright", "install", "chromium")
-    session.run("python", "-m", "pytest", "tests/reports/test_browser.py", *session.posargs)
+    session.run("python", "-m", "pytest", "-m", "browser", "tests/reports/test_browser.py", *session.posargs)
 
 
 @nox.session

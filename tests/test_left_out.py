@@ -9,7 +9,8 @@ import torch
 
 from tests.support.processes import ROOT
 
-MARKS = {"plain": [], "gpu": ["gpu"], "long": ["long"], "hours": ["on_request"], "both": ["gpu", "on_request"]}
+MARKS = {"plain": [], "gpu": ["gpu"], "long": ["long"], "hours": ["on_request"], "page": ["browser"]}
+MARKS["both"] = ["gpu", "on_request"]
 
 
 class Item:
@@ -42,12 +43,13 @@ def collected(asked: str) -> tuple[dict[str, bool], list[str], list[str]]:
 @pytest.mark.parametrize(
     ("asked", "has_gpu", "runs", "counts"),
     [
-        ("", False, {"plain": False}, (2, 1, 1)),
-        ("gpu", False, {"plain": False, "gpu": True, "both": True}, (0, 1, 1)),
-        ("on_request", False, {"plain": False, "hours": False}, (2, 1, 0)),
-        ("long", False, {"plain": False, "long": False}, (2, 0, 1)),
-        ("", True, {"plain": False, "gpu": False}, (0, 1, 2)),
-        ("gpu or long or on_request", True, dict.fromkeys(MARKS, False), (0, 0, 0)),
+        ("", False, {"plain": False}, (2, 1, 1, 1)),
+        ("gpu", False, {"plain": False, "gpu": True, "both": True}, (0, 1, 1, 1)),
+        ("on_request", False, {"plain": False, "hours": False}, (2, 1, 0, 1)),
+        ("long", False, {"plain": False, "long": False}, (2, 0, 1, 1)),
+        ("browser", False, {"plain": False, "page": False}, (2, 1, 1, 0)),
+        ("", True, {"plain": False, "gpu": False}, (0, 1, 2, 1)),
+        ("gpu or long or on_request or browser", True, dict.fromkeys(MARKS, False), (0, 0, 0, 0)),
     ],
 )
 def test_what_does_not_run_is_counted(
@@ -60,5 +62,6 @@ def test_what_does_not_run_is_counted(
         f"tests left out, which need a GPU: {counts[0]} (python -m pytest -m gpu, where there is one)",
         f"tests left out, which compile, or start many processes: {counts[1]} (python3 -m nox -s long, as CI does)",
         f"tests left out, which take minutes: {counts[2]} (python -m pytest -m on_request)",
+        f"tests left out, which open pages in a browser: {counts[3]} (python3 -m nox -s browser)",
     ]
     assert lines == [line for line, count in zip(expected, counts, strict=True) if count]

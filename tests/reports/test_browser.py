@@ -17,6 +17,7 @@ from PIL import Image
 from lmsys.reports.__main__ import build
 from tests.support.processes import ROOT, smoke_sweep
 
+pytestmark = pytest.mark.browser
 MOST_NODES, MOST_BYTES, MOST_PRINTED = 15_000, 10**6, 25
 MOST_TALL = {1440: 13_000, 390: 20_000}  # pixels, by the width of the screen
 DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
