@@ -36,9 +36,7 @@ hypothesis.settings.load_profile("ci")
 
 # Rooms and files whose tests start processes or compile, those that take longest first: last, one worker would be left
 # alone with one of them. "tests": what stands in none of the rooms.
-SLOW_FILES = (
-    "test_bench_data_parallel test_training test_check test_graphs test_plugin test_passes test_isolation".split()
-)
+SLOW_FILES = "test_training test_check test_graphs test_plugin test_passes test_isolation".split()
 SLOW_ROOMS = "bench benchmarks attention training parallel check model course tests reports dev fuzz kernels".split()
 
 

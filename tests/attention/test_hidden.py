@@ -81,7 +81,7 @@ BESIDE = [*product(("naive", "vectorized", "flash_torch"), ADDED, HIDES)]
 INTERPRETED = [*product(("flash_triton",), ("sinks", "alibi", ""), HIDES)]  # it knows no bias
 
 
-@pytest.mark.parametrize(("impl", "added", "hides"), [*BESIDE, *some(INTERPRETED, 4)])
+@pytest.mark.parametrize(("impl", "added", "hides"), [*BESIDE, *some(INTERPRETED, 6)])
 def test_nan_behind_lengths_reaches_no_result_beside_other_options(
     impl: str, added: str, hides: dict[str, Any]
 ) -> None:

@@ -47,6 +47,7 @@ def existing(folder: Path, records: list[dict[str, Any]], **changes: object) -> 
     return output
 
 
+@pytest.mark.long
 def test_whatever_is_refused_no_file_is_touched(tmp_path: Path) -> None:
     """Every option that can be refused, with a result that is there: to be written, and to be gone on from."""
     cases = []

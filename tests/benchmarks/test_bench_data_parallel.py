@@ -318,6 +318,7 @@ def found(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Records
         return records([case for case in cases if case.impl != "bucketed-25MiB"], two_ranks)
 
 
+@pytest.mark.long
 def test_a_run_measures_ours_and_a_strategy_of_the_users(found: Records) -> None:
     assert {name for name, one in found.items() if one["outcome"] == "ok"} == {
         *("none", "naive", "bucketed-1MiB", "zero1", "Container", "divided-1MiB", "divided-25MiB")
@@ -347,6 +348,7 @@ def test_a_run_measures_ours_and_a_strategy_of_the_users(found: Records) -> None
     assert found["naive"]["optimizer_bytes"] == pytest.approx(found["naive"]["predicted_optimizer_bytes"], rel=0.01)
 
 
+@pytest.mark.long
 def test_what_a_users_class_says_of_itself_is_in_its_records(found: Records, tmp_path: Path) -> None:
     """Stage 2 has its prediction, and bucket sizes their variants, with no edit outside the user's file."""
     for size in (1, 25):
