@@ -231,7 +231,14 @@ NAMED = (
 )
 
 
-def named(*options: str, **defaults: object) -> tuple[Axis, ...]:
-    """The axes of these options, with defaults by the axis's name where a benchmark has its own."""
-    found = {axis.option: axis for axis in NAMED}
-    return tuple(replace(found[one], default=defaults.get(found[one].name, found[one].default)) for one in options)
+def named(*parts: str | Axis, **defaults: object) -> tuple[Axis, ...]:
+    """The axes of these options, and others in their places, with defaults by the axis's name where a benchmark has its
+    own.
+
+    axes = named("--size --batch", Axis("warmup", int, (None,)), batch=(4,))
+    """
+    known = {axis.option: axis for axis in NAMED}
+    axes: list[Axis] = []
+    for part in parts:
+        axes += [part] if isinstance(part, Axis) else [known[option] for option in part.split()]
+    return tuple(replace(axis, default=defaults.get(axis.name, axis.default)) for axis in axes)

@@ -42,16 +42,16 @@ class Anatomy(bench_model.ModelBenchmark):
 
     name = "anatomy"
     layout = LAYOUT
-    axes = (*bench_model.ModelBenchmark.axes, *axes.named("--traces"))
-    fields: tuple[Field, ...] = (
-        *FIELDS,
+    axes = bench_model.ModelBenchmark.axes + axes.named("--traces")
+    fields: tuple[Field, ...] = fields.columns(
+        FIELDS,
         Field("kernel_s", "s", "kernels", about="Time of all kernels of one call, added up", shown="ms"),
         Field("profiled_s", "s", "profiled", about="Wall time of one call under the profiler, mean of 3", shown="ms"),
         Field("num_launches", label="launches", about="Kernels, copies and fills of one call"),
-        *(
+        [
             Field(f"{kind}_share", label=kind, about=f"Share of {kind} in the time of all kernels", shown="%")
             for kind in profile.KINDS
-        ),
+        ],
         Field(
             "held_bytes",
             "B",
@@ -60,9 +60,9 @@ class Anatomy(bench_model.ModelBenchmark):
             shown="MiB",
         ),
         fields.PEAK.called(about="The most memory in use in the call above what was held before"),
-        *(Field(f"{name}_bytes", "B", name, about=about, shown="MiB") for name, about in HELD_IN_A_STEP.items()),
+        [Field(f"{name}_bytes", "B", name, about=about, shown="MiB") for name, about in HELD_IN_A_STEP.items()],
         Field("buffers_bytes", "B", "buffers", "detail", shown="MiB"),
-        *(
+        [
             Field(
                 f"predicted_{name}_bytes",
                 "B",
@@ -71,8 +71,8 @@ class Anatomy(bench_model.ModelBenchmark):
                 shown="MiB",
             )
             for name, about in HELD_IN_A_STEP.items()
-        ),
-        *fields.details("kernels", "parts", "phases", "timeline", "allocations"),
+        ],
+        fields.details("kernels", "parts", "phases", "timeline", "allocations"),
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[AnatomyTest]:

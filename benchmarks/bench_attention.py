@@ -129,16 +129,20 @@ class Attention(Benchmark):
     num_proofs = check.NUM_KEPT
     case_type = AttentionTest
     tables = {"attention": ATTENTION}
-    axes: tuple[Axis, ...] = (
-        *axes.named("--attention", "--length", "--tiers", "--head-dim", "--batch", "--heads"),
-        *axes.named("--dtype", "--causal", "--direction", "--window", "--documents", "--softcap", "--deterministic"),
-        *(Axis("offset", axes.offset, (None,)), Axis("key_lengths", fields.yes_no, (None,))),
+    axes: tuple[Axis, ...] = axes.named(
+        "--attention --length --tiers --head-dim --batch --heads",
+        "--dtype --causal --direction --window --documents --softcap --deterministic",
+        Axis("offset", axes.offset, (None,)),
+        Axis("key_lengths", fields.yes_no, (None,)),
         # batch is tokens / queries and heads is width / head_dim, where these are given; `without`: rows left out
-        *(Axis("tokens", int, 0, single=True), Axis("width", int, 0, single=True), Axis("without")),
+        Axis("tokens", int, 0, single=True),
+        Axis("width", int, 0, single=True),
+        Axis("without"),
     )
-    fields: tuple[Field, ...] = (
-        *fields.axes("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "dtype", "causal", "direction"),
-        *fields.axes(*patterns.OPTIONS, "deterministic"),
+    fields: tuple[Field, ...] = fields.columns(
+        "batch heads kv_heads queries keys head_dim dtype causal direction",
+        " ".join(patterns.OPTIONS),
+        "deterministic",
         fields.TIME,
         fields.RATE,
         fields.PEAK.called(about="Peak memory of {direction} above what was live before it"),
@@ -167,7 +171,7 @@ class Attention(Benchmark):
         ),
         Field("visible_share", role="detail", about="Share of the pairs of a query and a key where it sees the key"),
         Field("bytes", "B", "ideal traffic", "detail"),
-        *(Field("bytes_per_s", "B/s", "traffic", "detail", shown="GB/s"),),
+        Field("bytes_per_s", "B/s", "traffic", "detail", shown="GB/s"),
         fields.MATMUL_FRACTION.called(role="detail"),
         fields.COPY_FRACTION.called(role="detail"),
     )

@@ -240,16 +240,16 @@ class Collectives(OnRanks):
     case_type = CollectiveCase
     tables = {"operation": OPERATIONS}
     streams = True
-    axes: tuple[Axis, ...] = (
-        *axes.named("--world-size"),
+    axes: tuple[Axis, ...] = axes.named(
+        "--world-size",
         Axis("megabytes", positive),
         Axis("operation", one_of(*OPERATIONS), tuple(OPERATIONS)),
         Axis("backend", one_of(*BACKENDS)),
     )
-    fields: tuple[Field, ...] = (
+    fields: tuple[Field, ...] = fields.columns(
         Field("megabytes", label="MB", role="axis", about="Size of the whole tensor, float32, in MB of 10⁶ bytes"),
         Field("world_size", label="ranks", role="axis"),
-        *fields.axes("backend"),
+        "backend",
         fields.TIME.called(about="Median time of a call, of the slowest rank"),
         Field(
             "algorithm_bytes_per_s",

@@ -64,17 +64,18 @@ class DataParallel(ParallelBenchmark):
     case_type = ParallelCase
     tables = {"strategy": STRATEGIES}
     keeps_interrupted = True
-    axes: tuple[Axis, ...] = (
-        *axes.named("--size", "--context", "--batch", "--precision", "--compile", "--strategy"),
-        *axes.named("--world-size", "--bucket-mb", "--comm-dtype", "--sharded-optimizer", world_size=(1, 0)),
-        *axes.named("--checkpoint", "--residual"),
+    axes: tuple[Axis, ...] = axes.named(
+        "--size --context --batch --precision --compile --strategy",
+        "--world-size --bucket-mb --comm-dtype --sharded-optimizer",
+        "--checkpoint --residual",
+        world_size=(1, 0),
     )
-    fields: tuple[Field, ...] = (
-        *fields.axes("strategy", "size", "context", "batch", "precision", "compile"),
+    fields: tuple[Field, ...] = fields.columns(
+        "strategy size context batch precision compile",
         Field("world_size", label="ranks", role="axis"),
         Field("asked_bucket_mb", "MiB", "bucket size", "axis", "Size of a bucket that the case asks for"),
-        *fields.axes("comm_dtype", "sharded_optimizer", "backend"),
-        *models.WHAT_IS_KEPT,
+        "comm_dtype sharded_optimizer backend",
+        models.WHAT_IS_KEPT,
         Field("num_nodes", label="nodes", role="axis"),
         Field("num_parameters", label="parameters", role="axis"),
         fields.TIME.called(about="Time of a training step, of the slowest rank"),
@@ -142,7 +143,7 @@ class DataParallel(ParallelBenchmark):
             about="The optimizer's state as a share of that of one process alone",
             shown="%",
         ),
-        *(
+        [
             held(
                 f"predicted_{kind}_bytes",
                 f"predicted {kind}",
@@ -150,7 +151,7 @@ class DataParallel(ParallelBenchmark):
                 "detail",
             )
             for kind in ("parameters", "gradients", "optimizer")
-        ),
+        ],
         held("init_peak_bytes", "init peak", "Peak memory while model, strategy and optimizer are made", "detail"),
         held("before_step_bytes", "before step", "Memory held before the optimizer's step", "detail"),
         held("buffers_bytes", "buffers", "Memory of buffers", "detail"),
@@ -167,7 +168,7 @@ class DataParallel(ParallelBenchmark):
         ),
         fields.SUSTAINED_FRACTION.called(role="metric"),
         fields.RATE.called(role="detail", about="The arithmetic of the formula on a rank over median time"),
-        *fields.details("num_buckets", "unsynchronized_by", "timeline"),
+        fields.details("num_buckets", "unsynchronized_by", "timeline"),
         Field("unchecked", role="detail", about="Why the timed steps were not held to plain ones"),
         Field("held_by", role="detail", about="By other row: whether the steps of a pass led to the same bits"),
     )

@@ -91,15 +91,15 @@ class Loss(Benchmark):
     num_proofs = Step.num_kept
     case_type = LossTest
     tables = {"loss": LOSSES}
-    axes: tuple[Axis, ...] = (
+    axes: tuple[Axis, ...] = axes.named(
         Axis("tokens", positive, (16384,)),
         Axis("d_model", positive, (1024,)),
         Axis("vocab_size", positive, (10_000,)),
-        *axes.named("--precision"),
+        "--precision",
         Axis("row", default=tuple(LOSSES)),
     )
-    fields: tuple[Field, ...] = (
-        *fields.axes("tokens", "d_model", "vocab_size", "precision"),
+    fields: tuple[Field, ...] = fields.columns(
+        "tokens d_model vocab_size precision",
         fields.TIME.called(about="Median time of forward and backward"),
         fields.PEAK.called(
             about="Peak memory of forward and backward above what was live before, less the gradients of hidden states "

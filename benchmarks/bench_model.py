@@ -124,9 +124,9 @@ class Model(ModelBenchmark):
 
     name = "model"
     layout = LAYOUT
-    fields: tuple[Field, ...] = (
-        *FIELDS,
-        *fields.axes("warmup_steps"),
+    fields: tuple[Field, ...] = fields.columns(
+        FIELDS,
+        "warmup_steps",
         Field("tokens_per_s", "tokens/s", "Rate", about="Rate: tokens of the batch over median time"),
         fields.MFU,
         fields.MATMUL_FRACTION.called(

@@ -13,8 +13,15 @@ from lmsys.config import ModelConfig
 ADDEND, TIMES = 0.01, 1000  # the sum is 10
 CONFIG = ModelConfig(64, 128, 1, 2, vocab_size=97, context_length=16, attention="sdpa_math")
 WATCHED = (  # modules whose outputs are looked at
-    *("token_embeddings", "layers.0.ln1", "layers.0.attn.qkv", "layers.0.attn", "layers.0.ffn.w1", "layers.0.ffn"),
-    *("layers.0", "ln_final", "lm_head"),
+    "token_embeddings",
+    "layers.0.ln1",
+    "layers.0.attn.qkv",
+    "layers.0.attn",
+    "layers.0.ffn.w1",
+    "layers.0.ffn",
+    "layers.0",
+    "ln_final",
+    "lm_head",
 )
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 STUDIES = Table(
@@ -104,7 +111,7 @@ class Precision(Benchmark):
 
     name = "precision"
     layout = layouts.PRECISION
-    fields: tuple[Field, ...] = (*fields.axes("dtype"), *fields.details("addend", "times", "sums", "tensors"))
+    fields: tuple[Field, ...] = fields.columns("dtype", fields.details("addend", "times", "sums", "tensors"))
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[Study]:
         for study in STUDIES.values():

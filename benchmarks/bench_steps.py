@@ -202,18 +202,18 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
     case_type = StepsCase
     tables = {"strategy": STRATEGIES}
     streams = True
-    axes: tuple[Axis, ...] = (
-        *axes.named("--size", "--context", "--batch", "--precision", "--compile", "--strategy"),
-        *axes.named("--world-size", "--checkpoint", "--residual"),
+    axes: tuple[Axis, ...] = axes.named(
+        "--size --context --batch --precision --compile --strategy",
+        "--world-size --checkpoint --residual",
         Axis("model", one_of(*MODELS), ("ours",), help="ours, and beside torch's strategies llama, Hugging Face's"),
         Axis("steps", positive, STEPS, single=True, help="of each row, timed; their losses must fall"),
     )
-    fields: tuple[Field, ...] = (
-        *fields.axes("strategy", "size", "context", "batch", "precision", "compile"),
+    fields: tuple[Field, ...] = fields.columns(
+        "strategy size context batch precision compile",
         Field("model", role="axis", about="Whose model is trained: ours, or Hugging Face's Llama"),
         Field("world_size", label="ranks", role="axis"),
-        *models.WHAT_IS_KEPT,
-        *fields.axes("backend"),
+        models.WHAT_IS_KEPT,
+        "backend",
         Field("num_nodes", label="nodes", role="axis"),
         Field("num_parameters", label="parameters", role="axis"),
         fields.TIME.called(about="Median time of a step, of the slowest rank", shown="s"),
@@ -246,10 +246,10 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         Field("first_step_s", "s", "First step", "detail", "Time of the first step, which compiles and tunes", "s"),
         Field("first_loss", "nats", "First loss", about="Loss of the first timed step, on the batch of all steps"),
         Field("last_loss", "nats", "Last loss", about="Loss of the last timed step"),
-        *(
+        [
             Field(f"{kind}_s", "s", label, about=f"Time of {label} in a step, without the optimizer's", shown="ms")
             for kind, label in KERNELS.items()
-        ),
+        ],
         Field("optimizer_s", "s", "optimizer", about="Time of clipping and the optimizer's kernels", shown="ms"),
         Field(
             "exposed_s",

@@ -214,8 +214,8 @@ class Tokenizers(Benchmark):
         Axis("processes", positive, 2, single=True),  # of ours, and threads of the others
         Axis("rounds", positive, 3, single=True),  # samples of each row at least: a training takes seconds
     )
-    fields = (
-        *fields.axes("task", "vocab_size"),
+    fields = fields.columns(
+        "task vocab_size",
         Field("text_bytes", "B", "text", "axis", shown="MB"),
         Field("processes", label="processes", role="axis", about="Processes of ours, and threads of the others"),
         fields.TIME.called(shown="s"),

@@ -80,21 +80,22 @@ class Training(Benchmark):
     clock = "host"
     opens = False
     streams = True
-    axes: tuple[Axis, ...] = (
-        *axes.named("--size", "--context", "--batch", "--precision", "--compile", "--attention", batch=(8,)),
-        *axes.named("--strategy", "--world-size", "--bucket-mb", "--reproducible"),
-        *axes.named("--epochs", "--train-tokens", "--val-tokens"),
+    axes: tuple[Axis, ...] = axes.named(
+        "--size --context --batch --precision --compile --attention",
+        "--strategy --world-size --bucket-mb --reproducible",
+        "--epochs --train-tokens --val-tokens",
         Axis("vocab_size", positive, 10_000, single=True),
+        batch=(8,),
     )
-    fields: tuple[Field, ...] = (
-        *fields.axes("attention", "strategy", "row", "attention_label", "attention_peer", "strategy_peer"),
-        *fields.axes("size", "context", "batch", "global_batch", "precision", "compile"),
+    fields: tuple[Field, ...] = fields.columns(
+        "attention strategy row attention_label attention_peer strategy_peer",
+        "size context batch global_batch precision compile",
         Field("num_ranks", label="ranks", role="axis", about="Ranks of the group: with the batch, the global batch"),
         Field("world_size", label="ranks that train", role="axis"),
-        *fields.axes("backend"),
+        "backend",
         Field("num_nodes", label="nodes", role="axis"),
         Field("bucket_mb", "MiB", "bucket size", "axis"),
-        *fields.axes("reproducible", "epochs", "train_tokens", "val_tokens", "vocab_size", "corpus"),
+        "reproducible epochs train_tokens val_tokens vocab_size corpus",
         Field("num_parameters", label="parameters", role="axis"),
         fields.TIME.called(about="Median time of an epoch, of the slowest rank", shown="s"),
         Field("mean_s", "s", "Time of an epoch", about="Mean time of an epoch, of the slowest rank", shown="s"),
@@ -127,8 +128,8 @@ class Training(Benchmark):
         ),
         fields.RATE.called(role="detail"),
         Field("curve_budget", "nats", role="detail", about="How far a loss may be from the reference's"),
-        *fields.details("lr", "tokens", "steps", "steps_per_epoch", "rank_peak_bytes"),
-        *fields.details("curve_steps", "curve_losses", "curve_differences"),
+        fields.details("lr", "tokens", "steps", "steps_per_epoch", "rank_peak_bytes"),
+        fields.details("curve_steps", "curve_losses", "curve_differences"),
         Field("weights", role="detail", about="The sha256 of the weights after the last epoch, where reproducible"),
     )
 

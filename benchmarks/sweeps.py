@@ -356,7 +356,9 @@ FULL = {
         TOKENS16K.but(
             "dtypes", length=square(2048), head_dim=(128,), dtype=("float32", "float16", "bfloat16"), causal=(True,)
         ),
-        *(LEADERBOARD, BY_LENGTH, TIERS),
+        LEADERBOARD,
+        BY_LENGTH,
+        TIERS,
         Grid(
             "eager_compiled",
             length=square(256, 1024, 4096, 8192, 16384),
@@ -368,7 +370,10 @@ FULL = {
             attention=("naive", "naive_compiled"),
         ),
         FLASH,
-        *(DOCUMENTS, WINDOW, GROUPED, DECODE),
+        DOCUMENTS,
+        WINDOW,
+        GROUPED,
+        DECODE,
     ),
     "loss": (Grid("vocabularies", vocab_size=(10_000, 32_000, 50_257, 128_000)),),
     "collectives": (COLLECTIVES.but("sizes", world_size=(2, 4, 8)),),
@@ -471,8 +476,11 @@ SWEEPS = {
             FULL
             | {
                 "model": (
-                    *(*MODEL_FULL, LEVELS),
-                    *(PEER, PEER.but(size=("medium",), batch=(8,)), PEER.but(size=("xl",), batch=(4,))),
+                    *MODEL_FULL,
+                    LEVELS,
+                    PEER,
+                    PEER.but(size=("medium",), batch=(8,)),
+                    PEER.but(size=("xl",), batch=(4,)),
                 ),
                 "anatomy": (
                     ANATOMY_FULL,

@@ -93,15 +93,18 @@ class Plans(Benchmark):
     name = "plans"
     num_proofs = Step.num_kept
     tables = {"attention": ATTENTION}
-    axes: tuple[Axis, ...] = (
+    axes: tuple[Axis, ...] = axes.named(
         Axis("plan", plan_called),  # none: there are no cases where none is asked for
         Axis("form", one_of(*FORMS), (PLAIN,)),
-        *axes.named("--head-dim", "--length", head_dim=(64, 128), length=((1024, 1024), (4096, 4096), (16384, 16384))),
-        *axes.named("--causal", "--direction", causal=(True, False), direction=("fwd", "bwd")),
+        "--head-dim --length --causal --direction",
+        head_dim=(64, 128),
+        length=((1024, 1024), (4096, 4096), (16384, 16384)),
+        causal=(True, False),
+        direction=("fwd", "bwd"),
     )
-    fields: tuple[Field, ...] = (
-        *fields.axes("head_dim", "length", "causal", "direction", "batch", "graphed"),
-        *fields.details("form", "plan", "planned", "calls"),  # the row's name has the first two
+    fields: tuple[Field, ...] = fields.columns(
+        "head_dim length causal direction batch graphed",
+        fields.details("form", "plan", "planned", "calls"),  # the row's name has the first two
         fields.TIME,
         Field("call_s", "s", "Time of a call", about="Median time over the calls in it", shown="µs"),
         fields.RATE,

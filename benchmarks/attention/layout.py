@@ -157,7 +157,10 @@ ATTENTION: Layout = {
                             ["ordered", "impl"],
                             ["read_as", "peer", [[True, "peer"], [False, "ours"]]],
                             [
-                                *("endings", "name", "label", "peer"),
+                                "endings",
+                                "name",
+                                "label",
+                                "peer",
                                 {"word": "attention-implementations", "title": "Implementations"},
                             ],
                         ]

@@ -3,8 +3,15 @@
 from benchmarks.layouts import COMPILED, KEPT, LIMIT, WORDS, Layout
 
 SIZES = [
-    *("init_bytes!", "before_step_peak_bytes!", "after_step_peak_bytes!", "parameters_bytes!", "gradients_bytes!"),
-    *("optimizer_bytes!", "activations_bytes!", "optimizer_fraction!", "peak_bytes!"),
+    "init_bytes!",
+    "before_step_peak_bytes!",
+    "after_step_peak_bytes!",
+    "parameters_bytes!",
+    "gradients_bytes!",
+    "optimizer_bytes!",
+    "activations_bytes!",
+    "optimizer_fraction!",
+    "peak_bytes!",
 ]
 SETTING = ["size", "batch", "context", "precision", "compile", "world_size", "checkpoint", "residual", LIMIT]
 PREDICTED = "predicted_parameters_bytes + predicted_gradients_bytes + predicted_optimizer_bytes"
@@ -60,7 +67,7 @@ DATA_PARALLEL: Layout = {
         ["row_labels", "none"],
         ["labelled", {"impl": "strategy", "mean_s": "step, mean ± std"}],
         ["styled", "impl", "strategy", "called"],
-        *[["ordered", "section", "num_parameters", "precision", "context", "compile", "batch", "world_size", "impl"]],
+        ["ordered", "section", "num_parameters", "precision", "context", "compile", "batch", "world_size", "impl"],
     ],
     "chapters": [
         {

@@ -135,7 +135,12 @@ TIME_GOES = [
                 ],
                 ["styled", "way", "impl"],
                 [
-                    *("bars", ["share"], "kind", "way", "shares", "Time by kind of kernel, %"),
+                    "bars",
+                    ["share"],
+                    "kind",
+                    "way",
+                    "shares",
+                    "Time by kind of kernel, %",
                     "Share of the time of all kernels in one call",
                 ],
             ],

@@ -39,17 +39,21 @@ from lmsys.training.prepare import autocast, gpu_memory
 
 Row = tuple[str, str, bool, str, str]
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
-AXES = (
-    *axes.named("--size", "--context", "--batch", "--precision", "--mode", batch=(4,)),
-    *axes.named("--compile", "--attention", compile=("eager", "compiled"), attention=(models.AUTO.name,)),
-    *axes.named("--checkpoint", "--residual"),
+AXES = axes.named(
+    "--size --context --batch --precision --mode",
+    "--compile --attention",
+    "--checkpoint --residual",
     Axis("warmup", int, (None,)),
     Axis("against", default="", single=True),  # a row that the grid is about: there are no cases without it
+    batch=(4,),
+    compile=("eager", "compiled"),
+    attention=(models.AUTO.name,),
 )
-FIELDS = (
-    *fields.axes("size", "context", "batch", "precision", "mode", "compile"),
-    *fields.axes(*SHAPE, "num_parameters"),
-    *models.WHAT_IS_KEPT,
+FIELDS = fields.columns(
+    "size context batch precision mode compile",
+    " ".join(SHAPE),
+    "num_parameters",
+    models.WHAT_IS_KEPT,
     Field("peer", role="axis", about="Whether the whole model is somebody else's code"),
     Field("attention", role="detail", about="The attention row that computes; for auto, its choice"),
     Field("loss", role="detail", about="Loss on the batch of a timed call, after timing"),

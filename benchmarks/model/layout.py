@@ -46,8 +46,15 @@ BESIDE = [
         "listing",
         ["size", "batch"],
         [
-            *("speedup", "peer_compile", "tokens_per_s", "peer_tokens_per_s", "mfu", "peer_mfu"),
-            *("total_bytes", "peer_total_bytes", "memory_ratio"),
+            "speedup",
+            "peer_compile",
+            "tokens_per_s",
+            "peer_tokens_per_s",
+            "mfu",
+            "peer_mfu",
+            "total_bytes",
+            "peer_total_bytes",
+            "memory_ratio",
         ],
         "beside-{theirs}",
         "Ours beside {their_label}",
@@ -70,7 +77,11 @@ LISTED = [
     ],
 ]
 PREDICTED_MEMORY = [
-    *("predicted", "total_bytes", "predicted_bytes", ["fits"], "Memory measured and predicted"),
+    "predicted",
+    "total_bytes",
+    "predicted_bytes",
+    ["fits"],
+    "Memory measured and predicted",
     "Memory of a step in all (live before, and the peak above), as measured and as the shapes predict it",
 ]
 TIMES = ["times_by_size"]
@@ -149,7 +160,10 @@ MODEL: Layout = {
                                         [
                                             ["only", f"not {TOGETHER}"],
                                             [
-                                                *("best", "tokens_per_s", "mode", "size"),
+                                                "best",
+                                                "tokens_per_s",
+                                                "mode",
+                                                "size",
                                                 ["size", *SHOWN_WAYS, "batch", "context"],
                                                 ["time_s!", *(f"{name}!" for name in OF_A_STEP)],
                                                 "Most tokens per second of each size: {mode}",
@@ -162,7 +176,10 @@ MODEL: Layout = {
                                     ["over", "eager", "compile", {"medians": True}],
                                     ["only", 'compile == "compiled"'],
                                     [
-                                        *("means", "mode", "way", "summary"),
+                                        "means",
+                                        "mode",
+                                        "way",
+                                        "summary",
                                         "Speedup of compiled over eager, geometric mean · {section}",
                                     ],
                                 ],
@@ -176,7 +193,10 @@ MODEL: Layout = {
                         [
                             ["each_way"],
                             [
-                                *("pivot", ["mean_s"], ["size", "context", "warmup_steps"], "mode"),
+                                "pivot",
+                                ["mean_s"],
+                                ["size", "context", "warmup_steps"],
+                                "mode",
                                 {"about": "Mean ± standard deviation of the time after that warm-up"},
                             ],
                         ]
@@ -196,11 +216,18 @@ MODEL: Layout = {
                                     ],
                                     ["styled", "variant", "precision"],
                                     [
-                                        *("cut", "{impl}-{size}-S{context}-B{batch}"),
-                                        *("{size}, context {context}, batch {batch}, {impl}", True),
+                                        "cut",
+                                        "{impl}-{size}-S{context}-B{batch}",
+                                        "{size}, context {context}, batch {batch}, {impl}",
+                                        True,
                                     ],
                                     [
-                                        *("bars", ["time_s"], "mode", "variant", "phases", "Time of a step by phase"),
+                                        "bars",
+                                        ["time_s"],
+                                        "mode",
+                                        "variant",
+                                        "phases",
+                                        "Time of a step by phase",
                                         "Median times of the phases, and of the whole step timed as one, ms",
                                     ],
                                 ]

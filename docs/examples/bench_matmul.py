@@ -24,7 +24,7 @@ class Product(Case):
 class Matmul(Benchmark):
     name, case_type = "matmul", Product
     axes = (Axis("size", positive, (64, 256)), Axis("dtype", default=DTYPES))
-    fields = (*fields.axes("size", "dtype"), fields.RATE.called(of=lambda one: 2 * one["size"] ** 3 / one["time_s"]))
+    fields = fields.columns("size dtype", fields.RATE.called(of=lambda one: 2 * one["size"] ** 3 / one["time_s"]))
 
     def cases(self, grid, settings):
         for size, dtype in grid.product("size", "dtype"):

@@ -59,7 +59,7 @@ class Norm(Benchmark):
         Axis("dtype", default=("float32", "bfloat16")),
         Axis("direction", default=("fwd", "bwd", "fwdbwd")),
     )
-    fields = fields.axes("tokens", "width", "dtype", "direction")
+    fields = fields.columns("tokens width dtype direction")
 
     def cases(self, grid, settings):
         for shape in grid.product("tokens", "width", "dtype", "direction"):

@@ -174,9 +174,18 @@ class Field:
         return {key: value for key, value in asdict(self).items() if key != "of" and value}
 
 
-def axes(*names: str) -> tuple[Field, ...]:
-    """Fields that say what was asked, labelled by their names."""
-    return tuple(Field(name, label=name.replace("_", " "), role="axis") for name in names)
+def columns(*parts: "str | Field | Iterable[Field]") -> tuple[Field, ...]:
+    """The fields of a benchmark: words are what was asked, labelled by themselves; a group stands in its place.
+
+    fields = columns("size dtype", TIME, details("losses"))
+    """
+    fields: list[Field] = []
+    for part in parts:
+        if isinstance(part, str):
+            fields += [Field(word, label=word.replace("_", " "), role="axis") for word in part.split()]
+        else:
+            fields += [part] if isinstance(part, Field) else part
+    return tuple(fields)
 
 
 def details(*names: str) -> tuple[Field, ...]:
@@ -265,21 +274,21 @@ def _batch_invariant(differ: Record, elements: list[int], alone: Record, **_: An
 # What every record has, whatever was measured.
 # Asking a case again replaces its answer; asking it under a memory limit is another question.
 IDENTITY = ("benchmark", "section", "id", "memory_limit_bytes")
-COMMON = (
-    *(Field(name, role="detail") for name in ("id", "benchmark")),
-    *axes("section", "impl", "device"),
+COMMON = columns(
+    details("id", "benchmark"),
+    "section impl device",
     Field("label", role="axis", about="How tables and plots call the row"),
     Field("peer", role="axis", about="Whether the row is somebody else's code"),
     Field("memory_limit_bytes", "B", "memory limit", "axis", shown="GiB"),
     Field("outcome", role="outcome"),
     Field("reason", role="outcome"),
-    *details("comparison", "clock", "samples_s", "crashed"),
+    details("comparison", "clock", "samples_s", "crashed"),
     TIME,
     Field("mean_s", "s", "mean", "detail", shown="ms"),
     Field("std_s", "s", "standard deviation", "detail", shown="ms"),
-    *(Field(name, "s", role="detail", shown="ms") for name in ("p20_s", "p80_s", "min_s")),
+    [Field(name, "s", role="detail", shown="ms") for name in ("p20_s", "p80_s", "min_s")],
     Field("rounds", role="detail"),
-    *CONDITIONS,
+    CONDITIONS,
     Field(
         "clock_share_s", "s", "clock's share", "detail", "What the clock adds to a call, taken off each sample", "µs"
     ),
@@ -292,14 +301,14 @@ COMMON = (
         about="What the small cases of lmsys check say of the row, extreme ones of a row of the table; none: not asked",
     ),
     Field("alone", role="detail", about="Whether it was timed by itself, not in turns with its comparison"),
-    *details("same_bits", "proof", "seal"),
+    details("same_bits", "proof", "seal"),
     REPEATABLE,
     BATCH_INVARIANT,
     ERROR,
     COMPILE,
     Field("flops", "FLOP", "work", "detail"),
     SUSTAINED_FRACTION,
-    *ENERGY,
+    ENERGY,
 )
 
 

@@ -31,9 +31,24 @@ from lmsys.measure.compare import Lost
 
 PACKAGES = "lmsys", "benchmarks", "dev"
 OWNERS = (
-    *(builtins, json, math, operator, random, statistics, time, sys, random.Random),
-    *(torch, torch.Tensor, torch.cuda, torch.cuda.Event, torch.cuda.Stream, torch.autograd, torch.linalg),
-    *(torch.nn.functional, torch.profiler),
+    builtins,
+    json,
+    math,
+    operator,
+    random,
+    statistics,
+    time,
+    sys,
+    random.Random,
+    torch,
+    torch.Tensor,
+    torch.cuda,
+    torch.cuda.Event,
+    torch.cuda.Stream,
+    torch.autograd,
+    torch.linalg,
+    torch.nn.functional,
+    torch.profiler,
 )
 IGNORED = {"__dict__", "__weakref__", "__builtins__", "__cached__", "displayhook", "excepthook", "manual_seed"}
 COMPILED = "__compiled_fn_", "__resume_at_"  # what torch.compile puts into the modules of what it compiles, and removes

@@ -10,7 +10,7 @@ from tests.support.harness import Telling, cases_of, records
 
 
 class Adding(Telling):
-    fields = fields.axes("size")
+    fields = fields.columns("size")
 
 
 class Ranges:
