@@ -4,8 +4,6 @@ The bench and its judges are today's, the oracle among them; all else is as it w
 clock and held to one budget, and any state will do whose rows can still be imported. Imports no torch.
 """
 
-import fcntl
-import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lmsys.files import cache_folder, git
+from lmsys.files import git
 from lmsys.values import hold
 
 PACKAGE = Path(__file__).parents[1]
@@ -22,7 +20,7 @@ PACKAGE = Path(__file__).parents[1]
 ROWS = "attention", "kernels", "model", "parallel", "tokenizer", "training", "autograd.py", "config.py"
 # Files inside these folders that are taken from today's code anyway: the oracle, and what benchmarks themselves call.
 JUDGES = "attention/contract.py", "attention/naive.py", "parallel/group.py", "training/prepare.py"
-PREFIX = "against-"
+PREFIX = "lmsys-against-"  # of a folder among temporary files
 
 
 class Checkout:
@@ -48,9 +46,14 @@ class Checkout:
             (self.commit or is_folder, f"{begin}: neither a folder nor a git reference of {self.root}"),
         )
         self.name = self.commit[:10] or "".join(letter if letter.isalnum() else "-" for letter in folder.resolve().name)
-        self._temporary, self._lock = _temporary_folder()
+        self._temporary = Path(tempfile.mkdtemp(prefix=PREFIX))
         try:
-            earlier = self._unpacked(self._temporary / "earlier") if self.commit else folder.resolve()
+            earlier = folder.resolve()
+            if self.commit:
+                earlier = self._temporary / "earlier"
+                archive = subprocess.Popen(["git", "-C", self.root, "archive", self.commit], stdout=subprocess.PIPE)
+                with archive, tarfile.open(fileobj=archive.stdout, mode="r|") as file:
+                    file.extractall(earlier, filter="data")
             self.folder = self._temporary / "tree"
             _mirror(earlier, self.folder)
             bench = [path for path in sorted(PACKAGE.iterdir()) if path.name not in (*ROWS, "__pycache__")]
@@ -95,7 +98,6 @@ class Checkout:
 
     def close(self) -> None:
         shutil.rmtree(self._temporary, ignore_errors=True)
-        os.close(self._lock)
 
     def _mapped(self, path: Path) -> Path:
         path = Path.cwd() / path
@@ -103,48 +105,9 @@ class Checkout:
         is_ours = path.is_relative_to(self.root) and not is_installed
         return self.folder / path.relative_to(self.root) if is_ours else path
 
-    def _unpacked(self, folder: Path) -> Path:
-        archive = subprocess.Popen(["git", "-C", self.root, "archive", self.commit], stdout=subprocess.PIPE)
-        with archive, tarfile.open(fileobj=archive.stdout, mode="r|") as file:
-            file.extractall(folder, filter="data")
-        return folder
-
 
 def _mirror(earlier: Path, folder: Path) -> None:
     """A folder of links to what is in another, of none where that is a file."""
     folder.mkdir()
     for path in earlier.iterdir() if earlier.is_dir() else ():
         (folder / path.name).symlink_to(path)
-
-
-def _temporary_folder() -> tuple[Path, int]:
-    """A new folder in the user's cache, and the lock that says that it is in use, as an open file's number.
-
-    Those that killed runs have left there are removed.
-    """
-    cache = cache_folder()
-    cache.mkdir(parents=True, exist_ok=True)
-    lock = _locked(cache, fcntl.LOCK_EX)
-    assert lock is not None
-    try:
-        for folder in cache.glob(f"{PREFIX}*"):
-            if (left_over := _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(left_over)
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=cache))
-        used = _locked(folder, fcntl.LOCK_EX)
-        assert used is not None
-        return folder, used
-    finally:
-        os.close(lock)
-
-
-def _locked(folder: Path, how: int) -> int | None:
-    """The open file that holds the lock; None where another does."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(file, how)
-    except BlockingIOError:
-        os.close(file)
-        return None
-    return file

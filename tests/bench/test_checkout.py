@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from lmsys import files
 from lmsys.bench import checkout
-from lmsys.bench.checkout import JUDGES, PACKAGE, PREFIX, ROWS, Checkout
+from lmsys.bench.checkout import JUDGES, PACKAGE, ROWS, Checkout
 
 
 def git(folder: Path, *words: str) -> str:
@@ -38,7 +39,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tell(folder, *files, "lmsys/testing.py", "lmsys/autograd.py", text="today")
     monkeypatch.chdir(folder / "work")
     monkeypatch.setattr(checkout, "PACKAGE", folder / "lmsys")
-    monkeypatch.setenv("LMSYS_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     return folder
 
 
@@ -70,7 +72,7 @@ def test_rows_are_as_they_were_and_the_bench_is_of_today(is_folder: bool, reposi
     assert found.commit == ("" if is_folder else git(repository, "rev-parse", "HEAD").strip())
     assert found.name == ("a-copy" if is_folder else found.commit[:10])
     found.close()
-    assert not list((repository.parent / "cache").iterdir())
+    assert not list((repository.parent / "temporary").iterdir())
     if is_folder:
         assert git(Path(text), "status", "--short") == ""
 
@@ -95,19 +97,7 @@ def test_what_is_no_state_is_refused(repository: Path) -> None:
         Checkout("HEAD")
     with pytest.raises(ValueError, match="it has no folder work"):
         Checkout("./HEAD")
-    assert not list((repository.parent / "cache").iterdir())
-
-
-def test_what_a_killed_run_has_left_is_removed_and_what_is_in_use_is_not(repository: Path) -> None:
-    cache = repository.parent / "cache"
-    left_over = cache / f"{PREFIX}killed"
-    left_over.mkdir(parents=True)
-    first = Checkout("HEAD")
-    second = Checkout("HEAD")
-    assert not left_over.exists() and first.folder.is_dir() and second.folder.is_dir()
-    for one in (first, second):
-        one.close()
-    assert not list(cache.iterdir())
+    assert not list((repository.parent / "temporary").iterdir())
 
 
 def test_the_list_of_what_stays_as_it_was_names_what_there_is() -> None:

@@ -78,7 +78,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_sweep_says_what_became_slower_and_what_broke(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = ENVIRONMENT | {"LMSYS_CACHE_DIR": str(tmp_path / "cache")}
+    environment = ENVIRONMENT | {"LMSYS_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
     line = command(*SMALL, *QUIET, "--lmsys-against", "HEAD")
     ended = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     commit = git(folder, "rev-parse", "HEAD").strip()
@@ -87,7 +87,7 @@ def test_a_sweep_says_what_became_slower_and_what_broke(
     slower = r"^slower +\d+\.\d+ +\d+\.\d+ to \d+\.\d+  default-32-float32-slower(?:: disturbed .*)?$"
     assert re.search(slower, ended.stdout, re.MULTILINE)  # a busy machine disturbs it
     assert re.search(r"^mended +default-32-float32-mended: product is .* the allowed error", ended.stdout, re.MULTILINE)
-    assert not list((tmp_path / "cache").glob("against-*")), "the earlier state was left behind"
+    assert not list(tmp_path.glob("lmsys-against-*")), "the earlier state was left behind"
 
     records = load(folder / "out.json")["records"]
     earlier = {one["impl"]: one for one in map(today, records) if one.get("against")}
