@@ -70,7 +70,7 @@ _ENTROPY = random.SystemRandom()
 
 
 @dataclass
-class Found:
+class Measured:
     """On a rank: what is wrong with a result, empty if nothing is; seconds of each call through ours, and of one in
     torch's plain loop; number and draw of the timed calls that were checked."""
 
@@ -81,14 +81,14 @@ class Found:
 
 
 @ranks.on_part
-def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: int) -> Found:
+def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: int) -> Measured:
     """Ours and the plain loop take about so many `seconds` both; None: the operation is checked only."""
     group, inputs = ranks.subgroup(case.world_size), Inputs(case, seed)
     call = _ours(case, inputs, group)
     inputs.fill(seed)
     wrong = _differences(inputs, {seed: call()}).get(seed, "")
     if seconds is None or _most(float(bool(wrong)), group):
-        return Found(wrong)
+        return Measured(wrong)
     plain = _plain(case, inputs.stream[: case.numel].clone(), group)
     calls = max(2, min(LOOP, int(LOOP_S / _loop(plain, 1, group))))
     loop = min(_loop(plain, calls, group) for _ in range(2))
@@ -97,9 +97,9 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
     drawn, checked = _plan(int(rounds), group)
     samples, kept = _times(call, inputs, drawn, checked, group)
     loop = min(loop, _loop(plain, calls, group))
-    for draw, text in _differences(inputs, {drawn[number]: found for number, found in kept.items()}).items():
+    for draw, text in _differences(inputs, {drawn[number]: result for number, result in kept.items()}).items():
         wrong = f"right before it was timed, not in timed call {drawn.index(draw)}: {text}"
-    return Found(wrong, samples, loop, [(number, drawn[number]) for number in checked])
+    return Measured(wrong, samples, loop, [(number, drawn[number]) for number in checked])
 
 
 def _plan(rounds: int, group: Any) -> tuple[list[int], list[int]]:
@@ -116,8 +116,8 @@ def _times(
     """(seconds of each call, by number copies of the results that are checked), whose memory is there beforehand."""
     room = [torch.empty_like(inputs.out) for _ in checked]
 
-    def keep(found: Tensor, key: int | None) -> Tensor | None:
-        return None if key is None else room.pop().copy_(found)
+    def keep(result: Tensor, key: int | None) -> Tensor | None:
+        return None if key is None else room.pop().copy_(result)
 
     step = Step(lambda _: call(), redraw=inputs.fill, keep=keep)
     return ranks.times(step, drawn, group, keys=dict.fromkeys(checked, 0), lead_s=LEAD_S)
@@ -154,14 +154,18 @@ class Inputs:
     def expected(self, drawn: Iterable[int]) -> dict[int, Tensor]:
         """By draw: what this rank's result should be, of a mean the sum."""
         world_size, rank, kind = self.case.world_size, self.rank, self.case.impl
-        found: dict[int, list[Tensor]] = {draw: [] for draw in drawn}
-        for one in range(1 if kind == "broadcast" else world_size):
-            stream = self.stream if one == rank else self.stream_of(one)
-            for draw, parts in found.items():
-                part = self.window(stream, one, draw)
-                part = part.chunk(world_size)[rank] if kind == "reduce_scatter" else part
-                parts[:] = [parts[0] + part] if parts and kind in MEANS else [*parts, part.clone()]
-        return {draw: torch.cat(parts) for draw, parts in found.items()}
+        by_draw: dict[int, list[Tensor]] = {draw: [] for draw in drawn}
+        for sender in range(1 if kind == "broadcast" else world_size):
+            stream = self.stream if sender == rank else self.stream_of(sender)
+            for draw, parts in by_draw.items():
+                part = self.window(stream, sender, draw)
+                if kind == "reduce_scatter":
+                    part = part.chunk(world_size)[rank]
+                if parts and kind in MEANS:
+                    parts[0] = parts[0] + part
+                else:
+                    parts.append(part.clone())
+        return {draw: torch.cat(parts) for draw, parts in by_draw.items()}
 
 
 def _ours(case: CollectiveCase, inputs: Inputs, group: Any) -> Callable[[], Tensor]:
@@ -193,14 +197,13 @@ def _plain(case: CollectiveCase, x: Tensor, group: Any) -> Callable[[], Any]:
 
 def _differences(inputs: Inputs, results: Mapping[int, Tensor]) -> dict[int, str]:
     """Says what is wrong with which results, by the draws of their inputs."""
-    case, said = inputs.case, dict[int, str]()
+    case, differences = inputs.case, dict[int, str]()
     scale = case.world_size if case.impl in MEANS else 1
     for draw, expected in inputs.expected(results).items():
-        found = (results[draw] * scale).round()  # exact but for the division
-        if not torch.equal(found, expected):
-            off = (found - expected).abs().max().item() / scale
-            said[draw] = f"rank {inputs.rank}: the result of {case.impl} is off by {off:.3g}"
-    return said
+        off = ((results[draw] * scale).round() - expected).abs().max().item() / scale  # exact but for the division
+        if off != 0:
+            differences[draw] = f"rank {inputs.rank}: the result of {case.impl} is off by {off:.3g}"
+    return differences
 
 
 def _loop(call: Callable[[], Any], calls: int, group: Any) -> float:
@@ -216,9 +219,9 @@ def _loop(call: Callable[[], Any], calls: int, group: Any) -> float:
 
 def _most(value: float, group: Any) -> float:
     """The largest of any rank."""
-    found = torch.tensor(value, device=device())
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return found.item()
+    largest = torch.tensor(value, device=device())
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest.item()
 
 
 OPERATIONS = Table(
@@ -282,7 +285,7 @@ class Collectives(OnRanks):
         for backend in grid["backend"] or (("nccl", "gloo") if settings.device == "cuda" else ("gloo",)):
             on, sizes = "cuda" if backend == "nccl" else "cpu", ranks.world_sizes(grid, backend)
             for size, operation, megabytes in product(
-                [one for one in sizes if one > 1], OPERATIONS.select(grid["operation"]), grid["megabytes"]
+                [size for size in sizes if size > 1], OPERATIONS.select(grid["operation"]), grid["megabytes"]
             ):
                 yield CollectiveCase(grid.name, operation, on, megabytes, size, backend)
 
@@ -292,30 +295,31 @@ class Collectives(OnRanks):
     def sample(self, turn: Sequence[CollectiveCase], trial: Any) -> None:
         """Checks the only case of the turn, and takes its samples: seconds of each call, of the slowest rank."""
         (case,) = turn
-        settings, candidate = trial.settings, trial.candidate(case)
-        arguments = case, settings.seconds_per_row if settings.timed else None, settings.min_rounds, settings.seed
-        found = candidate.attempt(trial.runner.ranks.run, case.world_size, case.backend, measure, *arguments) or ()
-        if wrong := [one.wrong for one in found if one.wrong]:
+        settings, candidate, measurement = trial.settings, trial.candidate(case), trial.measurements[case.id]
+        seconds = settings.seconds_per_row if settings.timed else None
+        answers: list[Measured] | None = candidate.attempt(
+            trial.runner.ranks.ask, case, measure, seconds, settings.min_rounds, settings.seed
+        )
+        wrong = [answer.wrong for answer in answers or () if answer.wrong]
+        if wrong:
             candidate.failed("wrong", wrong[0])
-        elif found and settings.timed:
-            measurement, ratios = trial.measurements[case.id], {"result": 0.0}
-            measurement.samples = list(map(max, zip(*(one.samples for one in found), strict=True)))
-            measurement.proof = [
-                {"call": number, "draw": draw, "error_ratios": ratios} for number, draw in found[0].checked
-            ]
-            candidate.judge(ratios)
-            candidate.notes["loop_s"] = max(one.loop_s for one in found)
+        elif answers and settings.timed:
+            measurement.samples = ranks.slowest(answer.samples for answer in answers)
+            for number, draw in answers[0].checked:
+                measurement.proof.append({"call": number, "draw": draw, "error_ratios": {"result": 0.0}})
+            candidate.judge({"result": 0.0})
+            candidate.notes["loop_s"] = max(answer.loop_s for answer in answers)
 
     def metrics(self, case: CollectiveCase, record: Record, machine: Record) -> Record:
-        found: Record = {"bytes": 4 * case.numel}
-        if time_s := record.get("time_s"):
-            rate, factor = found["bytes"] / time_s, bus_factor(case.impl, case.world_size)
-            found |= {
-                "algorithm_bytes_per_s": rate,
-                "bus_bytes_per_s": rate * factor,
-                "loop_fraction": record["loop_s"] / time_s,
-            }
-        return found
+        work, time_s = {"bytes": 4 * case.numel}, record.get("time_s")
+        if not time_s:
+            return work
+        rate = work["bytes"] / time_s
+        return work | {
+            "algorithm_bytes_per_s": rate,
+            "bus_bytes_per_s": rate * bus_factor(case.impl, case.world_size),
+            "loop_fraction": record["loop_s"] / time_s,
+        }
 
 
 test_collectives = bench(Collectives)

@@ -164,9 +164,8 @@ class Field:
 
     def value(self, record: Record) -> Any:
         """The value that `of` makes of the record; None where the record lacks what it needs."""
-        assert self.of is not None
         try:
-            return self.of(record)
+            return self.of(record) if self.of else None
         except (KeyError, TypeError, ZeroDivisionError):
             return None
 

@@ -3,7 +3,7 @@
 import gc
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -42,20 +42,19 @@ def backend_of(device: str) -> str:
     return "nccl" if device == "cuda" else "gloo"
 
 
-def default_world_size(backend: str) -> int:
-    """Every GPU; on a CPU two; under torchrun all that there are."""
-    on_this_machine = torch.cuda.device_count() if backend == "nccl" else 2
-    return group.world_size if (group := joined()) is not None else on_this_machine
-
-
 def num_nodes() -> int:
     """The machines that the ranks stand on."""
-    return group.num_nodes if (group := joined()) is not None else 1
+    group = joined()
+    return group.num_nodes if group is not None else 1
 
 
 def world_sizes(grid: Grid, backend: str) -> list[int]:
-    """The grid's numbers of ranks, where 0 is as many as there are; more only where the command line asks for them."""
-    most, asked = default_world_size(backend), "world_size" in grid.given
+    """The grid's numbers of ranks, where 0 is as many as there are; more only where the command line asks for them.
+
+    There is one for each GPU, on a CPU there are two, and under torchrun as many as it has started.
+    """
+    group, asked = joined(), "world_size" in grid.given
+    most = group.world_size if group is not None else torch.cuda.device_count() if backend == "nccl" else 2
     return list(dict.fromkeys(size or most for size in grid["world_size"] if asked or size <= most))
 
 
@@ -88,6 +87,10 @@ class Ranks:
         except WorkerError:
             self._group = None  # it has ended
             raise
+
+    def ask(self, case: Any, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results of function(case, *args) on the ranks of a case."""
+        return self.run(case.world_size, case.backend, function, case, *args)
 
     def entropy(self, world_size: int, backend: str) -> int:
         """A number that nobody can foresee: the first rank's, so that under torchrun all have the same."""
@@ -210,6 +213,11 @@ def _together(group: Any) -> Callable[[], Any]:
 def entropy() -> int:
     """Draws a number on a rank that nobody can foresee."""
     return _ENTROPY.getrandbits(53)
+
+
+def slowest(samples: Iterable[Sequence[float]]) -> list[float]:
+    """Seconds of each call, of the rank that took longest for it."""
+    return list(map(max, zip(*samples, strict=True)))
 
 
 def release() -> None:

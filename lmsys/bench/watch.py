@@ -77,17 +77,14 @@ class Heartbeat:
         self.beat(NOBODY, "while no row was at work", math.inf)
 
     def renew(self, seconds: float) -> None:
-        """The same row has so long from now on."""
+        """Extends the current row's deadline to `seconds` from now."""
         last = read_beat(self._memory)
         self.beat(last.row, last.doing, seconds if last.row != NOBODY else math.inf)
 
-    def beat_on_gpu(self, row: int) -> None:
-        """The same in the current stream: once the GPU comes to it, what is launched next is at work there."""
-        self._gpu.enqueue(row)
-
     @cached_property
-    def _gpu(self) -> "_GpuRow":
-        return _GpuRow(self._memory)
+    def gpu(self) -> "GpuRow":
+        """The row that the GPU is at, which is behind the host."""
+        return GpuRow(self._memory)
 
 
 def read_beat(memory: Any) -> Beat:
@@ -96,7 +93,7 @@ def read_beat(memory: Any) -> Beat:
     return Beat(number, until, row, doing.rstrip(b"\0").decode(errors="replace"), gpu_row - 1, gpu_seen)
 
 
-class _GpuRow:
+class GpuRow:
     """A number in the host's pinned memory, which the GPU writes, and a thread that copies it where the parent sees."""
 
     def __init__(self, memory: Any):
@@ -107,6 +104,7 @@ class _GpuRow:
         threading.Thread(target=self._copy, daemon=True).start()
 
     def enqueue(self, row: int) -> None:
+        """A beat in the current stream: once the GPU comes to it, what is launched next is at work there."""
         self._host.copy_(self._rows[row : row + 1], non_blocking=True)
 
     def _copy(self) -> None:
@@ -115,7 +113,7 @@ class _GpuRow:
             time.sleep(COPY_S)
 
 
-WARM_S, TIMES_EXPECTED = 30.0, 20.0  # for a call that has run before: so long, or so often what it should take
+WARM_S, TIMES_EXPECTED = 30.0, 20.0  # deadline of a warm call: 30 s, or 20 times what it should take, if that is longer
 
 
 class Watch:
@@ -191,7 +189,7 @@ class Watch:
             if failure:
                 raise BenchFault(failure[1])
             if self._on_gpu:
-                self.heartbeat.beat_on_gpu(row)
+                self.heartbeat.gpu.enqueue(row)
             at_work(nothing)
 
         def keep(result: Any, key: int | None) -> Any:
