@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch import Tensor
-
 from lmsys.bench import fields, instruments
 from lmsys.bench.benchmark import Benchmark, Candidate
 from lmsys.measure import clock, compare, energy, repeats
@@ -88,20 +86,19 @@ def same_bits(benchmark: Benchmark, candidate: Candidate, setup: Any, seconds: f
     if failure:
         return record | {"failure": failure[1]}
     first, record["calls"], record["differ"] = again
-    stable = {name: x for name, x in first.items() if name not in record["differ"]}
-    alone, failure = candidate.watched(_alone, benchmark, candidate, call, stable)
-    return record | ({"failure": failure[1]} if failure else alone)
+    whole = {name: x for name, x in first.items() if name not in record["differ"]}
 
+    def alone() -> fields.Record:
+        """The elements that were called alone, the first and the last, and what was not as in the whole batch."""
+        batch, differ = benchmark.batch_of(candidate), dict[str, float]()
+        elements = [0, batch - 1] if batch > 1 else []
+        for element in elements:
+            sizes = repeats.apart(call(element), {name: x[[element]] for name, x in whole.items()})
+            differ |= {name: max(size, differ.get(name, 0.0)) for name, size in sizes.items()}
+        return {"elements": elements, "alone": differ}
 
-def _alone(benchmark: Benchmark, candidate: Candidate, call: Any, whole: dict[str, Tensor]) -> fields.Record:
-    """The elements that were called alone, the first and the last, and what was not as in the `whole` batch."""
-    batch = benchmark.batch_of(candidate)
-    elements = [0, batch - 1] if batch > 1 else []
-    differ: dict[str, float] = {}
-    for element in elements:
-        sizes = repeats.apart(call(element), {name: x[[element]] for name, x in whole.items()})
-        differ |= {name: max(size, differ.get(name, 0.0)) for name, size in sizes.items()}
-    return {"elements": elements, "alone": differ}
+    finding, failure = candidate.watched(alone)
+    return record | ({"failure": failure[1]} if failure else finding)
 
 
 def energy_fields(
@@ -115,10 +112,10 @@ def energy_fields(
     if why_not := runner.sensors.why_no_joules:
         return {"energy_note": why_not}
 
-    def done() -> None:
+    def wait() -> None:
         clock.synchronize(runner.settings.device)
         runner.heartbeat.renew(runner.settings.deadline_s)  # the deadline is that of a few calls
 
-    measured, failure = candidate.watched(lambda: energy.of_step(step(), runner.sensors, done))
+    measured, failure = candidate.watched(lambda: energy.of_step(step(), runner.sensors, wait))
     failure = failure or impossible(measured.call_s)
     return {"energy_note": failure[1]} if failure else measured.record(tokens)

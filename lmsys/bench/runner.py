@@ -32,14 +32,18 @@ class Runner(instruments.Instruments):
             _ = self.guard if self.is_watched else self.ready()  # before a user's file is imported
         self.heartbeat.beat(watch.NOBODY, "while it was imported", self.settings.deadline_s)
         try:
-            asked = [fields.filled(grid, benchmark.axes, fields.given_axes(benchmark.axes, texts)) for grid in grids]
-            cases = {case.id: case for grid in asked for case in benchmark.cases(grid, self.settings)}
+            cases, rows = dict[str, Case](), dict[tuple[str, str], fields.Record]()
+            for grid in grids:
+                grid = fields.filled(grid, benchmark.axes, fields.given_axes(benchmark.axes, texts))
+                cases |= {case.id: case for case in benchmark.cases(grid, self.settings)}
             if "guard" in vars(self) and (names := self.guard.mend()):
                 raise ValueError(
                     f"a file replaces {', '.join(names)} when it is imported, by which its rows are judged"
                 )
-            pairs = [pair for case in cases.values() for pair in benchmark.rows_of(case).items()]
-            return cases, {(kind, row.name): row.to_json() | Traits.of(row).changed for kind, row in pairs}
+            for case in cases.values():
+                for kind, row in benchmark.rows_of(case).items():
+                    rows[kind, row.name] = row.to_json() | Traits.of(row).changed
+            return cases, rows
         finally:
             self.heartbeat.rest()
 

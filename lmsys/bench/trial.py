@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from lmsys import draws
@@ -14,7 +15,7 @@ from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement
 from lmsys.bench.fields import Record
 from lmsys.bench.record import rounded, summarize
 from lmsys.measure import clock, profile, sensors
-from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
+from lmsys.measure.compare import Failure, attempt, interleave, release_memory
 from lmsys.measure.step import Step, nothing
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
@@ -54,7 +55,7 @@ class Trial:
             candidate.watch = partial(self.watch.attempt, candidate)
         self.measurements = {case.id: Measurement() for case in cases}
         self.setup: Any = None
-        self._told: set[str] = set()
+        self._given: set[str] = set()
         self._readings: list[sensors.Reading] = []  # of the turn that is sampled
         self.called_here: set[str] = set()  # cases whose calls this process makes
 
@@ -82,7 +83,8 @@ class Trial:
             if case.id in self.ended:
                 outcome, reason, crashed = self.ended[case.id]
                 self.candidate(case).failed(outcome, reason)
-                self.candidate(case).notes |= {"crashed": True} if crashed else {}
+                if crashed:
+                    self.candidate(case).notes["crashed"] = True
         self.watch.doing = "while it was asked whether it can run"
         for candidate in self.good():
             why, failure = candidate.watched(benchmark.why_not, candidate.case)
@@ -102,7 +104,7 @@ class Trial:
         release_memory()
 
     def _first_call(self, candidate: Candidate) -> None:
-        def opened() -> None:
+        def first_call() -> None:
             start = time.perf_counter()
             with findings.interpreted_kernels() as launched, findings.loaded_kernels() as kernels:
                 self.benchmark.open(candidate, self.setup)
@@ -110,7 +112,7 @@ class Trial:
             clock.synchronize(self.settings.device)
             candidate.compile_s, candidate.interpreted = time.perf_counter() - start, bool(launched)
 
-        candidate.attempt(opened)
+        candidate.attempt(first_call)
         self._mend([candidate])
 
     def _mend(self, suspects: Sequence[Candidate]) -> None:
@@ -128,28 +130,28 @@ class Trial:
         return candidate.outcome == "ok" and not candidate.interpreted and not self.measurements[case.id].failure
 
     def take(self, turn: Cases) -> None:
-        if turn := [case for case in turn if self.is_able(case)]:  # what fails in one turn is not in the next
-            self.watch.doing = "while it was timed"
-            if len(turn) == 1:
-                self.watch.beat(self.candidate(turn[0]))
-            conditions, self._readings = self.runner.conditions(), []
-            self.benchmark.sample(turn, self)
-            self.watch.heartbeat.rest()
-            fields = conditions.record(self._readings)
-            for case in turn:
-                self.measurements[case.id].record = fields | self.measurements[case.id].record
-            self._mend([self.candidate(case) for case in turn])
-            self.watch.doing = "when timed calls were checked"
-            self.check_timed(turn)
+        turn = [case for case in turn if self.is_able(case)]  # what fails in one turn is not in the next
+        if not turn:
+            return
+        self.watch.doing = "while it was timed"
+        if len(turn) == 1:
+            self.watch.beat(self.candidate(turn[0]))
+        conditions, self._readings = self.runner.conditions(), []
+        self.benchmark.sample(turn, self)
+        self.watch.heartbeat.rest()
+        fields = conditions.record(self._readings)
+        for case in turn:
+            self.measurements[case.id].record = fields | self.measurements[case.id].record
+        self._mend([self.candidate(case) for case in turn])
+        self.watch.doing = "when timed calls were checked"
+        for case in turn:
+            self._check_timed(case)
         self.watch.doing = "when its memory was measured"
         for case in turn:
-            measurement = self.measurements[case.id]
-            if measurement.samples:
-                measurement.failure = measurement.failure or self.impossible(
-                    case, statistics.median(measurement.samples)
-                )
+            candidate, measurement = self.candidate(case), self.measurements[case.id]
+            if measurement.samples and not measurement.failure:
+                measurement.failure = self.impossible(case, statistics.median(measurement.samples))
             if self.is_able(case) and measurement.samples is not None:
-                candidate = self.candidate(case)
                 fields, _ = candidate.watched(self.benchmark.inspect, case, candidate, self.setup)
                 measurement.record |= fields or {}
                 if self.settings.energy:
@@ -246,26 +248,23 @@ class Trial:
         keep = watch.copied if step.keep is nothing and judges_calls(benchmark) else step.keep
         return self.watch.over(step, candidate, self.redraw_of(step), keep), None
 
-    def check_timed(self, turn: Cases) -> None:
-        """Judges the timed calls that were kept, each by its own inputs, which are drawn again."""
-        for case in turn:
-            measurement = self.measurements[case.id]
-            for kept in sorted(measurement.kept, key=lambda call: call.index):
-                if self.is_able(case):
-                    self._judge(case, measurement, kept)
-            measurement.kept = []
-
-    def _judge(self, case: Any, measurement: Measurement, kept: Kept) -> None:
-        candidate = self.candidate(case)
-        self.benchmark.redraw(self.setup, kept.draw)
-        ratios, failure = candidate.watched(self.benchmark.judge, case, candidate, self.setup, kept)
-        if ratios and not failure:
-            worst, failure = verdict(ratios)
-            candidate.error_ratio = max(worst or 0.0, candidate.error_ratio or 0.0)
-            call = {"call": kept.index, "draw": kept.draw, "key": kept.key, "error_ratios": dict(ratios)}
-            measurement.proof.append(call | kept.evidence)
-        if failure:
-            measurement.failure = failure[0], f"right before it was timed, not in timed call {kept.index}: {failure[1]}"
+    def _check_timed(self, case: Case) -> None:
+        """Judges the timed calls that were kept, each by its own inputs, which are drawn again, up to a wrong call."""
+        candidate, measurement = self.candidate(case), self.measurements[case.id]
+        for kept in sorted(measurement.kept, key=attrgetter("index")):
+            if not self.is_able(case):
+                break
+            self.benchmark.redraw(self.setup, kept.draw)
+            ratios, failure = candidate.watched(self.benchmark.judge, case, candidate, self.setup, kept)
+            if ratios and not failure:
+                worst, failure = verdict(ratios)
+                candidate.error_ratio = max(worst or 0.0, candidate.error_ratio or 0.0)
+                call = {"call": kept.index, "draw": kept.draw, "key": kept.key, "error_ratios": dict(ratios)}
+                measurement.proof.append(call | kept.evidence)
+            if failure:
+                reason = f"right before it was timed, not in timed call {kept.index}: {failure[1]}"
+                measurement.failure = failure[0], reason
+        measurement.kept = []
 
     def sampled(self, least: int = 1) -> list[Case]:
         """The cases with that many samples or more, and those that ended without."""
@@ -278,16 +277,17 @@ class Trial:
     def check_again(self) -> None:
         """Checks rows of which no timed call was checked, on new inputs."""
         self.watch.doing = "in its check after it was timed"
-        if again := [candidate for candidate in self.good() if self._needs_check(candidate)]:
+        again = dict[Any, Candidate]()
+        for case in self.cases:
+            measurement = self.measurements[case.id]
+            if self.is_able(case) and measurement.samples and not measurement.proof:
+                again[self.benchmark.key(case)] = self.candidate(case)
+        if again:
             self.benchmark.redraw(self.setup, self.settings.seed + 2)
-            self.benchmark.check_all(again, self.setup, self.runner)
-            for candidate in again:
-                if candidate.outcome != "ok":
-                    candidate.reason = f"right before it was timed, not after: {candidate.reason}"
-
-    def _needs_check(self, candidate: Candidate) -> bool:
-        measurements = [self.measurements[case.id] for case in self.cases if self.candidate(case) is candidate]
-        return any(each.samples and not (each.proof or each.failure) for each in measurements)
+            self.benchmark.check_all([*again.values()], self.setup, self.runner)
+        for candidate in again.values():
+            if candidate.outcome != "ok":
+                candidate.reason = f"right before it was timed, not after: {candidate.reason}"
 
     def repeat(self) -> None:
         """Calls each row that was timed several times on one draw: whether it gives the same bits.
@@ -320,8 +320,8 @@ class Trial:
 
     def results(self, cases: Iterable[Case]) -> Iterator[Result]:
         for case in cases:
-            if case.id not in self._told:
-                self._told.add(case.id)
+            if case.id not in self._given:
+                self._given.add(case.id)
                 yield self._result(case)
 
     def _result(self, case: Case) -> Result:
