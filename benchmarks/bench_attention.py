@@ -23,6 +23,7 @@ from lmsys.bench import (
     Entry,
     Field,
     Grid,
+    Kept,
     Record,
     Settings,
     Step,
@@ -227,7 +228,7 @@ class Attention(Benchmark):
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)
 
-    def judge(self, case: AttentionTest, candidate: Candidate, setup: Setup, kept: compare.Kept) -> Mapping[str, float]:
+    def judge(self, case: AttentionTest, candidate: Candidate, setup: Setup, kept: Kept) -> Mapping[str, float]:
         return setup.spots.judge(case.direction != "fwd", kept, rms=candidate.state != "has float32")
 
     def repeat(self, record: Record, call: Record) -> Iterator[str]:

@@ -25,6 +25,7 @@ from lmsys.bench import (
     Entry,
     Field,
     Grid,
+    Kept,
     Record,
     Settings,
     Step,
@@ -36,7 +37,7 @@ from lmsys.bench import (
 )
 from lmsys.check.loss import faults_of_options
 from lmsys.draws import Draws
-from lmsys.measure import compare, memory
+from lmsys.measure import memory
 
 UNCHUNKED = "benchmarks.loss:unchunked"
 TORCH_CHUNKED = "benchmarks.loss:torch_chunked"
@@ -158,7 +159,7 @@ class Loss(Benchmark):
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)
 
-    def judge(self, case: LossTest, candidate: Candidate, setup: Setup, kept: compare.Kept) -> Mapping[str, float]:
+    def judge(self, case: LossTest, candidate: Candidate, setup: Setup, kept: Kept) -> Mapping[str, float]:
         return setup.inputs.judge(kept)
 
     def repeat(self, record: Record, call: Record) -> Iterator[str]:

@@ -15,8 +15,9 @@ from benchmarks.model.rig import Rig, cold_samples
 from lmsys import checkpointing, processes, traits
 from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, Step, bench, fields
 from lmsys.cost import memory, operations
-from lmsys.measure.compare import Failure, Kept, attempt
+from lmsys.measure.compare import attempt
 from lmsys.measure.machine import peak_flops_per_s
+from lmsys.measure.step import Failure, Kept
 
 RECOMPUTING = "train_forward", "backward", "step"  # modes that differ by what is kept for a backward
 

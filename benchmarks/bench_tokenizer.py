@@ -24,6 +24,7 @@ from lmsys.bench import (
     Case,
     Field,
     Grid,
+    Kept,
     Record,
     Settings,
     Step,
@@ -34,7 +35,7 @@ from lmsys.bench import (
     plain,
     positive,
 )
-from lmsys.measure import compare, memory
+from lmsys.measure import memory
 from lmsys.tokenizer import Tokenizer, chunks, naive, pretokens, train, training
 from lmsys.training.corpora import END_OF_TEXT, stdlib
 
@@ -291,7 +292,7 @@ class Tokenizers(Benchmark):
 
         return Step(lambda call: call(), call_of, redraw=setup.write, keep=keep)
 
-    def judge(self, case: TokenizerCase, candidate: Candidate, setup: Texts, kept: compare.Kept) -> Mapping[str, float]:
+    def judge(self, case: TokenizerCase, candidate: Candidate, setup: Texts, kept: Kept) -> Mapping[str, float]:
         if kept.result is None:
             return {}
         if case.task == "encode":

@@ -33,7 +33,7 @@ from lmsys import draws, testing
 from lmsys.bench import Record, plain
 from lmsys.extremes import has_extremes
 from lmsys.extremes.loss import WIDTH, ExtremeTokens, is_extreme, write_head, write_kind
-from lmsys.measure.compare import Kept
+from lmsys.measure.step import Kept
 from lmsys.model.linear import matmul_dtype
 from lmsys.training.prepare import autocast
 

@@ -40,8 +40,7 @@ from lmsys.bench import (
 )
 from lmsys.cost.operations import attention_flops
 from lmsys.extremes.attention import AttentionDraws
-from lmsys.measure.compare import Kept
-from lmsys.measure.step import nothing
+from lmsys.measure.step import Kept, nothing
 from lmsys.processes import futures
 from lmsys.testing import Inputs, Oracle, make_inputs
 

@@ -19,10 +19,16 @@ PLAIN = (  # of lmsys: what a machine without torch can import
     "watchdog",
     *"cost/__init__ cost/communication cost/memory cost/operations".split(),
     *"measure/__init__ measure/host measure/step training/config".split(),
-    *"bench/__init__ bench/benchmark bench/checkout bench/fields bench/options bench/plugin bench/record".split(),
-    *"bench/results bench/validate bench/verdict".split(),
+    *"bench/__init__ bench/benchmark bench/case bench/checkout bench/fields bench/options bench/plugin".split(),
+    *"bench/record bench/results bench/validate bench/verdict".split(),
 )
-LATE = "bench/benchmark", "bench/options", "bench/plugin", "bench/results"  # import what needs torch in functions
+LATE = (
+    "bench/benchmark",
+    "bench/case",
+    "bench/options",
+    "bench/plugin",
+    "bench/results",
+)  # import what needs torch in functions
 ROWS = "lmsys.attention", "lmsys.parallel"
 DATA = "lmsys/files.py", *(f"lmsys/training/{name}.py" for name in ("corpora", "data"))
 END_IN_A_PAGE = ("lmsys/course/__main__.py", "lmsys/leaderboard.py")  # commands that nothing imports

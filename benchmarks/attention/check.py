@@ -22,7 +22,8 @@ from torch import Tensor
 from benchmarks.models import BUDGET_RTOL, ERROR_RTOL
 from lmsys.attention import AttentionCase, Pattern, contract
 from lmsys.attention.pattern import PLAIN
-from lmsys.bench import Candidate, Entry, Record, Traits, benchmark, plain
+from lmsys.bench import Candidate, Entry, Failure, Kept, Record, Traits, plain
+from lmsys.bench.case import verdict
 from lmsys.check import kinds, question
 from lmsys.extremes.attention import AttentionDraws, Unit, drawn_unit, extreme_of
 from lmsys.measure import clock, compare
@@ -82,7 +83,7 @@ class Gate:
         self._saved = [x.clone() for x in self._tensors]
         self._oracle: Oracle | None = None
 
-    def check(self, candidate: Candidate) -> compare.Failure | None:
+    def check(self, candidate: Candidate) -> Failure | None:
         """None when the row is right, else outcome and reason.
 
         The candidate's `error_ratio` becomes the ratio that failed, or the largest that its own dtype showed.
@@ -102,7 +103,7 @@ class Gate:
         if failure:
             return failure
         strictly = judged if candidate.state == "has float32" else self._judge(outputs, rms=True)[0]
-        worst, wrong = benchmark.verdict(strictly, self.case.dtype)
+        worst, wrong = verdict(strictly, self.case.dtype)
         if wrong:
             candidate.error_ratio = worst
             return wrong
@@ -138,7 +139,7 @@ class Gate:
             plain.check_plain(name, x, self.inputs.tensors[LIKE[name]], self._tensors)
         return {name: x.clone() for name, x in found.items() if name != "lse"}
 
-    def _judge(self, outputs: dict[str, Tensor], rms: bool) -> tuple[dict[str, float], compare.Failure | None]:
+    def _judge(self, outputs: dict[str, Tensor], rms: bool) -> tuple[dict[str, float], Failure | None]:
         if self._oracle is None:
             self._oracle = Oracle(self.case, self.inputs, scale=self.case.scale, pattern=self.pattern)
         oracle, device = self._oracle, self.inputs.q.device
@@ -177,7 +178,7 @@ class Spots:
         """Those of the draw that the inputs hold."""
         return spots_of(self.case, backward, key, self.draws.extreme and self.draws.extreme[0])
 
-    def judge(self, backward: bool, kept: compare.Kept, rms: bool) -> Mapping[str, float]:
+    def judge(self, backward: bool, kept: Kept, rms: bool) -> Mapping[str, float]:
         """The worst error over its budget of each tensor; leaves one row of each part as evidence."""
         worst, parts = dict[str, float](), kept.evidence.setdefault("parts", [])
         for spot, found in zip(self._spots(backward, kept.key), kept.result, strict=True):

@@ -21,9 +21,11 @@ from torch.optim import Optimizer
 from benchmarks.model import cases, spots
 from benchmarks.models import LOSS_SCALE, Batch, arithmetic, build
 from lmsys import draws, testing
-from lmsys.bench import Settings, Step, benchmark
+from lmsys.bench import Settings, Step
+from lmsys.bench.case import verdict
 from lmsys.extremes.model import FIRST_ID, plant, planted, write_model
-from lmsys.measure import clock, compare, memory
+from lmsys.measure import clock, memory
+from lmsys.measure.step import Kept
 from lmsys.training import gradients, optimizer, prepare
 
 MOMENTS = "exp_avg", "exp_avg_sq"
@@ -263,7 +265,7 @@ class Rig:
         self._update.done(self.optimizers[case.peer]).put_back()
         return self.spots.gradients(key, 1.0) | {spots.UPDATE: self._update}
 
-    def judge(self, case: cases.ModelTest, kept: compare.Kept) -> Mapping[str, float]:
+    def judge(self, case: cases.ModelTest, kept: Kept) -> Mapping[str, float]:
         self.base.zero_grad(set_to_none=True)  # makes room
         return self.spots.judge(case, kept, self.model(case).meant if case.peer else lambda name, weight: weight)
 
@@ -293,7 +295,7 @@ class Rig:
                     update.plant(self._extremes(case), self.scaler.get_scale())
                     self.update(case)
                     update.done(self.optimizers[case.peer])
-                    if wrong := benchmark.verdict(update.ratios(), "before any timed call")[1]:
+                    if wrong := verdict(update.ratios(), "before any timed call")[1]:
                         raise WrongCall(wrong[1])
             del step  # with the memory of its graph
             if case.replayed:

@@ -36,7 +36,7 @@ from benchmarks.models import (
 from lmsys.attention.naive import naive
 from lmsys.bench.plain import check_plain
 from lmsys.extremes.model import group_of
-from lmsys.measure.compare import Kept
+from lmsys.measure.step import Kept
 from lmsys.model import TransformerLM, linear
 from lmsys.testing import BLOCK_SCORES, SPOT_TIMES
 from lmsys.training.prepare import AUTOCAST, autocast

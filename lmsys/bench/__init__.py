@@ -1,8 +1,9 @@
 """The harness, a pytest plugin: benchmarks are verified, sampled side by side and recorded. Imports no torch."""
 
-from lmsys.bench.benchmark import Benchmark, Candidate, Case, OnRanks, Settings, Tools, bench
+from lmsys.bench.benchmark import Benchmark, OnRanks, Settings, Tools, bench
+from lmsys.bench.case import Candidate, Case, Measurement
 from lmsys.bench.fields import Axis, Field, Grid, Record, Sweep, one_of, positive, yes_no
-from lmsys.measure.step import Step
+from lmsys.measure.step import Failure, Kept, Step
 from lmsys.registry import Entry, Table, Traits
 
 __all__ = [
@@ -11,8 +12,11 @@ __all__ = [
     "Candidate",
     "Case",
     "Entry",
+    "Failure",
     "Field",
     "Grid",
+    "Kept",
+    "Measurement",
     "OnRanks",
     "Record",
     "Settings",

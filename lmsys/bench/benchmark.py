@@ -14,23 +14,22 @@ test_matmul = bench(Matmul)
 """
 
 import importlib.util
-import math
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from lmsys.bench.case import Candidate, Case
 from lmsys.bench.fields import Axis, Field, Grid, Record, grouped
-from lmsys.measure.step import Step
+from lmsys.measure.step import Failure, Kept, Step
 from lmsys.registry import Entry, Table
 
 if TYPE_CHECKING:
     from lmsys.bench.ranks import Ranks
     from lmsys.measure.clock import Clock
-    from lmsys.measure.compare import Failure, Kept
 
 DEFAULT_ROUNDS = 10
 
@@ -54,117 +53,6 @@ class Settings:
     energy: bool = False
     sustained: bool = False
     checks_files: bool = True
-
-
-@dataclass(frozen=True)
-class Case:
-    """One test, in plain values: a row and the axes that a subclass adds as fields.
-
-    group       what is set up together; its cases run one after another
-    comparison  what is sampled together, and has ratios
-    id          the test's id, which is the key of the history
-    """
-
-    section: str
-    entry: Entry
-    device: str
-
-    @property
-    def axes(self) -> Record:
-        """The subclass's own fields, which go into the record as they are."""
-        return {axis.name: getattr(self, axis.name) for axis in fields(self)[len(fields(Case)) :]}
-
-    @property
-    def impl(self) -> str:
-        """The row with its options, as records and reports call it."""
-        return self.entry.name
-
-    @property
-    def label(self) -> str:
-        """How tables and plots call its row."""
-        return self.entry.label or self.entry.name
-
-    @property
-    def peer(self) -> bool:
-        """True for somebody else's code."""
-        return self.entry.peer
-
-    @property
-    def comparison(self) -> str:
-        return "-".join([self.section, *map(str, self.axes.values())])
-
-    @property
-    def group(self) -> str:
-        return self.comparison
-
-    @property
-    def id(self) -> str:
-        return f"{self.comparison}-{self.impl}"
-
-
-@dataclass
-class Ending:
-    """How something ends, as far as is known."""
-
-    outcome: str = "ok"
-    reason: str | None = None
-    error_ratio: float | None = None
-
-    def failed(self, outcome: str, reason: str) -> None:
-        self.outcome, self.reason = outcome, reason
-
-    def judge(self, ratios: Mapping[str, float], judged_as: str = "") -> None:
-        """Takes errors over their budgets, by tensor: above 1, or no number, is wrong."""
-        self.error_ratio, wrong = verdict(ratios, judged_as)
-        if wrong:
-            self.failed(*wrong)
-
-
-@dataclass
-class Candidate(Ending):
-    """A row on its way through the runner.
-
-    case   the first of its cases
-    call   what `open` made of it; `state`: whatever else a benchmark keeps of it
-    notes  fields of its records, found on the way
-    watch  runs its calls so that what they leave behind, and a hang, is theirs: the result, or how it failed
-    """
-
-    case: Any = None
-    call: Any = None
-    state: Any = None
-    compile_s: float | None = None
-    interpreted: bool = False
-    notes: Record = field(default_factory=dict)
-    watch: "Callable[..., tuple[Any, Failure | None]] | None" = None
-
-    @property
-    def entry(self) -> Entry:
-        return cast(Entry, self.case.entry)
-
-    def watched(self, call: Callable[..., Any], *args: Any) -> "tuple[Any, Failure | None]":
-        """call(*args), as this row's work: the result, or how it failed."""
-        from lmsys.measure.compare import attempt
-
-        return (self.watch or attempt)(call, *args)
-
-    def attempt(self, call: Callable[..., Any], *args: Any) -> Any:
-        """The result of call(*args); where that fails, None, and the candidate has failed."""
-        result, failure = self.watched(call, *args)
-        if failure:
-            self.failed(*failure)
-        return result
-
-
-@dataclass
-class Measurement:
-    """The findings about one case. `record`: the fields that `inspect` found; `kept`: the timed calls to be checked."""
-
-    samples: list[float] | None = None
-    failure: "Failure | None" = None
-    record: Record = field(default_factory=dict)
-    kept: "list[Kept]" = field(default_factory=list)
-    proof: list[Record] = field(default_factory=list)
 
 
 Cases = Sequence[Any]
@@ -231,7 +119,7 @@ class Benchmark:
         """None, or why the case cannot run here, for a reader who may act on it."""
         return case.entry.why_not(case)
 
-    def no_sample(self, case: Any) -> "Failure | None":
+    def no_sample(self, case: Any) -> Failure | None:
         """Why what its candidate can do otherwise is not done in this case."""
 
     def key(self, case: Any) -> Hashable:
@@ -278,7 +166,7 @@ class Benchmark:
         """The inputs of a draw, in the same memory: before every timed call, unless the step has a `redraw` of its own,
         and before a timed call is judged. See `lmsys.draws`."""
 
-    def judge(self, case: Any, candidate: Candidate, setup: Any, kept: "Kept") -> Mapping[str, float]:
+    def judge(self, case: Any, candidate: Candidate, setup: Any, kept: Kept) -> Mapping[str, float]:
         """Errors over their budgets of what was kept of a timed call, whose inputs are drawn again: the copies that
         `Step.keep` has made, without one copies of all tensors that the call returned.
 
@@ -301,7 +189,7 @@ class Benchmark:
         entry = known[0] if known else Entry(record["impl"], "", record["label"], record["peer"])
         return self.case_type(record["section"], entry, record["device"], **asked_for)
 
-    def repeat(self, record: Record, call: Record) -> "Iterable[str]":
+    def repeat(self, record: Record, call: Record) -> Iterable[str]:
         """Yields sentences on what is wrong with a call of a record's proof, on any machine; `call` is its evidence."""
         return ()
 
@@ -387,13 +275,3 @@ def bench(cls: type[Benchmark]) -> Callable[..., None]:
     test.benchmark = cls  # type: ignore[attr-defined]
     test.__doc__, test.__name__ = cls.__doc__, f"test_{cls.name}"
     return test
-
-
-def verdict(ratios: Mapping[str, float], judged_as: str = "") -> "tuple[float | None, Failure | None]":
-    """The worst of errors over their budgets, None where it is no number, and what is wrong if anything is."""
-    name, ratio = max(ratios.items(), key=lambda item: item[1] if not math.isnan(item[1]) else math.inf)
-    worst = ratio if math.isfinite(ratio) else None
-    if ratio <= 1:
-        return worst, None
-    size = "holds NaN or inf" if worst is None else f"is {worst:.3g} times the allowed error"
-    return worst, ("wrong", f"{name} {size}" + (f" ({judged_as})" if judged_as else ""))

@@ -25,9 +25,10 @@ from typing import Any
 from unittest import mock
 
 from lmsys.bench import fields, instruments
-from lmsys.bench.benchmark import Benchmark, Candidate
-from lmsys.measure import clock, compare, energy, repeats
-from lmsys.measure.step import Step
+from lmsys.bench.benchmark import Benchmark
+from lmsys.bench.case import Candidate
+from lmsys.measure import clock, energy, repeats
+from lmsys.measure.step import Failure, Step
 from lmsys.registry import Entry
 
 OF_OTHERS = "energy is measured of calls that the bench's own process makes again and again: here others make them"
@@ -105,7 +106,7 @@ def energy_fields(
     candidate: Candidate,
     step: Callable[[], Step],
     runner: instruments.Instruments,
-    impossible: Callable[[float], compare.Failure | None],
+    impossible: Callable[[float], Failure | None],
     tokens: int | None,
 ) -> fields.Record:
     """The fields on the energy of a step's calls, or on why there is none. tokens: that a call works on."""

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import cached_property
 
 from lmsys.bench import fields, watch
-from lmsys.bench.benchmark import Benchmark, Case, Settings
+from lmsys.bench.benchmark import Benchmark, Settings
+from lmsys.bench.case import Case
 from lmsys.bench.guard import Guard
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.record import seal

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lmsys.bench import fields, isolation, record
-from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
+from lmsys.bench.benchmark import Benchmark, Cases, Collected, Settings
+from lmsys.bench.case import Case
 from lmsys.bench.checkout import Checkout
 from lmsys.values import hold
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from lmsys.bench import fields, instruments, watch
-from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected
+from lmsys.bench.benchmark import Benchmark, Cases, Collected
+from lmsys.bench.case import Case
 from lmsys.bench.trial import Endings, Result, Trial
 from lmsys.measure import clock, compare, host, machine, turns
 from lmsys.registry import Traits

@@ -11,12 +11,13 @@ from typing import Any
 
 from lmsys import draws
 from lmsys.bench import findings, instruments, watch
-from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, judges_calls, verdict
+from lmsys.bench.benchmark import Benchmark, Cases, judges_calls
+from lmsys.bench.case import Candidate, Case, Measurement, verdict
 from lmsys.bench.fields import Record
 from lmsys.bench.record import rounded, summarize
 from lmsys.measure import clock, profile, sensors
-from lmsys.measure.compare import Failure, attempt, interleave, release_memory
-from lmsys.measure.step import Step, nothing
+from lmsys.measure.compare import attempt, interleave, release_memory
+from lmsys.measure.step import Failure, Step, nothing
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 IN_RANGES = "called in NVTX ranges, not timed (--nvtx)"

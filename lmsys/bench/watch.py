@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 
-from lmsys.bench import benchmark, guard
+from lmsys.bench import guard
+from lmsys.bench.benchmark import Settings
+from lmsys.bench.case import Candidate
 from lmsys.doing import SIZE, map_file
 from lmsys.measure.clock import synchronize
-from lmsys.measure.compare import Failure, attempt
-from lmsys.measure.step import Step, nothing
+from lmsys.measure.compare import attempt
+from lmsys.measure.step import Failure, Step, nothing
 
 NOBODY = -1  # the bench itself is at work
 TIMED = "in a timed call"  # a GPU may be far behind the host
@@ -125,8 +127,8 @@ class Watch:
 
     def __init__(
         self,
-        candidates: Iterable[benchmark.Candidate],
-        settings: benchmark.Settings,
+        candidates: Iterable[Candidate],
+        settings: Settings,
         heartbeat: Heartbeat,
         on_gpu: bool,
     ):
@@ -137,13 +139,11 @@ class Watch:
         self._last: int | None = None  # the row whose work nobody has looked at since
         self._left: dict[int, str] = {}
 
-    def beat(self, candidate: benchmark.Candidate) -> None:
+    def beat(self, candidate: Candidate) -> None:
         """Says that this row is at work."""
         self.heartbeat.beat(self.rows[id(candidate)], self.doing, self.settings.deadline_s)
 
-    def attempt(
-        self, candidate: benchmark.Candidate, call: Callable[..., Any], *args: Any
-    ) -> tuple[Any, Failure | None]:
+    def attempt(self, candidate: Candidate, call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
         """`attempt` of a row's own work: until the device has done it, and with what it leaves changed put back."""
 
         def done() -> Any:
@@ -163,13 +163,11 @@ class Watch:
             self._left.setdefault(self._last, left)
         self._last = None
 
-    def failure(self, candidate: benchmark.Candidate, failure: Failure | None) -> Failure | None:
+    def failure(self, candidate: Candidate, failure: Failure | None) -> Failure | None:
         """How the row has failed in its timed calls, with what it has left changed there."""
         return _with(failure, self._left.pop(self.rows[id(candidate)], None))
 
-    def over(
-        self, step: Step, candidate: benchmark.Candidate, own_redraw: Callable[[int], None], own_keep: Any
-    ) -> Step:
+    def over(self, step: Step, candidate: Candidate, own_redraw: Callable[[int], None], own_keep: Any) -> Step:
         """The step with each of its timed calls announced, and held to leave nothing changed that others would feel."""
         row = self.rows[id(candidate)]
 

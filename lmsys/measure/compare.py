@@ -22,11 +22,10 @@ from typing import Any
 import torch
 
 from lmsys.measure.clock import LEAD_S, NUM_SPANS, SHORT_S, Clock, Cost, CpuClock, synchronize
-from lmsys.measure.step import Step, nothing
+from lmsys.measure.step import Failure, Kept, Step, nothing
 from lmsys.measure.turns import ALONE, Turns
 from lmsys.processes import NO_CPU_MEMORY
 
-Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
 OUTCOMES_OF_FAILURES = ("oom", "unsupported", "wrong", "error")
 MAX_ROUNDS = 200
 MOST_LOOKS = 20
@@ -36,24 +35,6 @@ FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
 MOST_PREPARED = 2.0  # times what a prepare is like, and the clock's `saving_s`
 PREPARE_TRIALS = 3
 _ENTROPY = random.SystemRandom()
-
-
-@dataclass
-class Kept:
-    """A timed call that is checked afterwards.
-
-    index     its number among the samples
-    draw      of its inputs
-    key       which parts were kept
-    result    copies of these, until they are checked
-    evidence  what the check leaves for a reader who wants to repeat it, JSON-safe
-    """
-
-    index: int
-    draw: int
-    key: int
-    result: Any
-    evidence: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -1,8 +1,10 @@
-"""The call that a benchmark times. Imports no torch."""
+"""The call that a benchmark times, and what is kept of it. Imports no torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+Failure = tuple[str, str]  # how a call has failed: the outcome, such as "oom" or "error", and the reason
 
 
 def nothing(*_: Any) -> None:
@@ -32,3 +34,21 @@ class Step:
     keep: Callable[[Any, int | None], Any] = nothing
     num_kept: int = 3
     like: Callable[[], Any] | None = None
+
+
+@dataclass
+class Kept:
+    """A timed call that is checked afterwards.
+
+    index     its number among the samples
+    draw      of its inputs
+    key       which parts were kept
+    result    copies of these, until they are checked
+    evidence  what the check leaves for a reader who wants to repeat it, JSON-safe
+    """
+
+    index: int
+    draw: int
+    key: int
+    result: Any
+    evidence: dict[str, Any] = field(default_factory=dict)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lmsys.bench.benchmark import Candidate, Settings
+from lmsys.bench.benchmark import Settings
+from lmsys.bench.case import Candidate
 from tests.support.processes import ROOT
 
 EXAMPLE = runpy.run_path(str(ROOT / "docs" / "examples" / "bench_norm.py"))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmsys.bench import Entry, Field, Settings, Table
-from lmsys.bench.benchmark import verdict
+from lmsys.bench.case import verdict
 from lmsys.bench.runner import Runner
 from tests.support.harness import Telling, cases_of, records, results, runner
 

@@ -10,7 +10,7 @@ from benchmarks.attention.check import Spots
 from lmsys.attention.contract import AttentionCase
 from lmsys.attention.pattern import Pattern
 from lmsys.extremes.attention import KINDS, AttentionDraws, plant, unit_tensors
-from lmsys.measure.compare import Kept
+from lmsys.measure.step import Kept
 from lmsys.testing import Oracle, Spot, make_inputs
 
 CASE = AttentionCase(1, 2, 2, 64, 64, 32, "float32", True, False, "cpu")

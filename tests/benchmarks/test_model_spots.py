@@ -22,7 +22,7 @@ from benchmarks.model.spots import EMBEDDINGS, HEAD, Reference
 from benchmarks.models import LLAMA, arithmetic, ratio_by_group
 from lmsys.attention.naive import naive
 from lmsys.extremes import model as extremes
-from lmsys.measure.compare import Kept
+from lmsys.measure.step import Kept
 from lmsys.model.loss import linear_cross_entropy
 from lmsys.testing import SPOT_TIMES
 from lmsys.training.optimizer import AdamW

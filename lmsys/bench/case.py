@@ -1,0 +1,125 @@
+"""Cases of a benchmark, the rows on their way through the runner, and what was measured. Imports no torch."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+from lmsys.bench.fields import Record
+from lmsys.measure.step import Failure, Kept
+from lmsys.registry import Entry
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test, in plain values: a row and the axes that a subclass adds as fields.
+
+    group       what is set up together; its cases run one after another
+    comparison  what is sampled together, and has ratios
+    id          the test's id, which is the key of the history
+    """
+
+    section: str
+    entry: Entry
+    device: str
+
+    @property
+    def axes(self) -> Record:
+        """The subclass's own fields, which go into the record as they are."""
+        return {axis.name: getattr(self, axis.name) for axis in fields(self)[len(fields(Case)) :]}
+
+    @property
+    def impl(self) -> str:
+        """The row with its options, as records and reports call it."""
+        return self.entry.name
+
+    @property
+    def label(self) -> str:
+        """How tables and plots call its row."""
+        return self.entry.label or self.entry.name
+
+    @property
+    def peer(self) -> bool:
+        """True for somebody else's code."""
+        return self.entry.peer
+
+    @property
+    def comparison(self) -> str:
+        return "-".join([self.section, *map(str, self.axes.values())])
+
+    @property
+    def group(self) -> str:
+        return self.comparison
+
+    @property
+    def id(self) -> str:
+        return f"{self.comparison}-{self.impl}"
+
+
+@dataclass
+class Candidate:
+    """A row on its way through the runner.
+
+    case   the first of its cases
+    call   what `open` made of it; `state`: whatever else a benchmark keeps of it
+    notes  fields of its records, found on the way
+    watch  runs its calls so that what they leave behind, and a hang, is theirs: the result, or how it failed
+    """
+
+    case: Any
+    outcome: str = "ok"
+    reason: str | None = None
+    error_ratio: float | None = None
+    call: Any = None
+    state: Any = None
+    compile_s: float | None = None
+    interpreted: bool = False
+    notes: Record = field(default_factory=dict)
+    watch: Callable[..., tuple[Any, Failure | None]] | None = None
+
+    @property
+    def entry(self) -> Entry:
+        return cast(Entry, self.case.entry)
+
+    def failed(self, outcome: str, reason: str) -> None:
+        self.outcome, self.reason = outcome, reason
+
+    def judge(self, ratios: Mapping[str, float], judged_as: str = "") -> None:
+        """Takes errors over their budgets, by tensor: above 1, or no number, is wrong."""
+        self.error_ratio, wrong = verdict(ratios, judged_as)
+        if wrong:
+            self.failed(*wrong)
+
+    def watched(self, call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
+        """call(*args), as this row's work: the result, or how it failed."""
+        from lmsys.measure.compare import attempt
+
+        return (self.watch or attempt)(call, *args)
+
+    def attempt(self, call: Callable[..., Any], *args: Any) -> Any:
+        """The result of call(*args); where that fails, None, and the candidate has failed."""
+        result, failure = self.watched(call, *args)
+        if failure:
+            self.failed(*failure)
+        return result
+
+
+@dataclass
+class Measurement:
+    """The findings about one case. `record`: the fields that `inspect` found; `kept`: the timed calls to be checked."""
+
+    samples: list[float] | None = None
+    failure: Failure | None = None
+    record: Record = field(default_factory=dict)
+    kept: list[Kept] = field(default_factory=list)
+    proof: list[Record] = field(default_factory=list)
+
+
+def verdict(ratios: Mapping[str, float], judged_as: str = "") -> tuple[float | None, Failure | None]:
+    """The worst of errors over their budgets, None where it is no number, and what is wrong if anything is."""
+    name, ratio = max(ratios.items(), key=lambda item: item[1] if not math.isnan(item[1]) else math.inf)
+    worst = ratio if math.isfinite(ratio) else None
+    if ratio <= 1:
+        return worst, None
+    size = "holds NaN or inf" if worst is None else f"is {worst:.3g} times the allowed error"
+    return worst, ("wrong", f"{name} {size}" + (f" ({judged_as})" if judged_as else ""))
