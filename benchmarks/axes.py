@@ -13,8 +13,6 @@ from lmsys.cost.memory import MATMUL_BYTES
 DTYPES = ("float32", "float16", "bfloat16")
 DIRECTIONS = ("fwd", "bwd", "fwdbwd")
 MODES = ("forward", "train_forward", "backward", "optimizer", "step")
-COMPILES = ("eager", "compiled", "graphed", "fused")
-STREAMS = ("wide", "narrow")
 END = -1  # an offset that stands for K - Q
 MODELS_ONLY = (
     "auto",
@@ -145,7 +143,7 @@ NAMED = (
     Axis("mode", one_of(*MODES), MODES, "--mode", "forward (inference), train_forward, backward, optimizer, step"),
     Axis(
         "compile",
-        one_of(*COMPILES),
+        one_of("eager", "compiled", "graphed", "fused"),
         ("eager",),
         "--compile",
         "eager, compiled (block by block), graphed (and replayed as a CUDA graph), fused (by kernels of ours, without a"
@@ -163,7 +161,7 @@ NAMED = (
     ),
     Axis(
         "residual",
-        one_of(*STREAMS),
+        one_of("wide", "narrow"),
         ("wide",),
         "--residual",
         "the dtype of the stream between blocks, as model.residual: wide, narrow (that of the matmuls)",

@@ -17,8 +17,6 @@ from lmsys.bench import Field, Grid, Record, Settings, Traits, bench, fields
 from lmsys.cost.memory import training_memory
 from lmsys.measure import compare, memory, profile
 
-NUM_KERNELS = 15  # a record names the longest
-NUM_ALLOCATIONS = 10
 NAME_LENGTH = 120  # of a kernel: the rest of a C++ template says little
 TIMELINE_POINTS = 400  # more than a plot can show
 HELD_IN_A_STEP = {
@@ -114,11 +112,11 @@ def anatomy_of(case: AnatomyTest, setup: bench_model.Setup) -> Record:
         "kernel_s": taken.kernel_s,
         "num_launches": sum(kernel.count for kernel in taken.kernels),
         **{f"{kind}_share": taken.shares[kind] for kind in profile.KINDS},
-        "kernels": [asdict(one) | {"name": shortened(one.name)} for one in taken.kernels[:NUM_KERNELS]],
+        "kernels": [asdict(one) | {"name": shortened(one.name)} for one in taken.kernels[:15]],
         "parts": [*map(asdict, taken.parts)],
     }
     rig.base.zero_grad(set_to_none=True)
-    found["allocations"] = [*map(asdict, profile.largest_allocations(call, case.device, top=NUM_ALLOCATIONS))]
+    found["allocations"] = list(map(asdict, profile.largest_allocations(call, case.device, top=10)))
     if case.traces and case.device == "cuda":
         rig.base.zero_grad(set_to_none=True)
         memory.write_snapshot(case.traces / f"{case.id}.pickle", call, case.device)

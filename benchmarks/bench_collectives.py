@@ -64,7 +64,6 @@ class CollectiveCase(Case):
 MAX_ROUNDS = 200
 LEAD_S = 0.05  # longer than the host needs to launch MAX_ROUNDS calls
 LOOP, LOOP_S = 20, 0.3  # calls of the plain loop, fewer where they would take longer
-CHECKED = 3  # timed calls whose results are checked
 MEANS = ("all_reduce", "reduce_scatter")
 _ENTROPY = random.SystemRandom()
 
@@ -104,7 +103,7 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
 
 def _plan(rounds: int, group: Any) -> tuple[list[int], list[int]]:
     """The draws of so many calls, and the numbers of those that are checked: told by rank 0 when sampling begins."""
-    checked = _ENTROPY.sample(range(rounds), min(CHECKED, rounds))
+    checked = _ENTROPY.sample(range(rounds), min(3, rounds))
     plan = torch.tensor([[_ENTROPY.getrandbits(53), number in checked] for number in range(rounds)], device=device())
     dist.broadcast(plan, 0, group=group)
     return plan[:, 0].tolist(), plan[:, 1].nonzero().flatten().tolist()

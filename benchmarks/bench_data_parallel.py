@@ -30,8 +30,6 @@ from lmsys.parallel import STRATEGIES
 from lmsys.traits import StrategyTraits
 
 PASSES = {"gloo": 2, "nccl": 3}  # of each row, in turns: a GPU's clock moves, and rows are compared within a pass
-TUNED_MB = {"gloo": (1, 25), "nccl": (10, 25, 100, 400)}  # to choose from, for a strategy that is to be tuned
-TUNING_STEPS = 4
 LATE_S = 0.05  # that weights may take to come, beside the time of all timed steps
 
 
@@ -206,8 +204,9 @@ class DataParallel(ParallelBenchmark):
         if candidate.outcome != "ok" or not settings.timed:
             return
         if case.traits.tuned_bucket_mb:
-            sized = [replace(case, asked_bucket_mb=mb) for mb in TUNED_MB[case.backend]]
-            tried = Pass(settings.seed, settings.seed, 0, TUNING_STEPS)
+            sizes = {"gloo": (1, 25), "nccl": (10, 25, 100, 400)}[case.backend]
+            sized = [replace(case, asked_bucket_mb=mb) for mb in sizes]
+            tried = Pass(settings.seed, settings.seed, 0, steps=4)
             case = min(sized, key=lambda case: max(sum(rank.samples) for rank in run(*start, take_pass, case, tried)))
         candidate.state = Row(case, run(*start, inspect, case, settings.seed))
         if not all(seen.finite for seen in candidate.state.seen):

@@ -19,8 +19,6 @@ from lmsys.measure.compare import attempt
 from lmsys.measure.machine import peak_flops_per_s
 from lmsys.measure.step import Failure, Kept
 
-RECOMPUTING = "train_forward", "backward", "step"  # modes that differ by what is kept for a backward
-
 
 @dataclass
 class Setup:
@@ -53,7 +51,8 @@ class ModelBenchmark(Benchmark):
             rows if against else (),
             list(grid.product("checkpoint", "residual")),
         ):
-            if checkpoint == "none" or mode in RECOMPUTING:
+            # Other modes keep nothing for a backward.
+            if checkpoint == "none" or mode in ("train_forward", "backward", "step"):
                 asked = grid.name, entry, settings.device, *shape, compile, mode, warmup
                 yield ModelTest(*asked, checkpoint=checkpoint, residual=residual)
 

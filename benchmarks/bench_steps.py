@@ -57,7 +57,6 @@ KERNELS = {  # of a step's time, beside the optimizer's
     "other": "other kernels",
 }
 MAX_NORM = 1.0
-LR_SHARE = 0.25  # of the rate by width: there is no warm-up
 UPDATE = "optimizer"  # a part of the step: clipping too
 STAGES = 4  # of the losses' fall
 
@@ -69,7 +68,8 @@ class TrainingRig(rank.Rig):
         super().__init__(
             case,
             passes.Pass(seed, seed, 0, 0),
-            {"lr": LR_SHARE * models.LR_BY_WIDTH / case.config.d_model, "betas": (0.9, 0.95)},
+            # A quarter of the rate by width: there is no warm-up.
+            {"lr": 0.25 * models.LR_BY_WIDTH / case.config.d_model, "betas": (0.9, 0.95)},
         )
         self.divided = case.traits.shards_gradients and case.world_size > 1
         self.group = ranks.subgroup(case.world_size)

@@ -39,9 +39,6 @@ from lmsys.measure import memory
 from lmsys.tokenizer import Tokenizer, chunks, naive, pretokens, train, training
 from lmsys.training.corpora import END_OF_TEXT, stdlib
 
-LEFT_OUT = 16  # one line of so many, in texts to train on: pre-tokens then have other counts in each
-CHECKED_BYTES = 100_000  # of documents, and one more
-MERGED_BYTES = 500_000  # of distinct pre-tokens, over all first merges by definition: about half a second
 FIRST_MERGES = 30
 
 
@@ -58,7 +55,8 @@ class Texts:
     def __init__(self, path: Path, small: Path, tokenizer: Tokenizer, partly: bool):
         self.path, self.small, self.tokenizer = path, small, tokenizer
         self._lines = path.read_bytes().split(b"\n")
-        self._num_lines = len(self._lines) - (len(self._lines) // LEFT_OUT if partly else 0)
+        # One line of 16 is left out of texts to train on: pre-tokens then have other counts in each.
+        self._num_lines = len(self._lines) - (len(self._lines) // 16 if partly else 0)
         self.end_of_text = tokenizer.encode(END_OF_TEXT)[0]
 
     def write(self, draw: int) -> None:
@@ -78,11 +76,11 @@ class Drawn:
         self._ids: dict[int, list[int]] = {}
 
     def chosen(self, key: int) -> list[int]:
-        """The numbers of documents that the key says."""
+        """The numbers of documents that the key says, of 100 kB and a document in all."""
         order, size = random.Random(key).sample(range(len(self.documents)), len(self.documents)), 0
         for count, number in enumerate(order, start=1):
             size += len(self.documents[number])
-            if size >= CHECKED_BYTES:
+            if size >= 100_000:
                 return order[:count]
         return order
 
@@ -117,7 +115,8 @@ class Drawn:
 
     @cached_property
     def first_merges(self) -> list[naive.Pair]:
-        return naive.learn_merges(self.counts, max(1, min(FIRST_MERGES, MERGED_BYTES // sum(map(len, self.counts)))))
+        # By definition this takes about half a second for 500 kB of distinct pre-tokens, over all merges.
+        return naive.learn_merges(self.counts, max(1, min(FIRST_MERGES, 500_000 // sum(map(len, self.counts)))))
 
 
 def first_difference(what: str, results: Sequence[Any], expected: Sequence[Any]) -> str | None:

@@ -145,8 +145,16 @@ class ModelTraits(AttentionTraits):
 AUTO = Entry("auto", "lmsys.attention:attention", "the fastest attention row that can run it")
 whole_model = partial(Entry, peer=True, extra="peers", traits=ModelTraits(whole_model=True))
 LLAMA = whole_model("llama", "benchmarks.model.llama:Llama", "Hugging Face Llama")
-LLAMA_TUNED = whole_model("llama_tuned", "benchmarks.model.llama:LlamaTuned", "Hugging Face Llama, no mask tensor")
-MODEL_ROWS = Table(ATTENTION.kind, [*ATTENTION.values(), AUTO, LLAMA, LLAMA_TUNED], traits=ModelTraits)
+MODEL_ROWS = Table(
+    ATTENTION.kind,
+    [
+        *ATTENTION.values(),
+        AUTO,
+        LLAMA,
+        whole_model("llama_tuned", "benchmarks.model.llama:LlamaTuned", "Hugging Face Llama, no mask tensor"),
+    ],
+    traits=ModelTraits,
+)
 
 
 WHAT_IS_KEPT = (  # fields of a ModelCase's records

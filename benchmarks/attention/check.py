@@ -29,8 +29,6 @@ from lmsys.extremes.attention import AttentionDraws, Unit, drawn_unit, extreme_o
 from lmsys.measure import clock, compare
 from lmsys.testing import Inputs, Oracle, Spot, make_inputs, pick, run
 
-SLEEP_CYCLES = 4 * 10**7  # about 20 ms, longer than a warm call takes to launch its first kernel
-
 
 def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern: Pattern, seed: int) -> None:
     """Fails each candidate that has a float32 form and is wrong in it."""
@@ -126,7 +124,7 @@ class Gate:
             x.data.mul_(0.5)
         clock.synchronize(self.case.device)
         if self.case.device == "cuda":
-            torch.cuda._sleep(SLEEP_CYCLES)
+            torch.cuda._sleep(4 * 10**7)  # 20 ms: a warm call takes less to launch its first kernel
         self.restore()
         found = run(
             candidate.call,

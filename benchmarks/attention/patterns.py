@@ -18,7 +18,6 @@ from lmsys.attention import Documents, Pattern
 from lmsys.measure import clock, compare
 
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap"  # the axes, in the order of their fields
-MADE_TIMES = 3
 MEDIAN, SIGMA = 64, 1.3  # of mixed documents: sequences are so many times as long as the median of them
 
 
@@ -80,7 +79,7 @@ def made_before_calls(
 def _seconds(make: Callable[[], Any], device: str) -> float:
     """The median of several calls, until the device has done what they ask for; one before them is not timed."""
     made = partial(clock.in_turn, make, partial(clock.synchronize, device))
-    return median(clock.timed(clock.CpuClock(), made, 1 + MADE_TIMES)[1:])
+    return median(clock.timed(clock.CpuClock(), made, 4)[1:])
 
 
 def name_of(options: Mapping[str, Any]) -> str:

@@ -179,9 +179,6 @@ def pairs(versions: Iterable[Steps]) -> list[Pair]:
     return [pair(a, b) for a, b in combinations(versions, 2) if a.case.world_size == b.case.world_size]
 
 
-MOST_STEPS = 50  # of a row in one pass
-
-
 @dataclass
 class Inspection:
     """Findings about a row on this rank.
@@ -219,9 +216,9 @@ class Row:
         return [seconds for together in zip(*self.passes, strict=True) for seconds in together]
 
     def steps(self, settings: Settings, passes: int) -> int:
-        """Steps of one pass: enough for the rounds asked for, and as many as fit the time."""
+        """Steps of one pass: enough for the rounds asked for, and as many as fit the time, of 50."""
         fitting = int(settings.seconds_per_row / passes / max(seen.step_s for seen in self.seen))
-        return max(-(-settings.min_rounds // passes), min(MOST_STEPS, fitting))
+        return max(-(-settings.min_rounds // passes), min(50, fitting))
 
 
 def why_not(case: ParallelCase) -> str | None:

@@ -38,7 +38,6 @@ from lmsys.training.prepare import prepare
 STEPS = 3
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 BATCH, CONTEXT, VOCABULARY = 2, 64, 10_000
-MOST_KEPT = 2**30  # parameters of a model beside which plain steps are kept for the next row
 State = dict[str, Tensor]
 
 
@@ -49,8 +48,8 @@ def gate(case: ParallelCase, seed: int) -> dict[str, float]:
     asked = [(wide, None)] + ([(case.options, case.narrow)] if case.narrow else [])
     with compiler_of(case), matmuls("fp32"):
         by_dtypes = [_ratios(case, options, seed, narrow) for options, narrow in asked]
-    if model_parameters(case.config) > MOST_KEPT:
-        _alone.cache_clear()  # a model that takes all the memory there is, is next
+    if model_parameters(case.config) > 2**30:
+        _alone.cache_clear()  # a model that takes all the memory there is, is next: plain steps are not kept beside it
     return {name: max(ratios[name] for ratios in by_dtypes) for name in by_dtypes[0]}
 
 

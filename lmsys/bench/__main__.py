@@ -12,9 +12,6 @@ from pathlib import Path
 from lmsys import commands
 from lmsys.values import choice, hold
 
-NEEDED = "torch", "pytest", "pytest_benchmark"
-GOES_ON = "--resume", "--lmsys-resume"  # in that file, unless another is named
-
 
 def main() -> None:
     """Becomes pytest; ends with 2 where there is no such line."""
@@ -43,7 +40,7 @@ def line_of(arguments: list[str]) -> list[str]:
         "-o", "--output", metavar="OUT.json", help="the result (default: that of --resume, else BENCHMARK.json)"
     )
     given, rest = parser.parse_known_args(arguments)
-    for module in NEEDED:
+    for module in ("torch", "pytest", "pytest_benchmark"):
         if find_spec(module) is None:
             parser.exit(commands.USAGE, f"{commands.missing('lmsys bench', module)}\n")
     try:
@@ -51,7 +48,8 @@ def line_of(arguments: list[str]) -> list[str]:
         rows = [option_of_rows(file, given.row)] if given.row else []
     except ValueError as error:
         parser.error(str(error))
-    goes_on = any(word.partition("=")[0] in GOES_ON for word in rest)
+    # It goes on in that file, unless another is named.
+    goes_on = any(word.partition("=")[0] in ("--resume", "--lmsys-resume") for word in rest)
     output = given.output or ("" if goes_on else f"{file.stem.removeprefix('bench_')}.json")
     options = [*rows, *(["--benchmark-json", output] if output else []), *rest]
     return ["-m", "pytest", os.path.relpath(file), "--benchmark-only", *options]

@@ -20,7 +20,6 @@ PACKAGE = Path(__file__).parents[1]
 ROWS = "attention", "kernels", "model", "parallel", "tokenizer", "training", "autograd.py", "config.py"
 # Files inside these folders that are taken from today's code anyway: the oracle, and what benchmarks themselves call.
 JUDGES = "attention/contract.py", "attention/naive.py", "parallel/group.py", "training/prepare.py"
-PREFIX = "lmsys-against-"  # of a folder among temporary files
 
 
 class Checkout:
@@ -46,7 +45,7 @@ class Checkout:
             (self.commit or is_folder, f"{begin}: neither a folder nor a git reference of {self.root}"),
         )
         self.name = self.commit[:10] or "".join(letter if letter.isalnum() else "-" for letter in folder.resolve().name)
-        self._temporary = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._temporary = Path(tempfile.mkdtemp(prefix="lmsys-against-"))
         try:
             earlier = folder.resolve()
             if self.commit:

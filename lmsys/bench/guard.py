@@ -53,7 +53,6 @@ OWNERS = (
 IGNORED = {"__dict__", "__weakref__", "__builtins__", "__cached__", "displayhook", "excepthook", "manual_seed"}
 COMPILED = "__compiled_fn_", "__resume_at_"  # what torch.compile puts into the modules of what it compiles, and removes
 KINDS: Any = types.FunctionType | types.BuiltinFunctionType | type | property | staticmethod | classmethod
-INHERITED = torch.cuda.Event, torch.cuda.Stream, torch.Tensor  # what these inherit must not be hidden, either
 _ABSENT = object()
 
 
@@ -77,7 +76,7 @@ class Guard:
                 if now.get(name, _ABSENT) is not value:
                     changed.append(f"{owner.__name__}.{name}")
                     setattr(owner, name, value)
-            if owner in INHERITED:
+            if owner in (torch.cuda.Event, torch.cuda.Stream, torch.Tensor):  # what they inherit may not be hidden
                 added = [name for name in now if name not in names and name not in IGNORED]
                 for name in [name for name in added if isinstance(now[name], KINDS)]:
                     changed.append(f"{owner.__name__}.{name}")
@@ -112,7 +111,6 @@ def _function(value: Any) -> types.FunctionType | None:
     return value if isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] in PACKAGES else None
 
 
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 OUTPUTS = {1: "stdout", 2: "stderr"}
 PLAIN = bool | int | str | torch.dtype | torch.device
 # Variables that compilers and profilers add for themselves begin so.
@@ -173,7 +171,7 @@ PARTS = (
     Part("the working directory", _folder, os.chdir),
     *(
         Part(f"the handler of {number.name}", partial(signal.getsignal, number), partial(signal.signal, number))
-        for number in HANDLED
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
     ),
 )
 

@@ -17,8 +17,6 @@ from lmsys.measure.machine import Limits, limits_of
 from lmsys.measure.sensors import Conditions, Sensors, sensors_of
 from lmsys.values import hold
 
-RANKS_SHARE = 0.7  # of a deadline: ranks that hang end first, and say which
-
 
 class Instruments:
     """ValueError for a memory limit that is more than the GPU has.
@@ -118,7 +116,7 @@ class Instruments:
         seconds = self.settings.deadline_s
         return Ranks(
             self.settings.memory_limit_bytes,
-            RANKS_SHARE * seconds,
+            0.7 * seconds,  # ranks that hang end before this process is ended, and say which they are
             lambda: self.heartbeat.renew(seconds),
             self.parent,
         )

@@ -74,8 +74,6 @@ def answer(path: list[str], pickled: bytes) -> None:
 
 POLL_S = 0.1
 QUIET_S = 20.0  # without a line for the user
-INTERRUPT_S = 10.0  # for a worker to hand over what it has, after Ctrl-C
-TRACE_S = 1.0  # for a worker that hangs to write down where
 MOST_HELD = 0.9  # of the memory that was there when a worker started
 ROOT = Path(__file__).parents[2]
 
@@ -226,7 +224,7 @@ class Isolated:
 
         Where nothing was said for a while, it says who is at work.
         """
-        if interrupted_s and time.monotonic() > interrupted_s + INTERRUPT_S:
+        if interrupted_s and time.monotonic() > interrupted_s + 10.0:  # in which it may hand over what it has
             raise KeyboardInterrupt
         if (held := host.resident_bytes(worker.pid)) > self._most_bytes:
             raise Ended(f"it held {held / 2**30:.1f} GiB of memory", outcome="oom")
@@ -241,7 +239,7 @@ class Isolated:
         if watch.read_beat(self._memory).number != beat.number:
             return  # it was read in the middle of a change
         worker.signal(signal.SIGUSR1)  # it writes down where it is, whatever it does
-        time.sleep(TRACE_S)
+        time.sleep(1.0)
         raise Ended(f"no answer within the deadline {beat.doing}{self._told_place()}", row)
 
     def _ended(self, failure: Any) -> Ended | None:

@@ -18,7 +18,6 @@ from lmsys.bench.checkout import Checkout
 from lmsys.files import claim
 from lmsys.values import choice, finite, hold, whole
 
-DEST = "lmsys_"  # begins the names under which pytest keeps our options: they are nobody else's
 LONG = "--lmsys-"
 OPTIONS: dict[str, dict[str, Any]] = {  # by their names without dashes in front
     "sweep": {"default": "default", "help": "a named set of sizes to run"},
@@ -88,7 +87,7 @@ def add_options(parser: pytest.Parser, prefix: str = "--") -> None:
     """
     group = parser.getgroup("lmsys", "benchmarks (comma lists; an axis not named keeps its sweep's values)")
     for name, more in OPTIONS.items():
-        group.addoption(prefix + name, dest=DEST + name.replace("-", "_"), **more)
+        group.addoption(prefix + name, dest="lmsys_" + name.replace("-", "_"), **more)
 
 
 def as_typed(config: pytest.Config, text: str) -> str:
@@ -110,12 +109,9 @@ def refuse(config: pytest.Config) -> None:
     )
 
 
-GROUPINGS = ("group", "name", "func", "fullname", "fullfunc", "param")
-
-
 def check_group_by(text: str, names: Iterable[str]) -> None:
     """ValueError for groups that pytest-benchmark cannot make of tests with these parameters: it fails over it late."""
-    known = [*GROUPINGS, *(f"param:{name}" for name in names)]
+    known = "group name func fullname fullfunc param".split() + [f"param:{name}" for name in names]
     for grouping in text.split(","):
         choice(grouping, known, f"--benchmark-group-by {grouping}: ")
 

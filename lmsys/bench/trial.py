@@ -22,7 +22,6 @@ from lmsys.measure.step import Failure, Step, nothing
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 IN_RANGES = "called in NVTX ranges, not timed (--nvtx)"
 INTERPRETED = "verified in Triton's interpreter, never timed"
-REPEATS_SHARE = 0.1  # of a row's seconds: calls on the same inputs, but for the fewest
 
 
 @dataclass
@@ -303,7 +302,7 @@ class Trial:
         self.watch.doing = "when it was called again on the same inputs"
         for candidate in {self.benchmark.key(case): self.candidate(case) for case in cases}.values():
             candidate.notes["same_bits"] = findings.same_bits(
-                self.benchmark, candidate, self.setup, REPEATS_SHARE * self.settings.seconds_per_row
+                self.benchmark, candidate, self.setup, 0.1 * self.settings.seconds_per_row
             )
 
     def release(self) -> None:

@@ -104,7 +104,6 @@ def _check_keys(where: str, value: Any, shape: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}={shortly(value)} has no {key!r}")
 
 
-AMOUNTS = ("B", "FLOP", "FLOP/s", "B/s", "tokens/s", "MHz", "Hz", "MiB", "W", "J")  # units of what is never negative
 MACHINE: dict[
     str, Shape
 ] = {  # facts of `lmsys.measure.machine.describe`, and of what a run adds to it; others are text
@@ -129,7 +128,6 @@ def matching(pattern: str, right: str) -> Callable[[str, Any], Any]:
 
 
 NAME = matching(r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _")
-COLOR = matching(r"#[0-9a-fA-F]{6}", "a color such as #2563eb")
 CONTENT: Shape = {  # of a file; a layout is checked further when it is drawn
     "fields": {"*": [{"name": NAME, "role?": matching("|".join(ROLES), f"one of {', '.join(ROLES)}"), "*": TEXT}]},
     "layouts": {
@@ -140,7 +138,17 @@ CONTENT: Shape = {  # of a file; a layout is checked further when it is drawn
             "fastest?": {"word": TEXT, "title": TEXT, "keys": {"*": TEXT}, "bases": [TEXT]},
         }
     },
-    "rows": {"*": [{"name": TEXT, "label": TEXT, "color?": COLOR, "baseline?": NUMBER, "rivals?": [TEXT]}]},
+    "rows": {
+        "*": [
+            {
+                "name": TEXT,
+                "label": TEXT,
+                "color?": matching(r"#[0-9a-fA-F]{6}", "a color such as #2563eb"),
+                "baseline?": NUMBER,
+                "rivals?": [TEXT],
+            }
+        ]
+    },
     "machine": {},
     "records": [{"id": TEXT, "benchmark": TEXT, "impl": TEXT}],
 }
@@ -183,4 +191,5 @@ def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
     elif field["name"] == "time_s":
         measured(where, value, above=0)
     else:
-        measured(where, value, least=0 if unit in AMOUNTS else -math.inf)
+        is_amount = unit in ("B", "FLOP", "FLOP/s", "B/s", "tokens/s", "MHz", "Hz", "MiB", "W", "J")
+        measured(where, value, least=0 if is_amount else -math.inf)

@@ -32,7 +32,6 @@ _BEAT = struct.Struct("=qdq128s")  # number, until, row, doing
 _GPU_ROW = struct.Struct("=qd")  # row, when it was copied
 _GPU_AT = SIZE // 2
 COPY_S = 0.05  # how often a worker copies what its GPU has reached
-STALE_S = 1.0  # a copy that old: the host's own call holds Python's interpreter
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Beat:
         The host's row, too, where its call holds the interpreter, so that nobody could look at the GPU: for that call
         does not end, whatever the GPU is at.
         """
-        is_known = self.gpu_row != NOBODY and time.monotonic() < self.gpu_seen + STALE_S
+        is_known = self.gpu_row != NOBODY and time.monotonic() < self.gpu_seen + 1.0
         return self.gpu_row if self.doing == TIMED and is_known else self.row
 
     @property

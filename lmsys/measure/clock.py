@@ -21,8 +21,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from lmsys.measure.step import nothing
 
-SEPARATOR_NS = 20_000  # a separator is shorter; the same kernel for longer is a wait, and stands for nothing
-
 
 def spans_of(call: Callable[[], Any], separator: str, skipped: int = 0) -> list[float]:
     """Seconds, gaps included, of what runs on the device between each two short kernels named `separator`.
@@ -43,7 +41,7 @@ def spans_of(call: Callable[[], Any], separator: str, skipped: int = 0) -> list[
         if separator not in name:
             if groups:
                 groups[-1].append((start, end))
-        elif end - start < SEPARATOR_NS:
+        elif end - start < 20_000:  # ns; the same kernel for longer is a wait, and stands for nothing
             groups.append([])
     spans = [group[skipped:] for group in groups[::2]]
     is_whole = len(groups) % 2 == 0 and all(spans)
@@ -54,10 +52,7 @@ CYCLES_PER_S = 2e9
 SHORT_S = 1e-4  # of calls shorter than this the events' own share is measured row by row
 NUM_SPANS = 120  # calls by which it is measured; each is off by up to 1 us, in two heaps
 LEAD_S = 2e-3  # the host launches some calls meanwhile, also under a profiler
-SHARE_RANGE_S = (-1.5e-6, 3e-6)  # how far a row's share may be from a plain kernel's: the rest is the row's own
 _Event = torch._C._CudaEventBase  # without what Python adds to it, which can be replaced
-_SLACK_S = 5e-5  # between two marks with nothing of ours between them, on a busy machine
-_SPAN_SLACK_S = 1e-2  # around a span: a few time slices of another program
 
 
 class ClockError(RuntimeError):
@@ -158,7 +153,9 @@ class CudaClock:
         numbers = [self.sample(nothing, late=late)[0] for _ in range(7)]
         cuda_synchronize()
         gaps = [_seconds(marks[1], marks[2]) for marks, _ in map(self._marks.pop, numbers)]
-        self._most_gap_s = 1.5 * statistics.median(gaps) + _SLACK_S
+        self._most_gap_s = (
+            1.5 * statistics.median(gaps) + 5e-5
+        )  # on a busy machine marks are so far apart by themselves
 
     def read(self, pending: Sequence[int], share_s: float | None = None, trusted: bool = False) -> list[Reading]:
         """The durations of what `sample` returned, in that order, less `share_s` (default: the clock's own).
@@ -213,7 +210,7 @@ class CudaClock:
         for name, pair_s, span_s in self.beside_cupti(take):
             apart_s.setdefault(name, []).append(pair_s - span_s)
         shares = {name: statistics.median(apart) for name, apart in apart_s.items()}
-        low, high = (self.share_s + bound for bound in SHARE_RANGE_S)
+        low, high = self.share_s - 1.5e-6, self.share_s + 3e-6
         return {name: share if low < share < high else self.share_s for name, share in shares.items()}
 
     def wait(self, seconds: float) -> None:
@@ -253,7 +250,7 @@ class CudaClock:
             end.record(self._stream)
             cuda_synchronize()
             host_s, device_s = perf_counter() - begin, _seconds(start, end)
-            if abs(host_s - device_s) > 0.02 * host_s + _SPAN_SLACK_S:
+            if abs(host_s - device_s) > 0.02 * host_s + 1e-2:  # a few time slices of another program
                 raise ClockError(
                     f"a span of calls took {device_s:.4f} s by the device's clock and {host_s:.4f} s by the host's",
                     self.others(),

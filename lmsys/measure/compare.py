@@ -26,14 +26,10 @@ from lmsys.measure.step import Failure, Kept, Step, nothing
 from lmsys.measure.turns import ALONE, Turns
 from lmsys.processes import NO_CPU_MEMORY
 
-OUTCOMES_OF_FAILURES = ("oom", "unsupported", "wrong", "error")
 MAX_ROUNDS = 200
 MOST_LOOKS = 20
 MOST_OF_EXPECTED = 2.0  # of wall time: on a machine that has become busy there are fewer rounds
-MARGIN = 1.25  # launching takes now longer, now shorter
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
-MOST_PREPARED = 2.0  # times what a prepare is like, and the clock's `saving_s`
-PREPARE_TRIALS = 3
 _ENTROPY = random.SystemRandom()
 
 
@@ -88,7 +84,7 @@ def outcome_of(error: BaseException) -> Failure:
     """
     try:
         known = getattr(error, "failure", None)
-        if known is not None and known[0] in OUTCOMES_OF_FAILURES:
+        if known is not None and known[0] in ("oom", "unsupported", "wrong", "error"):
             return str(known[0]), str(known[1])
         text = str(error).strip()
     except BaseException:
@@ -160,7 +156,7 @@ def interleave(
             clock.wait(2 * (host_s + costs[order[0]].host_s))
             taken.call(order[0], draw)
         else:
-            clock.wait(MARGIN * host_s - sum(costs[name].device_s for name in order))
+            clock.wait(1.25 * host_s - sum(costs[name].device_s for name in order))  # launching may take longer now
         for name in order:
             taken.sample(name, draw, index)
         if looks:
@@ -266,11 +262,11 @@ def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | 
     like = nothing if step.prepare is nothing else step.like
     if like is None:
         return None
-    for _ in range(PREPARE_TRIALS):
+    for _ in range(3):
         alone_s, failure = attempt(_least_after_a_call, step, like, clock) if like is not nothing else (0.0, None)
         if failure:
             return failure
-        if prepare_s <= MOST_PREPARED * alone_s + clock.saving_s:
+        if prepare_s <= 2 * alone_s + clock.saving_s:
             return None
         clock.wait(FIRST_LEAD_S)
         readings = clock.read([_again(step, clock) for _ in range(1 + clock.num_prepares)])

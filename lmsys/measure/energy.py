@@ -20,11 +20,9 @@ from lmsys.measure.step import Step, nothing
 
 PASS_S, WARM_S = 1.5, 1.0  # some sensors of power tell the mean of a second
 LONGER = 3  # times as long is each of two passes whose difference is wanted, as that has the errors of both
-MOST_TIMES = 4  # of the pass: so long is waited for a counter that moves seldom
 SAMPLE_S = 0.005
 CHUNK_S = 0.05  # between two waits for the device, which idles then for a moment
 APART = 0.03  # of one another: how far the counter and the integral of power are at most where both are right
-JUMP_S = 0.3  # a counter goes up by less than the power limit gives in so long, besides what the time between gives
 
 Mark = tuple[float, int]  # a time by `perf_counter`, and the calls that are done by then
 
@@ -104,7 +102,8 @@ def of_call(
         begin_s = perf_counter() + warm_s
         for at_s in repeated(call, synchronize, marks):
             moves = moves_of(_samples(sampler), begin_s)
-            if (len(moves) > 1 and moves[-1][0] - moves[0][0] >= seconds) or at_s > begin_s + MOST_TIMES * seconds:
+            # A counter that moves seldom is waited for, but not for ever.
+            if (len(moves) > 1 and moves[-1][0] - moves[0][0] >= seconds) or at_s > begin_s + 4 * seconds:
                 break
     return energy_of(_samples(sampler), marks, begin_s, sensors.limit_w)
 
@@ -118,7 +117,8 @@ def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, 
     for (before_s, before_j), (at_s, joules) in pairwise(moves):
         if joules < before_j:
             raise EnergyError(f"the counter of energy went back, from {before_j:.1f} to {joules:.1f} J")
-        if limit_w is not None and joules - before_j > limit_w * (at_s - before_s + JUMP_S):
+        # Besides what the power limit gives in the time between, it goes up by less than that gives in 0.3 s.
+        if limit_w is not None and joules - before_j > limit_w * (at_s - before_s + 0.3):
             raise EnergyError(
                 f"the counter of energy jumped by {joules - before_j:.1f} J in {at_s - before_s:.3f} s, "
                 f"where {limit_w:.0f} W are the limit"

@@ -22,10 +22,8 @@ from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.measure.sensors import Cpu, Sensors, nvml, sensors_of, state_of
 
 CEILING_S, LEAST_RUNS = 0.2, 5  # of runs of each ceiling: on a busy machine the fastest of three is not the best
-TRIED_RUNS = 3  # of each size and layout, of which one is the fastest
 LONG_S = 1.0  # of bfloat16 on a CPU without instructions for it
 SIZES = {"cuda": (8192,), "cpu": (256, 512, 1024)}  # of the large matmul
-LEAST_SPREAD = 0.03  # below which a ceiling has not moved
 # Dense bfloat16 and float16, from data sheets.
 PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
@@ -89,7 +87,7 @@ def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[float, flo
         for size in SIZES[device]:
             a = torch.randn(size, size, device=device, dtype=dtype)
             call: Callable[[], Any] = partial(torch.matmul, a, a.T if transposed else a)
-            best, _ = _runs(call, device, 0.0, TRIED_RUNS)
+            best, _ = _runs(call, device, 0.0, least=3)
             tried.append((2 * size**3 / best, size, call))
             if 8 * best > CEILING_S:  # the next size takes longer for one run
                 break
@@ -114,7 +112,7 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         for dtype, value in before["matmul_flops_per_s"].items()
     }
     pairs["the large copy"] = before["copy_bytes_per_s"], after["copy_bytes_per_s"]
-    allowed = max(before["spread"], after["spread"], LEAST_SPREAD)
+    allowed = max(before["spread"], after["spread"], 0.03)
     return [
         f"{name} ran at {second / first:.0%} of its rate at the start (spread of its runs: {allowed:.0%})"
         for name, (first, second) in pairs.items()

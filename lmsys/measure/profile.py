@@ -320,7 +320,6 @@ def largest_allocations(call: Callable[[], Any], device: str, *, top: int = 10) 
 
 PROFILED_STEPS = 3
 WORK = {"cpu": ("cpu_op", "user_annotation"), "cuda": ("kernel", "gpu_memcpy", "gpu_memset")}  # categories of a trace
-MOST_INTERVALS = 400  # of a timeline that travels with a result
 Intervals = list[tuple[float, float]]
 
 
@@ -400,7 +399,7 @@ def _timeline(sending: Intervals, computing: Intervals, steps: int) -> list[tupl
     rows = []
     for what, intervals in (("communication", sending), ("computation", computing)):
         late = [(max(a, middle) - middle, b - middle) for a, b in merged(intervals, gap) if b > middle]
-        rows += [(what, float(f"{a:.5g}"), float(f"{b:.5g}")) for a, b in late[:MOST_INTERVALS]]
+        rows += [(what, float(f"{a:.5g}"), float(f"{b:.5g}")) for a, b in late[:400]]
     return rows
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 LEAST, MOST = 3, 10  # calls: the first two may agree by chance
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-AT_ONCE = 2**24  # elements that are subtracted in float64
 Outputs = Mapping[str, Tensor]
 
 
@@ -37,5 +36,5 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def _distance(first: Tensor, second: Tensor) -> float:
-    parts = zip(*(x.detach().reshape(-1).split(AT_ONCE) for x in (first, second)), strict=True)
+    parts = zip(*(x.detach().reshape(-1).split(2**24) for x in (first, second)), strict=True)
     return max((x.double() - y.double()).abs().nan_to_num(0.0, posinf=0.0).max().item() for x, y in parts)

@@ -17,8 +17,6 @@ import torch
 
 from lmsys.measure import host
 
-MOST_CORES = 4  # whose frequency is read
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -167,7 +165,7 @@ class Cpu(Sensors):
         return {}
 
     def _files(self, name: str) -> Sequence[Path]:
-        cores = sorted(os.sched_getaffinity(0))[:MOST_CORES]
+        cores = sorted(os.sched_getaffinity(0))[:4]
         return [self._root / f"sys/devices/system/cpu/cpu{core}/cpufreq/{name}" for core in cores]
 
 
