@@ -81,7 +81,6 @@ def tensors(dtype: torch.dtype, settings: Settings) -> Record:
             loss = model.loss(tokens, tokens)
         loss.backward()
     weight = model.layers[0].attn.q_proj.weight
-    assert weight.grad is not None
     dtypes = {"parameters": weight.dtype} | {f"output of {name}": outputs[name] for name in WATCHED}
     dtypes |= {"loss": loss.dtype, "gradients": weight.grad.dtype}
     return {"tensors": [{"name": name, "dtype": _name(kept_in)} for name, kept_in in dtypes.items()]}

@@ -200,7 +200,6 @@ def _take_steps(
 def _average(params: Iterable[Tensor], world_size: int, narrow: Narrow) -> None:
     """Makes each gradient the mean over ranks, which is sent in the narrow dtype where there is one."""
     for p in params if world_size > 1 else ():
-        assert p.grad is not None
         sent = p.grad.to(narrow[1] if narrow and narrow[0] == "comm_dtype" else p.dtype).contiguous()
         dist.all_reduce(sent, group=subgroup(world_size))
         p.grad = (sent / world_size).to(p.dtype)

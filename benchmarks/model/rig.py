@@ -64,7 +64,6 @@ class Update:
     def plant(self, values: Sequence[float], scale: float) -> None:
         """Puts extreme gradients in place of those of the first rows, times a loss scale."""
         gradient, self.planted = self.parameter.grad, values[: len(self.rows)]
-        assert gradient is not None
         rows = self.rows[: len(self.planted)]
         self.replaced = gradient[rows] / scale
         plant(gradient, rows, self.planted, scale)
@@ -75,7 +74,6 @@ class Update:
             self.parameter.grad[self.rows[: len(self.planted)]] = self.replaced
 
     def done(self, optimizer: Optimizer) -> "Update":
-        assert self.parameter.grad is not None
         self.gradient, self.group = self.parameter.grad[self.rows], dict(optimizer.param_groups[0])
         self.count = float(optimizer.state[self.parameter]["step"])
         self.new = _state(self.parameter, self.rows, optimizer)

@@ -214,7 +214,6 @@ class Spots:
         for name, rows in {EMBEDDINGS: self._ids(spot), **(spot.rows if self.whole else {})}.items():
             p = self.parameters[name]
             check_plain(f"the gradient of {name}", p.grad, p, (self.data.tokens, self.data.targets))
-            assert p.grad is not None
             found[name] = p.grad[rows] / scale
         return found
 

@@ -62,19 +62,16 @@ def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
         raise
     except BaseException as error:
         failure = outcome_of(error)
-    if torch.cuda.is_initialized() and (lost := _why_device_is_lost()):
-        raise Lost(f"{failure[1]} ({lost})" if failure[1] != lost else lost)
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except (
+        Exception
+    ) as error:  # one that stays, such as of an access out of bounds: every call to the device repeats it
+        lost = outcome_of(error)[1]
+        raise Lost(f"{failure[1]} ({lost})" if failure[1] != lost else lost) from None
     release_memory()  # only here is the traceback gone, which held the call's tensors
     return None, failure
-
-
-def _why_device_is_lost() -> str | None:
-    """An error that stays, such as of an access out of bounds: every call to the device repeats it."""
-    try:
-        torch.cuda.synchronize()
-    except Exception as error:
-        return outcome_of(error)[1]
-    return None
 
 
 def outcome_of(error: BaseException) -> Failure:

@@ -17,20 +17,14 @@ GROUPS = (  # a control group's limit, what it holds and what of that it could d
 
 def available_bytes(root: Path = Path("/")) -> float:
     """The bytes that the machine, and a container's limit, still allow; infinity where that is not told."""
-    return min(_of_the_machine(root), *(_of_the_group(root / "sys/fs/cgroup", *names) for names in GROUPS))
-
-
-def _of_the_machine(root: Path) -> float:
+    least, groups = NO_LIMIT, root / "sys/fs/cgroup"
     with suppress(OSError, KeyError):
-        return 1024.0 * int(_facts(root / "proc/meminfo")["MemAvailable:"])
-    return NO_LIMIT
-
-
-def _of_the_group(folder: Path, limit: str, held: str, stat: str, cached: str) -> float:
-    with suppress(OSError, KeyError, ValueError):  # ValueError: the limit is "max"
-        most, now = (int((folder / name).read_text()) for name in (limit, held))
-        return most - now + int(_facts(folder / stat)[cached])
-    return NO_LIMIT
+        least = 1024.0 * int(_facts(root / "proc/meminfo")["MemAvailable:"])
+    for limit, held, stat, cached in GROUPS:
+        with suppress(OSError, KeyError, ValueError):  # ValueError: the limit is "max"
+            free = int((groups / limit).read_text()) - int((groups / held).read_text())
+            least = min(least, free + int(_facts(groups / stat)[cached]))
+    return least
 
 
 def _facts(file: Path) -> dict[str, str]:
