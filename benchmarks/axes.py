@@ -77,7 +77,7 @@ def documents(text: str) -> str:
 
 def checkpointing(text: str) -> str:
     """A setting of `model.checkpoint_blocks`; two texts of one meaning are one value."""
-    if text in (FIT, *LEVELS) or all(RUN.fullmatch(run) for run in text.split(",")):
+    if text in (FIT,) + LEVELS or all(RUN.fullmatch(run) for run in text.split(",")):
         return text
     values.hold(
         (

@@ -81,7 +81,7 @@ class Anatomy(bench_model.ModelBenchmark):
                 yield AnatomyTest(**vars(case), traces=grid["traces"])
 
     def setup(self, cases: Sequence[ModelTest], settings: Settings) -> bench_model.Setup:
-        for row in (*ATTENTION.values(), *(case.entry for case in cases)):
+        for row in tuple(ATTENTION.values()) + tuple(case.entry for case in cases):
             profile.register_kernels(Traits.of(row).kernels, "attention")
         return super().setup(cases, settings)
 
@@ -113,7 +113,7 @@ def anatomy_of(case: AnatomyTest, setup: bench_model.Setup) -> Record:
         "num_launches": sum(kernel.count for kernel in taken.kernels),
         **{f"{kind}_share": taken.shares[kind] for kind in profile.KINDS},
         "kernels": [asdict(one) | {"name": shortened(one.name)} for one in taken.kernels[:15]],
-        "parts": [*map(asdict, taken.parts)],
+        "parts": list(map(asdict, taken.parts)),
     }
     rig.base.zero_grad(set_to_none=True)
     found["allocations"] = list(map(asdict, profile.largest_allocations(call, case.device, top=10)))

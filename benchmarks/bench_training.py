@@ -51,7 +51,8 @@ class Curve:
     def fields(self, reference: "Curve", dtype: str) -> Record:
         """At most CURVE_POINTS losses, each with its difference to the reference's as far as that goes."""
         apart = [a - b for a, b in zip(self.losses[:CURVE_STEPS], reference.losses, strict=False)]
-        places = sorted({*range(0, len(self.losses), -(-len(self.losses) // CURVE_POINTS)), len(self.losses) - 1})
+        number = len(self.losses)
+        places = sorted({number - 1}.union(range(0, number, -(-number // CURVE_POINTS))))
         return {
             "steps": len(self.losses),
             "curve_steps": [place + 1 for place in places],

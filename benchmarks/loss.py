@@ -116,7 +116,7 @@ class Inputs:
 
         Only the row's own answer is on the device while it runs.
         """
-        answer, groups = [x.cpu() for x in self.run(call)], (self.groups[0], *self.groups)
+        answer, groups = [x.cpu() for x in self.run(call)], (self.groups[0],) + self.groups
         return ratios(answer, self.exact, self.plain, groups, self.precision, self.device)
 
     def run(self, call: Callable[..., Tensor]) -> Answer:
@@ -155,7 +155,7 @@ class Inputs:
         if key is None:
             return None
         blocks = zip(answer[1:], blocks_of(self, key), strict=True)
-        return answer[0].clone(), *(torch.cat([found[rows] for rows in some]) for found, some in blocks)
+        return (answer[0].clone(),) + tuple(torch.cat([found[rows] for rows in some]) for found, some in blocks)
 
     def judge(self, kept: Kept) -> Mapping[str, float]:
         """The error over its budget of each part of a timed call; leaves one row as evidence."""
@@ -314,7 +314,7 @@ def repeat(record: Record, call: Record) -> Iterator[str]:
         return
     inputs = _inputs_of(record, call)
     tokens = range(len(inputs.targets))
-    exact, plain = (answer[1] for answer in references(partial(parts, inputs, [*tokens], [0])))
+    exact, plain = (answer[1] for answer in references(partial(parts, inputs, list(tokens), [0])))
     values = torch.frombuffer(bytearray(base64.b64decode(part["values"])), dtype=torch.float32)
     if part["row"] not in tokens or values.shape != exact[0].shape:
         yield f"{values.numel()} values of row {part['row']} were recorded, of {len(exact)} rows of {exact.shape[1]}"

@@ -230,7 +230,7 @@ def repeat(
     spots = spots_of(case, backward, call["key"], extreme and extreme[0])
     expected = {str((list(spot.units[0]), spot.rows)): spot for spot in spots}
     missing = Counter((str((list(spot.units[0]), spot.rows)), name) for spot in spots for name in tensors)
-    if {*call["error_ratios"]} != {*tensors}:
+    if set(call["error_ratios"]) != set(tensors):
         yield f"its errors are of {', '.join(call['error_ratios'])}, and not of {', '.join(tensors)}"
     for part in call["parts"]:
         rows = None if part["rows"] is None else slice(*part["rows"])

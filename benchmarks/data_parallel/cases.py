@@ -263,7 +263,7 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
     record: Record = {
         "bucket_mb": seen.bucket_mb or (None if isinstance(case.asked_bucket_mb, str) else case.asked_bucket_mb),
         "num_buckets": seen.num_buckets,
-        "timeline": [*map(list, seen.communication.timeline)],
+        "timeline": list(map(list, seen.communication.timeline)),
     }
     alone = {timed.case.world_size: timed for timed in rows if timed.passes and not timed.case.traits.synchronizes}
     if 1 in alone:

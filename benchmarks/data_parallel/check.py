@@ -72,7 +72,7 @@ def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: N
         ratios[name] = (
             testing.ratio_of(moved[0], moved[1], moved[2].to(torch.float32), dtype) if moved[1].any() else 0.0
         )
-    worst = torch.tensor([*ratios.values()], dtype=torch.float64, device=device())
+    worst = torch.tensor(list(ratios.values()), dtype=torch.float64, device=device())
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=ranks.subgroup(case.world_size))
     return dict(zip(ratios, worst.tolist(), strict=True))
 
@@ -127,7 +127,8 @@ def _rounded_backward(module: nn.Module, data: Batch, world_size: int, kind: str
         used = {name: p.to(dtype) if kind == "compute_dtype" else p for name, p in named.items()}
         loss = torch.func.functional_call(module, used, _of_rank(data, rank))
         grads = [
-            g.to(dtype if kind == "comm_dtype" else torch.float32) for g in torch.autograd.grad(loss, [*used.values()])
+            g.to(dtype if kind == "comm_dtype" else torch.float32)
+            for g in torch.autograd.grad(loss, list(used.values()))
         ]
         total = [a + b for a, b in zip(total, grads, strict=True)] if total else list(grads)
     for p, grad in zip(named.values(), total, strict=True):

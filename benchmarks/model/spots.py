@@ -177,10 +177,10 @@ class Spots:
         anywhere = [chance.randrange(length) for _ in range(NUM_TOKENS // 2)]
         early = [int(length ** chance.random()) - 1 for _ in range(NUM_TOKENS // 2)]
         sequence, layer = chance.randrange(batch), chance.randrange(len(self.base.layers))
-        names = [*(f"layers.{layer}.{name}.weight" for name in MATRICES), HEAD]
+        names = [f"layers.{layer}.{name}.weight" for name in MATRICES] + [HEAD]
         heights = {name: len(self.parameters[name]) for name in names}
         rows = {name: chance.sample(range(height), min(NUM_ROWS, height)) for name, height in heights.items()}
-        return Spot(sequence, sorted({*anywhere, *early}), rows)
+        return Spot(sequence, sorted(set(anywhere + early)), rows)
 
     def outputs(self, case: ModelTest, result: Any, key: int | None) -> Parts | None:
         """Copies of what a forward has returned, where the key says; None without a key. See `check_plain`."""

@@ -104,7 +104,7 @@ def ids_by_document(result: list[Any], end_of_text: int) -> list[Any]:
     if not (result and isinstance(result[0], np.ndarray)):
         return [getattr(encoding, "ids", encoding) for encoding in result]
     ids = np.concatenate(result)
-    ends = [-1, *np.flatnonzero(ids == end_of_text).tolist(), len(ids)]
+    ends = [-1] + np.flatnonzero(ids == end_of_text).tolist() + [len(ids)]
     return [ids[start + 1 : stop] for start, stop in pairwise(ends)]
 
 

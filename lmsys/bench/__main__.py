@@ -16,8 +16,8 @@ from lmsys.values import choice, hold
 def main() -> None:
     """Becomes pytest; ends with 2 where there is no such line."""
     line = line_of(sys.argv[1:])
-    print(shlex.join(["python", *line]), flush=True)
-    os.execv(sys.executable, [sys.executable, *line])
+    print(shlex.join(["python"] + line), flush=True)
+    os.execv(sys.executable, [sys.executable] + line)
 
 
 def line_of(arguments: list[str]) -> list[str]:
@@ -51,8 +51,8 @@ def line_of(arguments: list[str]) -> list[str]:
     # It goes on in that file, unless another is named.
     goes_on = any(word.partition("=")[0] in ("--resume", "--lmsys-resume") for word in rest)
     output = given.output or ("" if goes_on else f"{file.stem.removeprefix('bench_')}.json")
-    options = [*rows, *(["--benchmark-json", output] if output else []), *rest]
-    return ["-m", "pytest", os.path.relpath(file), "--benchmark-only", *options]
+    options = rows + (["--benchmark-json", output] if output else []) + rest
+    return ["-m", "pytest", os.path.relpath(file), "--benchmark-only"] + options
 
 
 def file_of(benchmark: str) -> Path:
@@ -85,7 +85,7 @@ def option_of_rows(file: Path, rows: list[str]) -> str:
         tables = {"row": next(iter(benchmark.tables.values())), **benchmark.tables}
         for axis in [axis for axis in benchmark.axes if axis.name in tables]:
             beside = [name for name, entry in tables[axis.name].items() if Traits.of(entry).baseline]
-            return f"{axis.option or f'--axis={axis.name}'}={','.join(dict.fromkeys([*beside, *rows]))}"
+            return f"{axis.option or f'--axis={axis.name}'}={','.join(dict.fromkeys(beside + rows))}"
     raise ValueError(f"--row {rows[0]}: {file} has no axis of rows")
 
 

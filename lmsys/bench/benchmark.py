@@ -185,7 +185,7 @@ class Benchmark:
             return None
         asked_for = {axis.name: record[axis.name] for axis in axes if axis.name in record}
         asked = [(table, name) for kind, table in self.tables.items() for name in (record["impl"], record.get(kind))]
-        known = [table[name] for table, name in asked if isinstance(name, str) and name in [*table]]
+        known = [table[name] for table, name in asked if isinstance(name, str) and name in list(table)]
         entry = known[0] if known else Entry(record["impl"], "", record["label"], record["peer"])
         return self.case_type(record["section"], entry, record["device"], **asked_for)
 

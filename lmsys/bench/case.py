@@ -45,7 +45,7 @@ class Case:
 
     @property
     def comparison(self) -> str:
-        return "-".join([self.section, *map(str, self.axes.values())])
+        return "-".join([self.section] + list(map(str, self.axes.values())))
 
     @property
     def group(self) -> str:

@@ -24,7 +24,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.cuda
 
 from lmsys import deterministic
 from lmsys.measure.compare import Lost

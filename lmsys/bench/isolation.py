@@ -157,7 +157,7 @@ class Isolated:
         self._shared, self._trace = doing.shared_file(), tempfile.TemporaryFile()  # noqa: SIM115
         self._memory = doing.map_file(self._shared)
         watch.Heartbeat(self._shared).rest()
-        files = [self._shared, self._trace.fileno(), *([self.line[0]] if self.line else [])]
+        files = [self._shared, self._trace.fileno()] + ([self.line[0]] if self.line else [])
         worker = Worker(None, files, path=self._path(), folder=self.checkout.working_folder if self.checkout else None)
         self._most_bytes, self._oom_kills = MOST_HELD * host.available_bytes(), host.oom_kills()
         worker.send(begin, self._shared, self._trace.fileno(), self.settings, self._machine, self.line)
@@ -284,7 +284,7 @@ class Group:
         in_turns  with the other worker of a pair, which begins the same
         """
         self._rows = []
-        for message in self.isolated.stream("run", self.benchmark, [*self.left.values()], self.ended, in_turns):
+        for message in self.isolated.stream("run", self.benchmark, list(self.left.values()), self.ended, in_turns):
             if isinstance(message, Begun):
                 self._rows = self.isolated.rows = message.candidates
                 continue

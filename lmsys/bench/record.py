@@ -111,7 +111,7 @@ class Journal:
         self.path = result.with_name(result.name + ".partial")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._telling(), files.replacing(self.path) as file:
-            file.writelines(map(_line, [{"schema": SCHEMA, **head}, *map(check_record, carried)]))
+            file.writelines(map(_line, [{"schema": SCHEMA, **head}] + list(map(check_record, carried))))
 
     def add(self, record: fields.Record) -> None:
         line = _line(check_record(record))

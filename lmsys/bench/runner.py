@@ -65,7 +65,7 @@ class Runner(instruments.Instruments):
         held = self._held()
         with benchmark.context(cases):
             trial = Trial(benchmark, cases, self, ended)
-            begun([*fields.grouped((benchmark.key(case), case.id) for case in cases).values()])
+            begun(list(fields.grouped((benchmark.key(case), case.id) for case in cases).values()))
             self._in_session(trial, trial.prepare)
             if self.settings.nvtx:
                 trial.attempt(trial.call_in_ranges)

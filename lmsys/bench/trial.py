@@ -284,7 +284,7 @@ class Trial:
                 again[self.benchmark.key(case)] = self.candidate(case)
         if again:
             self.benchmark.redraw(self.setup, self.settings.seed + 2)
-            self.benchmark.check_all([*again.values()], self.setup, self.runner)
+            self.benchmark.check_all(list(again.values()), self.setup, self.runner)
         for candidate in again.values():
             if candidate.outcome != "ok":
                 candidate.reason = f"right before it was timed, not after: {candidate.reason}"

@@ -122,7 +122,7 @@ def failed(records: Iterable[fields.Record]) -> dict[tuple[str, str, str], list[
 
 def _not_run(records: Sequence[fields.Record]) -> Iterator[str]:
     """Each reason once, with its rows."""
-    reasons = [*not_run(records).items()]
+    reasons = list(not_run(records).items())
     yield from (
         f"not run, {rows.total()} case{'s' if rows.total() > 1 else ''} of {', '.join(rows)}: {reason}"
         for reason, rows in reasons[:MOST_REASONS]

@@ -138,7 +138,7 @@ def interleave(
     if turns.together:
         turns.begin(-warming)
     else:
-        clock.wait(2 * sum(cost.host_s for cost in (looking, *costs.values())))
+        clock.wait(2 * sum(cost.host_s for cost in (looking,) + tuple(costs.values())))
     until = time.monotonic() + MOST_OF_EXPECTED * expected_s
     for index in range(-warming, max(rounds.values())):
         if index >= min_rounds and time.monotonic() > until and not turns.together:
@@ -246,7 +246,7 @@ def rounds_of(steps: Mapping[str, Step], clock: Clock, rounds: int = NUM_SPANS) 
     taken: list[tuple[str, Any]] = []
     for index in range(rounds):
         clock.wait(LEAD_S)
-        taken += [(name, _again(steps[name], clock)) for name in random.Random(index).sample([*steps], len(steps))]
+        taken += [(name, _again(steps[name], clock)) for name in random.Random(index).sample(list(steps), len(steps))]
     return taken
 
 

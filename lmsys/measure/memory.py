@@ -130,7 +130,7 @@ def phases(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, dic
     live = 0
     if device != "cuda":
         for name, points in timeline(steps, "cpu").items():
-            levels = [live, *(level for _, level in points)]
+            levels = [live] + [level for _, level in points]
             live = levels[-1]
             memory[name] = {"peak_bytes": max(levels), "live_bytes": live}
         return memory
@@ -206,7 +206,7 @@ def timeline(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, l
     points: dict[str, list[tuple[float, int]]] = {name: [] for name in steps}
     for event, live in zip(events, itertools.accumulate(event.bytes for event in events), strict=True):
         index = min(bisect.bisect_left(ends, event.time_ns), len(ends) - 1)
-        points[[*steps][index]].append(((event.time_ns - events[0].time_ns) / 1e9, live))
+        points[list(steps)[index]].append(((event.time_ns - events[0].time_ns) / 1e9, live))
     return points
 
 
@@ -279,7 +279,7 @@ def _source(frames: list[dict[str, Any]]) -> tuple[str, str]:
     nodes = [match[1] for frame in frames if (match := re.search(r"(\w+Backward\d*)::apply", frame["name"]))]
     for frame in frames:
         if frame["filename"].endswith(".py") and not _is_internal(frame["filename"]):
-            return f"{_relative(frame['filename'])}:{frame['line']}", " ".join([frame["name"], *nodes[:1]])
+            return f"{_relative(frame['filename'])}:{frame['line']}", " ".join([frame["name"]] + nodes[:1])
     return ("(backward)", nodes[0]) if nodes else ("", "")
 
 

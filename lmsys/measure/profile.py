@@ -80,7 +80,7 @@ def register_kernels(pattern: str, kind: str) -> None:
 @lru_cache(maxsize=4096)
 def kind_of(name: str) -> str:
     """The kind, of KINDS, of the kernel or operator that a trace calls `name`."""
-    return next((kind for pattern, kind in (*_registered.items(), *PATTERNS) if re.search(pattern, name)), "other")
+    return next((kind for pattern, kind in tuple(_registered.items()) + PATTERNS if re.search(pattern, name)), "other")
 
 
 class part(ContextDecorator):
@@ -180,7 +180,7 @@ def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace:
 
 def _recorded(call: Callable[[], Any], device: str, steps: int, trace: Path | None) -> tuple[float, list[Any]]:
     """The mean wall time of a call, in seconds, and the events of its trace."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     samples, plan = [], schedule(wait=0, warmup=1, active=steps, repeat=1)
 
     def run() -> Any:
@@ -307,7 +307,7 @@ def largest_allocations(call: Callable[[], Any], device: str, *, top: int = 10) 
     """The largest allocations during `call`, with the line that asked for them: see `allocator_events`."""
     whole("top", top, least=1)
     events = memory.allocator_events(call, device, lines=True)
-    levels = [0, *itertools.accumulate(event.bytes for event in events)]
+    levels = [0] + list(itertools.accumulate(event.bytes for event in events))
     live: dict[int, tuple[int, str, str]] = {}
     for event in events[: levels.index(max(levels))]:
         live.pop(event.address, None)

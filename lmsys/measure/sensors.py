@@ -252,7 +252,7 @@ class Conditions:
             return None
         load = host.load(self._parent)
         family = load.family if load else {self._parent, os.getpid()}
-        return len({*processes} - family) if os.getpid() in processes else max(0, len(processes) - len(family))
+        return len(set(processes) - family) if os.getpid() in processes else max(0, len(processes) - len(family))
 
 
 def state_of(readings: Sequence[Reading]) -> dict[str, Any]:
