@@ -16,7 +16,6 @@ from lmsys.bench import fields, isolation, record
 from lmsys.bench.benchmark import Benchmark, Cases, Collected, Settings
 from lmsys.bench.case import Case
 from lmsys.bench.checkout import Checkout
-from lmsys.values import hold
 
 
 class Paired(isolation.Isolated):
@@ -108,13 +107,9 @@ class Paired(isolation.Isolated):
 
 def check_rows(checkout: Checkout, cls: type[Benchmark], cases: Mapping[str, Case]) -> None:
     """ValueError for a row that stands in the file of its benchmark, which is today's on both sides."""
-    why = "stands in the file of its benchmark, which is today's: put it into a file of its own"
-    hold(
-        *(
-            (
-                case.entry.target.partition(":")[0] != cls.__module__,
-                f"--against {checkout.text}: the row {case.impl!r} {why}",
+    for case in cases.values():
+        if case.entry.target.partition(":")[0] == cls.__module__:
+            raise ValueError(
+                f"--against {checkout.text}: the row {case.impl!r} stands in the file of its benchmark, which is "
+                "today's: put it into a file of its own"
             )
-            for case in cases.values()
-        )
-    )

@@ -6,7 +6,6 @@ Nothing happens, and torch is not imported, until a test of a benchmark is colle
 import os
 import shlex
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,7 +183,11 @@ def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest
         if not goes_on and not config.option.collectonly:
             options.check_free(ours.output, ours.settings.command)
     if resumed:
-        _resume(ours, resumed)
+        try:
+            for content, entries in results.read_results(resumed):
+                ours.resume(content, entries)
+        except ValueError as error:
+            raise ValueError(f"--resume {resumed}: {str(error).removeprefix(f'{resumed}: ')}") from error
     ours.select(keys)
 
 
@@ -210,14 +213,17 @@ def _session(config: pytest.Config) -> results.Session:
     group = joined()  # under torchrun each rank has a GPU of its own from here on
     options.refuse(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sweep, nvtx = _sweep(config, device), options.nvtx(config.getoption("lmsys_nvtx"), device)
+    name, nvtx = config.getoption("lmsys_sweep"), options.nvtx(config.getoption("lmsys_nvtx"), device)
+    sweeps = config.hook.pytest_lmsys_sweeps() or {"default": {device: fields.Sweep()}}
+    sweep: fields.Sweep = sweeps[choice(name, sweeps, f"--sweep {name!r}: ")][device]
+    disabled = config.getoption("benchmark_disable") and not config.getoption("benchmark_enable")
     session = results.Session(
         Settings(
             device=device,
-            sweep=config.getoption("lmsys_sweep"),
+            sweep=name,
             seconds_per_row=options.seconds_per_row(config, sweep),
             min_rounds=options.min_rounds(config),
-            timed=_is_timed(config) and not nvtx,
+            timed=not (disabled or nvtx or config.getoption("collectonly")),
             memory_limit_bytes=options.memory_limit(config.getoption("lmsys_memory_limit"), device),
             deadline_s=options.number(
                 "--deadline", config.getoption("lmsys_deadline"), "a finite number of seconds, more than 0", above=0
@@ -261,27 +267,6 @@ def _ease_waiting(say: Callable[[str], None], others_share: float | None) -> Non
         f"this machine is busy: other programs take {others_share:.0%} of its CPU, and figures that they disturb are "
         "marked. For figures that count, end this run by Ctrl-C, and begin again when the machine is idle"
     )
-
-
-def _is_timed(config: pytest.Config) -> bool:
-    disabled = config.getoption("benchmark_disable") and not config.getoption("benchmark_enable")
-    return not (disabled or config.getoption("collectonly"))
-
-
-def _sweep(config: pytest.Config, device: str) -> fields.Sweep:
-    sweeps: Mapping[str, Mapping[str, fields.Sweep]] = config.hook.pytest_lmsys_sweeps() or {
-        "default": {device: fields.Sweep()}
-    }
-    name = config.getoption("lmsys_sweep")
-    return sweeps[choice(name, sweeps, f"--sweep {name!r}: ")][device]
-
-
-def _resume(session: results.Session, path: Path) -> None:
-    try:
-        for content, entries in results.read_results(path):
-            session.resume(content, entries)
-    except ValueError as error:
-        raise ValueError(f"--resume {path}: {str(error).removeprefix(f'{path}: ')}") from error
 
 
 def _say(config: pytest.Config, text: str) -> None:

@@ -70,7 +70,7 @@ class Runner(instruments.Instruments):
             if self.settings.nvtx:
                 trial.attempt(trial.call_in_ranges)
             try:
-                for turn in trial.turns():
+                for turn in benchmark.turns(cases) if self.settings.timed or benchmark.streams else ():
                     self._in_session(trial, trial.take, turn)
                     if benchmark.streams:
                         yield from trial.results(turn)

@@ -121,9 +121,6 @@ class Trial:
             for candidate in suspects:
                 candidate.failed("wrong", f"a row replaced {', '.join(names)}, by which it is judged")
 
-    def turns(self) -> Iterable[Cases]:
-        return self.benchmark.turns(self.cases) if self.settings.timed or self.benchmark.streams else ()
-
     def is_able(self, case: Case) -> bool:
         """True while the case is still to be timed."""
         candidate = self.candidate(case)
