@@ -88,10 +88,10 @@ class Anatomy(bench_model.ModelBenchmark):
     def sample(self, turn: Sequence[AnatomyTest], trial: Any) -> None:
         trial.interleave(turn)
         for case in turn:
-            one = trial.measurements[case.id]
-            if one.samples:
-                found, one.failure = compare.attempt(anatomy_of, case, trial.setup)
-                one.record |= found or {}
+            measurement = trial.measurements[case.id]
+            if measurement.samples:
+                record, measurement.failure = compare.attempt(anatomy_of, case, trial.setup)
+                measurement.record |= record or {}
 
 
 def anatomy_of(case: AnatomyTest, setup: bench_model.Setup) -> Record:
@@ -107,20 +107,20 @@ def anatomy_of(case: AnatomyTest, setup: bench_model.Setup) -> Record:
                 phase()
 
     taken = profile.profile_call(call, case.device, trace=case.traces / f"{case.id}.json" if case.traces else None)
-    found = memory_of(case, rig, phases) | {
+    record = memory_of(case, rig, phases) | {
         "profiled_s": taken.profiled_s,
         "kernel_s": taken.kernel_s,
         "num_launches": sum(kernel.count for kernel in taken.kernels),
         **{f"{kind}_share": taken.shares[kind] for kind in profile.KINDS},
-        "kernels": [asdict(one) | {"name": shortened(one.name)} for one in taken.kernels[:15]],
+        "kernels": [asdict(kernel) | {"name": shortened(kernel.name)} for kernel in taken.kernels[:15]],
         "parts": list(map(asdict, taken.parts)),
     }
     rig.base.zero_grad(set_to_none=True)
-    found["allocations"] = list(map(asdict, profile.largest_allocations(call, case.device, top=10)))
+    record["allocations"] = list(map(asdict, profile.largest_allocations(call, case.device, top=10)))
     if case.traces and case.device == "cuda":
         rig.base.zero_grad(set_to_none=True)
         memory.write_snapshot(case.traces / f"{case.id}.pickle", call, case.device)
-    return found
+    return record
 
 
 def phases_of(case: AnatomyTest, rig: Rig) -> Phases:
@@ -147,24 +147,24 @@ def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
     model, optimizer = rig.model(case), rig.optimizers.get(case.peer)
     held = sum(memory.breakdown(model, optimizer).values())
     by_phase = memory.phases(phases, case.device)
-    found: Record = {
+    record: Record = {
         "held_bytes": held,
         "peak_bytes": max(phase["peak_bytes"] for phase in by_phase.values()),
         "phases": [{"name": name, **phase} for name, phase in by_phase.items()],
     }
     if case.mode == "step":
-        found |= memory.breakdown(model, optimizer) | {"activations_bytes": by_phase["forward"]["live_bytes"]}
+        record |= memory.breakdown(model, optimizer) | {"activations_bytes": by_phase["forward"]["live_bytes"]}
     if case.mode == "step" and not case.peer:
         predicted = training_memory(case.computed, case.batch, case.context, case.precision)
-        found |= {f"predicted_{name}_bytes": getattr(predicted, name) for name in HELD_IN_A_STEP}
+        record |= {f"predicted_{name}_bytes": getattr(predicted, name) for name in HELD_IN_A_STEP}
     rig.base.zero_grad(set_to_none=True)
     timeline = memory.timeline(phases, case.device)
     keep = TIMELINE_POINTS // len(timeline)
-    found["timeline"] = [
+    record["timeline"] = [
         {"name": name, "points": [(float(f"{at:.7f}"), size) for at, size in thinned(points, keep)]}
         for name, points in timeline.items()
     ]
-    return found
+    return record
 
 
 def thinned(points: Sequence[tuple[float, int]], keep: int) -> list[tuple[float, int]]:

@@ -178,12 +178,12 @@ class Attention(Benchmark):
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[AttentionTest]:
-        for shape, what, entry in product(
+        for shape, options, entry in product(
             shapes(grid),
             grid.product("dtype", "causal", "direction", *patterns.OPTIONS, "deterministic"),
             rows_of(grid),
         ):
-            case = AttentionTest(grid.name, entry, settings.device, *shape, *what)
+            case = AttentionTest(grid.name, entry, settings.device, *shape, *options)
             yield replace(case, offset=max(0, case.keys - case.queries)) if case.offset == axes.END else case
 
     def key(self, case: AttentionTest) -> tuple[str, bool]:
@@ -198,7 +198,7 @@ class Attention(Benchmark):
         return deterministic.deterministic_mode() if cases[0].deterministic else nullcontext()
 
     def setup(self, cases: Sequence[AttentionTest], settings: Settings) -> Setup:
-        case = replace(cases[0].asked, grad=any(one.asked.grad for one in cases))
+        case = replace(cases[0].asked, grad=any(test.asked.grad for test in cases))
         inputs, pattern = testing.make_inputs(case, settings.seed), cases[0].pattern
         draws = AttentionDraws(inputs.tensors, settings.seed, pattern.causal)
         return Setup(case, pattern, inputs, draws, check.Spots(case, draws, inputs, pattern))
@@ -223,7 +223,7 @@ class Attention(Benchmark):
         for candidate in candidates:
             if candidate.outcome == "ok" and (failure := in_own_dtype.check(candidate)):
                 candidate.failed(*failure)
-        check.check_small([one for one in candidates if runner.settings.checks_files or ".py:" not in one.entry.target])
+        check.check_small([row for row in candidates if runner.settings.checks_files or ".py:" not in row.entry.target])
 
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)
@@ -232,8 +232,8 @@ class Attention(Benchmark):
         return setup.spots.judge(case.direction != "fwd", kept, rms=candidate.state != "has float32")
 
     def repeat(self, record: Record, call: Record) -> Iterator[str]:
-        asked = {name: record[name] for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")}
-        case = AttentionCase(**asked, dtype=record["dtype"], causal=record["causal"], grad=False, device="cpu")
+        shape = {name: record[name] for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")}
+        case = AttentionCase(**shape, dtype=record["dtype"], causal=record["causal"], grad=False, device="cpu")
         if (size := max(case.batch, case.queries, case.keys) * case.head_dim) > check.MOST_ELEMENTS:
             yield f"not recomputed: {size:,} elements of a head (at most {check.MOST_ELEMENTS:,} here)"
             return
@@ -292,11 +292,13 @@ class Attention(Benchmark):
         time of what is made before any call."""
         step = self.step(case, candidate, setup)
         peak, _ = compare.attempt(lambda: memory.peak_bytes(partial(step.run, step.prepare()), case.device))
-        found: Record = {"peak_bytes": peak, "saved_bytes": None}
+        bytes_of_call: Record = {"peak_bytes": peak, "saved_bytes": None}
         if case.direction != "fwd":
             backward = self.step(replace(case, direction="bwd"), candidate, setup)
-            found["saved_bytes"], _ = compare.attempt(memory.saved_bytes, backward.prepare)
-        return found | patterns.made_before_calls(candidate.entry, setup.pattern, case.queries, case.keys, case.device)
+            bytes_of_call["saved_bytes"], _ = compare.attempt(memory.saved_bytes, backward.prepare)
+        return bytes_of_call | patterns.made_before_calls(
+            candidate.entry, setup.pattern, case.queries, case.keys, case.device
+        )
 
     def tokens(self, case: AttentionTest) -> int:
         """Queries."""
@@ -309,16 +311,16 @@ class Attention(Benchmark):
         moved = operations.attention_bytes(**read, dtype=case.dtype, direction=case.direction)
         del shape["kv_heads"]
         flops = operations.attention_flops(**shape, causal=case.causal, direction=case.direction, pairs=case.pairs)
-        found: Record = {"flops": flops, "bytes": round(moved)}
+        work: Record = {"flops": flops, "bytes": round(moved)}
         if case.pairs is not None:
-            found["visible_share"] = case.pairs / (case.queries * case.keys)
+            work["visible_share"] = case.pairs / (case.queries * case.keys)
         if time_s := record.get("time_s"):
-            found |= {
+            work |= {
                 "bytes_per_s": moved / time_s,
                 "copy_ceiling_fraction": moved / time_s / machine["ceilings"]["copy_bytes_per_s"],
                 **models.matmul_rates(flops, time_s, case.dtype, machine),
             }
-        return found
+        return work
 
 
 def shapes(grid: Grid) -> Iterator[tuple[int, int, int, int, int, int]]:

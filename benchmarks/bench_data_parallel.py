@@ -221,10 +221,10 @@ class DataParallel(ParallelBenchmark):
             # All rows begin alike: with weights by the seed, and batches and rows to look at that nobody can foresee.
             draw, key = _entropy(turn, trial), _entropy(turn, trial)
             passes = [Pass(trial.settings.seed + number, draw, key, steps) for number in range(number_of_passes)]
-            for (number, one), case in product(enumerate(passes), turn):
+            for (number, asked), case in product(enumerate(passes), turn):
                 candidate = trial.candidate(case)
                 if candidate.outcome == "ok":
-                    candidate.attempt(self._take_pass, candidate, one, number, trial.runner)
+                    candidate.attempt(self._take_pass, candidate, asked, number, trial.runner)
             self._check_pass(turn, passes, trial)
         finally:
             rows = {case.id: trial.candidate(case).state for case in turn if trial.candidate(case).outcome == "ok"}

@@ -131,9 +131,9 @@ class Loss(Benchmark):
         return models.arithmetic(cases[0].precision)
 
     def setup(self, cases: Sequence[LossTest], settings: Settings) -> Setup:
-        one = cases[0]
-        inputs = Inputs.empty(one.tokens, one.d_model, one.vocab_size, one.precision, one.device)
-        setup = Setup(inputs, odd_inputs(one.precision, one.device, settings.seed), LossDraws(inputs, settings.seed))
+        case = cases[0]
+        inputs = Inputs.empty(case.tokens, case.d_model, case.vocab_size, case.precision, case.device)
+        setup = Setup(inputs, odd_inputs(case.precision, case.device, settings.seed), LossDraws(inputs, settings.seed))
         setup.draws.fill(settings.seed)
         return setup
 
@@ -193,12 +193,12 @@ class Loss(Benchmark):
 
     def metrics(self, case: LossTest, record: Record, machine: Record) -> Record:
         """The operations of three matmuls, and with a time the rates and their share of what this machine reaches."""
-        found: Record = {"flops": 6 * case.tokens * case.d_model * case.vocab_size}
+        work: Record = {"flops": 6 * case.tokens * case.d_model * case.vocab_size}
         if time_s := record.get("time_s"):
-            found |= {"tokens_per_s": case.tokens / time_s} | models.matmul_rates(
-                found["flops"], time_s, case.precision, machine
+            work |= {"tokens_per_s": case.tokens / time_s} | models.matmul_rates(
+                work["flops"], time_s, case.precision, machine
             )
-        return found
+        return work
 
 
 test_loss = bench(Loss)

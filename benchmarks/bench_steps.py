@@ -90,8 +90,8 @@ class TrainingRig(rank.Rig):
 
     def finite(self) -> bool:
         """True where no weight of this rank's is NaN or inf."""
-        own = (p.to_local() if hasattr(p, "to_local") else p for p in map(Tensor.detach, self.parameters))
-        return all(math.isfinite(torch.linalg.vector_norm(p, math.inf).item()) for p in own if p.numel())
+        parts = (p.to_local() if hasattr(p, "to_local") else p for p in map(Tensor.detach, self.parameters))
+        return all(math.isfinite(torch.linalg.vector_norm(p, math.inf).item()) for p in parts if p.numel())
 
 
 @dataclass
@@ -143,8 +143,8 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         samples, _ = ranks.times(Step(timed), range(steps), group, finish=rig.finish)
         if kind == "cpu":
             readings.append(sensors.read())
-        told = torch.stack(losses).double()
-        dist.all_reduce(told, group=group)
+        sums = torch.stack(losses).double()
+        dist.all_reduce(sums, group=group)
         finite = rig.finite()
         sent = communication_of(rig.step, rig.finish, partial(dist.barrier, group), kind)
         dist.barrier(group)
@@ -165,7 +165,7 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         str(rank.config_of(case).checkpoint_blocks),
         most,
         samples,
-        (told / case.world_size).tolist(),
+        (sums / case.world_size).tolist(),
         finite,
         times_s,
         readings,
@@ -174,14 +174,14 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
 
 def by_kind(profile: Profile) -> tuple[dict[str, float], float]:
     """(seconds by kind without the optimizer's, the optimizer's), of one step."""
-    own: dict[str, float] = next((one.kinds for one in profile.parts if one.name == UPDATE), {})
-    others = {kind: max(0.0, profile.shares[kind] * profile.kernel_s - own.get(kind, 0.0)) for kind in KINDS}
-    return others, sum(own.values())
+    update: dict[str, float] = next((part.kinds for part in profile.parts if part.name == UPDATE), {})
+    others = {kind: max(0.0, profile.shares[kind] * profile.kernel_s - update.get(kind, 0.0)) for kind in KINDS}
+    return others, sum(update.values())
 
 
 def why_wrong(ranks: list[Alone]) -> str | None:
     """None, or why these steps do not train: a weight or loss that is no number, or losses that do not fall."""
-    if not all(one.finite for one in ranks):
+    if not all(rank.finite for rank in ranks):
         return "after the timed steps a weight is NaN or inf"
     losses = ranks[0].losses
     if bad := [number for number, loss in enumerate(losses, start=1) if not math.isfinite(loss)]:
@@ -189,8 +189,8 @@ def why_wrong(ranks: list[Alone]) -> str | None:
     size = -(-len(losses) // STAGES)
     means = [math.fsum(part) / len(part) for part in (losses[at : at + size] for at in range(0, len(losses), size))]
     if not all(later < earlier for earlier, later in zip(means, means[1:], strict=False)):
-        told = ", ".join(f"{mean:.4f}" for mean in means)
-        return f"on one batch the loss must fall, and its means over {size} steps each are {told}"
+        text = ", ".join(f"{mean:.4f}" for mean in means)
+        return f"on one batch the loss must fall, and its means over {size} steps each are {text}"
     return None
 
 
@@ -295,7 +295,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         if trial.settings.timed:
             candidate.attempt(self._train, case, candidate, trial)
         trial.runner.say(
-            f"  [{trial.cases.index(case) + 1}/{len(trial.cases)}] {case.impl}: {self._told(case, candidate, trial)}"
+            f"  [{trial.cases.index(case) + 1}/{len(trial.cases)}] {case.impl}: {self._figures(case, candidate, trial)}"
         )
 
     def _train(self, case: StepsCase, candidate: Candidate, trial: Any) -> None:
@@ -306,31 +306,32 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
             candidate.failed("wrong", reason)
             return
         measurement = trial.measurements[case.id]
-        measurement.samples = list(map(max, zip(*(one.samples for one in ranks), strict=True)))
-        measurement.record = found_by(ranks) | {
+        measurement.samples = list(map(max, zip(*(rank.samples for rank in ranks), strict=True)))
+        measurement.record = findings_of(ranks) | {
             "levels": ranks[0].levels if case.checkpoint == checkpointing.FIT else None
         }
 
-    def _told(self, case: StepsCase, candidate: Candidate, trial: Any) -> str:
+    def _figures(self, case: StepsCase, candidate: Candidate, trial: Any) -> str:
         """How the case has ended, in a line."""
-        one = trial.measurements[case.id]
-        if candidate.outcome != "ok" or not one.samples:
+        measurement = trial.measurements[case.id]
+        if candidate.outcome != "ok" or not measurement.samples:
             return f"{candidate.outcome}: {candidate.reason or NOT_TIMED}"
-        losses, gib = one.record["losses"], one.record["total_bytes"] / 2**30
-        return f"{statistics.median(one.samples):.4g} s a step, {gib:.3g} GiB, loss {losses[0]:.4f} to {losses[-1]:.4f}"
+        time_s, gib = statistics.median(measurement.samples), measurement.record["total_bytes"] / 2**30
+        losses = measurement.record["losses"]
+        return f"{time_s:.4g} s a step, {gib:.3g} GiB, loss {losses[0]:.4f} to {losses[-1]:.4f}"
 
 
-def found_by(ranks: Sequence[Alone]) -> Record:
+def findings_of(ranks: Sequence[Alone]) -> Record:
     """The fields of what the ranks have found; kernels are those of the rank that waits least for the others."""
-    one = min(ranks, key=lambda rank: rank.times["communication_s"])
-    most = {name: max(rank.most[name] for rank in ranks) for name in one.most}
+    least = min(ranks, key=lambda rank: rank.times["communication_s"])
+    most = {name: max(rank.most[name] for rank in ranks) for name in least.most}
     return {
         **most,
         "peak_bytes": most["total_bytes"] - most["held_bytes"],
-        "losses": [float(f"{loss:.6g}") for loss in one.losses],
-        "first_loss": one.losses[0],
-        "last_loss": one.losses[-1],
-        **one.times,
+        "losses": [float(f"{loss:.6g}") for loss in least.losses],
+        "first_loss": least.losses[0],
+        "last_loss": least.losses[-1],
+        **least.times,
         **state_of([reading for rank in ranks for reading in rank.readings]),
     }
 

@@ -266,7 +266,7 @@ class Tokenizers(Benchmark):
         judged = [candidate for candidate in candidates if candidate.case.task == "encode" or not candidate.entry.peer]
         expected = by_definition(judged[0].case.task, setup) if judged else []
         for candidate in judged:
-            result, what = candidate.attempt(found_by, candidate.case, setup), WHAT[candidate.case.task]
+            result, what = candidate.attempt(answer_of, candidate.case, setup), WHAT[candidate.case.task]
             if candidate.outcome == "ok" and (difference := first_difference(what, result, expected)):
                 candidate.failed("wrong", difference)
 
@@ -326,7 +326,7 @@ def by_definition(task: str, texts: Texts) -> list[Any]:
     )
 
 
-def found_by(case: TokenizerCase, texts: Texts) -> list[Any]:
+def answer_of(case: TokenizerCase, texts: Texts) -> list[Any]:
     row, encodes, end = case.entry.load(), case.task == "encode", texts.end_of_text
     text, asked = (texts.path, texts.tokenizer) if encodes else (texts.small, SMALLEST + SMALL_TOKENS)
     result = rows.call_of(row, case.task, text, asked, case.processes)()

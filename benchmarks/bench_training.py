@@ -200,7 +200,7 @@ class Training(Benchmark):
         if curve.losses:
             candidate.notes |= curve.fields(trial.setup, DTYPES[case.precision])
         trial.runner.say(
-            f"  [{trial.cases.index(case) + 1}/{len(trial.cases)}] {case.impl}: {self._told(case, candidate, trial)}"
+            f"  [{trial.cases.index(case) + 1}/{len(trial.cases)}] {case.impl}: {self._figures(case, candidate, trial)}"
         )
 
     def _train(self, case: TrainingCase, candidate: Candidate, curve: Curve, trial: Any) -> None:
@@ -239,7 +239,7 @@ class Training(Benchmark):
                 "first_step_s": max(first_steps),
             }
 
-    def _told(self, case: TrainingCase, candidate: Candidate, trial: Any) -> str:
+    def _figures(self, case: TrainingCase, candidate: Candidate, trial: Any) -> str:
         """How the case has ended, in a line."""
         samples = trial.measurements[case.id].samples
         if candidate.outcome != "ok" or not samples:

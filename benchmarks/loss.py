@@ -148,18 +148,18 @@ class Inputs:
 
         ValueError as of `check_plain`.
         """
-        for name, found, one in zip(
-            OUTPUTS, answer, (self.hidden.new_empty(()), self.hidden, self.weight), strict=True
-        ):
-            plain.check_plain(name, found, one, self.tensors.values())
+        for name, x, like in zip(OUTPUTS, answer, (self.hidden.new_empty(()), self.hidden, self.weight), strict=True):
+            plain.check_plain(name, x, like, self.tensors.values())
         if key is None:
             return None
-        blocks = zip(answer[1:], blocks_of(self, key), strict=True)
-        return (answer[0].clone(),) + tuple(torch.cat([found[rows] for rows in some]) for found, some in blocks)
+        tokens, classes = blocks_of(self, key)
+        loss, d_hidden, d_weight = answer
+        parts = torch.cat([d_hidden[rows] for rows in tokens]), torch.cat([d_weight[rows] for rows in classes])
+        return loss.clone(), *parts
 
     def judge(self, kept: Kept) -> Mapping[str, float]:
         """The error over its budget of each part of a timed call; leaves one row as evidence."""
-        tokens, classes = (indices(some) for some in blocks_of(self, kept.key))
+        tokens, classes = (indices(blocks) for blocks in blocks_of(self, kept.key))
         exact, plain = references(partial(parts, self, tokens, classes))
         of_tokens, of_classes = self.groups
         groups = of_tokens, of_tokens[tokens], of_classes[classes]
@@ -294,15 +294,15 @@ def parts(
     return torch.cat(losses), d_hidden, d_rows
 
 
-def _evidence(key: int, groups: Tensor, found: Tensor, exact: Tensor) -> Record:
+def _evidence(key: int, groups: Tensor, gradient: Tensor, exact: Tensor) -> Record:
     """One row of the gradients of hidden states, as often of an extreme token as not: its values, the largest error."""
     chance = random.Random(key)
     row = chance.choice((groups == chance.choice(groups.unique().tolist())).nonzero().flatten().tolist())
     return {
         "tensor": D_HIDDEN,
         "row": row,
-        "values": base64.b64encode(found[row].cpu().view(torch.uint8).numpy().tobytes()).decode(),
-        "error": (found[row].double() - exact[row]).abs().max().item(),
+        "values": base64.b64encode(gradient[row].cpu().view(torch.uint8).numpy().tobytes()).decode(),
+        "error": (gradient[row].double() - exact[row]).abs().max().item(),
     }
 
 
@@ -339,8 +339,10 @@ def _inputs_of(record: Record, call: Record) -> Inputs:
         whole.choose_extreme(call["draw"])
     tokens, _ = blocks_of(whole, call["key"])
 
-    def drawn(name: str, first: int, count: int, **what: Any) -> Tensor:
-        return draws.part(record["proof"]["seed"], call["draw"], name, first, count, whole.tensors[name].dtype, **what)
+    def drawn(name: str, first: int, count: int, **options: Any) -> Tensor:
+        return draws.part(
+            record["proof"]["seed"], call["draw"], name, first, count, whole.tensors[name].dtype, **options
+        )
 
     weight = drawn("weight", 0, d_model * vocab_size, std=std_of(whole.weight)).view(vocab_size, d_model)
     if whole.extreme:

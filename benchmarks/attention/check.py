@@ -32,7 +32,11 @@ from lmsys.testing import Inputs, Oracle, Spot, make_inputs, pick, run
 
 def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern: Pattern, seed: int) -> None:
     """Fails each candidate that has a float32 form and is wrong in it."""
-    able = [one for one in candidates if one.entry.why_not(replace(case, grad=one.case.asked.grad)) is None]
+    able = [
+        candidate
+        for candidate in candidates
+        if candidate.entry.why_not(replace(case, grad=candidate.case.asked.grad)) is None
+    ]
     if not able:
         return
     in_float32 = Gate(make_inputs(case, seed), case, pattern)
@@ -54,8 +58,14 @@ def check_small(candidates: Sequence[Candidate]) -> None:
     is interpreted: no figure rests on it. An exception refuses a case. Patterns have extremes in their timed calls
     alone.
     """
-    judged = [one for one in candidates if one.outcome in ("ok", "wrong") and not one.case.asked.options]
-    for candidate in [one for one in judged if not (one.interpreted or Traits.of(one.entry).compiles)]:
+    judged = [
+        candidate
+        for candidate in candidates
+        if candidate.outcome in ("ok", "wrong") and not candidate.case.asked.options
+    ]
+    for candidate in [
+        candidate for candidate in judged if not (candidate.interpreted or Traits.of(candidate.entry).compiles)
+    ]:
         asked = candidate.case.asked
         dtypes, of_table = tuple(dict.fromkeys(("float32", asked.dtype))), ".py:" not in candidate.entry.target
         options = question.Options(asked.head_dim, asked.grad, dtypes, uses=False, extremes=of_table)
@@ -126,16 +136,16 @@ class Gate:
         if self.case.device == "cuda":
             torch.cuda._sleep(4 * 10**7)  # 20 ms: a warm call takes less to launch its first kernel
         self.restore()
-        found = run(
+        outputs = run(
             candidate.call,
             self.inputs,
             pattern=self.pattern,
             scale=self.case.scale,
             grad=candidate.case.asked.grad,
         )
-        for name, x in found.items():
+        for name, x in outputs.items():
             plain.check_plain(name, x, self.inputs.tensors[LIKE[name]], self._tensors)
-        return {name: x.clone() for name, x in found.items() if name != "lse"}
+        return {name: x.clone() for name, x in outputs.items() if name != "lse"}
 
     def _judge(self, outputs: dict[str, Tensor], rms: bool) -> tuple[dict[str, float], Failure | None]:
         if self._oracle is None:
@@ -179,12 +189,12 @@ class Spots:
     def judge(self, backward: bool, kept: Kept, rms: bool) -> Mapping[str, float]:
         """The worst error over its budget of each tensor; leaves one row of each part as evidence."""
         worst, parts = dict[str, float](), kept.evidence.setdefault("parts", [])
-        for spot, found in zip(self._spots(backward, kept.key), kept.result, strict=True):
+        for spot, part in zip(self._spots(backward, kept.key), kept.result, strict=True):
             oracle = Oracle(self.case, self.inputs, grad=backward, spot=spot, pattern=self.pattern)
-            for name, ratio in oracle.judge(found, rms).items():
+            for name, ratio in oracle.judge(part, rms).items():
                 worst[name] = max(ratio, worst.get(name, 0.0))
             chance = random.Random(kept.key)
-            parts += [_evidence(name, x, spot, oracle, chance) for name, x in found.items()]
+            parts += [_evidence(name, x, spot, oracle, chance) for name, x in part.items()]
         return worst
 
 
@@ -206,10 +216,10 @@ def spots_of(case: AttentionCase, backward: bool, key: int, extreme: Unit | None
     return [Spot((unit,), part, unit == extreme) for unit, part in zip(chosen, rows, strict=True)]
 
 
-def _evidence(name: str, found: Tensor, spot: Spot, oracle: Oracle, chance: random.Random) -> Record:
+def _evidence(name: str, part: Tensor, spot: Spot, oracle: Oracle, chance: random.Random) -> Record:
     """One row of a part: its values, its largest error, and the part's budget."""
-    group, row = chance.randrange(found.shape[-3]), chance.randrange(found.shape[-2])
-    values, right = (x[..., group, row, :].reshape(-1) for x in (found, oracle.reference[name]))
+    group, row = chance.randrange(part.shape[-3]), chance.randrange(part.shape[-2])
+    values, right = (x[..., group, row, :].reshape(-1) for x in (part, oracle.reference[name]))
     return {
         "tensor": name,
         "unit": list(spot.units[0]),
@@ -262,8 +272,8 @@ def _differences(case: AttentionCase, part: Record, oracle: Oracle, ratio: float
         yield f"{name}: its recorded values are off by {error:.4g} from the oracle, and it says {part['error']:.4g}"
     if not 0 < part["budget"] <= oracle.budget[name] * (1 + BUDGET_RTOL):  # a smaller one is to its own harm
         yield f"{name}: its budget should be at most about {oracle.budget[name]:.3g}, and it says {part['budget']:.3g}"
-    if ratio < (own := part["error"] / part["budget"]) * (1 - ERROR_RTOL):
-        yield f"{name}: its error ratio {ratio:.4g} is less than that of its own row, {own:.4g}"
+    if ratio < (row_ratio := part["error"] / part["budget"]) * (1 - ERROR_RTOL):
+        yield f"{name}: its error ratio {ratio:.4g} is less than that of its own row, {row_ratio:.4g}"
 
 
 def _oracle(

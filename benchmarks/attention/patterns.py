@@ -58,7 +58,7 @@ def make(
 def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float, float]:
     """(pairs of a query and a key that it sees, keys that some query sees) of a head, on average over the batch."""
     bounds = make(batch, queries, keys, "cpu", **options).bounds(queries, keys, torch.device("cpu"))
-    pairs, seen_by = ((one.end - one.first).clamp(min=0).long() for one in (bounds, bounds.of_keys))
+    pairs, seen_by = ((interval.end - interval.first).clamp(min=0).long() for interval in (bounds, bounds.of_keys))
     return pairs.sum(1).double().mean().item(), (seen_by > 0).sum(1).double().mean().item()
 
 
@@ -66,14 +66,14 @@ def made_before_calls(
     entry: registry.Entry, pattern: Pattern, queries: int, keys: int, device: str
 ) -> dict[str, float | None]:
     """The seconds to make `Documents`, with their `cu_seqlens`, and what a row reads of windows and documents."""
-    found = dict[str, float | None]()
+    seconds = dict[str, float | None]()
     if pattern.documents is not None:
         lengths = pattern.documents.lengths
-        found["documents_s"] = _seconds(lambda: Documents(lengths, device).cu_seqlens(len(lengths)), device)
+        seconds["documents_s"] = _seconds(lambda: Documents(lengths, device).cu_seqlens(len(lengths)), device)
     if (target := traits.AttentionTraits.of(entry).mask) and pattern.options.keys() & {"window", "documents"}:
         make = partial(registry.load_target(target), pattern, queries, keys, torch.device(device))
-        found["mask_s"] = compare.attempt(lambda: _seconds(make, device))[0]
-    return found
+        seconds["mask_s"] = compare.attempt(lambda: _seconds(make, device))[0]
+    return seconds
 
 
 def _seconds(make: Callable[[], Any], device: str) -> float:

@@ -90,9 +90,9 @@ class Reference:
             with self._arithmetic():
                 logits = widened(self._logits(self._hidden(x)))
                 loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / data.targets.numel()
-                found = torch.autograd.grad(loss * scale, (x, *self.leaves.values()))
-            total[EMBEDDINGS].index_add_(0, tokens, found[0])
-            for name, gradient in zip(names, found[1:], strict=True):
+                gradients = torch.autograd.grad(loss * scale, (x, *self.leaves.values()))
+            total[EMBEDDINGS].index_add_(0, tokens, gradients[0])
+            for name, gradient in zip(names, gradients[1:], strict=True):
                 total[name] += gradient
         self.leaves = {}
         return {name: x / scale for name, x in total.items()}
@@ -210,12 +210,12 @@ class Spots:
 
     def gradients(self, key: int, scale: float) -> Parts:
         """Copies of the gradients as they stand, of a loss times `scale`, where the key says."""
-        spot, found = self.spot(key), {}
+        spot, gradients = self.spot(key), {}
         for name, rows in {EMBEDDINGS: self._ids(spot), **(spot.rows if self.whole else {})}.items():
             p = self.parameters[name]
             check_plain(f"the gradient of {name}", p.grad, p, (self.data.tokens, self.data.targets))
-            found[name] = p.grad[rows] / scale
-        return found
+            gradients[name] = p.grad[rows] / scale
+        return gradients
 
     def judge(self, case: ModelTest, kept: Kept, meant: Meant) -> Mapping[str, float]:
         """The error over its budget of each part; `meant` as `Reference` has it."""

@@ -61,7 +61,7 @@ class Grid(dict[str, Any]):
         self.name, self.given = name, given
 
     def but(self, name: str = "", **values: Any) -> "Grid":
-        """The same grid with other values, or another name."""
+        """A copy with other values, or another name."""
         return Grid(name or self.name, self.given, **(self | values))
 
     def product(self, *axes: str) -> Iterator[tuple[Any, ...]]:
@@ -159,7 +159,7 @@ class Field:
         hold((self.role in ROLES, f"field {self.name!r}: role={self.role!r} must be one of {', '.join(ROLES)}"))
 
     def called(self, **changes: Any) -> "Field":
-        """The same field with other words."""
+        """A copy with other words."""
         return replace(self, **changes)
 
     def value(self, record: Record) -> Any:

@@ -79,7 +79,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class Ended(RuntimeError):
-    """A worker is no more. `row`: the candidate that ended it, with this outcome; NOBODY where it is not known."""
+    """Raised when a worker process has ended.
+
+    row      the index of the candidate that caused it; NOBODY where that is unknown
+    outcome  what its cases are recorded as
+    """
 
     def __init__(self, reason: str, row: int = watch.NOBODY, outcome: str = "error"):
         super().__init__(reason)
@@ -240,7 +244,7 @@ class Isolated:
             return  # it was read in the middle of a change
         worker.signal(signal.SIGUSR1)  # it writes down where it is, whatever it does
         time.sleep(1.0)
-        raise Ended(f"no answer within the deadline {beat.doing}{self._told_place()}", row)
+        raise Ended(f"no answer within the deadline {beat.doing}{self._place()}", row)
 
     def _ended(self, failure: Any) -> Ended | None:
         """How a row has ended the worker; None for an exception that is the bench's own."""
@@ -250,7 +254,7 @@ class Isolated:
         if failure.kind == DIED and "SIGKILL" in failure.text and host.oom_kills() > self._oom_kills:
             return Ended(f"memory ran out, and the system killed its process {beat.doing}", outcome="oom")
         if failure.kind == DIED:
-            return Ended(f"its process {failure.text} {beat.doing}{self._told_place()}", beat.row)
+            return Ended(f"its process {failure.text} {beat.doing}{self._place()}", beat.row)
         text = failure.text.strip().splitlines()[-1].partition(": ")[2]
         if failure.kind == "MemoryEaten":
             return Ended(text, outcome="oom")
@@ -259,7 +263,7 @@ class Isolated:
             return Ended(f"{text or 'it raises KeyboardInterrupt'} {beat.doing}", row)
         return None
 
-    def _told_place(self) -> str:
+    def _place(self) -> str:
         """Where the worker was, of code that is neither ours nor a library's, as far as it could write that down."""
         self._trace.seek(0)
         place = place_in(self._trace.read().decode(errors="replace"), self.checkout.folder if self.checkout else ROOT)

@@ -104,7 +104,8 @@ class JournalError(OSError):
 class Journal:
     """Appends each record to `<result>.partial` as it comes; flushed to disk each time.
 
-    It begins whole, with all records that the run goes on from: until it does, the one before it stands.
+    It starts with all records carried over from the resumed run; the previous journal is replaced only once that is on
+    disk.
     """
 
     def __init__(self, result: Path, head: fields.Record, carried: Iterable[fields.Record] = ()):

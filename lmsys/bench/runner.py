@@ -17,7 +17,7 @@ from lmsys.bench.trial import Endings, Result, Trial
 from lmsys.measure import clock, compare, host, machine, turns
 from lmsys.registry import Traits
 
-EATEN_BYTES = 2**28  # that a group has kept: it is told from what allocators hold
+EATEN_BYTES = 2**28  # a group that still holds more has leaked; less may be caches of allocators
 
 
 class MemoryEaten(compare.Lost):

@@ -52,7 +52,7 @@ def ratio_of(ours: fields.Record, theirs: fields.Record) -> float | None:
 
 
 def fastest(comparisons: Iterable[Sequence[fields.Record]]) -> Fastest:
-    """The row than which fewest are faster, by geometric means, where both were sampled; then the one sampled most.
+    """The row that the fewest other rows beat, by geometric means over shared comparisons; ties go to more comparisons.
 
     comparisons  timed cases that were sampled together; of a row that has several the fastest counts
     """

@@ -101,7 +101,7 @@ class CudaClock:
 
     warm_s = 0.1  # of load, until clocks settle under the power limit
     num_prepares = 7  # taken again, where what a prepare may take is looked at
-    saving_s = 5e-5  # a forward that saves for its backward takes so much longer at most than one that does not
+    saving_s = 5e-5  # upper bound on how much longer a forward with autograd takes than one without
 
     def __init__(self, ahead: bool = True) -> None:
         self.ahead, self.name = ahead, "cuda_event" if ahead else "cuda_event_in_a_loop"

@@ -112,10 +112,11 @@ def interleave(
     where rounds take more than twice as long as the trials before, no more than these.
 
     A slow row stops after its last round while the others go on, so the lists differ in length; they start together,
-    after rounds that only warm the device. Where the clock has the host ahead, it gets a lead of two rounds, and keeps
-    it: where it needs longer for a round than the device, that waits. With another clock `before` comes before. What a
-    row costs is known from the least of `trials` calls; `expect` is told the seconds that all of it should take.
-    `look` is called between rounds, at even distances and some MOST_LOOKS times: at the device's sensors.
+    after rounds that only warm the device. With a device clock the host enqueues two rounds ahead of the GPU; where
+    launching is slower than executing, the GPU is made to wait. With a loop clock `step.before` runs before each
+    sample. What a row costs is known from the least of `trials` calls; `expect` is called with the seconds that all of
+    it should take. `look` is called between rounds, at even distances and some MOST_LOOKS times: at the device's
+    sensors.
 
     turns  with another process, which samples rows of these names, too: as many rounds of each, by the same draws
     """
@@ -195,7 +196,7 @@ class _Taken:
             self.result.kept[name][place : place + 1] = [kept]
 
     def call(self, name: str, draw: int) -> None:
-        """The same, and nothing is taken."""
+        """Calls a row once, and takes no sample."""
         if sample := self._attempt(name, draw, -1):
             self._clock.forget([sample[0]])
 

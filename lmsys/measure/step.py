@@ -18,12 +18,12 @@ class Step:
     before       runs before that in a loop
     redraw       makes the inputs of a draw, in place, before each call
     redraw_late  makes those that `prepare` must not see
-    keep         called with what `run` returned and a key, right behind it: copies of the parts of the result that the
-                 key says, in calls that the row cannot tell; in all others the key is None, and it only looks.
+    keep         called right after `run` with its result and a key. With a key it returns copies of the parts that the
+                 key selects; the row cannot know which calls those are. With None it only checks the result's form.
                  ValueError unless the result is what was promised
     num_kept     calls of a row that are checked: a row that is wrong in half of its calls passes 3 in one run of 8
-    like         the part of `prepare` that is the row's own, as a figure of its own shows it: a prepare that takes far
-                 longer does the timed work, and is refused
+    like         the row's own part of `prepare`, timed alone as a reference: if `prepare` takes much longer than this,
+                 the row did timed work there, and is wrong
     """
 
     run: Callable[[Any], Any]

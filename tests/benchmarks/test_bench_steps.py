@@ -17,7 +17,7 @@ from benchmarks.bench_steps import (
     Alone,
     TrainingSteps,
     by_kind,
-    found_by,
+    findings_of,
     train_alone,
     why_wrong,
 )
@@ -107,11 +107,11 @@ def test_a_record_holds_the_rank_with_most_memory_and_the_kernels_of_the_slowest
         FINE.times | {"communication_s": 9.0, "optimizer_s": 9.0},
     )
     waits = replace(alone([3.0, 2.0]), most=most, times=times)
-    found = found_by([alone([3.0, 2.0]), waits])
+    found = findings_of([alone([3.0, 2.0]), waits])
     assert (found["held_bytes"], found["peak_bytes"], found["total_bytes"]) == (150, 150, 300)
     assert found["sm_clock_mhz"] is found["power_w"] is None
     hot = [replace(alone([1.0]), readings=[Reading(1500.0, power_w=watts)] * 3) for watts in (690.0, 700.0)]
-    assert (found_by(hot)["sm_clock_mhz"], found_by(hot)["power_w"]) == (1500.0, 695.0)
+    assert (findings_of(hot)["sm_clock_mhz"], findings_of(hot)["power_w"]) == (1500.0, 695.0)
     assert found["optimizer_s"] == 0.25 and found["losses"] == [3.0, 2.0] and found["last_loss"] == 2.0
 
 
