@@ -196,19 +196,17 @@ class DataParallel(ParallelBenchmark):
             runner.say(f"  [{number}/{len(new)}] {candidate.case.id}: {ending}, {time.perf_counter() - start:.1f} s")
 
     def _look_into(self, candidate: Candidate, runner: Any) -> None:
-        case, settings, run = candidate.case, runner.settings, runner.ranks.run
-        start = case.world_size, case.backend
+        case, settings, ask = candidate.case, runner.settings, runner.ranks.ask
         if case.world_size > 1 and case.traits.synchronizes:
-            candidate.judge(run(*start, check.gate, case, settings.seed)[0], "float32")
-            check.judge_by_trials(candidate, run, settings.seed)
+            candidate.judge(ask(case, check.gate, settings.seed)[0], "float32")
+            check.judge_by_trials(candidate, ask, settings.seed)
         if candidate.outcome != "ok" or not settings.timed:
             return
         if case.traits.tuned_bucket_mb:
             sizes = {"gloo": (1, 25), "nccl": (10, 25, 100, 400)}[case.backend]
-            sized = [replace(case, asked_bucket_mb=mb) for mb in sizes]
-            tried = Pass(settings.seed, settings.seed, 0, steps=4)
-            case = min(sized, key=lambda case: max(sum(rank.samples) for rank in run(*start, take_pass, case, tried)))
-        candidate.state = Row(case, run(*start, inspect, case, settings.seed))
+            sized, asked = [replace(case, asked_bucket_mb=mb) for mb in sizes], Pass(settings.seed, settings.seed, 0, 4)
+            case = min(sized, key=lambda case: max(sum(rank.samples) for rank in ask(case, take_pass, asked)))
+        candidate.state = Row(case, ask(case, inspect, settings.seed))
         if not all(seen.finite for seen in candidate.state.seen):
             candidate.failed("wrong", "the loss holds NaN or inf after a few steps")
 
@@ -239,9 +237,9 @@ class DataParallel(ParallelBenchmark):
     def _take_pass(self, candidate: Candidate, asked: Pass, number: int, runner: Any) -> None:
         """Takes the pass of this number, or takes it again in the place of the one before."""
         row = candidate.state
-        taken = runner.ranks.run(row.case.world_size, row.case.backend, take_pass, row.case, asked)
-        row.passes[number : number + 1] = [list(map(max, zip(*(rank.samples for rank in taken), strict=True)))]
-        row.alone += map(max, zip(*(rank.alone for rank in taken), strict=True))
+        taken = runner.ranks.ask(row.case, take_pass, asked)
+        row.passes[number : number + 1] = [ranks.slowest(rank.samples for rank in taken)]
+        row.alone += ranks.slowest(rank.alone for rank in taken)
         row.bits[number] = taken[0].bits
         if len({rank.model for rank in taken}) > 1 and row.case.traits.synchronizes:
             candidate.failed("wrong", "after the timed steps ranks have different parameters")
@@ -259,45 +257,39 @@ class DataParallel(ParallelBenchmark):
                 candidate.notes["unchecked"] = "each rank trains for itself"
                 continue
             ratios = candidate.attempt(self._judge_pass, case, candidate, passes[number], number, trial)
-            taken += [Steps(case, candidate.state.bits[number], ratios)] if candidate.outcome == "ok" else []
-        self._compare(taken, trial)
-
-    def _compare(self, taken: Sequence[Steps], trial: Any) -> None:
-        """Holds rows to each other: see `pairs`. Where bits differ that must not, the later row is wrong."""
-        for pair in pairs(taken):
-            for two in ((pair.first.case, pair.second.case), (pair.second.case, pair.first.case)):
-                trial.candidate(two[0]).notes.setdefault("held_by", {})[two[1].impl] = pair.held_by
+            if candidate.outcome == "ok":
+                taken.append(Steps(case, candidate.state.bits[number], ratios))
+        for pair in pairs(taken):  # where bits differ that must not, the later row is wrong
+            first, second = pair.first.case, pair.second.case
+            trial.candidate(first).notes.setdefault("held_by", {})[second.impl] = pair.held_by
+            trial.candidate(second).notes.setdefault("held_by", {})[first.impl] = pair.held_by
             if pair.held_by == WRONG:
-                trial.candidate(pair.second.case).failed(
-                    "wrong", f"after the timed steps of {pair.first.case.impl} and it {pair.why}"
-                )
+                reason = f"after the timed steps of {first.impl} and it {pair.why}"
+                trial.candidate(second).failed("wrong", reason)
 
     def _judge_pass(
         self, case: ParallelCase, candidate: Candidate, asked: Pass, number: int, trial: Any
     ) -> dict[str, float] | None:
         """The largest error over its budget; None where the steps cannot be judged."""
-        row, run = candidate.state, trial.runner.ranks.run
-        start = row.case.world_size, row.case.backend
-        if not all(run(*start, holds, row.case, asked)):  # another row has failed, and taken the ranks with it
+        row, ask = candidate.state, trial.runner.ranks.ask
+        if not all(ask(row.case, holds, asked)):  # another row has failed, and taken the ranks with it
             self._take_pass(candidate, asked, number, trial.runner)
             if candidate.outcome != "ok":
                 return None
-        ranks = run(*start, judge_pass, row.case, asked)
-        if ranks[0] is None:
+        answers = ask(row.case, judge_pass, asked)
+        if answers[0] is None:
             candidate.notes["unchecked"] = "plain steps, which divide nothing among ranks, do not fit in this memory"
             return None
-        named = [pair for ratios in ranks for pair in ratios.items()]
+        named = [pair for ratios in answers for pair in ratios.items()]
         worst = dict([max(named, key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1])])
-        trial.measurements[case.id].proof.append(
-            {"call": asked.steps * len(row.passes) - len(row.passes) + number, "error_ratios": worst} | asdict(asked)
-        )
+        call = asked.steps * len(row.passes) - len(row.passes) + number
+        trial.measurements[case.id].proof.append({"call": call, "error_ratios": worst} | asdict(asked))
         before = candidate.error_ratio or 0.0
         candidate.judge(worst)
         candidate.error_ratio = max(before, candidate.error_ratio or 0.0)
         if candidate.outcome != "ok":
-            candidate.reason = (
-                f"right before it was timed, not in the timed steps of pass {number + 1}: {candidate.reason}"
-            )
+            begin = f"right before it was timed, not in the timed steps of pass {number + 1}"
+            candidate.reason = f"{begin}: {candidate.reason}"
         return worst
 
 

@@ -282,12 +282,9 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         for candidate in candidates:
-            case = candidate.case
-            ranks = candidate.attempt(
-                runner.ranks.run, case.world_size, case.backend, check.gate, case, runner.settings.seed
-            )
-            if ranks:
-                candidate.judge(ranks[0], "float32")
+            ratios = candidate.attempt(runner.ranks.ask, candidate.case, check.gate, runner.settings.seed)
+            if ratios:
+                candidate.judge(ratios[0], "float32")
 
     def sample(self, turn: Sequence[StepsCase], trial: Any) -> None:
         (case,) = turn
@@ -299,17 +296,14 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         )
 
     def _train(self, case: StepsCase, candidate: Candidate, trial: Any) -> None:
-        ranks: list[Alone] = trial.runner.ranks.run(
-            case.world_size, case.backend, train_alone, case, trial.settings.seed, case.steps
-        )
-        if reason := why_wrong(ranks):
+        answers: list[Alone] = trial.runner.ranks.ask(case, train_alone, trial.settings.seed, case.steps)
+        reason, measurement = why_wrong(answers), trial.measurements[case.id]
+        if reason:
             candidate.failed("wrong", reason)
             return
-        measurement = trial.measurements[case.id]
-        measurement.samples = list(map(max, zip(*(rank.samples for rank in ranks), strict=True)))
-        measurement.record = findings_of(ranks) | {
-            "levels": ranks[0].levels if case.checkpoint == checkpointing.FIT else None
-        }
+        levels = answers[0].levels if case.checkpoint == checkpointing.FIT else None
+        measurement.samples = ranks.slowest(rank.samples for rank in answers)
+        measurement.record = findings_of(answers) | {"levels": levels}
 
     def _figures(self, case: StepsCase, candidate: Candidate, trial: Any) -> str:
         """How the case has ended, in a line."""

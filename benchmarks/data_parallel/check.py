@@ -135,7 +135,7 @@ def _rounded_backward(module: nn.Module, data: Batch, world_size: int, kind: str
         p.grad = (grad / world_size).to(p.dtype)
 
 
-Run = Callable[..., Sequence[Any]]  # of `lmsys.bench.ranks.Ranks`
+Ask = Callable[..., Sequence[Any]]  # of `lmsys.bench.ranks.Ranks`
 _NUMBERS = count(2**31)  # of trainings: apart from those of a check
 _ASKED: set[Any] = set()  # right rows, with their options and ranks
 
@@ -146,7 +146,7 @@ def small_training(case: ParallelCase, trial: Trial, number: int) -> trained.Res
     return trained.train(case.entry, trial, number, _options(case), ranks.subgroup(case.world_size))
 
 
-def judge_by_trials(candidate: Candidate, run: Run, seed: int) -> None:
+def judge_by_trials(candidate: Candidate, ask_ranks: Ask, seed: int) -> None:
     """Asks a right row what training has beyond the gate's model, once, and names the mistake of a wrong one.
 
     Under torchrun nothing is asked: a rank that another one waits for there cannot be started again.
@@ -157,7 +157,7 @@ def judge_by_trials(candidate: Candidate, run: Run, seed: int) -> None:
         return
     if right:
         _ASKED.add(key)
-    row, ask = case.entry.load(), partial(_ask, case, run)
+    row, ask = case.entry.load(), partial(_ask, case, ask_ranks)
     for trial in trials(case.world_size, seed):
         if trained.why_not(case.entry, trial, row) is not None or (right and not trial.extreme):
             continue
@@ -175,10 +175,10 @@ def judge_by_trials(candidate: Candidate, run: Run, seed: int) -> None:
         return
 
 
-def _ask(case: ParallelCase, run: Run, trial: Trial) -> Sequence[trained.Result]:
+def _ask(case: ParallelCase, ask_ranks: Ask, trial: Trial) -> Sequence[trained.Result]:
     """The results by rank; where ranks have ended without any, that they died."""
     try:
-        return run(case.world_size, case.backend, small_training, case, trial, next(_NUMBERS))
+        return ask_ranks(case, small_training, trial, next(_NUMBERS))
     except WorkerError as error:
         return [trained.Result(failure=trained.Failure(error.rank, processes.DIED, str(error), ""))]
 
