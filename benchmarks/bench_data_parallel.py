@@ -61,7 +61,6 @@ class DataParallel(ParallelBenchmark):
     layout = LAYOUT
     case_type = ParallelCase
     tables = {"strategy": STRATEGIES}
-    keeps_interrupted = True
     axes: tuple[Axis, ...] = axes.named(
         "--size --context --batch --precision --compile --strategy",
         "--world-size --bucket-mb --comm-dtype --sharded-optimizer",
@@ -211,28 +210,21 @@ class DataParallel(ParallelBenchmark):
             candidate.failed("wrong", "the loss holds NaN or inf after a few steps")
 
     def sample(self, turn: Sequence[ParallelCase], trial: Any) -> None:
-        """Runs all passes, the rows in turns, then checks where one of them has led. An interrupt leaves the passes
-        that every row has finished, unchecked. If there are none, each row keeps the first pass that it has."""
+        """Runs all passes, the rows in turns, then checks where one of them has led."""
         number_of_passes = PASSES[turn[0].backend]
         steps = min(trial.candidate(case).state.steps(trial.settings, number_of_passes) for case in turn)  # are paired
-        try:
-            # All rows begin alike: with weights by the seed, and batches and rows to look at that nobody can foresee.
-            draw, key = _entropy(turn, trial), _entropy(turn, trial)
-            passes = [Pass(trial.settings.seed + number, draw, key, steps) for number in range(number_of_passes)]
-            for (number, asked), case in product(enumerate(passes), turn):
-                candidate = trial.candidate(case)
-                if candidate.outcome == "ok":
-                    candidate.attempt(self._take_pass, candidate, asked, number, trial.runner)
-            self._check_pass(turn, passes, trial)
-        finally:
-            rows = {case.id: trial.candidate(case).state for case in turn if trial.candidate(case).outcome == "ok"}
-            complete = min((len(row.passes) for row in rows.values()), default=0)
-            for row in rows.values():
-                row.passes = row.passes[: max(1, complete)]
-            for name, row in rows.items():
-                if row.passes:
-                    trial.measurements[name].samples = row.samples
-                    trial.measurements[name].record = communication(row, list(rows.values())) | memory(row)
+        # All rows begin alike: with weights by the seed, and batches and rows to look at that nobody can foresee.
+        draw, key = _entropy(turn, trial), _entropy(turn, trial)
+        passes = [Pass(trial.settings.seed + number, draw, key, steps) for number in range(number_of_passes)]
+        for (number, asked), case in product(enumerate(passes), turn):
+            candidate = trial.candidate(case)
+            if candidate.outcome == "ok":
+                candidate.attempt(self._take_pass, candidate, asked, number, trial.runner)
+        self._check_pass(turn, passes, trial)
+        rows = {case.id: trial.candidate(case).state for case in turn if trial.candidate(case).outcome == "ok"}
+        for name, row in rows.items():
+            trial.measurements[name].samples = row.samples
+            trial.measurements[name].record = communication(row, list(rows.values())) | memory(row)
 
     def _take_pass(self, candidate: Candidate, asked: Pass, number: int, runner: Any) -> None:
         """Takes the pass of this number, or takes it again in the place of the one before."""

@@ -85,7 +85,6 @@ class Benchmark:
     trials          calls before sampling, from which the runner learns what one costs
     opens           whether a row is opened and called in this process; not where ranks do everything
     streams         whether each case is a turn of its own, whose result is given as it ends, not as its group ends
-    keeps_interrupted  whether samples taken before an interrupt make a result
     num_proofs      checked calls that the record of a case holds for `repeat`, or as many as it has samples
     """
 
@@ -99,7 +98,6 @@ class Benchmark:
     trials = 3
     opens = True
     streams = False
-    keeps_interrupted = False
     num_proofs = 0
 
     def __reduce__(self) -> Any:

@@ -186,24 +186,15 @@ class Isolated:
         return self._answers(worker)
 
     def _answers(self, worker: Worker) -> Iterator[Any]:
-        done, interrupted_s = False, 0.0
+        done = False
         try:
             while not done:
-                try:
-                    if not answered([worker], POLL_S):
-                        self._look_at(worker, interrupted_s)
-                        yield None
-                        continue
-                    failure, message = worker.receive()
-                except KeyboardInterrupt:
-                    if interrupted_s:
-                        raise
-                    interrupted_s = time.monotonic()
-                    worker.signal(signal.SIGINT)
+                if not answered([worker], POLL_S):
+                    self._look_at(worker)
+                    yield None
                     continue
+                failure, message = worker.receive()
                 if failure is not None:
-                    if interrupted_s:
-                        raise KeyboardInterrupt
                     raise self._ended(failure) or failure.error()
                 if not isinstance(message, Told):
                     done = True
@@ -211,9 +202,6 @@ class Isolated:
                     self.say(message.what)
                 else:
                     yield message.what
-            if interrupted_s:
-                done = False  # the signal may reach the worker only now, between two calls, and end it
-                raise KeyboardInterrupt
         except Exception as error:
             done = not isinstance(error, Ended)
             raise
@@ -223,13 +211,11 @@ class Isolated:
                 if not done:  # nobody waits for what it still says
                     self.close(0.0)
 
-    def _look_at(self, worker: Worker, interrupted_s: float) -> None:
+    def _look_at(self, worker: Worker) -> None:
         """Ended, and the worker with it, where it is late or holds more memory than there is.
 
         Where nothing was said for a while, it says who is at work.
         """
-        if interrupted_s and time.monotonic() > interrupted_s + 10.0:  # in which it may hand over what it has
-            raise KeyboardInterrupt
         if (held := host.resident_bytes(worker.pid)) > self._most_bytes:
             raise Ended(f"it held {held / 2**30:.1f} GiB of memory", outcome="oom")
         beat = watch.read_beat(self._memory)

@@ -69,15 +69,10 @@ class Runner(instruments.Instruments):
             self._in_session(trial, trial.prepare)
             if self.settings.nvtx:
                 trial.attempt(trial.call_in_ranges)
-            try:
-                for turn in benchmark.turns(cases) if self.settings.timed or benchmark.streams else ():
-                    self._in_session(trial, trial.take, turn)
-                    if benchmark.streams:
-                        yield from trial.results(turn)
-            except KeyboardInterrupt:
-                if benchmark.keeps_interrupted:
-                    yield from trial.results(trial.sampled(self.settings.min_rounds))
-                raise
+            for turn in benchmark.turns(cases) if self.settings.timed or benchmark.streams else ():
+                self._in_session(trial, trial.take, turn)
+                if benchmark.streams:
+                    yield from trial.results(turn)
             self._in_session(trial, trial.check_again)
             self._in_session(trial, trial.repeat)
         trial.release()

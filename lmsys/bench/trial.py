@@ -263,14 +263,6 @@ class Trial:
                 measurement.failure = failure[0], reason
         measurement.kept = []
 
-    def sampled(self, least: int = 1) -> list[Case]:
-        """The cases with that many samples or more, and those that ended without."""
-        return [
-            case
-            for case in self.cases
-            if self.candidate(case).outcome != "ok" or len(self.measurements[case.id].samples or ()) >= least
-        ]
-
     def check_again(self) -> None:
         """Checks rows of which no timed call was checked, on new inputs."""
         self.watch.doing = "in its check after it was timed"
