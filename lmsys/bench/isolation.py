@@ -104,7 +104,7 @@ class Isolated:
         self.rows = list[list[str]]()  # the ids of the cases of each candidate of the group that is run
         self.line: Line | None = None  # of a worker of two
         self._worker: Worker | None = None
-        self._unread = False  # the worker was asked something, and its answer has not been read to the end
+        self._reading: Generator[Any, None, None] = (None for _ in "")  # of the last answer; at first there is none
         self._machine: fields.Record | None = None
         self._has_files = False  # of the user's, which the worker has imported
 
@@ -150,7 +150,7 @@ class Isolated:
             self._memory.close()
             os.close(self._shared)
             self._trace.close()
-        self._worker, self._unread = None, False
+        self._worker = None
 
     def ask(self, name: str, *args: Any) -> Any:
         """Returns what this method of the worker's runner returns."""
@@ -164,9 +164,10 @@ class Isolated:
         files = [self._shared, self._trace.fileno()] + ([self.line[0]] if self.line else [])
         worker = Worker(None, files, path=self._path(), folder=self.checkout.working_folder if self.checkout else None)
         self._most_bytes, self._oom_kills = MOST_HELD * host.available_bytes(), host.oom_kills()
-        worker.send(begin, self._shared, self._trace.fileno(), self.settings, self._machine, self.line)
         self._worker = worker
-        for _ in self._answers(worker):
+        for _ in self._answers(
+            worker, begin, self._shared, self._trace.fileno(), self.settings, self._machine, self.line
+        ):
             pass
         return worker
 
@@ -177,17 +178,15 @@ class Isolated:
         """Yields what the worker tells of this method, and None now and then, while it tells nothing.
 
         Raises Ended when the worker is gone."""
-        if self._unread:  # an interrupt fell where the caller was at work: nobody waits for what this worker still says
-            self.close(0.0)
+        self._reading.close()  # and its worker, where an interrupt fell before the answer's end
         worker = self._worker or self._start()
-        self._said_s = time.monotonic()
-        self._unread = True  # first: an interrupt may fall between the two
-        worker.send(answer, self._path(), pickle.dumps((name, args)))
-        return self._answers(worker)
+        self._reading = self._answers(worker, answer, self._path(), pickle.dumps((name, args)))
+        return self._reading
 
-    def _answers(self, worker: Worker) -> Iterator[Any]:
-        done = False
+    def _answers(self, worker: Worker, function: Callable[..., None], *args: Any) -> Generator[Any, None, None]:
+        self._said_s, done = time.monotonic(), False
         try:
+            worker.send(function, *args)
             while not done:
                 if not answered([worker], POLL_S):
                     self._look_at(worker)
@@ -206,10 +205,8 @@ class Isolated:
             done = not isinstance(error, Ended)
             raise
         finally:
-            if worker is self._worker:  # no other has taken its place
-                self._unread = False
-                if not done:  # nobody waits for what it still says
-                    self.close(0.0)
+            if not done and worker is self._worker:  # nobody waits for what it still says, and no other is in its place
+                self.close(0.0)
 
     def _look_at(self, worker: Worker) -> None:
         """Ended, and the worker with it, where it is late or holds more memory than there is.

@@ -266,7 +266,8 @@ class Answers(Ranks):
 def test_passes_are_taken_in_turns_and_a_row_that_fails_costs_no_other() -> None:
     runner, ranks = harness.runner(seconds_per_row=2.0), Answers()
     runner.__dict__["ranks"] = ranks
-    found = {one.record["impl"]: one for one in runner.run(DataParallel(), cases_of(strategy=("none", "naive", "flat")))}
+    results = runner.run(DataParallel(), cases_of(strategy=("none", "naive", "flat")))
+    found = {result.record["impl"]: result for result in results}
     assert ranks.asked == ["none", "naive", "none", "naive"]
     slowest = [1 + number / 10 for number in range(10) for _ in range(2)]
     assert found["none"].samples == found["naive"].samples == slowest
