@@ -17,8 +17,6 @@ from lmsys.bench.trial import Endings, Result, Trial
 from lmsys.measure import clock, compare, host, machine, turns
 from lmsys.registry import Traits
 
-EATEN_BYTES = 2**28  # a group that still holds more has leaked; less may be caches of allocators
-
 
 class MemoryEaten(compare.Lost):
     """There is too little memory for the rest, and nobody knows whose fault it is."""
@@ -81,7 +79,7 @@ class Runner(instruments.Instruments):
             self.is_watched
             and len(trial.candidates) > 1
             and any(trial.ending(case)[0] == "oom" for case in cases)
-            and kept > EATEN_BYTES
+            and kept > 2**28  # more has leaked; less may be caches of allocators
         ):
             raise MemoryEaten(f"a row has kept {kept / 2**30:.1f} GiB of memory, and others found too little")
         yield from trial.results(cases)
