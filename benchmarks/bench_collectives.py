@@ -63,7 +63,6 @@ class CollectiveCase(Case):
 
 MAX_ROUNDS = 200
 LEAD_S = 0.05  # longer than the host needs to launch MAX_ROUNDS calls
-LOOP, LOOP_S = 20, 0.3  # calls of the plain loop, fewer where they would take longer
 MEANS = ("all_reduce", "reduce_scatter")
 _ENTROPY = random.SystemRandom()
 
@@ -89,7 +88,7 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
     if seconds is None or _most(float(bool(wrong)), group):
         return Measured(wrong)
     plain = _plain(case, inputs.stream[: case.numel].clone(), group)
-    calls = max(2, min(LOOP, int(LOOP_S / _loop(plain, 1, group))))
+    calls = max(2, min(20, int(0.3 / _loop(plain, 1, group))))  # of a loop of 0.3 s
     loop = min(_loop(plain, calls, group) for _ in range(2))
     rounds = torch.tensor(max(min_rounds, min(MAX_ROUNDS, int(seconds / loop))), device=device())
     dist.broadcast(rounds, 0, group=group)

@@ -24,8 +24,6 @@ from lmsys.training import corpora, data, loop, reproducible
 from lmsys.training.config import RunConfig, TrainConfig
 from lmsys.traits import StrategyTraits
 
-LEAST_LR, WARMUP = 0.1, 0.1  # of the learning rate; of all steps
-
 
 @dataclass(frozen=True)
 class TrainingCase(TrainedCase):
@@ -164,8 +162,8 @@ class TrainingCase(TrainedCase):
             micro_batch_size=self.micro or self.batch,
             reproducible=self.reproducible,
             lr=self.lr,
-            min_lr=LEAST_LR * self.lr,
-            warmup_steps=int(WARMUP * steps),
+            min_lr=0.1 * self.lr,
+            warmup_steps=int(0.1 * steps),
             seed=seed,
             precision=self.precision,
             compile=self.compile in COMPILED,

@@ -223,17 +223,6 @@ SUSTAINED_FRACTION = Field(
     about="Work over median time, as a share of the large matmul that this machine keeps up for seconds",
     shown="%",
 )
-CONDITIONS = (  # while it was sampled
-    Field("sm_clock_mhz", "MHz", "SM clock", "detail"),
-    Field("memory_clock_mhz", "MHz", "memory clock", "detail"),
-    Field("cpu_clock_mhz", "MHz", "CPU clock", "detail"),
-    Field("temperature_c", "°C", "temperature", "detail"),
-    Field("power_w", "W", "power", "detail"),
-    Field("clock_reasons", role="detail", about="Why the device's clock was not higher"),
-    Field("other_processes", role="detail", about="Processes besides this run's that had something on the device"),
-    Field("others_cpu_share", "", "CPU taken by others", "detail", shown="%"),
-    Field("disturbed", role="detail", about="How the machine was not as it should be"),
-)
 ENERGY = (  # in a pass of its own, on request
     Field("energy_j", "J", "Energy", "detail", "Energy of a call, by the device's counter"),
     Field("energy_integral_j", "J", "Power over time", "detail", "The same by the integral of power"),
@@ -287,7 +276,16 @@ COMMON = columns(
     Field("std_s", "s", "standard deviation", "detail", shown="ms"),
     [Field(name, "s", role="detail", shown="ms") for name in ("p20_s", "p80_s", "min_s")],
     Field("rounds", role="detail"),
-    CONDITIONS,
+    # Conditions while it was sampled.
+    Field("sm_clock_mhz", "MHz", "SM clock", "detail"),
+    Field("memory_clock_mhz", "MHz", "memory clock", "detail"),
+    Field("cpu_clock_mhz", "MHz", "CPU clock", "detail"),
+    Field("temperature_c", "°C", "temperature", "detail"),
+    Field("power_w", "W", "power", "detail"),
+    Field("clock_reasons", role="detail", about="Why the device's clock was not higher"),
+    Field("other_processes", role="detail", about="Processes besides this run's that had something on the device"),
+    Field("others_cpu_share", "", "CPU taken by others", "detail", shown="%"),
+    Field("disturbed", role="detail", about="How the machine was not as it should be"),
     Field(
         "clock_share_s", "s", "clock's share", "detail", "What the clock adds to a call, taken off each sample", "µs"
     ),
