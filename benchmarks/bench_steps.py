@@ -187,7 +187,7 @@ def why_wrong(ranks: list[Alone]) -> str | None:
     if bad := [number for number, loss in enumerate(losses, start=1) if not math.isfinite(loss)]:
         return f"the loss of timed step {bad[0]} is NaN or inf"
     size = -(-len(losses) // STAGES)
-    means = [math.fsum(part) / len(part) for part in (losses[at : at + size] for at in range(0, len(losses), size))]
+    means = [statistics.fmean(losses[at : at + size]) for at in range(0, len(losses), size)]
     if not all(later < earlier for earlier, later in zip(means, means[1:], strict=False)):
         text = ", ".join(f"{mean:.4f}" for mean in means)
         return f"on one batch the loss must fall, and its means over {size} steps each are {text}"

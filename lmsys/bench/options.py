@@ -97,14 +97,18 @@ def as_typed(config: pytest.Config, text: str) -> str:
     return re.sub(rf"(?<![\w-])--(?=({'|'.join(OPTIONS)})\b(?!-))", LONG, text)
 
 
-def refuse(config: pytest.Config) -> None:
-    """ValueError for options of pytest-benchmark that mean nothing here, or that need what is not installed."""
+def refuse(config: pytest.Config, device: str) -> None:
+    """ValueError for options that mean nothing here, or that need what is not installed."""
     refused = [(option, f"{option} is not for these benchmarks: {reason}") for option, reason in REFUSED.items()]
     hold(
         *((not _given(config, option), sentence) for option, sentence in refused),
         (
             not config.getoption("benchmark_histogram") or find_spec("pygal") is not None,
             "--benchmark-histogram needs pygal, which is not installed: python -m pip install pygal",
+        ),
+        (
+            device == "cuda" or not config.getoption("lmsys_nvtx"),
+            "--nvtx marks the kernels of a GPU for nsys and ncu, and this machine has no CUDA device",
         ),
     )
 
@@ -213,16 +217,6 @@ def memory_limit(text: str | None, device: str) -> int | None:
         raise ValueError(f"--memory-limit {error}") from None
     hold((device == "cuda", f"--memory-limit {text} caps the CUDA allocator, and this machine has no CUDA device"))
     return limit
-
-
-def nvtx(asked: bool, device: str) -> bool:
-    hold(
-        (
-            not asked or device == "cuda",
-            "--nvtx marks the kernels of a GPU for nsys and ncu, and this machine has no CUDA device",
-        )
-    )
-    return asked
 
 
 def output(config: pytest.Config) -> Path | None:

@@ -211,9 +211,9 @@ def _session(config: pytest.Config) -> results.Session:
     from lmsys.bench.ranks import joined
 
     group = joined()  # under torchrun each rank has a GPU of its own from here on
-    options.refuse(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    name, nvtx = config.getoption("lmsys_sweep"), options.nvtx(config.getoption("lmsys_nvtx"), device)
+    options.refuse(config, device)
+    name, nvtx = config.getoption("lmsys_sweep"), config.getoption("lmsys_nvtx")
     sweeps = config.hook.pytest_lmsys_sweeps() or {"default": {device: fields.Sweep()}}
     sweep: fields.Sweep = sweeps[choice(name, sweeps, f"--sweep {name!r}: ")][device]
     disabled = config.getoption("benchmark_disable") and not config.getoption("benchmark_enable")
@@ -285,13 +285,6 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
         machine_info.pop("node", None)  # results are published, and the host's name is nobody's affair
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict[str, Any]) -> None:
-    if SESSION in config.stash:
-        machine = config.stash[SESSION].runner.machine  # $LMSYS_COMMIT goes before what git says
-        commit_info |= {"id": machine["commit"], "dirty": machine["dirty"]}
-
-
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: list[dict[str, Any]]) -> None:
     """Leaves our cases out of what pytest-benchmark makes tables of, unless an option asks for these.
@@ -313,6 +306,8 @@ def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: list[dict[st
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
     if SESSION in config.stash:
+        machine = config.stash[SESSION].runner.machine  # $LMSYS_COMMIT goes before what git says
+        output_json["commit_info"] |= {"id": machine["commit"], "dirty": machine["dirty"]}
         config.stash[SESSION].complete(output_json)
 
 
