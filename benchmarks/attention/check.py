@@ -32,11 +32,7 @@ from lmsys.testing import Inputs, Oracle, Spot, make_inputs, pick, run
 
 def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern: Pattern, seed: int) -> None:
     """Fails each candidate that has a float32 form and is wrong in it."""
-    able = [
-        candidate
-        for candidate in candidates
-        if candidate.entry.why_not(replace(case, grad=candidate.case.asked.grad)) is None
-    ]
+    able = [row for row in candidates if row.entry.why_not(replace(case, grad=row.case.asked.grad)) is None]
     if not able:
         return
     in_float32 = Gate(make_inputs(case, seed), case, pattern)
@@ -58,14 +54,11 @@ def check_small(candidates: Sequence[Candidate]) -> None:
     is interpreted: no figure rests on it. An exception refuses a case. Patterns have extremes in their timed calls
     alone.
     """
-    judged = [
-        candidate
-        for candidate in candidates
-        if candidate.outcome in ("ok", "wrong") and not candidate.case.asked.options
-    ]
-    for candidate in [
-        candidate for candidate in judged if not (candidate.interpreted or Traits.of(candidate.entry).compiles)
-    ]:
+    for candidate in candidates:
+        if candidate.outcome not in ("ok", "wrong") or candidate.case.asked.options:
+            continue
+        if candidate.interpreted or Traits.of(candidate.entry).compiles:
+            continue
         asked = candidate.case.asked
         dtypes, of_table = tuple(dict.fromkeys(("float32", asked.dtype))), ".py:" not in candidate.entry.target
         options = question.Options(asked.head_dim, asked.grad, dtypes, uses=False, extremes=of_table)

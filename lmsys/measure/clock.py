@@ -153,9 +153,8 @@ class CudaClock:
         numbers = [self.sample(nothing, late=late)[0] for _ in range(7)]
         cuda_synchronize()
         gaps = [_seconds(marks[1], marks[2]) for marks, _ in map(self._marks.pop, numbers)]
-        self._most_gap_s = (
-            1.5 * statistics.median(gaps) + 5e-5
-        )  # on a busy machine marks are so far apart by themselves
+        # On a busy machine two marks are 5e-5 s apart by themselves.
+        self._most_gap_s = 1.5 * statistics.median(gaps) + 5e-5
 
     def read(self, pending: Sequence[int], share_s: float | None = None, trusted: bool = False) -> list[Reading]:
         """The durations of what `sample` returned, in that order, less `share_s` (default: the clock's own).
@@ -210,7 +209,7 @@ class CudaClock:
         for name, pair_s, span_s in self.beside_cupti(take):
             apart_s.setdefault(name, []).append(pair_s - span_s)
         shares = {name: statistics.median(apart) for name, apart in apart_s.items()}
-        low, high = self.share_s - 1.5e-6, self.share_s + 3e-6
+        low, high = self.share_s - 1.5e-6, self.share_s + 3e-6  # how far a row's may be from a plain kernel's
         return {name: share if low < share < high else self.share_s for name, share in shares.items()}
 
     def wait(self, seconds: float) -> None:

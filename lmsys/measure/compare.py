@@ -62,12 +62,10 @@ def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
         raise
     except BaseException as error:
         failure = outcome_of(error)
-    try:
+    try:  # an error that stays, such as of an access out of bounds: every call to the device repeats it
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-    except (
-        Exception
-    ) as error:  # one that stays, such as of an access out of bounds: every call to the device repeats it
+    except Exception as error:
         lost = outcome_of(error)[1]
         raise Lost(f"{failure[1]} ({lost})" if failure[1] != lost else lost) from None
     release_memory()  # only here is the traceback gone, which held the call's tensors
