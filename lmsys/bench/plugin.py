@@ -6,6 +6,7 @@ Nothing happens, and torch is not imported, until a test of a benchmark is colle
 import os
 import shlex
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,12 +184,16 @@ def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest
         if not goes_on and not config.option.collectonly:
             options.check_free(ours.output, ours.settings.command)
     if resumed:
-        try:
-            for content, entries in results.read_results(resumed):
-                ours.resume(content, entries)
-        except ValueError as error:
-            raise ValueError(f"--resume {resumed}: {str(error).removeprefix(f'{resumed}: ')}") from error
+        _resume(ours, resumed)
     ours.select(keys)
+
+
+def _resume(session: results.Session, path: Path) -> None:
+    try:
+        for content, entries in results.read_results(path):
+            session.resume(content, entries)
+    except ValueError as error:
+        raise ValueError(f"--resume {path}: {str(error).removeprefix(f'{path}: ')}") from error
 
 
 def _benchmark_of(test: Any) -> Any:
