@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any
 
 from lmsys.bench.fields import Record
 from lmsys.measure.step import Failure, Kept
@@ -79,7 +79,7 @@ class Candidate:
 
     @property
     def entry(self) -> Entry:
-        return cast(Entry, self.case.entry)
+        return self.case.entry
 
     def failed(self, outcome: str, reason: str) -> None:
         self.outcome, self.reason = outcome, reason
