@@ -195,7 +195,7 @@ def test_nobody_waits_in_silence_for_thirty_seconds(watched: tuple[Isolated, Han
         clock.now_s += POLL_S
         if at % 7 == 0:
             heartbeat.beat(at // 300, "in its check", 600.0) if at < 600 else heartbeat.rest()
-        isolated._look_at(worker, 0.0)
+        isolated._look_at(worker)
     assert max(later - earlier for earlier, later in zip(lines_at, lines_at[1:], strict=False)) < 30
     assert len(said) == int(100 / (QUIET_S + POLL_S))
     assert said[0] == "  at work: first-fwd, in its check" and "  at work: second-fwd, in its check" in said
