@@ -6,6 +6,7 @@ Queries, keys and values may be parts of one tensor, which their projection has 
 Legend: B batch, H query heads, Hkv key/value heads, N = H + 2 Hkv, S length, D head dimension.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -252,19 +253,29 @@ def _autograd_function(name: str, forward: Forward, backward: Backward, gradient
 def flash(
     name: str, class_name: str, forward: Forward, backward: Backward, registered: Backward | None = None
 ) -> tuple[Any, Callable[..., Any]]:
-    """The autograd Function of a flash row, `<class_name>.apply`, and `attend(q, k, v, causal, scale, pattern)`.
+    """The autograd Function of a flash row, `<class_name>.apply`, and the row itself, a function called `name`.
 
     `forward(q, k, v, causal, scale)` gives o and the log-sum-exp, `backward(q, k, v, o, lse, do, causal, scale)` gives
     dq, dk, dv; each may be given a `pattern`. `registered` is the backward of the operators `lmsys::<name>` and
-    `lmsys::<name>_backward`, where that is another one. `attend` takes any scale. It calls the operators where somebody
+    `lmsys::<name>_backward`, where that is another one. The row takes any scale. It calls the operators where somebody
     looks at them, such as torch.compile.
     """
     operator, gradients = _custom_op(name, forward, registered or backward)
     eager = _autograd_function(class_name, forward, backward, gradients)
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, pattern: Pattern | None = None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        pattern: Pattern | None = None,
     ) -> Any:
+        """softmax(scale · q kᵀ) v: q (B, H, Q, D), k, v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K.
+
+        `pattern` stands in the place of `causal`.
+        """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if scale <= 0:
             q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
@@ -283,4 +294,7 @@ def flash(
             return operator(q, k, v, causal, scale, pattern)
         return eager.apply(q, k, v, causal, scale, None, pattern)
 
+    attend.__name__ = attend.__qualname__ = name
+    # Whoever asks for the source of a row, as its proof does, is shown the file of its kernels.
+    vars(attend).update(__signature__=inspect.signature(attend), __wrapped__=forward)
     return eager, attend

@@ -235,23 +235,7 @@ def _backward(
     return dq, dk, dv
 
 
-FlashCuda, _attend = custom_ops.flash("flash_cuda", "FlashCuda", _forward, _backward)  # its `tile` is `Tiles`
-
-
-def flash_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    pattern: Pattern | None = None,
-) -> Tensor:
-    """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K.
-
-    `pattern`, of a window, stands in the place of `causal`.
-    """
-    return _attend(q, k, v, causal, scale, pattern)
+FlashCuda, flash_cuda = custom_ops.flash("flash_cuda", "FlashCuda", _forward, _backward)  # its `tile` is `Tiles`
 
 
 def flash_cuda_supports(case: contract.AttentionCase) -> str | None:

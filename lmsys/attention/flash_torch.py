@@ -230,23 +230,7 @@ def backward_here(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, ...]
     return (compiled_flash_backward if q.is_cuda else flash_backward)(q, *others, **options)
 
 
-FlashTorch, _attend = custom_ops.flash("flash_torch", "FlashTorch", flash_forward, backward_here)
-
-
-def flash_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    pattern: Pattern | None = None,
-) -> Any:
-    """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K.
-
-    `pattern` stands in the place of `causal`.
-    """
-    return _attend(q, k, v, causal, scale, pattern)
+FlashTorch, flash_torch = custom_ops.flash("flash_torch", "FlashTorch", flash_forward, backward_here)
 
 
 def flash_torch_supports(case: contract.AttentionCase) -> str | None:

@@ -249,41 +249,13 @@ def _backward(
 
 
 # The `tile` of FlashTriton is that of all three kernels.
-FlashTriton, _attend = custom_ops.flash(
+FlashTriton, flash_triton = custom_ops.flash(
     "flash_triton", "FlashTriton", _forward, _backward, registered=partial(_backward, together=False)
 )
-FlashTritonTorchBackward, _attend_torch_bwd = custom_ops.flash(
+# A compiled PyTorch backward, as a course solution has it before its own Triton backward.
+FlashTritonTorchBackward, flash_triton_torch_bwd = custom_ops.flash(
     "flash_triton_torch_bwd", "FlashTritonTorchBackward", _forward, flash_torch.backward_here
 )
-
-
-def flash_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    pattern: Pattern | None = None,
-) -> Any:
-    """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K.
-
-    `pattern` stands in the place of `causal`.
-    """
-    return _attend(q, k, v, causal, scale, pattern)
-
-
-def flash_triton_torch_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    pattern: Pattern | None = None,
-) -> Any:
-    """`flash_triton` with a compiled PyTorch backward, as a course solution has it before its own Triton backward."""
-    return _attend_torch_bwd(q, k, v, causal, scale, pattern)
 
 
 def flash_triton_supports(case: contract.AttentionCase) -> str | None:

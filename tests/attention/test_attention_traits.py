@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lmsys.attention import ATTENTION, Documents, Pattern
+from lmsys.bench.findings import source_of
 from lmsys.registry import Entry, load_target
 from lmsys.traits import AttentionTraits
 
@@ -60,3 +61,9 @@ def test_a_function_in_a_file_has_traits_of_its_own(tmp_path: Path) -> None:
     )
     (row,) = ATTENTION.select([f"{file}:own"])
     assert AttentionTraits.of(row) == AttentionTraits(keeps_scores=True, kernels="^_own_kernel")
+
+
+@pytest.mark.parametrize("row", ["naive", "flash_torch", "flash_cuda"])
+def test_the_source_that_a_proof_names_is_the_rows_own(row: str) -> None:
+    """Flash rows are made by one factory, which is not what a reader of a proof wants to see."""
+    assert source_of(ATTENTION[row])["name"] == f"{row}.py"

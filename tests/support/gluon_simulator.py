@@ -631,7 +631,7 @@ def kernels(module: str) -> dict[str, Any]:
         "widen": lambda x, dtype: x.float(),
     }
     after = {"intervals": {"hide_outside": _hide_outside}}  # in assembly, too
-    before = {"forward": ("intervals", "key_tiles"), "backward": ("intervals", "dq", "backward_steps")}
+    before = {"forward": ("intervals",), "backward": ("intervals", "dq", "backward_steps")}
     for name in (*before.get(module, ()), module):
         _run_source(name, stand_ins)
         stand_ins |= after.get(name, {})

@@ -26,6 +26,7 @@ from lmsys.attention.flash_gluon.dq import (
     release_and_acquire,
 )
 from lmsys.attention.flash_gluon.hopper import (
+    WARPS,
     await_acquired,
     barriers,
     gdc_launch_dependents,
@@ -196,9 +197,8 @@ def _visited(first_ptr, end_ptr, per_entry, batch, n, K, BLOCK_Q: gl.constexpr):
 def _keep_intervals(spans, first_ptr, end_ptr, per_entry, batch, n, K):
     """Stores the keys' intervals for the masks of the consumers: `first` of each consumer, then the lengths."""
     extent = first_ptr, end_ptr, per_entry
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     for w in gl.static_range(2):
-        first, length = intervals(extent, batch, n * BLOCK_K + w * 64, K, 64, LAYOUT)
+        first, length = intervals(extent, batch, n * BLOCK_K + w * 64, K, 64, WARPS)
         spans.index(w).store(first)
         spans.index(2 + w).store(length)
 

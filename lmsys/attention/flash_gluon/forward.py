@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lmsys.attention.flash_gluon.hopper import (
     FIRST_BARRIER,
+    WARPS,
     barriers,
     gdc_launch_dependents,
     gdc_wait,
@@ -31,8 +32,7 @@ from lmsys.attention.flash_gluon.hopper import (
     scale_rows,
     store_rows,
 )
-from lmsys.attention.flash_gluon.intervals import intervals
-from lmsys.attention.flash_gluon.key_tiles import ROWS, hide, key_tiles, own_key_tiles
+from lmsys.attention.flash_gluon.intervals import ROWS, hide, intervals, key_tiles, own_key_tiles
 from lmsys.attention.flash_gluon.names import thread_barrier
 
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -42,17 +42,15 @@ LEAST = gl.constexpr(-1.0e30)  # a maximum over nothing: finite, so that exp2(-i
 @gluon.jit
 def _announce(tiles, full, empty, turn, index):
     """The producer tells its consumers the next tile, in one of two slots."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     mbarrier.wait(empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-    tiles.index(turn & 1).store(gl.full([1], index, gl.int32, LAYOUT))
+    tiles.index(turn & 1).store(gl.full([1], index, gl.int32, WARPS))
     mbarrier.arrive(full.index(turn & 1), count=1)
 
 
 @gluon.jit
 def _announced(tiles, full, empty, turn):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     mbarrier.wait(full.index(turn & 1), (turn >> 1) & 1)
-    index = gl.max(tiles.index(turn & 1).load(LAYOUT), 0)
+    index = gl.max(tiles.index(turn & 1).load(WARPS), 0)
     mbarrier.arrive(empty.index(turn & 1), count=1)
     return index
 

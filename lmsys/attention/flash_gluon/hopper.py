@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from lmsys.attention.flash_gluon.names import async_load, async_store, reinterpret
 
 FIRST_BARRIER = triton.language.constexpr(8)
+WARPS = triton.language.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of numbers, by the threads of 4 warps
 
 
 @gluon.constexpr_function
@@ -44,19 +45,17 @@ def _clear_asm():
 @gluon.jit
 def named_barrier(KIND: gl.constexpr, barrier, NUM_THREADS: gl.constexpr):
     """`sync` waits until NUM_THREADS have come to the barrier, `arrive` comes and goes on. By all of 4 warps."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ASM: gl.constexpr = _barrier_asm(KIND, NUM_THREADS)
-    gl.inline_asm_elementwise(
-        ASM, "=r,r", [gl.full([128], barrier, gl.int32, LAYOUT)], dtype=gl.int32, is_pure=False, pack=1
-    )
+    operands = [gl.full([128], barrier, gl.int32, WARPS)]
+    gl.inline_asm_elementwise(_barrier_asm(KIND, NUM_THREADS), "=r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _by_all(INSTRUCTION: gl.constexpr):
     """An instruction without operands, by all of 4 warps."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ASM: gl.constexpr = INSTRUCTION + "; mov.b32 $0, $1;"
-    gl.inline_asm_elementwise(ASM, "=r,r", [gl.full([128], 0, gl.int32, LAYOUT)], dtype=gl.int32, is_pure=False, pack=1)
+    operands = [gl.full([128], 0, gl.int32, WARPS)]
+    gl.inline_asm_elementwise(
+        INSTRUCTION + "; mov.b32 $0, $1;", "=r,r", operands, dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -65,15 +64,14 @@ def semaphore_release(semaphore):
 
     By the last of 4 warps: the others do not wait until what was written to memory has landed there.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     ASM: gl.constexpr = """{
         .reg .pred mine;
         setp.eq.s32 mine, $2, 96;
         @mine red.release.gpu.global.add.u32 [$1], 1;
         mov.b32 $0, $2;
     }"""
-    places = (semaphore + gl.full([128], 0, gl.int32, LAYOUT)).to(gl.int64)
-    thread = gl.arange(0, 128, layout=LAYOUT)
+    places = (semaphore + gl.full([128], 0, gl.int32, WARPS)).to(gl.int64)
+    thread = gl.arange(0, 128, layout=WARPS)
     gl.inline_asm_elementwise(ASM, "=r,l,r", [places, thread], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -83,12 +81,10 @@ def semaphore_wait(semaphore, expected, FIRST: gl.constexpr):
 
     They can then see everything that was done before the releases. By the first of 4 warps; the others go on at once.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ASM: gl.constexpr = _acquire_asm(FIRST)
-    places = (semaphore + gl.full([128], 0, gl.int32, LAYOUT)).to(gl.int64)
-    wanted = gl.full([128], expected, gl.int32, LAYOUT)
-    thread = gl.arange(0, 128, layout=LAYOUT)
-    gl.inline_asm_elementwise(ASM, "=&r,l,r,r", [places, wanted, thread], dtype=gl.int32, is_pure=False, pack=1)
+    places = (semaphore + gl.full([128], 0, gl.int32, WARPS)).to(gl.int64)
+    wanted = gl.full([128], expected, gl.int32, WARPS)
+    operands = [places, wanted, gl.arange(0, 128, layout=WARPS)]
+    gl.inline_asm_elementwise(_acquire_asm(FIRST), "=&r,l,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -145,10 +141,8 @@ def _put_registers(INSTRUCTION: gl.constexpr, ptr, x):
 @gluon.jit
 def clear(ptr):
     """4096 float32 zeros at `ptr`, by all of 4 warps."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ASM: gl.constexpr = _clear_asm()
-    places = (ptr + 4 * gl.arange(0, 128, layout=LAYOUT)).to(gl.int64)
-    gl.inline_asm_elementwise(ASM, "=&r,l", [places], dtype=gl.int32, is_pure=False, pack=1)
+    places = (ptr + 4 * gl.arange(0, 128, layout=WARPS)).to(gl.int64)
+    gl.inline_asm_elementwise(_clear_asm(), "=&r,l", [places], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -214,10 +208,8 @@ def exp2_of_eight(x):
     The unit for exponentials has a quarter of the throughput. After Cody and Waite: a power of two by the exponent's
     bits, times a cubic on [-1/2, 1/2] whose relative error is 1.2e-4. From -127 down it is 0.
     """
-    ASM: gl.constexpr = _exp2_asm()
-    return gl.inline_asm_elementwise(
-        ASM, "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=8
-    )
+    constraints: gl.constexpr = "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f"
+    return gl.inline_asm_elementwise(_exp2_asm(), constraints, [x], dtype=gl.float32, is_pure=True, pack=8)
 
 
 @gluon.jit

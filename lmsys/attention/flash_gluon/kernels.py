@@ -341,17 +341,8 @@ def _backward(
     return dq, dk, dv
 
 
-FlashGluon, _attend = custom_ops.flash(
+# For bfloat16 and float16, D 64 and 128. dq is added up in no fixed order, unless
+# `torch.use_deterministic_algorithms(True)`.
+FlashGluon, flash_gluon = custom_ops.flash(
     "flash_gluon", "FlashGluon", _forward, _backward, registered=partial(_backward, together=False)
 )
-
-
-def flash_gluon(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, pattern: Pattern | None = None
-) -> Tensor:
-    """softmax(scale · q kᵀ) v on Hopper: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), D 64 or 128.
-
-    bfloat16 or float16. dq is added up in no fixed order, unless `torch.use_deterministic_algorithms(True)`.
-    `pattern`, of a window, documents or both, stands in the place of `causal`.
-    """
-    return _attend(q, k, v, causal, scale, pattern)
