@@ -51,13 +51,13 @@ def groups_of(checkpoint_blocks: int | str, num_layers: int) -> list[Group]:
     if checkpoint_blocks in LEVELS:
         checkpoint_blocks = f"{checkpoint_blocks}*{num_layers}"
     runs = [RUN.fullmatch(run) for run in checkpoint_blocks.split(",")]
-    found, first = list[Group](), 0
+    groups, first = list[Group](), 0
     if sum(int(run[2]) if run else num_layers + 1 for run in runs) == num_layers:
         for run in filter(None, runs):
             level, count = run[1], int(run[2])
-            found += _in_steps(first, first + count, 1 if level == "whole" else count, level)
+            groups += _in_steps(first, first + count, 1 if level == "whole" else count, level)
             first += count
-        return found
+        return groups
     raise ValueError(
         f"{checkpoint_blocks=} must be a number of blocks, {FIT}, one of {', '.join(LEVELS)}, or several of these with"
         f" numbers that add up to {num_layers} layers, as attention*12,matmuls*22 does to 34"
@@ -78,7 +78,7 @@ def for_fewer(checkpoint_blocks: int | str, num_layers: int, fewer: int) -> int 
 
 def setting_of(levels: Iterable[str]) -> str:
     """The setting that gives the blocks these levels, in order: "attention*12,matmuls*22"."""
-    return ",".join(f"{level}*{len([*blocks])}" for level, blocks in groupby(levels))
+    return ",".join(f"{level}*{len(list(blocks))}" for level, blocks in groupby(levels))
 
 
 def _in_steps(first: int, stop: int, step: int, level: str) -> list[Group]:

@@ -40,10 +40,10 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start:,}") from None
 
 
-def write_json(path: Path, found: Mapping[str, object]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Writes a file of JSON, as `replacing` does: a reader sees the old file or the new one."""
     with replacing(path) as file:
-        file.write(json.dumps(found, indent=1).encode() + b"\n")
+        file.write(json.dumps(content, indent=1).encode() + b"\n")
 
 
 @contextmanager
@@ -89,9 +89,9 @@ def claim(path: Path) -> Callable[[], None]:
     file.flush()
     _claims[lock] = file
     left_over = re.compile(re.escape(path.name) + r"(\.partial)?\.[0-9a-f]{8}\.tmp")
-    for one in path.parent.iterdir():
-        if left_over.fullmatch(one.name):
-            one.unlink(missing_ok=True)
+    for beside in path.parent.iterdir():
+        if left_over.fullmatch(beside.name):
+            beside.unlink(missing_ok=True)
 
     def release() -> None:
         lock.unlink(missing_ok=True)
@@ -103,11 +103,13 @@ def claim(path: Path) -> Callable[[], None]:
 def check_private(path: Path) -> None:
     """ValueError unless the file and its folder are this user's or root's, and neither everybody nor another group than
     the user's own can write them: what is in such a file may be run."""
-    for one in (path, path.parent):
-        found = one.stat()
-        by_others = stat.S_IWOTH | (stat.S_IWGRP if found.st_gid != os.getgid() else 0)
-        if found.st_uid not in (os.getuid(), 0) or found.st_mode & by_others:
-            raise ValueError(f"{one}: others can write it, and code would be run from there: chmod go-w, or remove it")
+    for place in (path, path.parent):
+        status = place.stat()
+        by_others = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != os.getgid() else 0)
+        if status.st_uid not in (os.getuid(), 0) or status.st_mode & by_others:
+            raise ValueError(
+                f"{place}: others can write it, and code would be run from there: chmod go-w, or remove it"
+            )
 
 
 def sha256_of(path: Path) -> str:

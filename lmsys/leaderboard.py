@@ -55,11 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"lmsys leaderboard: error: {error}", file=sys.stderr)
         return 2
-    print(
-        "\n".join(
-            [*("  ".join(one.values()) for one in standings), *(f"refused: {x}: {y}" for x, y in refused.items())]
-        )
-    )
+    print("\n".join([*("  ".join(x.values()) for x in standings), *(f"refused: {x}: {y}" for x, y in refused.items())]))
     return int(not standings)
 
 
@@ -74,16 +70,16 @@ def ranked(
         except ValueError as error:
             refused[path.name] = str(error)
     workloads = Counter(frozenset(of[anchor]) for of in times.values() if anchor in of)
-    workload = max(workloads, key=lambda one: (workloads[one], sorted(one)), default=frozenset[str]())
+    workload = max(workloads, key=lambda cases: (workloads[cases], sorted(cases)), default=frozenset[str]())
     ours = {name for benchmark in benchmarks.values() for rows in benchmark.tables.values() for name in rows}
     places = list[tuple[float, float, str, str]]()
     for file, of in times.items():
         whole = {row: sum(of[row][case] for case in workload) for row in of if workload and workload <= of[row].keys()}
         anchor_s = whole.pop(anchor, 0.0)
-        own = {row: time_s for row, time_s in whole.items() if row not in ours} or whole
-        if anchor_s and own:
-            row = min(own, key=lambda name: own[name])
-            places.append((anchor_s / own[row], own[row], row, file))
+        rows = {row: time_s for row, time_s in whole.items() if row not in ours} or whole
+        if anchor_s and rows:
+            row = min(rows, key=lambda name: rows[name])
+            places.append((anchor_s / rows[row], rows[row], row, file))
         else:
             refused[file] = f"it lacks a row, or the anchor {anchor!r}, in {', '.join(sorted(workload)) or 'any case'}"
     return _standings(sorted(places, reverse=True), machines), refused, workload
@@ -103,8 +99,8 @@ def _standings(places: Sequence[tuple[float, float, str, str]], machines: Mappin
 def _verified(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[dict[str, dict[str, float]], Record]:
     """The times of a file by row and case, and its machine. ValueError with the first thing that is wrong with it."""
     done, sentences = verify(path, benchmarks)
-    content, sealed = load(path), [one for one in sentences if "has no seal" in one]
-    if wrong := [one for one in sentences if NOT_RECOMPUTED not in one] or sealed:
+    content, sealed = load(path), [x for x in sentences if "has no seal" in x]
+    if wrong := [x for x in sentences if NOT_RECOMPUTED not in x] or sealed:
         raise ValueError(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
     values.hold((done.calls, "no timed call could be judged again"))
     timed = (x for x in content["records"] if x["outcome"] == "ok" and x.get("time_s"))

@@ -90,7 +90,7 @@ def place_of(error: BaseException) -> str:
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(ours)
-        and not {"site-packages", "dist-packages"} & {*Path(frame.filename).parts}
+        and not {"site-packages", "dist-packages"} & set(Path(frame.filename).parts)
     ]
     return f" ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 

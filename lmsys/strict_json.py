@@ -18,16 +18,16 @@ from lmsys.values import SHORT, hold, shortened, shortly
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character that JSON escapes as two
 
 
-def overlay(config: Any, found: Any, path: str = "") -> Any:
+def overlay(config: Any, given: Any, path: str = "") -> Any:
     """A config dataclass with the values that a JSON object gives, of it and of the dataclasses in it.
 
     ValueError, with the JSON path, for a key that is unknown (it names the nearest), a value of another type, and what
     the dataclass itself refuses.
     """
     where = path or "the config"
-    hold((isinstance(found, Mapping), f"{where}: must be a JSON object; got {shortly(found)}"))
+    hold((isinstance(given, Mapping), f"{where}: must be a JSON object; got {shortly(given)}"))
     hints, changes = get_type_hints(type(config)), {}
-    for key, value in found.items():
+    for key, value in given.items():
         here = f"{path}.{key}" if path else key
         if key not in hints:
             raise ValueError(
@@ -68,24 +68,24 @@ def parse_json(text: str) -> Any:
     halves of characters, as for what is no JSON."""
 
     def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        content = dict(pairs)
+        if len(content) < len(pairs):
             twins = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
             raise ValueError(f"{shortly(min(twins))} is given twice in one object")
-        return found
+        return content
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not a JSON number")
 
     try:
-        found = json.loads(text, object_pairs_hook=without_twins, parse_constant=refuse)
+        content = json.loads(text, object_pairs_hook=without_twins, parse_constant=refuse)
         if HALF.search(text):
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(content, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     except UnicodeEncodeError as error:
         raise ValueError(f"{ascii(error.object[error.start])} is half of a character") from None
-    return found
+    return content
 
 
 def read_json(path: Path, **kinds: type) -> Any:
@@ -95,17 +95,17 @@ def read_json(path: Path, **kinds: type) -> Any:
     """
     text = read_text(path)
     try:
-        found = parse_json(text)
+        content = parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     for name, kind in kinds.items():
         hold(
             (
-                isinstance(found, dict) and type(found.get(name)) is kind,
+                isinstance(content, dict) and type(content.get(name)) is kind,
                 f"{path}: must be an object with {name!r}, {_called(kind)}",
             )
         )
-    return found
+    return content
 
 
 def parse_setting(config: Any, setting: str) -> dict[str, Any]:
@@ -137,12 +137,12 @@ def paths(config: Any, path: str = "") -> Iterator[str]:
 
 def _nearest(config: Any, key: str, path: str) -> list[str]:
     prefix = f"{path}." if path else ""
-    own = {field.name: prefix + field.name for field in fields(config)}
+    here = {field.name: prefix + field.name for field in fields(config)}
     below = {name.rpartition(".")[2]: name for name in paths(config, path)}
-    for known in (own, below):
+    for known in (here, below):
         if near := difflib.get_close_matches(key, known, n=2):
             return [known[name] for name in near]
-    return list(own.values())
+    return list(here.values())
 
 
 def _typed(value: Any, hint: Any, path: str) -> Any:
@@ -156,7 +156,7 @@ def _typed(value: Any, hint: Any, path: str) -> Any:
             return float(value)
         if get_origin(kind) is tuple and isinstance(value, list | tuple) and len(value) == len(get_args(kind)):
             return tuple(
-                _typed(one, of, f"{path}[{i}]") for i, (one, of) in enumerate(zip(value, get_args(kind), strict=True))
+                _typed(x, of, f"{path}[{i}]") for i, (x, of) in enumerate(zip(value, get_args(kind), strict=True))
             )
     raise ValueError(f"{path}: must be {' or '.join(map(_called, kinds))}; got {_as_json(value)}")
 

@@ -59,7 +59,7 @@ def flag(name: str, value: Any) -> bool:
 def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
     """True where a tensor of `shape` can be expanded to the shape `whole`."""
     pairs = zip(reversed(shape), reversed(whole), strict=False)
-    return len(shape) <= len(whole) and all(one in (1, other) for one, other in pairs)
+    return len(shape) <= len(whole) and all(size in (1, other) for size, other in pairs)
 
 
 def hold(*laws: tuple[object, str]) -> None:

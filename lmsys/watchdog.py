@@ -65,10 +65,10 @@ def end() -> None:
 
 def said() -> None:
     """This rank has failed and said so. It ends at once, and the others are to end."""
-    for one in _watchdogs:
-        assert one.stdin is not None
+    for watchdog in _watchdogs:
+        assert watchdog.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it was killed as well
-            os.write(one.stdin.fileno(), SAID)
+            os.write(watchdog.stdin.fileno(), SAID)
 
 
 def stopped_s() -> float:
@@ -118,7 +118,7 @@ class Watchdog:
 
     def __init__(self, rank: int, pid: int, agent: int, memory: Any, limit_s: float):
         self.rank, self.pid, self.agent, self.memory = rank, pid, agent, memory
-        self.stopped, self.said, self.until = Stopped(limit_s), False, math.inf
+        self.stopped, self.is_told, self.until = Stopped(limit_s), False, math.inf
 
     def watch(self) -> None:
         """Until the rank has ended, or its end is in order."""
@@ -127,17 +127,17 @@ class Watchdog:
                 word = os.read(0, len(SAID))
                 if word != SAID:
                     break
-                self.said = True
+                self.is_told = True
             self._look()
         if not word and not self._was_told_to_end(how := _how_it_ended(self.pid)):
-            if not self.said:
+            if not self.is_told:
                 self._say(_in_words(how))
             _end_all(_others(self.agent, self.pid), self.agent)
 
     def _look(self) -> None:
         if self.stopped.among([self.pid]):
             self._say(told_of_stop(self.stopped.limit_s), ": it is killed")
-            self.said = True
+            self.is_told = True
             _kill(self.pid, signal.SIGKILL)
         elif self.until == math.inf and _parent(self.pid) not in (self.agent, None):
             self._say("has lost the process that started it", ": it is told to end")
@@ -162,7 +162,7 @@ def _others(agent: int, pid: int) -> list[int]:
         children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     except OSError:  # the agent is gone, and its ranks have watchdogs of their own
         return []
-    return [int(one) for one in children if int(one) != pid and _is_rank(int(one))]
+    return [child for child in map(int, children) if child != pid and _is_rank(child)]
 
 
 def _is_rank(pid: int) -> bool:
@@ -175,10 +175,10 @@ def _is_rank(pid: int) -> bool:
 def _end_all(ranks: list[int], agent: int) -> None:
     """They have GRACE_S to end. The agent may start others meanwhile, which are not these."""
     until = time.monotonic() + GRACE_S
-    while (ranks := [one for one in ranks if _parent(one) == agent and _is_rank(one)]) and time.monotonic() < until:
+    while (ranks := [rank for rank in ranks if _parent(rank) == agent and _is_rank(rank)]) and time.monotonic() < until:
         time.sleep(0.1)
-    for one in ranks:
-        _kill(one, signal.SIGKILL)
+    for rank in ranks:
+        _kill(rank, signal.SIGKILL)
 
 
 def _stat(pid: int) -> list[str]:

@@ -241,7 +241,7 @@ def _autograd_function(name: str, forward: Forward, backward: Backward, gradient
                 run, asked, options = gradients, (ctx.causal, ctx.scale, ctx.options.get("pattern")), {}
             if q.dim() == 4:
                 return *run(q, k, v, o, lse, grads[0], *asked, **options), None, None, None, None
-            q4, k4, v4, o4, do4 = (contract.as_4d(x) for x in (q, k, v, o, grads[0]))
+            q4, k4, v4, o4, do4 = map(contract.as_4d, (q, k, v, o, grads[0]))
             dqkv = run(q4, k4, v4, o4, lse.view(q4.shape[:-1]), do4, *asked, **options)
             return *(dx.reshape(x.shape) for dx, x in zip(dqkv, (q, k, v), strict=True)), None, None, None, None
 

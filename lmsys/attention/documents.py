@@ -39,11 +39,11 @@ class Documents:
         device: torch.device | str = "cpu",
         keys: "Documents | None" = None,
     ):
-        self.lengths, self._keys = tuple(_checked(row) for row in _rows(lengths)), keys
+        self.lengths, self._keys = tuple(map(_checked, _rows(lengths))), keys
         sums, counts = [sum(row) for row in self.lengths], [len(row) for row in self.lengths]
         hold(
             (
-                len({*sums}) == 1,
+                len(set(sums)) == 1,
                 f"documents must fill all batch entries alike; their lengths add up to {shortly(sums)}",
             ),
             (
@@ -51,7 +51,7 @@ class Documents:
                 f"keys={shortly(keys)} must be of as many documents as {shortly(self.lengths)}",
             ),
         )
-        self.longest = max(max(row) for row in self.lengths)
+        self.longest = max(map(max, self.lengths))
         ends = [list(accumulate(row)) for row in self.lengths]
         self._edges = [[0, *row[:-1]] for row in ends], ends
         with torch.inference_mode(False):  # they may be used outside of it

@@ -208,7 +208,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32."""
     o = _addressable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
-    q, k, v = (_addressable(x) for x in (q, k, v))
+    q, k, v = map(_addressable, (q, k, v))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     _run(("fwd",), {"q": q, "k": k, "v": v, "o": o, "lse": lse}, causal, scale, tiles, pattern)
     return o, lse

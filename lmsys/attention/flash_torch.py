@@ -178,7 +178,7 @@ def flash_backward(
     shapes, scale = (q.shape, k.shape, v.shape), q.shape[-1] ** -0.5 if scale is None else scale
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # makes P zero of a query that sees nothing
     lse = lse.reshape(contract.as_4d(q).shape[:-1])
-    q, k, v, o, do = (contract.as_4d(x) for x in (q, k, v, o, do))
+    q, k, v, o, do = map(contract.as_4d, (q, k, v, o, do))
     num_groups, (num_queries, num_keys) = k.shape[0] * k.shape[1], (q.shape[2], k.shape[2])
     pattern = pattern or PLAIN[causal]
     bounds = pattern.bounds(num_queries, num_keys, q.device)

@@ -228,7 +228,7 @@ def _backward(
         # on launch, but descriptors are encoded before. This call binds it, also while a graph is captured.
         torch.cuda.is_current_stream_capturing()
     dq, dk, dv = custom_ops.gradients_like(q, k, v, lambda x: describable(torch.empty_like(x)), together)
-    q, k, v, o, do = (describable(x) for x in (q, k, v, o, do))
+    q, k, v, o, do = map(describable, (q, k, v, o, do))
     rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
     with torch.cuda.device_of(q):

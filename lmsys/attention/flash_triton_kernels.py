@@ -48,6 +48,18 @@ def _owned_tile(num_heads, num_tiles, ahead=None):
 
 
 @triton.jit
+def _owned_queries(num_heads, num_tiles, H, BLOCK_Q: tl.constexpr, CAUSAL: tl.constexpr, ahead=None):
+    """(head of all batch entries, batch entry, head, first row) of this program's tile of queries, the longest first.
+
+    `ahead`: of the program that is so far ahead.
+    """
+    head_index, tile = _owned_tile(num_heads, num_tiles, ahead)
+    if CAUSAL:
+        tile = num_tiles - 1 - tile
+    return head_index, head_index // H, head_index % H, tile * BLOCK_Q
+
+
+@triton.jit
 def _is_finite(x):
     """True for each row of a tile without NaN and infinity."""
     return tl.min((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
@@ -153,10 +165,10 @@ def _interval(
     first_ptr += base
     end_ptr += base
     at = tl.minimum(start + tl.arange(0, BLOCK), length - 1)
-    one, last = tl.minimum(start, length - 1), tl.minimum(start + BLOCK, length) - 1
-    low, stop = tl.load(first_ptr + one), tl.load(end_ptr + last)
+    first, last = tl.minimum(start, length - 1), tl.minimum(start + BLOCK, length) - 1
+    low, stop = tl.load(first_ptr + first), tl.load(end_ptr + last)
     stop = tl.where(low < stop, stop, 0)  # else none of them sees anything
-    full_from, full_to = tl.load(first_ptr + last), tl.load(end_ptr + one)
+    full_from, full_to = tl.load(first_ptr + last), tl.load(end_ptr + first)
     low = low // BLOCK_OTHER * BLOCK_OTHER
     return low, stop, (full_from, full_to, tl.load(first_ptr + at), tl.load(end_ptr + at))
 
@@ -252,11 +264,7 @@ def _fwd_kernel(
     first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head_index, tile = _owned_tile(num_heads, num_tiles)
-    if CAUSAL:
-        tile = num_tiles - 1 - tile
-    batch, head = head_index // H, head_index % H
-    row = tile * BLOCK_Q
+    head_index, batch, head, row = _owned_queries(num_heads, num_tiles, H, BLOCK_Q, CAUSAL)
     rows = row + tl.arange(0, BLOCK_Q)
     ratio, scale = _factors(scale, softcap)
     if slopes_ptr is not None:  # in units of the scores before they are scaled
@@ -313,11 +321,7 @@ def _dq_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     CLEAN: tl.constexpr, ahead,
 ):  # fmt: skip
-    head_index, tile = _owned_tile(num_heads, num_tiles, ahead)
-    if CAUSAL:
-        tile = num_tiles - 1 - tile
-    batch, head = head_index // H, head_index % H
-    row = tile * BLOCK_Q
+    head_index, batch, head, row = _owned_queries(num_heads, num_tiles, H, BLOCK_Q, CAUSAL, ahead)
     rows = row + tl.arange(0, BLOCK_Q)
     q = _load(q_desc, batch, head, row, BLOCK_Q, D)
     do = _load(do_desc, batch, head, row, BLOCK_Q, D)

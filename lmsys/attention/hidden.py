@@ -26,14 +26,15 @@ def kept_apart(
     # Where none is recorded, torch.compile counts the arguments that a Function takes.
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     sound = _Sound.apply if recorded or not torch.compiler.is_compiling() else _Sound.forward
-    added = pattern.bias, pattern.sinks
-    q, k, v, bias, sinks, spoilt = sound(q, k, v, *added, *_sight(pattern, q.shape[2], k.shape[2], q.device))
+    sight = _sight(pattern, q.shape[2], k.shape[2], q.device)
+    q, k, v, bias, sinks, spoilt = sound(q, k, v, pattern.bias, pattern.sinks, *sight)
     if bias is not None or sinks is not None:
         pattern = replace(pattern, bias=bias, sinks=sinks)
     result = row(q, k, v, scale=scale, **keywords_of(row, pattern))
     if not pattern.return_lse:
         return _Spoilt.apply(result, spoilt)
-    return _Spoilt.apply(result[0], spoilt), _Spoilt.apply(result[1].unsqueeze(-1), spoilt).squeeze(-1)
+    o, lse = result
+    return _Spoilt.apply(o, spoilt), _Spoilt.apply(lse.unsqueeze(-1), spoilt).squeeze(-1)
 
 
 def _sight(pattern: Pattern, *where: Any) -> tuple[Tensor, ...]:
@@ -57,8 +58,10 @@ class _Sound(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *sight: Tensor
     ) -> tuple[Tensor | None, ...]:
-        bad_q, bad_k = _not_finite(q), _not_finite(k) | _not_finite(v)
-        spoilt = (bad_q | _any_of(repeat_heads(bad_k, q.shape[1]), sight[:2], "bhqk,bhk->bhq")).to(q.dtype)
+        bad_q = _not_finite(q)
+        bad_k = _not_finite(k) | _not_finite(v)
+        sees_bad = _any_of(repeat_heads(bad_k, q.shape[1]), sight[:2], "bhqk,bhk->bhq")
+        spoilt = (bad_q | sees_bad).to(q.dtype)
         return _filled(q, bad_q, 0), _filled(k, bad_k, 0), _filled(v, bad_k, 0), bias, sinks, spoilt
 
     @staticmethod
@@ -72,13 +75,14 @@ class _Sound(torch.autograd.Function):
         seen = _any_of(bad_q, sight[-2:], "bhqk,bhq->bhk")
         bad_k = seen.unflatten(1, (dk.shape[1], -1)).any(dim=2)
         if dbias is not None:
-            dbias = dbias.masked_fill(
-                _any_for(bad_q.unsqueeze(3), dbias) & _any_for(seen.unsqueeze(2), dbias), torch.nan
-            )
+            bad_rows = _any_for(bad_q.unsqueeze(3), dbias)
+            bad_columns = _any_for(seen.unsqueeze(2), dbias)
+            dbias = dbias.masked_fill(bad_rows & bad_columns, torch.nan)
         if dsinks is not None:
             dsinks = dsinks.masked_fill(_any_for(bad_q.any(dim=2), dsinks), torch.nan)
-        of_k = _filled(dk, bad_k, torch.nan), _filled(dv, bad_k, torch.nan)
-        return _filled(dq, bad_q, torch.nan), *of_k, dbias, dsinks, *(None for _ in sight)
+        dq = _filled(dq, bad_q, torch.nan)
+        dk, dv = _filled(dk, bad_k, torch.nan), _filled(dv, bad_k, torch.nan)
+        return dq, dk, dv, dbias, dsinks, *[None] * len(sight)
 
 
 class _Spoilt(torch.autograd.Function):

@@ -58,7 +58,9 @@ class WithLse(torch.autograd.Function):
         forward, ctx.run = kernels
         o, lse = forward(q, k, v, pattern.causal, scale, pattern=pattern)
         if sinks is not None:
-            o, lse = merge(o, lse, o.new_zeros(1).expand_as(o), sinks.unsqueeze(-1).to(lse.dtype).expand_as(lse))
+            no_value = o.new_zeros(1).expand_as(o)
+            logit = sinks.unsqueeze(-1).to(lse.dtype).expand_as(lse)
+            o, lse = merge(o, lse, no_value, logit)
         ctx.scale, ctx.pattern = scale, replace(pattern, bias=None)
         ctx.save_for_backward(q, k, v, o, lse, bias, sinks)
         return o, lse
@@ -68,15 +70,16 @@ class WithLse(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        *saved, bias, sinks = ctx.saved_tensors
-        (do, dlse), (o, lse), dsinks = grads, saved[3:], None
+        q, k, v, o, lse, bias, sinks = ctx.saved_tensors
+        do, dlse = grads
         pattern = replace(ctx.pattern, bias=bias)
-        gradients = ctx.run(*saved, do, pattern.causal, ctx.scale, pattern=pattern, dlse=dlse)
+        dq, dk, dv, *dbias = ctx.run(q, k, v, o, lse, do, pattern.causal, ctx.scale, pattern=pattern, dlse=dlse)
+        dsinks = None
         if sinks is not None:
             p = torch.exp(sinks.unsqueeze(-1) - lse)
-            ds = (p * (dlse - (o.to(lse.dtype) * do).sum(dim=-1))).sum(dim=-1)
-            dsinks = ds.sum_to_size(sinks.shape).to(sinks.dtype)
-        return None, *(*gradients, None)[:4], dsinks, None, None
+            delta = (o.to(lse.dtype) * do).sum(dim=-1)
+            dsinks = (p * (dlse - delta)).sum(dim=-1).sum_to_size(sinks.shape).to(sinks.dtype)
+        return None, dq, dk, dv, dbias[0] if dbias else None, dsinks, None, None
 
 
 def attend_with_lse(eager: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, pattern: Pattern) -> Any:

@@ -58,8 +58,16 @@ def _seen_and_blind(
     """Masks, which a user makes once for many calls: so are those that are made of no tensor of this call."""
     if any(isinstance(x, Tensor) for x in pattern.options.values()):
         return pattern.seen_and_blind(num_queries, num_keys, device)
-    numbers = pattern.causal, pattern.window, pattern.prefix, pattern.offset
-    return _masks_of(pattern.documents, *numbers, num_queries, num_keys, device)
+    return _masks_of(
+        pattern.documents,
+        pattern.causal,
+        pattern.window,
+        pattern.prefix,
+        pattern.offset,
+        num_queries,
+        num_keys,
+        device,
+    )
 
 
 def boolean_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> Any:

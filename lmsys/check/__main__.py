@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         dtypes = tuple(values.choice(name, cases.DTYPES) for name in given.dtype.split(","))
         options = question.Options(given.head_dim, not given.forward, dtypes, given.seed, given.layout)
         if given.all:
-            return _check_all(options, [given.kind] if given.kind else [*KINDS], given.json)
+            return _check_all(options, [given.kind] if given.kind else list(KINDS), given.json)
         return int(
             processes.in_own_process(check_target, given.target, given.kind, options, given.json, timeout_s=LIMIT_S)
         )

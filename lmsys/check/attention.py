@@ -227,5 +227,5 @@ def _fault(
         f" the largest error is {ratio:.3g} times what is allowed",
         f"  wrong at: {question.where(wrong)}",
     ]
-    right = [*LIKE][: [*LIKE].index(name)] if name in LIKE else []
+    right = list(LIKE)[: list(LIKE).index(name)] if name in LIKE else []
     return question.Fault.explained("\n".join(lines), mistake, ratio, right)

@@ -168,7 +168,7 @@ def answer(
     for name, x in outputs.items():
         like = inputs.tensors[LIKE[name]] if name in LIKE else inputs.q[..., 0].float()
         if x.shape != like.shape or x.dtype != like.dtype:
-            right = {before: outputs[before] for before in [*outputs][: [*outputs].index(name)]}
+            right = {before: outputs[before] for before in list(outputs)[: list(outputs).index(name)]}
             return right, Fault(
                 f"  {name} is {x.dtype} of shape {tuple(x.shape)}; expected {like.dtype} of shape {tuple(like.shape)}",
                 backward=name not in ("o", "lse"),
@@ -214,7 +214,7 @@ def two_threads(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
     """The first thread's result of calls in two threads: one that differs from a call alone, where there is one."""
     alone, both = _once(call, inputs, grad), [inputs, inputs.others()]
     with ThreadPoolExecutor(2) as threads:
-        made = [*threads.map(lambda of: _once(call, of, grad), both * 4)][::2]
+        made = list(threads.map(lambda of: _once(call, of, grad), both * 4))[::2]
     return next((outputs for outputs in made if not torch.equal(outputs["o"], alone["o"])), made[0])
 
 

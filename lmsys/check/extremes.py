@@ -43,7 +43,7 @@ def failure(
 
     Each kind is a unit, judged alone. In a case of many keys, of a single unit, they are all equal.
     """
-    kinds = ["equal"] if case.batch * case.kv_heads == 1 else [*KINDS]
+    kinds = ["equal"] if case.batch * case.kv_heads == 1 else list(KINDS)
     units = {kind: divmod(number, case.kv_heads) for number, kind in enumerate(kinds)}
     inputs = make_inputs(case, seed)
     for kind, unit in units.items():

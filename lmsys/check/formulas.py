@@ -58,8 +58,13 @@ def questions_of(
 ) -> Iterator[question.Question]:
     """The cases of the dtypes that are asked for; `reason` says why one is not asked."""
     for asked in (x for x in cases if str(x.dtype)[6:] in options.dtypes):
-        about = f"{asked.about}, {str(asked.dtype)[6:]}"
-        yield question.Question(about, partial(judged, asked), str(asked), reason(asked), bool(asked.extreme))
+        yield question.Question(
+            f"{asked.about}, {str(asked.dtype)[6:]}",
+            partial(judged, asked),
+            str(asked),
+            reason(asked),
+            bool(asked.extreme),
+        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def outputs_of(formula: Formula, problem: Problem, dtype: torch.dtype = torch.fl
         return {RESULT: result.detach()}
     gradients = torch.autograd.grad(
         result,
-        [*leaves.values()],
+        list(leaves.values()),
         problem.grad_output.to(result.dtype),
         allow_unused=True,
         materialize_grads=True,
@@ -171,8 +176,8 @@ def parts_of_sum(rows: str, count: int, sizes: Iterable[int]) -> dict[str, slice
         parts[f"only the last block of {size} {rows} adds to the weight's gradient"] = slice(last, None)
         parts[f"only the first {size} {rows} add to the weight's gradient"] = slice(size)
         if count % size:
-            left_out = f"the last {count - last} {rows}, no whole block of {size}, do not add to the weight's gradient"
-            parts[left_out] = slice(last)
+            words = f"the last {count - last} {rows}, no whole block of {size}, do not add to the weight's gradient"
+            parts[words] = slice(last)
     return parts
 
 
@@ -295,4 +300,4 @@ def _fault(
         error = (output.double() - right).abs()
         wrong = error > error.max() / ratio if math.isfinite(ratio) else ~output.isfinite()
         lines.append(f"  {'wrong' if math.isfinite(ratio) else 'NaN or inf'} at: {question.where(wrong, axes)}")
-    return question.Fault.explained("\n".join(lines), mistake, ratio, [*map(_called, names[: names.index(name)])])
+    return question.Fault.explained("\n".join(lines), mistake, ratio, list(map(_called, names[: names.index(name)])))

@@ -115,7 +115,7 @@ def mistakes(case: AttentionCase) -> dict[str, Formula]:
     if case.causal:
         changes["masked scores are set to 0, not to minus infinity"] = {"hidden": 0.0}
     ends = {case.queries, *range(16, case.keys, 16), *(case.keys // t * t for t in TILES), case.keys - 1}
-    for keys in sorted(ends & {*range(1, case.keys)}):
+    for keys in sorted(ends & set(range(1, case.keys))):
         changes[f"keys from {keys} on are ignored"] = {"read": lambda x, n=keys: x[:, :, :n]}
     for more in sorted({-case.keys % tile for tile in TILES} - {0}):
         changes[f"{more} keys behind the last one are read as zeros"] = {

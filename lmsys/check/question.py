@@ -136,7 +136,7 @@ def _of_axis(name: str, at: Sequence[int], size: int) -> str:
     if len(at) == last - first + 1:
         tail = f", the last {len(at)}" if last == size - 1 else f", the first {len(at)}" if first == 0 else ""
         return f"{names} {first} to {last} of {size}{tail}"
-    if list(at) == [*range(first, last + 1, at[1] - first)]:
+    if list(at) == list(range(first, last + 1, at[1] - first)):
         return f"{names} {first}, {at[1]}, ... {last} of {size}"
     return f"{len(at)} of {size} {names}, from {first} to {last}"
 
@@ -144,7 +144,7 @@ def _of_axis(name: str, at: Sequence[int], size: int) -> str:
 def worst(output: Tensor, expected: Tensor) -> tuple[int, ...]:
     """The index of the largest error; what is not finite is the largest."""
     error = (output.double() - expected).abs().nan_to_num(nan=float("inf"))
-    return tuple(int(index) for index in torch.unravel_index(error.argmax(), error.shape))
+    return tuple(map(int, torch.unravel_index(error.argmax(), error.shape)))
 
 
 DIRECTIONS = ("forward", "backward")

@@ -200,7 +200,7 @@ def explain(ask: Ask, trial: Trial, rules: Rules) -> str | None:
         results = ask(replace(trial, steps=steps))
         if any(result.failure for result in results):
             return None
-        wrong = [*wrong_parameters(results, exact[steps].weights, ordinary[steps].weights)]
+        wrong = list(wrong_parameters(results, exact[steps].weights, ordinary[steps].weights))
         if wrong and steps == 0:
             return _beginning(trial, wrong, exact[0])
         if raced := [call for result in results for call in result.raced]:
@@ -233,7 +233,7 @@ def _step(
         return f"what is not to be trained has changed: {listed(frozen)}"
     fitting, sentences = _fitting(results, left, exact, ordinary, rules), list[str]()
     while left:
-        rule = max(fitting, key=lambda rule: len(fitting[rule] & {*left}))
+        rule = max(fitting, key=lambda rule: len(fitting[rule] & set(left)))
         if not (names := [name for name in left if name in fitting[rule]]):
             break
         sentences.append(_sentence(rule, names, trained, trial, results))

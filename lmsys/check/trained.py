@@ -216,7 +216,7 @@ def _gradients(module: Probe, trial: Trial, step: int) -> tuple[State, State]:
     rows, shape = [], (trial.world_size, trial.micro_batches)
     for rank, micro in itertools.product(*map(range, shape)):
         loss = module(batch(trial, step, micro, rank), **trial.switches(rank, micro)) / trial.micro_batches
-        rows.append(torch.autograd.grad(loss, [*named.values()], allow_unused=True))
+        rows.append(torch.autograd.grad(loss, list(named.values()), allow_unused=True))
     grads, used = State(), State()
     for number, (name, p) in enumerate(named.items()):
         column = [row[number] for row in rows]

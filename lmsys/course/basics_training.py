@@ -74,7 +74,7 @@ def batches() -> basics.Questions:
             if x.shape != (32, 7) or not torch.equal(x.long() + 1, y.long()):
                 text = f"  inputs {tuple(x.shape)}, targets {tuple(y.shape)}; expected (32, 7), and the next tokens"
                 return Fault(text, "targets are not the inputs shifted by one" if x.shape == y.shape else None)
-            starts |= {*x[:, 0].tolist()}
+            starts |= set(x[:, 0].tolist())
         mistake = "the last window is never drawn" if max(starts) == last - 1 else None
         text = f"  windows begin at {min(starts)} to {max(starts)}; expected 0 to {last}"
         return None if (min(starts), max(starts)) == (0, last) else Fault(text, mistake)

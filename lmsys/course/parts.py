@@ -208,11 +208,11 @@ def judged(part: Part, beyond_s: float, note: Callable[..., object] = lambda *_:
             elif fault is not None:
                 return _failed(f"{question.about}: {fault.text.strip()}", fault)
             right += not beyond
-            answer = {"verdict": RIGHT, "cases": right, "beyond": held.worst(direction), "notes": [*notes]}
+            answer = {"verdict": RIGHT, "cases": right, "beyond": held.worst(direction), "notes": list(notes)}
     except Exception as error:  # as the adapter is called
         fault = Fault.raised(error)
         return _failed(fault.text.strip(), fault)
-    return answer | {"notes": [*notes]}
+    return answer | {"notes": list(notes)}
 
 
 def _fault_of(question: Question) -> Fault | None:

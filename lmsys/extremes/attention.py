@@ -76,7 +76,7 @@ def planted(case_units: int, kv_heads: int, seed: int, draw: int) -> tuple[Unit,
     """The unit of this draw that is extreme and its kind; None where none is."""
     chance = random.Random(f"{seed} {draw} extreme")
     is_extreme = chance.random() < SHARE * case_units
-    return (divmod(chance.randrange(case_units), kv_heads), chance.choice([*KINDS])) if is_extreme else None
+    return (divmod(chance.randrange(case_units), kv_heads), chance.choice(list(KINDS))) if is_extreme else None
 
 
 def unit_tensors(tensors: Mapping[str, Tensor], unit: Unit) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,7 +98,7 @@ class AttentionDraws(draws.Draws):
         self.extreme: tuple[Unit, str] | None = None
 
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
-        names = [*self.tensors] if names is None else [*names]
+        names = list(self.tensors) if names is None else list(names)
         super().fill(draw, names)
         if "q" in names:
             batch, kv_heads = self.tensors["k"].shape[:2]

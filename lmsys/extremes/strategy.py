@@ -169,7 +169,7 @@ def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     sizes = {name: state[name].numel() for name in sorted(state) if name not in trial.twins}
     drawn = draws.values(draws.key(trial.seed, f"weights of rank {rank}"), 0, sum(sizes.values()))
-    values = dict(zip(sizes, drawn.split([*sizes.values()]), strict=True))
+    values = dict(zip(sizes, drawn.split(list(sizes.values())), strict=True))
     units = {"scale": 1.0} | {f"sizes.{number}": 2.0**exponent for number, exponent in enumerate(EXPONENTS)}
     with torch.no_grad():
         for name, x in state.items():

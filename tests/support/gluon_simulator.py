@@ -568,7 +568,8 @@ def _reduced(function: Callable[..., Tensor]) -> Callable[[Tensor, int], Tensor]
 gl = SimpleNamespace(
     constexpr=lambda x: _Constant(x) if isinstance(x, int) else x,
     bfloat16=torch.bfloat16, float16=torch.float16, float32=torch.float32, int32=torch.int32, int64=torch.int64,
-    pointer_type=lambda dtype: Pointer(0, dtype),
+    pointer_type=lambda dtype: Pointer(0, dtype), thread_barrier=_thread_barrier,
+    shared_memory_descriptor=SimpleNamespace(_reinterpret=Shared.reinterpret),
     NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *a: "tiles"),
     SwizzledSharedLayout=lambda *a: "plain", BlockedLayout=lambda *a: None, SliceLayout=lambda *a: None,
     NVMMADistributedLayout=lambda *a: None, DotOperandLayout=lambda **k: None,
@@ -591,11 +592,7 @@ mbarrier = SimpleNamespace(
     MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, wait=_wait,
     arrive=lambda barrier, count: barrier.arrive(count),
 )  # fmt: skip
-tma = SimpleNamespace(store_wait=_read_stores)
-_names = {
-    "thread_barrier": _thread_barrier, "reinterpret": Shared.reinterpret,
-    "async_load": _copy_in, "async_store": _copy_out,
-}  # fmt: skip
+tma = SimpleNamespace(store_wait=_read_stores, async_load=_copy_in, async_store=_copy_out)
 
 
 def _jit(function: Any = None, **_: Any) -> Any:
@@ -612,7 +609,7 @@ def kernels(module: str) -> dict[str, Any]:
     stand_ins = {
         "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit), "gl": gl, "mbarrier": mbarrier, "tma": tma,
         "fence_async_shared": _fence, "warpgroup_mma": _matmul, "warpgroup_mma_wait": _wait_matmuls,
-        "triton": SimpleNamespace(jit=_jit, language=gl), "tl": gl, "range": _ranged, **_names,
+        "triton": SimpleNamespace(jit=_jit, language=gl), "tl": gl, "range": _ranged,
     }  # fmt: skip
     _run_source("hopper", stand_ins)
     stand_ins |= {  # in assembly

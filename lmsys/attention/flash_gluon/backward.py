@@ -27,6 +27,7 @@ from lmsys.attention.flash_gluon.dq import (
 )
 from lmsys.attention.flash_gluon.hopper import (
     WARPS,
+    async_load,
     await_acquired,
     barriers,
     gdc_launch_dependents,
@@ -35,10 +36,11 @@ from lmsys.attention.flash_gluon.hopper import (
     named_barrier,
     narrow,
     owned_tile,
+    reinterpret,
     store_rows,
+    thread_barrier,
 )
 from lmsys.attention.flash_gluon.intervals import edges, intervals
-from lmsys.attention.flash_gluon.names import async_load, reinterpret, thread_barrier
 
 
 @gluon.jit
@@ -256,6 +258,7 @@ def backward_kernel(
     num_tiles = gl.cdiv(Q, BLOCK_Q)
     low = 0  # the lowest tile of queries that sees these keys
     masked_until = 0  # tiles of queries up to here need a mask
+    end, masked_from, spans, ends = None, None, None, None  # known under a pattern alone
     if BOUNDED:
         low, end, masked_until, masked_from = _visited(first_ptr, end_ptr, per_entry, kv_bh // (H // G), n, K, BLOCK_Q)
         spans = gl.allocate_shared_memory(gl.int32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -289,14 +292,9 @@ def backward_kernel(
         row = start * BLOCK_Q
         padded = kv_bh * G * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0)
-    if BOUNDED:
-        walk = low, end, start, num_tiles, steps, bh + G - 1, G
-        masked = masked_until, masked_from, spans
-        order = dq_semaphore, n, num_key_tiles, ends, Q
-    else:
-        walk = low, None, start, num_tiles, steps, bh + G - 1, G
-        masked = masked_until, None, None
-        order = dq_semaphore, n, num_key_tiles, None, None
+    walk = low, end, start, num_tiles, steps, bh + G - 1, G
+    masked = masked_until, masked_from, spans
+    order = dq_semaphore, n, num_key_tiles, ends, Q if BOUNDED else None
     clearing = dq_ptr, kv_bh, num_heads, ahead, G * (Q_PADDED * D // 4096)
     work = batch, bh, walk
     gl.warp_specialize([

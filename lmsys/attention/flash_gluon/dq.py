@@ -13,8 +13,8 @@ from lmsys.attention.flash_gluon.hopper import (
     semaphore_acquire,
     semaphore_release,
     semaphore_wait,
+    thread_barrier,
 )
-from lmsys.attention.flash_gluon.names import thread_barrier
 
 STAGES = gl.constexpr(2)
 BLOCK_K = gl.constexpr(128)  # keys of a CTA, 64 of each consumer

@@ -31,9 +31,9 @@ from lmsys.attention.flash_gluon.hopper import (
     owned_tile,
     scale_rows,
     store_rows,
+    thread_barrier,
 )
 from lmsys.attention.flash_gluon.intervals import ROWS, hide, intervals, key_tiles, own_key_tiles
-from lmsys.attention.flash_gluon.names import thread_barrier
 
 LN_2 = gl.constexpr(0.6931471805599453)
 LEAST = gl.constexpr(-1.0e30)  # a maximum over nothing: finite, so that exp2(-inf - LEAST) is 0

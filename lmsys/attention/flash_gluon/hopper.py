@@ -1,4 +1,4 @@
-"""Instructions of Hopper that Gluon's own surface lacks or hides, in inline assembly.
+"""Instructions of Hopper that Gluon's own surface lacks or hides, in inline assembly, and what versions name otherwise.
 
 The hardware has 16 named barriers: Triton takes the low ones, the kernels 8 to 15.
 """
@@ -6,10 +6,15 @@ The hardware has 16 named barriers: Triton takes the low ones, the kernels 8 to 
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from lmsys.attention.flash_gluon.names import async_load, async_store, reinterpret
-
+# Triton 3.6 has the first name of each pair, 3.9 the second.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+_memory = gl.shared_memory_descriptor
+reinterpret = _memory._reinterpret if hasattr(_memory, "_reinterpret") else _memory.reinterpret
+_renamed = hasattr(tma, "async_load")  # the first names may still be there, to raise
+async_load = tma.async_load if _renamed else tma.async_copy_global_to_shared
+async_store = tma.async_store if _renamed else tma.async_copy_shared_to_global
 FIRST_BARRIER = triton.language.constexpr(8)
 WARPS = triton.language.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of numbers, by the threads of 4 warps
 

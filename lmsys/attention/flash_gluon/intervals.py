@@ -23,9 +23,9 @@ def edges(extent, batch, start, length, NUM: gl.constexpr):
     """Owners [start, start + NUM), of `length`: some see [low, stop), all of them see [full_from, full_to)."""
     first_ptr, end_ptr, per_entry = extent
     rows = batch * per_entry * length
-    one = rows + gl.minimum(start, length - 1)
+    first = rows + gl.minimum(start, length - 1)
     last = rows + gl.minimum(start + NUM, length) - 1
-    return gl.load(first_ptr + one), gl.load(end_ptr + last), gl.load(first_ptr + last), gl.load(end_ptr + one)
+    return gl.load(first_ptr + first), gl.load(end_ptr + last), gl.load(first_ptr + last), gl.load(end_ptr + first)
 
 
 @gluon.jit

@@ -93,6 +93,19 @@ def _extent(bounds: Bounds, *more: Tensor) -> tuple[Any, ...]:
     return bounds.first.data_ptr(), bounds.end.data_ptr(), int(bounds.first.shape[0] > 1), *(x.data_ptr() for x in more)
 
 
+def _samples(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What kernels are compiled for: a row of q's dtype and head dimension, float32, int32 and int64."""
+    half = torch.empty(1, 1, 1, q.shape[-1], dtype=q.dtype, device=q.device)
+    return half, *(torch.empty(128, dtype=x, device=q.device) for x in (torch.float32, torch.int32, torch.int64))
+
+
+def _kept(key: tuple[Any, ...], *arguments: Any, **options: Any) -> Kernel:
+    """The binary of this key, which is compiled once."""
+    if key not in _kernels:
+        _kernels[key] = Kernel(*arguments, **options)
+    return _kernels[key]
+
+
 def forward_options(head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan, bounded: bool) -> dict[str, Any]:
     """The constants and compiler options of `forward_kernel`."""
     registers, cap = REGISTERS[plan.consumers, plan.ctas]
@@ -122,28 +135,27 @@ class _Forward:
         self.dynamic = plan.dynamic
         ragged = not causal and keys % plan.tile_k != 0
         key = "forward", self.device, q.dtype, head_dim, causal, bounded, ragged, plan
-        if key not in _kernels:
-            counter = torch.zeros(2, dtype=torch.int32, device=q.device)
-            extent = [counter, counter, 1] if bounded else []
-            lse = torch.zeros(1, dtype=torch.float32, device=q.device)
-            q_block, k_block = [1, 1, ROWS, head_dim], [1, 1, plan.tile_k, head_dim]
-            sample = torch.empty(1, 1, 1, head_dim, dtype=q.dtype, device=q.device)
-            _kernels[key] = Kernel(
-                forward.forward_kernel,
-                [sample] * 4,
-                [q_block, k_block, k_block, q_block],
-                [lse, counter, 1.5, *self.sizes, *extent],
-                **forward_options(head_dim, causal, ragged, plan, bounded),
-            )
-        self.kernel = _kernels[key]
+        half, floats, ints, _ = _samples(q)
+        q_block, k_block = [1, 1, ROWS, head_dim], [1, 1, plan.tile_k, head_dim]
+        extent = [ints, ints, 1] if bounded else []
+        self.kernel = _kept(
+            key,
+            forward.forward_kernel,
+            [half] * 4,
+            [q_block, k_block, k_block, q_block],
+            [floats, ints, 1.5, *self.sizes, *extent],
+            **forward_options(head_dim, causal, ragged, plan, bounded),
+        )
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, extent: tuple[Any, ...]
     ) -> None:
         stream = raw_stream(self.device)
         counter = _counter(q.device, stream).data_ptr() if self.dynamic else 0
-        others = lse.data_ptr(), counter, scale * LOG2_E, *self.sizes, *extent
-        self.kernel(self.grid, stream, (q, k, v, o), others)
+        self.kernel(
+            self.grid, stream, (q, k, v, o),
+            (lse.data_ptr(), counter, scale * LOG2_E, *self.sizes, *extent),
+        )  # fmt: skip
 
 
 def backward_options(
@@ -218,30 +230,21 @@ class _Backward:
         self, q: Tensor, head_dim: int, causal: bool, bounded: bool, keys: int, deterministic: bool, group: int,
         plan: BackwardPlan, down: bool,
     ) -> tuple[Kernel, Kernel, Kernel]:  # fmt: skip
-        like = {"device": q.device}
-        half = torch.empty(1, 1, 1, head_dim, dtype=q.dtype, **like)
-        floats = torch.empty(128, **like)
-        ints, longs = torch.empty(128, dtype=torch.int32, **like), torch.empty(16, dtype=torch.int64, **like)
+        half, floats, ints, longs = _samples(q)
         ragged = not causal and keys % TILE_K != 0
         same = self.device, q.dtype, head_dim
-
-        def kept(key: tuple[Any, ...], *arguments: Any, **options: Any) -> Kernel:
-            if key not in _kernels:
-                _kernels[key] = Kernel(*arguments, **options)
-            return _kernels[key]
-
-        preprocess = kept(
+        preprocess = _kept(
             ("preprocess", *same, bounded), preprocess_kernel, [], [],
             [half, half, floats, floats, floats, floats, ints, longs, 0.5, *self.preprocess_sizes, *[8] * 6],
             ROWS=self.rows, D=head_dim, BOUNDED=bounded,
         )  # fmt: skip
-        postprocess = kept(
+        postprocess = _kept(
             ("postprocess", *same), postprocess_kernel, [], [], [floats, half, 0.5, *[8] * 6],
             ROWS=ROWS, D=head_dim, launch_pdl=True,
         )  # fmt: skip
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
         row_block = [self.block_q]
-        main = kept(
+        main = _kept(
             ("backward", *same, causal, bounded, ragged, deterministic, group > 1, down, replace(plan, l2_mib=0)),
             backward.backward_kernel,
             [half, half, half, half, floats, floats, half, half],
@@ -306,8 +309,8 @@ def _forward(
     launch = _launches.get(key)
     with torch.cuda.device_of(q):
         if launch is None:
-            chosen = plan or forward_plan(q.shape[-1], causal, k.shape[2])
-            launch = _launches[key] = _Forward(q, k, causal, bounded, chosen)
+            plan = plan or forward_plan(q.shape[-1], causal, k.shape[2])
+            launch = _launches[key] = _Forward(q, k, causal, bounded, plan)
         launch.run(q, k, v, o, lse, scale, extent)
     return o, lse
 
@@ -335,8 +338,8 @@ def _backward(
     launch = _launches.get(key)
     with torch.cuda.device_of(q):
         if launch is None:
-            chosen = plan or backward_plan(q.shape[-1], causal, k.shape[2])
-            launch = _launches[key] = _Backward(q, k, causal, bounded, deterministic, chosen)
+            plan = plan or backward_plan(q.shape[-1], causal, k.shape[2])
+            launch = _launches[key] = _Backward(q, k, causal, bounded, deterministic, plan)
         launch.run(q, k, v, o, lse, do, dq, dk, dv, scale, extent)
     return dq, dk, dv
 

@@ -8,6 +8,14 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _owned_rows(Q_PADDED, ROWS: tl.constexpr):
+    """(program, head of all batch entries, rows) of this program, the last tiles first."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    tiles = Q_PADDED // ROWS
+    return program, program // tiles, program % tiles * ROWS + tl.arange(0, ROWS)
+
+
 @triton.jit(
     do_not_specialize=[
         "num_heads", "H", "G", "Q", "Q_PADDED", "num_key_tiles", "at_once", "num_semaphores", "num_cleared",
@@ -26,10 +34,7 @@ def preprocess_kernel(
     The last tiles come first, so that the L2 cache holds the heads that the next kernel begins with.
     """
     tl.extra.cuda.gdc_launch_dependents()
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    tiles = Q_PADDED // ROWS
-    bh = program // tiles
-    rows = program % tiles * ROWS + tl.arange(0, ROWS)
+    program, bh, rows = _owned_rows(Q_PADDED, ROWS)
     cols = tl.arange(0, D)
     inside = rows < Q
     batch, head = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
@@ -66,10 +71,7 @@ def postprocess_kernel(
 ):  # fmt: skip
     """dq = sm_scale * dq32; the last tiles first, which the L2 cache may still hold."""
     tl.extra.cuda.gdc_wait()
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    tiles = Q_PADDED // ROWS
-    bh = program // tiles
-    rows = program % tiles * ROWS + tl.arange(0, ROWS)
+    program, bh, rows = _owned_rows(Q_PADDED, ROWS)
     cols = tl.arange(0, D)
     inside = (rows < Q)[:, None]
     flat = tl.load(dq32_ptr + program.to(tl.int64) * ROWS * D + tl.arange(0, ROWS * D))  # see `add_registers`
