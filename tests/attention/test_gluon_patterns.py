@@ -166,9 +166,9 @@ def bounds_of(length: int, window: int | None, causal: bool, documents: bool, se
     return pattern, pattern.bounds(length, length, CPU)
 
 
-def extent_of(bounds: Any) -> tuple[Any, ...]:
-    pointers = (gluon_simulator.Pointer(x.data_ptr(), torch.int32) for x in (bounds.first, bounds.end))
-    return *pointers, torch.tensor(0)
+def extent_of(bounds: Any) -> Any:
+    first, end = (gluon_simulator.Pointer(x.data_ptr(), torch.int32) for x in (bounds.first, bounds.end))
+    return gluon_simulator.kernels("intervals")["Extent"](first, end, torch.tensor(0))
 
 
 drawn = given(
@@ -189,7 +189,7 @@ def test_no_tile_is_visited_that_hides_all_nor_masked_that_hides_nothing(
     for n in range((length + 127) // 128):
         keys, queries = slice(128 * n, 128 * n + 128), slice(128 * n, 128 * n + 128)
         low, end, masked_until, masked_from = (
-            int(x) for x in backward["_visited"](*extent_of(bounds.of_keys), 0, torch.tensor(n), length, block_q)
+            int(x) for x in backward["_visited"](extent_of(bounds.of_keys), 0, torch.tensor(n), length, block_q)
         )
         tiles = seen[:, keys].split(block_q)
         some_see = [m for m, tile in enumerate(tiles) if tile.any()]
@@ -212,10 +212,10 @@ def test_key_tiles_wait_for_those_on_their_right_alone(
     """In the deterministic order, at each tile of queries: the values to wait for are 0, 1, 2 ... from the highest."""
     _, bounds = bounds_of(length, window, causal, documents, seed)
     backward = gluon_simulator.kernels("backward")
-    ends = extent_of(bounds)[1]
+    ends = extent_of(bounds).end
     visits = Counter[int]()
     for n in reversed(range((length + 127) // 128)):
-        low, end, *_ = backward["_visited"](*extent_of(bounds.of_keys), 0, torch.tensor(n), length, block_q)
+        low, end, *_ = backward["_visited"](extent_of(bounds.of_keys), 0, torch.tensor(n), length, block_q)
         for m in range(int(low), int(end)):
             value = backward["semaphore_value"](n, torch.tensor(m), 0, ends, length, True, block_q)
             assert int(value) == visits[m]

@@ -21,6 +21,7 @@ import os
 import random
 import threading
 import time
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -609,7 +610,7 @@ def kernels(module: str) -> dict[str, Any]:
     stand_ins = {
         "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit), "gl": gl, "mbarrier": mbarrier, "tma": tma,
         "fence_async_shared": _fence, "warpgroup_mma": _matmul, "warpgroup_mma_wait": _wait_matmuls,
-        "triton": SimpleNamespace(jit=_jit, language=gl), "tl": gl, "range": _ranged,
+        "triton": SimpleNamespace(jit=_jit, language=gl), "tl": gl, "range": _ranged, "namedtuple": namedtuple,
     }  # fmt: skip
     _run_source("hopper", stand_ins)
     stand_ins |= {  # in assembly

@@ -8,6 +8,8 @@ registers all through the loop. `preprocess` and `postprocess` hold the kernels 
 Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,11 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from lmsys.attention.flash_gluon.backward_steps import DO_FREE, EXCHANGE, Q_FREE, walk_over
+from lmsys.attention.flash_gluon.backward_steps import DO_FREE, EXCHANGE, Q_FREE, Masked, Ring, walk_over
 from lmsys.attention.flash_gluon.dq import (
     BLOCK_K,
     DQ_ACQUIRED,
     STAGES,
+    Clearing,
+    Order,
+    Walk,
     clear_ahead,
     next_tile,
     release_and_acquire,
@@ -40,7 +45,10 @@ from lmsys.attention.flash_gluon.hopper import (
     store_rows,
     thread_barrier,
 )
-from lmsys.attention.flash_gluon.intervals import edges, intervals
+from lmsys.attention.flash_gluon.intervals import Extent, edges, intervals
+
+Loaded = namedtuple("Loaded", "ks vs full")  # the keys and values of a CTA
+Work = namedtuple("Work", "batch first_bh walk")
 
 
 @gluon.jit
@@ -51,16 +59,15 @@ def _await_free(step, FIRST: gl.constexpr):
 
 @gluon.jit
 def _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step):
-    qs, lses, q_full, dos, deltas, do_full = ring
     stage = step % STAGES
     _await_free(step, Q_FREE)
-    mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-    load_rows(q_desc, batch, head, row, q_full.index(stage), qs.index(stage))
-    async_load(lse_desc, [padded], q_full.index(stage), lses.index(stage))
+    mbarrier.expect(ring.q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+    load_rows(q_desc, batch, head, row, ring.q_full.index(stage), ring.qs.index(stage))
+    async_load(lse_desc, [padded], ring.q_full.index(stage), ring.lses.index(stage))
     _await_free(step, DO_FREE)
-    mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-    load_rows(do_desc, batch, head, row, do_full.index(stage), dos.index(stage))
-    async_load(delta_desc, [padded], do_full.index(stage), deltas.index(stage))
+    mbarrier.expect(ring.do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+    load_rows(do_desc, batch, head, row, ring.do_full.index(stage), ring.dos.index(stage))
+    async_load(delta_desc, [padded], ring.do_full.index(stage), ring.deltas.index(stage))
 
 
 @gluon.jit
@@ -69,15 +76,14 @@ def _load_tiles(
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """Loads the queries of steps `first` to `last`, after the tile at `place`; in a fixed order also acquires dq's."""
-    batch, first_bh, walk = work
     bh, m = place
     for step in range(first, last):
-        bh, m = next_tile(bh, m, walk, ORDER)
+        bh, m = next_tile(bh, m, work.walk, ORDER)
         row = m * BLOCK_Q
         padded = bh * Q_PADDED + row
-        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, bh - batch * H, row, padded, step)
+        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, work.batch, bh - work.batch * H, row, padded, step)
         if DETERMINISTIC:
-            dq_tile = release_and_acquire(order, step, dq_tile, walk, BLOCK_Q, CAUSAL, ORDER)
+            dq_tile = release_and_acquire(order, step, dq_tile, work.walk, BLOCK_Q, CAUSAL, ORDER)
     return dq_tile, (bh, m)
 
 
@@ -89,10 +95,9 @@ def _producer(
     """Loads all tiles of queries but the first. In the deterministic mode it also acquires and releases dq's tiles for
     the consumers; else, once the ring is full, it writes zeros into dq for a later head.
     """
-    batch, first_bh, walk = work
-    low, end, start, num_tiles, steps, last_bh, G = walk
-    dq_tile = first_bh, start
-    place = first_bh, start
+    steps = work.walk.steps
+    dq_tile = work.first_bh, work.walk.start
+    place = work.first_bh, work.walk.start
     first = 1
     if not DETERMINISTIC:
         first = gl.minimum(steps, STAGES)
@@ -100,9 +105,7 @@ def _producer(
             q_desc, do_desc, lse_desc, delta_desc, ring, work, order, dq_tile, place, 1, first, H, Q_PADDED,
             BLOCK_Q, CAUSAL, ORDER, DETERMINISTIC,
         )  # fmt: skip
-        dq_ptr, kv_bh, num_heads, ahead, size = clearing
-        cleared, n, num_key_tiles, ends, Q = order
-        clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size)
+        clear_ahead(clearing, order)
     dq_tile, place = _load_tiles(
         q_desc, do_desc, lse_desc, delta_desc, ring, work, order, dq_tile, place, first, steps, H, Q_PADDED,
         BLOCK_Q, CAUSAL, ORDER, DETERMINISTIC,
@@ -111,7 +114,7 @@ def _producer(
     for step in range(gl.maximum(steps, FIRST), steps + STAGES):  # arrivals have to be met before the CTA may end
         _await_free(step, Q_FREE)
         if DETERMINISTIC:
-            dq_tile = release_and_acquire(order, step, dq_tile, walk, BLOCK_Q, CAUSAL, ORDER)
+            dq_tile = release_and_acquire(order, step, dq_tile, work.walk, BLOCK_Q, CAUSAL, ORDER)
     for step in range(gl.maximum(steps, STAGES), steps + STAGES):
         _await_free(step, DO_FREE)
 
@@ -136,24 +139,22 @@ def _consumer(
     ORDER: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
     FMA_EXP: gl.constexpr, PEELED: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    ks, vs, kv_full = kvs
-    low, end, start, num_tiles, steps, last_bh, G = walk
     DTYPE: gl.constexpr = dk_desc.dtype
-    k = ks.slice(WG * 64, 64)
-    v = vs.slice(WG * 64, 64)
+    k = kvs.ks.slice(WG * 64, 64)
+    v = kvs.vs.slice(WG * 64, 64)
     if not DETERMINISTIC:
         await_acquired(DQ_ACQUIRED + WG)
-    mbarrier.wait(kv_full, 0)
+    mbarrier.wait(kvs.full, 0)
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dk = gl.zeros([64, D], gl.float32, O_LAYOUT)
     dv = gl.zeros([64, D], gl.float32, O_LAYOUT)
     if PREFETCH:
-        mbarrier.wait(ring[2].index(0), 0, pred=steps > 0)
+        mbarrier.wait(ring.q_full.index(0), 0, pred=walk.steps > 0)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
-    lse = ring[1].index(0).load(gl.SliceLayout(0, S_LAYOUT))
-    state = bh, start, dk, dv, lse
+    lse = ring.lses.index(0).load(gl.SliceLayout(0, S_LAYOUT))
+    state = bh, walk.start, dk, dv, lse
     state = walk_over(
-        dq_ptr, scale, k, v, ks, dss, ring, n, K, masked, walk, state,
+        dq_ptr, scale, k, v, kvs.ks, dss, ring, n, K, masked, walk, state,
         WG, D, BLOCK_Q, CAUSAL, RAGGED, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, PEELED, DETERMINISTIC,
         DTYPE,
     )  # fmt: skip
@@ -186,9 +187,8 @@ def _consumer(
 
 
 @gluon.jit
-def _visited(first_ptr, end_ptr, per_entry, batch, n, K, BLOCK_Q: gl.constexpr):
+def _visited(extent, batch, n, K, BLOCK_Q: gl.constexpr):
     """Key tile n visits the tiles of queries [low, end), and masks those below masked_until, or from masked_from on."""
-    extent = first_ptr, end_ptr, per_entry
     first, stop, full_from, full_to = edges(extent, batch, n * BLOCK_K, K, BLOCK_K)
     low = first // BLOCK_Q
     end = gl.where(first < stop, gl.cdiv(stop, BLOCK_Q), low)
@@ -196,9 +196,8 @@ def _visited(first_ptr, end_ptr, per_entry, batch, n, K, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def _keep_intervals(spans, first_ptr, end_ptr, per_entry, batch, n, K):
+def _keep_intervals(spans, extent, batch, n, K):
     """Stores the keys' intervals for the masks of the consumers: `first` of each consumer, then the lengths."""
-    extent = first_ptr, end_ptr, per_entry
     for w in gl.static_range(2):
         first, length = intervals(extent, batch, n * BLOCK_K + w * 64, K, 64, WARPS)
         spans.index(w).store(first)
@@ -248,8 +247,8 @@ def backward_kernel(
     lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout)
     dss = gl.allocate_shared_memory(DTYPE, [2, DS_ROWS, DS_COLUMNS], DS_LAYOUT)
-    kvs = ks, vs, barriers(1, 1).index(0)
-    ring = qs, lses, barriers(STAGES, 1), dos, deltas, barriers(STAGES, 1)
+    kvs = Loaded(ks, vs, barriers(1, 1).index(0))
+    ring = Ring(qs, lses, barriers(STAGES, 1), dos, deltas, barriers(STAGES, 1))
     fence_async_shared()
     MAY_WALK_DOWN: gl.constexpr = GROUPED and CAUSAL and not BOUNDED and not DETERMINISTIC
     gl.static_assert(MAY_WALK_DOWN or not DOWN, "only grouped causal heads walk down, in no fixed order")
@@ -260,7 +259,8 @@ def backward_kernel(
     masked_until = 0  # tiles of queries up to here need a mask
     end, masked_from, spans, ends = None, None, None, None  # known under a pattern alone
     if BOUNDED:
-        low, end, masked_until, masked_from = _visited(first_ptr, end_ptr, per_entry, kv_bh // (H // G), n, K, BLOCK_Q)
+        extent = Extent(first_ptr, end_ptr, per_entry)
+        low, end, masked_until, masked_from = _visited(extent, kv_bh // (H // G), n, K, BLOCK_Q)
         spans = gl.allocate_shared_memory(gl.int32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     elif CAUSAL:
         low = n * BLOCK_K // BLOCK_Q
@@ -281,22 +281,22 @@ def backward_kernel(
     if GROUPED:
         steps *= G
     bh = kv_bh * G
-    mbarrier.expect(kvs[2], 2 * k_desc.block_type.nbytes)
-    load_rows(k_desc, batch, kv_head, n * BLOCK_K, kvs[2], ks)
-    load_rows(v_desc, batch, kv_head, n * BLOCK_K, kvs[2], vs)
+    mbarrier.expect(kvs.full, 2 * k_desc.block_type.nbytes)
+    load_rows(k_desc, batch, kv_head, n * BLOCK_K, kvs.full, ks)
+    load_rows(v_desc, batch, kv_head, n * BLOCK_K, kvs.full, vs)
     if BOUNDED:
-        _keep_intervals(spans, first_ptr, end_ptr, per_entry, batch, n, K)
+        _keep_intervals(spans, extent, batch, n, K)
         ends = query_end_ptr + batch * per_entry * Q
     gdc_wait()
     if steps > 0:
         row = start * BLOCK_Q
         padded = kv_bh * G * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0)
-    walk = low, end, start, num_tiles, steps, bh + G - 1, G
-    masked = masked_until, masked_from, spans
-    order = dq_semaphore, n, num_key_tiles, ends, Q if BOUNDED else None
-    clearing = dq_ptr, kv_bh, num_heads, ahead, G * (Q_PADDED * D // 4096)
-    work = batch, bh, walk
+    walk = Walk(low, end, start, num_tiles, steps, bh + G - 1, G)
+    masked = Masked(masked_until, masked_from, spans)
+    order = Order(dq_semaphore, n, num_key_tiles, ends, Q if BOUNDED else None)
+    clearing = Clearing(dq_ptr, kv_bh, num_heads, ahead, G * (Q_PADDED * D // 4096))
+    work = Work(batch, bh, walk)
     gl.warp_specialize([
             (_producer, (
                 q_desc, do_desc, lse_desc, delta_desc, ring, work, order, clearing, H, Q_PADDED, BLOCK_Q, CAUSAL,

@@ -3,6 +3,8 @@
 P and dS leave the registers of one matmul for the next. dq is added up in float32. The legend is that of `backward`.
 """
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,6 +31,10 @@ EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; stag
 Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
 DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
 NEVER = gl.constexpr(2**31 - 1)
+Ring = namedtuple("Ring", "qs lses q_full dos deltas do_full")  # stages of tiles of queries
+# The tiles of queries that need a mask: those below `until`, under a pattern also those from `beginning` on, by the
+# intervals of keys in `spans`.
+Masked = namedtuple("Masked", "until beginning spans")
 
 
 @gluon.jit
@@ -61,40 +67,38 @@ def _step(
     FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr, STORES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    qs, lses, q_full, dos, deltas, do_full = ring
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     stage = step % STAGES
     phase = (step // STAGES) & 1
-    q = qs.index(stage)
-    do = dos.index(stage)
+    q = ring.qs.index(stage)
+    do = ring.dos.index(stage)
     zeros = gl.zeros([64, BLOCK_Q], gl.float32, S_LAYOUT)
-    mbarrier.wait(q_full.index(stage), phase)
+    mbarrier.wait(ring.q_full.index(stage), phase)
     s_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(do_full.index(stage), phase)
+    mbarrier.wait(ring.do_full.index(stage), phase)
     dp_token = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s_token])
     if not PREFETCH:
-        lse = lses.index(stage).load(ROW_LAYOUT)
+        lse = ring.lses.index(stage).load(ROW_LAYOUT)
     exponents = s * scale - lse[None, :]
     p = exp2_of_eight(exponents) if FMA_EXP else gl.exp2(exponents)
     if MASK:
-        masked_until, masked_from, spans = masked
-        hides = m < masked_until
-        if spans is not None:
-            hides = hides | (m >= masked_from)
+        hides = m < masked.until
+        if masked.spans is not None:
+            hides = hides | (m >= masked.beginning)
         if hides:
-            p = _hide(p, n, m, K, spans, WG, CAUSAL, BLOCK_Q, S_LAYOUT)
+            p = _hide(p, n, m, K, masked.spans, WG, CAUSAL, BLOCK_Q, S_LAYOUT)
     p_narrow = narrow(p, DTYPE)
     p_operand = gl.convert_layout(p_narrow, P_LAYOUT)
     if not LATE_DV:
         dv_token = warpgroup_mma(p_operand, do, dv, is_async=True)
     if PREFETCH:
-        delta = deltas.index(stage).load(ROW_LAYOUT)
+        delta = ring.deltas.index(stage).load(ROW_LAYOUT)
         dp = warpgroup_mma_wait(0 if LATE_DV else 1, deps=[dp_token])
     else:
         dp = warpgroup_mma_wait(0 if LATE_DV else 1, deps=[dp_token])
-        delta = deltas.index(stage).load(ROW_LAYOUT)
+        delta = ring.deltas.index(stage).load(ROW_LAYOUT)
     if WIDE:
         ds = narrow(p * (dp - delta[None, :]), DTYPE)
     else:  # p itself would cost its registers until here
@@ -119,8 +123,8 @@ def _step(
     dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
     if PREFETCH:
         following = step + 1
-        mbarrier.wait(q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < steps)
-        lse = lses.index(following % STAGES).load(ROW_LAYOUT)
+        mbarrier.wait(ring.q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < steps)
+        lse = ring.lses.index(following % STAGES).load(ROW_LAYOUT)
     place = (bh * num_tiles + m) * 2 + WG
     if DETERMINISTIC:
         await_acquired(DQ_ACQUIRED + WG)
@@ -128,8 +132,7 @@ def _step(
     _release(step, DO_FREE)
     tile = dq_ptr + place.to(gl.int64) * 4096
     if STORES == "some":
-        stores = m < masked[0] if CAUSAL else n == 0
-        if stores:
+        if m < masked.until if CAUSAL else n == 0:
             store_registers(tile, dq)
         else:
             add_registers(tile, dq)
@@ -156,11 +159,10 @@ def _steps(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    low, end, start, num_tiles, steps, last_bh, G = walk
     bh, m, dk, dv, lse = state
     for step in range(first, last):
         dk, dv, lse = _step(
-            dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, num_tiles, step, steps, bh, m, dk, dv, lse,
+            dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk.num_tiles, step, walk.steps, bh, m, dk, dv, lse,
             WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, STORES,
             S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
         )  # fmt: skip
@@ -202,24 +204,24 @@ def walk_over(
     Then no other step branches around a mask, behind which its instructions could not run beside those before. As the
     branches of an `if`, the two loops spill registers.
     """
-    low, end, start, num_tiles, steps, last_bh, G = walk
+    steps = walk.steps
     if PEELED:
         if ORDER == "straight":
-            free_from = gl.minimum(gl.maximum(masked[0] - low, 0), steps)
+            free_from = gl.minimum(gl.maximum(masked.until - walk.low, 0), steps)
             return _causal_head(
                 dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, 0, free_from, steps, state,
                 WG, D, BLOCK_Q, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
             )  # fmt: skip
         if ORDER == "around":
-            tiles = gl.maximum(num_tiles - low, 1)
+            tiles = gl.maximum(walk.num_tiles - walk.low, 1)
             for first in range(0, steps, tiles):
-                free_from = first + gl.minimum(gl.maximum(masked[0] - low, 0), tiles)
+                free_from = first + gl.minimum(gl.maximum(masked.until - walk.low, 0), tiles)
                 state = _causal_head(
                     dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, first, free_from, first + tiles, state,
                     WG, D, BLOCK_Q, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
                 )  # fmt: skip
             return state
-        free_until = steps - gl.minimum(gl.maximum(masked[0] - low, 0) * G, steps)
+        free_until = steps - gl.minimum(gl.maximum(masked.until - walk.low, 0) * walk.G, steps)
         state = _steps(
             dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, 0, free_until, state,
             WG, D, BLOCK_Q, False, True, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, False, "none", DTYPE,
@@ -228,12 +230,14 @@ def walk_over(
             dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, free_until, steps, state,
             WG, D, BLOCK_Q, True, True, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, False, "none", DTYPE,
         )  # fmt: skip
-    STORES: gl.constexpr = "some" if DETERMINISTIC and masked[2] is None else "none"  # a pattern's dq begins as zeros
+    STORES: gl.constexpr = (
+        "some" if DETERMINISTIC and masked.spans is None else "none"
+    )  # a pattern's dq begins as zeros
     free_from = 0
     # The key tile that ends the keys masks everything, the others nothing. It is not the first to add to dq, unless it
     # is the only one; then dq begins as zeros.
     if RAGGED:
-        free_from = gl.where(masked[0] == 0, 0, steps)
+        free_from = gl.where(masked.until == 0, 0, steps)
         state = _steps(
             dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk,
             0, free_from, state, WG, D, BLOCK_Q, True, CAUSAL, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY,

@@ -4,6 +4,8 @@ In both modes a semaphore in global memory (FlashAttention's `dq_semaphore`) say
 The producer waits for it and then lets the consumers pass a named barrier.
 """
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -16,6 +18,11 @@ from lmsys.attention.flash_gluon.hopper import (
     thread_barrier,
 )
 
+# The tiles of queries that a CTA visits: [low, end), from `start` on, `steps` of them in all G heads of a group, of which
+# `last_bh` is the last; `end` is None where it is `num_tiles`.
+Walk = namedtuple("Walk", "low end start num_tiles steps last_bh G")
+Order = namedtuple("Order", "semaphore n num_key_tiles ends Q")  # by which CTAs, here of key tile n, add to dq
+Clearing = namedtuple("Clearing", "dq_ptr kv_bh num_heads ahead size")  # of dq, in tiles of it
 STAGES = gl.constexpr(2)
 BLOCK_K = gl.constexpr(128)  # keys of a CTA, 64 of each consumer
 DQ_ACQUIRED = gl.constexpr(FIRST_BARRIER.value + 1 + 2 * STAGES.value)  # named barriers: each consumer may add to dq
@@ -28,35 +35,35 @@ def next_tile(bh, m, walk, ORDER: gl.constexpr):
     ORDER: "straight" goes up. "around" goes up to `high`, goes on at `low`, and begins the next head when it is back at
     `start`. "down" takes the same tile of the next head, and after the last head of the group the tile below.
     """
-    low, end, start, num_tiles, steps, last_bh, G = walk
-    high = num_tiles if end is None else end
+    high = walk.num_tiles if walk.end is None else walk.end
     if ORDER == "down":
-        ends = bh == last_bh
-        bh = gl.where(ends, bh + 1 - G, bh + 1)
+        ends = bh == walk.last_bh
+        bh = gl.where(ends, bh + 1 - walk.G, bh + 1)
         m = gl.where(ends, m - 1, m)
     else:
         m += 1
         if ORDER == "around":
-            m = gl.where(m == high, low, m)
-            bh = gl.where(m == start, bh + 1, bh)
+            m = gl.where(m == high, walk.low, m)
+            bh = gl.where(m == walk.start, bh + 1, bh)
     return bh, m
 
 
 @gluon.jit
-def clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size):
+def clear_ahead(clearing, order):
     """Lets the consumers add to dq once all `size` tiles of head kv_bh are zero; then clears a share of a later head.
 
     A CTA waits only for CTAs of lower numbers (see `ahead_of` in kernels.py), so they must begin in that order.
     """
-    semaphore_wait(cleared + kv_bh, gl.where(kv_bh < ahead, 0, num_key_tiles), DQ_ACQUIRED)
-    later = kv_bh + ahead
-    if later < num_heads:
-        share = gl.cdiv(size, num_key_tiles)
-        tile = later.to(gl.int64) * size
-        for i in range(n * share, gl.minimum((n + 1) * share, size)):
-            clear(dq_ptr + (tile + i) * 4096)  # floats of a tile
+    is_first = clearing.kv_bh < clearing.ahead
+    semaphore_wait(order.semaphore + clearing.kv_bh, gl.where(is_first, 0, order.num_key_tiles), DQ_ACQUIRED)
+    later = clearing.kv_bh + clearing.ahead
+    if later < clearing.num_heads:
+        share = gl.cdiv(clearing.size, order.num_key_tiles)
+        tile = later.to(gl.int64) * clearing.size
+        for i in range(order.n * share, gl.minimum((order.n + 1) * share, clearing.size)):
+            clear(clearing.dq_ptr + (tile + i) * 4096)  # floats of a tile
         thread_barrier()
-        semaphore_release(cleared + later)
+        semaphore_release(order.semaphore + later)
 
 
 @gluon.jit
@@ -79,13 +86,11 @@ def semaphore_value(n, m, num_key_tiles, ends, Q, CAUSAL: gl.constexpr, BLOCK_Q:
 @gluon.jit
 def release_and_acquire(order, step, dq_tile, walk, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr):
     """Releases the tile of dq that step - STAGES has added to or stored, then acquires the one of the step after it."""
-    dq_semaphore, n, num_key_tiles, ends, Q = order
-    low, end, start, num_tiles, steps, last_bh, G = walk
     bh, m = dq_tile
     if step >= STAGES:
-        semaphore_release(dq_semaphore + (bh * num_tiles + m))
+        semaphore_release(order.semaphore + (bh * walk.num_tiles + m))
         bh, m = next_tile(bh, m, walk, ORDER)
-    if step <= steps:
-        number = semaphore_value(n, m, num_key_tiles, ends, Q, CAUSAL, BLOCK_Q)
-        semaphore_acquire(dq_semaphore + (bh * num_tiles + m), number, DQ_ACQUIRED)
+    if step <= walk.steps:
+        number = semaphore_value(order.n, m, order.num_key_tiles, order.ends, order.Q, CAUSAL, BLOCK_Q)
+        semaphore_acquire(order.semaphore + (bh * walk.num_tiles + m), number, DQ_ACQUIRED)
     return bh, m

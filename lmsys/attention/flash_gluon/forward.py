@@ -9,6 +9,8 @@ a consumer passes over those on either side that only the others see.
 Legend: B batch, H query heads, G query heads of one key head, Q queries, K keys, D head dimension.
 """
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,25 +35,28 @@ from lmsys.attention.flash_gluon.hopper import (
     store_rows,
     thread_barrier,
 )
-from lmsys.attention.flash_gluon.intervals import ROWS, hide, intervals, key_tiles, own_key_tiles
+from lmsys.attention.flash_gluon.intervals import ROWS, Extent, Hides, hide, intervals, key_tiles, own_key_tiles
 
 LN_2 = gl.constexpr(0.6931471805599453)
 LEAST = gl.constexpr(-1.0e30)  # a maximum over nothing: finite, so that exp2(-inf - LEAST) is 0
+Slots = namedtuple("Slots", "tiles full empty")  # two of them: tiles of queries, or their numbers
+Ring = namedtuple("Ring", "ks k_full k_empty vs v_full v_empty")  # stages of keys and of values
+Sizes = namedtuple("Sizes", "num_heads H G Q K num_tiles at_once")
 
 
 @gluon.jit
-def _announce(tiles, full, empty, turn, index):
+def _announce(mailbox, turn, index):
     """The producer tells its consumers the next tile, in one of two slots."""
-    mbarrier.wait(empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-    tiles.index(turn & 1).store(gl.full([1], index, gl.int32, WARPS))
-    mbarrier.arrive(full.index(turn & 1), count=1)
+    mbarrier.wait(mailbox.empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+    mailbox.tiles.index(turn & 1).store(gl.full([1], index, gl.int32, WARPS))
+    mbarrier.arrive(mailbox.full.index(turn & 1), count=1)
 
 
 @gluon.jit
-def _announced(tiles, full, empty, turn):
-    mbarrier.wait(full.index(turn & 1), (turn >> 1) & 1)
-    index = gl.max(tiles.index(turn & 1).load(WARPS), 0)
-    mbarrier.arrive(empty.index(turn & 1), count=1)
+def _announced(mailbox, turn):
+    mbarrier.wait(mailbox.full.index(turn & 1), (turn >> 1) & 1)
+    index = gl.max(mailbox.tiles.index(turn & 1).load(WARPS), 0)
+    mbarrier.arrive(mailbox.empty.index(turn & 1), count=1)
     return index
 
 
@@ -79,40 +84,36 @@ def _producer(
     WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     NAMED: gl.constexpr, DYNAMIC: gl.constexpr, CHAINED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
-    qs, q_full, q_empty = queries
-    ks, k_full, k_empty, vs, v_full, v_empty = ring
-    tiles, tile_full, tile_empty = mailbox
-    num_heads, H, G, Q, K, num_tiles, at_once = sizes
     fill = 0
     turn = 0
     index = gl.program_id(0)
-    total = num_heads * num_tiles
+    total = sizes.num_heads * sizes.num_tiles
     if CHAINED:  # ahead of the first load and the counter, and so of all that consumers write
         gdc_wait()
     while index < total:
         if DYNAMIC:
-            _announce(tiles, tile_full, tile_empty, turn, index)
-        bh, tile = owned_tile(index, num_tiles, num_heads, at_once)
+            _announce(mailbox, turn, index)
+        bh, tile = owned_tile(index, sizes.num_tiles, sizes.num_heads, sizes.at_once)
         if CAUSAL:
-            tile = num_tiles - 1 - tile
-        batch = bh // H
-        head = bh % H
+            tile = sizes.num_tiles - 1 - tile
+        batch = bh // sizes.H
+        head = bh % sizes.H
         slot = turn & 1
-        mbarrier.wait(q_empty.index(slot), ((turn >> 1) & 1) ^ 1)
-        mbarrier.expect(q_full.index(slot), WGS * q_desc.block_type.nbytes)
+        mbarrier.wait(queries.empty.index(slot), ((turn >> 1) & 1) ^ 1)
+        mbarrier.expect(queries.full.index(slot), WGS * q_desc.block_type.nbytes)
         for w in gl.static_range(WGS):
             row = (tile * WGS + w) * ROWS
-            load_rows(q_desc, batch, head, row, q_full.index(slot), qs.index(slot * WGS + w))
-        low, high = key_tiles(extent, bh, H, tile, Q, K, CAUSAL, WGS * ROWS, BLOCK_K)
+            load_rows(q_desc, batch, head, row, queries.full.index(slot), queries.tiles.index(slot * WGS + w))
+        low, high = key_tiles(extent, bh, sizes.H, tile, sizes.Q, sizes.K, CAUSAL, WGS * ROWS, BLOCK_K)
         for j in range(high - low):
             col = (high - 1 - j) * BLOCK_K
             stage = fill % STAGES
-            _await_free(k_empty, stage, fill, NAMED, K_FREE, WGS, STAGES)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            load_rows(k_desc, batch, head // G, col, k_full.index(stage), ks.index(stage))
-            _await_free(v_empty, stage, fill, NAMED, V_FREE, WGS, STAGES)
-            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            load_rows(v_desc, batch, head // G, col, v_full.index(stage), vs.index(stage))
+            _await_free(ring.k_empty, stage, fill, NAMED, K_FREE, WGS, STAGES)
+            mbarrier.expect(ring.k_full.index(stage), k_desc.block_type.nbytes)
+            load_rows(k_desc, batch, head // sizes.G, col, ring.k_full.index(stage), ring.ks.index(stage))
+            _await_free(ring.v_empty, stage, fill, NAMED, V_FREE, WGS, STAGES)
+            mbarrier.expect(ring.v_full.index(stage), v_desc.block_type.nbytes)
+            load_rows(v_desc, batch, head // sizes.G, col, ring.v_full.index(stage), ring.vs.index(stage))
             fill += 1
         turn += 1
         if DYNAMIC:
@@ -123,7 +124,7 @@ def _producer(
         gdc_launch_dependents()
     if DYNAMIC:
         # Before the ring is drained: consumers would otherwise wait for this, and the drain for them.
-        _announce(tiles, tile_full, tile_empty, turn, index)
+        _announce(mailbox, turn, index)
         if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:  # the last leaves the counter as it was found
             gl.store(counter, 0)
             gl.store(counter + 1, 0)
@@ -170,11 +171,9 @@ def _first_weights(
 ):  # fmt: skip
     """`_weights`, of which half are known to be zero where a tile of more keys than queries begins with their own."""
     if CAUSAL and BLOCK_K > ROWS:
-        extent, first, length, stop, full_from, full_to = hides
-        first_ptr, end_ptr, per_entry = extent
         half = row == col
-        if first_ptr is not None:
-            half = stop <= col + ROWS
+        if hides.extent.first is not None:
+            half = hides.stop <= col + ROWS
         if half:
             top, left = _weights(
                 q, k.slice(0, ROWS), scale, row, col, K, hides, WG, WGS, ROWS, PING_PONG, CAUSAL, RAGGED
@@ -191,25 +190,25 @@ def _first_weights(
 
 @gluon.jit
 def _pass_over(
-    k_full, k_empty, v_full, v_empty, fill,
+    ring, fill,
     WG: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
     NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
     """A key tile that only the other consumers see."""
     stage = fill % STAGES
     phase = (fill // STAGES) & 1
-    mbarrier.wait(k_full.index(stage), phase)
+    mbarrier.wait(ring.k_full.index(stage), phase)
     if PING_PONG:
         named_barrier("sync", FIRST_BARRIER + WG, 256)
         named_barrier("arrive", FIRST_BARRIER + (WG + 1) % WGS, 256)
-    _release(k_empty, stage, NAMED, K_FREE, WGS)
-    mbarrier.wait(v_full.index(stage), phase)
-    _release(v_empty, stage, NAMED, V_FREE, WGS)
+    _release(ring.k_empty, stage, NAMED, K_FREE, WGS)
+    mbarrier.wait(ring.v_full.index(stage), phase)
+    _release(ring.v_empty, stage, NAMED, V_FREE, WGS)
 
 
 @gluon.jit
 def _step(
-    q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale, row, col, K, hides,
+    q, ring, zeros, acc, top, total, p, fill, scale, row, col, K, hides,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
     OVERLAP: gl.constexpr, NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
@@ -218,26 +217,25 @@ def _step(
 
     The tile hides nothing, but where queries have intervals.
     """
-    extent, first, length, stop, full_from, full_to = hides
     stage = fill % STAGES
     before = (fill - 1) % STAGES
-    mbarrier.wait(k_full.index(stage), (fill // STAGES) & 1)
+    mbarrier.wait(ring.k_full.index(stage), (fill // STAGES) & 1)
     if PING_PONG:
         named_barrier("sync", FIRST_BARRIER + WG, 256)
     if OVERLAP:
-        scores = warpgroup_mma(q, ks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(before), ((fill - 1) // STAGES) & 1)
-    product = warpgroup_mma(p, vs.index(before), acc, is_async=True)
+        scores = warpgroup_mma(q, ring.ks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(ring.v_full.index(before), ((fill - 1) // STAGES) & 1)
+    product = warpgroup_mma(p, ring.vs.index(before), acc, is_async=True)
     if not OVERLAP:
         acc, p = warpgroup_mma_wait(0, deps=[product, p])
-        _release(v_empty, before, NAMED, V_FREE, WGS)
-        scores = warpgroup_mma(q, ks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        _release(ring.v_empty, before, NAMED, V_FREE, WGS)
+        scores = warpgroup_mma(q, ring.ks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     if PING_PONG:
         named_barrier("arrive", FIRST_BARRIER + (WG + 1) % WGS, 256)
     s = warpgroup_mma_wait(1 if OVERLAP else 0, deps=[scores])
-    _release(k_empty, stage, NAMED, K_FREE, WGS)
-    if extent[0] is not None:  # noqa: SIM102 - known when compiling, unlike the next
-        if (col < full_from) | (col + BLOCK_K > full_to):
+    _release(ring.k_empty, stage, NAMED, K_FREE, WGS)
+    if hides.extent.first is not None:  # noqa: SIM102 - known when compiling, unlike the next
+        if (col < hides.full_from) | (col + BLOCK_K > hides.full_to):
             s = hide(s, row, col, K, hides, True, BLOCK_K, S_LAYOUT)
     new_top = gl.maximum(top, gl.max(s, 1) * scale)
     weights = gl.exp2(s * scale - new_top[:, None])
@@ -245,7 +243,7 @@ def _step(
     total = scale_rows(total, rescale) + _partial_sums(weights, BLOCK_K)
     if OVERLAP:
         acc, p = warpgroup_mma_wait(0, deps=[product, p])
-        _release(v_empty, before, NAMED, V_FREE, WGS)
+        _release(ring.v_empty, before, NAMED, V_FREE, WGS)
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT))[:, None]
     p = gl.convert_layout(narrow(weights, DTYPE), P_LAYOUT)
     return acc, new_top, total, p
@@ -258,12 +256,8 @@ def _consumer(
     PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     NAMED: gl.constexpr, DYNAMIC: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
-    qs, q_full, q_empty = queries
-    ks, k_full, k_empty, vs, v_full, v_empty = ring
-    tiles, tile_full, tile_empty = mailbox
-    num_heads, H, G, Q, K, num_tiles, at_once = sizes
     DTYPE: gl.constexpr = o_desc.dtype
-    BOUNDED: gl.constexpr = extent[0] is not None
+    BOUNDED: gl.constexpr = extent.first is not None
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
@@ -274,53 +268,53 @@ def _consumer(
         named_barrier("arrive", FIRST_BARRIER, 256)
     index = gl.program_id(0)
     if DYNAMIC:
-        index = _announced(tiles, tile_full, tile_empty, 0)
-    while index < num_heads * num_tiles:
-        bh, tile = owned_tile(index, num_tiles, num_heads, at_once)
+        index = _announced(mailbox, 0)
+    while index < sizes.num_heads * sizes.num_tiles:
+        bh, tile = owned_tile(index, sizes.num_tiles, sizes.num_heads, sizes.at_once)
         if CAUSAL:
-            tile = num_tiles - 1 - tile
+            tile = sizes.num_tiles - 1 - tile
         row = (tile * WGS + WG) * ROWS
-        low, high = key_tiles(extent, bh, H, tile, Q, K, CAUSAL, WGS * ROWS, BLOCK_K)
+        low, high = key_tiles(extent, bh, sizes.H, tile, sizes.Q, sizes.K, CAUSAL, WGS * ROWS, BLOCK_K)
         acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
         zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
         slot = turn & 1
-        q = qs.index(slot * WGS + WG)
-        mbarrier.wait(q_full.index(slot), (turn >> 1) & 1)
+        q = queries.tiles.index(slot * WGS + WG)
+        mbarrier.wait(queries.full.index(slot), (turn >> 1) & 1)
         own_low, own_high = low, high
-        hides = extent, 0, 0, 0, 0, 0
+        hides = Hides(extent, 0, 0, 0, 0, 0)
         if BOUNDED:
-            batch = bh // H
-            own_low, own_high, stop, full_from, full_to = own_key_tiles(extent, batch, row, low, high, Q, BLOCK_K)
-            first, length = intervals(extent, batch, row, Q, ROWS, ROW_LAYOUT)
-            hides = extent, first, length, stop, full_from, full_to
+            batch = bh // sizes.H
+            own_low, own_high, stop, full_from, full_to = own_key_tiles(extent, batch, row, low, high, sizes.Q, BLOCK_K)
+            first, length = intervals(extent, batch, row, sizes.Q, ROWS, ROW_LAYOUT)
+            hides = Hides(extent, first, length, stop, full_from, full_to)
         elif CAUSAL and WGS * ROWS > BLOCK_K:
-            own_high = gl.cdiv(gl.minimum(K, row + ROWS), BLOCK_K)
+            own_high = gl.cdiv(gl.minimum(sizes.K, row + ROWS), BLOCK_K)
         if BOUNDED or (CAUSAL and WGS * ROWS > BLOCK_K):
             for _ in range(own_high, high):
-                _pass_over(k_full, k_empty, v_full, v_empty, fill, WG, WGS, STAGES, PING_PONG, NAMED, K_FREE, V_FREE)
+                _pass_over(ring, fill, WG, WGS, STAGES, PING_PONG, NAMED, K_FREE, V_FREE)
                 fill += 1
         stage = fill % STAGES
-        mbarrier.wait(k_full.index(stage), (fill // STAGES) & 1)
+        mbarrier.wait(ring.k_full.index(stage), (fill // STAGES) & 1)
         top, weights = _first_weights(
-            q, ks.index(stage), scale, row, (own_high - 1) * BLOCK_K, K, hides, WG, WGS, BLOCK_K, PING_PONG, CAUSAL,
-            RAGGED, S_LAYOUT,
+            q, ring.ks.index(stage), scale, row, (own_high - 1) * BLOCK_K, sizes.K, hides, WG, WGS, BLOCK_K, PING_PONG,
+            CAUSAL, RAGGED, S_LAYOUT,
         )  # fmt: skip
-        _release(k_empty, stage, NAMED, K_FREE, WGS)
+        _release(ring.k_empty, stage, NAMED, K_FREE, WGS)
         total = _partial_sums(weights, BLOCK_K)
         p = gl.convert_layout(narrow(weights, DTYPE), P_LAYOUT)
         fill += 1
         for j in range(1, own_high - own_low):
             col = (own_high - 1 - j) * BLOCK_K
             acc, top, total, p = _step(
-                q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale, row, col, K,
-                hides, WG, WGS, BLOCK_K, STAGES, PING_PONG, OVERLAP, NAMED, K_FREE, V_FREE,
+                q, ring, zeros, acc, top, total, p, fill, scale, row, col, sizes.K, hides,
+                WG, WGS, BLOCK_K, STAGES, PING_PONG, OVERLAP, NAMED, K_FREE, V_FREE,
                 S_LAYOUT, O_LAYOUT, P_LAYOUT, DTYPE,
             )  # fmt: skip
             fill += 1
-        mbarrier.arrive(q_empty.index(slot), count=1)
+        mbarrier.arrive(queries.empty.index(slot), count=1)
         before = (fill - 1) % STAGES
-        mbarrier.wait(v_full.index(before), ((fill - 1) // STAGES) & 1)
-        product = warpgroup_mma(p, vs.index(before), acc, is_async=True)
+        mbarrier.wait(ring.v_full.index(before), ((fill - 1) // STAGES) & 1)
+        product = warpgroup_mma(p, ring.vs.index(before), acc, is_async=True)
         sums = gl.convert_layout(gl.sum(total, 1), ROW_LAYOUT)
         lse = (top + gl.log2(sums)) * LN_2
         if BOUNDED:
@@ -329,27 +323,27 @@ def _consumer(
         turn += 1
         if BOUNDED:  # before the next tile is asked for: the producer announces it once it has loaded all of these
             acc, p = warpgroup_mma_wait(0, deps=[product, p])
-            _release(v_empty, before, NAMED, V_FREE, WGS)
+            _release(ring.v_empty, before, NAMED, V_FREE, WGS)
             for _ in range(low, own_low):
-                _pass_over(k_full, k_empty, v_full, v_empty, fill, WG, WGS, STAGES, PING_PONG, NAMED, K_FREE, V_FREE)
+                _pass_over(ring, fill, WG, WGS, STAGES, PING_PONG, NAMED, K_FREE, V_FREE)
                 fill += 1
         if DYNAMIC:
-            index = _announced(tiles, tile_full, tile_empty, turn)
+            index = _announced(mailbox, turn)
         else:
             index += gl.num_programs(0)
         if not BOUNDED:
             acc, p = warpgroup_mma_wait(0, deps=[product, p])
-            _release(v_empty, before, NAMED, V_FREE, WGS)
+            _release(ring.v_empty, before, NAMED, V_FREE, WGS)
         acc = acc * inverse[:, None]
-        if row < Q:
+        if row < sizes.Q:
             out = outs.index(WG)
             tma.store_wait(0)
             thread_barrier()  # the thread that issued the last store has now seen it leave
             out.store(acc.to(DTYPE))
             fence_async_shared()
-            store_rows(o_desc, bh // H, bh % H, row, out)
+            store_rows(o_desc, bh // sizes.H, bh % sizes.H, row, out)
             rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-            gl.store(lse_ptr + bh.to(gl.int64) * Q + rows, lse, mask=rows < Q)
+            gl.store(lse_ptr + bh.to(gl.int64) * sizes.Q + rows, lse, mask=rows < sizes.Q)
     if PING_PONG and WG == 0:
         named_barrier("sync", FIRST_BARRIER, 256)
     tma.store_wait(0)
@@ -381,21 +375,21 @@ def forward_kernel(
     ks = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, D], K_LAYOUT)
     vs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, D], K_LAYOUT)
     tiles = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    queries = qs, barriers(2, 1), barriers(2, WGS)
+    queries = Slots(qs, barriers(2, 1), barriers(2, WGS))
     k_full, v_full = barriers(STAGES, 1), barriers(STAGES, 1)
     # A barrier that nobody waits at is not made: Triton sees no use of it once it is initialised, and gives its memory
     # to what `atomic_add` returns, without mbarrier.inval. Where processes took turns on a GPU, such kernels hung or
     # left tiles out.
     if NAMED:
-        ring = ks, k_full, k_full, vs, v_full, v_full
+        ring = Ring(ks, k_full, k_full, vs, v_full, v_full)
     else:
-        ring = ks, k_full, barriers(STAGES, WGS), vs, v_full, barriers(STAGES, WGS)
+        ring = Ring(ks, k_full, barriers(STAGES, WGS), vs, v_full, barriers(STAGES, WGS))
     if DYNAMIC:
-        mailbox = tiles, barriers(2, 1), barriers(2, WGS)
+        mailbox = Slots(tiles, barriers(2, 1), barriers(2, WGS))
     else:
-        mailbox = tiles, k_full, k_full
-    sizes = num_heads, H, G, Q, K, num_tiles, at_once
-    extent = first_ptr, end_ptr, per_entry
+        mailbox = Slots(tiles, k_full, k_full)
+    sizes = Sizes(num_heads, H, G, Q, K, num_tiles, at_once)
+    extent = Extent(first_ptr, end_ptr, per_entry)
     fence_async_shared()
     # Named barriers: WGS for the ping-pong, then one for each stage of K and of V.
     K_FREE: gl.constexpr = FIRST_BARRIER + (WGS if PING_PONG else 0)

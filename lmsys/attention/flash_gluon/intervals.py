@@ -12,31 +12,38 @@ zeros for all but the extent.
 Legend: B batch, H query heads, Q queries, K keys.
 """
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+Extent = namedtuple("Extent", "first end per_entry")
+Hides = namedtuple("Hides", "extent first length stop full_from full_to")
 ROWS = gl.constexpr(64)  # queries of a consumer: the M of a warp group's matmul
 
 
 @gluon.jit
 def edges(extent, batch, start, length, NUM: gl.constexpr):
     """Owners [start, start + NUM), of `length`: some see [low, stop), all of them see [full_from, full_to)."""
-    first_ptr, end_ptr, per_entry = extent
-    rows = batch * per_entry * length
+    rows = batch * extent.per_entry * length
     first = rows + gl.minimum(start, length - 1)
     last = rows + gl.minimum(start + NUM, length) - 1
-    return gl.load(first_ptr + first), gl.load(end_ptr + last), gl.load(first_ptr + last), gl.load(end_ptr + first)
+    return (
+        gl.load(extent.first + first),
+        gl.load(extent.end + last),
+        gl.load(extent.first + last),
+        gl.load(extent.end + first),
+    )
 
 
 @gluon.jit
 def intervals(extent, batch, start, length, NUM: gl.constexpr, LAYOUT: gl.constexpr):
     """Where the intervals of owners [start, start + NUM) begin, and how long they are; 0 of those past the end."""
-    first_ptr, end_ptr, per_entry = extent
     owners = start + gl.arange(0, NUM, layout=LAYOUT)
-    places = batch * per_entry * length + owners
+    places = batch * extent.per_entry * length + owners
     inside = owners < length
-    first = gl.load(first_ptr + places, mask=inside, other=0)
-    return first, gl.maximum(gl.load(end_ptr + places, mask=inside, other=0) - first, 0)
+    first = gl.load(extent.first + places, mask=inside, other=0)
+    return first, gl.maximum(gl.load(extent.end + places, mask=inside, other=0) - first, 0)
 
 
 @gluon.jit
@@ -67,7 +74,7 @@ def _hide_outside_asm(hidden):
 @gluon.jit
 def key_tiles(extent, bh, H, tile, Q, K, CAUSAL: gl.constexpr, TILE_Q: gl.constexpr, BLOCK_K: gl.constexpr):
     """(low, high): a tile of queries visits the tiles of keys low <= j < high, at least one."""
-    if extent[0] is None:
+    if extent.first is None:
         low = 0
         keys = gl.minimum(K, (tile + 1) * TILE_Q) if CAUSAL else K
         high = gl.cdiv(keys, BLOCK_K)
@@ -90,13 +97,12 @@ def own_key_tiles(extent, batch, row, low, high, Q, BLOCK_K: gl.constexpr):
 @gluon.jit
 def hide(scores, row, col, K, hides, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
     """-inf where a query may not look; query `row` + i sees the keys up to min(row + i, K - 1), or its interval."""
-    extent, first, length, stop, full_from, full_to = hides
-    if extent[0] is None:
+    if hides.extent.first is None:
         scores = gl.where(_up_to_the_last(row, col, K, CAUSAL, BLOCK_K, LAYOUT), scores, float("-inf"))
     else:
         cols = col + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))
-        first = gl.convert_layout(first, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-        length = gl.convert_layout(length, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+        first = gl.convert_layout(hides.first, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+        length = gl.convert_layout(hides.length, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
         scores = hide_outside(scores, cols, first, length, float("-inf"))
     return scores
 
