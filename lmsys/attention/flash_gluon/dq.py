@@ -18,8 +18,8 @@ from lmsys.attention.flash_gluon.hopper import (
     thread_barrier,
 )
 
-# The tiles of queries that a CTA visits: [low, end), from `start` on, `steps` of them in all G heads of a group, of which
-# `last_bh` is the last; `end` is None where it is `num_tiles`.
+# The tiles of queries that a CTA visits: [low, end), from `start` on, `steps` of them in all G heads of a group, the
+# last of which is `last_bh`; `end` is None where it is `num_tiles`.
 Walk = namedtuple("Walk", "low end start num_tiles steps last_bh G")
 Order = namedtuple("Order", "semaphore n num_key_tiles ends Q")  # by which CTAs, here of key tile n, add to dq
 Clearing = namedtuple("Clearing", "dq_ptr kv_bh num_heads ahead size")  # of dq, in tiles of it
