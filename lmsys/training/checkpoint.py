@@ -71,12 +71,13 @@ class Checkpoint:
         """(its name, as it was saved, as given) of each fact, and in it of each field, that is not as given."""
         for name, expected in facts.items():
             expected, saved = json.loads(json.dumps(expected)), self.facts.get(name)
-            pairs = (
-                [(f"{name}.{key}", saved.get(key), expected.get(key)) for key in sorted(saved.keys() | expected.keys())]
-                if isinstance(saved, dict) and isinstance(expected, dict)
-                else [(name, saved, expected)]
-            )
-            yield from (difference for difference in pairs if difference[1] != difference[2])
+            if not isinstance(saved, dict) or not isinstance(expected, dict):
+                if saved != expected:
+                    yield name, saved, expected
+                continue
+            for key in sorted(saved.keys() | expected.keys()):
+                if saved.get(key) != expected.get(key):
+                    yield f"{name}.{key}", saved.get(key), expected.get(key)
 
     def verify(self) -> None:
         """ValueError, with the file, unless each is there with its length and SHA-256."""
@@ -89,9 +90,9 @@ class Checkpoint:
         path = self.manifest.with_name(entry["file"])
         values.hold((path.is_file(), f"{path}: is missing"))
         size, saved = path.stat().st_size, entry["bytes"]
-        values.hold((size == saved, f"{path}: has {size:,} bytes and was saved with {saved:,}"))
         values.hold(
-            (files.sha256_of(path) == entry["sha256"], f"{path}: its SHA-256 is not the one that it was saved with")
+            (size == saved, f"{path}: has {size:,} bytes and was saved with {saved:,}"),
+            (files.sha256_of(path) == entry["sha256"], f"{path}: its SHA-256 is not the one that it was saved with"),
         )
         return path
 
@@ -192,9 +193,10 @@ def read(manifest: Path) -> Checkpoint:
 
 def rng_state(device: str | torch.device = "cpu") -> State:
     """torch's random numbers, of the CPU and, for a CUDA device, of that."""
-    return {"cpu": torch.get_rng_state()} | (
-        {"cuda": torch.cuda.get_rng_state(device)} if torch.device(device).type == "cuda" else {}
-    )
+    state = {"cpu": torch.get_rng_state()}
+    if torch.device(device).type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
 
 
 def set_rng_state(state: State, device: str | torch.device = "cpu") -> None:
@@ -270,8 +272,11 @@ def _tidy(folder: Path, step: int, keep: int | None) -> None:
 
 def _manifests(folder: Path) -> dict[int, Path]:
     """Sorts checkpoints by step, the highest first. A folder of such a name is none."""
-    matches = [(_MANIFEST.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
-    by_step = {int(match[1]): path for match, path in matches if match and not path.is_dir()}
+    by_step = {}
+    for path in folder.glob("step-*.json"):
+        match = _MANIFEST.fullmatch(path.name)
+        if match and not path.is_dir():
+            by_step[int(match[1])] = path
     return dict(sorted(by_step.items(), reverse=True))
 
 
@@ -302,21 +307,20 @@ def restore_optimizer(
     if flat and was_flat and saved.world_size == world_size:
         optimizer.load_state_dict(saved.own(rank, "optimizer")["optimizer"])
         return
-    groups = (
-        strategy.wrapper.parameters_in(optimizer) if flat else [group["params"] for group in optimizer.param_groups]
-    )
+    module, groups = strategy.module, [group["params"] for group in optimizer.param_groups]
+    if flat:
+        groups = strategy.wrapper.parameters_in(optimizer)
     if "optimizer" in shared:
         state = shared["optimizer"]
     else:
         shares = [saved.own(index, "optimizer")["optimizer"] for index in range(saved.world_size)]
-        state = (
-            sharded_optimizer.whole_state(shares, strategy.module, groups)
-            if was_flat
-            else sharded_optimizer.merge_shares(shares)
-        )
-    optimizer.load_state_dict(
-        sharded_optimizer.flat_share(state, strategy.module, rank, world_size, groups) if flat else state
-    )
+        if was_flat:
+            state = sharded_optimizer.whole_state(shares, module, groups)
+        else:
+            state = sharded_optimizer.merge_shares(shares)
+    if flat:
+        state = sharded_optimizer.flat_share(state, module, rank, world_size, groups)
+    optimizer.load_state_dict(state)
 
 
 File = str | os.PathLike[str] | IO[bytes]

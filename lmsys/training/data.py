@@ -17,7 +17,6 @@ import numpy as np
 from lmsys import config, strict_json, values
 from lmsys.files import replacing, write_json
 from lmsys.tokenizer import Tokenizer, chunks, pretokens
-from lmsys.training.config import RunConfig
 from lmsys.training.corpora import END_OF_TEXT
 
 
@@ -58,15 +57,13 @@ def tokenize_files(
     path.with_suffix(".json").unlink(missing_ok=True)  # an array without it is of nobody's making
     with replacing(path) as file:
         count = _write_array(file, encode_files(tokenizer, share, processes), tokenizer.dtype)
-    write_json(
-        path.with_suffix(".json"),
-        {
-            "tokens": count,
-            "vocab_size": tokenizer.vocab_size,
-            "tokenizer": tokenizer.fingerprint,
-            "end_of_text": end_of_text(tokenizer),
-        },
-    )
+    facts = {
+        "tokens": count,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.fingerprint,
+        "end_of_text": end_of_text(tokenizer),
+    }
+    write_json(path.with_suffix(".json"), facts)
     return path
 
 
@@ -131,12 +128,11 @@ def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
     words = f"{path}: holds {len(ids):,} ids, and {facts_file.name} says {facts['tokens']:,}: make it anew"
     values.hold((facts["tokens"] == len(ids), values.shortened(words)))
     if tokenizer and facts["tokenizer"] != tokenizer.fingerprint:
-        raise ValueError(
-            values.shortened(
-                f"{path}: was made with another tokenizer, of {facts['vocab_size']:,} tokens; this one has"
-                f" {tokenizer.vocab_size:,}: tokenize the text anew"
-            )
+        words = (
+            f"{path}: was made with another tokenizer, of {facts['vocab_size']:,} tokens; this one has"
+            f" {tokenizer.vocab_size:,}: tokenize the text anew"
         )
+        raise ValueError(values.shortened(words))
     return ids
 
 
@@ -171,17 +167,12 @@ class Source(Protocol):
         """Ids start to stop - 1, int64."""
 
 
-def end_of_text_of(source: Source, config: RunConfig) -> int | None:
-    """The id that ends a document; None: documents are not told apart. ValueError where the source knows no id."""
-    return source.end_of_text if config.data.packing == "documents" else None
-
-
 class TokenFiles:
     """The ids of .npy files, one behind another, read from disk as they are asked for."""
 
     def __init__(self, paths: Sequence[Path], tokenizer: Tokenizer | None = None):
         values.hold((paths, "no token files are given"))
-        self._paths = [Path(path) for path in paths]
+        self._paths = list(map(Path, paths))
         self._arrays = [open_tokens(path, tokenizer) for path in self._paths]
         self._firsts = np.cumsum([0, *map(len, self._arrays)]).tolist()
 
@@ -191,14 +182,11 @@ class TokenFiles:
     @property
     def end_of_text(self) -> int:
         """The id that ends each document. ValueError for a file that knows none, or another one than the first."""
-        ids = [read_end_of_text(path) for path in self._paths]
-        values.hold(
-            *(
-                (found == ids[0], f"{path}: end_of_text={found} must be {ids[0]}, as in {self._paths[0]}")
-                for path, found in zip(self._paths, ids, strict=True)
-            )
-        )
-        return ids[0]
+        first = read_end_of_text(self._paths[0])
+        for path in self._paths[1:]:
+            number = read_end_of_text(path)
+            values.hold((number == first, f"{path}: end_of_text={number} must be {first}, as in {self._paths[0]}"))
+        return first
 
     def read(self, start: int, stop: int) -> np.ndarray:
         files = zip(self._arrays, self._firsts[:-1], strict=True)

@@ -35,11 +35,11 @@ def model_inputs(inputs: np.ndarray, targets: np.ndarray, device: torch.device) 
 
     inputs, targets  (B, S) int64; a document ends where a token has no target, as in `lmsys.training.data`
     """
-    tensors: tuple[Tensor, ...] = tuple(torch.from_numpy(x).to(device) for x in (inputs, targets))
+    tensors = torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device)
     ends = targets[:, :-1] == config.IGNORED
     if not ends.any():
         return tensors
-    lengths = [np.diff([0, *(np.flatnonzero(row) + 1), targets.shape[1]]).tolist() for row in ends]
+    lengths = [np.diff(np.flatnonzero(row) + 1, prepend=0, append=targets.shape[1]).tolist() for row in ends]
     return *tensors, Documents(lengths, device)
 
 
@@ -68,10 +68,11 @@ def evaluate(
     try:
         for first in range(0, len(inputs), batch_size):
             some = slice(first, first + batch_size)
-            if not (count := _count(targets[some])):
-                continue  # a mean of nothing
-            with autocast():
-                total += (loss_of or model.loss)(*model_inputs(inputs[some], targets[some], device)).item() * count
+            count = _count(targets[some])
+            if count:  # else a mean of nothing
+                with autocast():
+                    loss = (loss_of or model.loss)(*model_inputs(inputs[some], targets[some], device))
+                total += loss.item() * count
     finally:
         model.train(was_training)
     return Evaluation(total / _count(targets), _count(targets))

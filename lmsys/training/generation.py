@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lmsys import strict_json, values
 from lmsys.attention import attention
@@ -43,7 +44,8 @@ class Sampling(strict_json.Checked):
         if self.top_k is not None:
             ordered[:, self.top_k :] = -torch.inf
         kept = torch.softmax(ordered, dim=-1)
-        kept = kept.masked_fill(kept.cumsum(dim=-1) - kept >= self.top_p, 0.0) if self.top_p < 1 else kept
+        if self.top_p < 1:
+            kept = kept.masked_fill(kept.cumsum(dim=-1) - kept >= self.top_p, 0.0)
         return kept / kept.sum(dim=-1, keepdim=True), ids
 
     def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
@@ -77,9 +79,8 @@ class Cache:
         return positions[:, None]
 
     def _read_prompts(self, row: Any, index: int, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-        keys, values = (x.new_zeros(*x.shape[:2], self._capacity, x.shape[3]) for x in (k, v))
-        keys[:, :, : k.shape[2]], values[:, :, : v.shape[2]] = k, v
-        self._kept[index] = keys, values
+        room = self._capacity - k.shape[2]  # of tokens to come, behind those of the prompts
+        self._kept[index] = pad(k, (0, 0, 0, room)), pad(v, (0, 0, 0, room))
         return row(q, k, v, causal=causal)
 
     def _read_token(self, index: int, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -116,7 +117,7 @@ def generate(
     vocab_size = values.whole("vocab_size", known if vocab_size is None else vocab_size, least=1, most=known)
     device = model.token_embeddings.weight.device
     generators = [torch.Generator().manual_seed(seed + row) for row in range(len(prompts))]
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    lengths = torch.tensor(list(map(len, prompts)), device=device)
     capacity = int(lengths.max()) + max_new_tokens
     tokens = torch.zeros(len(prompts), capacity, dtype=torch.int64, device=device)  # (B, S)
     for row, prompt in enumerate(prompts):
@@ -128,10 +129,8 @@ def generate(
         for new in range(max_new_tokens):
             logits = _next_logits(model, tokens, lengths + new, cache, first=new == 0)[:, :vocab_size]
             values.hold((logits.isfinite().all(), f"the model's logits are not finite, of new token {new}"))
-            uniform = torch.stack(
-                [torch.rand((), dtype=torch.float64, generator=generator) for generator in generators]
-            )
-            drawn = sampling.draw(logits, uniform.to(device))
+            uniform = [torch.rand((), dtype=torch.float64, generator=generator) for generator in generators]
+            drawn = sampling.draw(logits, torch.stack(uniform).to(device))
             if stop is not None:
                 ended |= drawn == stop
             for row, token in enumerate(drawn.tolist()):
@@ -156,7 +155,7 @@ def _next_logits(model: TransformerLM, tokens: Tensor, lengths: Tensor, cache: C
 def _check(model: TransformerLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: int | None) -> None:
     config = model.config
     values.whole("max_new_tokens", max_new_tokens, least=0)
-    lengths = [len(prompt) for prompt in prompts]
+    lengths = list(map(len, prompts))
     longest, most = max(lengths, default=0) + max_new_tokens, config.context_length
     values.hold(
         (
@@ -168,9 +167,7 @@ def _check(model: TransformerLM, prompts: Sequence[Sequence[int]], max_new_token
             f"the longest prompt and {max_new_tokens=} are {longest} tokens, more than context_length={most}",
         ),
     )
-    for name, ids in (
-        ("prompts", [i for prompt in prompts for i in prompt]),
-        ("stop", [] if stop is None else [stop]),
-    ):
-        if ids:
-            functions.check_range(name, "token ids", min(ids), max(ids), config.vocab_size)
+    for prompt in prompts:
+        functions.check_range("prompts", "token ids", min(prompt), max(prompt), config.vocab_size)
+    if stop is not None:
+        functions.check_range("stop", "token ids", stop, stop, config.vocab_size)

@@ -23,13 +23,18 @@ class JsonLines:
 
     def __init__(self, path: Path, step: int, others: "Sequence[TensorBoard | WandB]" = ()):
         self._others, path = others, Path(path)
-        lines = path.read_text(errors="surrogateescape").splitlines() if path.is_file() else []
-        kept = [_facts_until(step, line) for line in lines]
-        if replaced := [line + "\n" for line, facts in zip(lines, kept, strict=True) if facts is None]:
+        kept, replaced = [], []
+        for line in path.read_text(errors="surrogateescape").splitlines() if path.is_file() else ():
+            facts = _facts_until(step, line)
+            if facts is None:
+                replaced.append(line + "\n")
+            else:
+                kept.append(_line(facts))
+        if replaced:
             with path.with_name(path.name + ".replaced").open("a", errors="surrogateescape") as beside:
                 beside.writelines(replaced)
         with files.replacing(path) as file:
-            file.write("".join(_line(facts) for facts in kept if facts is not None).encode())
+            file.write("".join(kept).encode())
         self._file = path.open("a")
 
     def write(self, **facts: Any) -> None:
@@ -86,19 +91,23 @@ class WandB:
 
 def check_packages(config: RunConfig) -> None:
     """ValueError, with the extra that would bring it, where a package of the other logs is missing."""
-    asked = {"torch.utils.tensorboard": config.log.tensorboard, "wandb": config.log.wandb is not None}
     try:
-        for name in (name for name, is_asked in asked.items() if is_asked):
-            importlib.import_module(name)
+        if config.log.tensorboard:
+            importlib.import_module("torch.utils.tensorboard")
+        if config.log.wandb is not None:
+            importlib.import_module("wandb")
     except ImportError as error:
         raise ValueError(f"log: {error}; {commands.with_extra('log')} brings it") from error
 
 
 def others(config: RunConfig, step: int) -> list[TensorBoard | WandB]:
     """The other logs that the config asks for; `check_packages` has seen that their packages are there."""
-    boards = [TensorBoard(config.folder / "tensorboard", step)] if config.log.tensorboard else []
-    projects = [] if config.log.wandb is None else [config.log.wandb]
-    return [*boards, *(WandB(config.folder, name, config.log.wandb_mode, asdict(config)) for name in projects)]
+    logs = list[TensorBoard | WandB]()
+    if config.log.tensorboard:
+        logs.append(TensorBoard(config.folder / "tensorboard", step))
+    if config.log.wandb is not None:
+        logs.append(WandB(config.folder, config.log.wandb, config.log.wandb_mode, asdict(config)))
+    return logs
 
 
 class Progress:

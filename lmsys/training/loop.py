@@ -95,15 +95,15 @@ class Trainer:
         train = config.train
         self.config, self.windows, self.device, self.group = config, windows, device, group
         self.world_size, self.rank = collectives.size_and_rank(group)
-        model, execution, traits = possible.plan(config, device, group)
-        self._shards_gradients = traits.shards_gradients
+        plan = possible.plan(config, device, group)
+        self._divided = plan.traits.shards_gradients and self.world_size > 1  # a rank has a part of the gradients
         self.batches = data.Batches(
-            source, config.model.context_length, train.held, train.seed, self.rank, self.world_size,
-            train.accumulation(self.world_size), train.reproducible and not traits.sums_each_backward,
-            data.end_of_text_of(source, config),
+            source, config.model.context_length, plan.batch_size, train.seed, self.rank, self.world_size,
+            plan.micro_batches, train.reproducible and not plan.traits.sums_each_backward,
+            source.end_of_text if config.data.packing == "documents" else None,
         )  # fmt: skip
         torch.manual_seed(train.seed)
-        self.model = TransformerLM(model, device=device)
+        self.model = TransformerLM(plan.model, device=device)
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
         self.facts = facts_of(config) | (facts or {})
         shared = None
@@ -113,34 +113,26 @@ class Trainer:
             self.model.load_state_dict(shared["model"])
         self._settings = dict[str, Any](betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
         groups = {} if train.undecayed is None else {"groups": optimizer.undecayed(self.model, train.undecayed)}
-        prepared = prepare.prepare(self.model, execution, lr=train.lr, **self._settings, **groups)
+        prepared = prepare.prepare(self.model, plan.execution, lr=train.lr, **self._settings, **groups)
         self.strategy, self.optimizer, self.autocast = prepared
         possible.check_accumulation(config, self.world_size, able=self.strategy.can_stay_local)
-        self._gradients = self._make_gradients(prepared)
+        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        tree = self._parameters if train.reproducible and self.world_size == 1 else None
+        divisor = train.leaves if train.reproducible else plan.micro_batches
+        self._gradients: Any = gradients.Gradients(self.strategy, prepared.loss, divisor, tree)
+        if train.graph:
+            self._gradients = gradients.ReplayedGradients(self._gradients, self.strategy)
         self.facts["optimizer"] = checkpoint.optimizer_layout(self.strategy)
         if saved is not None and shared is not None:
             self._resume(saved, shared)
-
-    def _make_gradients(self, prepared: prepare.Prepared) -> gradients.Gradients | gradients.ReplayedGradients:
-        train = self.config.train
-        tree = self._parameters if train.reproducible and self.world_size == 1 else None
-        divisor = train.leaves if train.reproducible else self.batches.accumulation
-        launched = gradients.Gradients(self.strategy, prepared.loss, divisor, tree)
-        return gradients.ReplayedGradients(launched, self.strategy) if train.graph else launched
-
-    @property
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _resume(self, saved: checkpoint.Checkpoint, shared: dict[str, Any]) -> None:
         settings = [{name: group[name] for name in self._settings} for group in self.optimizer.param_groups]
         checkpoint.restore_optimizer(self.strategy, self.optimizer, saved, shared, self.rank, self.world_size)
         for group, of_this_run in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(of_this_run)  # it has those with which it was saved
-        self.step = saved.step
-        self.skipped, self.in_a_row, self.seconds = (
-            shared["progress"][name] for name in ("skipped", "in_a_row", "seconds")
-        )
+        self.step, progress = saved.step, shared["progress"]
+        self.skipped, self.in_a_row, self.seconds = progress["skipped"], progress["in_a_row"], progress["seconds"]
         if self.rank < saved.world_size:
             checkpoint.set_rng_state(saved.own(self.rank, "rng")["rng"], self.device)
 
@@ -148,13 +140,15 @@ class Trainer:
     def schedule(self) -> dict[str, float]:
         """The settings of the learning rate, and what they give next."""
         train = self.config.train
-        rate = optimizer.cosine_schedule(
-            self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup, total_steps=train.steps
-        )
+        warmup = train.warmup
         return {
-            **{f"train.{name}": getattr(train, name) for name in ("steps", "lr", "min_lr")},
-            "train.warmup_steps": train.warmup,
-            "the rate of the next step": rate,
+            "train.steps": train.steps,
+            "train.lr": train.lr,
+            "train.min_lr": train.min_lr,
+            "train.warmup_steps": warmup,
+            "the rate of the next step": optimizer.cosine_schedule(
+                self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=warmup, total_steps=train.steps
+            ),
         }
 
     def train_step(self, stop: int = 0) -> tuple[Step, int]:
@@ -181,12 +175,11 @@ class Trainer:
 
     def _gradient_norm(self) -> Tensor:
         """The norm of the gradient of all ranks; in a reproducible training to the last bit, whoever has which part."""
-        parameters, divided = self._parameters, self._shards_gradients and self.world_size > 1
         if not self.config.train.reproducible:
-            return optimizer.whole_norm(parameters, self.group, divided)
-        grads = [p.grad for p in parameters if p.grad is not None]
+            return optimizer.whole_norm(self._parameters, self.group, self._divided)
+        grads = [p.grad for p in self._parameters if p.grad is not None]
         count = sum(p.numel() for p in self.model.parameters())
-        return torch.tensor(reproducible.exact_norm(grads, count, self.group, divided), device=self.device)
+        return torch.tensor(reproducible.exact_norm(grads, count, self.group, self._divided), device=self.device)
 
     def _batch(self, step: int, micro: int) -> tuple[Any, ...]:
         return evaluation.model_inputs(*self.batches.batch(step, micro), self.device)

@@ -33,7 +33,6 @@ DATA_STEPS = ("tokenizer", "tokenize")
 WRITERS = (*DATA_STEPS, "train")  # steps that write in the output
 STEPS = (*WRITERS, "evaluate", "generate")
 FOLDERS, FILES = ("tokenizer", "tokens", "checkpoints"), ("log.jsonl", "log.jsonl.replaced", "config.json")
-PARTS = ("train", "valid")
 OF_A_RANK = ("train.threads", "data.processes")  # settings that each machine may have for itself
 DOWNLOAD_LINES_S = 5.0
 
@@ -61,12 +60,8 @@ class RunContext:
         if torch.distributed.is_initialized():
             return group.device()
         name = self.config.train.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        values.hold(
-            (
-                name in ("cpu", *["cuda"] * torch.cuda.is_available()),
-                f"train.device={name!r} must be cpu, or cuda where there is a CUDA device",
-            )
-        )
+        known = name == "cpu" or (name == "cuda" and torch.cuda.is_available())
+        values.hold((known, f"train.device={name!r} must be cpu, or cuda where there is a CUDA device"))
         return torch.device(name)
 
     @property
@@ -98,39 +93,48 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     if context.device.type == "cpu" and config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     with ExitStack() as ending:
-        if any(step in WRITERS for step in steps):
-            corpora.make_folder(config.folder, "output")
-            folders, plain = ([config.folder / name for name in names] for names in (FOLDERS, FILES))
-            values.hold(
-                *(
-                    (x.is_dir() or not x.exists(), f"{x}: must be a folder; move away what stands there")
-                    for x in folders
-                ),
-                *((not x.is_dir(), f"{x}: must be a file; move the folder away") for x in plain),
-            )
+        if set(WRITERS) & set(steps):
+            _check_folder(config.folder)
             if rank == 0:
                 ending.callback(files.claim(config.folder / "log.jsonl"))
-        return _take(context, [step for step in steps if not (skip_data and step in DATA_STEPS)], len(steps) == 1)
+        left = [step for step in steps if not (skip_data and step in DATA_STEPS)]
+        return _take(context, left, alone=len(steps) == 1)
+
+
+def _check_folder(folder: Path) -> None:
+    """ValueError where something stands in the way of what a run writes in its folder."""
+    corpora.make_folder(folder, "output")
+    for name in FOLDERS:
+        path = folder / name
+        values.hold((path.is_dir() or not path.exists(), f"{path}: must be a folder; move away what stands there"))
+    for name in FILES:
+        path = folder / name
+        values.hold((not path.is_dir(), f"{path}: must be a file; move the folder away"))
 
 
 def _take(context: RunContext, steps: list[str], alone: bool) -> int:
-    if "train" in steps and (found := checkpoint.newest(context.checkpoints, verified=False)):
-        found.require(**loop.facts_of(context.config))  # before the data that it was made of is replaced
+    if "train" in steps:
+        saved = checkpoint.newest(context.checkpoints, verified=False)
+        if saved is not None:
+            saved.require(**loop.facts_of(context.config))  # before the data that it was made of is replaced
     if "tokenizer" in steps:
         doing.now("in 'tokenizer'")
         make_tokenizer(context, anew=alone)
     if "generate" in steps:
         _prompt(context, _tokenizer(context))  # one that is too long is refused here, not after the training
-    for step in (step for step in steps if step != "tokenizer"):
-        doing.now(f"at the beginning of {step!r}" if step == "train" else f"in {step!r}")
-        if step == "tokenize":
-            make_tokens(context, anew=alone)
-        elif step == "train":
-            outcome = train_model(context)
-            if outcome.why.startswith("SIG"):
-                return 128 + signal.Signals[outcome.why]
-        elif context.rank == 0:
-            (evaluate_model if step == "evaluate" else print_sample)(context)
+    if "tokenize" in steps:
+        doing.now("in 'tokenize'")
+        make_tokens(context, anew=alone)
+    if "train" in steps:
+        doing.now("at the beginning of 'train'")
+        outcome = train_model(context)
+        if outcome.why.startswith("SIG"):
+            return 128 + signal.Signals[outcome.why]
+    for step, function in (("evaluate", evaluate_model), ("generate", print_sample)):
+        if step in steps:
+            doing.now(f"in {step!r}")
+            if context.rank == 0:
+                function(context)
     _wait(context)
     return 0
 
@@ -141,16 +145,14 @@ def _agree(config: RunConfig, steps: tuple[str, ...], skip_data: bool) -> None:
     settings |= {"the step": " ".join(steps), "--skip-data": skip_data}
     first, *rest = collectives.gather_objects(settings, None)
     for rank, other in enumerate(rest, start=1):
-        values.hold(
-            *(
+        for name, value in first.items():
+            values.hold(
                 (
                     name in OF_A_RANK or other[name] == value,
                     f"ranks have different settings: {name} is {value!r} on rank 0 and {other[name]!r} on rank {rank};"
                     " start all with the same command",
                 )
-                for name, value in first.items()
             )
-        )
 
 
 def make_tokenizer(context: RunContext, anew: bool) -> None:
@@ -165,10 +167,10 @@ def make_tokenizer(context: RunContext, anew: bool) -> None:
             f"training a tokenizer of {vocab_size:,} tokens on {sum(file.size for file in corpus.train) / 1e6:,.1f} MB"
         )
         tokenizer = train(corpus.train, vocab_size, [corpora.END_OF_TEXT], context.processes)
-        found = None if anew else checkpoint.newest(context.checkpoints, verified=False)
+        saved = None if anew else checkpoint.newest(context.checkpoints, verified=False)
         values.hold(
             (
-                not found or found.facts.get("tokenizer") == tokenizer.fingerprint,
+                saved is None or saved.facts.get("tokenizer") == tokenizer.fingerprint,
                 f"{context.config.folder}: holds a training on other text: name another --output for this",
             )
         )
@@ -185,9 +187,9 @@ def make_tokens(context: RunContext, anew: bool) -> None:
     _wait(context)
     corpus, tokenizer, folder = _corpus(context), _tokenizer(context), context.config.folder / "tokens"
     made = {"tokenizer": tokenizer.fingerprint, "text": [_facts(corpus.train), _facts(corpus.valid)]}
-    before = _read(folder / "made.json") or {}
     if not anew:
-        if {name: before.get(name) for name in made} == made:
+        before = _read(folder / "made.json") or {}
+        if before | made == before:
             return
         possible.check_text(context.config, corpus, tokenizer)
     context.say(f"tokenizing {sum(file.size for file in corpus.files) / 1e6:,.1f} MB")
@@ -195,7 +197,7 @@ def make_tokens(context: RunContext, anew: bool) -> None:
     if context.rank == 0:
         (folder / "made.json").unlink(missing_ok=True)
     _wait(context)  # it is gone before a part of it is another's
-    for part, texts in zip(PARTS, (corpus.train, corpus.valid), strict=True):
+    for part, texts in (("train", corpus.train), ("valid", corpus.valid)):
         data.tokenize_files(
             tokenizer, texts, folder / f"{part}.npy",
             processes=context.processes, rank=context.rank, world_size=context.world_size,
@@ -220,13 +222,13 @@ def train_model(context: RunContext) -> loop.Outcome:
         done = "; all steps are done: name another --output to train anew" if trainer.step >= config.train.steps else ""
         context.say(f"going on from {saved.manifest}, step {trainer.step:,}{done}")
         # The rate may jump where a run goes on with other steps than it had.
-        if changed := [
-            f"{setting} was {values.shortly(was)} and is {now}"
+        changed = [
+            f"{name.removeprefix('schedule.')} was {values.shortly(was)} and is {now}"
             for name, was, now in saved.differences(schedule=trainer.schedule)
-            if (setting := name.partition(".")[2]) and trainer.step < config.train.steps
-        ]:
+        ]
+        if changed and not done:
             context.say(f"the learning rate has another schedule than before: {', '.join(changed)}")
-    size = f"{sum(x.numel() for x in trainer.model.parameters()):,} parameters, " if (context.world_size == 1) else ""
+    size = f"{sum(x.numel() for x in trainer.model.parameters()):,} parameters, " if context.world_size == 1 else ""
     context.say(f"training: {size}{len(source):,} tokens of text, {context.world_size} x {context.device.type}")
     if config.model.checkpoint_blocks == checkpointing.FIT:
         context.say(f"model.checkpoint_blocks=fit is {trainer.model.config.checkpoint_blocks} here")
@@ -330,10 +332,12 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, e
     folder, config = context.config.folder / "tokens", context.config
     made = _read(folder / "made.json") or {}
     values.hold((made, f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data"))
-    source, valid = (data.TokenFiles(data.shards(folder / f"{part}.npy", made["shards"]), tokenizer) for part in PARTS)
+    source = data.TokenFiles(data.shards(folder / "train.npy", made["shards"]), tokenizer)
+    valid = data.TokenFiles(data.shards(folder / "valid.npy", made["shards"]), tokenizer)
     return source, data.fixed_windows(
-        valid, config.model.context_length, config.evaluate.windows, data.end_of_text_of(valid, config)
-    )
+        valid, config.model.context_length, config.evaluate.windows,
+        valid.end_of_text if config.data.packing == "documents" else None,
+    )  # fmt: skip
 
 
 def _facts(text: tuple[chunks.Chunk, ...]) -> list[Any]:

@@ -1,6 +1,6 @@
 """How a training runs here, by its settings and the machine alone; one that cannot is refused before any work."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,78 +14,99 @@ from lmsys.training import corpora, data, prepare
 from lmsys.training.config import RunConfig
 
 
-def plan(
-    config: RunConfig, device: torch.device, group: collectives.Group = None
-) -> tuple[ModelConfig, prepare.Execution, StrategyTraits]:
-    """(the model's config, with the levels of checkpointing that fit; how it is run; the facts of its strategy).
+class Plan(NamedTuple):
+    """What a training makes of its settings on this device and these ranks.
 
-    Reads no data and makes no model. All ranks call it.
+    model          the model's config, with the levels of checkpointing that fit
+    execution      how it is run
+    traits         the facts of its strategy
+    batch_size     sequences of a micro-batch
+    micro_batches  of a rank in a step
+    """
+
+    model: ModelConfig
+    execution: prepare.Execution
+    traits: StrategyTraits
+    batch_size: int
+    micro_batches: int
+
+
+def plan(config: RunConfig, device: torch.device, group: collectives.Group = None) -> Plan:
+    """Reads no data and makes no model. All ranks call it.
 
     ValueError with the setting and the reason where `device` or the ranks cannot train so.
     """
     train = config.train
     world_size, _ = collectives.size_and_rank(group)
     (row,) = STRATEGIES.select([train.strategy])
-    traits = StrategyTraits.of(row)
+    traits, micro_batches = StrategyTraits.of(row), train.accumulation(world_size)
     check_attention(config, device)
     execution = _execution(config, row, traits, group)
-    model = _fitted(config, execution, train.accumulation(world_size), device)
+    model = _fitted(config, execution, micro_batches, device)
     _check_strategy(config, row, traits, device, world_size)
     check_accumulation(config, world_size, able=traits.accumulates)
-    return model, execution, traits
+    return Plan(model, execution, traits, train.held, micro_batches)
 
 
 def _execution(
     config: RunConfig, row: registry.Entry, traits: StrategyTraits, group: collectives.Group
 ) -> prepare.Execution:
-    train = config.train
-    narrow = traits.compute_dtype and train.precision == "bf16" and not train.reproducible
-    asked: dict[str, Any] = {"bucket_mb": train.bucket_mb, "compute_dtype": torch.bfloat16 if narrow else None}
-    options = {name: value for name, value in asked.items() if value is not None}
+    train, options, blocks = config.train, dict[str, Any](), "eager"
+    if train.bucket_mb is not None:
+        options["bucket_mb"] = train.bucket_mb
+    if traits.compute_dtype and train.precision == "bf16" and not train.reproducible:
+        options["compute_dtype"] = torch.bfloat16
+    if train.fused:
+        blocks = "fused"
+    elif train.compile:
+        blocks = "compiled"
     one_a_graph = train.reproducible or traits.synchronizes  # other graphs add in other orders; strategies hook blocks
     compiler = {
         "together": 1 if one_a_graph else BLOCKS_PER_GRAPH,
         "fullgraph": config.data.packing != "documents",  # graphs end at attention on documents
     }
     return prepare.Execution(
-        row, options, train.precision, "fused" if train.fused else "compiled" if train.compile else "eager",
-        compiler, train.graph, train.sharded_optimizer, train.reproducible, group,
-    )  # fmt: skip
+        row, options, train.precision, blocks, compiler, train.graph, train.sharded_optimizer, train.reproducible, group
+    )
 
 
 def _check_strategy(
     config: RunConfig, row: registry.Entry, traits: StrategyTraits, device: torch.device, world_size: int
 ) -> None:
-    train, name = config.train, f"strategy {row.name!r}"
-    not_fused = train.fused and (fused.why_not(device) or traits.why_not_fused)
-    not_graphed = train.graph and _why_no_graph(config, name, traits, device)
-    not_reproducible = train.reproducible and traits.why_not_reproducible
-    doubly_sharded = train.sharded_optimizer and traits.shards_gradients
-    drifts_apart = world_size > 1 and not traits.synchronizes
+    train, packing, name = config.train, config.data.packing, f"strategy {row.name!r}"
+    not_fused = fused.why_not(device) or traits.why_not_fused
+    alone = world_size == 1
     values.hold(
-        (not not_fused, f"train.fused=true with {name}: {not_fused}"),
-        (not not_graphed, f"train.graph=true: {not_graphed}"),
-        (not drifts_apart, f"{name} lets ranks drift apart: it is for measuring, and trains on one rank only"),
+        (not (train.fused and not_fused), f"train.fused=true with {name}: {not_fused}"),
+        (
+            not train.graph or device.type == "cuda",
+            f"train.graph=true: CUDA graphs need train.device=cuda, not {device.type}",
+        ),
+        (
+            not train.graph or packing == "none",
+            f"train.graph=true: each batch of data.packing={packing!r} has masks of its own, and is no replay",
+        ),
+        (not (train.graph and traits.why_not_graphed), f"train.graph=true: {name}: {traits.why_not_graphed}"),
+        (
+            alone or traits.synchronizes,
+            f"{name} lets ranks drift apart: it is for measuring, and trains on one rank only",
+        ),
         (not traits.why_not_saved, f"{name}: {traits.why_not_saved}"),
-        (not not_reproducible, f"{name} with train.reproducible: {not_reproducible}"),
+        (
+            not (train.reproducible and traits.why_not_reproducible),
+            f"{name} with train.reproducible: {traits.why_not_reproducible}",
+        ),
         (
             not row.peer or torch.distributed.is_initialized(),
             f"{name} needs a process group: start it by --ranks 1 or torchrun",
         ),
-        (not doubly_sharded, f"{name} shards its optimizer itself: train.sharded_optimizer is false"),
+        (
+            not (train.sharded_optimizer and traits.shards_gradients),
+            f"{name} shards its optimizer itself: train.sharded_optimizer is false",
+        ),
     )
     if train.fused:
         fused.check_levels(config.model)
-
-
-def _why_no_graph(config: RunConfig, name: str, traits: StrategyTraits, device: torch.device) -> str:
-    return (
-        f"CUDA graphs need train.device=cuda, not {device.type}"
-        if device.type != "cuda"
-        else f"each batch of data.packing={config.data.packing!r} has masks of its own, and is no replay"
-        if config.data.packing != "none"
-        else traits.why_not_graphed and f"{name}: {traits.why_not_graphed}"
-    )
 
 
 def check_accumulation(config: RunConfig, world_size: int, able: bool) -> None:
@@ -137,14 +158,15 @@ def check_attention(config: RunConfig, device: torch.device) -> None:
         reason = str(error)
     if reason:
         with_what = "data.packing='documents'" if packed else f"train.precision={train.precision!r} on {device.type}"
+        able = ", ".join(name for name in ATTENTION if not _why_no_attention(ATTENTION[name], case))
         raise ValueError(
-            f"model.attention={model.attention!r} cannot train with {with_what}: {reason}; here these can:"
-            f" {', '.join(name for name in ATTENTION if not _why_no_attention(ATTENTION[name], case))}"
+            f"model.attention={model.attention!r} cannot train with {with_what}: {reason}; here these can: {able}"
         )
 
 
 def _why_no_attention(row: registry.Entry, case: AttentionCase) -> str | None:
-    if (reason := row.why_not(case)) or not case.documents:
+    reason = row.why_not(case)
+    if reason or not case.documents:
         return reason
     if AttentionTraits.of(row).compiles:
         return "it compiles anew for the documents of each batch"

@@ -19,7 +19,7 @@ from lmsys.parallel.group import device
 from lmsys.training import pipeline
 from lmsys.training.checkpoint import newest
 from lmsys.training.config import RunConfig
-from lmsys.training.data import end_of_text_of, fixed_windows
+from lmsys.training.data import fixed_windows
 from lmsys.training.loop import Trainer
 from lmsys.training.reproducible import Tree, weights_sha256
 from tests.support.ranks import group_of, use
@@ -77,7 +77,7 @@ def source_of(run: RunConfig) -> RandomTokens:
 
 def trainer(run: RunConfig, resume: bool = False, device: torch.device = CPU) -> Trainer:
     source = source_of(run)
-    end = end_of_text_of(source, run)
+    end = source.end_of_text if run.data.packing == "documents" else None
     windows = fixed_windows(source, run.model.context_length, run.evaluate.windows, end)
     found = newest(run.folder / "checkpoints") if resume else None
     return Trainer(run, source, windows, device, found)
