@@ -28,27 +28,17 @@ class Adapter:
             )
         )
         self.finish = self.wrapper.finish_gradient_synchronization
+        self.can_stay_local = hasattr(self.wrapper, "no_sync")  # a step without synchronization can be asked for
+        self.no_sync: Any = getattr(self.wrapper, "no_sync", nullcontext)
+        self.full_state_dict: Any = getattr(self.wrapper, "full_state_dict", module.state_dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.wrapper(*args, **kwargs)
 
-    @property
-    def can_stay_local(self) -> bool:
-        """True where a step without synchronization can be asked for."""
-        return hasattr(self.wrapper, "no_sync")
-
-    def no_sync(self) -> Any:
-        return self.wrapper.no_sync() if self.can_stay_local else nullcontext()
-
     def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        return (
-            self.wrapper.make_optimizer(optimizer_cls, **kwargs)
-            if hasattr(self.wrapper, "make_optimizer")
-            else optimizer_cls(structure.grouped(self.module, kwargs.pop("groups", None)), **kwargs)
-        )
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        return self.wrapper.full_state_dict() if hasattr(self.wrapper, "full_state_dict") else self.module.state_dict()
+        if hasattr(self.wrapper, "make_optimizer"):
+            return self.wrapper.make_optimizer(optimizer_cls, **kwargs)
+        return optimizer_cls(structure.grouped(self.module, kwargs.pop("groups", None)), **kwargs)
 
     def fingerprint(self) -> str:
         """Hash of the sums of all parameters: ranks with one model have the same."""
@@ -62,14 +52,12 @@ def _arguments(strategy: Any, group: collectives.Group, options: dict[str, Any])
         taken = inspect.signature(strategy).parameters
     except (TypeError, ValueError) as error:
         raise ValueError(f"{strategy!r} cannot be called with a module: {error}") from error
-    given = options | ({"process_group": group} if "process_group" in taken else {})
+    given = dict(options)
+    if "process_group" in taken:
+        given["process_group"] = group
     if "bucket_size_mb" in taken:
         given["bucket_size_mb"] = given.pop("bucket_mb", 25)
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
-    hold(
-        (
-            not (unknown := sorted(given.keys() - taken.keys())) or takes_all,
-            f"{strategy.__name__} does not take {', '.join(unknown)}",
-        )
-    )
+    unknown = sorted(given.keys() - taken.keys())
+    hold((takes_all or not unknown, f"{strategy.__name__} does not take {', '.join(unknown)}"))
     return given

@@ -74,8 +74,8 @@ class Fsdp(wrapper.Wrapper):
         ]
         self._optimizers = WeakSet[Any]()
         self._lay_out()
-        unit_of = {id(p): unit for unit in self._units for flat in unit.flats for p in flat.params}
-        self._unit_of = [unit_of[id(p)] for p in self.trainable]
+        unit_of = {p: unit for unit in self._units for flat in unit.flats for p in flat.params}
+        self._unit_of = [unit_of[p] for p in self.trainable]
         self._order = self._units[1:]  # in which forwards use blocks, as far as is known
         self._other_order: list[flat_shard.Unit] = []  # in which one has used them
         self._running: list[flat_shard.Unit] = []  # whose forwards have begun, each inside of the one before
@@ -89,22 +89,21 @@ class Fsdp(wrapper.Wrapper):
                 block, structure.weakly(self._enter_forward, unit), structure.weakly(self._leave_forward, unit)
             )
 
-    def _lay_out(self, *groups: set[int]) -> None:
+    def _lay_out(self, groups: structure.Parameters = ()) -> None:
         """Lays parameters side by side, those of each group apart."""
         self.unshard()
-        rounded = structure.read_rounded(self.module) if self._dtype in (torch.bfloat16, torch.float16) else set[int]()
-        self._autocasts = bool(rounded)
-        kept = {id(p) for p in self.module.parameters()} - rounded if rounded else structure.read_as_kept(self.module)
-        numbers = count()
-        for unit, flats in zip(self._units, structure.flats_by_block(self.module, *groups), strict=True):
-            unit.flats = []
+        rounded, kept = set[nn.Parameter](), structure.read_as_kept(self.module)
+        if self._dtype in (torch.bfloat16, torch.float16):
+            rounded = structure.read_rounded(self.module)
+        if rounded:
+            kept = set(self.module.parameters()) - rounded
+        self._autocasts, numbers = bool(rounded), count()
+        for unit, flats in zip(self._units, structure.flats_by_block(self.module, groups), strict=True):
+            unit.flats, read = [], structure.weakly(self._read, unit.number)
             for params in flats:
-                p, read = id(params[0]), structure.weakly(self._read, unit.number)  # the others have the same marks
-                unit.flats.append(
-                    flat_shard.FlatShard(
-                        params, self.group, None if p in kept else self._dtype, p in rounded, read, next(numbers)
-                    )
-                )
+                p = params[0]  # the others have the same marks
+                dtype = None if p in kept else self._dtype
+                unit.flats.append(flat_shard.FlatShard(params, self.group, dtype, p in rounded, read, next(numbers)))
         self._parts = structure.Among(self.parameters())
 
     def make_optimizer(
@@ -120,18 +119,18 @@ class Fsdp(wrapper.Wrapper):
                 )
             )
             chosen = structure.grouped(self.module, groups)
-            marks = [{id(p) for p in group["params"]} for group in chosen]
-            self._lay_out(*marks)
+            marks = [set(group["params"]) for group in chosen]
+            self._lay_out(marks)
             for group, mark in zip(chosen, marks, strict=True):
-                group["params"] = [flat.shard for flat in self._flats() if id(flat.params[0]) in mark]
+                group["params"] = [flat.shard for flat in self._flats() if flat.params[0] in mark]
         optimizer = optimizer_cls(chosen, **kwargs)
         self._optimizers.add(optimizer)
         return optimizer
 
     def parameters_in(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
-        shards = {id(p): id(flat.shard) for flat in self._flats() for p in flat.params}
-        groups = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
-        return [[p for p in self.module.parameters() if shards[id(p)] in group] for group in groups]
+        shards = {p: flat.shard for flat in self._flats() for p in flat.params}
+        groups = [set(group["params"]) for group in optimizer.param_groups]
+        return [[p for p in self.module.parameters() if shards[p] in group] for group in groups]
 
     def _whole_state(self, optimizer: Any) -> dict[str, Any]:
         shares = collectives.gather_objects(tree_map(sharded_optimizer.on_cpu, optimizer.state_dict()), self.group)
@@ -251,9 +250,9 @@ class Fsdp(wrapper.Wrapper):
 
     def _state(self, of: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """By name, what `of` makes of each whole parameter, one unit after another; buffers are copied."""
-        made = {
-            id(p): of(x) for flat in self._flats() for p, x in zip(flat.params, flat.gathered(flat.shard), strict=True)
-        }
+        made = dict[int, Tensor]()
+        for flat in self._flats():
+            made.update(zip(map(id, flat.params), map(of, flat.gathered(flat.shard)), strict=True))
         held = self.module.state_dict(keep_vars=True)
         return {name: made[id(x)] if id(x) in made else copy.deepcopy(x) for name, x in held.items()}
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lmsys.parallel import collectives, structure, traits
+from lmsys.parallel import collectives, structure, traits, wrapper
 
 
 class _Peer(nn.Module):
@@ -31,7 +30,7 @@ class _Peer(nn.Module):
         return optimizer_cls(structure.grouped(self.module, groups), **kwargs)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in self.module.state_dict().items()}
+        return {name: wrapper.whole(x) for name, x in self.module.state_dict().items()}
 
 
 class TorchDDP(_Peer):

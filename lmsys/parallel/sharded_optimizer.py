@@ -229,7 +229,7 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
                 joined = torch.cat([held_part[name] for held_part in held_parts])
                 parts = [x.clone() for x in buckets.Layout.of(params).views(joined)]
             for p, part in zip(params, parts, strict=True):
-                state.setdefault(numbers[id(p)], {})[name] = part
+                state.setdefault(numbers[p], {})[name] = part
     return {"state": dict(sorted(state.items())), "param_groups": _groups(shares[0], groups)}
 
 
@@ -243,7 +243,7 @@ def flat_share(
     groups, flats, numbers = _laid_out(module, groups)
     share: dict[int, State] = {}
     for flat, params in enumerate(chain(*flats)):
-        held = [state["state"].get(numbers[id(p)]) for p in params]
+        held = [state["state"].get(numbers[p]) for p in params]
         some: State = next((state_of_p for state_of_p in held if state_of_p), {})
         if some:
             share[flat] = dict(some)
@@ -266,13 +266,13 @@ def _has_elements(name: str, value: Any) -> bool:
     return isinstance(value, Tensor) and name != "step"
 
 
-def _laid_out(module: nn.Module, groups: Sequence[Any] | None) -> tuple[Sequence[Any], list[list[Any]], dict[int, int]]:
-    """(the parameters by group, the flat parts by group, the number of each parameter by its id)"""
+def _laid_out(module: nn.Module, groups: Sequence[Any] | None) -> tuple[Sequence[Any], list[list[Any]], dict[Any, int]]:
+    """(the parameters by group, the flat parts by group, the number of each parameter)"""
     groups = groups or [list(module.parameters())]
-    marks = [{id(p) for p in params} for params in groups]
-    flats = [flat for unit in structure.flats_by_block(module, *marks) for flat in unit]
-    numbers = {id(p): number for number, p in enumerate(chain(*groups))}
-    return groups, [[flat for flat in flats if id(flat[0]) in mark] for mark in marks], numbers
+    marks = list(map(set, groups))
+    flats = list(chain.from_iterable(structure.flats_by_block(module, marks)))
+    numbers = dict(zip(chain(*groups), count(), strict=False))
+    return groups, [[flat for flat in flats if flat[0] in mark] for mark in marks], numbers
 
 
 def _groups(state: State, held: Sequence[Sequence[Any]]) -> list[State]:

@@ -2,8 +2,9 @@
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 Groups = Callable[[str, nn.Parameter], dict[str, Any]]  # what an optimizer is to do otherwise with a parameter
+Parameters = Sequence[Collection[nn.Parameter]]
 
 
 class Structure:
@@ -120,53 +122,52 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
     """First the parameters in no block, or in several; then each block's own. Every parameter once."""
     blocks = blocks_of(module)
-    holders = Counter(p for block in blocks for p in block.parameters()) + Counter(_outside(module, blocks))
+    within, holders = set[nn.Module](), Counter[nn.Parameter]()
+    for block in blocks:
+        within.update(block.modules())
+        holders.update(block.parameters())
+    holders.update(_held_by(set(module.modules()) - within))
     of_block = [[p for p in block.parameters() if holders[p] == 1] for block in blocks]
-    inside = {id(p) for params in of_block for p in params}
-    return [[p for p in module.parameters() if id(p) not in inside], *of_block]
+    inside = set(chain(*of_block))
+    return [[p for p in module.parameters() if p not in inside], *of_block]
 
 
-def flats_by_block(module: nn.Module, *groups: set[int]) -> list[list[list[nn.Parameter]]]:
+def flats_by_block(module: nn.Module, groups: Parameters = ()) -> list[list[list[nn.Parameter]]]:
     """`parameters_by_block`, each list divided into those that can lie side by side.
 
     These are of one dtype and device, all trained or all frozen, all `read_rounded` or none, all `read_as_kept` or
-    none, and in each of the `groups`, of ids, all or none.
+    none, and in each of the `groups` all or none.
     """
-    marks = read_rounded(module), read_as_kept(module), *groups
-    return [by_kind(params, *marks) for params in parameters_by_block(module)]
+    marks = [read_rounded(module), read_as_kept(module), *groups]
+    return [by_kind(params, marks) for params in parameters_by_block(module)]
 
 
-def read_rounded(module: nn.Module) -> set[int]:
-    """The ids of float32 parameters of which a copy rounded to the autocast dtype, as their attribute `rounded`, is all
-    that is read under autocast: every module that holds one says `reads_rounded`."""
-    read = [
-        (p, getattr(child, "reads_rounded", False))
-        for child in module.modules()
-        for p in child.parameters(recurse=False)
-    ]
-    others = {id(p) for p, rounded in read if not rounded}
-    return {id(p) for p, _ in read if id(p) not in others and p.dtype == torch.float32}
+def read_rounded(module: nn.Module) -> set[nn.Parameter]:
+    """Float32 parameters of which a copy rounded to the autocast dtype, as their attribute `rounded`, is all that is
+    read under autocast: every module that holds one says `reads_rounded`."""
+    readers = {child for child in module.modules() if getattr(child, "reads_rounded", False)}
+    read = set(_held_by(readers)) - set(_held_by(set(module.modules()) - readers))
+    return {p for p in read if p.dtype == torch.float32}
 
 
-def read_as_kept(module: nn.Module) -> set[int]:
-    """The ids of parameters that a module reads in the dtype they are kept in: one that holds them says
-    `reads_own_dtype`, which suffices where several do."""
-    readers = (child for child in module.modules() if getattr(child, "reads_own_dtype", False))
-    return {id(p) for child in readers for p in child.parameters(recurse=False)}
+def read_as_kept(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters that a module reads in the dtype they are kept in: one that holds them says `reads_own_dtype`, which
+    suffices where several do."""
+    return set(_held_by(child for child in module.modules() if getattr(child, "reads_own_dtype", False)))
 
 
-def by_kind(params: list[nn.Parameter], *marks: set[int]) -> list[list[nn.Parameter]]:
+def by_kind(params: list[nn.Parameter], marks: Parameters = ()) -> list[list[nn.Parameter]]:
     """Those that can lie side by side together: see `flats_by_block`."""
     kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for p in params:
-        kinds[p.dtype, p.device, p.requires_grad, *(id(p) in mark for mark in marks)].append(p)
+        kinds[p.dtype, p.device, p.requires_grad, tuple(p in mark for mark in marks)].append(p)
     return list(kinds.values())
 
 
-def _outside(module: nn.Module, blocks: list[nn.Module]) -> list[nn.Parameter]:
-    """Parameters that a module outside every block holds."""
-    within = {id(child) for block in blocks for child in block.modules()}
-    return [p for child in module.modules() if id(child) not in within for p in child.parameters(recurse=False)]
+def _held_by(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """The parameters of the modules, without those of their children: by each that holds them."""
+    for child in modules:
+        yield from child.parameters(recurse=False)
 
 
 def surround(block: nn.Module, before: Callable[..., None], after: Callable[..., None] | None = None) -> None:

@@ -183,8 +183,8 @@ class Wrapper(nn.Module):
         optimizer.load_state_dict(self._own_state(optimizer, found))
 
     def _names_in(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        names = {id(p): name for name, p in self.module.named_parameters()}
-        return [[names[id(p)] for p in params] for params in self.parameters_in(optimizer)]
+        names = {p: name for name, p in self.module.named_parameters()}
+        return [[names[p] for p in params] for params in self.parameters_in(optimizer)]
 
     def _whole_state(self, optimizer: Any) -> dict[str, Any]:
         """By the number of a parameter in `parameters_in`."""
