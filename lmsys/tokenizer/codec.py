@@ -12,14 +12,13 @@ Sources: Sennrich et al. 2016 (arXiv 1508.07909); Radford et al. 2019 (GPT-2), s
 import hashlib
 import heapq
 import json
-import re
 import threading
 from array import array
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import repeat
-from operator import add
+from itertools import pairwise, repeat
+from operator import add, itemgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,17 +51,19 @@ class Tokenizer:
         self.vocab, self.merges = dict(vocab), list(merges)
         self.special_tokens = list(dict.fromkeys(special_tokens or ()))
         known = set(self.vocab.values())
-        self.vocab |= enumerate((x for x in map(str.encode, self.special_tokens) if x not in known), len(self.vocab))
+        for special in map(str.encode, self.special_tokens):
+            if special not in known:
+                self.vocab[len(self.vocab)] = special
         self._ids = {token: number for number, token in self.vocab.items()}
         self._check()
-        self._special_ids = {token.encode(): self._ids[token.encode()] for token in self.special_tokens}
+        self._special_ids = {special: self._ids[special] for special in map(str.encode, self.special_tokens)}
         self._pretokenizer = Pretokenizer(self.special_tokens)
-        chars = {
-            bytes([byte]): chr(byte) for byte in range(256)
-        }  # a character for each token, in which words are merged
+        # Words are merged as texts in which each token is a character.
+        chars = {bytes([byte]): chr(byte) for byte in range(256)}
+        self._steps: list[tuple[str, str]] = []  # a pair of characters, and what they become
         for left, right in self.merges:
-            chars.setdefault(left + right, chr(len(chars)))
-        self._steps = [(chars[left] + chars[right], chars[left + right]) for left, right in self.merges]
+            char = chars.setdefault(left + right, chr(len(chars)))
+            self._steps.append((chars[left] + chars[right], char))
         self._ranks = {pair: rank for rank, (pair, _) in enumerate(self._steps)}
         self._ids_of_chars = {char: self._ids[token] for token, char in chars.items()}
         self._lock = threading.Lock()
@@ -83,9 +84,10 @@ class Tokenizer:
 
     def encode_array(self, text: bytes) -> np.ndarray:
         """Ids of UTF-8, in an array of `dtype`."""
+        if not text:
+            return np.zeros(0, self.dtype)
         with self._lock:
-            blocks = [self._encode(block) for block in self._pretokenizer.blocks(text)]
-        return np.concatenate(blocks) if blocks else np.zeros(0, self.dtype)
+            return np.concatenate(list(map(self._encode, self._pretokenizer.blocks(text))))
 
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
         """Ids of the texts joined, such as the lines of a file; holds a piece of them at a time.
@@ -96,15 +98,14 @@ class Tokenizer:
         for text in texts:
             waiting.append(text)
             size += len(text)
-            if size < enough:
-                continue
-            data = _utf8("".join(waiting))
-            cut = self._late_cut(data)
-            yield from self.encode_array(data[:cut]).tolist()
-            waiting = [data[cut:].decode()]
-            size = len(waiting[0])
-            enough = max(_PIECE, 2 * size)  # where nothing could be cut, what is searched again has doubled
-        yield from self.encode_array(_utf8("".join(waiting))).tolist()
+            if size >= enough:
+                data = _utf8("".join(waiting))
+                cut = self._late_cut(data)
+                yield from self.encode_array(data[:cut]).tolist()
+                waiting = [data[cut:].decode()]
+                size = len(waiting[0])
+                enough = max(_PIECE, 2 * size)  # where nothing could be cut, what is searched again has doubled
+        yield from self.encode("".join(waiting))
 
     def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
         """The text of the ids; U+FFFD for bytes that are not UTF-8, or as `bytes.decode` does by `errors`."""
@@ -113,10 +114,10 @@ class Tokenizer:
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """ValueError for an id outside the vocabulary, and for what is no whole number."""
         numbers = list(ids)
-        if not {int}.issuperset(map(type, numbers)):  # which is quick
+        if set(map(type, numbers)) - {int}:  # which is quick
             numbers = [values.whole("id", number) for number in numbers]
         try:
-            return b"".join([self.vocab[number] for number in numbers])
+            return b"".join(map(self.vocab.__getitem__, numbers))
         except KeyError as error:
             raise ValueError(f"id {error} is not in the vocabulary: 0 to {self.vocab_size - 1}") from None
 
@@ -126,18 +127,23 @@ class Tokenizer:
         ValueError for one that an ordinary token is written as, and for a token that is neither a byte, made by a merge
         nor special: it would be read as special.
         """
-        ordinary = {bytes([byte]) for byte in range(256)} | {left + right for left, right in self.merges}
-        specials = {token.encode(): token for token in self.special_tokens}
-        if strange := set(self.vocab.values()) - ordinary - specials.keys():
-            raise ValueError(f"token {min(strange)!r} cannot be saved: no byte, made by no merge, and not special")
-        if clash := {as_written(token) for token in ordinary}.intersection(self.special_tokens):
-            raise ValueError(f"special token {min(clash)!r} cannot be saved: an ordinary token is written so")
-        written = {specials.get(token) or as_written(token): number for number, token in sorted(self.vocab.items())}
+        made = {left + right for left, right in self.merges}
+        written: dict[str, int] = {}
+        for number, token in sorted(self.vocab.items()):
+            text = as_written(token)
+            if token in self._special_ids:
+                text = token.decode()
+            elif len(token) > 1 and token not in made:
+                raise ValueError(f"token {token!r} cannot be saved: no byte, made by no merge, and not special")
+            if written.setdefault(text, number) != number:
+                raise ValueError(f"special token {text!r} cannot be saved: an ordinary token is written so")
         content = json.dumps(written, ensure_ascii=False).encode()
-        merges = (f"{as_written(left)} {as_written(right)}" for left, right in self.merges)
+        lines = [f"{_VERSION} {_stamp(len(self.merges), content)}"]
+        for left, right in self.merges:
+            lines.append(f"{as_written(left)} {as_written(right)}")
         vocab_name, merges_name = NAMES[0]
         with files.replacing(Path(folder) / merges_name) as file:
-            file.write("\n".join([f"{_VERSION} {_told(len(self.merges), content)}", *merges, ""]).encode())
+            file.write("\n".join([*lines, ""]).encode())
         with files.replacing(Path(folder) / vocab_name) as file:
             file.write(content)
 
@@ -171,15 +177,11 @@ class Tokenizer:
         return type(self), (self.vocab, self.merges, self.special_tokens)
 
     def _check(self) -> None:
-        ids = set(range(len(self.vocab)))
-        twice = next((token for number, token in self.vocab.items() if self._ids[token] != number), None)
+        strange = sorted(self.vocab.keys() - range(len(self.vocab)))
         missing = [byte for byte in range(256) if bytes([byte]) not in self._ids]
-        listed_twice = next((pair for pair, count in Counter(self.merges).items() if count > 1), None)
+        twice, listed_twice = _repeated(self.vocab.values()), _repeated(self.merges)
         values.hold(
-            (
-                ids == set(self.vocab),
-                f"ids must be 0 to {len(ids) - 1}; got {sorted(set(self.vocab) - ids)[:5]} in place of some",
-            ),
+            (not strange, f"ids must be 0 to {len(self.vocab) - 1}; got {strange[:5]} in place of some"),
             (twice is None, f"two ids have the bytes {twice!r}"),
             (not missing, f"the vocabulary lacks {len(missing)} of the 256 bytes, such as {bytes(missing[:1])!r}"),
             (listed_twice is None, f"merge {listed_twice} is listed twice"),
@@ -187,19 +189,16 @@ class Tokenizer:
         made = {left + right for left, right in self.merges}
         for left, right in self.merges:
             for token in (left, right, left + right):
+                wrong = ""
                 if token not in self._ids:
-                    raise ValueError(
-                        f"merge {values.shortly((left, right))}: {values.shortly(token)} is not in the vocabulary"
-                    )
-                if len(token) > 1 and token not in made:
-                    raise ValueError(f"merge {values.shortly((left, right))}: no merge makes {values.shortly(token)}")
+                    wrong = f"{values.shortly(token)} is not in the vocabulary"
+                elif len(token) > 1 and token not in made:
+                    wrong = f"no merge makes {values.shortly(token)}"
+                if wrong:
+                    raise ValueError(f"merge {values.shortly((left, right))}: {wrong}")
         for special in self.special_tokens:
-            values.hold(
-                (
-                    len(special.encode()) != 1 and special.encode() not in made,
-                    f"special token {special!r} is an ordinary token of this vocabulary",
-                )
-            )
+            is_ordinary = len(special.encode()) == 1 or special.encode() in made
+            values.hold((not is_ordinary, f"special token {special!r} is an ordinary token of this vocabulary"))
 
     def _forget(self) -> None:
         """No word is known: words, the place of each one's ids in `_flat`, and how many they are."""
@@ -215,10 +214,10 @@ class Tokenizer:
             self._places.append(len(self._flat))
             self._lengths.append(len(ids))
             self._flat.extend(ids)
-        flat, places, lengths = (np.frombuffer(x, x.typecode) for x in (self._flat, self._places, self._lengths))
-        lengths = lengths[numbers]
+        places, lengths = np.asarray(self._places)[numbers], np.asarray(self._lengths)[numbers]
         ends = np.cumsum(lengths)
-        return flat[np.arange(ends[-1]) + np.repeat(places[numbers] - ends + lengths, lengths)].astype(self.dtype)
+        places = np.arange(ends[-1]) + np.repeat(places - ends + lengths, lengths)  # of each id in `_flat`
+        return np.asarray(self._flat)[places].astype(self.dtype)
 
     def _merge(self, word: bytes) -> Sequence[int]:
         """The ids of a pre-token: of the pairs that it has, the earliest merge is done everywhere, and so on."""
@@ -239,24 +238,26 @@ class Tokenizer:
 
     def _merge_long(self, text: str) -> str:
         """Like `_merge_short`, with a queue of the merges to come: each pair of the text is looked up once."""
-        ranks, steps = self._ranks, self._steps
-        queue = [ranks[pair] for pair in set(map(add, text, text[1:])) if pair in ranks]
+        queue = [self._ranks[pair] for pair in set(map(add, text, text[1:])) if pair in self._ranks]
         heapq.heapify(queue)
         while queue:
-            pair, char = steps[heapq.heappop(queue)]
+            pair, char = self._steps[heapq.heappop(queue)]
             parts = text.split(pair)
-            if len(parts) == 1:
-                continue
-            text = char.join(parts)
-            new = {part[-1] + char for part in parts[:-1] if part} | {char + part[0] for part in parts[1:] if part}
-            for arrived in (new | {char + char}) & ranks.keys():
-                heapq.heappush(queue, ranks[arrived])
+            if len(parts) > 1:
+                text = char.join(parts)
+                new = {char + char}  # the pairs that the new token may be in
+                for before, after in pairwise(parts):
+                    new.update((before[-1:] + char, char + after[:1]))
+                for rank in map(self._ranks.get, new):
+                    if rank is not None:
+                        heapq.heappush(queue, rank)
         return text
 
     def _late_cut(self, data: bytes) -> int:
         """A place to cut, near the end if there is one; 0 if there is none."""
-        for after in (len(data) - 4096, len(data) // 2, 0):
-            if place := self._pretokenizer.cut(data, max(0, after)):
+        for after in (max(0, len(data) - 4096), len(data) // 2, 0):
+            place = self._pretokenizer.cut(data, after)
+            if place is not None:
                 return place
         return 0
 
@@ -286,41 +287,53 @@ def read_files(
     special token hardly ever is: no ordinary token has letters beside signs, as <|endoftext|> has. One that is, such as
     </, is taken where it is `named`. A lost merge is not missed where another makes the same token.
     """
-    # splitlines would also split at characters that stand for bytes
-    lines = list(enumerate(files.read_text(merges).split("\n"), 1))
-    head = lines.pop(0)[1] if lines[0][1].startswith("#version") else ""
-    pairs = [_read_merge(merges, number, line) for number, line in lines if line]
-    ordinary = {*_BYTE_OF, *(left + right for left, right in pairs)}
+    head, *lines = files.read_text(merges).split("\n")  # splitlines would also split at characters that stand for bytes
+    if not head.startswith("#version"):
+        head, lines = "", [head, *lines]
+    pairs, ordinary = [], set(_BYTE_OF)
+    for number, line in enumerate(lines, start=1 + bool(head)):
+        if line:
+            left, right = _read_merge(merges, number, line)
+            pairs.append((_bytes(left), _bytes(right)))
+            ordinary.add(left + right)
     written = strict_json.read_json(vocab)
     values.hold(
         (
-            isinstance(written, dict) and all(type(number) is int for number in written.values()),
+            isinstance(written, dict) and set(map(type, written.values())) <= {int},
             f'{vocab}: must be an object of token: id, as {{"!": 0, ...}}',
         )
     )
-    twice = next((number for number, count in Counter(written.values()).items() if count > 1), None)
+    twice = _repeated(written.values())
     values.hold((twice is None, f"{vocab}: id {twice} is given twice"))
-    vocabulary = {number: _bytes(text) if text in ordinary else text.encode() for text, number in written.items()}
-    special_tokens = [text for text in sorted(written, key=written.__getitem__) if text not in ordinary]
-    stamp = re.fullmatch(rf"{_VERSION} (merges: .+)", head.rstrip("\r"))
-    values.hold(
-        (
-            not stamp or stamp[1] == _told(len(pairs), vocab.read_bytes()),
-            f"{merges}: cut, or not of the tokenizer that {vocab} is of: make both anew",
-        )
-    )
-    lost = [] if stamp else [text for text in special_tokens if text not in named and _is_pair(text, written)]
-    if lost:
-        such = f"{len(lost):,} of the tokens in {vocab}, such as {values.shortly(lost[0])}"
-        raise ValueError(f"{merges}: lacks the merges of {such}: it is cut; or name them as special tokens")
-    return vocabulary, [(_bytes(left), _bytes(right)) for left, right in pairs], special_tokens
+    vocabulary, special_tokens = {}, []
+    for text, number in sorted(written.items(), key=itemgetter(1)):
+        if text in ordinary:
+            vocabulary[number] = _bytes(text)
+        else:
+            vocabulary[number] = text.encode()
+            special_tokens.append(text)
+    stamp = head.rstrip("\r").removeprefix(f"{_VERSION} ")
+    if stamp.startswith("merges: "):
+        is_whole = stamp == _stamp(len(pairs), vocab.read_bytes())
+        values.hold((is_whole, f"{merges}: cut, or not of the tokenizer that {vocab} is of: make both anew"))
+    else:
+        lost = [text for text in special_tokens if text not in named and _is_pair(text, written)]
+        such = f"{len(lost):,} of the tokens in {vocab}, such as {values.shortly(''.join(lost[:1]))}"
+        values.hold((not lost, f"{merges}: lacks the merges of {such}: it is cut; or name them as special tokens"))
+    return vocabulary, pairs, special_tokens
+
+
+def _repeated(entries: Iterable[Any]) -> Any:
+    """One that stands there more than once, or None."""
+    entry, count = max(Counter(entries).items(), key=itemgetter(1), default=(None, 0))
+    return entry if count > 1 else None
 
 
 def _is_pair(text: str, known: Container[str]) -> bool:
     return any(text[:place] in known and text[place:] in known for place in range(1, len(text)))
 
 
-def _told(num_merges: int, vocab: bytes) -> str:
+def _stamp(num_merges: int, vocab: bytes) -> str:
     """The words behind the version of a merges file of ours, by which a pair is known to be whole: others ignore it."""
     return f"merges: {num_merges} vocab: {hashlib.sha256(vocab).hexdigest()[:16]}"
 
