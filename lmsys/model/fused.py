@@ -55,13 +55,9 @@ def swiglu(halves: Tensor) -> Tensor:
 
 def why_not(device: torch.device) -> str:
     """Why blocks are not run by the kernels on this device, but by plain PyTorch; empty: they are."""
-    return (
-        f"fused blocks are kernels for a CUDA device, and this is {device.type}"
-        if device.type != "cuda"
-        else ""
-        if HAS_TRITON
-        else "fused blocks are kernels in Triton: pip install triton"
-    )
+    if device.type != "cuda":
+        return f"fused blocks are kernels for a CUDA device, and this is {device.type}"
+    return "" if HAS_TRITON else "fused blocks are kernels in Triton: pip install triton"
 
 
 def check_levels(config: ModelConfig) -> None:

@@ -16,7 +16,7 @@ Legend: T tokens, M input features, O output features.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, pairwise
+from itertools import chain, count, pairwise
 from typing import Any
 
 import torch
@@ -34,11 +34,8 @@ def linear(x: Tensor, *weights: Tensor) -> Tensor:
     dtype = None if x.dtype == torch.float64 else _cast_to(weights)  # autocast, too, leaves float64 alone
     if dtype is not None and not is_transformed():
         return _NarrowLinear.apply(x, dtype, [rounded(w, dtype) for w in weights], *weights)
-    return (
-        torch.nn.functional.linear(x, *weights)
-        if len(weights) == 1
-        else torch.cat([torch.nn.functional.linear(x, w) for w in weights], dim=-1)
-    )
+    parts = [torch.nn.functional.linear(x, w) for w in weights]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -96,20 +93,18 @@ def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if torch.compiler.is_compiling():
         return torch.cat([w.to(dtype) for w in weights])
     rows, width = sum(len(w) for w in weights), weights[0].shape[-1]
-    return (
-        weights[0].as_strided((rows, width), (width, 1))
-        if all(w.dtype == dtype for w in weights) and _follow_each_other(weights)
-        else torch.cat(weights, out=weights[0].new_empty(rows, width, dtype=dtype))
-    )
+    if _follow_each_other(weights, dtype):
+        return weights[0].as_strided((rows, width), (width, 1))
+    return torch.cat(weights, out=weights[0].new_empty(rows, width, dtype=dtype))
 
 
-def _follow_each_other(weights: Sequence[Tensor]) -> bool:
-    """True for contiguous tensors of one memory, each of which begins where the one before ends."""
-    return (
-        len({w.untyped_storage().data_ptr() for w in weights}) == 1
-        and all(w.is_contiguous() for w in weights)
-        and all(after.data_ptr() - before.data_ptr() == before.nbytes for before, after in pairwise(weights))
-    )
+def _follow_each_other(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """True for contiguous tensors of that dtype in one memory, each of which begins where the one before ends."""
+    for before, after in pairwise(weights):
+        together = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+        if not together or after.data_ptr() - before.data_ptr() != before.nbytes:
+            return False
+    return all(w.dtype == dtype and w.is_contiguous() for w in weights)
 
 
 _recordings: list[set["RoundedWeights"]] = []
@@ -152,17 +147,16 @@ class RoundedWeights:
         groups = [] if self._shown else [[layer.weight for layer in group] for group in self._layers]
         weights = list(chain(*groups))
         dtype = _cast_to(weights) if weights else None
-        if dtype is None or not all(
-            isinstance(parameter, nn.Parameter) and not parameter.is_inference() for parameter in weights
-        ):
+        counted = all(isinstance(weight, nn.Parameter) and not weight.is_inference() for weight in weights)
+        if dtype is None or not counted:
             yield  # nothing is cast, or a weight does not count its changes
             return
         if not self._are_of(weights, dtype):
             self._weights, self._copies = weights, []
             for group in groups:
-                rows, device = [len(weight) for weight in group], group[0].device
+                rows, device = list(map(len, group)), group[0].device
                 self._copies += torch.empty(sum(rows), group[0].shape[-1], dtype=dtype, device=device).split(rows)
-            self._numbers = {id(weight): number for number, weight in enumerate(weights)}
+            self._numbers = dict(zip(map(id, weights), count(), strict=False))
             self._made_of = [None] * len(weights)
         self.refresh()
         for recording in _recordings:
@@ -184,7 +178,7 @@ class RoundedWeights:
         if not stale:
             return
         with torch.no_grad():
-            torch._foreach_copy_(*([tensors[number] for number in stale] for tensors in (self._copies, self._weights)))
+            torch._foreach_copy_([self._copies[i] for i in stale], [self._weights[i] for i in stale])
         if self._weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return  # nothing has been copied yet
         for number in stale:
@@ -198,7 +192,8 @@ class RoundedWeights:
     def follow(self, weights: Iterable[Tensor]) -> None:
         """Says that the copies of these weights, which have changed, have been written with them."""
         for weight in weights:
-            if (number := self._numbers.get(id(weight))) is not None:
+            number = self._numbers.get(id(weight))
+            if number is not None:
                 self._made_of[number] = weight._version, weight.data_ptr()
 
     def _are_of(self, weights: Sequence[Tensor], dtype: torch.dtype) -> bool:

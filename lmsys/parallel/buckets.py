@@ -7,8 +7,8 @@ in the order in which their last gradient is ready, which is the order in which 
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TypeGuard
+from itertools import accumulate, chain, count
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ def is_size(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
+def _of(numbers: Any, indices: Iterable[int]) -> list[int]:
+    return [numbers[index] for index in indices]
+
+
 def plan(
     sizes: Sequence[int], order: Sequence[int], limit: float, edge: float, kinds: Sequence[Hashable] | None = None
 ) -> list[tuple[int, ...]]:
@@ -41,30 +45,29 @@ def plan(
             f"the order must hold each of {len(sizes)} indices once; got {list(order)}",
         ),
     )
-    kinds = kinds or [None] * len(sizes)
+    kinds, edge = kinds or [None] * len(sizes), min(edge, limit)
     closed: list[tuple[int, ...]] = []
     open_: dict[Hashable, list[int]] = {}
     for index in order:
         bucket = open_.setdefault(kinds[index], [])
-        if bucket and sum(sizes[i] for i in bucket) + sizes[index] > (limit if closed else min(edge, limit)):
+        if bucket and sum(_of(sizes, bucket)) + sizes[index] > (limit if closed else edge):
             closed.append(tuple(bucket))
             bucket.clear()
         bucket.append(index)
-    closed += [tuple(bucket) for bucket in open_.values() if bucket]
-    place = {index: position for position, index in enumerate(order)}
-    closed.sort(key=lambda bucket: place[bucket[-1]])
-    return sorted(_small_tail(closed, sizes, min(edge, limit)), key=lambda bucket: place[bucket[-1]])
+    place = dict(zip(order, count(), strict=False))
+    ready = sorted(closed + list(map(tuple, open_.values())), key=lambda bucket: place[bucket[-1]])
+    return sorted(_small_tail(ready, sizes, edge), key=lambda bucket: place[bucket[-1]])
 
 
 def _small_tail(buckets: list[tuple[int, ...]], sizes: Sequence[int], edge: float) -> list[tuple[int, ...]]:
     """The last bucket cut so that at most `edge` bytes, or one gradient, are left for the end."""
     if not buckets or len(buckets[-1]) == 1:
         return buckets
-    *rest, last = buckets
+    last = buckets[-1]
     cut = len(last) - 1
-    while cut > 0 and sum(sizes[i] for i in last[cut - 1 :]) <= edge:
+    while cut > 0 and sum(_of(sizes, last[cut - 1 :])) <= edge:
         cut -= 1
-    return [*rest, last[:cut], last[cut:]] if cut else buckets
+    return buckets[:-1] + [last[:cut], last[cut:]] if cut else buckets
 
 
 def offsets(numels: Sequence[int], alignment: int = ALIGNMENT) -> tuple[list[int], int]:
@@ -82,14 +85,14 @@ class Segmented:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        return tuple(index for owned in self.members for index in owned)
+        return tuple(chain(*self.members))
 
 
 def share_out(numels: Sequence[int], world_size: int) -> list[list[int]]:
     """Indices by part, the largest number first to the part that has least (Graham 1969, longest processing time)."""
     parts: list[list[int]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
-    for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
+    for index in sorted(range(len(numels)), key=numels.__getitem__, reverse=True):
         least = loads.index(min(loads))
         parts[least].append(index)
         loads[least] += numels[index]
@@ -114,14 +117,14 @@ def plan_segments(
     kinds = kinds or [None] * len(numels)
     loads = [0] * world_size if loads is None else loads
     segments = []
-    for kind in dict.fromkeys(kinds[index] for index in order):
+    for kind in dict.fromkeys(_of(kinds, order)):
         left = [index for index in order if kinds[index] == kind]
         while left:
             end = _cut(numels, left, limit * world_size, world_size)
             segments.append(_segmented(numels, left[:end], world_size, loads))
             left = left[end:]
-    place = {index: position for position, index in enumerate(order)}
-    return sorted(segments, key=lambda bucket: max(place[index] for index in bucket.indices))
+    place = dict(zip(order, count(), strict=False))
+    return sorted(segments, key=lambda bucket: max(_of(place, bucket.indices)))
 
 
 def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: int) -> int:
@@ -132,8 +135,8 @@ def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: 
         if total > 4 * limit and most_even:
             break
         if total >= limit or end == len(order):
-            parts = share_out([numels[i] for i in order[:end]], world_size)
-            longest = max(sum(numels[order[i]] for i in part) for part in parts)
+            parts = share_out(_of(numels, order[:end]), world_size)
+            longest = max(sum(_of(numels, _of(order, part))) for part in parts)
             evenness = total / (world_size * longest) if longest else 1.0
             if evenness > most_even:
                 best, most_even = end, evenness
@@ -143,14 +146,14 @@ def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: 
 
 
 def _segmented(numels: Sequence[int], indices: Sequence[int], world_size: int, loads: list[int]) -> Segmented:
-    parts = share_out([numels[i] for i in indices], world_size)
-    parts.sort(key=lambda part: -sum(numels[indices[i]] for i in part))
-    ranks = sorted(range(world_size), key=lambda rank: loads[rank])
+    parts = [_of(indices, part) for part in share_out(_of(numels, indices), world_size)]
+    parts.sort(key=lambda part: sum(_of(numels, part)), reverse=True)
+    ranks = sorted(range(world_size), key=loads.__getitem__)
     members: list[tuple[int, ...]] = [()] * world_size
     for rank, part in zip(ranks, parts, strict=True):
-        members[rank] = tuple(indices[i] for i in part)
-        loads[rank] += sum(numels[i] for i in members[rank])
-    return Segmented(tuple(members), max(offsets([numels[i] for i in owned])[1] for owned in members))
+        members[rank] = tuple(part)
+        loads[rank] += sum(_of(numels, part))
+    return Segmented(tuple(members), max(offsets(_of(numels, owned))[1] for owned in members))
 
 
 PART_MULTIPLE = 8  # elements
@@ -186,9 +189,11 @@ class Layout:
 
     def gaps(self, numel: int) -> list[slice]:
         """The ranges that hold no tensor, in a flat one of `numel` elements, `length` or more."""
-        ends = [0, *(start + math.prod(shape) for shape, _, start in self.places)]
-        starts = [*(start for _, _, start in self.places), numel]
-        return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+        gaps, end = [], 0
+        for shape, _, start in self.places:
+            gaps.append(slice(end, start))
+            end = start + shape.numel()
+        return [gap for gap in [*gaps, slice(end, numel)] if gap.start < gap.stop]
 
 
 @torch.no_grad()

@@ -23,11 +23,10 @@ class Structure:
 
     def __init__(self, module: nn.Module):
         self.module = module
-        self._held = [
-            (entries, list(entries.items()))
-            for child in module.modules()
-            for entries in (child._parameters, child._modules)
-        ]
+        self._held: list[tuple[Any, list[tuple[str, Any]]]] = []
+        for child in module.modules():
+            self._held.append((child._parameters, list(child._parameters.items())))
+            self._held.append((child._modules, list(child._modules.items())))
         self._parameters = _parameters(module)
         self._trained = [(p, p.requires_grad) for p in module.parameters()]
 
@@ -43,15 +42,18 @@ class Structure:
 
     def change(self) -> str:
         """The first difference in words; empty where there is none."""
-        now, trained = _parameters(self.module), dict(self._trained)
-        changes = (
-            *(f"{name} was removed" for name in self._parameters if name not in now),
-            *(f"{name} was replaced" for name, p in self._parameters.items() if now.get(name, p) is not p),
-            *(f"{name} was added" for name in sorted(now) if name not in self._parameters),
-            *(f"{name} was frozen" for name, p in now.items() if trained.get(p) and not p.requires_grad),
-            *(f"{name} was set to be trained" for name, p in now.items() if p.requires_grad and not trained.get(p)),
-        )
-        return f"the parameter {changes[0]}" if changes else ""
+        before, now, trained = self._parameters, _parameters(self.module), dict(self._trained)
+        kinds = {
+            "removed": before.keys() - now.keys(),
+            "replaced": {name for name, p in before.items() if now.get(name, p) is not p},
+            "added": now.keys() - before.keys(),
+            "frozen": {name for name, p in now.items() if trained.get(p) and not p.requires_grad},
+            "set to be trained": {name for name, p in now.items() if p.requires_grad and not trained.get(p)},
+        }
+        for change, names in kinds.items():
+            if names:
+                return f"the parameter {min(names)} was {change}"
+        return ""
 
 
 def grouped(module: nn.Module, groups: Groups | None) -> list[Any]:
@@ -107,7 +109,7 @@ class Among:
         return self._known[optimizer][1]
 
 
-_PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device  # of which nothing is to be told
+_PLAIN = Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device  # which hide no tensors
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
@@ -202,12 +204,12 @@ def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
 
     Looks into containers that torch knows, and one level into other objects.
     """
-    leaves, hidden = tree_leaves(output), False
-    for x in [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]:
-        hidden = True
+    leaves = tree_leaves(output)
+    others = [x for x in leaves if not isinstance(x, _PLAIN)]
+    for x in others:
         leaves += tree_leaves(list(x) if isinstance(x, tuple | list) else getattr(x, "__dict__", None))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
-    return [x for x in tensors if x.requires_grad], hidden or not tensors
+    return [x for x in tensors if x.requires_grad], bool(others) or not tensors
 
 
 def before_backward(tensors: Sequence[Tensor], hook: Callable[..., Any]) -> None:

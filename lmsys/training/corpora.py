@@ -74,9 +74,9 @@ def tinystories(
     for a file that is there already, too; beside a file stands what it was when it came.
     """
     folder, settings = Path(folder or files.cache_folder() / "corpora"), settings or DataConfig()
-    wanted = ((settings.url, settings.sha256), (settings.valid_url, settings.valid_sha256))
-    train, valid = (chunks.whole(_download_once(url, folder, sha256, progress)) for url, sha256 in wanted)
-    return Corpus("tinystories", (train,), (valid,))
+    train = _download_once(settings.url, folder, settings.sha256, progress)
+    valid = _download_once(settings.valid_url, folder, settings.valid_sha256, progress)
+    return Corpus("tinystories", (chunks.whole(train),), (chunks.whole(valid),))
 
 
 def text_file(path: Path, valid: Path | None = None) -> Corpus:
@@ -134,8 +134,9 @@ def _download_once(url: str, folder: Path, sha256: str | None, progress: Progres
 
 
 def _stdlib_documents() -> Iterator[str]:
-    paths = Path(sysconfig.get_path("stdlib")).rglob("*.py")
-    for path in sorted(path for path in paths if not {"site-packages", "dist-packages"} & {*path.parts}):
+    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        if "site-packages" in path.parts or "dist-packages" in path.parts:
+            continue
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
@@ -208,9 +209,10 @@ def _fetch(url: str, part: Path, progress: Callable[[int, int], None]) -> set[st
     """Append what is missing to `part`; the checksums that the server names. OSError when it is to be tried again."""
     validator = part.with_name(part.name + ".etag")  # the ETag of the whole file
     have = part.stat().st_size if part.is_file() and validator.is_file() else 0
-    headers = {"Range": f"bytes={have}-", "If-Range": validator.read_text()} if have else {}
-    redirects = _Redirects()
-    request = urllib.request.Request(url, headers=headers | {"Accept-Encoding": "identity"})
+    headers, redirects = {"Accept-Encoding": "identity"}, _Redirects()
+    if have:
+        headers |= {"Range": f"bytes={have}-", "If-Range": validator.read_text()}
+    request = urllib.request.Request(url, headers=headers)
     with urllib.request.build_opener(redirects).open(request, timeout=TIMEOUT_S) as reply:
         resumed = reply.status == 206
         if not resumed or not re.match(rf"bytes {have}-", reply.headers.get("Content-Range", "")):
@@ -219,7 +221,7 @@ def _fetch(url: str, part: Path, progress: Callable[[int, int], None]) -> set[st
             raise ConnectionResetError("the server sent another part of the file than it was asked for")
         done = have if resumed else 0
         length = reply.headers.get("Content-Length")
-        total = done + int(length) if length is not None else 0
+        total = 0 if length is None else done + int(length)
         etag = reply.headers.get("ETag", "")
         if not resumed and etag and not etag.startswith("W/"):  # a weak one does not promise the same bytes
             validator.write_text(etag)

@@ -8,7 +8,7 @@ Source: Gray 2019, "Getting Started with CUDA Graphs" (developer.nvidia.com/blog
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lmsys.model.linear import RoundedWeights, recorded
 from lmsys.parallel import adapter, buckets
 from lmsys.training.reproducible import Tree
+from lmsys.values import hold
 
 _STREAMS: dict[int, torch.cuda.Stream] = {}  # by device: that of all recordings
 WARM_UPS = 3  # calls before the recording: what compiles, tunes or allocates for good on first use does it there
@@ -61,6 +62,10 @@ def backward_of(loss_of: Callable[..., Tensor], finish: Callable[[], None] | Non
     return compute
 
 
+def _kind(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(x.shape), x.dtype
+
+
 class GraphedGradients:
     """`compute(*inputs)`, such as `backward_of` a loss, recorded on the first call and replayed on every later one.
 
@@ -88,8 +93,8 @@ class GraphedGradients:
         """Records, where that has not been done: otherwise part of the first call."""
         if self._graph is not None:
             return
-        if not all(x.is_cuda for x in inputs):
-            raise ValueError("a CUDA graph takes CUDA tensors; on a CPU call backward as usual")
+        on_cuda = all(x.is_cuda for x in inputs)
+        hold((on_cuda, "a CUDA graph takes CUDA tensors; on a CPU call backward as usual"))
         self._inputs = [x.clone() for x in inputs]
         with on_capture_stream() as stream:
             for _ in range(self._warm_ups):
@@ -105,7 +110,7 @@ class GraphedGradients:
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The loss, as of the recording: it is overwritten by the next call."""
         self.record(*inputs)
-        given, recorded = ([(tuple(x.shape), x.dtype) for x in xs] for xs in (inputs, self._inputs))
+        given, recorded = list(map(_kind, inputs)), list(map(_kind, self._inputs))
         if given != recorded:
             raise ValueError(f"inputs of {given} for a graph that was recorded with {recorded}")
         for x, into in zip(inputs, self._inputs, strict=True):
@@ -143,15 +148,16 @@ class Gradients:
 
     def __call__(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> Tensor:
         """The mean of the losses. `batches`: the arguments of the model's loss, by micro-batch; `weights`: theirs."""
-        return torch.stack(
-            (self._add_in_pairs if self._tree is not None else self._accumulate)(batches, weights)
-        ).mean()
+        add = self._accumulate if self._tree is None else self._add_in_pairs
+        return torch.stack(add(batches, weights)).mean()
 
     def _accumulate(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> list[Tensor]:
-        losses, last = [], len(batches) - 1
-        for number, (inputs, weight) in enumerate(zip(batches, weights, strict=True)):
-            with nullcontext() if number == last else self._strategy.no_sync():
+        *others, last = zip(batches, weights, strict=True)
+        losses = []
+        for inputs, weight in others:
+            with self._strategy.no_sync():
                 losses.append(self._backward(inputs, weight))
+        losses.append(self._backward(*last))
         self._strategy.finish()
         return losses
 
@@ -190,6 +196,5 @@ class ReplayedGradients:
         self._graph = GraphedGradients(compute, strategy.module.parameters(), warm_ups_of(strategy.wrapper))
 
     def __call__(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> Tensor:
-        if any(weight != 1 for weight in weights):
-            raise ValueError(f"a CUDA graph takes micro-batches of weight 1, not {list(weights)}")
+        hold((set(weights) == {1}, f"a CUDA graph takes micro-batches of weight 1, not {list(weights)}"))
         return self._graph(*chain(*batches))

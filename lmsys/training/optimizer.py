@@ -69,13 +69,10 @@ class AdamW(Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for group in state_dict["param_groups"]:
-            hold(
-                *(
-                    (group.get(name) is not other, f"the state dict is not AdamW's: its param group has {name}={other}")
-                    for name, other in OTHER_ALGORITHMS.items()
-                )
-            )
+        for name, other in OTHER_ALGORITHMS.items():
+            for group in state_dict["param_groups"]:
+                its_own = group.get(name) is not other
+                hold((its_own, f"the state dict is not AdamW's: its param group has {name}={other}"))
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -96,7 +93,7 @@ class AdamW(Optimizer):
                 loss = closure()
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), self.grad_factor
         self.grad_factor = None
-        plans = [self._plan(i) for i in range(len(self.param_groups))]  # all, before any parameter changes
+        plans = list(map(self._plan, range(len(self.param_groups))))  # all, before any parameter changes
         with torch._C.DisableTorchFunctionSubclass():  # gradients are `Part`s under some strategies
             for group, bundles in zip(self.param_groups, plans, strict=True):
                 for bundle in bundles:
@@ -109,18 +106,16 @@ class AdamW(Optimizer):
         group = self.param_groups[index]
         _validate(**group)
         live = [p for p in group["params"] if p.grad is not None]
-        before, bundles = self._plans.get(index, ([], []))
-        if len(before) != len(now := self._with_state(live)) or not all(map(is_, before, now)):
-            hold(
-                *(
+        (before, bundles), now = self._plans.get(index, ([], [])), self._with_state(live)
+        if len(before) != len(now) or not all(map(is_, before, now)):
+            for p in live:
+                hold(
                     (
                         p.grad.layout == torch.strided and p.is_floating_point(),
                         f"AdamW takes dense floating-point gradients, and one is {p.grad.layout} of {p.dtype}, shape"
                         f" {tuple(p.shape)}",
                     )
-                    for p in live
                 )
-            )
             for p in live:
                 state = self.state[p]
                 if not state:
@@ -135,7 +130,7 @@ class AdamW(Optimizer):
         return bundles
 
     def _with_state(self, live: list[Tensor]) -> list[Any]:
-        return [*live, *chain.from_iterable(self.state[p].values() for p in live if p in self.state)]
+        return live + [x for p in live if p in self.state for x in self.state[p].values()]
 
 
 @dataclass
@@ -238,10 +233,14 @@ def undecayed(module: nn.Module, parts: str) -> structure.Groups:
 
     ValueError for a part that no name has.
     """
-    names = [name for name, _ in module.named_parameters()]
-    if missing := [part for part in parts.split("|") if not any(part in name for name in names)]:
-        raise ValueError(f"undecayed={parts!r}: no parameter's name has {missing[0]!r} in it")
-    return lambda name, _: {"weight_decay": 0.0} if any(part in name for part in parts.split("|")) else {}
+    names = "\n".join(dict(module.named_parameters()))
+    for text in parts.split("|"):
+        hold((text in names, f"undecayed={parts!r}: no parameter's name has {text!r} in it"))
+
+    def options(name: str, _: nn.Parameter) -> dict[str, Any]:
+        return {"weight_decay": 0.0} if any(text in name for text in parts.split("|")) else {}
+
+    return options
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
