@@ -100,11 +100,13 @@ def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def _follow_each_other(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
     """True for contiguous tensors of that dtype in one memory, each of which begins where the one before ends."""
+    if not all(w.dtype == dtype and w.is_contiguous() for w in weights):
+        return False
     for before, after in pairwise(weights):
         together = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
         if not together or after.data_ptr() - before.data_ptr() != before.nbytes:
             return False
-    return all(w.dtype == dtype and w.is_contiguous() for w in weights)
+    return True
 
 
 _recordings: list[set["RoundedWeights"]] = []

@@ -22,9 +22,8 @@ from lmsys.measure.profile import part
 from lmsys.model import functions, fused, linear, rotary, selective
 from lmsys.model.loss import linear_cross_entropy
 
-BLOCKS_PER_GRAPH = (
-    4  # blocks of a compiled graph, where none needs to be a module: more gain little and compile for longer
-)
+# Blocks of a compiled graph, where none needs to be a module: more gain little and compile for longer.
+BLOCKS_PER_GRAPH = 4
 
 
 class Linear(nn.Linear):
@@ -231,7 +230,8 @@ class TransformerLM(nn.Module):
         self.ln_final = RMSNorm(config.d_model, config.norm_eps, **factory)
         self.lm_head = Linear(config.d_model, config.vocab_size, **factory)
         self.rope = rotary.RotaryEmbedding(config.head_dim, config.context_length, config.rope_theta, device)
-        _ = ATTENTION[config.attention] if config.attention != "auto" else None  # an unknown name fails here
+        if config.attention != "auto":
+            _ = ATTENTION[config.attention]  # an unknown name fails here
         self._together, self._run, self._fused = 1, _run, False
         self.rounded: linear.RoundedWeights | None = None
 

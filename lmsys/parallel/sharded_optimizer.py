@@ -102,7 +102,8 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if strangers := [p for p in group["params"] if p not in self.owners]:
+        strangers = [p for p in group["params"] if p not in self.owners]
+        if strangers:
             self._flatten(strangers)
         if self._local is not None:
             self._local.add_param_group(self._own(group))
@@ -152,9 +153,9 @@ class ShardedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes this rank's part of a full state dict, or its own share. ValueError for another's share."""
-        groups = [dict(group) for group in state_dict["param_groups"]]
+        groups = list(map(dict, state_dict["param_groups"]))
         check_share(groups, self.rank, self.world_size)
-        given_counts, here = ([len(group["params"]) for group in of] for of in (groups, self.param_groups))
+        given_counts, here = _lengths(groups), _lengths(self.param_groups)
         values.hold(
             (
                 given_counts == here,
@@ -174,9 +175,11 @@ class ShardedOptimizer(Optimizer):
 
 def merge_shares(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The shares of all ranks as one state dict, as the optimizer without shards would give it."""
-    pairs = chain(*(share["state"].items() for share in shares))
+    state: State = {}
+    for share in shares:
+        state |= share["state"]
     return {
-        "state": dict(sorted(pairs, key=lambda item: (isinstance(item[0], str), item[0]))),
+        "state": dict(sorted(state.items(), key=lambda item: (isinstance(item[0], str), item[0]))),
         "param_groups": [without(group, "shard") for group in shares[0]["param_groups"]],
     }
 
@@ -193,6 +196,10 @@ def check_share(groups: Iterable[dict[str, Any]], rank: int, world_size: int) ->
                 " load_optimizer_state_dict()",
             )
         )
+
+
+def _lengths(groups: Iterable[dict[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
 
 
 def without(group: dict[str, Any], name: str) -> dict[str, Any]:
@@ -212,7 +219,7 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
     ValueError for those of another number of parts than the module has.
     """
     groups, flats, numbers = _laid_out(module, groups)
-    held = sum(len(group["params"]) for group in shares[0]["param_groups"])
+    held = sum(_lengths(shares[0]["param_groups"]))
     values.hold(
         (
             held == sum(map(len, flats)),

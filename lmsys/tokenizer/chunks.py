@@ -106,17 +106,7 @@ def cut_file(file: int, pretokenizer: Pretokenizer, after: int, end: int) -> int
     return end
 
 
-Task = TypeVar("Task")
 Result = TypeVar("Result")
-
-
-def each(function: Callable[[Task], Result], tasks: Iterable[Task], processes: int) -> Generator[Result, None, None]:
-    """function(task) of each task, in order. One process is this one."""
-    if processes == 1:
-        yield from map(function, tasks)
-        return
-    for future in futures(function, tasks, processes, environment={"OPENBLAS_NUM_THREADS": "1"}):
-        yield future.result()
 
 
 def each_chunk(
@@ -125,7 +115,12 @@ def each_chunk(
     special_tokens: Sequence[str],
     processes: int,
 ) -> Generator[Result, None, None]:
-    """function(chunk) of the files' text in pieces, in order."""
-    parts = [whole(file) for file in files]
+    """function(chunk) of the files' text in pieces, in order. One process is this one."""
+    parts = list(map(whole, files))
     size, processes = plan(parts, processes)
-    yield from each(function, chunks(parts, Pretokenizer(special_tokens), size), processes)
+    pieces = chunks(parts, Pretokenizer(special_tokens), size)
+    if processes == 1:
+        yield from map(function, pieces)
+        return
+    for future in futures(function, pieces, processes, environment={"OPENBLAS_NUM_THREADS": "1"}):
+        yield future.result()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lmsys import values
 from lmsys.tokenizer import chunks, codec, pretokens
 
 _NUM_BYTES = 256
@@ -34,10 +35,12 @@ def train(
     files = [files] if isinstance(files, str | Path) else files
     special_tokens = special_tokens or ()
     smallest = _NUM_BYTES + len(special_tokens)
-    if vocab_size < smallest:
-        raise ValueError(
-            f"{vocab_size=} must be at least {smallest}: {_NUM_BYTES} bytes and {len(special_tokens)} special tokens"
+    values.hold(
+        (
+            vocab_size >= smallest,
+            f"{vocab_size=} must be at least {smallest}: {_NUM_BYTES} bytes and {len(special_tokens)} special tokens",
         )
+    )
     counts = count_pretokens(files, special_tokens, processes)
     if not counts:
         raise chunks.no_text(map(chunks.whole, files))

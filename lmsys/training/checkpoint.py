@@ -128,12 +128,12 @@ def save(
     manifest = folder / f"step-{step:08}.json"
     parts = {**({"shared": shared} if rank == 0 else {}), f"rank-{rank}": own or {}}
     written: dict[str, dict[str, Any]] = {}
-    _, failure = _attempt(lambda: _write_parts(folder, step, parts, written))
+    failure = _failure_of(_write_parts, folder, step, parts, written)
     reports = gather((written, failure))
     if rank == 0 and not any(failed for _, failed in reports):
         files = {name: entry for entries, _ in reports for name, entry in entries.items()}
         content = {"format": _FORMAT, "step": step, "world_size": world_size, "facts": facts or {}, "files": files}
-        _, failure = _attempt(lambda: _commit(manifest, content))
+        failure = _failure_of(_commit, manifest, content)
     reports += gather((None, failure))
     failures = dict.fromkeys(failed for _, failed in reports if failed)
     if failures:
@@ -234,16 +234,17 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(result, None), or (None, what failed): the other ranks wait to hear of it."""
+def _failure_of(function: Callable[..., None], *arguments: Any) -> str | None:
+    """Calls the function, and says what failed: the other ranks wait to hear of it."""
     try:
-        return call(), None
+        function(*arguments)
     except Exception as error:
         cause: BaseException | None = error  # torch hides the reason of a failed write behind an error of its own
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__context__
         cause = cause or error
-        return None, f"{type(cause).__name__}: {cause}"
+        return f"{type(cause).__name__}: {cause}"
+    return None
 
 
 def _tidy(folder: Path, step: int, keep: int | None) -> None:

@@ -301,13 +301,13 @@ class NonFiniteError(ValueError):
 
 def first_nonfinite(model: nn.Module, forward: Callable[[], Any]) -> str | None:
     """The name and class of the first module whose output holds NaN or inf while `forward` runs, or None."""
-    names = {module: name for name, module in model.named_modules()}
+    names = {module: name or "the whole" for name, module in model.named_modules()}
     broken: list[str] = []
 
     def hook(module: nn.Module, _: Any, output: Any) -> None:
         floating = isinstance(output, Tensor) and output.is_floating_point()
         if module in names and floating and not output.isfinite().all():
-            broken.append(f"{names[module] or 'the whole'} ({type(module).__name__})")
+            broken.append(f"{names[module]} ({type(module).__name__})")
 
     eager = torch.compiler.set_stance("force_eager")  # a compiled graph holds no hooks
     with torch.nn.modules.module.register_module_forward_hook(hook), torch.no_grad(), eager:

@@ -51,15 +51,12 @@ def plan(config: RunConfig, device: torch.device, group: collectives.Group = Non
 def _execution(
     config: RunConfig, row: registry.Entry, traits: StrategyTraits, group: collectives.Group
 ) -> prepare.Execution:
-    train, options, blocks = config.train, dict[str, Any](), "eager"
+    train, options = config.train, dict[str, Any]()
     if train.bucket_mb is not None:
         options["bucket_mb"] = train.bucket_mb
     if traits.compute_dtype and train.precision == "bf16" and not train.reproducible:
         options["compute_dtype"] = torch.bfloat16
-    if train.fused:
-        blocks = "fused"
-    elif train.compile:
-        blocks = "compiled"
+    blocks = "fused" if train.fused else "compiled" if train.compile else "eager"
     one_a_graph = train.reproducible or traits.synchronizes  # other graphs add in other orders; strategies hook blocks
     compiler = {
         "together": 1 if one_a_graph else BLOCKS_PER_GRAPH,
@@ -75,7 +72,6 @@ def _check_strategy(
 ) -> None:
     train, packing, name = config.train, config.data.packing, f"strategy {row.name!r}"
     not_fused = fused.why_not(device) or traits.why_not_fused
-    alone = world_size == 1
     values.hold(
         (not (train.fused and not_fused), f"train.fused=true with {name}: {not_fused}"),
         (
@@ -88,7 +84,7 @@ def _check_strategy(
         ),
         (not (train.graph and traits.why_not_graphed), f"train.graph=true: {name}: {traits.why_not_graphed}"),
         (
-            alone or traits.synchronizes,
+            world_size == 1 or traits.synchronizes,
             f"{name} lets ranks drift apart: it is for measuring, and trains on one rank only",
         ),
         (not traits.why_not_saved, f"{name}: {traits.why_not_saved}"),
