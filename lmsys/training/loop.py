@@ -111,6 +111,7 @@ class Trainer:
             saved.require(**self.facts)
             shared = saved.shared("model", "progress")
             self.model.load_state_dict(shared["model"])
+        self._warmup = train.warmup
         self._settings = dict[str, Any](betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
         groups = {} if train.undecayed is None else {"groups": optimizer.undecayed(self.model, train.undecayed)}
         prepared = prepare.prepare(self.model, plan.execution, lr=train.lr, **self._settings, **groups)
@@ -140,14 +141,13 @@ class Trainer:
     def schedule(self) -> dict[str, float]:
         """The settings of the learning rate, and what they give next."""
         train = self.config.train
-        warmup = train.warmup
         return {
             "train.steps": train.steps,
             "train.lr": train.lr,
             "train.min_lr": train.min_lr,
-            "train.warmup_steps": warmup,
+            "train.warmup_steps": self._warmup,
             "the rate of the next step": optimizer.cosine_schedule(
-                self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=warmup, total_steps=train.steps
+                self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=self._warmup, total_steps=train.steps
             ),
         }
 

@@ -39,13 +39,13 @@ def plan(config: RunConfig, device: torch.device, group: collectives.Group = Non
     train = config.train
     world_size, _ = collectives.size_and_rank(group)
     (row,) = STRATEGIES.select([train.strategy])
-    traits, micro_batches = StrategyTraits.of(row), train.accumulation(world_size)
-    check_attention(config, device)
+    traits, micro_batches, batch_size = StrategyTraits.of(row), train.accumulation(world_size), train.held
+    check_attention(config, batch_size, device)
     execution = _execution(config, row, traits, group)
-    model = _fitted(config, execution, micro_batches, device)
+    model = _fitted(config, execution, batch_size, micro_batches, device)
     _check_strategy(config, row, traits, device, world_size)
     check_accumulation(config, world_size, able=traits.accumulates)
-    return Plan(model, execution, traits, train.held, micro_batches)
+    return Plan(model, execution, traits, batch_size, micro_batches)
 
 
 def _execution(
@@ -117,7 +117,9 @@ def check_accumulation(config: RunConfig, world_size: int, able: bool) -> None:
     )
 
 
-def _fitted(config: RunConfig, execution: prepare.Execution, micro_batches: int, device: torch.device) -> ModelConfig:
+def _fitted(
+    config: RunConfig, execution: prepare.Execution, batch_size: int, micro_batches: int, device: torch.device
+) -> ModelConfig:
     """The model's config, where it says "fit" with the levels that fit.
 
     All ranks call it, and get the same. ValueError where nothing fits, or the device's memory is not known.
@@ -138,14 +140,14 @@ def _fitted(config: RunConfig, execution: prepare.Execution, micro_batches: int,
         ),
     )
     memory = prepare.gpu_memory() if train.memory_gib is None else train.memory_gib * 2**30
-    return prepare.fitted(model, execution, train.held, memory, micro_batches > 1)
+    return prepare.fitted(model, execution, batch_size, memory, micro_batches > 1)
 
 
-def check_attention(config: RunConfig, device: torch.device) -> None:
+def check_attention(config: RunConfig, batch_size: int, device: torch.device) -> None:
     """ValueError, with the rows that can, where model.attention cannot train here, or not on packed documents."""
     model, train, packed = config.model, config.train, config.data.packing == "documents"
     case = transformer.attention_case(
-        model, train.held, model.context_length, "bfloat16" if train.precision == "bf16" else "float32", device,
+        model, batch_size, model.context_length, "bfloat16" if train.precision == "bf16" else "float32", device,
         grad=True, documents=packed,
     )  # fmt: skip
     try:

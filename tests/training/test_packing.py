@@ -199,7 +199,7 @@ def test_documents_that_do_not_fill_the_sequences_are_refused() -> None:
 def test_a_row_that_knows_no_documents_is_refused(tmp_path: Path, row: str, reason: str) -> None:
     with pytest.raises(ValueError, match=rf"model.attention='{row}' cannot train .*{reason}.*; here these can: naive,"):
         trainer(config(tmp_path, *PACKED, f"model.attention={row}"))
-    check_attention(config(tmp_path, *PACKED), CPU)
+    check_attention(config(tmp_path, *PACKED), 1, CPU)
 
 
 def test_an_unknown_packing_is_refused() -> None:
