@@ -138,9 +138,9 @@ def row_options(vocabulary: int, vector: int) -> dict[str, int]:
     one_read = vocabulary <= TILE
     tile, rest = _tiles(vocabulary) if one_read else (TILE, 0)
     num_warps = max(1, tile // (32 * (HELD_PER_THREAD if one_read else PASSED_PER_THREAD)))
-    found = {"BLOCK": tile, "REST": rest, "VECTOR": vector, "ONE_READ": one_read, "NUM_STAGES": NUM_STAGES}
+    constants = {"BLOCK": tile, "REST": rest, "VECTOR": vector, "ONE_READ": one_read, "NUM_STAGES": NUM_STAGES}
     capped = one_read and torch.version.hip is None  # an option of NVIDIA's compiler alone
-    return found | {"num_warps": num_warps} | ({"maxnreg": MAX_REGISTERS} if capped else {})
+    return constants | {"num_warps": num_warps} | ({"maxnreg": MAX_REGISTERS} if capped else {})
 
 
 def _tiles(vocabulary: int) -> tuple[int, int]:

@@ -57,7 +57,7 @@ class Wrapper(nn.Module):
             for name, child in module.named_modules()
             if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and self.world_size > 1
         }
-        self._told: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, the flags of the step before
+        self._flags_before: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, the flags of the step before
         self._look_for_changes()
         _agree(module, process_group)
         for x in (*module.parameters(), *module.buffers()):
@@ -299,18 +299,18 @@ class Wrapper(nn.Module):
         if flags.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 return None
-            before = self._told
-            self._told = flags.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()
+            before = self._flags_before
+            self._flags_before = flags.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()
             if before is None:
                 return None
             flags, arrived = before
             arrived.synchronize()
         changed, history, square, *_ = found = flags.tolist()
         if changed > 0:
-            self._told = None
+            self._flags_before = None
             raise _changed(collectives.gather_objects(self._change, self.group))
         if square - history**2 > 0.1 / self.world_size:
-            self._told = None
+            self._flags_before = None
             raise RuntimeError(collectives.APART)
         return found
 

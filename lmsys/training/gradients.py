@@ -9,6 +9,7 @@ Source: Gray 2019, "Getting Started with CUDA Graphs" (developer.nvidia.com/blog
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -20,8 +21,13 @@ from lmsys.parallel import adapter, buckets
 from lmsys.training.reproducible import Tree
 from lmsys.values import hold
 
-_STREAMS: dict[int, torch.cuda.Stream] = {}  # by device: that of all recordings
 WARM_UPS = 3  # calls before the recording: what compiles, tunes or allocates for good on first use does it there
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """That of all recordings on a device, which is the current one."""
+    return torch.cuda.Stream()
 
 
 @contextmanager
@@ -31,10 +37,7 @@ def on_capture_stream() -> Iterator[torch.cuda.Stream]:
     Needed by what keeps its stream: torch's DDP makes the nodes that accumulate gradients in its constructor, on the
     current stream, and a capture may not wait for the default one.
     """
-    device = torch.cuda.current_device()
-    if device not in _STREAMS:
-        _STREAMS[device] = torch.cuda.Stream()
-    stream = _STREAMS[device]
+    stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield stream
