@@ -26,7 +26,7 @@ def is_size(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _of(numbers: Any, indices: Iterable[int]) -> list[int]:
+def _entries(numbers: Any, indices: Iterable[int]) -> list[int]:
     return [numbers[index] for index in indices]
 
 
@@ -50,7 +50,7 @@ def plan(
     open_: dict[Hashable, list[int]] = {}
     for index in order:
         bucket = open_.setdefault(kinds[index], [])
-        if bucket and sum(_of(sizes, bucket)) + sizes[index] > (limit if closed else edge):
+        if bucket and sum(_entries(sizes, bucket)) + sizes[index] > (limit if closed else edge):
             closed.append(tuple(bucket))
             bucket.clear()
         bucket.append(index)
@@ -65,7 +65,7 @@ def _small_tail(buckets: list[tuple[int, ...]], sizes: Sequence[int], edge: floa
         return buckets
     last = buckets[-1]
     cut = len(last) - 1
-    while cut > 0 and sum(_of(sizes, last[cut - 1 :])) <= edge:
+    while cut > 0 and sum(_entries(sizes, last[cut - 1 :])) <= edge:
         cut -= 1
     return buckets[:-1] + [last[:cut], last[cut:]] if cut else buckets
 
@@ -117,14 +117,14 @@ def plan_segments(
     kinds = kinds or [None] * len(numels)
     loads = [0] * world_size if loads is None else loads
     segments = []
-    for kind in dict.fromkeys(_of(kinds, order)):
+    for kind in dict.fromkeys(_entries(kinds, order)):
         left = [index for index in order if kinds[index] == kind]
         while left:
             end = _cut(numels, left, limit * world_size, world_size)
             segments.append(_segmented(numels, left[:end], world_size, loads))
             left = left[end:]
     place = dict(zip(order, count(), strict=False))
-    return sorted(segments, key=lambda bucket: max(_of(place, bucket.indices)))
+    return sorted(segments, key=lambda bucket: max(_entries(place, bucket.indices)))
 
 
 def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: int) -> int:
@@ -135,8 +135,8 @@ def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: 
         if total > 4 * limit and most_even:
             break
         if total >= limit or end == len(order):
-            parts = share_out(_of(numels, order[:end]), world_size)
-            longest = max(sum(_of(numels, _of(order, part))) for part in parts)
+            parts = share_out(_entries(numels, order[:end]), world_size)
+            longest = max(sum(_entries(numels, _entries(order, part))) for part in parts)
             evenness = total / (world_size * longest) if longest else 1.0
             if evenness > most_even:
                 best, most_even = end, evenness
@@ -146,14 +146,14 @@ def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: 
 
 
 def _segmented(numels: Sequence[int], indices: Sequence[int], world_size: int, loads: list[int]) -> Segmented:
-    parts = [_of(indices, part) for part in share_out(_of(numels, indices), world_size)]
-    parts.sort(key=lambda part: sum(_of(numels, part)), reverse=True)
+    parts = [_entries(indices, part) for part in share_out(_entries(numels, indices), world_size)]
+    parts.sort(key=lambda part: sum(_entries(numels, part)), reverse=True)
     ranks = sorted(range(world_size), key=loads.__getitem__)
     members: list[tuple[int, ...]] = [()] * world_size
     for rank, part in zip(ranks, parts, strict=True):
         members[rank] = tuple(part)
-        loads[rank] += sum(_of(numels, part))
-    return Segmented(tuple(members), max(offsets(_of(numels, owned))[1] for owned in members))
+        loads[rank] += sum(_entries(numels, part))
+    return Segmented(tuple(members), max(offsets(_entries(numels, owned))[1] for owned in members))
 
 
 PART_MULTIPLE = 8  # elements
