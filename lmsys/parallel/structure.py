@@ -44,15 +44,15 @@ class Structure:
         """The first difference in words; empty where there is none."""
         before, now, trained = self._parameters, _parameters(self.module), dict(self._trained)
         kinds = {
-            "removed": before.keys() - now.keys(),
-            "replaced": {name for name, p in before.items() if now.get(name, p) is not p},
-            "added": now.keys() - before.keys(),
-            "frozen": {name for name, p in now.items() if trained.get(p) and not p.requires_grad},
-            "set to be trained": {name for name, p in now.items() if p.requires_grad and not trained.get(p)},
+            "removed": [name for name in before if name not in now],
+            "replaced": [name for name, p in before.items() if now.get(name, p) is not p],
+            "added": sorted(now.keys() - before.keys()),
+            "frozen": [name for name, p in now.items() if trained.get(p) and not p.requires_grad],
+            "set to be trained": [name for name, p in now.items() if p.requires_grad and not trained.get(p)],
         }
         for change, names in kinds.items():
             if names:
-                return f"the parameter {min(names)} was {change}"
+                return f"the parameter {names[0]} was {change}"
         return ""
 
 
