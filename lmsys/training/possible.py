@@ -15,7 +15,7 @@ from lmsys.training.config import RunConfig
 
 
 class Plan(NamedTuple):
-    """What a training makes of its settings on this device and these ranks.
+    """Settings of a training, as they are carried out on this device and these ranks.
 
     model          the model's config, with the levels of checkpointing that fit
     execution      how it is run
