@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lmsys.parallel import collectives, structure
 from lmsys.values import hold
