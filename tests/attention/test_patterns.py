@@ -46,7 +46,10 @@ def defined(
         places = [[place(pattern, case, b, i) for i in range(case.queries)] for b in range(case.batch)]
         away = (torch.tensor(places)[:, None, :, None] - torch.arange(case.keys)).abs().to(q.device)
         scores = scores - pattern.alibi.double()[..., None, None] * away
-    weights = (scores - (top := scores.amax(-1, keepdim=True).detach())).exp() * spelled(pattern, case)
+    top = scores.amax(-1, keepdim=True).detach()
+    if pattern.sinks is not None:  # of keys that are far away all scores may lie 800 below
+        top = top.maximum(pattern.sinks.detach()[..., None, None])
+    weights = (scores - top).exp() * spelled(pattern, case)
     total = weights.sum(-1, keepdim=True)
     if pattern.sinks is not None:
         total = total + (pattern.sinks[..., None, None] - top).exp()
