@@ -161,7 +161,7 @@ def site(session: nox.Session) -> None:
     session.install(*nox.project.dependency_groups(PROJECT, "docs", "report"))
     build_docs(session)
     session.run("python", "-m", "reports", "-o", "out/docs/published")
-    on_h100 = sorted(map(str, Path("reports/results/h100").glob("*.json")))
+    on_h100 = sorted(map(str, Path("reports/results/h100").glob("*.json.gz")))
     session.run("python", "-m", "reports", "-o", "out/docs/published/h100", *on_h100)
 
 

@@ -1,13 +1,15 @@
-"""Gives result files the layouts that benchmarks declare today: `python -m dev.layouts reports/results/*.json`.
+"""Gives result files the layouts that benchmarks declare today: `python -m dev.layouts reports/results/*.json.gz`.
 
 All else in a file keeps its bytes: seals are of the machine and of records.
 """
 
 import argparse
+import gzip
 import json
 import re
 from pathlib import Path
 
+from lmsys.files import read_text
 from lmsys.verify import benchmarks_in
 
 KEY = '"layouts":'
@@ -38,4 +40,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m dev.layouts", description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
     for path in parser.parse_args().results:
-        path.write_text(with_layouts(path.read_text(encoding="utf-8")), encoding="utf-8")
+        text = with_layouts(read_text(path)).encode()
+        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)

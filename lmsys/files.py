@@ -1,18 +1,23 @@
 """Files that are there whole or not at all, that one process writes; checksums; git. Imports no torch."""
 
 import fcntl
+import gzip
 import hashlib
+import io
 import json
 import os
 import re
 import secrets
 import stat
 import subprocess
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO
 
+GZIP = b"\x1f\x8b"  # begins a file that gzip has made
+MOST_BYTES = 2**30  # of what such a file holds: a few kilobytes can unpack to more than the memory
 _claims: dict[Path, IO[str]] = {}  # of this process: a lock ends when its file is closed
 
 
@@ -31,13 +36,26 @@ def git(folder: Path, *words: str) -> str | None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. ValueError, with the path, for one that cannot be read or is not UTF-8."""
+    """The text of a file, also of one that gzip has compressed, whatever its name. ValueError, with the path, for one
+    that cannot be read or is not UTF-8, and for more than `MOST_BYTES` of compressed text."""
     try:
-        return path.read_bytes().decode()
+        content = path.read_bytes()
+        return (_unpacked(path, content) if content.startswith(GZIP) else content).decode()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start:,}") from None
+
+
+def _unpacked(path: Path, packed: bytes) -> bytes:
+    try:
+        with gzip.open(io.BytesIO(packed)) as file:
+            content = file.read(MOST_BYTES + 1)
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path}: what gzip has made of it is damaged: {error}") from None
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"{path}: it holds more than {MOST_BYTES:,} bytes, the most that is unpacked")
+    return content
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m reports [RESULT.json ...] [-o DIR]`: without files it reports reports/results/*.json into reports/site."""
+"""`python -m reports [RESULT.json ...] [-o DIR]`: without files it reports results/*.json.gz into reports/site."""
 
 import sys
 from pathlib import Path
@@ -8,5 +8,5 @@ from lmsys.reports.__main__ import main
 HERE = Path(__file__).parent
 
 if __name__ == "__main__":
-    results = sorted((HERE / "results").glob("*.json"))
+    results = sorted((HERE / "results").glob("*.json.gz"))
     sys.exit(main(results=results, output=HERE / "site", program="python -m reports"))

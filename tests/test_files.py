@@ -1,5 +1,6 @@
 """Files are there whole or not at all, and one process writes them."""
 
+import gzip
 import os
 import signal
 import stat
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lmsys.files import check_private, claim, replacing
+from lmsys import files
+from lmsys.files import check_private, claim, read_text, replacing
 from tests.support.processes import ENVIRONMENT
 
 HOLD = "import sys, time; from lmsys.files import claim; from pathlib import Path\n"
@@ -100,3 +102,18 @@ def test_code_is_not_run_from_what_another_group_can_write(group: int, monkeypat
 
 def status(owner: int, group: int = 3, mode: int = 0o644) -> os.stat_result:
     return os.stat_result((stat.S_IFREG | mode, 0, 0, 1, owner, group, 0, 0, 0, 0))
+
+
+def test_what_gzip_has_compressed_is_read_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is cut, spoilt or too much is refused in one line that names the file."""
+    path, packed = tmp_path / "result.json", gzip.compress(b'{"a": "\xc3\xa9"}')
+    path.write_bytes(packed)
+    assert read_text(path) == '{"a": "é"}'
+    for broken in (packed[:-9], packed[:10] + bytes(8) + packed[18:], packed[:2]):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=f"^{path}: what gzip has made of it is damaged"):
+            read_text(path)
+    path.write_bytes(gzip.compress(bytes(1000)))
+    monkeypatch.setattr(files, "MOST_BYTES", 999)
+    with pytest.raises(ValueError, match=f"^{path}: it holds more than 999 bytes"):
+        read_text(path)

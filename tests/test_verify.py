@@ -1,6 +1,6 @@
 """`lmsys verify` on a result of one H200: what is altered is found, what cannot be found is said.
 
-The result is eight cases of reports/results/nvidia-h200_20261126_default.json, sealed as a file of their own.
+The result is eight cases of reports/results/nvidia-h200_20261126_default.json.gz, sealed as a file of their own.
 """
 
 import copy
@@ -17,6 +17,7 @@ import pytest
 
 from lmsys import verify
 from lmsys.bench.record import file_seal, seal, summarize
+from lmsys.files import read_text
 from tests.support.records import record
 
 ROOT = Path(__file__).parents[1]
@@ -419,7 +420,7 @@ sys.exit(verify.main())
 def test_without_folders_it_finds_the_benchmark_of_every_committed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     known = verify.benchmarks_in(*verify.FOLDERS)
-    said = {name for path in RESULTS.rglob("*.json") for name in re.findall(r'"benchmark": ?"(\w+)"', path.read_text())}
+    said = {name for path in RESULTS.rglob("*.json*") for name in re.findall(r'"benchmark": ?"(\w+)"', read_text(path))}
     assert {"attention", "plans", "short_plans"} <= said <= known.keys()
 
 

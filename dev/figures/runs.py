@@ -9,6 +9,7 @@ from typing import Any
 
 from dev.figures.pages import ROOT, cells_of
 from lmsys.bench.verdict import ratio_of
+from lmsys.files import read_text
 
 RESULTS = ROOT / "reports" / "results"
 H100, H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
@@ -16,7 +17,7 @@ Record = dict[str, Any]
 
 
 def path_of(name: str, machine: str, folder: str) -> Path:
-    """The one committed file of this name, such as nvidia-h200_20261126_attention-bf16.json."""
+    """The one committed file of this name, such as nvidia-h200_20261126_attention-bf16.json.gz."""
     (path,) = (RESULTS / folder).glob(f"{machine}_*_{name}")
     return path
 
@@ -25,7 +26,7 @@ def path_of(name: str, machine: str, folder: str) -> Path:
 def run(name: str, machine: str = H100, folder: str | None = None) -> Record:
     """Our part of a result, and when the run ended; a machine's own folder has the runs of its page."""
     folder = {H100: "h100", H200: ""}[machine] if folder is None else folder
-    content = json.loads(path_of(f"{name}.json", machine, folder).read_text())
+    content = json.loads(read_text(path_of(f"{name}.json.gz", machine, folder)))
     return {"ended": content.get("datetime"), **content["lmsys"]}
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lmsys.bench import record, validate, verdict
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Grid, Record, Sweep, declared, grouped
-from lmsys.files import cache_folder, replacing, write_json
+from lmsys.files import cache_folder, read_text, replacing, write_json
 from lmsys.values import hold
 
 if TYPE_CHECKING:
@@ -457,7 +457,7 @@ def entries_of(path: Path) -> list[Record]:
     """
     if path.suffix == ".partial" or not (path.is_file() and path.stat().st_size):
         return []
-    content = json.loads(path.read_text(encoding="utf-8")).get("benchmarks", [])
+    content = json.loads(read_text(path)).get("benchmarks", [])
     try:
         validate.check_shape(
             "benchmarks", content, [{"extra_info": {"benchmark?": validate.TEXT, "id?": validate.TEXT}, "stats": {}}]

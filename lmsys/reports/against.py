@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
+from lmsys import files
 from lmsys.bench import fields, record
 from lmsys.bench.changes import (
     BROKEN,
@@ -252,7 +253,8 @@ def write_history(folder: Path, out: Path, margin: float) -> list[str]:
 
     ValueError for a file that is no result, and where no two of them can be compared.
     """
-    runs = [run for _, run in sorted(map(_dated, folder.glob("*.json")), key=lambda dated: dated[0])]
+    dated = [_dated(path) for pattern in ("*.json", "*.json.gz") for path in folder.glob(pattern)]
+    runs = [run for _, run in sorted(dated, key=lambda pair: pair[0])]
     reasons = [why_not(run, runs[-1]) for run in runs]
     alike = [run for run, reason in zip(runs, reasons, strict=True) if not reason]
     since = [compare(alike[0].records, run.records, margin) for run in alike[1:]]
@@ -277,7 +279,7 @@ def _dated(path: Path) -> tuple[datetime, load.Machine]:
     """When the commit of a file was made, or where the file does not say that when its run began; and the run."""
     machine = machine_of([path])
     try:
-        info = json.loads(path.read_text(encoding="utf-8")).get("commit_info") or {}
+        info = json.loads(files.read_text(path)).get("commit_info") or {}
         return datetime.fromisoformat(str(info.get("time") or machine.runs[0].get("date"))).astimezone(UTC), machine
     except (AttributeError, OverflowError, ValueError) as error:
         raise load.InputError(f"{path}: no date of its commit or its run can be read ({error})") from None

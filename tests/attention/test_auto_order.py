@@ -9,10 +9,11 @@ import pytest
 
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.attention.pattern import OPTIONS
+from lmsys.files import read_text
 from lmsys.traits import AttentionTraits
 
 RESULTS = Path(__file__).parents[2] / "reports" / "results"
-PUBLISHED = [*RESULTS.glob("*.json"), *(RESULTS / "h100").glob("*.json")]
+PUBLISHED = [*RESULTS.glob("*.json.gz"), *(RESULTS / "h100").glob("*.json.gz")]
 CLASSES = sorted((RESULTS / "auto").glob("*.json"))
 BEHIND = 1.02  # the most that auto's row may take of the time of the best
 TORCH = ("sdpa", "sdpa_math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn", "flex", "varlen_attn")
@@ -41,7 +42,7 @@ def cells() -> Iterator[Any]:
     """Each shape of the committed runs, of a machine's latest run that has it: its case, and seconds by row."""
     latest: dict[tuple[str, str], tuple[str, AttentionCase, dict[str, float | None]]] = {}
     for path in PUBLISHED:
-        found = json.loads(path.read_text())["lmsys"]
+        found = json.loads(read_text(path))["lmsys"]
         for record in found["records"]:
             if record.get("benchmark") != "attention" or record["device"] != "cuda" or record.get("memory_limit_bytes"):
                 continue

@@ -29,7 +29,7 @@ RATES = "table-nvidia-h200-tokens16k-bfloat16-fwd-tflops"
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("playwright", reason="playwright is not installed: `nox -s browser` brings it")
-    return build(sorted((ROOT / "reports" / "results").glob("*.json")), tmp_path_factory.mktemp("site") / "out")
+    return build(sorted((ROOT / "reports" / "results").glob("*.json.gz")), tmp_path_factory.mktemp("site") / "out")
 
 
 @pytest.fixture(scope="module")

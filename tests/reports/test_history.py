@@ -1,5 +1,6 @@
 """`lmsys report --history FOLDER`: the order of commits, which runs stand together, lines and verdicts."""
 
+import gzip
 import json
 import random
 import re
@@ -62,6 +63,17 @@ def test_cases_stand_over_commits_in_the_order_of_their_dates(
     plot = files["plots/synthetic-gpu-history-attention.svg"].decode()
     assert re.findall("|".join(COMMITS), plot) == list(COMMITS)
     assert "attention: time by commit" in plot and "flash_triton" in plot and "flash_triton" in said[3]
+
+
+def test_a_run_of_a_history_may_be_compressed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    four_commits(tmp_path / "runs")
+    assert history(tmp_path / "runs", "-o", tmp_path / "out") == 0
+    lines = capsys.readouterr().out
+    for path in list((tmp_path / "runs").glob("[78].json")):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert history(tmp_path / "runs", "-o", tmp_path / "out") == 0
+    assert capsys.readouterr().out == lines and lines.startswith("4 runs")
 
 
 def test_a_line_goes_by_the_runs_that_have_its_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from tests.support.pages import PAGES, links
 from tests.support.processes import ROOT
 
 PUBLISHED = Path("reports/published")
-RUNS = {"nvidia-h200": "*.json", "nvidia-h200-energy": "energy/*.json"}  # of each report
+RUNS = {"nvidia-h200": "*.json.gz", "nvidia-h200-energy": "energy/*.json.gz"}  # of each report
 DRAWN, WRITTEN = plots.to_svg, page.write
 
 
