@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO
 
-GZIP = b"\x1f\x8b"  # begins a file that gzip has made
 MOST_BYTES = 2**30  # of what such a file holds: a few kilobytes can unpack to more than the memory
 _claims: dict[Path, IO[str]] = {}  # of this process: a lock ends when its file is closed
 
@@ -36,11 +35,14 @@ def git(folder: Path, *words: str) -> str | None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, also of one that gzip has compressed, whatever its name. ValueError, with the path, for one
-    that cannot be read or is not UTF-8, and for more than `MOST_BYTES` of compressed text."""
+    """The text of a file, also of one that gzip has compressed, which its first two bytes tell.
+
+    ValueError, with the path, for one that cannot be read or is not UTF-8, and for more than `MOST_BYTES` of compressed
+    text.
+    """
     try:
         content = path.read_bytes()
-        return (_unpacked(path, content) if content.startswith(GZIP) else content).decode()
+        return (_unpacked(path, content) if content[:2] == b"\x1f\x8b" else content).decode()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -49,8 +51,7 @@ def read_text(path: Path) -> str:
 
 def _unpacked(path: Path, packed: bytes) -> bytes:
     try:
-        with gzip.open(io.BytesIO(packed)) as file:
-            content = file.read(MOST_BYTES + 1)
+        content = gzip.GzipFile(fileobj=io.BytesIO(packed)).read(MOST_BYTES + 1)
     except (EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{path}: what gzip has made of it is damaged: {error}") from None
     if len(content) > MOST_BYTES:

@@ -15,7 +15,6 @@ import pytest
 
 from lmsys import processes
 from lmsys.processes import ProcessError, Worker, answered, futures, in_own_process
-from lmsys.tokenizer.chunks import each
 from tests.support.processes import PATIENCE_S, Stopwatch
 
 KEPT: list[int] = []
@@ -254,9 +253,9 @@ def test_workers_end_with_their_caller_and_find_functions_in_its_main_module(tmp
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_tasks_are_answered_in_order_and_errors_passed_on(processes: int) -> None:
-    assert list(each(double, range(12), processes)) == [2 * task for task in range(12)]
+    assert [future.result() for future in futures(double, range(12), processes)] == [2 * task for task in range(12)]
     with pytest.raises(ValueError, match="13 is refused"):
-        list(each(double, range(20), processes))
+        [future.result() for future in futures(double, range(20), processes)]
 
 
 def test_a_failure_among_many_tasks_is_that_of_one() -> None:

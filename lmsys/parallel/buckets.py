@@ -16,7 +16,6 @@ from torch import Tensor
 from lmsys.values import hold
 
 MIB = 2**20
-EDGE_BYTES = MIB  # a smaller first bucket lets communication begin early; nothing hides the last one's
 ALIGNMENT = 64  # elements: every tensor in a bucket begins at a multiple of it, as wide loads like it
 BALANCED = 0.95  # a bucket is closed once this share of its segments is gradients, not padding
 

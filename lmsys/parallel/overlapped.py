@@ -265,10 +265,9 @@ class Bucketed(Overlapped):
         if self.bucket_mb == "auto":
             self.bucket_mb = self._best(sum(sizes))
         kinds = [(p.device, p.dtype) for p in self.trainable]
+        # A smaller first bucket lets communication begin early; nothing hides that of the last one.
         limit, edge = (
-            (math.inf, math.inf)
-            if self.bucket_mb is None
-            else (float(self.bucket_mb) * buckets.MIB, buckets.EDGE_BYTES)
+            (math.inf, math.inf) if self.bucket_mb is None else (float(self.bucket_mb) * buckets.MIB, buckets.MIB)
         )
         return buckets.plan(sizes, order, limit, edge, kinds)
 

@@ -59,7 +59,7 @@ def test_settings_of_checkpointing_are_apart_where_their_commas_are_not_their_ow
             for one in ([",".join(part)] if has_number else part)]  # fmt: skip
     assert list(found) == runs
     assert given_axes(axes.NAMED, {"--checkpoint": "0,1"})["checkpoint"] == ("none", "whole")
-    assert axes.STREAMS == RESIDUALS
+    assert given_axes(axes.NAMED, {"--residual": "wide,narrow"})["residual"] == RESIDUALS
 
 
 def test_two_options_of_one_axis_add_up_and_an_axis_is_known_by_its_name() -> None:

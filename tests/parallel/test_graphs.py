@@ -218,19 +218,19 @@ def test_so_are_some_on_gpus(
 QUICK = [name for name, (graph, ways) in KINDS.items() if not graph.prepared and "compile" not in "".join(ways)]
 
 
-def are_right_or_refused(ranks: WorkerGroup, strategy: str, names: Sequence[str]) -> None:
-    found = {name: outcome(ranks, strategy, KINDS[name]) for name in names}
+def are_right_or_refused(ready_ranks: Callable[[], WorkerGroup], strategy: str, names: Sequence[str]) -> None:
+    found = {name: outcome(ready_ranks(), strategy, KINDS[name]) for name in names}
     other = {name: told for name, told in found.items() if told[0] not in (RIGHT, REFUSED)}
     assert not other
 
 
 @pytest.mark.parametrize(("strategy", "names"), [("zero1", QUICK[::2]), ("fsdp", QUICK[1::2])])
-def test_each_kind_is_right_or_refused(ranks: WorkerGroup, strategy: str, names: list[str]) -> None:
+def test_each_kind_is_right_or_refused(ready_ranks: Callable[[], WorkerGroup], strategy: str, names: list[str]) -> None:
     """Each kind by one of the two that divide most; by all on request."""
-    are_right_or_refused(ranks, strategy, names)
+    are_right_or_refused(ready_ranks, strategy, names)
 
 
 @pytest.mark.on_request
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_kind_is_right_or_refused_by_all(ranks: WorkerGroup, strategy: str) -> None:
-    are_right_or_refused(ranks, strategy, [*KINDS])
+def test_each_kind_is_right_or_refused_by_all(ready_ranks: Callable[[], WorkerGroup], strategy: str) -> None:
+    are_right_or_refused(ready_ranks, strategy, [*KINDS])
