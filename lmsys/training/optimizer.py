@@ -130,7 +130,7 @@ class AdamW(Optimizer):
         return bundles
 
     def _with_state(self, live: list[Tensor]) -> list[Any]:
-        return live + [x for p in live if p in self.state for x in self.state[p].values()]
+        return live + [x for p in live for x in self.state.get(p, {}).values()]
 
 
 @dataclass
