@@ -9,8 +9,8 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial, wraps
+from contextlib import ContextDecorator, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,22 +28,27 @@ running: list[Any] = []  # the row that runs in `Laptop`, whose backward then do
 _apply = BackwardCFunction.apply
 
 
-class Laptop(TorchFunctionMode):
-    """Code that runs in it is told that tensors are on a GPU, and gets memory of the host for that of a GPU."""
+class Laptop(TorchFunctionMode, ContextDecorator):
+    """Code that runs in it is told that tensors are on a GPU, and gets memory of the host for that of a GPU.
+
+    It decorates functions, too: they run in it.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (Tensor.is_cuda.__get__, Tensor.device.__get__):
-            return True if function == Tensor.is_cuda.__get__ else GPU
-        if function is Tensor.cuda:
+        told = {Tensor.is_cuda.__get__: True, Tensor.device.__get__: GPU, Tensor.get_device: 0}.get(function)
+        if told is not None:
+            return told
+        if function in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
+        if kwargs and isinstance(kwargs.get("device"), int):  # as torch.cuda.current_device() names it
+            kwargs = kwargs | {"device": GPU}
         args, kwargs = tree_map(_on_host, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
 def _on_host(x: Any) -> Any:
     """A device of the host where x is a GPU; else x itself."""
-    is_gpu = x.partition(":")[0] == "cuda" if isinstance(x, str) else isinstance(x, torch.device) and x.type == "cuda"
-    return torch.device("cpu") if is_gpu else x
+    return torch.device("cpu") if isinstance(x, str | torch.device) and str(x).partition(":")[0] == "cuda" else x
 
 
 class Done:
@@ -68,7 +73,9 @@ def install() -> None:
         is_available=lambda: isinstance(_get_current_function_mode(), Laptop),
         current_device=lambda: 0,
         synchronize=lambda *_: None,
+        set_device=lambda *_: None,
         device=nullcontext,
+        device_of=nullcontext,
         get_device_capability=lambda *_: (8, 0),  # of a card that every kernel of a course knows
         get_device_properties=lambda *_: SimpleNamespace(name="", multi_processor_count=1, gcnArchName=""),
         stream=nullcontext,
@@ -173,13 +180,9 @@ def fitting(row: Callable[..., Tensor], score: Callable[[Any], int]) -> Callable
     Where nobody has called `install` it is the row itself.
     """
 
-    @wraps(row)
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        with Laptop():
-            return row(*args, **kwargs)
-
     if BackwardCFunction.apply is not _backward:
         return row
+    call = Laptop()(row)
     running.clear()
     plain = score(row)
     running.append(row)

@@ -9,14 +9,9 @@ must run without TRITON_INTERPRET, so the tests start it in a process of its own
 
 import argparse
 import json
-import re
-import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +19,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from dev.targets.binary import count, disassembled, loops, number, registers_of
+from dev.targets.cards import CARDS
 from lmsys.attention import AttentionCase, flash_triton, flash_triton_decode
 from lmsys.attention.tuning import Tile, candidates
 from lmsys.kernels.launch import FUSED, Strided
@@ -42,11 +39,9 @@ MASKS = {  # the last two: of patterns
 POINTERS = {**dict.fromkeys(("first_ptr", "end_ptr", "position_ptr"), "*i32"), "spoilt_ptr": "*i1"}
 DECODING = (64, 1), (64, 16), (128, 1), (128, 16), (256, 1)  # head_dim, queries
 TMA = 90, 100  # architectures on which kernels move tiles by it
-SHARED = {arch: 1024 * kib for arch, kib in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()}  # of a block
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-COUNTED = "HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "LDL", "STL"
-MNEMONICS = {name: name for name in COUNTED} | {"waits": r"WARPGROUP\.DEPBAR"}
-PRODUCT = "HMMA", "HGMMA", "UTCHMMA"  # mnemonics of tensor cores
+SHARED = {arch: CARDS[f"sm_{arch}"].block_bytes for arch in (80, 86, 89, 90, 100, 120)}
+PRODUCT = "HMMA", "HGMMA", "UTCHMMA"  # of floating-point numbers, on tensor cores
+MNEMONICS = {name: name for name in (*PRODUCT, "UTMALDG", "LDL", "STL")} | {"waits": r"WARPGROUP\.DEPBAR"}
 PRODUCTS = {"fwd": 2, "dq": 3, "dkdv": 4}  # of a pair of tiles
 HMMA_MACS = 16 * 8 * 16  # multiplications with additions of an instruction
 
@@ -125,57 +120,14 @@ def compile_decoding(dtype: torch.dtype, head_dim: int, queries: int, arch: int 
     return compiled(kernel, types, constants, head_dim, plan.num_warps, plan.num_stages, arch)
 
 
-def disassembled(kernel: Any) -> str:
-    """The kernel's SASS, an instruction a line."""
-    with _cubin(kernel) as path:
-        command = [TOOLS / "nvdisasm", "-c", "-ndf", path]  # neither data nor where indirect branches lead
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def count(mnemonics: Mapping[str, str], sass: str) -> dict[str, int]:
-    """How often each of these patterns begins a word."""
-    return {key: len(re.findall(rf"\b{mnemonic}", sass)) for key, mnemonic in mnemonics.items()}
-
-
 def resources(kernel: Any, sass: str | None = None) -> dict[str, int]:
     """Registers a thread, shared memory in bytes, and counts of the instructions that tell a good build."""
-    with _cubin(kernel) as path:
-        command = [TOOLS / "cuobjdump", "-res-usage", path]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers = re.search(r"REG:(\d+)", usage)
-    assert registers is not None, usage
     counts = count(MNEMONICS, disassembled(kernel) if sass is None else sass)
-    return {"registers": int(registers[1]), "shared": kernel.metadata.shared, **counts}
-
-
-@contextmanager
-def _cubin(kernel: Any) -> Iterator[str]:
-    """A file with the kernel's binary."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        yield file.name
-
-
-def loops(sass: str) -> Iterator[list[str]]:
-    """The runs of instructions from a label to a branch back to it, without their addresses."""
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    for line in sass.splitlines():
-        if match := re.match(r"\s*(\.L_\w+):", line):
-            labels[match[1]] = len(code)
-        elif match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
-            code.append(match[1])
-            branch = re.search(r"\bBRA\S*\s.*?`\((\.L_\w+)\)", match[1])
-            if branch and branch[1] in labels:
-                yield code[labels[branch[1]] :]
+    return {"registers": registers_of(kernel), "shared": kernel.metadata.shared, **counts}
 
 
 def in_loops(sass: str) -> dict[str, int]:
     """Spills in all loops together, and of the shortest one with products these and the asynchronous copies."""
-
-    def number(loop: list[str], *mnemonics: str) -> int:
-        return sum(1 for one in loop if re.search(rf"\b({'|'.join(mnemonics)})\b", one))
 
     every = list(loops(sass))
     main = min((loop for loop in every if number(loop, *PRODUCT) > 1), key=len, default=[])

@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from dev.plan_cases import SHORT, candidates
+from dev.targets.binary import count, disassembled
 from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
 from lmsys.attention.flash_gluon.kernels import BLOCK_Q, ROWS, TILE_K, backward_options, forward_options, layout
@@ -33,7 +34,7 @@ from lmsys.attention.flash_gluon.plans import (
 )
 from lmsys.attention.flash_gluon.preprocess import postprocess_kernel, preprocess_kernel
 from lmsys.kernels.launch import FUSED
-from tests.support.sass import TRITON_NAMES, count, disassembled, resources
+from tests.support.sass import TRITON_NAMES, resources
 
 BOUNDS = {"first_ptr": "*i32", "end_ptr": "*i32", "query_end_ptr": "*i32"}
 POINTERS = {"dq_semaphore": "*i32", "counter": "*i32", "parameters": "*i64"}

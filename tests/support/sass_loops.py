@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from dev.targets.binary import TOOLS, disassembled, loops
 from lmsys.attention.flash_gluon.plans import BackwardPlan, backward_plan
-from tests.support.sass import TOOLS, disassembled, loops
 from tests.support.sass_gluon import backward
 
 MATMULS = 16  # at least so many are in a loop that is a main one

@@ -1,0 +1,115 @@
+"""`python -m dev.targets mine.py:f`: what the Triton kernels of f are on each card. It needs no GPU.
+
+f is attention, a function of q, k, v as `lmsys check` takes it, or a row of its table by name, or a function without
+parameters, which makes its own tensors with device="cuda" and calls your kernels. It is called once for each card; its
+launches are recorded in place of being run, of an autotuner every configuration, and compiled for that card.
+A kernel that compiles and fits is not said to be fast. How inputs of other sizes or options are launched is not seen.
+Exit codes: 0 every kernel fits in some configuration on each card, 1 one does not, 2 a target or option that is none.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dev.targets import cards
+from dev.targets.answers import Answer, asked, load
+from lmsys import values
+
+SCHEMA = 1  # of the lines for programs: docs/targets.md
+USAGE = 2
+NAMES = {"num_warps": "warps", "num_stages": "stages", "num_ctas": "CTAs"}
+NUMBERS = "registers", "spills", "tensor cores", "copies", "blocks"  # fields of an Answer, and columns
+HEAD = "card", "kernel", "fits", "shared KiB", *NUMBERS
+WIDTHS = 7, 24, 8, 10, 9, 9, 12, 6, 6, 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m dev.targets", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", metavar="TARGET", help="path.py:attribute, or a row of attention by its name")
+    parser.add_argument("--card", metavar="CARDS", help=f"those to compile for, of {','.join(cards.CARDS)}")
+    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="of attention; default: 64")
+    parser.add_argument("--length", type=int, default=1024, metavar="N", help="of its sequences; default: 1024")
+    parser.add_argument("--dtype", default="float16", metavar="DTYPE", help="of its tensors; default: float16")
+    parser.add_argument("--forward", action="store_true", help="no gradients")
+    parser.add_argument("--all", action="store_true", help="a line for each configuration")
+    parser.add_argument("--json", action="store_true", help="a JSON object in a line for each: docs/targets.md")
+    given = parser.parse_args(arguments)
+    answers: list[Answer] = []
+    try:
+        chosen = cards.select(given.card)
+        values.choice(given.dtype, ("float16", "bfloat16", "float32"), "--dtype ")
+        values.whole("--head-dim", given.head_dim, least=1, most=512)
+        values.whole("--length", given.length, least=1, most=2**16)
+        shape = 1, 4, given.length, given.head_dim
+        target = partial(load, given.target, shape, given.dtype, not given.forward)
+        if not given.json:
+            print(_line(HEAD), flush=True)
+        for of_card in _asked(chosen, target):
+            if not of_card:
+                raise ValueError(f"{given.target} launches no kernel of Triton")
+            objects = [json.dumps({"schema": SCHEMA, **asdict(answer)}) for answer in of_card]
+            print("\n".join(objects if given.json else _table(of_card, given.all)), flush=True)
+            answers += of_card
+    except ValueError as error:
+        print(f"python -m dev.targets: error: {error}", file=sys.stderr)
+        return USAGE
+    kernels = {(x.card, x.kernel) for x in answers}
+    return int(kernels > {(x.card, x.kernel) for x in answers if x.reason is None})
+
+
+def _asked(chosen: Sequence[cards.Card], target: Callable[[], Any]) -> Iterator[list[Answer]]:
+    """The answers of each card, in their order; several are asked at once."""
+    # A folder of its own, in which no row has tuned anything: then it launches all that it would time.
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(min(len(chosen), os.cpu_count() or 1)) as threads:
+        yield from threads.map(lambda card: asked(card, target, Path(folder)), chosen)
+
+
+def _table(answers: list[Answer], each: bool) -> list[str]:
+    """A line for each kernel, or for each configuration: how many fit, the numbers of these, and why others do not."""
+    groups: dict[Any, list[Answer]] = {}
+    for number, x in enumerate(answers):
+        groups.setdefault(number if each else x.kernel, []).append(x)
+    lines = []
+    for group in groups.values():
+        fit = [x for x in group if x.reason is None]
+        shown = fit or group
+        cells = [_range([x.needs and x.needs / cards.KIB for x in shown])]
+        cells += [_range([getattr(x, name.replace(" ", "_")) for x in shown]) for name in NUMBERS]
+        first = group[0]
+        fits = f"{len(fit)} of {len(group)}"
+        lines.append(_line((first.card, first.kernel, fits, *cells, _configuration(first) if each else "")))
+        lacking = {f"{first.card} has no {x.lacks} in hardware" for x in group if x.lacks}
+        lines += [f"    {text}" for text in (*dict.fromkeys(x.reason for x in group if x.reason), *lacking)]
+    return lines
+
+
+def _configuration(answer: Answer) -> str:
+    shown = {name: value for name, value in answer.constants.items() if (name, value) != ("num_ctas", 1)}
+    return ", ".join(f"{NAMES.get(name, name)} {value}" for name, value in shown.items())
+
+
+def _range(numbers: list[Any]) -> str:
+    """From the least to the most of those that are known, a number or yes or no; as one where all are alike."""
+    known = sorted(x for x in numbers if x is not None)
+    if not known:
+        return ""
+    least, most = (("no", "yes")[x] if isinstance(x, bool) else f"{x:.0f}" for x in (known[0], known[-1]))
+    return least if least == most else f"{least}-{most}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return " ".join(f"{cell:<{width}}" for cell, width in zip(cells, WIDTHS, strict=False)).rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Cards, and what a block of threads may have of their multiprocessors.
+
+From NVIDIA's CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", and AMD's CDNA 3
+instruction set architecture, chapter 3; multiprocessors from the cards' data sheets.
+"""
+
+from dataclasses import dataclass
+
+from lmsys.values import choice
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Card:
+    """A kind of GPU, as its compiler knows it.
+
+    arch          sm_86, gfx942
+    names         what it is sold as
+    block_bytes   shared memory that a block may have
+    shared_bytes  shared memory of a multiprocessor
+    threads, blocks  the most that a multiprocessor holds
+    processors    multiprocessors of the first of its names
+    """
+
+    arch: str
+    names: str
+    block_bytes: int
+    shared_bytes: int
+    threads: int
+    blocks: int
+    processors: int
+    lacks: tuple[str, ...] = ()  # dtypes that tensor cores of it do not multiply
+
+    @property
+    def is_nvidia(self) -> bool:
+        return self.arch.startswith("sm_")
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Of AMD's cards torch gives this one as well: (9, 4) of gfx942."""
+        digits = self.arch.removeprefix("sm_") if self.is_nvidia else self.arch[3:5]
+        return int(digits[:-1]), int(digits[-1])
+
+    @property
+    def warp(self) -> int:
+        return 32 if self.is_nvidia else 64
+
+    def held(self, registers: int, shared_bytes: int, warps: int) -> int:
+        """Blocks that a multiprocessor holds at once. 0 where the block does not fit."""
+        if shared_bytes > self.block_bytes:
+            return 0
+        reserved = KIB if self.is_nvidia and self.capability >= (8, 0) else 0
+        by_shared = self.shared_bytes // max(shared_bytes + reserved, 1)
+        by_threads = self.threads // (self.warp * warps)
+        # Registers are given to a warp by the 256, and to each of four schedulers alike; AMD's by the 8 of a lane.
+        of_warp = -(-max(registers, 1) * 32 // 256) * 256
+        by_registers = 64 * KIB // of_warp // 4 * 4 if self.is_nvidia else 4 * (512 * 32 // of_warp)
+        return min(self.blocks, by_shared, by_threads, by_registers // warps)
+
+
+CARDS = {
+    card.arch: card
+    for card in (
+        Card("sm_75", "T4, RTX 2080", 64 * KIB, 64 * KIB, 1024, 16, 40, ("bfloat16",)),
+        Card("sm_80", "A100, A30", 163 * KIB, 164 * KIB, 2048, 32, 108),
+        Card("sm_86", "RTX 3090, A10, A6000", 99 * KIB, 100 * KIB, 1536, 16, 82),
+        Card("sm_89", "RTX 4090, L4, L40S", 99 * KIB, 100 * KIB, 1536, 24, 128),
+        Card("sm_90", "H100, H200", 227 * KIB, 228 * KIB, 2048, 32, 132),
+        Card("sm_100", "B200, GB200", 227 * KIB, 228 * KIB, 2048, 32, 148),
+        Card("sm_120", "RTX 5090", 99 * KIB, 100 * KIB, 1536, 24, 170),
+        Card("gfx942", "MI300X", 64 * KIB, 64 * KIB, 2048, 32, 304),
+    )
+}
+
+
+def select(names: str | None) -> list[Card]:
+    """Cards by `arch`, separated by commas; all of them for None. ValueError for a name that none has."""
+    return [CARDS[choice(name, CARDS)] for name in (names.split(",") if names else CARDS)]

@@ -1,0 +1,167 @@
+"""Launches of Triton kernels, recorded in place of being run, and compiled for a card.
+
+The code that launches is told that its tensors lie on such a card (`lmsys.check.laptop`); results keep what was in
+memory. An autotuner launches every configuration that its pruning leaves.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch.library import Library
+from triton.backends.compiler import GPUTarget
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dev.targets import binary
+from dev.targets.cards import Card
+from lmsys.check import laptop
+
+_run, _impl = JITFunction.run, Library.impl
+NUMBERS = "num_warps", "num_stages", "num_ctas"
+MOST_THREADS = 1024  # of a block
+MEMORY_BYTES = 16 * 2**30  # of any card, for those who ask
+KEYS = {"CUDA": "CPU", "CompositeExplicitAutograd": "CompositeExplicitAutograd"}  # of operators' kernels: here they run
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A call of a kernel: the function, its arguments, its constants and the compiler's options."""
+
+    function: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.function.fn.__name__)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The constants of the kernel that are numbers or words, by name, and its warps and stages."""
+        given = dict(zip(self.function.arg_names, self.args, strict=False)) | self.options
+        names = [x.name for x in self.function.params if x.is_constexpr]
+        plain = {x: given[x] for x in names if isinstance(given.get(x, ...), bool | int | float | str | None)}
+        return plain | {name: given[name] for name in NUMBERS if name in given}
+
+    @property
+    def dtypes(self) -> set[str]:
+        """Those of its tensors."""
+        tensors = (getattr(x, "base", x) for x in (*self.args, *self.options.values()))
+        return {str(x.dtype).removeprefix("torch.") for x in tensors if isinstance(x, torch.Tensor)}
+
+
+launches: list[Launch] = []
+
+
+def install(card: Card) -> None:
+    """In this process no kernel runs any more: launches are recorded, and all is told that it has this card.
+
+    One card in a process, since code keeps what it has asked of its device. Not for a process whose results count.
+    """
+    laptop.install()
+    import lmsys.kernels.launch as ours
+
+    vars(ours).update(Kernel=ours.PublicKernel, DirectKernel=ours.PublicKernel, raw_stream=_always(0))
+    told = SimpleNamespace(
+        name=card.names, multi_processor_count=card.processors, gcnArchName=card.arch, major=card.capability[0],
+        minor=card.capability[1], total_memory=MEMORY_BYTES, warp_size=card.warp,
+        max_threads_per_multi_processor=card.threads, regs_per_multiprocessor=2**16,
+        shared_memory_per_block_optin=card.block_bytes, shared_memory_per_multiprocessor=card.shared_bytes,
+    )  # fmt: skip
+    answers = {
+        "get_device_capability": card.capability,
+        "get_device_properties": told,
+        "get_device_name": card.names,
+        "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES),
+        "is_current_stream_capturing": False,
+        "device_count": 1,
+    }
+    vars(torch.cuda).update({name: _always(value) for name, value in answers.items()})
+    vars(torch.version).update(cuda="12.8" if card.is_nvidia else None, hip=None if card.is_nvidia else "6.4")
+    limits = {
+        "multiprocessor_count": card.processors, "max_shared_mem": card.block_bytes, "max_num_regs": 2**16,
+        "warpSize": card.warp,
+    }  # fmt: skip
+    arch = 10 * card.capability[0] + card.capability[1] if card.is_nvidia else card.arch
+    target = GPUTarget("cuda" if card.is_nvidia else "hip", arch, card.warp)
+    driver = triton.runtime.driver.active
+    driver.get_current_target = _always(target)
+    driver.utils = SimpleNamespace(get_device_properties=_always(limits))
+    vars(triton.testing).update(do_bench=_call_once, do_bench_cudagraph=_call_once)
+    driver.get_benchmarker = _always(_call_once)
+    warnings.filterwarnings("ignore", "Warning only once for all operators")  # two kernels of one are here
+    JITFunction.run, Autotuner.run, Library.impl = _record, _record_each, _register
+
+
+def record(load: Callable[[], Callable[[], Any]]) -> Exception | None:
+    """Leaves in `launches` those that a call makes, each once. The result is what has ended it.
+
+    ValueError where `load`, which gives the call, raises one.
+    """
+    laptop.running.append(load)  # so that backwards are told, too
+    ended = None
+    with laptop.Laptop():
+        call = load()
+        try:
+            call()
+        except Exception as error:
+            ended = error
+    once = {(x.name, str(x.constants), str(sorted(x.dtypes))): x for x in launches}
+    launches[:] = once.values()
+    return ended
+
+
+def compiled(launch: Launch) -> Any:
+    """The kernel of a launch, compiled for the card of this process. Whatever Triton's compiler raises."""
+    return _run(launch.function, *launch.args, grid=(1, 1, 1), warmup=True, **launch.options)
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    """A function that gives this value, whatever it is asked."""
+    return lambda *_, **__: value
+
+
+def _call_once(call: Callable[[], Any], *_: Any, **__: Any) -> float:
+    """In place of a benchmark, of which each candidate is as fast."""
+    call()
+    return 1.0
+
+
+def _record(self: Any, *args: Any, grid: Any = None, warmup: bool = False, stream: Any = None, **options: Any) -> Any:
+    launch = Launch(self, tuple(map(_as_it_is, args)), {name: _as_it_is(x) for name, x in options.items()})
+    launches.append(launch)
+    if not warmup:
+        return None
+    kernel = compiled(launch)  # its caller asks what it needs, and may launch it: it says that it is loaded
+    facts = binary.read(kernel)
+    loaded = {"n_regs": facts["registers"], "n_spills": facts["spills"], "n_max_threads": MOST_THREADS}
+    vars(kernel).update(loaded, module=self, _run=_always(None))
+    return kernel
+
+
+def _as_it_is(x: Any) -> Any:
+    """A copy of a descriptor, whose block an autotuner's hook changes for the next configuration."""
+    return replace(x, block_shape=list(x.block_shape)) if isinstance(x, TensorDescriptor) else x
+
+
+def _record_each(self: Any, *args: Any, **kwargs: Any) -> None:
+    self.nargs = dict(zip(self.arg_names, args, strict=False))
+    for config in self.prune_configs(kwargs):
+        self.best_config = config  # as its caller may ask
+        options = kwargs | config.all_kwargs()
+        if config.pre_hook is not None:
+            config.pre_hook(self.nargs | options)
+        self.fn.run(*args, **options)
+
+
+def _register(self: Any, name: Any, function: Any, key: str = "", **options: Any) -> Any:
+    """A GPU's kernel of a custom operator gets tensors of the host, and is told that they lie on a GPU."""
+    if key in KEYS:
+        function, key = laptop.Laptop()(function), KEYS[key]
+    return _impl(self, name, function, key, **options)

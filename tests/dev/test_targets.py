@@ -1,0 +1,131 @@
+"""`python -m dev.targets`: a kernel that does not fit a card is foretold, and all that its caller launches is asked."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="pip install triton==3.6.0 to compile kernels")
+
+from dev.targets import cards  # noqa: E402
+from dev.targets.__main__ import main  # noqa: E402
+from dev.targets.cards import CARDS, KIB  # noqa: E402
+
+KERNELS = "tests/support/kernels_for_cards.py"
+
+
+def asked(capsys: pytest.CaptureFixture[str], name: str, *options: str) -> tuple[int, list[dict[str, Any]]]:
+    status = main([name, *options, "--json"])
+    return status, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_what_does_not_fit_a_card_is_foretold(capsys: pytest.CaptureFixture[str]) -> None:
+    status, lines = asked(capsys, f"{KERNELS}:launch_products", "--card", "sm_86,sm_90")
+    assert status == 0 and len(lines) == 6  # two launches of three configurations are three kernels on each card
+    by_card = {card: [x for x in lines if x["card"] == card] for card in ("sm_86", "sm_90")}
+    small, large = by_card["sm_86"], by_card["sm_90"]
+    assert [x["reason"] is None for x in small] == [False, True, True]
+    assert small[0]["reason"] == f"needs {small[0]['needs']} bytes of shared memory, has {99 * KIB}"
+    assert small[0]["needs"] > 99 * KIB and small[0]["blocks"] == 0
+    assert [x["reason"] for x in large] == [None] * 3
+    assert all(x["tensor_cores"] and x["copies"] and x["spills"] == 0 for x in lines if x["reason"] is None)
+    assert all(0 < x["registers"] <= 255 and x["blocks"] >= 1 for x in lines if x["reason"] is None)
+    assert small[2]["constants"] == {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2, "num_ctas": 1}
+
+
+def test_every_configuration_has_a_block_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    _, lines = asked(capsys, f"{KERNELS}:launch_described", "--card", "sm_90")
+    assert [x["constants"]["ROWS"] for x in lines] == [16, 64]
+    assert lines[0]["needs"] * 4 == pytest.approx(lines[1]["needs"], rel=0.2)
+
+
+def test_what_does_not_compile_says_why_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """Triton multiplies no whole numbers on a card without instructions of its own for them, and prints its module."""
+    status = main([f"{KERNELS}:launch_what_does_not_compile", "--card", "sm_75"])
+    captured = capfd.readouterr()
+    assert status == 1 and captured.err == ""
+    _, first, why_first, second, why_second, lacking = captured.out.splitlines()
+    assert "no_such_thing" in first and "0 of 1" in first and "small_product" in second and "1 of 2" in second
+    assert "does not compile" in why_first and "no_such_function" in why_first
+    assert re.search(r"does not compile: \w+: .*kernels_for_cards.py:\d+.* error: ", why_second)
+    assert lacking == "    sm_75 has no bfloat16 in hardware" and " no " in second  # of the tensor cores
+
+
+def test_a_caller_is_answered_as_on_its_card(capfd: pytest.CaptureFixture[str]) -> None:
+    """Versions, limits, device numbers, custom operators, warm-ups, benchmarks, the best configuration, and prints."""
+    assert main([f"{KERNELS}:launch_as_libraries_do", "--card", "sm_75,gfx942", "--json"]) == 0
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    by_card = {card: [x["kernel"] for x in lines if x["card"] == card] for card in ("sm_75", "gfx942")}
+    assert by_card["sm_75"] == by_card["gfx942"] == ["double"] * 4
+    assert [x["constants"]["BLOCK"] for x in lines] == [64, 32, 16, 128] * 2
+
+
+def test_a_caller_that_ends_its_process_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    status, (line,) = asked(capsys, f"{KERNELS}:end_the_process", "--card", "sm_90")
+    assert status == 1 and line["kernel"] == "its caller" and "SIGABRT" in line["reason"]
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "told"),
+    [
+        ("launch_nothing", [], "launches no kernel of Triton"),
+        ("takes_too_little", [], r"takes \(x\): name a function of q, k, v, or one without parameters"),
+        ("launch_products", ["--card", "sm_87"], "must be one of sm_75"),
+        ("launch_products", ["--dtype", "int8"], "--dtype must be one of"),
+        ("launch_products", ["--head-dim", "0"], "--head-dim=0 must be"),
+    ],
+)
+def test_bad_input_is_told(capsys: pytest.CaptureFixture[str], target: str, options: list[str], told: str) -> None:
+    assert main([f"{KERNELS}:{target}", "--card", "sm_90", *options]) == 2
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_our_row_is_asked_what_it_would_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """All tiles, for what the options say; a row that refuses a card is no error of the command."""
+    options = "--head-dim", "32", "--length", "256", "--dtype", "bfloat16", "--forward"
+    status, (refused, *lines) = asked(capsys, "flash_triton", "--card", "sm_75,sm_86", *options)
+    assert status == 1 and refused["kernel"] == "its caller" and "ValueError" in refused["reason"]
+    assert {(x["card"], x["kernel"], x["constants"]["D"]) for x in lines} == {("sm_86", "_fwd_kernel", 32)}
+    assert len({str(x["constants"]) for x in lines}) > 1
+    assert all(x["spills"] == 0 and x["tensor_cores"] and x["reason"] is None for x in lines)
+
+
+@given(
+    card=st.sampled_from([*CARDS.values()]),
+    registers=st.integers(16, 255),
+    shared=st.integers(0, 256 * KIB),
+    warps=st.sampled_from([1, 2, 4, 8, 16]),
+)
+def test_blocks_that_are_held_fit(card: cards.Card, registers: int, shared: int, warps: int) -> None:
+    held = card.held(registers, shared, warps)
+    assert held >= 0 and (shared <= card.block_bytes or held == 0)
+    assert held * warps * card.warp <= card.threads and held * shared <= card.shared_bytes
+    if card.is_nvidia:
+        assert held * warps * 32 * registers <= 2**16
+    assert card.held(registers, shared, 2 * warps) <= held  # more of anything never leaves room for more blocks
+    assert card.held(min(255, registers + 8), shared, warps) <= held
+
+
+@pytest.mark.parametrize(  # as NVIDIA's occupancy calculator has them
+    ("arch", "registers", "shared", "warps", "blocks"),
+    [
+        ("sm_80", 128, 0, 4, 4),
+        ("sm_86", 255, 48 * KIB, 4, 2),
+        ("sm_90", 168, 64 * KIB, 4, 3),
+        ("sm_90", 32, 1 * KIB, 4, 16),
+        ("sm_75", 64, 32 * KIB, 4, 2),
+    ],
+)
+def test_blocks_of_known_kernels(arch: str, registers: int, shared: int, warps: int, blocks: int) -> None:
+    assert CARDS[arch].held(registers, shared, warps) == blocks
+
+
+def test_a_compiler_that_ends_its_process_costs_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    """LLVM aborts where instructions of one card are asked of another. What the caller raises is told behind all."""
+    status, (ended, behind, caller) = asked(capsys, f"{KERNELS}:launch_what_ends_the_compiler", "--card", "sm_86")
+    assert status == 1 and ended["reason"] == "its compiler ends: LLVM ERROR: Cannot select: intrinsic"
+    assert behind["kernel"] == "double" and behind["reason"] is None
+    assert (caller["kernel"], caller["reason"]) == ("its caller", "raises RuntimeError: no such card")
