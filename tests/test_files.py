@@ -105,7 +105,7 @@ def status(owner: int, group: int = 3, mode: int = 0o644) -> os.stat_result:
 
 
 def test_what_gzip_has_compressed_is_read_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is cut, spoilt or too much is refused in one line that names the file."""
+    """A file that is cut, spoilt or too large is refused in one line that names it."""
     path, packed = tmp_path / "result.json", gzip.compress(b'{"a": "\xc3\xa9"}')
     path.write_bytes(packed)
     assert read_text(path) == '{"a": "é"}'

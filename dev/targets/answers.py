@@ -21,7 +21,7 @@ CALLER = "its caller"  # in place of a kernel
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one configuration of a kernel on a card, or, where there is none, why.
+    """Facts about one configuration of a kernel on a card, or, where there are none, why.
 
     reason        why it does not compile, or does not fit; None where it does
     needs, has    bytes of shared memory: of a block, and the card's limit

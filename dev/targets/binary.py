@@ -57,7 +57,7 @@ def registers_of(kernel: Any) -> int:
 
 
 def _printed(kernel: Any, tool: str, *options: str) -> str:
-    """What one of CUDA's tools says of the kernel's binary."""
+    """The output of one of CUDA's tools on the kernel's binary."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()

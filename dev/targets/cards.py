@@ -38,7 +38,7 @@ class Card:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Of AMD's cards torch gives this one as well: (9, 4) of gfx942."""
+        """The compute capability, which torch gives for AMD's cards as well: (9, 4) for gfx942."""
         digits = self.arch.removeprefix("sm_") if self.is_nvidia else self.arch[3:5]
         return int(digits[:-1]), int(digits[-1])
 

@@ -661,7 +661,7 @@ def ops_of(graph: Graph) -> set[str]:
 
 
 class RaisedApart(Exception):
-    """What was raised on a rank whose peer calls other blocks, and may wait for it: both end."""
+    """Stands for what was raised on a rank whose peer calls other blocks, and may wait for it: both end."""
 
 
 @on_first(2)

@@ -94,7 +94,7 @@ def _extent(bounds: Bounds, *more: Tensor) -> tuple[Any, ...]:
 
 
 def _samples(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What kernels are compiled for: a row of q's dtype and head dimension, float32, int32 and int64."""
+    """Examples that kernels are compiled for: a row of q's dtype and head dimension, float32, int32 and int64."""
     half = torch.empty(1, 1, 1, q.shape[-1], dtype=q.dtype, device=q.device)
     return half, *(torch.empty(128, dtype=x, device=q.device) for x in (torch.float32, torch.int32, torch.int64))
 
