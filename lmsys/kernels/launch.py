@@ -21,7 +21,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lmsys.kernels.tritons import is_known, version
+from lmsys.kernels.tritons import is_known
 
 FUSED = {"enable_fp_fusion": True}  # Triton's default as well, which 3.9 warns that 3.10 will change
 FARTHEST_ROWS = 2**23  # in elements: a tile has 256 rows at most
@@ -29,14 +29,10 @@ MAX_DESCRIPTORS = 8192  # about 1 KiB each
 
 _descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 INTERPRETED = triton.knobs.runtime.interpret
-if INTERPRETED and version().startswith("3.6."):  # reads an index in a way that numpy 2.4 refuses; 3.7 does as below
-    _patch_tensor: Any = triton.runtime.interpreter._patch_lang_tensor
+if INTERPRETED:
+    from lmsys.kernels import interpreter
 
-    def _patch_and_mend(tensor: Any, scope: Any) -> None:
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    triton.runtime.interpreter._patch_lang_tensor = _patch_and_mend
+    interpreter.mend()
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent where torch is built without CUDA
 
 
