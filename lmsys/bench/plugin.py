@@ -168,6 +168,12 @@ def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest
     keys: list[results.Key] = [
         (_benchmark_of(item).name, item.callspec.params["cell"]) for item in items if _has_case(item)
     ]
+    selected = sorted({name for name, _ in keys})
+    axes = [axis for name in selected for axis in ours.benchmarks[name].axes]
+    for name, text in ours.texts.items() if keys else ():
+        if name not in [axis.option for axis in axes] + [axis.name for axis in axes]:
+            there = ", ".join(sorted({axis.option or axis.name for axis in axes}))
+            raise ValueError(f"{name} {text}: {' and '.join(selected)} has no such axis; there are {there}")
     if ours.texts and items and not keys:
         asked = " ".join(f"{name} {text}" for name, text in ours.texts.items())
         raise ValueError(f"{asked}: what is selected has no case for these values")

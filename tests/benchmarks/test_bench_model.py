@@ -69,17 +69,19 @@ def test_each_sweep_has_cases_of_its_own_and_one_case_is_asked_whatever_the_swee
 
 def test_a_model_takes_attention_rows_and_what_only_models_take() -> None:
     assert tuple(MODEL_ROWS) == (*ATTENTION, *MODELS_ONLY)
-    one, only, none, unknown = collect(
+    one, only, none, other, unknown = collect(
         [
             ["benchmarks", "-k", "model", *ONE_CASE.split()],
             ["benchmarks", "-k", "attention or model", "--sweep", "smoke", "--attention", "auto,llama"],
             ["benchmarks", "-k", "attention", "--attention", "llama"],
+            ["benchmarks", "-k", "attention", "--precision", "bf16"],
             ["benchmarks", "-k", "model", "--attention", "lama"],
         ]
     )
     assert one["ids"] == ["test_model[default-small-S512B4-bf16-step-eager-sdpa_flash]"]
     assert {one.rpartition("-")[2] for one in only["ids"] if "NOTSET" not in one} == {"auto]", "llama]"}
     assert none["code"] == 4 and "--attention llama: what is selected has no case for these values" in none["said"]
+    assert other["code"] == 4 and "--precision bf16: attention has no such axis" in other["said"]
     assert unknown["code"] == 4 and "unknown attention 'lama'; did you mean llama" in unknown["said"]
 
 
