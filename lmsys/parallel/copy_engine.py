@@ -73,14 +73,12 @@ class Exchange:
     ):
         self.flats, self._mean, self._copy, self._cuda = list(flats), mean, copy, cuda
         self._inboxes, self.rank, self._timeout_ms = inboxes, inboxes.rank, timeout_ms
-        self._buckets = [
-            _bucket(layout, flat, inbox, inboxes, number % HALVES * (inbox.numel() // HALVES), handle)
-            for number, (layout, flat, handle) in enumerate(
-                zip(layouts, flats, handles or [None] * len(flats), strict=True)
-            )
-        ]
+        self._buckets: list[_Bucket] = []
+        for layout, flat, handle in zip(layouts, flats, handles or [None] * len(flats), strict=True):
+            offset = len(self._buckets) % HALVES * (inbox.numel() // HALVES)
+            self._buckets.append(_bucket(layout, flat, inbox, inboxes, offset, handle))
         # High-priority streams: their kernels are short, and what follows waits for them.
-        self._inward, self._outward = (cuda.Stream(priority=-1) for _ in range(2))
+        self._inward, self._outward = cuda.Stream(priority=-1), cuda.Stream(priority=-1)
         self._begin()
 
     def _begin(self) -> None:
@@ -273,10 +271,12 @@ class CopyEngines(overlapped.Collectives):
         if bucket.dtype != params[0].dtype:
             buckets.copy_gradients(params, means)
             return collectives.Pending(self._exchange.send(bucket.number, means), partial(buckets.widen, params, means))
-        gradients = [
-            wrapper.dense(p) if p.grad is not None else torch.zeros_like(p) if mean is None else mean.zero_()
-            for p, mean in zip(params, means, strict=True)
-        ]
+        gradients = []
+        for p, mean in zip(params, means, strict=True):
+            if p.grad is not None:
+                gradients.append(wrapper.dense(p))
+            else:
+                gradients.append(torch.zeros_like(p) if mean is None else mean.zero_())
         buckets.set_gradients(params, means)
         return self._exchange.send(bucket.number, gradients)
 
@@ -332,8 +332,8 @@ class CopyEngines(overlapped.Collectives):
 
 def _means(bucket: overlapped.Bucket, flat: Tensor) -> list[Any]:
     """For each parameter the view of `flat` where its mean will be; None for one that this rank does not own."""
-    found = dict(zip(bucket.owned, bucket.own.views(flat), strict=True))
-    return [found.get(p) for p in bucket.params]
+    views = dict(zip(bucket.owned, bucket.own.views(flat), strict=True))
+    return [views.get(p) for p in bucket.params]
 
 
 class ByCopyEngines:
@@ -365,9 +365,10 @@ def check_gpus(module: nn.Module, group: collectives.Group) -> None:
         )
     )
     here = torch.device("cuda", torch.cuda.current_device())
+    others = sorted({str(p.device) for p in module.parameters()} - {str(here)})
     values.hold(
         (
-            not (others := sorted({str(p.device) for p in module.parameters()} - {str(here)})),
+            not others,
             f"parameters are on {', '.join(others)}, and the current GPU is {here}: set_device, or {INSTEAD}",
         )
     )

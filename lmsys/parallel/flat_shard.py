@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lmsys.parallel import buckets, collectives
 from lmsys.parallel.part import Absent, appear, as_part, leave
+from lmsys.values import hold
 
 
 class Freed(Absent):
@@ -32,9 +33,9 @@ class Freed(Absent):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is not None:
-            raise ValueError("fsdp holds the gradients: set those of the wrapper's own parameters()")
-        if (grad := self.grad) is not None:
+        hold((value is None, "fsdp holds the gradients: set those of the wrapper's own parameters()"))
+        grad = self.grad
+        if grad is not None:
             grad.zero_()
 
     @property
@@ -119,8 +120,9 @@ class FlatShard:
             self._is_hidden = True
 
     def _release(self) -> None:
-        for p in self.params if self._is_whole and self._rounded else ():
-            del vars(p)["rounded"]
+        if self._is_whole and self._rounded:
+            for p in self.params:
+                del vars(p)["rounded"]
         if not self._is_hidden:
             self._leave()
         self.whole.untyped_storage().resize_(0)
@@ -204,7 +206,8 @@ class FlatShard:
         """
         if self.shard.grad is None or not (self._idle or self._behind):
             return []
-        if "step" in state and (late := self._behind - self._idle):
+        late = self._behind - self._idle
+        if late and "step" in state:
             raise RuntimeError(
                 f"no rank had used a parameter of shape {tuple(self.params[min(late)].shape)} in a step before this"
                 " one, and the optimizer counts the steps of a flat part of fsdp as one: let every forward use all"

@@ -91,21 +91,16 @@ class WorkerGroup:
         self.world_size, self.backend, self.timeout_s = world_size, backend, timeout_s
         # Ranks meet in memory of this process, of which nothing is left whoever is killed.
         self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
-        self._stopped, self._doing, self._workers = (
-            watchdog.Stopped(watchdog.stopped_s()),
-            list[Any](),
-            list[processes.Worker](),
-        )
+        self._stopped = watchdog.Stopped(watchdog.stopped_s())
+        self._doing, self._workers = list[Any](), list[processes.Worker]()
         for rank in range(world_size):
             file = doing.shared_file()
             self._doing.append(doing.map_file(file))
             doing.write(self._doing[-1], doing.AT_FIRST)
-            self._workers.append(
-                processes.Worker(
-                    environment, open_files=[file], last_words=last_words(rank, file) if with_last_words else ""
-                )
-            )
-            self._workers[-1].send(_join, backend, rank, world_size, self._store.port, timeout_s, file)
+            words = last_words(rank, file) if with_last_words else ""
+            worker = processes.Worker(environment, open_files=[file], last_words=words)
+            worker.send(_join, backend, rank, world_size, self._store.port, timeout_s, file)
+            self._workers.append(worker)
             os.close(file)
         self._collect(timeout_s)
 
@@ -192,10 +187,11 @@ class TorchrunGroup:
             result = function(*args)
         except Exception as error:
             failure = processes.Failure.of(error)
-        reports = gather_objects((failure, result, doing.last()), None)
-        if failures := {rank: one for rank, (one, *_) in enumerate(reports) if one is not None}:
-            raise _blame(failures, [], self.timeout_s, [one for *_, one in reports])
-        return [one for _, one, _ in reports]
+        failed, results, notes = zip(*gather_objects((failure, result, doing.last()), None), strict=True)
+        failures = {rank: failure for rank, failure in enumerate(failed) if failure is not None}
+        if failures:
+            raise _blame(failures, [], self.timeout_s, notes)
+        return list(results)
 
     def close(self) -> None:
         watchdog.end()

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lmsys import values
 from lmsys.cost.communication import fit_latency_bandwidth, optimal_bucket_bytes
 from lmsys.parallel import buckets, collectives, sharded_optimizer, wrapper
 
@@ -192,7 +193,7 @@ class Overlapped(wrapper.Wrapper):
 
     def _plan_again(self, seen: list[int]) -> None:
         """Plans buckets in the order in which rank 0 saw gradients; those that it did not see come last."""
-        unseen = [index for index in reversed(range(len(self.trainable))) if index not in set(seen)]
+        unseen = sorted(set(range(len(self.trainable))) - set(seen), reverse=True)
         order = torch.tensor(seen + unseen, device=self.trainable[0].device)
         collectives.broadcast_(order, self.group)
         self._seen = None
@@ -227,7 +228,10 @@ def _seconds(x: torch.Tensor, group: collectives.Group) -> float:
     """The least of CALLS, after one that connects."""
     samples = []
     for _ in range(1 + CALLS):
-        torch.distributed.barrier(group) if not collectives.is_nccl(group, x) else torch.cuda.synchronize(x.device)
+        if collectives.is_nccl(group, x):
+            torch.cuda.synchronize(x.device)
+        else:
+            torch.distributed.barrier(group)
         start = time.perf_counter()
         torch.distributed.all_reduce(x, group=group)
         if x.is_cuda:
@@ -255,8 +259,8 @@ class Bucketed(Overlapped):
         bucket_mb: float | str | None = 25,
         comm_dtype: torch.dtype | None = None,
     ):
-        if bucket_mb is not None and bucket_mb != "auto" and not buckets.is_size(bucket_mb):
-            raise ValueError(f'{bucket_mb=} must be a positive number of MiB, "auto", or None for one bucket')
+        known = bucket_mb in (None, "auto") or buckets.is_size(bucket_mb)
+        values.hold((known, f'{bucket_mb=} must be a positive number of MiB, "auto", or None for one bucket'))
         self.bucket_mb = bucket_mb
         super().__init__(module, process_group, comm_dtype)
 
@@ -265,11 +269,10 @@ class Bucketed(Overlapped):
         if self.bucket_mb == "auto":
             self.bucket_mb = self._best(sum(sizes))
         kinds = [(p.device, p.dtype) for p in self.trainable]
+        if self.bucket_mb is None:
+            return buckets.plan(sizes, order, math.inf, math.inf, kinds)
         # A smaller first bucket lets communication begin early; nothing hides that of the last one.
-        limit, edge = (
-            (math.inf, math.inf) if self.bucket_mb is None else (float(self.bucket_mb) * buckets.MIB, buckets.MIB)
-        )
-        return buckets.plan(sizes, order, limit, edge, kinds)
+        return buckets.plan(sizes, order, float(self.bucket_mb) * buckets.MIB, buckets.MIB, kinds)
 
     def _best(self, total: int) -> float:
         if self.world_size == 1 or not total:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class TorchFSDP2(_Peer):
         self, module: nn.Module, process_group: collectives.Group = None, compute_dtype: torch.dtype | None = None
     ):
         super().__init__()
-        for x in (*module.parameters(), *module.buffers()):
+        for x in chain(module.parameters(), module.buffers()):
             collectives.broadcast_(x, process_group)
         mesh = DeviceMesh.from_group(
             torch.distributed.group.WORLD if process_group is None else process_group,

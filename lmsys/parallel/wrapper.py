@@ -60,7 +60,7 @@ class Wrapper(nn.Module):
         self._flags_before: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, the flags of the step before
         self._look_for_changes()
         _agree(module, process_group)
-        for x in (*module.parameters(), *module.buffers()):
+        for x in chain(module.parameters(), module.buffers()):
             collectives.broadcast_(x, process_group)
         for index, p in enumerate(self.trainable):
             p.register_post_accumulate_grad_hook(structure.weakly(self._on_grad, index))
@@ -173,14 +173,14 @@ class Wrapper(nn.Module):
                 f"the state has other parameters, or other groups of them, than this optimizer: {mine}",
             )
         )
-        found = {
+        state = {
             "state": {numbers[name]: tree_map(whole, x) for name, x in state_dict["state"].items()},
             "param_groups": [
                 {**(group or {}), "params": [numbers[name] for name in names]}
                 for group, names in zip(fitting, mine, strict=True)
             ],
         }
-        optimizer.load_state_dict(self._own_state(optimizer, found))
+        optimizer.load_state_dict(self._own_state(optimizer, state))
 
     def _names_in(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         names = {p: name for name, p in self.module.named_parameters()}
@@ -218,7 +218,7 @@ class Wrapper(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """ValueError where `.to` and its like would move or cast what the strategy has laid out."""
         with torch.no_grad():
-            for name, x in (*self.named_parameters(), *self.named_buffers()):
+            for name, x in chain(self.named_parameters(), self.named_buffers()):
                 hold((fn(x) is x, f"{name} would move or change its dtype: do that to the module, and wrap it then"))
         return self
 
@@ -305,14 +305,15 @@ class Wrapper(nn.Module):
                 return None
             flags, arrived = before
             arrived.synchronize()
-        changed, history, square, *_ = found = flags.tolist()
+        means = flags.tolist()
+        changed, history, square = means[:3]
         if changed > 0:
             self._flags_before = None
             raise _changed(collectives.gather_objects(self._change, self.group))
         if square - history**2 > 0.1 / self.world_size:
             self._flags_before = None
             raise RuntimeError(collectives.APART)
-        return found
+        return means
 
 
 def whole(x: Any) -> Any:
@@ -323,14 +324,14 @@ def whole(x: Any) -> Any:
 def compared(held: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> Any:
     """The keys of a state that are missing and unexpected, as torch tells them; RuntimeError where torch raises it."""
     missing, unexpected = [x for x in held if x not in state], [x for x in state if x not in held]
-    wrong = [
-        f"{name} is {tuple(state[name].shape)}, and the module's {tuple(x.shape)}"
-        for name, x in held.items()
-        if name in state and state[name].shape != x.shape
-    ]
-    if strict:
-        wrong += [f"missing: {', '.join(missing)}"] * bool(missing)
-        wrong += [f"unexpected: {', '.join(unexpected)}"] * bool(unexpected)
+    wrong = []
+    for name, x in held.items():
+        if name in state and state[name].shape != x.shape:
+            wrong.append(f"{name} is {tuple(state[name].shape)}, and the module's {tuple(x.shape)}")
+    if strict and missing:
+        wrong.append(f"missing: {', '.join(missing)}")
+    if strict and unexpected:
+        wrong.append(f"unexpected: {', '.join(unexpected)}")
     if wrong:
         raise RuntimeError(f"the state does not fit the module: {'; '.join(wrong)}")
     return _IncompatibleKeys(missing, unexpected)
@@ -362,7 +363,7 @@ def dense(p: Tensor) -> Tensor:
 
 def _agree(module: nn.Module, group: collectives.Group) -> None:
     """ValueError on every rank that names the first difference between what ranks hold, or what no strategy takes."""
-    on_meta = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if x.is_meta]
+    on_meta = [name for name, x in chain(module.named_parameters(), module.named_buffers()) if x.is_meta]
     sparse = [name or "the module" for name, child in module.named_modules() if getattr(child, "sparse", False) is True]
     ignores = hasattr(module, "_ddp_params_and_buffers_to_ignore")
     hold(
@@ -373,10 +374,11 @@ def _agree(module: nn.Module, group: collectives.Group) -> None:
         (not sparse, f"{', '.join(sparse[:1])} makes sparse gradients: strategies add dense ones; set sparse=False"),
         (not ignores, "the module names parameters that DDP is to ignore: hold them in another module"),
     )
-    mine = [
-        *((name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()),
-        *((name, tuple(x.shape), str(x.dtype), None) for name, x in module.named_buffers()),
-    ]
+    mine: list[tuple[Any, ...]] = []
+    for name, p in module.named_parameters():
+        mine.append((name, tuple(p.shape), str(p.dtype), p.requires_grad))
+    for name, x in module.named_buffers():
+        mine.append((name, tuple(x.shape), str(x.dtype), None))
     first, *others = collectives.gather_objects(mine, group)
     for rank, other in enumerate(others, start=1):
         for here, there in zip_longest(first, other):
