@@ -35,8 +35,7 @@ class DataConfig(strict_json.Checked):
     folder        where corpora are kept; None: `corpora` in $LMSYS_CACHE_DIR
     url           where tinystories is downloaded from; valid_url: the part to evaluate on. A file is kept by the name
                   that its URL ends in
-    sha256        expected SHA-256 of the file at `url` (valid_sha256: at `valid_url`); None: the checksum that the
-                  server sends, if any
+    sha256        expected SHA-256 of the file at `url` (valid_sha256: at `valid_url`); None: any is taken
     tokenizer     the folder of one that is there; None: one is trained on the corpus, of model.vocab_size tokens
     processes     of tokenizing, on each rank; None: a rank's share of the cores
     packing       none: a sequence is running text, in which a token sees all before it, of other documents too;

@@ -1,12 +1,14 @@
 """Texts to train on: the standard library of the running Python, TinyStories, or any text file. Imports no torch."""
 
+import hashlib
 import http.client
-import re
+import ssl
 import sysconfig
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from platform import python_version
@@ -119,7 +121,9 @@ def _download_once(url: str, folder: Path, sha256: str | None, progress: Progres
     note = path.with_name(path.name + ".sha256")
     if not path.is_file():
         make_folder(folder, "data.folder")
-        note.write_text(download(url, path, sha256=sha256, progress=progress))
+        with ExitStack() as ending:
+            ending.callback(files.claim(path))  # which removes what a download that was killed has left
+            note.write_text(download(url, path, sha256=sha256, progress=progress))
     elif sha256 is not None:
         if not note.is_file() or note.stat().st_mtime < path.stat().st_mtime:  # the file came in another way
             note.write_text(files.sha256_of(path))
@@ -145,20 +149,10 @@ def _stdlib_documents() -> Iterator[str]:
             yield text
 
 
-_PIECE = 1 << 20  # bytes that are read at once
-TIMEOUT_S = 30.0
+PIECE_BYTES = 1 << 20  # read at once
+SILENCE_S = 30.0  # of a server, after which a try ends
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # before each further try
-
-
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects and keeps the checksum that the first server names, as that of a large file at Hugging Face."""
-
-    def __init__(self) -> None:
-        self.headers: list[http.client.HTTPMessage] = []
-
-    def redirect_request(self, req, fp, code, msg, headers, newurl):  # type: ignore[no-untyped-def]
-        self.headers.append(headers)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+CUT = (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, ConnectionError, TimeoutError)
 
 
 def download(
@@ -169,69 +163,37 @@ def download(
     progress: Progress = lambda *_: None,
     pauses_s: tuple[float, ...] = PAUSES_S,
 ) -> str:
-    """Fetch `url` into `path`, and say its SHA-256. What has come stands in `path`.part until it is whole, and a later
-    call goes on from it.
+    """Fetch `url` into `path`, which is there whole or not at all, and return its SHA-256.
 
-    A cut or refused connection is tried again after each of `pauses_s`. The length must be the server's; the SHA-256
-    must be `sha256`, and the one that the server names, if it does (X-Linked-ETag).
-    ConnectionError when the last try fails too; ValueError for a wrong checksum (what has come is removed) and for a
+    A cut or refused connection, a silent server and one that is busy are asked again after each of `pauses_s`, for the
+    whole file. ConnectionError when the last try fails too; ValueError for a SHA-256 that is not `sha256`, and for a
     URL that the server does not have.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    named: set[str] = {sha256.lower()} if sha256 else set()
     for pause_s in (*pauses_s, None):
         try:
-            named |= _fetch(url, part, lambda done, total: progress(f"downloading {path.name}", done, total))
-            break
+            return _fetch(url, Path(path), sha256, progress)
         except urllib.error.HTTPError as error:
-            if error.code == 416:  # nothing is missing, or the part is of something else: begin again to know
-                part.unlink(missing_ok=True)
-            elif error.code < 500 and error.code not in (408, 429):
-                raise ValueError(f"{url}: the server says {error.code} {error.reason}") from None
             failure = f"{error.code} {error.reason}"
-        except (OSError, http.client.HTTPException) as error:
+            is_busy = error.code >= 500 or error.code in (408, 429)
+            values.hold((is_busy, f"{url}: the server says {failure}"))
+        except CUT as error:
             failure = str(error) or type(error).__name__
-        if pause_s is None:
-            kept = f"; {part} keeps the {part.stat().st_size:,} bytes that came" if part.is_file() else ""
-            raise ConnectionError(f"{url}: {failure}, in {len(pauses_s) + 1} tries{kept}")
-        time.sleep(pause_s)
-    digest = files.sha256_of(part)
-    if named and named != {digest}:
-        part.unlink()
-        raise ValueError(f"{url}: its SHA-256 is {digest}, and must be {' and '.join(sorted(named))}; removed")
-    part.replace(path)
+        if pause_s is not None:
+            time.sleep(pause_s)
+    raise ConnectionError(f"{url}: {failure}, in {len(pauses_s) + 1} tries")
+
+
+def _fetch(url: str, path: Path, sha256: str | None, progress: Progress) -> str:
+    content = hashlib.sha256()
+    with urllib.request.urlopen(url, timeout=SILENCE_S) as reply, files.replacing(path) as file:
+        length = int(reply.headers.get("Content-Length", 0))
+        while piece := reply.read(PIECE_BYTES):
+            content.update(piece)
+            file.write(piece)
+            progress(f"downloading {path.name}", file.tell(), length)
+        if file.tell() < length:
+            raise ConnectionResetError(f"the connection ended after {file.tell():,} of {length:,} bytes")
+        digest = content.hexdigest()
+        is_expected = sha256 is None or digest == sha256.lower()
+        values.hold((is_expected, f"{url}: its SHA-256 is {digest}, and must be {sha256}; removed"))
     return digest
-
-
-def _fetch(url: str, part: Path, progress: Callable[[int, int], None]) -> set[str]:
-    """Append what is missing to `part`; the checksums that the server names. OSError when it is to be tried again."""
-    validator = part.with_name(part.name + ".etag")  # the ETag of the whole file
-    have = part.stat().st_size if part.is_file() and validator.is_file() else 0
-    headers, redirects = {"Accept-Encoding": "identity"}, _Redirects()
-    if have:
-        headers |= {"Range": f"bytes={have}-", "If-Range": validator.read_text()}
-    request = urllib.request.Request(url, headers=headers)
-    with urllib.request.build_opener(redirects).open(request, timeout=TIMEOUT_S) as reply:
-        resumed = reply.status == 206
-        if not resumed or not re.match(rf"bytes {have}-", reply.headers.get("Content-Range", "")):
-            validator.unlink(missing_ok=True)  # so that a later try begins again
-        if resumed and not validator.is_file():
-            raise ConnectionResetError("the server sent another part of the file than it was asked for")
-        done = have if resumed else 0
-        length = reply.headers.get("Content-Length")
-        total = 0 if length is None else done + int(length)
-        etag = reply.headers.get("ETag", "")
-        if not resumed and etag and not etag.startswith("W/"):  # a weak one does not promise the same bytes
-            validator.write_text(etag)
-        with part.open("ab" if resumed else "wb") as file:
-            while piece := reply.read(_PIECE):
-                file.write(piece)
-                done += len(piece)
-                progress(done, total)
-        if done < total:
-            raise ConnectionResetError(f"the connection ended after {done:,} of {total:,} bytes")
-    validator.unlink(missing_ok=True)
-    tags = [message.get("X-Linked-ETag", "").strip('"') for message in (*redirects.headers, reply.headers)]
-    return {tag for tag in tags if re.fullmatch("[0-9a-f]{64}", tag)}

@@ -1,5 +1,6 @@
 """Corpora: the standard library's text, and downloads from a server here that cuts, lies and refuses."""
 
+import errno
 import hashlib
 import http.server
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lmsys.training import corpora
 from lmsys.training.__main__ import main
 from lmsys.training.config import DataConfig, RunConfig
 from lmsys.training.corpora import END_OF_TEXT, PAUSES_S, Corpus, corpus_of, download, stdlib, text_file, tinystories
@@ -24,30 +26,25 @@ class Server:
     """Serves CONTENT under any name but /gone.
 
     cuts       after how many bytes each of the next replies ends
-    ranges     whether a part of the file can be asked for
-    etag       what names the content; None: nothing
-    linked     the checksum in the redirect that comes first, if any
-    wrong_part  a part that is asked for comes from the file's beginning
-    tells_part  whether it says which part comes
-    leads_to    the URL in a redirect that is the reply, if any
-    asked      the Range headers that came
+    silences   after how many bytes each of the next replies goes no further, and the connection stays
+    tells_length  whether it says how long the file is
+    leads_to   the URL in a redirect that is the reply to /file, if any
+    status     of the next replies, which are errors
+    asked      how many times CONTENT was asked for
     """
 
     cuts: list[int] = field(default_factory=list)
-    ranges: bool = True
-    etag: str | None = '"1"'
-    wrong_part: bool = False
-    tells_part: bool = True
+    silences: list[int] = field(default_factory=list)
+    tells_length: bool = True
     leads_to: str | None = None
-    linked: str | None = None
     status: list[int] = field(default_factory=list)
-    asked: list[str | None] = field(default_factory=list)
+    asked: int = 0
     url: str = ""
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    state = Server()
+    state, over = Server(), threading.Event()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -57,33 +54,21 @@ def server() -> Iterator[Server]:
             if self.path == "/gone":
                 self.send_error(404)
                 return
-            if state.linked and not self.path.startswith("/cdn"):
-                self.send_response(302)
-                self.send_header("Location", "/cdn" + self.path)
-                self.send_header("X-Linked-ETag", f'"{state.linked}"')
-                self.end_headers()
-                return
-            if state.leads_to:
+            if state.leads_to and self.path == "/file":
                 self.send_response(302)
                 self.send_header("Location", state.leads_to)
                 self.end_headers()
                 return
-            asked = self.headers.get("Range")
-            state.asked.append(asked)
-            same = self.headers.get("If-Range") == state.etag
-            start = int(asked[len("bytes=") : -1]) if asked and state.ranges and same else 0
-            if start >= len(CONTENT):
-                self.send_error(416)
-                return
-            self.send_response(206 if start else 200)
-            is_part, start = bool(start), 0 if state.wrong_part else start
-            if state.etag:
-                self.send_header("ETag", state.etag)
-            self.send_header("Content-Length", str(len(CONTENT) - start))
-            if is_part and state.tells_part:
-                self.send_header("Content-Range", f"bytes {start}-{len(CONTENT) - 1}/{len(CONTENT)}")
+            state.asked += 1
+            self.send_response(200)
+            if state.tells_length:
+                self.send_header("Content-Length", str(len(CONTENT)))
             self.end_headers()
-            self.wfile.write(CONTENT[start : start + state.cuts.pop(0)] if state.cuts else CONTENT[start:])
+            if state.silences:
+                self.wfile.write(CONTENT[: state.silences.pop(0)])
+                over.wait()
+            else:
+                self.wfile.write(CONTENT[: state.cuts.pop(0)] if state.cuts else CONTENT)
 
         def log_message(self, *_: object) -> None:
             pass
@@ -93,6 +78,7 @@ def server() -> Iterator[Server]:
     thread.start()
     state.url = f"http://127.0.0.1:{found.server_port}/file"
     yield state
+    over.set()
     found.shutdown()
     thread.join()
     found.server_close()
@@ -110,45 +96,46 @@ def test_a_download_reports_its_progress(server: Server, tmp_path: Path) -> None
     assert steps[-1] == ("downloading f", len(CONTENT), len(CONTENT)) and len(steps) > 1
 
 
-def test_a_cut_connection_goes_on_where_it_ended(server: Server, tmp_path: Path) -> None:
-    server.cuts = [2_000_000, 1_000_000]
-    assert fetched(server, tmp_path / "f", sha256=SHA256) == CONTENT
-    assert server.asked == [None, "bytes=2000000-", "bytes=3000000-"]
-
-
-@pytest.mark.parametrize("fault", ["of the beginning", "of who knows where"])
-def test_another_part_is_not_put_behind_what_is_there(server: Server, tmp_path: Path, fault: str) -> None:
-    server.cuts, server.wrong_part = [2_000_000], True
-    server.tells_part = fault == "of the beginning"
+def test_a_cut_connection_is_tried_again(server: Server, tmp_path: Path) -> None:
+    server.cuts = [2_000_000, 0]
     assert fetched(server, tmp_path / "f") == CONTENT
-    assert server.asked == [None, "bytes=2000000-", None]
+    assert server.asked == 3
 
 
-def test_a_later_call_goes_on_too(server: Server, tmp_path: Path) -> None:
+def test_half_a_file_never_stands_for_the_whole(server: Server, tmp_path: Path) -> None:
+    """Nor beside it."""
+    (tmp_path / "f").write_bytes(b"an earlier one")
+    server.cuts = [2_000_000] * 2
+    with pytest.raises(ConnectionError, match=r"/file: the connection ended after 2,000,000 of 5,120,000 .*in 2 tries"):
+        download(server.url, tmp_path / "f", pauses_s=(0.0,))
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("f", b"an earlier one")]
+
+
+def test_a_server_that_goes_silent_is_not_waited_for(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpora, "SILENCE_S", 0.1)
+    server.silences = [0, 2_000_000]
+    with pytest.raises(ConnectionError, match="/file: .*timed out.*, in 2 tries"):
+        download(server.url, tmp_path / "f", pauses_s=(0.0,))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_unknown_length_is_held_to_its_checksum(server: Server, tmp_path: Path) -> None:
+    server.tells_length = False
+    assert fetched(server, tmp_path / "f", sha256=SHA256) == CONTENT
     server.cuts = [2_000_000]
-    with pytest.raises(ConnectionError, match=r"in 1 tries; .*f.part keeps the 2,000,000 bytes"):
-        download(server.url, tmp_path / "f", pauses_s=())
-    assert not (tmp_path / "f").exists()
-    assert fetched(server, tmp_path / "f", sha256=SHA256) == CONTENT
-    assert server.asked[1:] == ["bytes=2000000-"]
+    with pytest.raises(ValueError, match=f"must be {SHA256}; removed"):
+        download(server.url, tmp_path / "g", sha256=SHA256)
 
 
-@pytest.mark.parametrize("fault", ["no ranges", "another file", "no etag", "weak etag"])
-def test_what_cannot_be_gone_on_with_is_begun_again(server: Server, tmp_path: Path, fault: str) -> None:
-    server.ranges = fault != "no ranges"
-    server.etag = {"no etag": None, "weak etag": 'W/"1"'}.get(fault, '"1"')
-    server.cuts = [2_000_000]
-    with pytest.raises(ConnectionError):
-        download(server.url, tmp_path / "f", pauses_s=())
-    if fault == "another file":
-        server.etag = '"2"'
-    assert fetched(server, tmp_path / "f", sha256=SHA256) == CONTENT
+def test_a_full_disk_is_no_fault_of_the_connection(server: Server, tmp_path: Path) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-
-def test_a_part_that_is_longer_than_the_file_is_thrown_away(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "f.part").write_bytes(b"x" * (len(CONTENT) + 1))
-    (tmp_path / "f.part.etag").write_text('"1"')
-    assert fetched(server, tmp_path / "f", sha256=SHA256) == CONTENT
+    with pytest.raises(OSError, match="No space left"):
+        fetched(server, tmp_path / "f", progress=full)
+    assert server.asked == 1 and not list(tmp_path.iterdir())
 
 
 def test_a_wrong_checksum_is_an_error_and_nothing_stays(server: Server, tmp_path: Path) -> None:
@@ -157,23 +144,18 @@ def test_a_wrong_checksum_is_an_error_and_nothing_stays(server: Server, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_the_servers_own_checksum_is_held(server: Server, tmp_path: Path, right: bool) -> None:
-    server.linked = SHA256 if right else "1" * 64
-    if right:
-        assert fetched(server, tmp_path / "f") == CONTENT
-        return
-    with pytest.raises(ValueError, match="must be 1+; removed"):
-        download(server.url, tmp_path / "f")
-
-
 def test_busy_servers_are_asked_again_and_others_not(server: Server, tmp_path: Path) -> None:
-    server.status = [503, 429]
+    server.status = [503, 429, 408]
     assert fetched(server, tmp_path / "f") == CONTENT
     with pytest.raises(ValueError, match="/gone: the server says 404"):
         download(server.url.replace("/file", "/gone"), tmp_path / "g")
     with pytest.raises(ConnectionError, match="in 1 tries"):
         download("http://127.0.0.1:1/nobody", tmp_path / "g", pauses_s=())
+
+
+def test_a_redirect_is_followed(server: Server, tmp_path: Path) -> None:
+    server.leads_to = server.url.replace("/file", "/elsewhere")
+    assert fetched(server, tmp_path / "f", sha256=SHA256) == CONTENT
 
 
 def test_a_redirect_to_a_file_of_this_machine_is_refused(server: Server, tmp_path: Path) -> None:
@@ -213,7 +195,7 @@ def test_tinystories_are_two_files_of_a_server(server: Server, tmp_path: Path) -
         found = tinystories(tmp_path, stories(server, sha256=SHA256))
         assert [part.path.name for part in found.files] == ["file-train.txt", "file-valid.txt"]
         assert [part.size for part in found.files] == [len(CONTENT)] * 2
-    assert len(server.asked) == 2  # the second time they are there
+    assert server.asked == 2  # the second time they are there
     for setting in ("sha256", "valid_sha256"):
         with pytest.raises(ValueError, match="must be 0+; removed"):
             tinystories(tmp_path / setting, stories(server, **{setting: "0" * 64}))
@@ -231,7 +213,15 @@ def test_a_checksum_holds_for_a_file_that_is_there(server: Server, tmp_path: Pat
     os.utime(mine, (note := (tmp_path / "file-train.txt.sha256").stat().st_mtime + 10, note))
     with pytest.raises(ValueError, match=f"its SHA-256 is {hashlib.sha256(b'another text').hexdigest()}"):
         tinystories(tmp_path, stories(server, sha256=SHA256))
-    assert mine.read_bytes() == b"another text" and len(server.asked) == 2
+    assert mine.read_bytes() == b"another text" and server.asked == 2
+
+
+def test_what_a_killed_download_has_left_is_removed(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "file-train.txt.0123abcd.tmp").write_bytes(CONTENT[:1000])
+    (tmp_path / "file-train.txt.mine.tmp").write_bytes(b"mine")
+    tinystories(tmp_path, stories(server))
+    names = {f"file-{part}.txt{end}" for part in ("train", "valid") for end in ("", ".sha256")}
+    assert {file.name for file in tmp_path.iterdir()} == names | {"file-train.txt.mine.tmp"}
 
 
 @pytest.mark.parametrize(
@@ -269,12 +259,12 @@ def test_a_run_downloads_what_its_settings_say(
     assert f"-train: 503 Service Unavailable, in {len(PAUSES_S) + 1} tries" in capsys.readouterr().err
     assert start(tmp_path, *where, f"data.sha256={'0' * 64}") == 2
     assert f"its SHA-256 is {SHA256}, and must be 0" in capsys.readouterr().err
-    server.cuts = [2_000_000]  # goes on by itself
+    server.cuts = [2_000_000]
     assert start(tmp_path, *where, f"data.sha256={SHA256}") == 2  # CONTENT is no text
     said = capsys.readouterr()
     assert "downloading file-train: 5.1 of 5.1 MB" in said.out
     assert "file-train is not UTF-8 text: invalid start byte at byte 128" in said.err
-    assert server.asked[-2:] == ["bytes=2000000-", None]
+    assert server.asked == 4  # a wrong file, half of one, the training text, and that to evaluate on
 
 
 @pytest.mark.parametrize(
