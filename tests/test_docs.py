@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,7 +229,9 @@ def test_every_strategy_is_told() -> None:
     assert not [name for name in STRATEGIES if f"`{name}`" not in PAGES["docs/strategy.md"]]
 
 
-def test_python_in_pages_runs() -> None:
+def test_python_in_pages_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # No session of nox installs TensorBoard; tests/training/test_training.py runs the page's use of it.
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=None))
     for page in PAGES.keys() - {"docs/cs336.md"}:
         for code in blocks(page, "python"):
             tree = ast.parse(code)

@@ -200,16 +200,16 @@ def test_outside_of_a_checkout_bench_says_what_is_needed(
 @pytest.mark.parametrize(
     ("origin", "named"),
     [
-        ({"url": "https://host/lmsys.git", "vcs_info": {"vcs": "git"}}, "'lmsys[log] @ git+https://host/lmsys.git'"),
-        ({"url": "file:///a/lmsys", "dir_info": {}}, "'lmsys[log] @ file:///a/lmsys'"),
-        (None, "'lmsys[log]'"),
+        ({"url": "https://host/lmsys.git", "vcs_info": {"vcs": "git"}}, "'lmsys[report] @ git+https://host/lmsys.git'"),
+        ({"url": "file:///a/lmsys", "dir_info": {}}, "'lmsys[report] @ file:///a/lmsys'"),
+        (None, "'lmsys[report]'"),
     ],
 )
 def test_an_extra_is_installed_from_where_lmsys_came(
     origin: object, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert commands.with_extra("log") == f"python -m pip install -e '{ROOT}[log]'"
+    assert commands.with_extra("report") == f"python -m pip install -e '{ROOT}[report]'"
     monkeypatch.setattr(commands, "FOLDER", tmp_path)
     found = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))
     monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [found])
-    assert commands.with_extra("log") == f"python -m pip install {named}"
+    assert commands.with_extra("report") == f"python -m pip install {named}"

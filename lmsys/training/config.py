@@ -193,20 +193,6 @@ class CheckpointConfig(strict_json.Checked):
 
 
 @dataclass(frozen=True)
-class LogConfig(strict_json.Checked):
-    """Where figures go beside log.jsonl; each needs the extra `log`.
-
-    tensorboard  into OUTPUT/tensorboard
-    wandb        the project of Weights & Biases; None: not there
-    wandb_mode   offline (kept in OUTPUT), online
-    """
-
-    tensorboard: bool = False
-    wandb: str | None = None
-    wandb_mode: Annotated[str, partial(values.one_of, known=("offline", "online"))] = "offline"
-
-
-@dataclass(frozen=True)
 class GenerateConfig(strict_json.Checked):
     """A sample of what follows `prompt`, as in `lmsys.training.generation.Sampling`."""
 
@@ -234,7 +220,6 @@ class RunConfig(strict_json.Checked):
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
-    log: LogConfig = field(default_factory=LogConfig)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

@@ -1,16 +1,12 @@
 """The log of a run: it has a line of JSON for every step and evaluation, and prints one now and then."""
 
-import importlib
 import json
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lmsys import commands, files
-from lmsys.training.config import RunConfig
+from lmsys import files
 
 
 class JsonLines:
@@ -21,8 +17,8 @@ class JsonLines:
     is no such line, go to the end of a file beside it, NAME.replaced.
     """
 
-    def __init__(self, path: Path, step: int, others: "Sequence[TensorBoard | WandB]" = ()):
-        self._others, path = others, Path(path)
+    def __init__(self, path: Path, step: int):
+        path = Path(path)
         kept, replaced = [], []
         for line in path.read_text(errors="surrogateescape").splitlines() if path.is_file() else ():
             facts = _facts_until(step, line)
@@ -40,13 +36,9 @@ class JsonLines:
     def write(self, **facts: Any) -> None:
         self._file.write(_line(facts))
         self._file.flush()
-        for other in self._others:
-            other.write(facts)
 
     def close(self) -> None:
         self._file.close()
-        for other in self._others:
-            other.close()
 
 
 def _line(facts: dict[str, Any]) -> str:
@@ -62,52 +54,6 @@ def _facts_until(step: int, line: str) -> dict[str, Any] | None:
         return facts if float(facts["step"]) <= step else None
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-
-
-class TensorBoard:
-    def __init__(self, folder: Path, step: int):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
-        self.close = self._writer.close
-
-    def write(self, facts: dict[str, Any]) -> None:
-        for name, value in facts.items():
-            if name != "step":
-                add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
-                add(name, value, facts["step"])
-
-
-class WandB:
-    def __init__(self, folder: Path, project: str, mode: str, settings: dict[str, Any]):
-        import wandb
-
-        self._run = wandb.init(project=project, dir=str(folder), mode=mode, config=settings)
-        self.close = self._run.finish
-
-    def write(self, facts: dict[str, Any]) -> None:
-        self._run.log({name: value for name, value in facts.items() if name != "step"}, step=facts["step"])
-
-
-def check_packages(config: RunConfig) -> None:
-    """ValueError, with the extra that would bring it, where a package of the other logs is missing."""
-    try:
-        if config.log.tensorboard:
-            importlib.import_module("torch.utils.tensorboard")
-        if config.log.wandb is not None:
-            importlib.import_module("wandb")
-    except ImportError as error:
-        raise ValueError(f"log: {error}; {commands.with_extra('log')} brings it") from error
-
-
-def others(config: RunConfig, step: int) -> list[TensorBoard | WandB]:
-    """The other logs that the config asks for; `check_packages` has seen that their packages are there."""
-    logs = list[TensorBoard | WandB]()
-    if config.log.tensorboard:
-        logs.append(TensorBoard(config.folder / "tensorboard", step))
-    if config.log.wandb is not None:
-        logs.append(WandB(config.folder, config.log.wandb, config.log.wandb_mode, asdict(config)))
-    return logs
 
 
 class Progress:

@@ -88,8 +88,6 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
         possible.plan(config, context.device)
         if "tokenize" in steps and not skip_data and Path(config.data.corpus).is_file():
             possible.check_text(config, corpora.corpus_of(config.data))
-        if rank == 0:
-            log.check_packages(config)
     if context.device.type == "cpu" and config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     with ExitStack() as ending:
@@ -235,7 +233,7 @@ def train_model(context: RunContext) -> loop.Outcome:
     lines = None
     if context.rank == 0:
         (context.config.folder / "config.json").write_text(config.to_json())
-        lines = log.JsonLines(context.config.folder / "log.jsonl", trainer.step, log.others(config, trainer.step))
+        lines = log.JsonLines(context.config.folder / "log.jsonl", trainer.step)
     with closing(lines) if lines is not None else nullcontext():
         outcome = trainer.fit(context.checkpoints, lines, context.say)
     _tell_outcome(context, trainer, outcome)

@@ -1,13 +1,14 @@
 """Training runs: settings, resumed equals uninterrupted, many ranks equal one, what is not finite is left out."""
 
 import json
+import math
 import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from lmsys.training.checkpoint import save
 from lmsys.training.config import RunConfig
 from lmsys.training.log import JsonLines, Progress
 from lmsys.training.loop import NonFiniteError, Trainer
+from tests.support.pages import blocks
 from tests.support.processes import PATIENCE_S
 from tests.support.training_runs import (
     SETTINGS,
@@ -98,6 +100,7 @@ def test_a_config_goes_through_json(
         ('{"trian": {}}', "trian: unknown key; did you mean train?"),
         ('{"train": {"stesp": 3}}', "train.stesp: unknown key; did you mean train.steps?"),
         ('{"learning": {}}', "learning: unknown key; did you mean output or data or model"),
+        ('{"log": {"tensorboard": true}}', "log: unknown key"),
         ('{"min_lr": 1}', "min_lr: unknown key; did you mean train.min_lr"),
         ('{"train": {"steps": "3"}}', 'train.steps: must be a whole number; got "3"'),
         ('{"train": {"steps": true}}', "train.steps: must be a whole number; got true"),
@@ -503,46 +506,24 @@ def test_a_log_is_json_whatever_the_loss_is_and_a_resume_drops_no_line(
     assert len(read_lines(beside)) == len(values) - len(kept)
 
 
-def test_figures_go_elsewhere_too(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for the packages; without them an error names the extra."""
-    run, heard = copy_of(data, tmp_path / "run"), []
-    wandb = SimpleNamespace(
-        init=lambda **given: SimpleNamespace(
-            log=lambda facts, step: heard.append((given["mode"], step, facts)), finish=lambda: heard.append("end")
-        )
-    )
-    writer = SimpleNamespace(add_scalar=lambda *scalar: heard.append(scalar), close=lambda: heard.append("end"))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    board = SimpleNamespace(SummaryWriter=lambda folder, purge_step: writer)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    settings_ = config(run, "log.tensorboard=true", "log.wandb=p")
-    assert pipeline.run(settings_, ("train",)) == 0
+def test_the_page_shows_a_log_in_tensorboard(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the package, which no session of nox installs."""
+    run, scalars = copy_of(data, tmp_path / "out" / "training"), []
+    assert pipeline.run(config(run, "train.reproducible=true"), ("train",)) == 0
     written = losses(run)
-    assert [value for name, value, _ in (x for x in heard if x[0] == "loss")] == written
-    assert [facts["loss"] for mode, _, facts in (x for x in heard if x[0] == "offline") if "loss" in facts] == written
-    assert heard.count("end") == 2
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"pip install -e \S+\[log\]'? brings it"):
-        pipeline.run(settings_, ("train",))
-
-
-def test_tensorboard_takes_a_reproducible_training_to_its_end_and_again(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its scalars are numbers; the last line has the sha256 of the weights."""
-    run, scalars, texts = copy_of(data, tmp_path / "run"), [], []
-    writer = SimpleNamespace(
-        add_scalar=lambda name, value, step: scalars.append((name, float(value), step)),
-        add_text=lambda name, text, step: texts.append((name, text, step)),
-        close=lambda: None,
-    )
-    board = SimpleNamespace(SummaryWriter=lambda folder, purge_step: writer)
+    with (run / "log.jsonl").open("a") as log:
+        log.write('{"step": 99, "loss": "NaN"}\n')
+    writer = SimpleNamespace(add_scalar=lambda *scalar: scalars.append(scalar))
+    board = SimpleNamespace(SummaryWriter=lambda folder: nullcontext(writer))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    for steps in (1, 2, 2):
-        sizes = f"train.steps={steps}", "train.warmup_steps=0"
-        assert pipeline.run(config(run, "log.tensorboard=true", "train.reproducible=true", *sizes), ("train",)) == 0
-    assert [step for name, _, step in scalars if name == "loss"] == [1, 2]
-    assert [(name, len(text), step) for name, text, step in texts] == [("weights_sha256", 64, one) for one in (1, 2, 2)]
+    monkeypatch.chdir(tmp_path)
+    (code,) = (code for code in blocks("docs/training.md", "python") if "SummaryWriter" in code)
+    exec(compile(code, "docs/training.md", "exec"), {})
+    *shown, last = [(value, step) for name, value, step in scalars if name == "loss"]
+    assert shown == [(value, step) for step, value in enumerate(written, start=1)]
+    assert math.isnan(last[0]) and last[1] == 99
+    assert {"lr", "grad_norm", "valid_loss"} <= {name for name, *_ in scalars}
+    assert all(isinstance(value, float) for _, value, _ in scalars)
 
 
 def test_a_second_training_into_one_output_is_refused_at_once(
