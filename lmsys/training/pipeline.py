@@ -8,14 +8,8 @@
 A result that is there and was made of the same settings is taken as it is, so an interrupted run goes on where it was.
 """
 
-import os
 import signal
-import sys
-import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -24,56 +18,17 @@ import torch
 
 from lmsys import checkpointing, doing, files, strict_json, values
 from lmsys.model import TransformerLM
-from lmsys.parallel import STRATEGIES, collectives, group
+from lmsys.parallel import STRATEGIES, collectives
 from lmsys.tokenizer import Tokenizer, chunks, train
-from lmsys.training import checkpoint, corpora, data, evaluation, generation, log, loop, possible, prepare
+from lmsys.training import checkpoint, corpora, data, evaluation, generation, log, loop, possible
 from lmsys.training.config import RunConfig
+from lmsys.training.run_context import RunContext
 
 DATA_STEPS = ("tokenizer", "tokenize")
 WRITERS = (*DATA_STEPS, "train")  # steps that write in the output
 STEPS = (*WRITERS, "evaluate", "generate")
 FOLDERS, FILES = ("tokenizer", "tokens", "checkpoints"), ("log.jsonl", "log.jsonl.replaced", "config.json")
 OF_A_RANK = ("train.threads", "data.processes")  # settings that each machine may have for itself
-DOWNLOAD_LINES_S = 5.0
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """The settings and the rank of a step, and where it reads and writes."""
-
-    config: RunConfig
-    rank: int
-    world_size: int
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.config.folder / "checkpoints"
-
-    @property
-    def processes(self) -> int:
-        return self.config.data.processes or max(
-            1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        )
-
-    @property
-    def device(self) -> torch.device:
-        if torch.distributed.is_initialized():
-            return group.device()
-        name = self.config.train.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        known = name == "cpu" or (name == "cuda" and torch.cuda.is_available())
-        values.hold((known, f"train.device={name!r} must be cpu, or cuda where there is a CUDA device"))
-        return torch.device(name)
-
-    @property
-    def autocast(self) -> Callable[[], torch.autocast]:
-        """Attention rows that train in bfloat16 may not know float32."""
-        return partial(prepare.autocast, self.config.train.precision, self.device.type)
-
-    def say(self, text: str) -> None:
-        """On rank 0; with escapes for characters that the terminal does not have."""
-        if self.rank == 0:
-            encoding = sys.stdout.encoding or "utf-8"
-            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> int:
@@ -119,7 +74,7 @@ def _take(context: RunContext, steps: list[str], alone: bool) -> int:
         doing.now("in 'tokenizer'")
         make_tokenizer(context, anew=alone)
     if "generate" in steps:
-        _prompt(context, _tokenizer(context))  # one that is too long is refused here, not after the training
+        _prompt(context, context.tokenizer())  # one that is too long is refused here, not after the training
     if "tokenize" in steps:
         doing.now("in 'tokenize'")
         make_tokens(context, anew=alone)
@@ -133,7 +88,7 @@ def _take(context: RunContext, steps: list[str], alone: bool) -> int:
             doing.now(f"in {step!r}")
             if context.rank == 0:
                 function(context)
-    _wait(context)
+    context.wait()
     return 0
 
 
@@ -156,8 +111,8 @@ def _agree(config: RunConfig, steps: tuple[str, ...], skip_data: bool) -> None:
 def make_tokenizer(context: RunContext, anew: bool) -> None:
     """Trained by rank 0 on the training text, unless a folder of one is given."""
     if context.config.data.tokenizer is not None or context.rank != 0:
-        return _wait(context)
-    corpus, vocab_size = _corpus(context), context.config.model.vocab_size
+        return context.wait()
+    corpus, vocab_size = context.corpus(), context.config.model.vocab_size
     made = {"vocab_size": vocab_size, "text": _facts(corpus.train)}
     record = context.config.folder / "tokenizer" / "made.json"
     if anew or _read(record) != made:
@@ -175,15 +130,15 @@ def make_tokenizer(context: RunContext, anew: bool) -> None:
         record.unlink(missing_ok=True)  # it would speak for half of a save that is killed
         tokenizer.save(record.parent)
         files.write_json(record, made)
-    _wait(context)
+    context.wait()
 
 
 def make_tokens(context: RunContext, anew: bool) -> None:
     """Each rank tokenizes its share of the text."""
     if context.rank == 0:
-        _corpus(context)  # made or downloaded by one
-    _wait(context)
-    corpus, tokenizer, folder = _corpus(context), _tokenizer(context), context.config.folder / "tokens"
+        context.corpus()  # made or downloaded by one
+    context.wait()
+    corpus, tokenizer, folder = context.corpus(), context.tokenizer(), context.config.folder / "tokens"
     made = {"tokenizer": tokenizer.fingerprint, "text": [_facts(corpus.train), _facts(corpus.valid)]}
     if not anew:
         before = _read(folder / "made.json") or {}
@@ -191,24 +146,24 @@ def make_tokens(context: RunContext, anew: bool) -> None:
             return
         possible.check_text(context.config, corpus, tokenizer)
     context.say(f"tokenizing {sum(file.size for file in corpus.files) / 1e6:,.1f} MB")
-    _wait(context)  # all have read made.json
+    context.wait()  # all have read made.json
     if context.rank == 0:
         (folder / "made.json").unlink(missing_ok=True)
-    _wait(context)  # it is gone before a part of it is another's
+    context.wait()  # it is gone before a part of it is another's
     for part, texts in (("train", corpus.train), ("valid", corpus.valid)):
         data.tokenize_files(
             tokenizer, texts, folder / f"{part}.npy",
             processes=context.processes, rank=context.rank, world_size=context.world_size,
         )  # fmt: skip
-    _wait(context)
+    context.wait()
     if context.rank == 0:
         files.write_json(folder / "made.json", {**made, "shards": context.world_size})
-    _wait(context)
+    context.wait()
 
 
 def train_model(context: RunContext) -> loop.Outcome:
     """Trains on, from the newest whole checkpoint where there is one."""
-    config, tokenizer = context.config, _tokenizer(context)
+    config, tokenizer = context.config, context.tokenizer()
     source, windows = _data(context, tokenizer)
     # Looked for by rank 0: finding it reads every file.
     saved = checkpoint.newest(context.checkpoints) if context.rank == 0 else None
@@ -242,7 +197,7 @@ def train_model(context: RunContext) -> loop.Outcome:
 
 def evaluate_model(context: RunContext) -> None:
     """The newest checkpoint's loss on the fixed windows, and that of a model that knows frequencies alone."""
-    config, tokenizer = context.config, _tokenizer(context)
+    config, tokenizer = context.config, context.tokenizer()
     source, windows = _data(context, tokenizer)
     model, step = _trained(context, tokenizer)
     valid = evaluation.evaluate(model, windows, config.evaluate.batch_size, context.autocast)
@@ -255,7 +210,7 @@ def evaluate_model(context: RunContext) -> None:
 
 def print_sample(context: RunContext) -> None:
     """Prints how the newest checkpoint continues the prompt."""
-    config, tokenizer = context.config.generate, _tokenizer(context)
+    config, tokenizer = context.config.generate, context.tokenizer()
     model, step = _trained(context, tokenizer)
     prompt = _prompt(context, tokenizer)
     with context.autocast():
@@ -302,29 +257,6 @@ def _trained(context: RunContext, tokenizer: Tokenizer) -> tuple[TransformerLM, 
     return model, saved.step
 
 
-def _corpus(context: RunContext) -> corpora.Corpus:
-    last_line_s = time.monotonic()
-
-    def tell(what: str, done: int, total: int) -> None:
-        nonlocal last_line_s
-        if time.monotonic() - last_line_s >= DOWNLOAD_LINES_S or done == total:
-            last_line_s = time.monotonic()
-            context.say(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
-
-    return corpora.corpus_of(context.config.data, tell)
-
-
-def _tokenizer(context: RunContext) -> Tokenizer:
-    folder = Path(context.config.data.tokenizer or context.config.folder / "tokenizer")
-    values.hold(
-        (folder.is_dir(), f"{folder}: there is no tokenizer; make one by the step `tokenizer`, without --skip-data")
-    )
-    tokenizer = Tokenizer.load(folder, [corpora.END_OF_TEXT] if context.config.data.tokenizer else [])
-    size, most = tokenizer.vocab_size, context.config.model.vocab_size
-    values.hold((size <= most, f"{folder}: has {size:,} tokens, more than model.vocab_size={most:,}"))
-    return tokenizer
-
-
 def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, evaluation.Windows]:
     """The tokens to train on, and the windows to evaluate on."""
     folder, config = context.config.folder / "tokens", context.config
@@ -349,8 +281,3 @@ def _read(path: Path) -> dict[str, Any] | None:
     except ValueError:
         return None
     return facts if isinstance(facts, dict) else None
-
-
-def _wait(context: RunContext) -> None:
-    if context.world_size > 1:
-        torch.distributed.barrier()

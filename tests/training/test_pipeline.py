@@ -16,6 +16,7 @@ from lmsys.tokenizer import Tokenizer, train
 from lmsys.training import pipeline
 from lmsys.training.__main__ import main, parser, read_config
 from lmsys.training.corpora import END_OF_TEXT
+from lmsys.training.run_context import RunContext
 from tests.support.training_runs import SETTINGS, config, corpus
 
 
@@ -159,7 +160,7 @@ def test_a_sample_is_printed_whatever_the_terminal_can_show(
 ) -> None:
     monkeypatch.setattr(sys, "stdout", TextIOWrapper(terminal := BytesIO(), encoding))
     for rank in range(2):
-        pipeline.RunContext(config(tmp_path), rank, 2).say("naïve 中")
+        RunContext(config(tmp_path), rank, 2).say("naïve 中")
     assert terminal.getvalue() == written
 
 
