@@ -24,7 +24,6 @@ import torch
 from torch.optim import Optimizer
 
 from lmsys import files, strict_json, values
-from lmsys.parallel import adapter, fsdp, sharded_optimizer
 
 State = dict[str, Any]  # tensors, numbers, strings, and dicts, lists and tuples of them
 _MANIFEST = re.compile(r"step-(\d{8,})\.json")
@@ -191,20 +190,6 @@ def read(manifest: Path) -> Checkpoint:
     return Checkpoint(Path(manifest), content["step"], content["world_size"], content["facts"], content["files"])
 
 
-def rng_state(device: str | torch.device = "cpu") -> State:
-    """torch's random numbers, of the CPU and, for a CUDA device, of that."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.device(device).type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_rng_state(state: State, device: str | torch.device = "cpu") -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.device(device).type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
 def _write_parts(folder: Path, step: int, parts: Mapping[str, State], written: dict[str, dict[str, Any]]) -> None:
     """Writes each part to a file, which `written` names before there is anything of it, for who removes it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -279,49 +264,6 @@ def _manifests(folder: Path) -> dict[int, Path]:
         if match and not path.is_dir():
             by_step[int(match[1])] = path
     return dict(sorted(by_step.items(), reverse=True))
-
-
-def optimizer_layout(strategy: adapter.Adapter) -> str:
-    """How the optimizer numbers its state: `flat` parts of blocks, or `whole` parameters."""
-    return "flat" if isinstance(strategy.wrapper, fsdp.Fsdp) else "whole"
-
-
-def capture(strategy: adapter.Adapter, optimizer: Optimizer, rank: int) -> tuple[State, State]:
-    """(the state that rank 0 saves for all, the state that this rank saves). All ranks call it."""
-    # Of lmsys.model.Loss, which strategies wrap.
-    shared: State = {"model": {name.removeprefix("model."): x for name, x in strategy.full_state_dict().items()}}
-    if isinstance(optimizer, sharded_optimizer.ShardedOptimizer) or optimizer_layout(strategy) == "flat":
-        return shared, {"optimizer": optimizer.state_dict()}
-    if hasattr(optimizer, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer
-        optimizer.consolidate_state_dict(to=0)
-    return shared | ({"optimizer": optimizer.state_dict()} if rank == 0 else {}), {}
-
-
-def restore_optimizer(
-    strategy: adapter.Adapter, optimizer: Optimizer, saved: Checkpoint, shared: State, rank: int, world_size: int
-) -> None:
-    """The optimizer's state of a checkpoint, saved by any number of ranks under any strategy.
-
-    shared  what the checkpoint has in common for all ranks
-    """
-    flat, was_flat = optimizer_layout(strategy) == "flat", saved.facts.get("optimizer") == "flat"
-    if flat and was_flat and saved.world_size == world_size:
-        optimizer.load_state_dict(saved.own(rank, "optimizer")["optimizer"])
-        return
-    module, groups = strategy.module, [group["params"] for group in optimizer.param_groups]
-    if flat:
-        groups = strategy.wrapper.parameters_in(optimizer)
-    if "optimizer" in shared:
-        state = shared["optimizer"]
-    else:
-        shares = [saved.own(index, "optimizer")["optimizer"] for index in range(saved.world_size)]
-        if was_flat:
-            state = sharded_optimizer.whole_state(shares, module, groups)
-        else:
-            state = sharded_optimizer.merge_shares(shares)
-    if flat:
-        state = sharded_optimizer.flat_share(state, module, rank, world_size, groups)
-    optimizer.load_state_dict(state)
 
 
 File = str | os.PathLike[str] | IO[bytes]

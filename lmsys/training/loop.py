@@ -32,6 +32,7 @@ from lmsys.training import (
     prepare,
     reproducible,
     stopping,
+    training_state,
 )
 from lmsys.training.config import RunConfig
 
@@ -123,19 +124,19 @@ class Trainer:
         self._gradients: Any = gradients.Gradients(self.strategy, prepared.loss, divisor, tree)
         if train.graph:
             self._gradients = gradients.ReplayedGradients(self._gradients, self.strategy)
-        self.facts["optimizer"] = checkpoint.optimizer_layout(self.strategy)
+        self.facts["optimizer"] = training_state.optimizer_layout(self.strategy)
         if saved is not None and shared is not None:
             self._resume(saved, shared)
 
     def _resume(self, saved: checkpoint.Checkpoint, shared: dict[str, Any]) -> None:
         settings = [{name: group[name] for name in self._settings} for group in self.optimizer.param_groups]
-        checkpoint.restore_optimizer(self.strategy, self.optimizer, saved, shared, self.rank, self.world_size)
+        training_state.restore_optimizer(self.strategy, self.optimizer, saved, shared, self.rank, self.world_size)
         for group, of_this_run in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(of_this_run)  # it has those with which it was saved
         self.step, progress = saved.step, shared["progress"]
         self.skipped, self.in_a_row, self.seconds = progress["skipped"], progress["in_a_row"], progress["seconds"]
         if self.rank < saved.world_size:
-            checkpoint.set_rng_state(saved.own(self.rank, "rng")["rng"], self.device)
+            training_state.set_rng_state(saved.own(self.rank, "rng")["rng"], self.device)
 
     @property
     def schedule(self) -> dict[str, float]:
@@ -203,9 +204,9 @@ class Trainer:
         )
 
     def save(self, folder: Path) -> Path:
-        shared, of_rank = checkpoint.capture(self.strategy, self.optimizer, self.rank)
+        shared, of_rank = training_state.capture(self.strategy, self.optimizer, self.rank)
         shared["progress"] = {"skipped": self.skipped, "in_a_row": self.in_a_row, "seconds": self.seconds}
-        of_rank["rng"] = checkpoint.rng_state(self.device)
+        of_rank["rng"] = training_state.rng_state(self.device)
         return checkpoint.save(
             folder, self.step, shared, of_rank, facts=self.facts | {"schedule": self.schedule},
             keep=self.config.checkpoint.keep, rank=self.rank, world_size=self.world_size,

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from lmsys.config import ModelConfig
 from lmsys.training import checkpoint
-from lmsys.training.checkpoint import SaveError, newest, read, rng_state, save, set_rng_state
+from lmsys.training.checkpoint import SaveError, newest, read, save
+from lmsys.training.training_state import rng_state, set_rng_state
 
 CONFIG = ModelConfig(16, 32, 2, 2, vocab_size=40, context_length=8, attention="naive")
 STATE = {"x": torch.arange(5.0), "n": 3, "deep": {"list": [1, "two", None, (3.5, True)]}}
