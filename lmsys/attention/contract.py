@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class AttentionCase:
     sinks: bool = False
     return_lse: bool = False
 
-    @property
+    @cached_property  # asked several times a call
     def options(self) -> dict[str, Any]:
         """Those that are given; a form of one that few rows know has a name of its own."""
         values = [getattr(self, name) for name in OPTIONS]
@@ -109,8 +109,13 @@ def options_of(pattern: Pattern) -> dict[str, Any]:
 
 def why_not_plain(case: AttentionCase, *known: str) -> str | None:
     """None, or why a row cannot run the case that knows these options alone, and values of k's head dimension alone."""
+    return why_not_options(case, *known) or why_not_value_dim(case)
+
+
+def why_not_options(case: AttentionCase, *known: str) -> str | None:
+    """None, or why a row cannot run the case that knows these options alone."""
     unknown = [name for name in case.options if name not in known]
-    return f"knows no {' and no '.join(unknown)}" if unknown else why_not_value_dim(case)
+    return f"knows no {' and no '.join(unknown)}" if unknown else None
 
 
 def why_not_value_dim(case: AttentionCase) -> str | None:

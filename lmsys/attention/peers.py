@@ -111,7 +111,7 @@ def sdpa_math_supports(case: contract.AttentionCase) -> str | None:
 
 
 def _why_not_known(case: contract.AttentionCase, *added: str) -> str | None:
-    return contract.why_not_plain(replace(case, value_dim=None), *MADE_ONCE, OFFSETS, "key_lengths", "mask", *added)
+    return contract.why_not_options(case, *MADE_ONCE, OFFSETS, "key_lengths", "mask", *added)
 
 
 def sdpa_flash_supports(case: contract.AttentionCase) -> str | None:
