@@ -89,7 +89,7 @@ def questions(machine: load.Machine) -> Iterator[fastest.Question]:
             continue
         view = views.view_of(machine, name)
         keys = [axis for axis in view.axes() if axis not in (*views.UNSAID, "impl") and view.varies(axis)]
-        if len(view.distinct(*keys)) > MOST_LINES:
+        if len(view.distinct(keys)) > MOST_LINES:
             keys = [axis for axis in keys if isinstance(view.first[axis], str)]
         yield fastest.Question(
             benchmark=name,

@@ -18,8 +18,10 @@ SPEEDUP = "speedup"
 def bases_of(view: views.View, otherwise: Iterable[str] = ()) -> list[str]:
     """The rows that speeds are relative to, of those timed here: the user's choice, else those that the table names."""
     preferred = {name: row["baseline"] for name, row in view.table().items() if row.get("baseline")}
-    names = [view.wanted] if view.wanted else [*sorted(preferred, key=lambda name: -preferred[name]), *otherwise]
-    timed = {case["impl"] for case in view.cases if case["time_s"] is not None}
+    names = [view.wanted] if view.wanted else sorted(preferred, key=preferred.__getitem__, reverse=True)
+    if not view.wanted:
+        names += otherwise
+    timed = view.only("time_s is not None").column("impl")
     return [name for name in dict.fromkeys(names) if name in timed]
 
 
@@ -34,7 +36,7 @@ def beside(view: views.View, base: str | None, axis: str = "impl", same: Sequenc
     None where that was not run.
     """
     same = same or [name for name in view.axes() if name not in (axis, "label", "peer")]
-    bases = view.only(lambda case: case[axis] == base).by(*same)
+    bases = view.having(axis, [base]).by(same)
     return view.adding(lambda case: {"beside": bases.get(views.key_of(case, same))})
 
 
@@ -62,16 +64,17 @@ def compared(
             case[name] = case["beside"]["time_s"] / case["time_s"]
             case["remark"] = "ratio of medians: not sampled together" if paired else ""
     how = "median of rounds sampled together" if paired or not medians else "ratio of medians, not sampled together"
-    field = fields.Field(
-        name, label=f"Speedup over {label}", role="detail", about=f"Time of {label} divided by time, {how}", shown="×"
-    )
-    return replace(view, base=base, fields=views.Fields(view.fields | {name: field}))
+    about = f"Time of {label} divided by time, {how}"
+    field = fields.Field(name, label=f"Speedup over {label}", role="detail", about=about, shown="×")
+    return replace(view.with_fields([field]), base=base)
 
 
 def _no_base(label: str, base: fields.Record | None) -> str:
     """Why nothing has a speedup over this case of the base, None where it was not run; "" where it was timed."""
-    if base is None or base["time_s"] is not None:
-        return "" if base else f"{label} was not run here"
+    if base is None:
+        return f"{label} was not run here"
+    if base["time_s"] is not None:
+        return ""
     reason = f" ({base['reason']})" * bool(base["reason"])
     return f"{label} has no time here: {words.MEANINGS.get(base['outcome'], 'not timed')}{reason}"
 
@@ -101,6 +104,7 @@ SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 SUPERSCRIPT = str.maketrans("0123456789", SUPERSCRIPTS)
 STEADY = 0.2  # of the median: how far the samples of a steady case spread at most
 UNSTEADY = f"Unsteady: from p20 to p80 its samples spread over more than {STEADY:.0%} of the median."
+SAME_BITS = {None: "", True: "the same bits each time", False: "bits vary"}
 
 STATE = (  # what is told of the machine: field, label, unit
     ("sm_clock_mhz", "SM clock", "MHz"),
@@ -121,8 +125,10 @@ def mark(notes: Notes, text: str) -> str:
 
 def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
     """The notes below these rows: the reasons, and what a dash means where there is one."""
-    dash = [f"{NOT_RUN} not run."] * any(NOT_RUN in text for row in rows for text in row)
-    return [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in notes.items()] + dash
+    lines = [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in notes.items()]
+    if any(NOT_RUN in text for row in rows for text in row):
+        lines.append(f"{NOT_RUN} not run.")
+    return lines
 
 
 def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, ending: bool = True) -> str:
@@ -136,13 +142,15 @@ def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, 
     if ending and not text and case["time_s"] is None and reason:
         return "untimed" + mark(notes, reason)
     remarks = {SPEEDUP: case.get("remark"), "energy_j": case.get("energy_note")}
-    if remark := remarks.get(name, above_ceiling(name, case)):
+    remark = remarks.get(name, above_ceiling(name, case))
+    if remark:
         text = (text or ("no baseline" if name == SPEEDUP else "not measured")) + mark(notes, remark)
     if text and words.is_clocked(view.fields[name]):
         if (words.spread_of(case) or 0.0) > STEADY:
             text += mark(notes, UNSTEADY)
         beside = name == SPEEDUP and case.get("beside") or {}
-        if disturbed := case.get("disturbed") or beside.get("disturbed"):
+        disturbed = case.get("disturbed") or beside.get("disturbed")
+        if disturbed:
             text += mark(notes, f"Disturbed: {disturbed}.")
     return text
 
@@ -160,16 +168,12 @@ def shown(view: views.View, name: str, case: fields.Record) -> str:
     field, value = view.fields[name], case[name]
     if value is None or field.role == "axis" or not isinstance(value, (int, float)):
         return view.text(name, value)
-    text = (
-        words.exact(value)
-        if isinstance(value, int) and not words.unit_of(field)[0]
-        else words.number(words.scaled(field, value))
-    )
-    return (
-        f"{text} ± {words.number(words.scaled(field, case['std_s']))}"
-        if name == "mean_s" and case["std_s"] is not None
-        else text
-    )
+    if isinstance(value, int) and not words.unit_of(field)[0]:
+        return words.exact(value)
+    text = words.number(words.scaled(field, value))
+    if name == "mean_s" and case["std_s"] is not None:
+        text += f" ± {words.number(words.scaled(field, case['std_s']))}"
+    return text
 
 
 def detail(view: views.View, case: fields.Record | None) -> str:
@@ -179,34 +183,31 @@ def detail(view: views.View, case: fields.Record | None) -> str:
     """
     if case is None or case["time_s"] is None:
         return ""
-    time, error = view.fields["time_s"], case.get("error_ratio")
+    time, spread = view.fields["time_s"], words.spread_of(case)
     low, high = (words.number(words.scaled(time, case.get(name))) for name in ("p20_s", "p80_s"))
-    return DETAILS.join(
-        filter(
-            None,
-            (
-                f"{case.get('rounds')} rounds" * bool(case.get("rounds")),
-                f"p20 to p80 {low} to {high} {words.unit_of(time)[0]}" * (words.spread_of(case) is not None),
-                f"error {words.number(error or 0)} of what is allowed" * (error is not None),
-                ", ".join(filter(None, _conditions(view, case))),
-                case.get("energy_note"),
-                {None: "", True: "the same bits each time", False: "bits vary"}[case.get("repeatable")],
-                view.machine.run_of(case),
-            ),
-        )
-    )
+    facts = {
+        f"{case.get('rounds')} rounds": case.get("rounds"),
+        f"p20 to p80 {low} to {high} {words.unit_of(time)[0]}": spread is not None,
+        f"error {words.number(case.get('error_ratio') or 0)} of what is allowed": case.get("error_ratio") is not None,
+        ", ".join(_conditions(view, case)): True,
+        case.get("energy_note"): True,
+        SAME_BITS[case.get("repeatable")]: True,
+        view.machine.run_of(case): True,
+    }
+    return DETAILS.join(text for text, is_known in facts.items() if text and is_known)
 
 
 def _conditions(view: views.View, case: fields.Record) -> list[str]:
     """The state of the machine while the case was sampled; a memory clock only where it was not at its highest."""
-    usual = {"memory_clock_mhz": (view.machine.runs[case["run"]].get("settings") or {}).get("max_memory_mhz")}
+    usual = (view.machine.runs[case["run"]].get("settings") or {}).get("max_memory_mhz")
+    facts = case | {"memory_clock_mhz": None} if case.get("memory_clock_mhz") == usual else case
     reasons, processes, share = map(case.get, ("clock_reasons", "other_processes", "others_cpu_share"))
-    return [
-        *state_of({name: case.get(name) for name, _, _ in STATE if case.get(name) != usual.get(name)}),
-        f"clock held by {reasons}" * bool(reasons),
-        f"other processes that had the device: {processes}" * bool(processes),
-        f"other programs took {share or 0:.0%} of the CPU" * ((share or 0) >= 0.005),
-    ]
+    others = {
+        f"clock held by {reasons}": reasons,
+        f"other processes that had the device: {processes}": processes,
+        f"other programs took {share or 0:.0%} of the CPU": (share or 0) >= 0.005,
+    }
+    return state_of(facts) + [text for text, is_known in others.items() if is_known]
 
 
 def state_of(facts: fields.Record) -> list[str]:

@@ -99,7 +99,7 @@ class Contest:
         return ", ".join((name, *(ways.pop() if len(ways) == 1 else ()))) if name else ""
 
     def ratios(self, ours: str, theirs: str) -> list[float | None]:
-        return [ratio_of_best(rows, ours, theirs) for rows in self.comparisons]
+        return [ratio_of_best(rows, (ours, theirs)) for rows in self.comparisons]
 
     def _speed(self, row: str) -> fields.Record:
         """The speed over the first base that took turns with the row, and over the next: the fastest other one."""
@@ -147,9 +147,10 @@ def best_of(comparisons: Sequence[Rows], name: str | None) -> list[fields.Record
     return [min(verdict.undisturbed(timed), key=verdict.time_of) for timed in cases if timed]
 
 
-def ratio_of_best(rows: Rows, ours: str, theirs: str) -> float | None:
-    """Theirs over ours, of the fastest case of each row or strategy, such as the best size of buckets; None without."""
-    pair = best_of([rows], ours) + best_of([rows], theirs)
+def ratio_of_best(rows: Rows, names: Sequence[str]) -> float | None:
+    """The ratio of two rows or strategies, theirs over ours, by the fastest case of each, such as the best size of
+    buckets; None without."""
+    pair = sum((best_of([rows], name) for name in names), [])
     return verdict.ratio_of(*pair) if len(pair) == 2 else None
 
 

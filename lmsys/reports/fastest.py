@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmsys.bench import fields, verdict
-from lmsys.reports import cells, contest, expressions, items, load, plots, styles, words
+from lmsys.reports import cells, contest, expressions, items, load, plots, words
 
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
 FEW = 4  # rows: a comparison of fewer says so
@@ -216,7 +216,7 @@ def standing(
     peers = {str(case.get("strategy") or case["impl"]): bool(case.get("peer")) for case in machine.records}
     looks = [{"row": row, "peer": peers[row]} for row in rows]
     axes = plots.canvas(LINE_IN * len(lines) + 0.4)
-    for row, style in styles.styles_of(looks, "row", "row", "", machine.rows.get(kind, {})).items():
+    for row, style in words.styles_of(looks, "row", "row", "", machine.rows.get(kind, {})).items():
         dots = [(100 * line["standing"][row], at) for at, line in enumerate(lines) if row in line["standing"]]
         axes.plot(*zip(*dots, strict=True), **style.line() | {"linestyle": "none", "alpha": 0.85, "clip_on": False})
     for place, head in enumerate(heads):

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lmsys.reports import items, load, steps, views, words
+from lmsys.reports import special as special  # which declares steps, too
 
 Layout = Mapping[str, Any]
 
@@ -35,7 +36,7 @@ def chapters(view: views.View) -> list[items.Chapter]:
     layouts = [view.machine.layouts.get(view.benchmark) or of_any(view.benchmark)]
     if view.has("energy_j"):
         labels = {"impl": "row", "causal": "mask"}
-        layouts.append(of_energy(view.benchmark, {name: labels[name] for name in labels if name in view.fields}))
+        layouts.append(of_energy(view.benchmark, {name: labels[name] for name in view.fields if name in labels}))
     with load.drawn_by_layout(view.benchmark):
         return [chapter for layout in layouts for chapter in _chapters(view, layout)]
 
@@ -44,7 +45,7 @@ def _chapters(view: views.View, layout: Layout) -> Iterator[items.Chapter]:
     (view,) = steps.applied(view, layout.get("prepare", ()))
     for declared in layout["chapters"]:
         names = words.NAMES.findall(declared["title"])
-        for part in view.groups(*names).values():
+        for part in view.groups(names).values():
             blocks = [block for inner in declared["blocks"] for block in _blocks(part, inner)]
             yield items.Chapter(words.filled(declared["title"], part.constants(names)), blocks)
 

@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from lmsys.bench.fields import Field
-from lmsys.reports import cells, items, styles, tables, views, words
+from lmsys.reports import cells, items, tables, views, words
 
 WIDTH_IN = 5.0  # about a phone's width at matplotlib's 72 points an inch, so that text keeps its size there
 INK = "#111827"
@@ -68,7 +68,7 @@ def to_svg(axes: Any, name: str, title: str) -> str:
     # Group ids repeat from plot to plot and would clash where several plots stand in one page.
     text = re.sub(r'<g id="[^"]*">', "<g>", file.getvalue())
     dark = f"text:not([style*='fill:']){{fill:{DARK[INK]}}}" + "".join(
-        f"[style*='{part}: {color}']{{{part}:{DARK.get(color) or styles.lighter(color, LIFT)}!important}}"
+        f"[style*='{part}: {color}']{{{part}:{DARK.get(color) or words.lighter(color, LIFT)}!important}}"
         for color in sorted(set(re.findall("#[0-9a-f]{6}", text)))
         for part in ("fill", "stroke")
     )
@@ -101,7 +101,7 @@ def add_places(axes: Any, labels: Sequence[str]) -> None:
     axes.set_xlim(-0.5, len(labels) - 0.5)  # bars without a height would not widen it to the words in their places
 
 
-def short(length: float) -> str:
+def short(length: float, _: object = None) -> str:
     """A length for an axis: 512, 1,000, and powers of two as 1k, 64k."""
     power = length >= 1024 and length % 1 == 0 and int(length).bit_count() == 1
     return f"{length / 1024:g}k" if power else f"{length:,.10g}"
@@ -136,6 +136,13 @@ def drawn(view: views.View, axes: Any, head: str, word: str, caption: str) -> it
     return items.Plot(name, title, caption, to_svg(axes, name, title))
 
 
+def _with_heights(view: views.View, metric: str) -> views.View:
+    """Adds, as `drawn`, the metric in the unit that readers see; None where it is not above zero."""
+    field = view.fields[metric].called(name="drawn")
+    _, factor = words.unit_of(field)
+    return view.with_fields([field.called(of=lambda case: case[metric] * factor if case[metric] > 0 else None)])
+
+
 def lines(
     view: views.View,
     metric: str,
@@ -143,72 +150,75 @@ def lines(
     by: str = "impl",
     word: str = "",
     xlabel: str = "",
-    ceiling: tuple[str, float] | None = None,
+    ceilings: Mapping[str, Any] | None = None,
 ) -> items.Plot | None:
     """A metric against an axis, a line for each value of `by`; None where none has two points.
+
+    ceilings  by metric the words and the height of a line, or the fields that say them
 
     Rates and shares are drawn from zero, and so is what is of one order of magnitude.
     """
     field, (unit, _) = view.fields[metric], words.unit_of(view.fields[metric])
-    positive = view.only(lambda case: (case[metric] or 0) > 0)
-    groups, series = positive.ordered(axis).groups(by), []
-    for value in positive.values(by):
-        points = {case[axis]: words.scaled(field, case[metric]) for case in groups[value,].cases}
-        series.append((view.style(by, value), points))
-    if not any(len(points) > 1 for _, points in series):
+    positive = _with_heights(view, metric).only("drawn")
+    groups, places = positive.ordered(axis).groups([by]), positive.values(axis)
+    if not any(part.varies(axis) for part in groups.values()):
         return None
-    places = positive.values(axis)
-    numbers = all(type(place) in (int, float) for place in places)
-    axes = canvas(3.0)
-    for order, (style, points) in enumerate(series):
-        on_top = order / len(series)  # thinner, so that a line below another that it equals still shows
+    numbers = {*map(type, places)} <= {int, float}
+    axes, values = canvas(3.0), list[float]()
+    for order, value in enumerate(positive.values(by)):
+        points = dict(zip(groups[value,].column(axis), groups[value,].column("drawn"), strict=True))
+        values += points.values()
+        on_top = order / len(groups)  # thinner, so that a line below another that it equals still shows
         dots = {"markersize": 7.0 - 3.0 * on_top} if len(points) <= MOST_DOTS else {"marker": ""}
-        at = [place if numbers else places.index(place) for place in points]
-        axes.plot(at, list(points.values()), **{**style.line(), **dots}, linewidth=3.0 - 1.6 * on_top)
-    values = [value for _, points in series for value in points.values()]
-    if ceiling:
-        axes.axhline(ceiling[1], **CEILING)
-        above = sum(value > ceiling[1] for value in values) if ceiling[0] else 0
-        axes.annotate(
-            f"{ceiling[0]}, {above} figures above it" if above else ceiling[0],
-            (1, ceiling[1]),
-            (0, 3),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            ha="right",
-            fontsize=9,
-        )
-    if not numbers:
-        add_places(axes, [view.text(axis, place) for place in places])
-    else:
-        counted = len(places) > MOST_PLACES and len({b - a for a, b in pairwise(places)}) == 1
-        axes.set_xscale("log", base=2) if places[0] > 0 and not counted else None
-        axes.xaxis.set_major_locator(FixedLocator(places, MOST_PLACES if counted else None))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        at = list(points if numbers else map(places.index, points))
+        axes.plot(at, list(points.values()), **view.style(by, value).line() | dots, linewidth=3.0 - 1.6 * on_top)
     log = max(values) >= 10 * min(values) and unit != "%" and not unit.endswith("/s")
-    scale_values(axes, [*values, *([ceiling[1]] if ceiling and not log else [])], log, 1.08)
+    scaled = list(values)
+    text, height = (view.first.get(name, name) for name in (ceilings or {}).get(metric, ("", None)))
+    if height:
+        _add_ceiling(axes, text, height, sum(value > height for value in values))
+        scaled += [height] * (not log)
+    scale_values(axes, scaled, log, 1.08)
+    if numbers:
+        _scale_places(axes, places)
+    else:
+        add_places(axes, [view.text(axis, place) for place in places])
     axes.set(xlabel=xlabel or words.label_of(view.fields[axis]), ylabel=unit)
-    caption = (
-        view.caption(tables.about_of(field), words.is_clocked(field))
-        + _apart(view, field, axis, by)
-        + _lost(view, axis, by)
-    )
+    caption = _caption(view, field, axis, by, tables.about_of(field)) + _lost(view, axis, by)
     return drawn(view, axes, words.sentence(words.label_of(field)), word or words.FILES.get(metric, metric), caption)
 
 
-def _apart(view: views.View, field: Field, axis: str, by: str) -> str:
-    """A warning where the points of one place were not sampled together."""
-    timed = view.only("time_s is not None").groups(axis).values()
-    several = words.is_clocked(field) and by == "impl" and any(len(part.distinct("comparison")) > 1 for part in timed)
-    return " Points of one place come from several runs: not comparable within a few per cent." if several else ""
+def _add_ceiling(axes: Any, text: str, height: float, above: int) -> None:
+    """A line at a height that nothing should be above, with its words."""
+    axes.axhline(height, **CEILING)
+    if text and above:
+        text += f", {above} figures above it"
+    place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
+    axes.annotate(text, (1, height), (0, 3), fontsize=9, **place)
+
+
+def _scale_places(axes: Any, places: Sequence[float]) -> None:
+    """The x axis for these numbers: by powers of two, or even where there are many at even steps."""
+    counted = len(places) > MOST_PLACES and len({b - a for a, b in pairwise(places)}) == 1
+    if places[0] > 0 and not counted:
+        axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(places, MOST_PLACES if counted else None))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(short))
+
+
+def _caption(view: views.View, field: Field, axis: str, by: str, about: str) -> str:
+    """The caption, with a warning where the points of one place were not sampled together."""
+    clocked, timed = words.is_clocked(field), view.only("time_s is not None").groups([axis]).values()
+    apart = clocked and by == "impl" and any(part.varies("comparison") for part in timed)
+    warning = " Points of one place come from several runs: not comparable within a few per cent."
+    return view.caption(about, clocked) + warning * apart
 
 
 def _lost(view: views.View, axis: str, by: str) -> str:
     """Where a line has no point because the case ran out of memory."""
-    lost = view.only("outcome == 'oom'").ordered(by, axis)
     facts = []
-    for (value,), part in lost.groups(by).items():
+    for (value,), part in view.only("outcome == 'oom'").ordered(by, axis).groups([by]).items():
         facts.append(f"{view.text(by, value)} at {', '.join(part.text(axis, place) for place in part.values(axis))}")
     return f" Out of memory: {'; '.join(facts)}." if facts else ""
 
@@ -222,23 +232,20 @@ def bars(
     times: there the axis is logarithmic.
     """
     field, groups = view.fields[metric], view.values(axis)
-    cases = view.by(by, axis)
-    heights = {key: words.scaled(field, case[metric]) for key, case in cases.items() if (case[metric] or 0) > 0}
-    endings = {key: words.OUTCOMES.get(case["outcome"]) for key, case in cases.items()}
-    lost = {key: ending for key, ending in endings.items() if ending and key not in heights}
+    last = _with_heights(view.of(list(view.by([by, axis]).values())), metric)  # of several cases of one place
+    heights = last.only("drawn").column("drawn")
     if not heights:
         return None
-    used = {value for value, _ in (*heights, *lost)}
-    shown = [value for value in view.values(by) if value in used]
-    low, high, width = min(heights.values()), max(heights.values()), 0.84 / len(shown)
+    low, high = min(heights), max(heights)
     log = high >= 10 * low
-    axes = canvas(3.0)
-    for at, value in enumerate(shown):
-        style = view.style(by, value)
-        places = {key: groups.index(key[1]) + (at - (len(shown) - 1) / 2) * width for key in cases if key[0] == value}
+    rows = last.only("drawn or ended(outcome)").values(by)
+    axes, width = canvas(3.0), 0.84 / len(rows)
+    for at, value in enumerate(rows):
+        style, offset = view.style(by, value), (at - (len(rows) - 1) / 2) * width
+        cases = {groups.index(place) + offset: case for (place,), case in last.having(by, [value]).by([axis]).items()}
         axes.bar(  # without a height it has no bar, but a colour in the legend
-            list(places.values()),
-            [heights.get(key, math.nan) for key in places],
+            list(cases),
+            [case["drawn"] or math.nan for case in cases.values()],
             0.92 * width,
             label=style.label,
             color=style.color,
@@ -246,28 +253,19 @@ def bars(
             linewidth=0,
             hatch="////" if style.dashed else None,
         )
-        for key in (key for key in places if key in lost):
-            axes.text(
-                places[key],
-                low * 0.55 if log else high / 50,
-                lost[key],
-                rotation=90,
-                ha="center",
-                va="bottom",
-                fontsize=7,
-                color=style.color,
-            )
+        bottom = low * 0.55 if log else high / 50
+        for place, case in cases.items():
+            if not case["drawn"] and case["outcome"] in words.OUTCOMES:
+                text, look = words.OUTCOMES[case["outcome"]], {"fontsize": 7, "color": style.color}
+                axes.text(place, bottom, text, rotation=90, ha="center", va="bottom", **look)
     scale_values(axes, [low / 2, high], log, 1.1)
     if log:
         axes.set_ylim(low / 2, high * 1.6)
-    worded = view.words.get(axis, ())
-    add_places(
-        axes,
-        [short(place) if type(place) is int and place not in worded else view.text(axis, place) for place in groups],
-    )
+    bare = {place for place in groups if type(place) is int and place not in view.words.get(axis, ())}
+    add_places(axes, [short(place) if place in bare else view.text(axis, place) for place in groups])
     axes.grid(axis="x", visible=False)
     axes.set_ylabel(words.unit_of(field)[0])
-    caption = view.caption(about or tables.about_of(field), words.is_clocked(field)) + _apart(view, field, axis, by)
+    caption = _caption(view, field, axis, by, about or tables.about_of(field))
     head = head or words.sentence(f"{words.label_of(field)} by {words.label_of(view.fields[axis])}")
     return drawn(view, axes, head, word or words.FILES.get(metric, metric), caption)
 
@@ -279,16 +277,17 @@ def heat_map(view: views.View, settings: Sequence[str]) -> items.Plot | None:
     """
     if not cells.is_compared(view):
         return None
-    settings = view.chosen(settings)
-    cases, rows, columns = view.by("impl", *settings), view.values("impl"), view.distinct(*settings)
-    heads = [", ".join(map(view.text, settings, key)) for key in columns]
+    settings, rows = view.chosen(settings), view.values("impl")
+    parts = view.groups(settings).values()
+    heads = [", ".join(part.texts(settings, part.first)) for part in parts]
     axes = canvas(0.25 * len(rows) + (2.0 if crowded(heads) else 0.8))
-    speeds = np.full((len(rows), len(columns)), math.nan)
+    speeds = np.full((len(rows), len(heads)), math.nan)
+    cases = [part.by(["impl"]) for part in parts]
     for y, x in np.ndindex(speeds.shape):
-        text = cells.NOT_RUN
-        if case := cases.get((rows[y], *columns[x])):
-            speeds[y, x] = case[cells.SPEEDUP] or math.nan
-            text = words.OUTCOMES.get(case["outcome"], f"{case[cells.SPEEDUP]:.3g}" if case[cells.SPEEDUP] else "")
+        case = cases[x].get((rows[y],))
+        speed = case and case[cells.SPEEDUP]
+        text = words.OUTCOMES.get(case["outcome"], f"{speed:.3g}" if speed else "") if case else cells.NOT_RUN
+        speeds[y, x] = speed or math.nan
         axes.text(x, y, text, color=ON_COLOUR, ha="center", va="center", fontsize=8)
     full = math.log2(FULL_COLOUR)
     axes.imshow(np.log2(speeds), cmap="RdBu", vmin=-full, vmax=full, aspect="auto", alpha=0.6)

@@ -7,12 +7,14 @@ named by those.
 import math
 import re
 from collections.abc import Sequence
+from operator import itemgetter
 
 from matplotlib.ticker import FuncFormatter
 
 from lmsys.bench.fields import Field, Record
 from lmsys.cost.communication import fit_latency_bandwidth
 from lmsys.reports import cells, items, plots, tables, views, words
+from lmsys.reports.steps import last_of, one_of_each, step
 
 WAYS = ("precision", "compile", "checkpoint", "residual", "impl")
 PLAIN = {"checkpoint": "none", "residual": "wide"}  # which names of files leave out where nothing else was run
@@ -23,28 +25,31 @@ HELD = "#9ca3af"
 COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}
 
 
+@step
 def one_shape(view: views.View, name: str, shape: Sequence[str], ways: Sequence[str]) -> views.View:
     """Adds whether there is one shape alone, run in several of these ways: a table of each way would have one line."""
-    is_one = len(view.distinct(*shape)) == 1 and any(view.varies(way) for way in ways)
-    return view.adding(lambda _: {name: is_one})
+    return view.with_facts(**{name: len(view.distinct(shape)) == 1 and any(map(view.varies, ways))})
 
 
+@step
 def each_way(view: views.View) -> list[views.View]:
     """The cases of each way of running, named by what they have alike."""
-    return [_named(part, part) for part in view.groups(*WAYS).values()]
+    return [_named(part, part) for part in view.groups(WAYS).values()]
 
 
 def _but(view: views.View, axis: str) -> list[views.View]:
     """The cases that differ in no other way than this."""
-    return list(view.groups(*(name for name in WAYS if name != axis)).values())
+    return list(view.groups([name for name in WAYS if name != axis]).values())
 
 
 def _named(whole: views.View, part: views.View) -> views.View:
     """The part, whose files are named by the ways it holds constant; its heading names those that the whole varies."""
-    plain = [name for name, value in PLAIN.items() if whole.values(name) == [value]]
-    fixed = [name for name in WAYS if not part.varies(name) and name not in plain]
-    stem = "-".join(f"{{{name}}}" for name in fixed)
-    return part.cut(stem, ", ".join(f"{{{name}}}" for name in fixed if whole.varies(name)), tail=True)[0]
+    stem, heading = list[str](), list[str]()
+    for name in WAYS:
+        if not part.varies(name):
+            stem += [f"{{{name}}}"] * (whole.values(name) != [PLAIN.get(name)])
+            heading += [f"{{{name}}}"] * whole.varies(name)
+    return part.cut("-".join(stem), ", ".join(heading), tail=True)[0]
 
 
 def _grid(
@@ -54,6 +59,7 @@ def _grid(
     return tables.pivot(_named(whole, part), metric, ["context", "batch?"], "size", inside, word)
 
 
+@step
 def by_size(view: views.View, metrics: Sequence[str], drawn: Sequence[str] = ()) -> items.Items:
     """Tables of each metric, and of some also plots by context: a line for each size and way of compiling."""
     figures: items.Items = []
@@ -66,65 +72,64 @@ def by_size(view: views.View, metrics: Sequence[str], drawn: Sequence[str] = ())
     return figures
 
 
+@step
 def joined(view: views.View, name: str, names: Sequence[str]) -> views.View:
     """Adds the words of several fields as one."""
     names = view.chosen(names)
-    return view.with_fields(
-        Field(name, role="detail", of=lambda case: ", ".join(view.text(part, case[part]) for part in names))
-    )
+    return view.with_fields([Field(name, role="detail", of=lambda case: ", ".join(view.texts(names, case)))])
 
 
+@step
 def times_by_size(view: views.View) -> items.Items:
     """The times and speedups of every part in which one way varies alone; then the times of all other cases."""
     varied = [(axis, part) for axis in WAYS for part in _but(view, axis) if part.varies(axis)]
-    seen, tables = set(), list[items.Table | items.Plot | None]()
+    seen, figures = set[str](), list[items.Table | items.Plot | None]()
     for axis, part in varied:
-        seen.update(part.values("id"))
-        tables += [_grid(view, part, "time_s", axis), _speeds(view, part, axis)]
+        seen.update(part.column("id"))
+        figures += [_grid(view, part, "time_s", axis), _speeds(view, part, axis)]
     alone = view.only(lambda case: case["id"] not in seen)
-    return tables + [_grid(view, part, "time_s") for part in _but(alone, "compile")]
+    return figures + [_grid(view, part, "time_s") for part in _but(alone, "compile")]
 
 
 def _speeds(whole: views.View, part: views.View, axis: str) -> items.Table | None:
     """Speedups over the first word of an axis, such as eager, or over a row of the table, else over somebody else's."""
-    peers = [case["impl"] for case in part.cases if case["peer"]]
-    base = cells.base_of(part, otherwise=peers) if axis == "impl" else next(iter(part.words[axis]))
+    base = cells.base_of(part, part.only("peer").column("impl")) if axis == "impl" else next(iter(part.words[axis]))
     part = cells.compared(part, base, axis, medians=True).only(lambda case: case[axis] != base)
     return _grid(whole, part, cells.SPEEDUP, axis, f"speedup-over-{base}")
 
 
+@step
 def best(
     view: views.View, of: str, mode: str, by: str, keys: Sequence[str], metrics: Sequence[str], title: str
 ) -> items.Table | None:
     """The case with most of a field, of each value of `by`: in the last of the modes that was timed."""
-    timed = view.only(of)
-    last = timed.only(lambda case: case[mode] == timed.values(mode)[-1])
-    most = view.of([max(part.cases, key=lambda case: case[of]) for part in last.groups(by).values()])
-    return tables.listing(
-        most, view.chosen(keys), view.chosen(metrics), "best", title, f"Of all that was timed, by {by}"
-    )
+    most = one_of_each(last_of(view.only(of), mode), [by], of)
+    about = f"Of all that was timed, by {by}"
+    return tables.listing(most, view.chosen(keys), view.chosen(metrics), "best", title, about)
 
 
+@step
 def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
     """Our cases beside those of somebody else's model, in the way of running it that is its fastest; none without one.
 
     Adds the speedup, and as `theirs`, `their_label` and `their_about` what captions say of that model.
     """
-    theirs = next((case["impl"] for case in view.cases if case["peer"]), "")
+    peers = view.only("peer").column("impl")
+    if not peers:
+        return []
+    theirs = peers[0]
     same = [name for name in view.axes() if name not in (*ways, "impl", "label", "peer")]
-    groups = view.only(lambda case: case["impl"] == theirs).groups(*same).values()
+    groups = view.having("impl", [theirs]).groups(same).values()
     fastest = [min(part.cases, key=lambda case: case["time_s"] or math.inf)["id"] for part in groups]
     view = view.only(lambda case: case["impl"] != theirs or case["id"] in fastest)
     compared = cells.compared(view, theirs, same=same, medians=True)
-    facts = {
-        "theirs": theirs,
-        "their_label": view.text("impl", theirs),
-        "their_about": compared.fields[cells.SPEEDUP].about,
-        "peers": theirs.capitalize(),
-    }
-    return [compared.only("not peer").adding(lambda _: facts)] if theirs else []
+    about = compared.fields[cells.SPEEDUP].about
+    label = view.text("impl", theirs)
+    ours = compared.only("not peer")
+    return [ours.with_facts(theirs=theirs, their_label=label, their_about=about, peers=theirs.capitalize())]
 
 
+@step
 def predicted(
     view: views.View, metric: str, expected: str, asks: Sequence[str], title: str, about: str
 ) -> items.Table | None:
@@ -134,21 +139,24 @@ def predicted(
     """
     limit = view.first["memory_limit_bytes"]
     room = limit or min(run.get("memory_bytes") or 0 for run in view.machine.runs_of(view.cases))
-    part = view.only(expected).ordered("size", "batch")
+    part = view.only(expected).ordered("size", "batch").labelled(**{metric: "measured", expected: "predicted"})
     part = part.with_fields(
-        Field("share", "", "measured / predicted", shown="%", of=lambda case: case[metric] / case[expected]),
-        Field("on_paper", label="on paper", of=lambda case: VERDICTS[case[expected] <= room]),
-        Field("tried", of=lambda case: VERDICTS[case["outcome"] != "oom" and case[metric] > 0]),
+        [
+            Field("share", "", "measured / predicted", shown="%", of=lambda case: case[metric] / case[expected]),
+            Field("on_paper", label="on paper", of=lambda case: VERDICTS[case[expected] <= room]),
+            Field("tried", of=lambda case: VERDICTS[case["outcome"] != "oom" and case[metric] > 0]),
+        ]
     )
     columns = [metric, expected, "share"]
     if limit or (view.first["section"] in asks and room):
         columns += ["on_paper", "tried"]
-        right = [case["on_paper"] == case["tried"] for case in part.cases if case["tried"]]
-        about += f". Room for {words.number(room / 2**30)} GiB: {sum(right)} of {len(right)} cases ended as predicted"
-    part = part.labelled(**{metric: "measured", expected: "predicted"})
+        tried = part.only("tried")
+        right = len(tried.only("on_paper == tried").cases)
+        about += f". Room for {words.number(room / 2**30)} GiB: {right} of {len(tried.cases)} cases ended as predicted"
     return tables.listing(part, ("size", "batch"), columns, "predicted", title, about)
 
 
+@step
 def memory_timeline(view: views.View, about: str) -> items.Plot | None:
     """Memory in use in the course of a call, a colour for each phase; None where none was recorded."""
     case, phases = view.first, view.first["timeline"] or ()
@@ -156,7 +164,7 @@ def memory_timeline(view: views.View, about: str) -> items.Plot | None:
     if len(points) < 2:
         return None
     held = (case["held_bytes"] or 0) / GIB
-    most, end = held + max(size for _, size in points) / GIB, 1e3 * points[-1][0]
+    most, end = held + max(map(itemgetter(1), points)) / GIB, 1e3 * points[-1][0]
     axes = plots.canvas(2.6)
     axes.fill_between([0, end], held, color=HELD, alpha=0.55, linewidth=0, label="held before")
     last = (0.0, held)
@@ -168,27 +176,29 @@ def memory_timeline(view: views.View, about: str) -> items.Plot | None:
     axes.axhline(most, **plots.CEILING)
     axes.text(0, most, f" peak {words.number(most)} GiB", va="bottom", fontsize=9)
     axes.set(xlim=(0, end), ylim=(0, 1.14 * most), xlabel="ms", ylabel="GiB")
-    axes.xaxis.set_major_formatter(FuncFormatter(plots.plain))
-    axes.yaxis.set_major_formatter(FuncFormatter(plots.plain))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(plots.plain))
     mode = view.text("mode", case["mode"])
     return plots.drawn(view, axes, f"Memory in the course of one {mode}, GiB", "timeline", view.caption(about))
 
 
+@step
 def overlap(view: views.View, about: str) -> list[items.Plot]:
     """Draws when a step computes and when it communicates, a pair of lanes for each row of the first batch."""
-    traced = view.only(lambda case: any(kind == "communication" for kind, _, _ in case["timeline"] or ()))
+    traced = view.only(lambda case: "communication" in map(itemgetter(0), case["timeline"] or ()))
     for part in traced.cut("", "batch {batch}"):
         axes = plots.canvas(0.45 * len(part.cases) + 0.6)
         for lane, case in enumerate(part.cases):
             for (what, color), top in zip(COLOURS.items(), (lane - 0.36, lane - 0.02), strict=True):
                 spans = [(1e3 * start, 1e3 * (end - start)) for kind, start, end in case["timeline"] if kind == what]
                 axes.broken_barh(spans, (top, 0.34), color=color, linewidth=0, label=what if lane == 0 else None)
-        axes.set_yticks(range(len(part.cases)), [case["impl"] for case in part.cases], fontsize=8)
+        axes.set_yticks(range(len(part.cases)), part.column("impl"), fontsize=8)
         axes.set(ylim=(len(part.cases) - 0.5, -0.5), xlabel="ms")
         return [plots.drawn(part, axes, "A step's timeline", "timeline", part.caption(about))]
     return []
 
 
+@step
 def with_held(view: views.View) -> views.View:
     """Puts what was held before a call before its phases; those of a case that was not opened have no peaks."""
 
@@ -200,22 +210,24 @@ def with_held(view: views.View) -> views.View:
     return view.adding(held_and_phases)
 
 
+@step
 def latency_and_bandwidth(view: views.View, names: Sequence[str]) -> views.View:
     """A case for each value of some fields: the latency and bandwidth of the line through its times by bytes.
 
     None where fewer than two sizes were timed, or the larger takes no longer.
     """
     cases = []
-    for part in view.groups(*names).values():
-        timed = [case for case in part.cases if case["time_s"]]
+    for part in view.groups(names).values():
+        timed = part.only("time_s")
         try:
-            line = fit_latency_bandwidth(*([case[key] for case in timed] for key in ("bytes", "time_s")))
+            latency_s, bytes_per_s = fit_latency_bandwidth(timed.column("bytes"), timed.column("time_s"))
         except ValueError:
             continue
-        cases.append(part.first | dict(zip(("latency_s", "bytes_per_s"), line, strict=True)))
+        cases.append(part.first | {"latency_s": latency_s, "bytes_per_s": bytes_per_s})
     return view.of(cases)
 
 
+@step
 def row_labels(view: views.View, plain: str) -> views.View:
     """Adds, as `called`, a strategy's name, the size of its buckets, and what blocks keep where that is not `plain`."""
 
@@ -229,20 +241,3 @@ def row_labels(view: views.View, plain: str) -> views.View:
         return {"called": ", ".join(filter(None, [case["strategy"], extra]))}
 
     return view.adding(called)
-
-
-STEPS = (
-    one_shape,
-    each_way,
-    by_size,
-    joined,
-    times_by_size,
-    best,
-    beside_fastest,
-    predicted,
-    memory_timeline,
-    overlap,
-    with_held,
-    latency_and_bandwidth,
-    row_labels,
-)

@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, count
+from itertools import count
+from operator import itemgetter
 from typing import Any
 
 from lmsys.bench.fields import Field, Record
-from lmsys.reports import cells, expressions, items, plots, special, tables, versus, views, words
+from lmsys.reports import cells, expressions, items, plots, tables, versus, views, words
 from lmsys.values import choice
 
 Steps = Sequence[Any]
@@ -30,7 +31,6 @@ STEPS: dict[str, Any] = {
     "silent": views.View.silent,
     "styled": views.View.styled,
     "unstyled": partial(replace, styles={}),
-    **{made.__name__: made for made in special.STEPS},
 }
 
 
@@ -64,27 +64,26 @@ def applied(view: views.View, steps: Steps) -> list[Any]:
 @step
 def if_varies(view: views.View, name: str, varies: bool = True) -> list[views.View]:
     """The view, if a field varies in it, or if it does not; else none."""
-    return [view] if view.cases and view.varies(name) == varies else []
+    return [view] * bool(view.cases and view.varies(name) == varies)
 
 
 @step
 def where(view: views.View, test: str, steps: Steps) -> list[views.View]:
     """Takes more steps where a case passes the test."""
-    return applied(view, steps) if view.only(test).cases else [view]
+    return applied(view, steps if view.only(test).cases else ())
 
 
 @step
 def with_any(view: views.View, by: str, name: str) -> views.View:
     """The cases of those values of `by` of which any case has a value of a field."""
-    kept = {case[by] for case in view.cases if case[name] is not None}
-    return view.only(lambda case: case[by] in kept)
+    return view.having(by, view.only(f"{name} is not None").column(by))
 
 
 @step
 def one_of_each(view: views.View, names: Sequence[str], most: str = "") -> views.View:
     """The first case of each group by these fields, or that with the most of a field."""
-    parts = view.groups(*names).values()
-    return view.of([max(part.cases, key=lambda case: case[most]) if most else part.first for part in parts])
+    parts = view.groups(names).values()
+    return view.of([max(part.cases, key=itemgetter(most)) if most else part.first for part in parts])
 
 
 @step
@@ -96,7 +95,7 @@ def picked(view: views.View, place: int, stem: str, heading: str) -> list[views.
 @step
 def facets(view: views.View, names: Sequence[str], others: Sequence[str] = (), stem: bool = True) -> list[views.View]:
     """Parts by these fields, and by axes that tell apart what the others do not; `stem`: files say their names."""
-    axes = view.telling(view.chosen(names), *others)
+    axes = view.telling(view.chosen(names), others)
     ends = [f"{name * stem}{{{name}}}" for name in axes]
     return view.cut("-".join(ends), ", ".join(f"{name} {{{name}}}" for name in axes), tail=True)
 
@@ -104,8 +103,7 @@ def facets(view: views.View, names: Sequence[str], others: Sequence[str] = (), s
 @step
 def last_of(view: views.View, name: str) -> views.View:
     """The cases with the last value of a field, in reading order."""
-    last = view.values(name)[-1:]
-    return view.only(lambda case: case[name] in last)
+    return view.having(name, view.values(name)[-1:])
 
 
 # Steps that add cases and fields
@@ -120,8 +118,8 @@ def unfolded(view: views.View, name: str, declared: Sequence[Mapping[str, Any]])
 @step
 def matched(view: views.View, name: str, axis: str, of: str, same: Sequence[str]) -> views.View:
     """Adds the case that has this case's value of the field `of` on an axis, and is alike on the axes `same`."""
-    known = view.by(axis, *same)
-    return view.adding(lambda case: {name: known.get(views.key_of(case, (of, *same)))})
+    known = view.by([axis, *same])
+    return view.adding(lambda case: {name: known.get(views.key_of(case, [of, *same]))})
 
 
 @step
@@ -130,41 +128,43 @@ def fields(view: views.View, declared: Sequence[Mapping[str, Any]]) -> views.Vie
     for field in declared:
         texts = {key: words.filled(field.get(key, ""), view.first) for key in ("label", "about")}
         of = partial(expressions.value_of, field["of"]) if "of" in field else None
-        view = view.with_fields(Field(**dict(field) | texts | {"of": of}))
+        view = view.with_fields([Field(**dict(field) | texts | {"of": of})])
     return view
 
 
 @step
 def computed(view: views.View, **texts: str) -> views.View:
     """Gives declared fields other values."""
-    return view.with_fields(
-        *(view.fields[name].called(of=partial(expressions.value_of, e)) for name, e in texts.items())
-    )
+    for name, text in texts.items():
+        view = view.called([name], of=partial(expressions.value_of, text))
+    return view
 
 
 @step
 def defaulted(view: views.View, name: str, plain: str, order: Sequence[str] = (), quiet: bool = True) -> views.View:
     """An axis that older files do not say: its default for these, which comes first in reading order; captions leave it
     out where it has the default throughout."""
-    view = view.with_fields(Field(name, role="axis", of=lambda case: case.get(name) or plain))
-    first = [value for value in (plain, *order) if value in view.values(name)]
-    view = view.read_as(name, {value: value for value in (*first, *view.values(name))})
-    return view.quiet(name) if quiet and view.values(name) == [plain] else view
+    view = view.with_fields([Field(name, role="axis", of=lambda case: case.get(name) or plain)])
+    values = view.values(name)
+    first = [value for value in (plain, *order) if value in values]
+    view = view.read_as(name, {value: value for value in first + values})
+    return view.quiet(name) if quiet and values == [plain] else view
 
 
 @step
 def worded(view: views.View, name: str, by: Sequence[str] = (), of: str = "") -> views.View:
     """Words for the values of a field, an expression of the field, in the reading order of the fields `by`."""
-    values = [value for (value,) in view.ordered(*(by or [name])).distinct(name)]
-    words = [expressions.value_of(of, {name: value}) if of else view.text(name, value) for value in values]
-    return view.read_as(name, zip(values, words, strict=True))
+    values = dict.fromkeys(view.ordered(*(by or [name])).column(name))
+    for value in values:
+        values[value] = expressions.value_of(of, {name: value}) if of else view.text(name, value)
+    return view.read_as(name, values)
 
 
 @step
 def traits(view: views.View, row: str, trait: str) -> views.View:
     """Adds a trait of the row that a field names."""
     table = view.table(row)
-    return view.with_fields(Field(f"{row}_{trait}", role="detail", of=lambda case: table[case[row]].get(trait)))
+    return view.with_fields([Field(f"{row}_{trait}", role="detail", of=lambda case: table[case[row]].get(trait))])
 
 
 @step
@@ -177,29 +177,28 @@ def over(view: views.View, base: str = "", axis: str = "impl", otherwise: str = 
 def _others(view: views.View, otherwise: str) -> list[str]:
     rows = view.values("impl") if otherwise else []
     peers = [row for row in rows if view.styles["impl"][row].dashed]
-    return [*peers, *rows] if otherwise == "any" else peers
+    return peers + rows if otherwise == "any" else peers
 
 
 @step
 def beside_baseline(view: views.View, axis: str, same: Sequence[str], base: str = "") -> views.View:
     """Adds, as `beside`, the case of the baseline of a table, or of the `base`, and its name as `base`."""
     base = base or next((name for name, row in view.table(axis).items() if row.get("baseline")), "")
-    return cells.beside(view, base, axis, same).adding(lambda _: {"base": base})
+    return cells.beside(view, base, axis, same).with_facts(base=base)
 
 
 @step
 def least(view: views.View, name: str, of: str, by: str, among: str) -> views.View:
     """Adds the least value of a field among the cases that have `among`, by another field."""
-    groups = view.only(f"{among} and {of}").groups(by)
-    known = {key: min(case[of] for case in part.cases) for (key,), part in groups.items()}
+    groups = view.only(f"{among} and {of}").groups([by])
+    known = {key: min(part.column(of)) for (key,), part in groups.items()}
     return view.adding(lambda case: {name: known.get(case[by])})
 
 
 @step
 def greatest(view: views.View, name: str, of: str) -> views.View:
     """Adds the greatest value of a field; 0 where no case has any."""
-    most = max((case[of] or 0 for case in view.cases), default=0)
-    return view.adding(lambda _: {name: most})
+    return view.with_facts(**{name: max(filter(None, view.column(of)), default=0)})
 
 
 @step
@@ -232,7 +231,7 @@ def melted(view: views.View, what: str, value: str, **names: str) -> views.View:
 @step
 def repeated(view: views.View, **facts: Any) -> views.View:
     """The cases twice: first with these facts in place of their own."""
-    return view.of([*view.adding(lambda _: facts).cases, *view.cases])
+    return view.of([*view.with_facts(**facts).cases, *view.cases])
 
 
 @step
@@ -240,7 +239,7 @@ def products(view: views.View, names: Sequence[Sequence[str]]) -> views.View:
     """Captions say which products of two fields are constant while the first of the two varies."""
     constant = []
     for pair in names:
-        known = {a * b for a, b in view.distinct(*pair) if type(a) is type(b) is int}
+        known = {a * b for a, b in view.distinct(pair) if type(a) is type(b) is int}
         if len(known) == 1 and view.varies(pair[0]):
             constant.append(f"{'·'.join(pair)} = {known.pop():,}")
     return replace(view, also=", ".join(constant))
@@ -249,35 +248,24 @@ def products(view: views.View, names: Sequence[Sequence[str]]) -> views.View:
 @step
 def peak(view: views.View, dtype: str) -> views.View:
     """Adds the best matmul of these runs in the dtype that a field names, TFLOP/s, and words for it."""
-    rate = view.machine.ceiling(view.cases, view.first[dtype])
-    facts = {"peak": rate and rate / 1e12, "peak_text": rate and f"matmul {words.number(rate / 1e12)} TFLOP/s"}
-    return view.adding(lambda _: facts)
+    rate = (view.machine.ceiling(view.cases, view.first[dtype]) or 0.0) / 1e12 or None
+    return view.with_facts(peak=rate, peak_text=rate and f"matmul {words.number(rate)} TFLOP/s")
 
 
 # Steps that make tables and plots
 
 
-@step
-def pivot(view: views.View, metrics: Sequence[str], *args: Any, **options: Any) -> items.Items:
-    return [tables.pivot(view, metric, *args, **options) for metric in view.chosen(metrics)]
+def of_each_metric(draw: Any) -> Any:
+    """The step that draws each of the chosen metrics."""
 
+    def drawn(view: views.View, metrics: Sequence[str], *args: Any, **options: Any) -> items.Items:
+        return [draw(view, metric, *args, **options) for metric in view.chosen(metrics)]
 
-@step
-def bars(view: views.View, metrics: Sequence[str], *args: Any, **options: Any) -> items.Items:
-    return [plots.bars(view, metric, *args, **options) for metric in view.chosen(metrics)]
-
-
-@step
-def lines(
-    view: views.View, metrics: Sequence[str], *args: Any, ceilings: Mapping[str, Any] | None = None, **options: Any
-) -> items.Items:
-    """`ceilings`: by metric the words and the height of a line, or the fields that say them."""
-    drawn: items.Items = []
-    for metric in view.chosen(metrics):
-        words, height = (view.first.get(name, name) for name in (ceilings or {}).get(metric, (None, None)))
-        options["ceiling"] = (words, height) if height else None
-        drawn.append(plots.lines(view, metric, *args, **options))
     return drawn
+
+
+for make in (tables.pivot, plots.bars, plots.lines):
+    STEPS[make.__name__] = of_each_metric(make)
 
 
 @step
@@ -308,12 +296,14 @@ def over_bases(
 @step
 def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> items.Table | None:
     """Geometric means of the speedups of each part that some steps make, by row."""
-    compared_parts = list(filter(cells.is_compared, (part for steps in parts for part in applied(view, steps))))
+    compared_parts: list[views.View] = []
+    for steps in parts:
+        compared_parts += filter(cells.is_compared, applied(view, steps))
     bases = list(dict.fromkeys(part.text("impl", part.base) for part in compared_parts))
     cases: list[Record] = []
     for part in compared_parts:
         head = part.title + f", over {part.text('impl', part.base)}" * (len(bases) > 1)
-        cases += [case | {"part": head} for case in part.cases]
+        cases += part.with_facts(part=head).cases
     return versus.means(view.of(cases), "impl", "part", word, title.replace("{bases}", " or ".join(bases)))
 
 
@@ -326,7 +316,7 @@ def either(view: views.View, *items: Steps) -> items.Items:
 @step
 def each(view: views.View, *items: Steps) -> items.Items:
     """All that these draw."""
-    return list(chain.from_iterable(figures(view, item) for item in items))
+    return sum((figures(view, item) for item in items), [])
 
 
 @step

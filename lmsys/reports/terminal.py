@@ -44,13 +44,13 @@ def lines(
     for machine in load.machines_of(cases, named["fields"], named["rows"], result["layouts"]):
         names = dict.fromkeys(case["benchmark"] for case in machine.records if case["time_s"])
         for name in names:
-            view = views.view_of(machine, name).with_fields(fields.Field("contends", role="detail", of=contends))
+            view = views.view_of(machine, name).with_fields([fields.Field("contends", role="detail", of=contends)])
             yield from _table(view, width, every or len(view.cases) <= MOST)
         yield from wrap(ABOUT, width) if names else ()
 
 
 def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
-    varying = {name for part in view.groups("comparison").values() for name in view.axes() if part.varies(name)}
+    varying = {name for part in view.groups(["comparison"]).values() for name in view.axes() if part.varies(name)}
     axes = [name for name in view.axes() if name not in (*views.UNSAID, "impl", *varying)]  # those tell rows apart
     axes.sort(key=lambda name: (type(view.cases[0][name]) in SIZES, -len(view.values(name))))
     asked = fields.Field(
@@ -58,8 +58,8 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
         role="detail",
         of=lambda case: (case["section"], *(SIZES if type(case[name]) in SIZES else case[name] for name in axes)),
     )
-    questions = view.with_fields(asked).ordered(*axes).groups("comparison" if every else "asked").values()
-    parts = [max(part.groups("comparison").values(), key=_size) for part in questions][: None if every else MOST]
+    questions = view.with_fields([asked]).ordered(*axes).groups(["comparison" if every else "asked"]).values()
+    parts = [max(part.groups(["comparison"]).values(), key=_size) for part in questions][: None if every else MOST]
     telling = [name for name in axes if len({part.cases[0][name] for part in parts}) > 1]
     rates = [name for name, field in view.fields.items() if field.unit.endswith("/s") and view.has(name)]
     figures = ["time_s", *rates[:1], *[name for name in SHARES if view.has(name)][:1]]

@@ -1,9 +1,8 @@
 """Tables that hold rows beside others: strategies beside their rivals, means of speedups, and whose bits come again."""
 
 from collections.abc import Sequence
-from itertools import compress
 
-from lmsys.bench import fields, verdict
+from lmsys.bench import fields
 from lmsys.reports import cells, contest, items, tables, views, words
 
 ASIDE = " Disturbed cases count only where a row has no others."
@@ -17,20 +16,24 @@ def rivals(
 
     `names` are templates of a row's name; last, geometric means of those rows whose names end alike.
     """
-    pairs = [(ours, theirs) for ours, row in view.table("strategy").items() for theirs in row.get("rivals") or ()]
     data, alike = list[fields.Record](), dict[str, list[fields.Record]]()
-    for part in view.only("time_s").groups(*settings).values():
-        ratios = {f"{ours} / {theirs}": contest.ratio_of_best(part.cases, ours, theirs) for ours, theirs in pairs}
+    pairs: dict[str, tuple[str, str]] = {}
+    for ours, row in view.table("strategy").items():
+        pairs |= {f"{ours} / {theirs}": (ours, theirs) for theirs in row.get("rivals") or ()}
+    for part in view.only("time_s").groups(settings).values():
+        ratios = {head: contest.ratio_of_best(part.cases, pair) for head, pair in pairs.items()}
         if any(ratios.values()):
             start, end = (words.filled(text, part.first) for text in names)
             data.append({"training": start + end} | ratios)
             alike.setdefault(end, []).append(ratios)
-    heads = [head for head in data[0] if any(line[head] for line in data)][1:] if data else []
+    heads = list(filter(view.of(data).has_any, pairs))
     if not heads:
         return None
-    rows = [[line["training"], *(words.number(line[head]) if line[head] else "" for head in heads)] for line in data]
+    rows = []
+    for line in data:
+        rows.append([line["training"]] + [words.number(line[head]) if line[head] else "" for head in heads])
     for end, lines in alike.items():
-        rows.append([f"geometric mean, {end}", *(cells.mean_text(line[head] for line in lines) for head in heads)])
+        rows.append([f"geometric mean, {end}"] + [cells.mean_text(view.of(lines).column(head)) for head in heads])
     return items.Table(
         name=view.file(words.filled(word, view.first)),
         title=words.filled(title, view.first),
@@ -50,8 +53,8 @@ def means(view: views.View, row: str, column: str, word: str, title: str) -> ite
         return None
     heads, data = compared.values(column), list[fields.Record]()
     rows = {value: dict.fromkeys(heads, "") for value in compared.values(row)}
-    for (value, head), part in compared.groups(row, column).items():
-        ratios = [case[cells.SPEEDUP] for case in verdict.undisturbed(part.cases)]
+    for (value, head), part in compared.groups((row, column)).items():
+        ratios = tables.ratios_of(part)
         mean, count = cells.geometric_mean(ratios)
         data.append({"row": compared.text(row, value), "column": head, "speedup": mean, "cells": count})
         rows[value][head] = cells.mean_text(ratios)
@@ -72,52 +75,59 @@ ABOUT_BITS = (
     "the batch gave the same bits without the others. No: the tensors that did not. In brackets: cases"
 )
 QUESTIONS = {"repeated": (fields.REPEATABLE.name, "differ"), "alone": (fields.BATCH_INVARIANT.name, "alone")}
-FLAT = (
-    fields.Field("calls", role="detail", of=lambda case: case["same_bits"]["calls"]),
-    fields.Field("differing", role="detail", of=lambda case: " ".join(case["same_bits"]["differ"])),
-    fields.Field(
-        "largest_difference", role="detail", of=lambda case: max(case["same_bits"]["differ"].values(), default=None)
-    ),
-    fields.Field("differing_alone", role="detail", of=lambda case: " ".join(case["same_bits"]["alone"])),
-)
+
+
+def _flat(case: fields.Record) -> fields.Record:
+    """What the CSV says of the bits of a case besides."""
+    differ, alone = case["same_bits"]["differ"], case["same_bits"]["alone"]
+    return {
+        "calls": case["same_bits"]["calls"],
+        "differing": " ".join(differ),
+        "largest_difference": max(differ.values(), default=None),
+        "differing_alone": " ".join(alone),
+    }
 
 
 def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "True"),)) -> items.Table | None:
     """A line for each row, of what was called again; `by`: the heads of columns, and tests of the cases of each."""
-    view = view.only("outcome == 'ok' and same_bits")
-    view = view.with_fields(fields.REPEATABLE, fields.BATCH_INVARIANT, *FLAT).ordered("impl")
-    heads, notes, rows = view.labels(["impl"]), cells.Notes(), list[list[str]]()
-    for head, _ in by:
-        heads += [f"{head}, {question}".lstrip(", ") for question in QUESTIONS]
-    for (impl,), part in view.groups("impl").items():
-        rows.append([view.text("impl", impl)])
-        for _, test in by:
-            rows[-1] += [_cell(part.only(test).cases, *names, notes) for names in QUESTIONS.values()]
-    used = [any(column) for column in zip(*rows, strict=True)]
-    if not used:
+    view = view.only("outcome == 'ok' and same_bits").ordered("impl")
+    view = view.with_fields([fields.REPEATABLE, fields.BATCH_INVARIANT]).adding(_flat)
+    notes, columns = cells.Notes(), dict[str, list[str]]()
+    for (impl,), part in view.groups(["impl"]).items():
+        columns.setdefault(words.label_of(view.fields["impl"]), []).append(view.text("impl", impl))
+        for head, test in by:
+            asked = part.only(test)
+            for question, (answer, tensors) in QUESTIONS.items():
+                texts = columns.setdefault(f"{head}, {question}".lstrip(", "), [])
+                texts.append(_cell(asked, answer, tensors, notes))
+    columns = {head: texts for head, texts in columns.items() if any(texts)}
+    if not columns:
         return None
-    lines = [list(compress(row, used)) for row in rows]
+    rows = list(zip(*columns.values(), strict=True))
+    answers = [answer for answer, _ in QUESTIONS.values()]
     return items.Table(
         name=view.file(word),
         title="Same bits",
         caption=view.caption(ABOUT_BITS),
-        columns=list(compress(heads, used)),
-        rows=lines,
-        data=tables.data_of(view, fields.REPEATABLE.name, fields.BATCH_INVARIANT.name, *(field.name for field in FLAT)),
-        notes=cells.below(notes, lines),
+        columns=list(columns),
+        rows=rows,
+        data=tables.data_of(view, answers + list(_flat(view.first))),
+        notes=cells.below(notes, rows),
         source=view.machine.about(view.cases),
     )
 
 
-def _cell(cases: Sequence[fields.Record], answer: str, tensors: str, notes: cells.Notes) -> str:
+def _cell(view: views.View, answer: str, tensors: str, notes: cells.Notes) -> str:
     """yes (12), or no: dq (3 of 12); notes say by how much, and what failed. Empty where no case was asked."""
-    known = [case for case in cases if case[answer] is not None]
-    bad = [case for case in known if not case[answer]]
-    failures = {case["same_bits"].get("failure"): None for case in cases if case[answer] is None}
+    unknown, good, bad = (view.having(answer, [value]).cases for value in (None, True, False))
+    failures = dict.fromkeys(case["same_bits"].get("failure") for case in unknown)
     untold = "".join(cells.mark(notes, f"Not known of all cases: {why}.") for why in failures if why)
     if not bad:
-        return (f"yes ({len(known)})" if known else "") + untold
-    sizes = fields.grouped(pair for case in bad for pair in case["same_bits"][tensors].items())
-    most = {name: max(distances_of_tensor) for name, distances_of_tensor in sizes.items()}
+        return (f"yes ({len(good)})" if good else "") + untold
+    most: dict[str, float] = {}
+    for case in bad:
+        for name, size in case["same_bits"][tensors].items():
+            most[name] = max(size, most.get(name, 0.0))
     distances = ", ".join(f"{name} by at most {words.number(size)}" for name, size in most.items())
-    return f"no: {', '.join(most)} ({len(bad)} of {len(known)})" + cells.mark(notes, f"Differs: {distances}.") + untold
+    mark = cells.mark(notes, f"Differs: {distances}.")
+    return f"no: {', '.join(most)} ({len(bad)} of {len(good) + len(bad)}){mark}{untold}"

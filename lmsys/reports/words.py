@@ -1,8 +1,10 @@
-"""Numbers, units and how cases were timed, in words."""
+"""Numbers, units and how cases were timed, in words; and the look of rows, one in every plot of a report."""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lmsys.bench.fields import Field, Record
@@ -20,6 +22,7 @@ PREFIXES = {
     "Mi": 2**20,
     "Gi": 2**30,
 }
+RATIOS = {"%": ("%", 100.0), "x": ("×", 1.0), "×": ("×", 1.0)}  # as fields without a unit are shown
 NAMES = re.compile(r"\{(\w+)\}")
 UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")
 CLOCKED = (
@@ -48,15 +51,21 @@ CLOCKS = {
     "cuda_event_steps": "CUDA events, one call after another",
     "perf_counter": "wall clock",
 }
+TIMED_BY = ("clock", "rounds", "sm_clock_mhz", "power_w")
 VALUES: Mapping[
     str, Mapping[Any, str]
 ] = {  # how values of fields are read, by field, in reading order; layouts have more
     "causal": {True: "causal", False: "not causal"},
     "deterministic": {True: "deterministic"},
     "direction": {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"},
-    "precision": {name: name for name in ("fp32", "tf32", "bf16", "fp16")},
-    "compile": {name: name for name in ("eager", "compiled", "graphed", "fused")},
+    "precision": {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16"},
+    "compile": {"eager": "eager", "compiled": "compiled", "graphed": "graphed", "fused": "fused"},
 }
+PALETTE = (  # of rows whose table gives them no colour; tests hold that everybody can tell them apart
+    "#99bbff #cc6611 #445511 #7700ee #ddaa00 #ff88aa #111188 #552222 #994477"
+    " #442255 #9977ff #aaaa55 #4455aa #bb77bb #008855"
+).split()
+MARKERS = "osD^vPX*<>hpd8H"
 
 
 def number(value: float) -> str:
@@ -91,8 +100,8 @@ def unit_of(field: Field) -> tuple[str, float]:
 
     The one place where units are converted. A unit that nobody knows is left as it is stored.
     """
-    if field.shown in ("%", "x", "×"):
-        return ("%", 100.0) if field.shown == "%" else ("×", 1.0)
+    if field.shown in RATIOS:
+        return RATIOS[field.shown]
     prefix = field.shown.removesuffix(field.unit)
     known = field.unit and field.shown.endswith(field.unit) and prefix in PREFIXES
     return (field.shown, 1 / PREFIXES[prefix]) if known else (field.unit, 1.0)
@@ -109,8 +118,7 @@ def label_of(field: Field) -> str:
 
 def head_of(field: Field) -> str:
     """The head of a field's column: its label and unit."""
-    unit, _ = unit_of(field)
-    return f"{label_of(field)}, {unit}" if unit else label_of(field)
+    return ", ".join(filter(None, [label_of(field), unit_of(field)[0]]))
 
 
 def is_clocked(field: Field) -> bool:
@@ -120,24 +128,77 @@ def is_clocked(field: Field) -> bool:
 
 def span(texts: Sequence[str]) -> str:
     """Joins the first and the last where they differ."""
-    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
+    return " to ".join(dict.fromkeys([texts[0], texts[-1]]))
 
 
 def spread_of(case: Record) -> float | None:
     """The distance from p20 to p80 as a share of the median; None where one of them is not known."""
-    low, high, median = (case.get(name) for name in ("p20_s", "p80_s", "time_s"))
+    low, high, median = map(case.get, ("p20_s", "p80_s", "time_s"))
     return (high - low) / median if median and low is not None and high is not None else None
 
 
 def timing(cases: Sequence[Record]) -> str:
     """How the timed cases were timed, and how far their samples spread."""
     timed = [case for case in cases if case.get("time_s") is not None]
-    facts = [CLOCKS.get(clock, clock) for clock in sorted({case["clock"] for case in timed if case.get("clock")})]
-    rounds = [case["rounds"] for case in timed if case.get("rounds")]
-    facts += [f"at least {min(rounds)} rounds"] if rounds else []
+    known = {name: sorted({case[name] for case in timed if case.get(name)}) for name in TIMED_BY}
+    facts = [CLOCKS.get(clock, clock) for clock in known["clock"]]
+    if known["rounds"]:
+        facts.append(f"at least {known['rounds'][0]} rounds")
     for name, label, unit in (("sm_clock_mhz", "SM clock", "MHz"), ("power_w", "power", "W")):
-        known = sorted(round(case[name]) for case in timed if case.get(name))
-        facts += [f"{label} {span(list(map(exact, known)))} {unit}"] if known else []
+        if known[name]:
+            bounds = exact(round(known[name][0])), exact(round(known[name][-1]))
+            facts.append(f"{label} {span(bounds)} {unit}")
     spreads = [spread for spread in map(spread_of, timed) if spread is not None]
-    facts += [f"p20 to p80 within {number(100 * max(spreads))} % of the median"] if spreads else []
+    if spreads:
+        facts.append(f"p20 to p80 within {number(100 * max(spreads))} % of the median")
     return f"{sentence(', '.join(facts))}. " if facts else ""
+
+
+@dataclass(frozen=True)
+class Style:
+    """The look of one value of a field: dashed and hatched is what is not ours.
+
+    label  its name in legends and tables, as one types it; where cases say their own, in the field `said_by`, that
+    """
+
+    label: str
+    color: str
+    dashed: bool = False
+    marker: str = "o"
+    said_by: str = ""
+
+    def line(self) -> dict[str, Any]:
+        style = (0, (4, 1.6)) if self.dashed else "-"
+        return {"label": self.label, "color": self.color, "marker": self.marker, "linestyle": style}
+
+
+def styles_of(
+    cases: Iterable[Record], name: str, row: str, label: str, table: Mapping[str, Record]
+) -> dict[Any, Style]:
+    """A style for each value of the field `name`, in reading order: that of the table, with peers last.
+
+    The field `row` says which row of the table it is: several values of one row are lighter shades of its colour.
+    """
+    first = {case[name]: case for case in cases}
+    rows = {value: str(case[row]) for value, case in first.items()}
+    places = list(table) + sorted(set(rows.values()) - table.keys())
+    peers = {value: bool(table.get(rows[value], case).get("peer")) for value, case in first.items()}
+    styles: dict[Any, Style] = {}
+    variants: Counter[str] = Counter()
+    for value in sorted(first, key=lambda value: (peers[value], places.index(rows[value]), _natural(value))):
+        known, place = table.get(rows[value], {}), places.index(rows[value])
+        color = lighter(known.get("color") or PALETTE[place % len(PALETTE)], min(0.22 * variants[rows[value]], 0.7))
+        variants[rows[value]] += 1
+        styles[value] = Style(str(value), color, peers[value], MARKERS[place % len(MARKERS)], label)
+    return styles
+
+
+def lighter(color: str, share: float) -> str:
+    """The colour mixed with as much white."""
+    channels = [round(channel + share * (255 - channel)) for channel in bytes.fromhex(color[1:])]
+    return f"#{bytes(channels).hex()}"
+
+
+def _natural(value: Any) -> list[tuple[int, Any]]:
+    """Numbers inside of a name in their own order: 25MiB before 100MiB."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", str(value))]

@@ -9,7 +9,7 @@ from lmsys.attention import ATTENTION
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Traits
 from lmsys.reports.plots import DARK, INK, LIFT
-from lmsys.reports.styles import PALETTE, lighter
+from lmsys.reports.words import PALETTE, lighter
 
 # Linear RGB as it is seen: G. M. Machado, M. M. Oliveira, L. A. F. Fernandes, "A Physiologically-based Model for
 # Simulation of Color Vision Deficiency", 2009, table 1, severity 1.0.

@@ -8,8 +8,8 @@ import pytest
 
 from lmsys.reports import plots
 from lmsys.reports.load import read
-from lmsys.reports.styles import Style
 from lmsys.reports.views import View, view_of
+from lmsys.reports.words import Style
 from tests.support.records import built, of_everything, record, rows_of, save
 
 
