@@ -108,7 +108,6 @@ VERDICTS = (BROKEN, SLOWER, FASTER, MENDED, UNCLEAR, SAME)  # in the order of ho
 BAD = (BROKEN, SLOWER)
 MARGIN = 0.05  # of two runs: clocks that moved are within it
 FALSE_DISCOVERIES = 0.05  # the expected share of the changes that are told
-ALONE = ("collectives", "training")  # rows of these were timed by themselves also where a file does not say so
 MOST_LINES = 20  # of changes in a terminal
 LARGEST = 700.0  # of a logarithm whose exponential is finite
 Key = tuple[Any, ...]
@@ -146,8 +145,14 @@ class Change:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        low, high = self.shift.interval if self.shift else (0.0, 0.0)
-        return (_exponential(low), _exponential(high)) if self.shift else None
+        return (_exponential(self.shift.interval[0]), _exponential(self.shift.interval[1])) if self.shift else None
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The ratio and its interval as they are read; empty where nothing is known."""
+        if self.ratio is None or self.interval is None:
+            return "", ""
+        return f"{self.ratio:.3f}", f"{self.interval[0]:.3f} to {self.interval[1]:.3f}"
 
 
 def compare(
@@ -161,7 +166,7 @@ def compare(
                   and of this
     """
     old, new = list(old), list(new)
-    usual = _usual([*old, *new])
+    usual = _usual(old + new)
     changes = [
         _change(was, now, anchor, max(between_runs, usual.get(now["benchmark"], 0.0), *_spreads(was, now)))
         for was, now, anchor in _pairs(old, new)
@@ -201,14 +206,14 @@ def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
     if changed:
         yield f"{'verdict':8} {'after / before':>14} {'95 %':>16}  case"
     for change in changed[:MOST_LINES]:
-        ratio = f"{change.ratio:.3f}" if change.ratio else ""
-        interval = f"{change.interval[0]:.3f} to {change.interval[1]:.3f}" if change.interval else ""
+        ratio, interval = change.texts
         reasons = {MENDED: change.old["reason"], BROKEN: change.new["reason"]}
         why = "; ".join(filter(None, (reasons.get(change.verdict), change.disturbed)))
         yield f"{change.verdict:8} {ratio:>14} {interval:>16}  {change.new['id']}{f': {why}' if why else ''}"
     if len(changed) > MOST_LINES:
         yield f"and {len(changed) - MOST_LINES} more, on the page"
-    if disturbed := sum(bool(change.disturbed) for change in changes):
+    disturbed = sum(bool(change.disturbed) for change in changes)
+    if disturbed:
         several = f"{disturbed} cases were" if disturbed > 1 else "1 case was"
         yield f"{several} measured while the machine was disturbed, and the verdict may come from that: measure again"
 
@@ -331,7 +336,7 @@ def _other(pair: Pair, peers: Sequence[Pair]) -> Pair | None:
 def _together(pair: Pair) -> Key:
     """The key of those that took turns with it in both runs; () where nobody did."""
     names = tuple(side.get("comparison") for side in pair)
-    return names if all(names) and not any(side.get("alone", side["benchmark"] in ALONE) for side in pair) else ()
+    return names if all(names) and not any(side.get("alone") for side in pair) else ()
 
 
 def _is_timed(pair: Pair) -> bool:

@@ -98,15 +98,15 @@ def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | N
     earlier = [case for case in machine.records if case["against"]]
     if not earlier:
         return None
-    states = sorted({case["against"]["commit"] or case["against"]["name"] for case in earlier})
-    runs = [run | {"commit": " and ".join(states), "dirty": False} for run in machine.runs]
+    states = [case["against"] for case in earlier]
+    commits = sorted({state["commit"] or state["name"] for state in states})
+    runs = [run | {"commit": " and ".join(commits), "dirty": False} for run in machine.runs]
     records = [record.today(case) | {"against": None} for case in earlier]  # under the names of today
     before, after = replace(machine, runs=runs, records=records), of_today(machine)
-    alone = of_one_run(before.records, after.records)
+    gone, added = of_one_run(records, after.records)
     changes = compare_in_turns(machine.records, margin)
-    return Compared(
-        before, after, changes, *alone, margin or max(case["against"]["margin"] for case in earlier), in_turns=True
-    )
+    margin = margin or max(state["margin"] for state in states)
+    return Compared(before, after, changes, gone, added, margin, in_turns=True)
 
 
 def machine_of(paths: Sequence[Path]) -> load.Machine:
@@ -213,28 +213,16 @@ def _sides(pair: Compared) -> list[tuple[str, load.Machine]]:
 def _table(name: str, title: str, changes: Sequence[Change], source: str) -> items.Table:
     rows, data, notes = list[list[str]](), list[fields.Record](), cells.Notes()
     for change in changes:
-        case = change.new
-        data.append(
-            {name: case[name] for name in ("benchmark", "id", "impl")}
-            | {"before_s": change.old.get("time_s"), "after_s": case.get("time_s"), "ratio": change.ratio}
-            | dict(zip(("low", "high"), change.interval or (None, None), strict=True))
-            | {name: getattr(change, name) for name in ("beside", "verdict", "disturbed")}
-        )
-        times = [
-            words.number(1e6 * side["time_s"]) if side.get("time_s") else side["outcome"] for side in (change.old, case)
-        ]
+        old, new, (low, high) = change.old, change.new, change.interval or (None, None)
+        facts = {"before_s": old.get("time_s"), "after_s": new.get("time_s"), "ratio": change.ratio}
+        verdict = {"beside": change.beside, "verdict": change.verdict, "disturbed": change.disturbed}
+        ids = {name: new[name] for name in ("benchmark", "id", "impl")}
+        data.append(ids | facts | {"low": low, "high": high} | verdict)
+        times = [words.number(1e6 * side["time_s"]) if side.get("time_s") else side["outcome"] for side in (old, new)]
         mark = cells.mark(notes, f"{words.sentence(change.disturbed)}.") if change.disturbed else ""
-        rows.append(
-            [
-                str(case["id"]).removesuffix(f"-{case['impl']}"),
-                str(case["impl"]),
-                *times,
-                f"{change.ratio:.3f}" if change.ratio else "",
-                " to ".join(f"{bound:.3f}" for bound in change.interval or ()),
-                change.beside or "nothing",
-                change.verdict + mark,
-            ]
-        )
+        case = str(new["id"]).removesuffix(f"-{new['impl']}")
+        texts = [*times, *change.texts, change.beside or "nothing", change.verdict + mark]
+        rows.append([case, str(new["impl"])] + texts)
     return items.Table(
         name=name,
         title=title,

@@ -8,9 +8,38 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lmsys.bench import fields, verdict
-from lmsys.reports import fastest, items, load, tables, views, words
+from lmsys.reports import cells, items, load, plots, tables, views, words
+from lmsys.reports.contest import Question, reading_order
 
-KEYS = {  # of a row's case, and the heads of their columns
+FEW = 4  # rows: a comparison of fewer says so
+# The facts of a line that its CSV leaves out.
+INNER = "details", "run", "named", "unsteady", "rivals", "over_as", "next_as", "measured", "standing"
+ABOUT = (
+    "The rows of a line took turns in one run; (of 2 rows) says that only two did. 1.5 × NAME means 1.5 times as fast"
+    " as the row NAME, in the geometric mean over the shapes of the run. Time and rate are the fastest row's in the"
+    " shape that took it longest. Point at a figure, or click on it: it names the rows,"
+    f" and says in how many shapes no other row was more than {verdict.NEAR_TEXT} faster."
+)
+DISTURBED = "Cases that were disturbed decide nothing here, because others were not."
+RIVALS = "In another run, which took no turns with this one, these took less time: {}."
+UNSTEADY = (
+    f"Unsteady: from p20 to p80 the samples of one of the two spread over more than {cells.STEADY:.0%} of the median."
+)
+WAYS = {
+    "compiled": "by torch.compile",
+    "graphed": "compiled, and replayed as one CUDA graph",
+    "fused": "by kernels of lmsys in place of a compiler, and replayed",
+    "eager": "PyTorch's own kernels, one after another",
+}
+COLUMNS = ["setting", "fastest row", "time", "rate", "speed", "over the next fastest"]
+NEXT = 5  # its last; none where it says no more than the speed
+MFU = " MFU is that of the fastest row, in the shape where it is highest."
+LINE_IN = 0.29  # height of a setting and its dots
+STANDING = (
+    "Speed of each row as a share of the speed of the fastest one, %, by rounds in which both took turns; over several"
+    " shapes, the geometric mean. Further right is faster."
+)
+KEYS = {  # of a training step, and the heads of their columns
     "size": "model",
     "context": "context",
     "batch": "batch",
@@ -28,7 +57,7 @@ SHARES = {
     "sustained_ceiling_fraction": "Sustained ceiling, %",
 }
 MOST_LINES = 24  # of an answer: of more settings, numbers count as shapes, over which a line is the mean
-ABOUT = (
+ABOUT_STEPS = (
     "The arithmetic of a training step by the formula over its median time, as a share of three rates. MFU: of the peak"
     " that the device's maker states. Short ceiling: of a large matmul of this run, which is over before the device is"
     " hot. Sustained ceiling: of one that is kept up for seconds, under the limit of power. Of several ranks it is one"
@@ -36,66 +65,33 @@ ABOUT = (
 )
 
 
-def step_chapters(machine: load.Machine) -> list[items.Chapter]:
-    """A chapter that is one table: a line for each timed step of any benchmark, models by size.
-
-    None where no step has a share.
-    """
-    steps = (one for one in machine.records if one.get("mode") in (None, "step") and one.get("time_s"))  # whole ones
-    cases = [one for one in steps if "mfu" in one and any(one.get(name) is not None for name in SHARES)]
-    if not cases:
-        return []
-    known = machine.words_of(*machine.layouts)
-    cases.sort(key=lambda one: fastest.reading_order(known, [_value(one, name) for name in BY]))
-    names = "benchmark", "section", *KEYS, "impl", "time_s", *SHARES
-    data: list[fields.Record] = [{name: _value(one, name) for name in names} for one in cases]
-    shares = [name for name in SHARES if any(line[name] is not None for line in data)]
-    shown = [name for name in KEYS if len({line[name] for line in data}) > 1]
-    rows = []
-    for line in data:
-        keys = [f"{one:,}" if type(one) is int else str(one or "") for one in map(line.get, [*shown, "impl"])]
-        percents = ["" if line[share] is None else words.number(100 * line[share]) for share in shares]
-        where = f"{line['benchmark']}, {line['section']}".replace("_", " ")
-        rows.append([where, *keys, words.number(1e3 * line["time_s"]), *percents])
-    most = max(tables.contending(machine, cases), key=lambda case: case.get(shares[0]) or 0)
-    alike = ", ".join(f"{head} {data[0][name]}" for name, head in KEYS.items() if name not in shown)
-    table = items.Table(
-        name=f"{machine.slug}-mfu",
-        title="MFU of every step, and its shares of what this machine reaches",
-        caption=f"{ABOUT} All: {alike}." if alike else ABOUT,
-        columns=["in", *map(KEYS.__getitem__, shown), "row", "Time, ms", *map(SHARES.__getitem__, shares)],
-        rows=rows,
-        data=data,
-        keys=2 + len(shown),
-        source=machine.about(cases),
-        answer=f"highest: {words.number(100 * most[shares[0]])} %, {most['impl']}, {most['size']}",
-    )
-    return [items.Chapter("Training steps: MFU", [items.Block("", [table])])]
+def answers(machine: load.Machine) -> items.Block:
+    with load.drawn_by_layout(" or ".join(machine.layouts)):
+        tables = [fastest_of(machine, question) for question in questions(machine)]
+    return items.Block("", [*tables, _wrong(machine)], [_not_run(machine)])
 
 
-def _value(case: fields.Record, name: str) -> object:
-    return PLAIN.get(name) if case.get(name) is None else case[name]
-
-
-def questions(machine: load.Machine) -> Iterator[fastest.Question]:
+def questions(machine: load.Machine) -> Iterator[Question]:
     """That of each layout that asks one, in its words, and one for each benchmark without a layout.
 
     That is who is fastest in each setting: settings are the axes in which the benchmark's cases differ.
     """
     for name in machine.benchmarks:
-        if asked := machine.layouts.get(name, {}).get("fastest"):
-            yield fastest.Question(name, **asked, words=machine.words_of(name))
         if name in machine.layouts:
+            asked = machine.layouts[name].get("fastest")
+            if asked:
+                yield Question(name, **asked, words=machine.words_of(name))
             continue
         view = views.view_of(machine, name)
         keys = [axis for axis in view.axes() if axis not in (*views.UNSAID, "impl") and view.varies(axis)]
         if len(view.distinct(keys)) > MOST_LINES:
             keys = [axis for axis in keys if isinstance(view.first[axis], str)]
-        yield fastest.Question(
+        keys = keys or ["section"]
+        yield Question(
             benchmark=name,
             word=load.file_name(name),
             title=f"Fastest {name.replace('_', ' ')}",
-            keys=dict(zip(keys or ["section"], view.labels(keys or ["section"]), strict=True)),
+            keys=dict(zip(keys, view.labels(keys), strict=True)),
             bases=[row for row, facts in view.table().items() if facts.get("baseline")],
             kind=next((kind for kind, rows in machine.rows.items() if view.values("impl")[0] in rows), ""),
             of_ours=True,
@@ -103,10 +99,117 @@ def questions(machine: load.Machine) -> Iterator[fastest.Question]:
         )
 
 
-def answers(machine: load.Machine) -> items.Block:
-    with load.drawn_by_layout(" or ".join(machine.layouts)):
-        tables = [fastest.fastest_of(machine, question) for question in questions(machine)]
-    return items.Block("", [*tables, _wrong(machine)], [_not_run(machine)])
+def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
+    """A line for each setting, with the row that is fastest there; None where no rows are enough."""
+    settings, lines = question.settings(machine), list[fields.Record]()
+    for key, cases in settings.items():
+        facts = question.answer(machine, cases)
+        if facts:
+            lines.append(dict(zip(question.keys, key, strict=True)) | facts)
+    if not lines:
+        return None
+    runs: dict[int, str] = {}
+    for place, run in enumerate(dict.fromkeys(line["run"] for line in lines)):
+        runs[run] = chr(ord("A") + place % 26) + str(place // 26 or "")
+    shown = _shown(question, lines, list(settings))
+    heads = [_setting(question, line, shown) for line in lines]
+    marks, named, rows = cells.Notes(), set[str](), list[list[str]]()
+    columns, shares = COLUMNS + ["run"], question.mfu and any(line["mfu"] for line in lines)
+    if shares:
+        columns.insert(-1, "MFU")
+    for head, line in zip(heads, lines, strict=True):
+        row = [head, *_answer(line, marks), runs[line["run"]]]
+        if shares:
+            row.insert(-1, f"{words.number(100 * line['mfu'])}\N{NO-BREAK SPACE}%" if line["mfu"] else "")
+        rows.append(row)
+        named.update(line["named"])
+    if not any(row[NEXT] for row in rows):
+        for texts in (columns, *rows):
+            del texts[NEXT]
+    name = f"{machine.slug}-fastest-{load.file_name(question.word)}"
+    names, made = load.run_names(machine, runs), load.commands(machine, runs)
+    compiled = " ".join(str(line.get("compile")) for line in lines)
+    ways = words.sentence("; ".join(f"{name}: {about}" for name, about in WAYS.items() if name in compiled))
+    dates = ", ".join(f"{letter} of {names[run]}" for run, letter in runs.items())
+    return items.Table(
+        name=name,
+        title=question.title,
+        caption=ABOUT + question.about + f" {ways}." * bool(ways) + MFU * shares,
+        columns=columns,
+        rows=rows,
+        data=[{name: value for name, value in line.items() if name not in INNER} for line in lines],
+        notes=cells.below(marks, rows) + [f"Runs: {dates}."] + load.legend(machine, question.kind, named),
+        keys=2,
+        source=machine.about(sum(settings.values(), [])),
+        best=frozenset((at, 2) for at, line in enumerate(lines) if line["fastest"]),
+        details={(at, column): line["details"] for at, line in enumerate(lines) for column in range(2, len(columns))},
+        plot=standing(machine, lines, heads, question.title, name, question.kind),
+        runs=[(f"Run {letter}, of {made[run][0]}", made[run][1]) for run, letter in runs.items()],
+    )
+
+
+def _shown(question: Question, lines: Sequence[fields.Record], settings: Sequence[Sequence[object]]) -> list[str]:
+    """The keys that lines tell: those that vary among them, or else the first; and some that vary among all cases."""
+    shown = [name for name in question.keys if len({line[name] for line in lines}) > 1] or list(question.keys)[:1]
+    for name, values in zip(question.keys, zip(*settings, strict=True), strict=True):
+        if name in question.told and name not in shown and len(set(values)) > 1:
+            shown.append(name)
+    return shown
+
+
+def _setting(question: Question, line: fields.Record, names: Sequence[str]) -> str:
+    """A line's setting as the report has it; a number says of what it is."""
+    texts = []
+    for name in names:
+        text = question.words.get(name, {}).get(line[name], str(line[name] or ""))
+        is_number = type(line[name]) in (int, float)
+        texts.append(f"{question.keys[name]}\N{NO-BREAK SPACE}{text}" if is_number else text)
+    return ", ".join(filter(None, texts))
+
+
+def _answer(line: fields.Record, notes: cells.Notes) -> list[str]:
+    """The row, its time and rate, its speed over the base, and over the next where that is another, in words."""
+    disturbed = ", all of them disturbed" * (line["disturbed"] == "all")
+    if line["disturbed"] == "some":
+        disturbed = cells.mark(notes, DISTURBED)
+    if not line["fastest"]:  # each was slower than another, as may be where samples spread
+        return [f"not settled{disturbed}", "", "", "", ""]
+    row = line["called"] + f" (of {line['rows']} rows)" * (line["rows"] < FEW) + disturbed
+    if line["rivals"]:
+        row += cells.mark(notes, RIVALS.format(", ".join(line["rivals"])))
+    speed = _times(line["speedup"], line["over_as"])
+    if speed and line["unsteady"]:
+        speed += cells.mark(notes, UNSTEADY)
+    return [row, *line["measured"], speed, _times(line["lead"], line["next_as"]) * (line["next"] != line["over"])]
+
+
+def _times(speed: float | None, name: str) -> str:
+    return f"{words.number(speed)}\N{NO-BREAK SPACE}× {name}" if speed else ""
+
+
+def standing(
+    machine: load.Machine, lines: Sequence[fields.Record], heads: Sequence[str], title: str, name: str, kind: str
+) -> items.Plot | None:
+    """A strip of dots for each setting, a dot for each row; None where nobody stands beside the fastest.
+
+    `kind`: the table of the rows' looks.
+    """
+    rows = set[str]().union(*(line["standing"] for line in lines))
+    if len(rows) < 2:
+        return None
+    peers = {str(case.get("strategy") or case["impl"]): bool(case.get("peer")) for case in machine.records}
+    looks = [{"row": row, "peer": peers[row]} for row in rows]
+    axes = plots.canvas(LINE_IN * len(lines) + 0.4)
+    for row, style in words.styles_of(looks, "row", "row", "", machine.rows.get(kind, {})).items():
+        places = [at for at, line in enumerate(lines) if row in line["standing"]]
+        speeds = [100 * lines[at]["standing"][row] for at in places]
+        axes.plot(speeds, places, **style.line() | {"linestyle": "none", "alpha": 0.85, "clip_on": False})
+    for place, head in enumerate(heads):
+        axes.text(0, place - 0.17, head, va="bottom", fontsize=8)
+    axes.set(xlim=(0, 104), ylim=(len(lines) - 0.5, -0.9), yticks=range(len(lines)), yticklabels=[], xlabel="%")
+    axes.tick_params(length=0)
+    axes.spines["left"].set_visible(False)
+    return items.Plot(name, title, STANDING, plots.to_svg(axes, name, title))
 
 
 def _wrong(machine: load.Machine) -> items.Table:
@@ -121,19 +224,24 @@ def _wrong(machine: load.Machine) -> items.Table:
         rows = [[f"nothing was wrong: {count:,} of {len(machine.records):,} cases ran, and all of these were right"]]
         columns = ["cases"]
     made = [(f"Run of {name}", command) for name, command in load.commands(machine, runs).values()]
-    return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), notes=[*_right(machine)], runs=made)
+    return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), notes=_right(machine), runs=made)
 
 
-def _right(machine: load.Machine) -> Iterator[str]:
-    """For each dtype the rows of attention that were right in all cases: of others nothing is known."""
-    by_dtype = fields.grouped(
-        (str(case["dtype"]), case) for case in machine.records if case["benchmark"] == "attention" and case.get("dtype")
-    )
-    for dtype in sorted(by_dtype, key=lambda dtype: fastest.reading_order({}, [dtype])):
-        ended = fields.grouped((str(case["impl"]), case["outcome"]) for case in by_dtype[dtype])
-        names = [name for name, outcomes in ended.items() if "ok" in outcomes and not {*outcomes} & {*verdict.FAILED}]
-        if names:
-            yield f"Attention that was right in {dtype}, in every case that ran: {', '.join(names)}."
+def _right(machine: load.Machine) -> list[str]:
+    """For each dtype that a benchmark is asked for, the rows that were right in all of its cases."""
+    by_dtype: dict[tuple[str, str], list[fields.Record]] = {}
+    for case in machine.records:
+        dtype = machine.fields.get(case["benchmark"], {}).get("dtype")
+        if dtype and dtype.role == "axis" and case.get("dtype"):
+            by_dtype.setdefault((case["benchmark"], str(case["dtype"])), []).append(case)
+    lines = []
+    for (benchmark, name), cases in sorted(by_dtype.items(), key=lambda item: reading_order({}, item[0])):
+        ended = fields.grouped((str(case["impl"]), case["outcome"]) for case in cases)
+        rows = [row for row, ends in ended.items() if "ok" in ends and not set(ends).intersection(verdict.FAILED)]
+        if rows and rows != [name]:  # rows may be dtypes themselves
+            what = words.sentence(benchmark.replace("_", " "))
+            lines.append(f"{what} that was right in {name}, in every case that ran: {', '.join(rows)}.")
+    return lines
 
 
 def _not_run(machine: load.Machine) -> items.Table | None:
@@ -143,7 +251,7 @@ def _not_run(machine: load.Machine) -> items.Table | None:
         of = [case for case in machine.records if case["impl"] in rows]
         without = {case["run"] for case in of if case["outcome"] == "unsupported" and case["reason"] == reason}
         right = fields.grouped((case["run"] in without, str(case["impl"])) for case in of if case["outcome"] == "ok")
-        elsewhere = sorted({*right.get(False, ())} - {*right.get(True, ())}) if without else []
+        elsewhere = sorted(set(right.get(False, ())).difference(right.get(True, ()))) if without else []
         also = f"; in another run {', '.join(elsewhere)} ran" * bool(elsewhere)
         lines.append([", ".join(rows), reason + also, str(rows.total())])
     return _listed(machine, "not-run", "Not run here", ["row", "why", "cases"], lines) if lines else None
@@ -152,13 +260,45 @@ def _not_run(machine: load.Machine) -> items.Table | None:
 def _listed(
     machine: load.Machine, word: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> items.Table:
-    return items.Table(
-        f"{machine.slug}-{word}",
-        title,
-        "",
-        columns,
-        rows,
-        [dict(zip(columns, row, strict=True)) for row in rows],
-        keys=len(columns),
-        source=machine.about(machine.records),
+    data = [dict(zip(columns, row, strict=True)) for row in rows]
+    source = machine.about(machine.records)
+    return items.Table(f"{machine.slug}-{word}", title, "", columns, rows, data, keys=len(columns), source=source)
+
+
+def step_chapters(machine: load.Machine) -> list[items.Chapter]:
+    """A chapter that is one table: a line for each timed step of any benchmark, models by size.
+
+    None where no step has a share.
+    """
+    cases = []
+    for case in machine.records:
+        is_step = case.get("mode") in (None, "step") and case.get("time_s") and "mfu" in case
+        if is_step and any(case.get(share) is not None for share in SHARES):
+            cases.append(PLAIN | {name: value for name, value in case.items() if value is not None})
+    if not cases:
+        return []
+    known = machine.words_of(*machine.layouts)
+    cases.sort(key=lambda case: reading_order(known, list(map(case.get, BY))))
+    names = ["benchmark", "section", *KEYS, "impl", "time_s", *SHARES]
+    data: list[fields.Record] = [{name: case.get(name) for name in names} for case in cases]
+    shares = [name for name in SHARES if any(line[name] is not None for line in data)]
+    shown = [name for name in KEYS if len({line[name] for line in data}) > 1]
+    rows = []
+    for line in data:
+        row = [f"{line['benchmark']}, {line['section']}".replace("_", " ")]
+        row += [words.exact(line[name] or "") for name in [*shown, "impl"]] + [words.number(1e3 * line["time_s"])]
+        rows.append(row + ["" if line[share] is None else words.number(100 * line[share]) for share in shares])
+    most = max(tables.contending(machine, cases), key=lambda case: case.get(shares[0], 0))
+    alike = ", ".join(f"{head} {data[0][name]}" for name, head in KEYS.items() if name not in shown)
+    table = items.Table(
+        name=f"{machine.slug}-mfu",
+        title="MFU of every step, and its shares of what this machine reaches",
+        caption=f"{ABOUT_STEPS} All: {alike}." if alike else ABOUT_STEPS,
+        columns=["in", *map(KEYS.__getitem__, shown), "row", "Time, ms", *map(SHARES.__getitem__, shares)],
+        rows=rows,
+        data=data,
+        keys=2 + len(shown),
+        source=machine.about(cases),
+        answer=f"highest: {words.number(100 * most[shares[0]])} %, {most['impl']}, {most['size']}",
     )
+    return [items.Chapter("Training steps: MFU", [items.Block("", [table])])]

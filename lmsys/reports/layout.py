@@ -14,7 +14,7 @@ its title, and a block for each view that its steps make. Beside "chapters" ther
     "place"    a number: benchmarks stand on the page in this order
     "words"    {FIELD: {VALUE: words}}: how values of fields are read, in reading order
     "letters"  what letters mean, at the end of the answers
-    "fastest"  the question that the page answers first (`lmsys.reports.fastest.Question`)
+    "fastest"  the question that the page answers first (`lmsys.reports.contest.Question`)
 
 What a name in a list of fields may look like says `View.chosen`; an expression, `lmsys.reports.expressions`.
 """

@@ -8,7 +8,6 @@ reasons below.
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, repeat
 from textwrap import wrap
 
 from lmsys.bench import fields, verdict
@@ -32,7 +31,7 @@ def lines(
 ) -> Iterator[str]:
     """A table of each benchmark that was timed.
 
-    found     machine, fields, rows and records, as in a result file
+    result    machine, fields, rows and records, as in a result file
     every     all cases that ran, in place of MOST lines of a benchmark
     contends  true of rows that do the same work as the others of their comparison
     width     characters of a line; by default those of this terminal
@@ -44,37 +43,37 @@ def lines(
     for machine in load.machines_of(cases, named["fields"], named["rows"], result["layouts"]):
         names = dict.fromkeys(case["benchmark"] for case in machine.records if case["time_s"])
         for name in names:
-            view = views.view_of(machine, name).with_fields([fields.Field("contends", role="detail", of=contends)])
+            view = views.view_of(machine, name).adding(lambda case: {"contends": contends(case)})
             yield from _table(view, width, every or len(view.cases) <= MOST)
         yield from wrap(ABOUT, width) if names else ()
 
 
 def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
-    varying = {name for part in view.groups(["comparison"]).values() for name in view.axes() if part.varies(name)}
-    axes = [name for name in view.axes() if name not in (*views.UNSAID, "impl", *varying)]  # those tell rows apart
-    axes.sort(key=lambda name: (type(view.cases[0][name]) in SIZES, -len(view.values(name))))
-    asked = fields.Field(
-        "asked",
-        role="detail",
-        of=lambda case: (case["section"], *(SIZES if type(case[name]) in SIZES else case[name] for name in axes)),
-    )
-    questions = view.with_fields([asked]).ordered(*axes).groups(["comparison" if every else "asked"]).values()
+    telling = {*views.UNSAID, "impl"}  # these, and what varies in a comparison, tell rows apart
+    for part in view.groups(["comparison"]).values():
+        telling.update(filter(part.varies, view.axes()))
+    axes = [name for name in view.axes() if name not in telling]
+    axes.sort(key=lambda name: (type(view.first[name]) in SIZES, -len(view.values(name))))
+    words_of_axes = ["section"] + [name for name in axes if type(view.first[name]) not in SIZES]
+    questions = view.ordered(*axes).groups(["comparison"] if every else words_of_axes).values()
     parts = [max(part.groups(["comparison"]).values(), key=_size) for part in questions][: None if every else MOST]
-    telling = [name for name in axes if len({part.cases[0][name] for part in parts}) > 1]
+    shown = view.of([part.first for part in parts])
+    axes = list(filter(shown.varies, axes))
     rates = [name for name, field in view.fields.items() if field.unit.endswith("/s") and view.has(name)]
-    figures = ["time_s", *rates[:1], *[name for name in SHARES if view.has(name)][:1]]
-    figures += [fields.ERROR.name] if every and view.has(fields.ERROR.name) else []
+    figures = ["time_s"] + rates[:1] + list(filter(view.has, SHARES))[:1]
+    if every and view.has(fields.ERROR.name):
+        figures.append(fields.ERROR.name)
     most = len(view.cases) if every else max(1, MOST // len(parts))
-    groups = [(_words(part, part.cases[0], telling), [*_lines(part, figures, most)]) for part in parts]
+    groups = [(_words(part, part.first, axes), _lines(part, figures, most)) for part in parts]
     yield f"{view.benchmark.replace('_', ' ')}: {sum(len(rows) for _, rows in groups)} of {len(view.cases)} that ran"
-    heads = ["row", *(HEADS.get(name) or words.unit_of(view.fields[name])[0] for name in figures), "speed", ""]
-    yield from _aligned([("", [heads]), *groups], width)
+    heads = [HEADS.get(name) or words.unit_of(view.fields[name])[0] for name in figures]
+    yield from _aligned([("", [["row", *heads, "speed", ""]]), *groups], width)
     yield ""
 
 
 def _size(part: views.View) -> tuple[bool, float]:
     """Sorts what was disturbed throughout before the rest, and each by time."""
-    timed = verdict.undisturbed([case for case in part.cases if case["time_s"]])
+    timed = verdict.undisturbed(part.only("time_s").cases)
     return any(not case["disturbed"] for case in timed), min(map(verdict.time_of, timed), default=0.0)
 
 
@@ -84,48 +83,46 @@ def _place(case: fields.Record) -> tuple[bool, bool, bool, float]:
 
 
 def _words(part: views.View, case: fields.Record, names: Iterable[str]) -> str:
-    return ", ".join(
-        value if isinstance(value, str) else tables.value_head(part, name, value)
-        for name in names
-        if (value := case[name]) is not None
-    )
+    texts = []
+    for name in names:
+        value = case[name]
+        if value is not None:
+            texts.append(value if isinstance(value, str) else tables.value_head(part, name, value))
+    return ", ".join(texts)
 
 
-def _lines(part: views.View, figures: Sequence[str], most: int) -> Iterator[list[str]]:
+def _lines(part: views.View, figures: Sequence[str], most: int) -> list[list[str]]:
     """A line for each row, the fastest first: name, figures, speed over another, and whether it is right or why not.
 
     A row of an earlier state, `ROW@COMMIT`, follows today's, over which its speed is.
     """
-    names = part.telling(["impl"])
+    names, lines = part.telling(["impl"]), list[list[str]]()
+    contenders = part.only("time_s and contends").cases
     rows = {_words(part, case, names): case for case in part.cases}
-    today = {
-        case["id"]: rows.get(_words(part, case | {"impl": case["impl"].partition("@")[0]}, names), case)
-        for case in part.cases
-    }
-    for case in sorted(part.cases, key=lambda case: (*_place(today[case["id"]]), case is not today[case["id"]]))[:most]:
+    today = {}
+    for case in part.cases:
+        today[case["id"]] = rows.get(_words(part, case | {"impl": case["impl"].partition("@")[0]}, names), case)
+
+    def place(case: fields.Record) -> tuple[object, ...]:
+        return _place(today[case["id"]]) + (case is not today[case["id"]],)
+
+    for case in sorted(part.cases, key=place)[:most]:
         base = today[case["id"]]
         if base is case and case["contends"]:
-            others = [
-                other for other in part.cases if other["time_s"] and other["contends"] and other["impl"] != case["impl"]
-            ]
-            base = min(
-                verdict.undisturbed([other for other in others if other["peer"]] or others),
-                key=verdict.time_of,
-                default=case,
-            )
+            rivals = [rival for rival in contenders if rival["impl"] != case["impl"]]
+            rivals = [rival for rival in rivals if rival["peer"]] or rivals
+            base = min(verdict.undisturbed(rivals), key=verdict.time_of, default=case)
         ratio = None if base is case else verdict.ratio_of(case, base)
         speed = f"{words.number(ratio)} × {base['impl']}" if ratio else ""
         if ratio and (ratio < 1) != (case["time_s"] > base["time_s"]):
             speed = f"level with {base['impl']}"
         disturbed = case["disturbed"] or (speed and base["disturbed"])
-        right = "ran" if case["error_ratio"] is None else "disturbed" if disturbed else "right"
-        ending = right if case["outcome"] == "ok" else f"{words.MEANINGS[case['outcome']]}: {case['reason']}"
-        yield [
-            _words(part, case, names),
-            *(cells.shown(part, name, case) for name in figures),
-            speed,
-            ending,
-        ]
+        ending = "ran" if case["error_ratio"] is None else "disturbed" if disturbed else "right"
+        if case["outcome"] != "ok":
+            ending = f"{words.MEANINGS[case['outcome']]}: {case['reason']}"
+        shown = [cells.shown(part, name, case) for name in figures]
+        lines.append([_words(part, case, names), *shown, speed, ending])
+    return lines
 
 
 def _aligned(groups: Sequence[tuple[str, Sequence[Sequence[str]]]], width: int) -> Iterator[str]:
@@ -136,8 +133,8 @@ def _aligned(groups: Sequence[tuple[str, Sequence[Sequence[str]]]], width: int) 
     first = min(max(NARROW, free), max(len(setting) for setting, _ in groups))
     for setting, rows in groups:
         words = wrap(setting, max(NARROW, first), max_lines=len(rows), placeholder=" …")
-        for text, (name, *figures, ending) in zip(chain(words, repeat("")), rows, strict=False):
-            aligned = " ".join(figure.rjust(size) for figure, size in zip(figures, wide, strict=True)) + "  "
+        for text, (name, *figures, ending) in zip(words + [""] * len(rows), rows, strict=False):
+            aligned = " ".join(map(str.rjust, figures, wide)) + "  "
             line = f"{text.ljust(first)}  {name.ljust(row)} {aligned * any(figures)}"
             outcome, colon, _ = ending.partition(":")
             is_short = len(line + ending) <= width or not colon

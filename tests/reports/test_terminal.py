@@ -8,8 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lmsys.bench import verdict
-from lmsys.reports.answers import questions
-from lmsys.reports.fastest import fastest_of
+from lmsys.reports.answers import fastest_of, questions
 from lmsys.reports.load import by_name, machines_of
 from lmsys.reports.terminal import MOST, lines
 from lmsys.reports.words import number
