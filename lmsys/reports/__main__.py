@@ -3,13 +3,11 @@
     lmsys report RESULT.json ... [-o DIR] [--baseline NAME] [--single-file]
     lmsys report --before OLD.json NEW.json ... [-o DIR] [--margin 0.05] [--noise RUN.json ...]
     lmsys report --before BOTH.json [-o DIR] [--margin 0.02]
-    lmsys report --history FOLDER [-o DIR] [--margin 0.05]
 
 Several files, such as the parts of a split run or the journals (*.partial) of interrupted ones, are reported as one;
 for a case that several hold, the run of the latest date wins. With --before, two runs of one machine are compared
 case by case, and the exit code is 1 where one is slower or broken; BOTH.json is of a sweep with --against, which
-measured both states itself. With --history, the result files of a folder are drawn over their commits. Ends with exit
-code 2 and one line on stderr when something given cannot be used.
+measured both states itself. Ends with exit code 2 and one line on stderr when something given cannot be used.
 """
 
 import argparse
@@ -55,7 +53,6 @@ OF_TWO_RUNS: dict[str, dict[str, Any]] = {
     "--against": {"type": partial(_renamed, "--before"), "help": argparse.SUPPRESS},
     "--repeats": {"type": partial(_renamed, "--noise"), "help": argparse.SUPPRESS},
     "--anyway": {"action": "store_true", "help": "compare across machines, versions and clocks"},
-    "--history": {"type": Path, "metavar": "FOLDER", "help": "all of a folder's *.json: each case over commits"},
 }
 
 
@@ -76,17 +73,11 @@ def main(
     try:
         if options.margin is not None:
             finite("--margin", options.margin, above=0, most=1)
-        if options.history:
-            others = "results", "before", "baseline", "noise", "anyway", "single_file"
-            of_folder = "--history takes a folder, and of the other options --output and --margin alone"
-            hold(*((not getattr(options, name), of_folder) for name in others))
-            print(*against.write_history(options.history, options.output, options.margin or MARGIN), sep="\n")
-        elif options.before:
+        if options.before:
             return _compare(options)
-        else:
-            for name, default in two_runs.items():
-                hold((getattr(options, name) == default, f"--{name} is of two runs: name the run before by --before"))
-            print(build(options.results or results, options.output, options.baseline, options.single_file))
+        for name, default in two_runs.items():
+            hold((getattr(options, name) == default, f"--{name} is of two runs: name the run before by --before"))
+        print(build(options.results or results, options.output, options.baseline, options.single_file))
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2

@@ -1,17 +1,10 @@
-"""A run against an earlier one: the verdict on each case in a terminal, and a page that shows the two side by side.
+"""A run against an earlier one: the verdict on each case in a terminal, and a page that shows the two side by side."""
 
-With --history the result files of a folder over their commits: a line for each case, and how the last differs from the
-first.
-"""
-
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-from lmsys import files
 from lmsys.bench import fields, record
 from lmsys.bench.changes import (
     BROKEN,
@@ -29,13 +22,11 @@ from lmsys.bench.changes import (
     of_them_disturbed,
     spread_between,
 )
-from lmsys.reports import cells, items, load, page, plots, words
+from lmsys.reports import cells, items, load, page, words
 from lmsys.values import hold
 
 DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # of a run: with another, times are of something else
 COLUMNS = ["case", "row", "before", "after", "time after / before", "95 %", "beside", "verdict"]
-NAMED = 6  # lines of a plot; the others are grey
-LABELS = 20  # of commits below a plot
 MEANINGS = {
     BROKEN: "right before, and not after",
     SLOWER: "slower by more than the margin",
@@ -144,11 +135,11 @@ def _of_one_run(pair: Compared) -> Iterator[str]:
             yield f"{len(cases)} case{'s' * several} only in the run {run}: {cases[0]['id']}{', ...' * several}"
 
 
-def write(pair: Compared, out: Path, first: Sequence[items.Chapter] = ()) -> Path:
-    """The page of both runs, with these chapters first; its path."""
+def write(pair: Compared, out: Path) -> Path:
+    """Writes the page of both runs; its path."""
     answers, chapters = block_and_chapters(pair)
     records = [{"run": name, **case} for name, side in _sides(pair) for case in side.records]
-    return page.write(out, [(pair.after, answers, [*first, *chapters])], items.csv_of(records), [*_of_one_run(pair)])
+    return page.write(out, [(pair.after, answers, chapters)], items.csv_of(records), [*_of_one_run(pair)])
 
 
 def block_and_chapters(pair: Compared) -> tuple[items.Block, list[items.Chapter]]:
@@ -233,74 +224,4 @@ def _table(name: str, title: str, changes: Sequence[Change], source: str) -> ite
         keys=2,
         notes=cells.below(notes, rows),
         source=source,
-    )
-
-
-def write_history(folder: Path, out: Path, margin: float) -> list[str]:
-    """Writes a page about those of a folder's *.json that can be compared with the last; returns lines for a terminal.
-
-    ValueError for a file that is no result, and where no two of them can be compared.
-    """
-    dated = [_dated(path) for pattern in ("*.json", "*.json.gz") for path in folder.glob(pattern)]
-    runs = [run for _, run in sorted(dated, key=lambda pair: pair[0])]
-    reasons = [why_not(run, runs[-1]) for run in runs]
-    alike = [run for run, reason in zip(runs, reasons, strict=True) if not reason]
-    since = [compare(alike[0].records, run.records, margin) for run in alike[1:]]
-    hold(
-        (
-            since and since[-1],
-            f"{folder}: nothing to compare: a history takes *.json of one machine, with the same cases",
-        )
-    )
-    first, last = alike[0], alike[-1]
-    compared = Compared(first, last, since[-1], *of_one_run(first.records, last.records), margin)
-    drawn = [_plot(name, alike, since) for name in {str(change.new["benchmark"]): 0 for change in since[-1]}]
-    return [
-        *(f"left out: {reason}" for reason in dict.fromkeys(reasons) if reason),
-        f"{len(alike)} runs, the last beside the first",
-        *told(compared),
-        str(write(compared, out, [items.Chapter("Over commits", [items.Block("", drawn)])])),
-    ]
-
-
-def _dated(path: Path) -> tuple[datetime, load.Machine]:
-    """When the commit of a file was made, or where the file does not say that when its run began; and the run."""
-    machine = machine_of([path])
-    try:
-        info = json.loads(files.read_text(path)).get("commit_info") or {}
-        return datetime.fromisoformat(str(info.get("time") or machine.runs[0].get("date"))).astimezone(UTC), machine
-    except (AttributeError, OverflowError, ValueError) as error:
-        raise load.InputError(f"{path}: no date of its commit or its run can be read ({error})") from None
-
-
-def _plot(benchmark: str, runs: list[load.Machine], since: list[list[Change]]) -> items.Plot:
-    """A line for each case that the first and the last run have."""
-    axes = plots.canvas(3.0)
-    cases = [change for change in since[-1] if change.new["benchmark"] == benchmark]
-    for order, case in enumerate(cases):
-        same = [
-            (at, change.ratio) for at, changes in enumerate(since, 1) for change in changes if change.old is case.old
-        ]
-        axes.plot(
-            *zip((0, 1.0), *same, strict=True),
-            marker="o",
-            label=case.new["id"][-55:] if order < NAMED else None,  # the end of an id has the row
-            color=f"C{order}" if order < NAMED else "0.7",
-            linestyle="-" if case.beside else ":",
-            zorder=3 - order / len(cases),
-        )
-    axes.axhline(1, **plots.CEILING)
-    commits = [str(run.runs[0].get("commit"))[:7] for run in runs]
-    plots.add_places(axes, [commit * (at % (1 + len(runs) // LABELS) == 0) for at, commit in enumerate(commits)])
-    axes.set_ylabel("time / time in the first run")
-    name, title = (
-        f"{runs[-1].slug}-history-{load.file_name(benchmark)}",
-        f"{benchmark.replace('_', ' ')}: time by commit",
-    )
-    return items.Plot(
-        name,
-        title,
-        f"Times as those of the rows beside were; dotted where no row stood beside, so that the clock's moves show. "
-        f"The {NAMED} cases that changed most are named.",
-        plots.to_svg(axes, name, title),
     )

@@ -3,14 +3,13 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmsys.reports import page, plots
 from lmsys.reports.__main__ import main
 from tests.support.files import tree
-from tests.support.records import content_of, record, save
+from tests.support.records import record, save
 
 
 def results(root: Path) -> None:
@@ -32,16 +31,6 @@ def results(root: Path) -> None:
     (root / "runs").mkdir()
     for name in ("a", "b"):
         save(root / "runs" / f"{name}.json", rows)
-    changed: dict[str, Any] = {"undated": {"commit_info": {"time": "yesterday"}}, "odd": {"commit_info": "abc"}}
-    for name, more in changed.items():
-        (root / name).mkdir()
-        save(root / name / "a.json", rows)
-        (root / name / "b.json").write_text(json.dumps({"lmsys": content_of(rows)} | more))
-    for name, file in (("one", "new.json"), ("alien", "machine.json"), ("bad", "broken.json")):
-        (root / name).mkdir()
-        (root / name / "a.json").write_bytes((root / file).read_bytes())
-    save(root / "alien" / "b.json", rows)
-    save(root / "bad" / "b.json", rows)
 
 
 REFUSED = (
@@ -78,18 +67,6 @@ REFUSED = (
     "--before missing.json new.json",
     "--before broken.json new.json",
     "--before old.json",
-    "--history missing",
-    "--history one",
-    "--history alien",
-    "--history bad",
-    "--history undated",
-    "--history odd",
-    "--history new.json",
-    "--history runs new.json",
-    "--history runs --baseline naive",
-    "--history runs --single-file",
-    "--history runs --before old.json",
-    "--history runs --margin -1",
 )
 
 
@@ -156,7 +133,7 @@ def file_in_its_place(site: Path) -> None:
 
 
 FOREIGN = (foreign_page, spoilt_manifest, foreign_table, linked_page, linked_folder, file_in_a_folders_place)
-WRITING = ("old.json", "old.json --single-file", "--before old.json new.json", "--history runs")
+WRITING = ("old.json", "old.json --single-file", "--before old.json new.json")
 
 
 @pytest.mark.parametrize("change", [*FOREIGN, file_in_its_place])
