@@ -16,9 +16,9 @@ from lmsys import commands, values
 from lmsys.bench.benchmark import Benchmark
 from lmsys.bench.fields import Record, grouped
 from lmsys.bench.record import load
-from lmsys.reports import figures, words
+from lmsys.reports import words
 from lmsys.reports.load import hardware_of, run_told, title_of
-from lmsys.reports.page import fill, simple_page, table
+from lmsys.reports.page import fill, render
 from lmsys.verify import FOLDERS, NOT_RECOMPUTED, benchmarks_in, verify
 
 HEADS = ("rank", "on its machine", "row", "speed", "time, ms", "machine", "run", "file")
@@ -42,16 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         benchmarks = benchmarks_in(*given.benchmarks or FOLDERS)
         standings, refused, workload = ranked(sorted(given.folder.glob("*.json*")), benchmarks, given.anchor)
-        lost = [figures.tag("h2", "Not ranked"), table(("file", "reason"), refused.items())] if refused else []
-        parts = (
-            figures.tag("h1", "Leaderboard"),
-            figures.tag("p", f"Workload: {', '.join(sorted(workload)) or 'none'}."),
-            figures.tag(
-                "p", f"Files are ranked by speed: how many times as fast a row is as {given.anchor} in its run."
-            ),
-            table(HEADS, (x.values() for x in standings)),
-        )
-        fill(given.output, {"index.html": simple_page("lmsys leaderboard", *parts, *lost)})
+        known = {"heads": HEADS, "refused": refused, "workload": sorted(workload), "anchor": given.anchor}
+        rows = [x.values() for x in standings]
+        fill(given.output, {"index.html": render("leaderboard.html", rows=rows, **known)})
     except (OSError, ValueError) as error:
         print(f"lmsys leaderboard: error: {error}", file=sys.stderr)
         return 2

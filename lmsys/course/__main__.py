@@ -29,7 +29,7 @@ if not torch.cuda.is_available():
 from lmsys import commands, processes, values
 from lmsys.bench.fields import grouped
 from lmsys.course import checkout, measure, parts, systems
-from lmsys.reports import figures, page
+from lmsys.reports import page
 
 USAGE, UNJUDGED, SCHEMA, PART_S = 2, 3, 1, 120.0
 NO_GPU = not torch.cuda.is_available()
@@ -147,11 +147,13 @@ def _page(folder: Path, answers: Sequence[Answer]) -> str:
         )
         for answer in answers
     ]
-    return page.simple_page(
-        "lmsys course",
-        figures.tag("h1", f"The course: {folder.resolve().name}"),
-        page.table(heads, rows, bad=(parts.WRONG, parts.REFUSED)),
-        *(figures.tag("p", line) for line in _summary(answers)),
+    return page.render(
+        "course.html",
+        folder=folder.resolve().name,
+        heads=heads,
+        rows=rows,
+        bad=(parts.WRONG, parts.REFUSED),
+        summary=_summary(answers),
     )
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,16 @@ class Plot:
 
     def files(self) -> dict[str, str]:
         return {f"plots/{self.name}.svg": self.svg}
+
+    @property
+    def element(self) -> str:
+        """The drawing without its XML declaration, for inside of a page."""
+        return self.svg[self.svg.index("<svg") :]
+
+    @property
+    def size_pt(self) -> list[str]:
+        """Its width and height."""
+        return re.findall(r'(?:width|height)="([\d.]+)pt"', self.svg)[:2]
 
 
 Items = list[Table | Plot | None]

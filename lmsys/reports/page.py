@@ -9,31 +9,42 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
-from lmsys.reports import items, load
-from lmsys.reports.figures import Figures, Html, facts_of, joined, runs_of, tag, tags
+import jinja2
+
+from lmsys.bench.fields import grouped
+from lmsys.reports import figures, items, load
 from lmsys.strict_json import read_json
 from lmsys.values import hold
 
 MANIFEST = "manifest.json"
 NAME = r"([\w-]{1,100}/)?[\w-]{1,200}\.(html|md|csv|svg)"
-GENERATOR = '<meta name="generator" content="lmsys reports">'
-CSS, SCRIPT = ((Path(__file__).parent / name).read_text() for name in ("page.css", "page.js"))
+FOLDER = Path(__file__).parent
+CSS, SCRIPT = ((FOLDER / name).read_text() for name in ("page.css", "page.js"))
 # Whatever a result file says, and wherever it gets: the page loads its own plots alone, and runs its own script alone.
 _HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = (
     f"default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; font-src data:; script-src 'sha256-{_HASH}'"
 )
 MOST_OPEN = 3  # chapters of a page that are read at once; of more, each is a line with its answer
-LEAD = (
-    "Only results that passed their check have figures. A row is one implementation, such as a kernel or a strategy, "
-    "named as on the command line; a case is one row in one setting."
+
+
+def _template(name: str) -> str:
+    """The text of a template. A line that is indented goes on the one before, so that a page has no layout of ours."""
+    text = (FOLDER / "templates" / name).read_text()
+    return re.sub(r"\n +", " ", re.sub(r"(?<=[>}])\n +|\n +(?=[<{])", "", text))
+
+
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.FunctionLoader(_template),
+    autoescape=True,  # the one place where text is made safe: whatever a result file says is text
+    undefined=jinja2.StrictUndefined,
+    keep_trailing_newline=True,
 )
-UP = Html(
-    '<p class="up"><a href="#top">↑ Top</a> <a href="#contents">Contents</a> <a href="#only" id="asked" hidden></a></p>'
-)
+TEMPLATES.filters |= figures.FILTERS
 
 
 def write(
@@ -59,86 +70,25 @@ def html(parts: Sequence[items.Part], notes: Sequence[str], single_file: bool = 
 
     `single_file`: plots stand in the page, not in files beside it, and it links to no file.
     """
-    first, contents, body = [], [], []
-    figures = Figures(single_file)
-    is_short = sum(len(chapters) for _, _, chapters in parts) <= MOST_OPEN
-    for machine, answers, chapters in parts:
-        contents.append(tag("li", tag("a", f"{machine.title}: everything measured", href=f"#{machine.slug}")))
-        first.append(tag("section", tag("h2", machine.title), runs_of(machine), figures.answers(answers)))
-        facts = tag("details", tag("summary", "Machine, versions and runs"), facts_of(machine.runs))
-        inside = [
-            figures.chapter(chapter, f"{machine.slug}-{load.file_name(chapter.title.lower())}", is_short)
-            for chapter in chapters
-        ]
-        body.append(tag("section", tag("h2", f"{machine.title}: everything measured", id=machine.slug), facts, inside))
-    remarks = tags("p", notes), tag("p", _about(parts, single_file)), _contents(contents, parts)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>lmsys report</title>\n<style>\n{CSS}</style>\n<script>{SCRIPT}</script></head>\n<body>\n"
-        + tag("main", tag("h1", "lmsys report", id="top"), tag("p", LEAD), first, *remarks, body, UP)
-        + "\n</body></html>\n"
+    machines = [machine for machine, _, _ in parts]
+    runs = chain.from_iterable(machine.runs for machine in machines)
+    shown = [machine.layouts.get(name, {}) for machine in machines for name in machine.benchmarks]
+    return render(
+        "page.html",
+        parts=parts,
+        notes=notes,
+        figures=figures.Figures(single_file),
+        is_short=sum(len(chapters) for _, _, chapters in parts) <= MOST_OPEN,
+        letters=dict.fromkeys(layout["letters"] for layout in shown if "letters" in layout),
+        rows=sorted({str(case["impl"]) for machine in machines for case in machine.records}),
+        # What a figure says of its run stands for several runs that began in the same minute.
+        commands=grouped((load.run_told(run), str(run["command"])) for run in runs if run.get("command")),
     )
 
 
-def simple_page(title: str, *blocks: Html) -> str:
-    """A page of these blocks alone, in the same style."""
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        f"{tag('title', title)}\n<style>\n{CSS}</style></head>\n<body>\n{tag('main', *blocks)}\n</body></html>\n"
-    )
-
-
-def table(heads: Iterable[str], rows: Iterable[Iterable[object]], bad: Collection[object] = ()) -> Html:
-    """A table of texts, which scrolls where it is wider than the screen. bad: cells that are marked as wrong."""
-    cells = (tag("tr", *(tag("td", str(x), class_="wrong" if x in bad else None) for x in row)) for row in rows)
-    parts = tag("thead", tag("tr", *(tag("th", head) for head in heads))), tag("tbody", *cells)
-    return tag("div", tag("table", *parts, class_="texts"), class_="scroll")
-
-
-def _about(parts: Sequence[items.Part], single_file: bool) -> list[str]:
-    """Where the figures are as files, what letters mean, and how the page is made."""
-    csv = tag("a", "records.csv", href="tables/records.csv")
-    files = ["Every measured case is in ", csv, "; each table and plot links to its own file. "]
-    if single_file:
-        files = ["This page links to no other file: the folder that it was made in has each table and plot as a file. "]
-    shown = [machine.layouts.get(name, {}) for machine, _, _ in parts for name in machine.benchmarks]
-    return [
-        *files,
-        *dict.fromkeys(layout["letters"] for layout in shown if "letters" in layout),
-        tag("code", "lmsys report RESULT.json ... -o DIR"),
-        " builds this page.",
-    ]
-
-
-def _contents(links: Sequence[Html], parts: Sequence[items.Part]) -> Html:
-    """The contents, the field that filters rows, what a click on a figure says, and a line for who has no scripts."""
-    names = sorted({str(case["impl"]) for machine, _, _ in parts for case in machine.records})
-    commands: dict[str, dict[str, None]] = {}  # of what a figure says of its run; several began in the same minute
-    for run in (run for machine, _, _ in parts for run in machine.runs):
-        if run.get("command"):
-            commands.setdefault(load.run_told(run), {})[str(run["command"])] = None
-    field = tag("input", id="only", type="search", list="rows", placeholder=", ".join(names[:2]))
-    help_text = (
-        " Type parts of names, and the tables show these rows alone; the address keeps them. A click on a column's head"
-        " sorts by it; one on a figure says its rounds, spread, error, run and command."
-    )
-    return joined(
-        [
-            tag("p", tag("label", "Rows: ", field), help_text, class_="controls"),
-            tag("nav", tag("ul", links, id="contents")),
-            tag("datalist", [tag("option", value=name) for name in names], id="rows"),
-            tag(
-                "datalist",
-                [tag("option", value=" or ".join(lines), label=run) for run, lines in commands.items()],
-                id="runs",
-            ),
-            tag("output", id="said"),
-            tag("noscript", tag("p", "Without scripts, what is behind “More” is in the folders tables/ and plots/.")),
-        ]
-    )
+def render(name: str, **values: object) -> str:
+    """A page of the template `name`, in our style; its values are escaped."""
+    return TEMPLATES.get_template(name).render(policy=POLICY, css=CSS, script=SCRIPT, **values)
 
 
 def fill(out: Path, files: Mapping[str, str]) -> None:

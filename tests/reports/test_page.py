@@ -4,9 +4,9 @@ import re
 from html import escape
 from pathlib import Path
 
-from lmsys.reports.figures import Html, tag
+from lmsys.reports import page as pages
 from lmsys.reports.load import file_name
-from tests.support.records import EVERY_PLOT, built, fields_of, record, save
+from tests.support.records import EVERY_PLOT, built, record, save
 
 EVIL = '"><script>alert(1)</script><img src=x onerror=alert(1)>&\n$x_$ | ../../evil'
 
@@ -97,9 +97,15 @@ def test_a_hostile_declaration_is_text_too(tmp_path: Path) -> None:
     assert "{x.y}&lt;b&gt;" in page and "{0}&lt;i&gt;" in page and "<b>" not in page and "<i>" not in page
 
 
-def test_tags_escape_all_but_html() -> None:
-    assert tag("p", "<b>", tag("i", "&"), class_='"x"') == '<p class="&quot;x&quot;">&lt;b&gt;<i>&amp;</i></p>'
-    assert isinstance(tag("p"), Html) and fields_of("attention")
+def test_templates_escape_all_but_what_is_ours() -> None:
+    """Our policy, style and script, and drawings, in which matplotlib has escaped the words."""
+    safe = set[str]()
+    for path in (pages.FOLDER / "templates").glob("*.html"):
+        safe.update(re.findall(r"(\w+) *\| *safe", path.read_text()))
+        assert "autoescape" not in path.read_text(), path
+    assert safe == {"policy", "css", "script", "element"} and pages.TEMPLATES.autoescape is True
+    shown = pages.render("course.html", folder='<b>&"', heads=["<i>"], rows=[["<u>"]], bad=(), summary=["<s>"])
+    assert "&lt;b&gt;&amp;&#34;" in shown and not re.search("<[bius]>", shown)
 
 
 def test_an_unsteady_figure_is_flagged(tmp_path: Path) -> None:
