@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lmsys.bench.changes import MARGIN
+from lmsys.bench.changes import MARGIN, lines
 from lmsys.commands import parser as command_parser
 from lmsys.reports import against, answers, items, layout, load, page, views
 from lmsys.values import finite, hold
@@ -68,15 +68,14 @@ def main(
         for name, more in options_of.items():
             group.add_argument(*name.split(), **more)
     parser.set_defaults(output=output)
-    two_runs = {name: parser.get_default(name) for name in ("margin", "noise", "anyway")}
     options = parser.parse_args(arguments)
     try:
         if options.margin is not None:
             finite("--margin", options.margin, above=0, most=1)
         if options.before:
             return _compare(options)
-        for name, default in two_runs.items():
-            hold((getattr(options, name) == default, f"--{name} is of two runs: name the run before by --before"))
+        for name in ("margin", "noise", "anyway"):
+            hold((not getattr(options, name), f"--{name} is of two runs: name the run before by --before"))
         print(build(options.results or results, options.output, options.baseline, options.single_file))
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
@@ -91,7 +90,8 @@ def _compare(options: argparse.Namespace) -> int:
         if options.results
         else against.read_one(options.before, options.margin)
     )
-    print(*against.told(comparison), sep="\n", flush=True)
+    verdicts = lines(comparison.changes, comparison.margin)
+    print(*verdicts, *against.of_one_side(comparison), sep="\n", flush=True)
     print(against.write(comparison, options.output))
     return int(any(change.is_bad for change in comparison.changes))
 

@@ -1,6 +1,6 @@
 """A run against an earlier one: the verdict on each case in a terminal, and a page that shows the two side by side."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,6 @@ from lmsys.bench.changes import (
     compare,
     compare_in_turns,
     counts_of,
-    lines,
     of_one_run,
     of_them_disturbed,
     spread_between,
@@ -26,6 +25,7 @@ from lmsys.reports import cells, items, load, page, words
 from lmsys.values import hold
 
 DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # of a run: with another, times are of something else
+FACTS = ("date", "commit", "driver", "command")  # of a run
 COLUMNS = ["case", "row", "before", "after", "time after / before", "95 %", "beside", "verdict"]
 MEANINGS = {
     BROKEN: "right before, and not after",
@@ -39,16 +39,13 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Compared:
-    """Two runs of one machine: their changes, and the cases that one of them alone has.
+    """Two runs of one machine, "before" and "after", and the changes of the cases that both have.
 
     in_turns  they are one run, in which each row took turns with itself as it was
     """
 
-    before: load.Machine
-    after: load.Machine
+    sides: Mapping[str, load.Machine]
     changes: Sequence[Change]
-    gone: Sequence[fields.Record]
-    added: Sequence[fields.Record]
     margin: float
     between_runs: float = 0.0
     in_turns: bool = False
@@ -68,7 +65,7 @@ def read_both(
     between_runs = spread_between([run.records for run in others])
     changes = compare(before.records, after.records, margin, between_runs)
     hold((changes, "nothing to compare: no case was timed in both runs"))
-    return Compared(before, after, changes, *of_one_run(before.records, after.records), margin, between_runs)
+    return Compared({"before": before, "after": after}, changes, margin, between_runs)
 
 
 def of_today(machine: load.Machine) -> load.Machine:
@@ -93,17 +90,16 @@ def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | N
     commits = sorted({state["commit"] or state["name"] for state in states})
     runs = [run | {"commit": " and ".join(commits), "dirty": False} for run in machine.runs]
     records = [record.today(case) | {"against": None} for case in earlier]  # under the names of today
-    before, after = replace(machine, runs=runs, records=records), of_today(machine)
-    gone, added = of_one_run(records, after.records)
-    changes = compare_in_turns(machine.records, margin)
+    sides = {"before": replace(machine, runs=runs, records=records), "after": of_today(machine)}
     margin = margin or max(state["margin"] for state in states)
-    return Compared(before, after, changes, gone, added, margin, in_turns=True)
+    return Compared(sides, compare_in_turns(machine.records, margin), margin, in_turns=True)
 
 
 def machine_of(paths: Sequence[Path]) -> load.Machine:
     machines = load.read(paths)
-    files, titles = ", ".join(map(str, paths)), " and ".join(machine.title for machine in machines)
-    hold((len(machines) == 1, f"{files}: a run of one machine is compared, and these are {titles}"))
+    titles = " and ".join(machine.title for machine in machines)
+    of_one = f"{', '.join(map(str, paths))}: a run of one machine is compared, and these are {titles}"
+    hold((len(machines) == 1, of_one))
     return machines[0]
 
 
@@ -123,13 +119,10 @@ def why_not(before: load.Machine, after: load.Machine) -> str:
     return ""
 
 
-def told(pair: Compared) -> list[str]:
-    """Lines for a terminal."""
-    return [*lines(pair.changes, pair.margin), *_of_one_run(pair)]
-
-
-def _of_one_run(pair: Compared) -> Iterator[str]:
-    for run, cases in (("before", pair.gone), ("after", pair.added)):
+def of_one_side(pair: Compared) -> Iterator[str]:
+    """Lines that say how many cases only one of the runs has."""
+    only = of_one_run(*(side.records for side in pair.sides.values()))
+    for run, cases in zip(pair.sides, only, strict=True):
         if cases:
             several = len(cases) > 1
             yield f"{len(cases)} case{'s' * several} only in the run {run}: {cases[0]['id']}{', ...' * several}"
@@ -138,14 +131,14 @@ def _of_one_run(pair: Compared) -> Iterator[str]:
 def write(pair: Compared, out: Path) -> Path:
     """Writes the page of both runs; its path."""
     answers, chapters = block_and_chapters(pair)
-    records = [{"run": name, **case} for name, side in _sides(pair) for case in side.records]
-    return page.write(out, [(pair.after, answers, chapters)], items.csv_of(records), [*_of_one_run(pair)])
+    records = [{"run": name} | case for name, side in pair.sides.items() for case in side.records]
+    return page.write(out, [(pair.sides["after"], answers, chapters)], items.csv_of(records), list(of_one_side(pair)))
 
 
 def block_and_chapters(pair: Compared) -> tuple[items.Block, list[items.Chapter]]:
     """The verdicts in numbers, then what changed, the largest first, and all cases."""
-    slug = pair.after.slug
-    source = " ".join(f"{name.title()}: {side.about(side.records)}" for name, side in _sides(pair))
+    slug = pair.sides["after"].slug
+    source = " ".join(f"{name.title()}: {side.about(side.records)}" for name, side in pair.sides.items())
     counts = counts_of(pair.changes).items()
     verdicts = items.Table(
         name=f"{slug}-verdicts",
@@ -158,10 +151,9 @@ def block_and_chapters(pair: Compared) -> tuple[items.Block, list[items.Chapter]
         source=source,
     )
     facts = []
-    for name, side in _sides(pair):
+    for name, side in pair.sides.items():
         for run in side.runs:
-            known = {fact: str(run.get(fact) or "unknown") for fact in ("date", "commit", "driver", "command")}
-            facts.append({"run": name} | known)
+            facts.append({"run": name} | {fact: str(run.get(fact) or "unknown") for fact in FACTS})
     runs = items.Table(
         name=f"{slug}-runs",
         title="The two runs",
@@ -182,7 +174,9 @@ def block_and_chapters(pair: Compared) -> tuple[items.Block, list[items.Chapter]
 
 
 def _caption(pair: Compared) -> str:
-    spreads = [case["between_runs"] for _, side in _sides(pair) for case in side.records if case.get("between_runs")]
+    spreads = [
+        case["between_runs"] for side in pair.sides.values() for case in side.records if case.get("between_runs")
+    ]
     disturbed = any(change.disturbed for change in pair.changes)
     sentences = {
         f"The margin is {100 * pair.margin:.3g} %.": True,
@@ -197,23 +191,29 @@ def _caption(pair: Compared) -> str:
     return " ".join(text for text, is_so in sentences.items() if is_so)
 
 
-def _sides(pair: Compared) -> list[tuple[str, load.Machine]]:
-    return [("before", pair.before), ("after", pair.after)]
-
-
 def _table(name: str, title: str, changes: Sequence[Change], source: str) -> items.Table:
     rows, data, notes = list[list[str]](), list[fields.Record](), cells.Notes()
     for change in changes:
         old, new, (low, high) = change.old, change.new, change.interval or (None, None)
-        facts = {"before_s": old.get("time_s"), "after_s": new.get("time_s"), "ratio": change.ratio}
-        verdict = {"beside": change.beside, "verdict": change.verdict, "disturbed": change.disturbed}
-        ids = {name: new[name] for name in ("benchmark", "id", "impl")}
-        data.append(ids | facts | {"low": low, "high": high} | verdict)
+        data.append(
+            {
+                "benchmark": new["benchmark"],
+                "id": new["id"],
+                "impl": new["impl"],
+                "before_s": old.get("time_s"),
+                "after_s": new.get("time_s"),
+                "ratio": change.ratio,
+                "low": low,
+                "high": high,
+                "beside": change.beside,
+                "verdict": change.verdict,
+                "disturbed": change.disturbed,
+            }
+        )
         times = [words.number(1e6 * side["time_s"]) if side.get("time_s") else side["outcome"] for side in (old, new)]
         mark = cells.mark(notes, f"{words.sentence(change.disturbed)}.") if change.disturbed else ""
         case = str(new["id"]).removesuffix(f"-{new['impl']}")
-        texts = [*times, *change.texts, change.beside or "nothing", change.verdict + mark]
-        rows.append([case, str(new["impl"])] + texts)
+        rows.append([case, new["impl"], *times, *change.texts, change.beside or "nothing", change.verdict + mark])
     return items.Table(
         name=name,
         title=title,

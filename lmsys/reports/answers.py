@@ -52,9 +52,17 @@ KEYS = {  # of a training step, and the heads of their columns
 BY = "num_parameters", *KEYS, "benchmark", "impl"  # lines stand in this order
 PLAIN = {"checkpoint": "none", "residual": "wide", "compile": "eager", "world_size": 1}  # of a case that does not say
 SHARES = {
-    "mfu": "MFU, %",
-    "matmul_ceiling_fraction": "Short ceiling, %",
-    "sustained_ceiling_fraction": "Sustained ceiling, %",
+    "mfu": "MFU",
+    "matmul_ceiling_fraction": "Short ceiling",
+    "sustained_ceiling_fraction": "Sustained ceiling",
+}
+STEP_FIELDS = {
+    "benchmark": fields.Field("benchmark"),
+    "section": fields.Field("section"),
+    **{name: fields.Field(name, label=label) for name, label in KEYS.items()},
+    "impl": fields.Field("impl", label="row"),
+    "time_s": fields.Field("time_s", "s", "Time", shown="ms"),
+    **{name: fields.Field(name, label=label, shown="%") for name, label in SHARES.items()},
 }
 MOST_LINES = 24  # of an answer: of more settings, numbers count as shapes, over which a line is the mean
 ABOUT_STEPS = (
@@ -260,9 +268,16 @@ def _not_run(machine: load.Machine) -> items.Table | None:
 def _listed(
     machine: load.Machine, word: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> items.Table:
-    data = [dict(zip(columns, row, strict=True)) for row in rows]
-    source = machine.about(machine.records)
-    return items.Table(f"{machine.slug}-{word}", title, "", columns, rows, data, keys=len(columns), source=source)
+    return items.Table(
+        name=f"{machine.slug}-{word}",
+        title=title,
+        caption="",
+        columns=columns,
+        rows=rows,
+        data=[dict(zip(columns, row, strict=True)) for row in rows],
+        keys=len(columns),
+        source=machine.about(machine.records),
+    )
 
 
 def step_chapters(machine: load.Machine) -> list[items.Chapter]:
@@ -279,22 +294,21 @@ def step_chapters(machine: load.Machine) -> list[items.Chapter]:
         return []
     known = machine.words_of(*machine.layouts)
     cases.sort(key=lambda case: reading_order(known, list(map(case.get, BY))))
-    names = ["benchmark", "section", *KEYS, "impl", "time_s", *SHARES]
-    data: list[fields.Record] = [{name: case.get(name) for name in names} for case in cases]
-    shares = [name for name in SHARES if any(line[name] is not None for line in data)]
-    shown = [name for name in KEYS if len({line[name] for line in data}) > 1]
+    data = [{name: case.get(name) for name in STEP_FIELDS} for case in cases]
+    view = views.View(machine, "", views.Fields(STEP_FIELDS), data, {})
+    shown, shares = list(filter(view.varies, KEYS)), list(filter(view.has, SHARES))
     rows = []
     for line in data:
-        row = [f"{line['benchmark']}, {line['section']}".replace("_", " ")]
-        row += [words.exact(line[name] or "") for name in [*shown, "impl"]] + [words.number(1e3 * line["time_s"])]
-        rows.append(row + ["" if line[share] is None else words.number(100 * line[share]) for share in shares])
+        figures = [cells.shown(view, name, line) for name in ["time_s", *shares]]
+        place = f"{line['benchmark']}, {line['section']}".replace("_", " ")
+        rows.append([place, *view.texts([*shown, "impl"], line), *figures])
     most = max(tables.contending(machine, cases), key=lambda case: case.get(shares[0], 0))
     alike = ", ".join(f"{head} {data[0][name]}" for name, head in KEYS.items() if name not in shown)
     table = items.Table(
         name=f"{machine.slug}-mfu",
         title="MFU of every step, and its shares of what this machine reaches",
         caption=f"{ABOUT_STEPS} All: {alike}." if alike else ABOUT_STEPS,
-        columns=["in", *map(KEYS.__getitem__, shown), "row", "Time, ms", *map(SHARES.__getitem__, shares)],
+        columns=["in", *(words.head_of(view.fields[name]) for name in [*shown, "impl", "time_s", *shares])],
         rows=rows,
         data=data,
         keys=2 + len(shown),
