@@ -64,8 +64,13 @@ def compared(
             case[name] = case["beside"]["time_s"] / case["time_s"]
             case["remark"] = "ratio of medians: not sampled together" if paired else ""
     how = "median of rounds sampled together" if paired or not medians else "ratio of medians, not sampled together"
-    about = f"Time of {label} divided by time, {how}"
-    field = fields.Field(name, label=f"Speedup over {label}", role="detail", about=about, shown="×")
+    field = fields.Field(
+        name,
+        label=f"Speedup over {label}",
+        role="detail",
+        about=f"Time of {label} divided by time, {how}",
+        shown="×",
+    )
     return replace(view.with_fields([field]), base=base)
 
 

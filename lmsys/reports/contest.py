@@ -198,8 +198,8 @@ class Contest:
         """Rows that took no turns with the fastest, and in another run less time for the same shape."""
         times, faster = {_shape(case): verdict.time_of(case) for case in best}, set[tuple[str, ...]]()
         for case in others:
-            near = verdict.time_of(case) * verdict.NEAR
-            if case["run"] != best[0]["run"] and near < times.get(_shape(case), 0):
+            is_faster = verdict.time_of(case) * verdict.NEAR < times.get(_shape(case), 0)
+            if is_faster and case["run"] != best[0]["run"]:
                 faster.add(self.run_as(case))
         return sorted(map(", ".join, faster.difference(map(self.run_as, self.cases))))
 

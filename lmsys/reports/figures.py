@@ -117,8 +117,7 @@ def runs_of(machine: load.Machine) -> tuple[str, str]:
     count = f"{len(machine.runs)} runs" if len(machine.runs) > 1 else "One run"
     several = f"{len(commits)} commits" if len(commits) > 1 else f"commit {''.join(commits)}"
     command, *others = {str(run.get("command") or "") for run in machine.runs}
-    about = f"{count}, {words.span(days)}, {several}: {len(machine.records):,} cases. "
-    return about, "" if others else command
+    return f"{count}, {words.span(days)}, {several}: {len(machine.records):,} cases. ", "" if others else command
 
 
 def facts_of(runs: Sequence[Record]) -> tuple[Mapping[str, str], Mapping[str, list[str]]]:

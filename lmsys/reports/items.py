@@ -39,13 +39,13 @@ class Table:
         lines = [self.columns, (["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)), *self.rows]
         body = "\n".join("| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
         made = [f"{run}, made by: `" + command.replace("`", "'") + "`" for run, command in self.runs]
-        notes = "".join(f"{_plain(note)}  \n" for note in (*self.notes, *made))
-        caption = _plain(f"{self.caption} {self.source}".strip())
-        return f"### {_plain(self.title)}\n\n{caption}\n\n{body}\n" + (f"\n{notes}" if notes else "")
+        notes = "".join(f"{_plain(note)}  \n" for note in list(self.notes) + made)
+        head = f"### {_plain(self.title)}\n\n{_plain(f'{self.caption} {self.source}'.strip())}"
+        return f"{head}\n\n{body}\n" + f"\n{notes}" * bool(notes)
 
     def files(self) -> dict[str, str]:
         files = {f"tables/{self.name}.md": self.markdown(), f"tables/{self.name}.csv": csv_of(self.data)}
-        return files | (self.plot.files() if self.plot else {})
+        return files | self.plot.files() if self.plot else files
 
 
 def _plain(text: str) -> str:

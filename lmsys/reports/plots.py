@@ -48,6 +48,7 @@ FULL_COLOUR = 4.0  # the ratio from which a heat map's colour says no more, the 
 ON_COLOUR = "#1f2937"  # text on its cells, which stay pale where the reader's paper is dark
 LIFT = 0.25  # of white in the colours of the other rows there: a row keeps its hue
 MOST_DOTS = 40  # of a line
+APART = " Points of one place come from several runs: not comparable within a few per cent."
 MOST_PLACES = 6  # on an axis that counts, such as one of steps; a shorter one is of places that were chosen
 
 
@@ -103,8 +104,8 @@ def add_places(axes: Any, labels: Sequence[str]) -> None:
 
 def short(length: float, _: object = None) -> str:
     """A length for an axis: 512, 1,000, and powers of two as 1k, 64k."""
-    power = length >= 1024 and length % 1 == 0 and int(length).bit_count() == 1
-    return f"{length / 1024:g}k" if power else f"{length:,.10g}"
+    is_power = length >= 1024 and length % 1 == 0 and int(length).bit_count() == 1
+    return f"{length / 1024:g}k" if is_power else f"{length:,.10g}"
 
 
 def plain(value: float, _: object = None) -> str:
@@ -193,8 +194,15 @@ def _add_ceiling(axes: Any, text: str, height: float, above: int) -> None:
     axes.axhline(height, **CEILING)
     if text and above:
         text += f", {above} figures above it"
-    place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
-    axes.annotate(text, (1, height), (0, 3), fontsize=9, **place)
+    axes.annotate(
+        text,
+        (1, height),
+        (0, 3),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        ha="right",
+        fontsize=9,
+    )
 
 
 def _scale_places(axes: Any, places: Sequence[float]) -> None:
@@ -211,8 +219,7 @@ def _caption(view: views.View, field: Field, axis: str, by: str, about: str) -> 
     """The caption, with a warning where the points of one place were not sampled together."""
     clocked, timed = words.is_clocked(field), view.only("time_s is not None").groups([axis]).values()
     apart = clocked and by == "impl" and any(part.varies("comparison") for part in timed)
-    warning = " Points of one place come from several runs: not comparable within a few per cent."
-    return view.caption(about, clocked) + warning * apart
+    return view.caption(about, clocked) + APART * apart
 
 
 def _lost(view: views.View, axis: str, by: str) -> str:
@@ -296,6 +303,6 @@ def heat_map(view: views.View, settings: Sequence[str]) -> items.Plot | None:
     axes.set(xlabel=", ".join(view.labels(settings)), facecolor="#f3f4f6")
     axes.grid(False)
     base = view.text("impl", view.base)
-    about = f" Blue is faster, red slower, full colour from {FULL_COLOUR:g}×. Blank: not timed beside {base}."
-    caption = view.caption(tables.about_of(view.fields[cells.SPEEDUP]), clocked=True) + about
+    caption = view.caption(tables.about_of(view.fields[cells.SPEEDUP]), clocked=True)
+    caption += f" Blue is faster, red slower, full colour from {FULL_COLOUR:g}×. Blank: not timed beside {base}."
     return drawn(view, axes, f"Speedup over {base}", "heat", caption)

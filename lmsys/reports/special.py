@@ -104,8 +104,9 @@ def best(
 ) -> items.Table | None:
     """The case with most of a field, of each value of `by`: in the last of the modes that was timed."""
     most = one_of_each(last_of(view.only(of), mode), [by], of)
-    about = f"Of all that was timed, by {by}"
-    return tables.listing(most, view.chosen(keys), view.chosen(metrics), "best", title, about)
+    return tables.listing(
+        most, view.chosen(keys), view.chosen(metrics), "best", title, about=f"Of all that was timed, by {by}"
+    )
 
 
 @step
@@ -123,10 +124,8 @@ def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
     fastest = [min(part.cases, key=lambda case: case["time_s"] or math.inf)["id"] for part in groups]
     view = view.only(lambda case: case["impl"] != theirs or case["id"] in fastest)
     compared = cells.compared(view, theirs, same=same, medians=True)
-    about = compared.fields[cells.SPEEDUP].about
-    label = view.text("impl", theirs)
-    ours = compared.only("not peer")
-    return [ours.with_facts(theirs=theirs, their_label=label, their_about=about, peers=theirs.capitalize())]
+    names = {"theirs": theirs, "their_label": view.text("impl", theirs), "peers": theirs.capitalize()}
+    return [compared.only("not peer").with_facts(their_about=compared.fields[cells.SPEEDUP].about, **names)]
 
 
 @step
@@ -178,8 +177,8 @@ def memory_timeline(view: views.View, about: str) -> items.Plot | None:
     axes.set(xlim=(0, end), ylim=(0, 1.14 * most), xlabel="ms", ylabel="GiB")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(plots.plain))
-    mode = view.text("mode", case["mode"])
-    return plots.drawn(view, axes, f"Memory in the course of one {mode}, GiB", "timeline", view.caption(about))
+    head = f"Memory in the course of one {view.text('mode', case['mode'])}, GiB"
+    return plots.drawn(view, axes, head, "timeline", view.caption(about))
 
 
 @step

@@ -82,8 +82,8 @@ def with_any(view: views.View, by: str, name: str) -> views.View:
 @step
 def one_of_each(view: views.View, names: Sequence[str], most: str = "") -> views.View:
     """The first case of each group by these fields, or that with the most of a field."""
-    parts = view.groups(names).values()
-    return view.of([max(part.cases, key=itemgetter(most)) if most else part.first for part in parts])
+    groups = view.groups(names).values()
+    return view.of([max(part.cases, key=itemgetter(most)) if most else part.first for part in groups])
 
 
 @step

@@ -158,8 +158,8 @@ def _group(view: views.View, metric: str, group: Line, beside: Line, notes: cell
     for case in group:
         text = cells.cell(view, metric, case, notes)
         if base and case in timed and case["comparison"] != base["comparison"]:
-            run = f"another run than {view.text('impl', base['impl'])}"
-            text += cells.mark(notes, f"measured in {run}: not comparable within a few per cent")
+            other = view.text("impl", base["impl"])
+            text += cells.mark(notes, f"measured in another run than {other}: not comparable within a few per cent")
         texts.append(text)
     if len(group) == 1:
         return texts[0]
@@ -174,8 +174,7 @@ def _base(view: views.View, timed: Sequence[fields.Record]) -> fields.Record | N
 
 def about_of(field: fields.Field) -> str:
     """A field in words, with its unit."""
-    about = field.about or words.sentence(words.label_of(field))
-    return ", ".join(filter(None, [about, words.unit_of(field)[0]]))
+    return ", ".join(filter(None, [field.about or words.sentence(words.label_of(field)), words.unit_of(field)[0]]))
 
 
 def titled(head: str, view: views.View) -> str:
@@ -213,14 +212,14 @@ def listing(
     answered = len(keys) + shown.index(clocked[0]) if clocked else None
     winners = [case for (_, column), case in best.items() if column == answered]
     abouts = [_told(words.sentence(words.label_of(field)), field.about) for field in shown if field.about]
-    spread = SPREAD if "time_s" in metrics or "mean_s" in metrics else []
+    is_time = "time_s" in metrics or "mean_s" in metrics
     return items.Table(
         name=view.file(view.filled(word)),
         title=titled(view.filled(title), view),
         caption=view.caption(about or ". ".join(abouts), bool(clocked)),
         columns=view.labels(keys) + list(map(words.head_of, shown)),
         rows=rows,
-        data=data_of(view, list(data or metrics) + spread),
+        data=data_of(view, list(data or metrics) + SPREAD * is_time),
         notes=cells.below(notes, rows),
         keys=len(keys),
         source=view.machine.about(view.cases),

@@ -121,7 +121,7 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> list[list[str
         if case["outcome"] != "ok":
             ending = f"{words.MEANINGS[case['outcome']]}: {case['reason']}"
         shown = [cells.shown(part, name, case) for name in figures]
-        lines.append([_words(part, case, names), *shown, speed, ending])
+        lines.append([_words(part, case, names)] + shown + [speed, ending])
     return lines
 
 

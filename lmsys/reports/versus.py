@@ -104,14 +104,13 @@ def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "
     if not columns:
         return None
     rows = list(zip(*columns.values(), strict=True))
-    answers = [answer for answer, _ in QUESTIONS.values()]
     return items.Table(
         name=view.file(word),
         title="Same bits",
         caption=view.caption(ABOUT_BITS),
         columns=list(columns),
         rows=rows,
-        data=tables.data_of(view, answers + list(_flat(view.first))),
+        data=tables.data_of(view, [answer for answer, _ in QUESTIONS.values()] + list(_flat(view.first))),
         notes=cells.below(notes, rows),
         source=view.machine.about(view.cases),
     )
@@ -129,5 +128,5 @@ def _cell(view: views.View, answer: str, tensors: str, notes: cells.Notes) -> st
         for name, size in case["same_bits"][tensors].items():
             most[name] = max(size, most.get(name, 0.0))
     distances = ", ".join(f"{name} by at most {words.number(size)}" for name, size in most.items())
-    mark = cells.mark(notes, f"Differs: {distances}.")
-    return f"no: {', '.join(most)} ({len(bad)} of {len(good) + len(bad)}){mark}{untold}"
+    count = f" ({len(bad)} of {len(good) + len(bad)})"
+    return f"no: {', '.join(most)}{count}" + cells.mark(notes, f"Differs: {distances}.") + untold

@@ -168,8 +168,12 @@ class Style:
     said_by: str = ""
 
     def line(self) -> dict[str, Any]:
-        style = (0, (4, 1.6)) if self.dashed else "-"
-        return {"label": self.label, "color": self.color, "marker": self.marker, "linestyle": style}
+        return {
+            "label": self.label,
+            "color": self.color,
+            "marker": self.marker,
+            "linestyle": (0, (4, 1.6)) if self.dashed else "-",
+        }
 
 
 def styles_of(
@@ -195,8 +199,7 @@ def styles_of(
 
 def lighter(color: str, share: float) -> str:
     """The colour mixed with as much white."""
-    channels = [round(channel + share * (255 - channel)) for channel in bytes.fromhex(color[1:])]
-    return f"#{bytes(channels).hex()}"
+    return "#" + bytes(round(channel + share * (255 - channel)) for channel in bytes.fromhex(color[1:])).hex()
 
 
 def _natural(value: Any) -> list[tuple[int, Any]]:
