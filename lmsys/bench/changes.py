@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, starmap
+from itertools import chain, pairwise, starmap
 from statistics import NormalDist, median
 from typing import Any
 
@@ -97,10 +97,9 @@ def discoveries(p_values: Sequence[float], rate: float) -> list[bool]:
 
     Source: Benjamini and Hochberg 1995, "Controlling the False Discovery Rate".
     """
-    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
-    last = max((rank for rank, place in enumerate(order, 1) if p_values[place] <= rate * rank / len(order)), default=0)
-    counted = set(order[:last])
-    return [place in counted for place in range(len(p_values))]
+    ranked = enumerate(sorted(p_values), start=1)
+    most = max((p for rank, p in ranked if p <= rate * rank / len(p_values)), default=-1.0)
+    return [p <= most for p in p_values]
 
 
 FASTER, SLOWER, SAME, UNCLEAR, BROKEN, MENDED = "faster", "slower", "same", "unclear", "broken", "mended"
@@ -209,7 +208,7 @@ def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
         ratio, interval = change.texts
         reasons = {MENDED: change.old["reason"], BROKEN: change.new["reason"]}
         why = "; ".join(filter(None, (reasons.get(change.verdict), change.disturbed)))
-        yield f"{change.verdict:8} {ratio:>14} {interval:>16}  {change.new['id']}{f': {why}' if why else ''}"
+        yield f"{change.verdict:8} {ratio:>14} {interval:>16}  {change.new['id']}" + f": {why}" * bool(why)
     if len(changed) > MOST_LINES:
         yield f"and {len(changed) - MOST_LINES} more, on the page"
     disturbed = sum(bool(change.disturbed) for change in changes)
@@ -233,12 +232,14 @@ def of_them_disturbed(count: int) -> str:
 
 def _judged(changes: Iterable[Change], margin: float) -> list[Change]:
     """Those that say something, with their verdicts, the most important first; among so many some differ by chance."""
-    changes, edge = list(changes), math.log1p(margin)
-    open_ = [(change, change.shift) for change in changes if change.beside and change.shift]
-    others = [change for change in changes if not (change.beside and change.shift)]
-    judged = [one for one in others if one.verdict != UNCLEAR or (one.old.get("time_s") and one.new.get("time_s"))]
-    counted = discoveries([shift.p_beyond(edge) for _, shift in open_], FALSE_DISCOVERIES)
-    for (change, shift), is_change in zip(open_, counted, strict=True):
+    edge, pending, judged = math.log1p(margin), list[tuple[Change, Shift]](), list[Change]()
+    for change in changes:
+        if change.beside and change.shift:
+            pending.append((change, change.shift))
+        elif change.verdict != UNCLEAR or (change.old.get("time_s") and change.new.get("time_s")):
+            judged.append(change)
+    counted = discoveries([shift.p_beyond(edge) for _, shift in pending], FALSE_DISCOVERIES)
+    for (change, shift), is_change in zip(pending, counted, strict=True):
         judged.append(replace(change, verdict=_verdict(shift, edge, is_change)))
     return sorted(judged, key=_weight)
 
@@ -248,10 +249,7 @@ def of_one_run(
 ) -> tuple[list[fields.Record], list[fields.Record]]:
     """The cases that only the run before has, and those that only the run after has."""
     before, after = _by_key(old), _by_key(new)
-    return (
-        [case for key, case in before.items() if key not in after],
-        [case for key, case in after.items() if key not in before],
-    )
+    return [before[key] for key in before if key not in after], [after[key] for key in after if key not in before]
 
 
 def spread_between(runs: Sequence[Iterable[fields.Record]]) -> float:
@@ -269,9 +267,9 @@ def spreads_between(runs: Sequence[Iterable[fields.Record]]) -> dict[str, float]
 
 def _shifts(runs: Sequence[Iterable[fields.Record]]) -> dict[str, list[float]]:
     """By how much each run differs from the one before, by a case's id."""
-    known = [list(run) for run in runs]
-    if any(case.get("against") for run in known for case in run):
-        estimates = _estimates(_change(*pair) for run in known for pair in in_turns(run))
+    known = list(map(list, runs))
+    if any(case.get("against") for case in chain.from_iterable(known)):
+        estimates = _estimates(starmap(_change, chain.from_iterable(map(in_turns, known))))
         return {name: [b - a for a, b in pairwise(shifts)] for name, shifts in estimates.items()}
     pairs = [pair for run, later in pairwise(known) for pair in _pairs(run, later)]
     return _estimates(change for change in starmap(_change, pairs) if change.beside)
@@ -283,7 +281,7 @@ def _estimates(changes: Iterable[Change]) -> dict[str, list[float]]:
 
 
 def _root_mean_square(values: Sequence[float]) -> float:
-    return math.sqrt(sum(value * value for value in values) / len(values)) if values else 0.0
+    return math.hypot(*values) / math.sqrt(len(values) or 1)
 
 
 def _usual(records: Sequence[fields.Record]) -> dict[str, float]:
