@@ -31,9 +31,9 @@ WAYS = {
     "fused": "by kernels of lmsys in place of a compiler, and replayed",
     "eager": "PyTorch's own kernels, one after another",
 }
-COLUMNS = ["setting", "fastest row", "time", "rate", "speed", "over the next fastest"]
-NEXT = 5  # its last; none where it says no more than the speed
-MFU = " MFU is that of the fastest row, in the shape where it is highest."
+COLUMNS = ["setting", "fastest row", "time", "rate", "speed", "over the next fastest", "MFU", "run"]
+OPTIONAL = {"over the next fastest", "MFU"}  # left out where no line has any
+ABOUT_MFU = " MFU is that of the fastest row, in the shape where it is highest."
 LINE_IN = 0.29  # height of a setting and its dots
 STANDING = (
     "Speed of each row as a share of the speed of the fastest one, %, by rounds in which both took turns; over several"
@@ -121,19 +121,14 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
         runs[run] = chr(ord("A") + place % 26) + str(place // 26 or "")
     shown = _shown(question, lines, list(settings))
     heads = [_setting(question, line, shown) for line in lines]
-    marks, named, rows = cells.Notes(), set[str](), list[list[str]]()
-    columns, shares = COLUMNS + ["run"], question.mfu and any(line["mfu"] for line in lines)
-    if shares:
-        columns.insert(-1, "MFU")
+    marks, named, texts = cells.Notes(), set[str](), list[list[str]]()
     for head, line in zip(heads, lines, strict=True):
-        row = [head, *_answer(line, marks), runs[line["run"]]]
-        if shares:
-            row.insert(-1, f"{words.number(100 * line['mfu'])}\N{NO-BREAK SPACE}%" if line["mfu"] else "")
-        rows.append(row)
+        mfu = f"{words.number(100 * line['mfu'])}\N{NO-BREAK SPACE}%" if question.mfu and line["mfu"] else ""
+        texts.append([head, *_answer(line, marks), mfu, runs[line["run"]]])
         named.update(line["named"])
-    if not any(row[NEXT] for row in rows):
-        for texts in (columns, *rows):
-            del texts[NEXT]
+    columns = dict(zip(COLUMNS, zip(*texts, strict=True), strict=True))
+    columns = {head: column for head, column in columns.items() if any(column) or head not in OPTIONAL}
+    rows = list(zip(*columns.values(), strict=True))
     name = f"{machine.slug}-fastest-{load.file_name(question.word)}"
     names, made = load.run_names(machine, runs), load.commands(machine, runs)
     compiled = " ".join(str(line.get("compile")) for line in lines)
@@ -142,8 +137,8 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     return items.Table(
         name=name,
         title=question.title,
-        caption=ABOUT + question.about + f" {ways}." * bool(ways) + MFU * shares,
-        columns=columns,
+        caption=ABOUT + question.about + f" {ways}." * bool(ways) + ABOUT_MFU * ("MFU" in columns),
+        columns=list(columns),
         rows=rows,
         data=[{name: value for name, value in line.items() if name not in INNER} for line in lines],
         notes=cells.below(marks, rows) + [f"Runs: {dates}."] + load.legend(machine, question.kind, named),
@@ -169,9 +164,8 @@ def _setting(question: Question, line: fields.Record, names: Sequence[str]) -> s
     """A line's setting as the report has it; a number says of what it is."""
     texts = []
     for name in names:
-        text = question.words.get(name, {}).get(line[name], str(line[name] or ""))
-        is_number = type(line[name]) in (int, float)
-        texts.append(f"{question.keys[name]}\N{NO-BREAK SPACE}{text}" if is_number else text)
+        head = f"{question.keys[name]}\N{NO-BREAK SPACE}" if type(line[name]) in (int, float) else ""
+        texts.append(head + question.words.get(name, {}).get(line[name], str(line[name] or "")))
     return ", ".join(filter(None, texts))
 
 
@@ -237,18 +231,15 @@ def _wrong(machine: load.Machine) -> items.Table:
 
 def _right(machine: load.Machine) -> list[str]:
     """For each dtype that a benchmark is asked for, the rows that were right in all of its cases."""
-    by_dtype: dict[tuple[str, str], list[fields.Record]] = {}
-    for case in machine.records:
-        dtype = machine.fields.get(case["benchmark"], {}).get("dtype")
-        if dtype and dtype.role == "axis" and case.get("dtype"):
-            by_dtype.setdefault((case["benchmark"], str(case["dtype"])), []).append(case)
-    lines = []
+    axes = {name for name, known in machine.fields.items() if "dtype" in known and known["dtype"].role == "axis"}
+    asked = [case for case in machine.records if case["benchmark"] in axes and case.get("dtype")]
+    by_dtype, lines = fields.grouped(((case["benchmark"], str(case["dtype"])), case) for case in asked), list[str]()
     for (benchmark, name), cases in sorted(by_dtype.items(), key=lambda item: reading_order({}, item[0])):
         ended = fields.grouped((str(case["impl"]), case["outcome"]) for case in cases)
         rows = [row for row, ends in ended.items() if "ok" in ends and not set(ends).intersection(verdict.FAILED)]
         if rows and rows != [name]:  # rows may be dtypes themselves
-            what = words.sentence(benchmark.replace("_", " "))
-            lines.append(f"{what} that was right in {name}, in every case that ran: {', '.join(rows)}.")
+            what = f"{words.sentence(benchmark.replace('_', ' '))} that was right in {name}"
+            lines.append(f"{what}, in every case that ran: {', '.join(rows)}.")
     return lines
 
 
