@@ -18,9 +18,7 @@ SPEEDUP = "speedup"
 def bases_of(view: views.View, otherwise: Iterable[str] = ()) -> list[str]:
     """The rows that speeds are relative to, of those timed here: the user's choice, else those that the table names."""
     preferred = {name: row["baseline"] for name, row in view.table().items() if row.get("baseline")}
-    names = [view.wanted] if view.wanted else sorted(preferred, key=preferred.__getitem__, reverse=True)
-    if not view.wanted:
-        names += otherwise
+    names = [view.wanted] if view.wanted else sorted(preferred, key=preferred.__getitem__, reverse=True) + [*otherwise]
     timed = view.only("time_s is not None").column("impl")
     return [name for name in dict.fromkeys(names) if name in timed]
 

@@ -121,8 +121,8 @@ class Contest:
 
         def worth(run: int) -> tuple[int, int, int, int, int]:
             cases = list(chain.from_iterable(runs[run]))
-            measured = [base for base in self.bases if any(base in _names(case) for case in cases)]
-            place = self.bases.index(measured[0]) if measured else len(self.bases)
+            names = set(chain.from_iterable(map(_names, cases)))
+            place = next((at for at, base in enumerate(self.bases) if base in names), len(self.bases))
             rows = set(map(self.run_as, cases))
             together = sum(winners.issubset(map(self.run_as, comparison)) for comparison in runs[run])
             return -place, len(rows & winners), together, len(rows), run
@@ -146,9 +146,8 @@ class Contest:
             self.machine.run_of(self.cases[0]),
             f"{', '.join(rows)} took turns",
             f"in {winner.first} of {shapes} no other was more than {verdict.NEAR_TEXT} faster",
+            f"time and rate in its longest shape: {figures['shape']}" * bool(figures["shape"]),
         ]
-        if figures["shape"]:
-            details.append(f"time and rate in its longest shape: {figures['shape']}")
         names = sorted({str(case.get("strategy") or case["impl"]) for case in self.cases})
         means = {name: cells.geometric_mean(self.ratios(name, winner.row)) for name in names}
         facts = {
@@ -163,7 +162,7 @@ class Contest:
             **figures,
             "date": self.machine.runs[run].get("date"),
             "commit": self.machine.runs[run].get("commit"),
-            "details": cells.DETAILS.join(details),
+            "details": cells.DETAILS.join(filter(None, details)),
             "standing": {name: mean for name, (mean, count) in means.items() if count},
             "named": names,
             "unsteady": any((words.spread_of(case) or 0.0) > cells.STEADY for case in best + over),

@@ -134,28 +134,25 @@ def facts_of(runs: Sequence[Record]) -> tuple[Mapping[str, str], Mapping[str, li
 
 
 def _of_run(run: Record) -> dict[str, str]:
-    facts = {name: str(run[name]) for name in FACTS if run.get(name) not in (None, "")}
-    if run.get("dirty") and "commit" in facts:
+    """Facts by name, of those that are known."""
+    ceilings, sustained, settings = (run.get(name) or {} for name in ("ceilings", "sustained", "settings"))
+    short, memory, copy = load.matmul_rates(run), run.get("memory_bytes"), ceilings.get("copy_bytes_per_s")
+    facts = {name: run.get(name) for name in FACTS}
+    if run.get("dirty") and facts["commit"]:
         facts["commit"] += " with local changes"
-    if run.get("memory_bytes"):
-        facts["memory"] = f"{run['memory_bytes'] / 2**30:.1f} GiB"
-    short = load.matmul_rates(run)
+    facts["memory"] = memory and f"{memory / 2**30:.1f} GiB"
     for dtype, rate in sorted(short.items()):
         facts[f"matmul {dtype}"] = f"{words.number(rate / 1e12)} TFLOP/s"
-    if copy := (run.get("ceilings") or {}).get("copy_bytes_per_s"):
-        facts["copy"] = f"{words.number(copy / 1e9)} GB/s"
-    sustained = run.get("sustained") or {}
-    state = cells.state_of(sustained) + [f"clock held by {sustained.get('clock_reasons')}"] * bool(
-        sustained.get("clock_reasons")
-    )
+    facts["copy"] = copy and f"{words.number(copy / 1e9)} GB/s"
+    state, reasons = cells.state_of(sustained), sustained.get("clock_reasons")
     for dtype, rate in (sustained.get("matmul_flops_per_s") or {}).items():
-        share = [f"{rate / short[dtype]:.0%} of the short one"] if short.get(dtype) else []
-        facts[f"matmul {dtype}, sustained"] = ", ".join([f"{words.number(rate / 1e12)} TFLOP/s", *share, *state])
-    settings = run.get("settings") or {}
+        share = short.get(dtype) and f"{rate / short[dtype]:.0%} of the short one"
+        parts = [f"{words.number(rate / 1e12)} TFLOP/s", share, *state, reasons and f"clock held by {reasons}"]
+        facts[f"matmul {dtype}, sustained"] = ", ".join(filter(None, parts))
     for name, (label, unit) in SETTINGS.items():
         if settings.get(name) not in (None, ""):
             facts[label] = f"{words.exact(settings[name])} {unit}".strip()
-    return facts
+    return {name: str(fact) for name, fact in facts.items() if fact not in (None, "")}
 
 
 FILTERS = {

@@ -87,8 +87,8 @@ def times_by_size(view: views.View) -> items.Items:
     for axis, part in varied:
         seen.update(part.column("id"))
         figures += [_grid(view, part, "time_s", axis), _speeds(view, part, axis)]
-    alone = view.only(lambda case: case["id"] not in seen)
-    return figures + [_grid(view, part, "time_s") for part in _but(alone, "compile")]
+    others = _but(view.only(lambda case: case["id"] not in seen), "compile")
+    return figures + [_grid(view, part, "time_s") for part in others]
 
 
 def _speeds(whole: views.View, part: views.View, axis: str) -> items.Table | None:
@@ -150,8 +150,8 @@ def predicted(
     if limit or (view.first["section"] in asks and room):
         columns += ["on_paper", "tried"]
         tried = part.only("tried")
-        right = len(tried.only("on_paper == tried").cases)
-        about += f". Room for {words.number(room / 2**30)} GiB: {right} of {len(tried.cases)} cases ended as predicted"
+        right = f"{len(tried.only('on_paper == tried').cases)} of {len(tried.cases)}"
+        about += f". Room for {words.number(room / 2**30)} GiB: {right} cases ended as predicted"
     return tables.listing(part, ("size", "batch"), columns, "predicted", title, about)
 
 

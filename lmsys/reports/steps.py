@@ -127,8 +127,8 @@ def fields(view: views.View, declared: Sequence[Mapping[str, Any]]) -> views.Vie
     """Adds fields; a name in braces in a label is what the first case has of it."""
     for field in declared:
         texts = {key: words.filled(field.get(key, ""), view.first) for key in ("label", "about")}
-        of = partial(expressions.value_of, field["of"]) if "of" in field else None
-        view = view.with_fields([Field(**dict(field) | texts | {"of": of})])
+        of = {"of": partial(expressions.value_of, field["of"])} if "of" in field else {}
+        view = view.with_fields([Field(**dict(field) | texts | of)])
     return view
 
 

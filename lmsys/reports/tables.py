@@ -113,11 +113,9 @@ def _answer(view: views.View, field: fields.Field, winners: Sequence[fields.Reco
 
 def _with_something(view: views.View, columns: str) -> tuple[views.View, list[str]]:
     """The cases without columns that say of every cell that it is not supported, and a note on those."""
-    if columns != "impl":
-        return view, []
     tried = view.only("outcome != 'unsupported'").values(columns)
     without = [row for row in view.values(columns) if row not in tried]
-    if not without or not tried:
+    if columns != "impl" or not without or not tried:
         return view, []
     names = ", ".join(view.text(columns, row) for row in without)
     return view.having(columns, tried), [f"{LEFT_OUT}: {names}. “Not run here” says why."]

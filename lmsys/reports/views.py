@@ -36,8 +36,7 @@ def view_of(machine: load.Machine, benchmark: str, baseline: str | None = None) 
     """All cases of a benchmark. InputError for a record that has something else where a number is declared."""
     fields = Fields(machine.fields[benchmark])
     declared = {name: declaration.to_json() for name, declaration in fields.items()}
-    empty = dict.fromkeys(fields)
-    cases = [empty | case for case in machine.records if case["benchmark"] == benchmark]
+    cases = [dict.fromkeys(fields) | case for case in machine.records if case["benchmark"] == benchmark]
     for case in cases:
         for name, declaration in declared.items():
             try:  # another file may have declared the field otherwise
@@ -229,8 +228,8 @@ class View:
 
     def metrics(self) -> list[str]:
         """The fields to show: those that were measured, and the time, whose place says how a case ended."""
-        names = [name for name, field in self.fields.items() if field.role == "metric"]
-        return [name for name in names if name == "time_s" or self.has(name)]
+        names = [name for name in self.fields if name == "time_s" or self.has(name)]
+        return [name for name in names if self.fields[name].role == "metric"]
 
     def chosen(self, names: Sequence[str]) -> list[str]:
         """The fields that some names stand for.
