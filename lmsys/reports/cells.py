@@ -8,6 +8,7 @@ import statistics
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from lmsys.bench import fields, verdict
 from lmsys.reports import views, words
@@ -129,9 +130,7 @@ def mark(notes: Notes, text: str) -> str:
 def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
     """The notes below these rows: the reasons, and what a dash means where there is one."""
     lines = [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in notes.items()]
-    if any(NOT_RUN in text for row in rows for text in row):
-        lines.append(f"{NOT_RUN} not run.")
-    return lines
+    return lines + [f"{NOT_RUN} not run."] * any(NOT_RUN in text for text in chain.from_iterable(rows))
 
 
 def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, ending: bool = True) -> str:

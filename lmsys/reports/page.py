@@ -58,10 +58,8 @@ def write(
                 files |= item.files()
     try:
         fill(out, files)
-    except ValueError as error:
-        raise load.InputError(f"cannot write the report: {error}") from error
-    except OSError as error:
-        raise load.InputError(f"cannot write the report to {str(out)!r}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise load.InputError(f"cannot write the report to {str(out)!r}: {error}") from error
     return out / "index.html"
 
 

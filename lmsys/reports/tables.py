@@ -66,8 +66,8 @@ def pivot(
         lines.append(texts)
     footnotes = cells.below(notes, lines)
     if is_speedup and columns == "impl":
-        if any("" in line for line in lines):
-            footnotes.append(f"Blank: not sampled together with {view.text('impl', view.base)}.")
+        has_blank = any("" in line for line in lines)
+        footnotes += [f"Blank: not sampled together with {view.text('impl', view.base)}."] * has_blank
         means = [cells.mean_text(ratios_of(view.having("impl", [head]))) for head in heads]
         lines.append(["geometric mean (cells)"] + [""] * (len(rows) - 1) + means)
     title, caption = words.head_of(field), view.caption(about or about_of(field), clocked)
@@ -104,11 +104,10 @@ def _answer(view: views.View, field: fields.Field, winners: Sequence[fields.Reco
     part = part.having("impl", [row])
     values = sorted(part.column(field.name))
     figures = words.span([words.number(words.scaled(field, value)) for value in (values[0], values[-1])])
-    answer = f"best {words.inside_a_sentence(words.label_of(field).partition(',')[0])}: {view.text('impl', row)}"
-    if lines > 1:
-        answer += f" in {count} of {lines} lines"
-    answer += f", {figures} {words.unit_of(field)[0]}"
-    return f"{answer}, disturbed" if part.has_any("disturbed") else answer
+    what = words.inside_a_sentence(words.label_of(field).partition(",")[0])
+    where = f" in {count} of {lines} lines" if lines > 1 else ""
+    answer = f"best {what}: {view.text('impl', row)}{where}, {figures} {words.unit_of(field)[0]}"
+    return answer + ", disturbed" * part.has_any("disturbed")
 
 
 def _with_something(view: views.View, columns: str) -> tuple[views.View, list[str]]:

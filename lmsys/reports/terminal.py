@@ -61,8 +61,7 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
     axes = list(filter(shown.varies, axes))
     rates = [name for name, field in view.fields.items() if field.unit.endswith("/s") and view.has(name)]
     figures = ["time_s"] + rates[:1] + list(filter(view.has, SHARES))[:1]
-    if every and view.has(fields.ERROR.name):
-        figures.append(fields.ERROR.name)
+    figures += [fields.ERROR.name] * (every and view.has(fields.ERROR.name))
     most = len(view.cases) if every else max(1, MOST // len(parts))
     groups = [(_words(part, part.first, axes), _lines(part, figures, most)) for part in parts]
     yield f"{view.benchmark.replace('_', ' ')}: {sum(len(rows) for _, rows in groups)} of {len(view.cases)} that ran"

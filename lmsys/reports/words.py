@@ -142,12 +142,10 @@ def timing(cases: Sequence[Record]) -> str:
     timed = [case for case in cases if case.get("time_s") is not None]
     known = {name: sorted({case[name] for case in timed if case.get(name)}) for name in TIMED_BY}
     facts = [CLOCKS.get(clock, clock) for clock in known["clock"]]
-    if known["rounds"]:
-        facts.append(f"at least {known['rounds'][0]} rounds")
+    facts += [f"at least {fewest} rounds" for fewest in known["rounds"][:1]]
     for name, label, unit in (("sm_clock_mhz", "SM clock", "MHz"), ("power_w", "power", "W")):
         if known[name]:
-            bounds = exact(round(known[name][0])), exact(round(known[name][-1]))
-            facts.append(f"{label} {span(bounds)} {unit}")
+            facts.append(f"{label} {span([exact(round(value)) for value in known[name]])} {unit}")
     spreads = [spread for spread in map(spread_of, timed) if spread is not None]
     if spreads:
         facts.append(f"p20 to p80 within {number(100 * max(spreads))} % of the median")
