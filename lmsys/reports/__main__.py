@@ -117,7 +117,7 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
         answer = answers.answers(machine)
         if changes:
             block, first = against.block_and_chapters(changes)
-            answer, chapters = replace(answer, lead=[*block.lead, *answer.lead]), [*first, *chapters]
+            answer, chapters = replace(answer, lead=list(block.lead) + list(answer.lead)), first + chapters
         parts.append((machine, answer, chapters))
     notes = [f"Not shown: {', '.join(undeclared)}, since nothing declares their fields."] if undeclared else []
     return page.write(out, [part for part in parts if part[2]], items.csv_of(records), notes, single_file)

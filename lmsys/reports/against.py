@@ -57,11 +57,10 @@ def read_both(
     """ValueError where the runs are of two machines or versions, unless `anyway`, and where they share no case."""
     before, after = machine_of(old), machine_of(new)
     others = [machine_of([path]) for path in repeats]
-    differences = [] if anyway else [why_not(run, after) for run in (before, *others)]
-    hold(
-        (len(others) != 1, f"--noise {', '.join(map(str, repeats))}: name two runs of one commit or more"),
-        *((not why, f"{why}: measure both alike, or ask for --anyway") for why in differences),
-    )
+    hold((len(others) != 1, f"--noise {', '.join(map(str, repeats))}: name two runs of one commit or more"))
+    for run in [] if anyway else [before] + others:
+        why = why_not(run, after)
+        hold((not why, f"{why}: measure both alike, or ask for --anyway"))
     between_runs = spread_between([run.records for run in others])
     changes = compare(before.records, after.records, margin, between_runs)
     hold((changes, "nothing to compare: no case was timed in both runs"))

@@ -76,7 +76,7 @@ ABOUT_STEPS = (
 def answers(machine: load.Machine) -> items.Block:
     with load.drawn_by_layout(" or ".join(machine.layouts)):
         tables = [fastest_of(machine, question) for question in questions(machine)]
-    return items.Block("", [*tables, _wrong(machine)], [_not_run(machine)])
+    return items.Block("", tables + [_wrong(machine)], [_not_run(machine)])
 
 
 def questions(machine: load.Machine) -> Iterator[Question]:
@@ -124,7 +124,7 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     marks, named, texts = cells.Notes(), set[str](), list[list[str]]()
     for head, line in zip(heads, lines, strict=True):
         mfu = f"{words.number(100 * line['mfu'])}\N{NO-BREAK SPACE}%" if question.mfu and line["mfu"] else ""
-        texts.append([head, *_answer(line, marks), mfu, runs[line["run"]]])
+        texts.append([head] + _answer(line, marks) + [mfu, runs[line["run"]]])
         named.update(line["named"])
     columns = dict(zip(COLUMNS, zip(*texts, strict=True), strict=True))
     columns = {head: column for head, column in columns.items() if any(column) or head not in OPTIONAL}
@@ -290,16 +290,16 @@ def step_chapters(machine: load.Machine) -> list[items.Chapter]:
     shown, shares = list(filter(view.varies, KEYS)), list(filter(view.has, SHARES))
     rows = []
     for line in data:
-        figures = [cells.shown(view, name, line) for name in ["time_s", *shares]]
+        figures = [cells.shown(view, name, line) for name in ["time_s"] + shares]
         place = f"{line['benchmark']}, {line['section']}".replace("_", " ")
-        rows.append([place, *view.texts([*shown, "impl"], line), *figures])
+        rows.append([place] + view.texts(shown + ["impl"], line) + figures)
     most = max(tables.contending(machine, cases), key=lambda case: case.get(shares[0], 0))
     alike = ", ".join(f"{head} {data[0][name]}" for name, head in KEYS.items() if name not in shown)
     table = items.Table(
         name=f"{machine.slug}-mfu",
         title="MFU of every step, and its shares of what this machine reaches",
         caption=f"{ABOUT_STEPS} All: {alike}." if alike else ABOUT_STEPS,
-        columns=["in", *(words.head_of(view.fields[name]) for name in [*shown, "impl", "time_s", *shares])],
+        columns=["in"] + view.heads(shown + ["impl", "time_s"] + shares),
         rows=rows,
         data=data,
         keys=2 + len(shown),

@@ -124,7 +124,7 @@ def facts_of(runs: Sequence[Record]) -> tuple[Mapping[str, str], Mapping[str, li
     """The facts that the runs behind a machine's figures have in common, and by name those that they have not."""
     facts = list(map(_of_run, runs))
     common, differing = dict[str, str](), dict[str, list[str]]()
-    for name in dict.fromkeys(chain(*facts)):
+    for name in dict.fromkeys(chain.from_iterable(facts)):
         texts = [run.get(name, "–") for run in facts]
         if len(set(texts)) > 1:
             differing[name] = texts
@@ -147,7 +147,7 @@ def _of_run(run: Record) -> dict[str, str]:
     state, reasons = cells.state_of(sustained), sustained.get("clock_reasons")
     for dtype, rate in (sustained.get("matmul_flops_per_s") or {}).items():
         share = short.get(dtype) and f"{rate / short[dtype]:.0%} of the short one"
-        parts = [f"{words.number(rate / 1e12)} TFLOP/s", share, *state, reasons and f"clock held by {reasons}"]
+        parts = [f"{words.number(rate / 1e12)} TFLOP/s", share] + state + [reasons and f"clock held by {reasons}"]
         facts[f"matmul {dtype}, sustained"] = ", ".join(filter(None, parts))
     for name, (label, unit) in SETTINGS.items():
         if settings.get(name) not in (None, ""):

@@ -5,6 +5,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from lmsys.reports.load import Machine
@@ -107,7 +108,7 @@ class Block:
 
     @property
     def items(self) -> list[Table | Plot]:
-        return [item for item in (*self.lead, *self.more) if item]
+        return list(filter(None, chain(self.lead, self.more)))
 
 
 @dataclass(frozen=True)

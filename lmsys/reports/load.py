@@ -98,9 +98,9 @@ class Machine:
         dates = dict[str, list[str]]()
         for run in self.runs_of(cases):
             cores = [f"{run['cores']} CPU cores"] if run.get("device") == "cuda" and run.get("cores") else []
-            versions = ", ".join([*cores, *(f"{label} {run[key]}" for key, label in FACTS.items() if run.get(key))])
+            versions = ", ".join(cores + [f"{label} {run[key]}" for key, label in FACTS.items() if run.get(key)])
             dates.setdefault(versions, []).append(f"{commit_of(run)}, {str(run.get('date') or 'undated')[:10]}")
-        parts = (", ".join(filter(None, (versions, *dict.fromkeys(dated)))) for versions, dated in dates.items())
+        parts = (", ".join(filter(None, [versions] + list(dict.fromkeys(dated)))) for versions, dated in dates.items())
         return f"{self.title}; {'; also '.join(parts)}."
 
     def ceiling(self, cases: Iterable[Record], dtype: str) -> float | None:
@@ -130,7 +130,7 @@ def read(paths: Iterable[Path]) -> list[Machine]:
         hardware = hardware_of(machine)
         run = _date(machine), json.dumps(machine, sort_keys=True)
         for case in result["records"]:
-            cases[hardware, *(case.get(name) for name in IDENTITY)] = hardware, run, case
+            cases[hardware, tuple(map(case.get, IDENTITY))] = hardware, run, case
     if not cases:
         raise InputError(f"nothing to report: no records in {', '.join(map(str, paths)) or 'no files'}")
     return list(machines_of(list(cases.values()), fields, rows, layouts))
@@ -139,7 +139,7 @@ def read(paths: Iterable[Path]) -> list[Machine]:
 def hardware_of(machine: Mapping[str, Any]) -> str:
     """The facts by which runs are of one machine, as JSON."""
     cores = None if machine.get("device") == "cuda" else machine.get("cores")
-    return json.dumps([*(machine.get(key) for key in HARDWARE), cores])
+    return json.dumps([machine.get(key) for key in HARDWARE] + [cores])
 
 
 def _load(path: Path) -> Record:
@@ -241,7 +241,7 @@ def legend(machine: Machine, kind: str, names: Iterable[str]) -> list[str]:
     """Explains these rows as their table does: ours in one sentence, others' in another, in the table's order."""
     table, names = machine.rows.get(kind, {}), set(names)
     rows: dict[str, list[str]] = {"Our rows": [], "Others’ rows": []}
-    for name in (*filter(names.__contains__, table), *sorted(names - table.keys())):
+    for name in list(filter(names.__contains__, table)) + sorted(names - table.keys()):
         row = table.get(name, {})
         label = str(row.get("label") or name)
         rows["Others’ rows" if row.get("peer") else "Our rows"].append(name if label == name else f"{name} ({label})")

@@ -21,6 +21,7 @@ from lmsys.strict_json import read_json
 from lmsys.values import hold
 
 MANIFEST = "manifest.json"
+ADVICE = "remove it, or name another folder"
 NAME = r"([\w-]{1,100}/)?[\w-]{1,200}\.(html|md|csv|svg)"
 FOLDER = Path(__file__).parent
 CSS, SCRIPT = ((FOLDER / name).read_text() for name in ("page.css", "page.js"))
@@ -53,7 +54,7 @@ def write(
     """Fill a folder in place of an earlier report; the path of its page. InputError if it cannot be written."""
     files = {"index.html": html(parts, notes, single_file), "tables/records.csv": records_csv}
     for _, answers, chapters in parts:
-        for block in (answers, *(block for chapter in chapters for block in chapter.blocks)):
+        for block in chain([answers], chain.from_iterable(chapter.blocks for chapter in chapters)):
             for item in block.items:
                 files |= item.files()
     try:
@@ -94,25 +95,18 @@ def fill(out: Path, files: Mapping[str, str]) -> None:
 
     ValueError, before anything is changed, where that would touch what is somebody else's; OSError where it fails.
     """
-    hold(
-        *(
-            (re.fullmatch(NAME, name), f"a file {name[:80]!r} cannot be written: its name must match {NAME}")
-            for name in files
-        ),
-        *(
-            (folder.is_dir() or not folder.exists(), f"{str(out)!r}: {folder} is a file, and a folder is needed")
-            for folder in (out, *out.parents)
-        ),
-    )
+    for name in files:
+        hold((re.fullmatch(NAME, name), f"a file {name[:80]!r} cannot be written: its name must match {NAME}"))
+    for folder in [out, *out.parents]:
+        hold((folder.is_dir() or not folder.exists(), f"{str(out)!r}: {folder} is a file, and a folder is needed"))
     before = _written(out)
-    for name in (*files, *before, MANIFEST):
-        _check_place(out, name)
-    hold(
-        *(
-            (not path.exists(), f"{path} is there, and this did not write it: remove it, or name another folder")
-            for path in (out / name for name in files if name not in before)
-        )
-    )
+    for name in [*files, *before, MANIFEST]:
+        path = out / name
+        for place in {path, path.parent} - {out}:
+            hold((not place.is_symlink(), f"{place} is a link, and this writes through none: {ADVICE}"))
+        hold((path.parent.is_dir() or not path.parent.exists(), f"{path.parent} is there, and it is no folder"))
+        is_free = name in before or name == MANIFEST or not path.exists()
+        hold((is_free, f"{path} is there, and this did not write it: {ADVICE}"))
     out.mkdir(parents=True, exist_ok=True)
     _note(out, before | files.keys())  # before they are there: what an interrupted run leaves is known, too
     for name, text in files.items():
@@ -139,17 +133,3 @@ def _written(out: Path) -> set[str]:
         cause = str(error).removeprefix(f"{path}: ")
         raise ValueError(f"{path}: is no list of the files of a report ({cause}); name another folder") from None
     return set(names)
-
-
-def _check_place(out: Path, name: str) -> None:
-    path = out / name
-    hold(
-        *(
-            (
-                not place.is_symlink(),
-                f"{place} is a link, and this writes through none: remove it, or name another folder",
-            )
-            for place in ((path, path.parent) if path.parent != out else (path,))
-        ),
-        (path.parent.is_dir() or not path.parent.exists(), f"{path.parent} is there, and it is no folder"),
-    )

@@ -18,7 +18,7 @@ Line = Sequence[fields.Record | None]  # cases beside one another, None where on
 def data_of(view: views.View, names: Sequence[str]) -> list[fields.Record]:
     """A line for each case: its axes, how it ended, and these fields."""
     declared = replace(view, fields=views.Fields(view.machine.fields[view.benchmark])).axes()
-    shown = [name for name in declared if name not in ("label", "peer")] + ["outcome", *names]
+    shown = [name for name in declared if name not in ("label", "peer")] + ["outcome"] + list(names)
     return [{name: case.get(name) for name in shown} for case in view.cases]
 
 
@@ -42,7 +42,7 @@ def pivot(
     if metric != "time_s" and not view.has(metric) or is_speedup and not cells.is_compared(view):
         return None
     rows = view.telling(view.chosen(rows), (columns, inside)) or ["section"]
-    cases = view.by([*rows, columns, inside] if inside else [*rows, columns])
+    cases = view.by(rows + [columns, inside] if inside else rows + [columns])
     view, left_out = _with_something(view, columns)
     heads = view.values(columns)
     inner: list[views.Key] = [(value,) for value in view.values(inside)] if inside else [()]
@@ -214,7 +214,7 @@ def listing(
         name=view.file(view.filled(word)),
         title=titled(view.filled(title), view),
         caption=view.caption(about or ". ".join(abouts), bool(clocked)),
-        columns=view.labels(keys) + list(map(words.head_of, shown)),
+        columns=view.labels(keys) + view.heads(metrics),
         rows=rows,
         data=data_of(view, list(data or metrics) + SPREAD * is_time),
         notes=cells.below(notes, rows),

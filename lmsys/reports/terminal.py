@@ -66,7 +66,7 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
     groups = [(_words(part, part.first, axes), _lines(part, figures, most)) for part in parts]
     yield f"{view.benchmark.replace('_', ' ')}: {sum(len(rows) for _, rows in groups)} of {len(view.cases)} that ran"
     heads = [HEADS.get(name) or words.unit_of(view.fields[name])[0] for name in figures]
-    yield from _aligned([("", [["row", *heads, "speed", ""]]), *groups], width)
+    yield from _aligned([("", [["row"] + heads + ["speed", ""]])] + groups, width)
     yield ""
 
 

@@ -40,9 +40,9 @@ def rivals(
         caption="Median of step-time ratios, steps alternating; of the best bucket size of each. Above 1: ours is "
         "faster." + ASIDE * view.has("disturbed"),
         source=view.machine.about(view.cases),
-        columns=["training", *heads],
+        columns=["training"] + heads,
         rows=rows,
-        data=[{name: line[name] for name in ("training", *heads)} for line in data],
+        data=[{name: line[name] for name in ["training"] + heads} for line in data],
     )
 
 
@@ -64,8 +64,8 @@ def means(view: views.View, row: str, column: str, word: str, title: str) -> ite
         caption="Geometric mean of the speedups, with how many it is of in brackets. Compare two rows only if these "
         "counts are equal." + ASIDE * view.has("disturbed"),
         source=view.machine.about(view.cases),
-        columns=["", *heads],
-        rows=[[compared.text(row, value), *texts.values()] for value, texts in rows.items()],
+        columns=[""] + heads,
+        rows=[[compared.text(row, value)] + list(texts.values()) for value, texts in rows.items()],
         data=data,
     )
 

@@ -214,6 +214,10 @@ class View:
     def labels(self, names: Iterable[str]) -> list[str]:
         return [words.label_of(self.fields[name]) for name in names]
 
+    def heads(self, names: Iterable[str]) -> list[str]:
+        """Labels with units."""
+        return [words.head_of(self.fields[name]) for name in names]
+
     def has(self, name: str) -> bool:
         return self.column(name).count(None) < len(self.cases)
 
@@ -276,7 +280,7 @@ class View:
         telling = list(names)
         for name in self.axes():
             known = telling + list(filter(None, others))
-            if name not in ("label", "peer") and len(self.distinct(known)) < len(self.distinct([*known, name])):
+            if name not in ("label", "peer") and len(self.distinct(known)) < len(self.distinct(known + [name])):
                 telling.append(name)
         return telling
 
