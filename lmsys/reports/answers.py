@@ -6,6 +6,8 @@ reaches.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 
 from lmsys.bench import fields, verdict
 from lmsys.reports import cells, items, load, plots, tables, views, words
@@ -75,8 +77,8 @@ ABOUT_STEPS = (
 
 def answers(machine: load.Machine) -> items.Block:
     with load.drawn_by_layout(" or ".join(machine.layouts)):
-        tables = [fastest_of(machine, question) for question in questions(machine)]
-    return items.Block("", tables + [_wrong(machine)], [_not_run(machine)])
+        fastest = list(map(partial(fastest_of, machine), questions(machine)))
+    return items.Block("", fastest + [_wrong(machine)], [_not_run(machine)])
 
 
 def questions(machine: load.Machine) -> Iterator[Question]:
@@ -117,7 +119,7 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     if not lines:
         return None
     runs: dict[int, str] = {}
-    for place, run in enumerate(dict.fromkeys(line["run"] for line in lines)):
+    for place, run in enumerate(dict.fromkeys(map(itemgetter("run"), lines))):
         runs[run] = chr(ord("A") + place % 26) + str(place // 26 or "")
     shown = _shown(question, lines, list(settings))
     heads = [_setting(question, line, shown) for line in lines]
@@ -140,7 +142,7 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
         caption=ABOUT + question.about + f" {ways}." * bool(ways) + ABOUT_MFU * ("MFU" in columns),
         columns=list(columns),
         rows=rows,
-        data=[{name: value for name, value in line.items() if name not in INNER} for line in lines],
+        data=tables.lines_of(lines, [name for name in lines[0] if name not in INNER]),
         notes=cells.below(marks, rows) + [f"Runs: {dates}."] + load.legend(machine, question.kind, named),
         keys=2,
         source=machine.about(sum(settings.values(), [])),
@@ -196,7 +198,7 @@ def standing(
 
     `kind`: the table of the rows' looks.
     """
-    rows = set[str]().union(*(line["standing"] for line in lines))
+    rows = set[str]().union(*map(itemgetter("standing"), lines))
     if len(rows) < 2:
         return None
     peers = {str(case.get("strategy") or case["impl"]): bool(case.get("peer")) for case in machine.records}
@@ -234,8 +236,8 @@ def _right(machine: load.Machine) -> list[str]:
     axes = {name for name, known in machine.fields.items() if "dtype" in known and known["dtype"].role == "axis"}
     asked = [case for case in machine.records if case["benchmark"] in axes and case.get("dtype")]
     by_dtype, lines = fields.grouped(((case["benchmark"], str(case["dtype"])), case) for case in asked), list[str]()
-    for (benchmark, name), cases in sorted(by_dtype.items(), key=lambda item: reading_order({}, item[0])):
-        ended = fields.grouped((str(case["impl"]), case["outcome"]) for case in cases)
+    for benchmark, name in sorted(by_dtype, key=partial(reading_order, {})):
+        ended = fields.grouped((str(case["impl"]), case["outcome"]) for case in by_dtype[benchmark, name])
         rows = [row for row, ends in ended.items() if "ok" in ends and not set(ends).intersection(verdict.FAILED)]
         if rows and rows != [name]:  # rows may be dtypes themselves
             what = f"{words.sentence(benchmark.replace('_', ' '))} that was right in {name}"
@@ -285,7 +287,7 @@ def step_chapters(machine: load.Machine) -> list[items.Chapter]:
         return []
     known = machine.words_of(*machine.layouts)
     cases.sort(key=lambda case: reading_order(known, list(map(case.get, BY))))
-    data = [{name: case.get(name) for name in STEP_FIELDS} for case in cases]
+    data = tables.lines_of(cases, list(STEP_FIELDS))
     view = views.View(machine, "", views.Fields(STEP_FIELDS), data, {})
     shown, shares = list(filter(view.varies, KEYS)), list(filter(view.has, SHARES))
     rows = []

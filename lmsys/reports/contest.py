@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
+from operator import itemgetter
 
 from lmsys.bench import fields, verdict
 from lmsys.reports import cells, expressions, load, words
 
 Rows = Sequence[fields.Record]  # cases that took turns
 TIME = fields.Field("time_s", "s", "time", shown="ms")
+ROW = itemgetter("impl")
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
 # The facts of a line where no two rows, one of them somebody else's, were undisturbed.
 UNSETTLED = dict.fromkeys(("row", "called", "over", "speedup", "next", "lead", "mfu")) | {"fastest": 0}
@@ -49,7 +52,7 @@ class Question:
 
     def enough(self, rows: Rows) -> bool:
         """True of rows that took turns of which a line may name the fastest: of ours alone the fastest may be slow."""
-        return len({case["impl"] for case in rows}) > 1 and (self.of_ours or any(case.get("peer") for case in rows))
+        return len(set(map(ROW, rows))) > 1 and (self.of_ours or any(case.get("peer") for case in rows))
 
     def settings(self, machine: load.Machine) -> dict[tuple[object, ...], list[fields.Record]]:
         """The timed cases by the values of the keys, in reading order; a row that was wrong in a section is left out.
@@ -57,7 +60,7 @@ class Question:
         They have the `values` of the question.
         """
         cases = [case for case in machine.records if case["benchmark"] == self.benchmark]
-        cases = [case for case in cases if expressions.value_of(self.contends, case)]
+        cases = list(filter(partial(expressions.value_of, self.contends), cases))
         wrong = {(case["section"], case["impl"]) for case in cases if case["outcome"] in verdict.FAILED}
         settings: dict[tuple[object, ...], list[fields.Record]] = {}
         for case in cases:
@@ -65,7 +68,7 @@ class Question:
                 case = case | {name: expressions.value_of(text, case) for name, text in self.values.items()}
                 key = tuple(case.get(name) or None for name in self.keys)
                 settings.setdefault(key, []).append(case)
-        return {key: settings[key] for key in sorted(settings, key=lambda key: reading_order(self.words, key))}
+        return {key: settings[key] for key in sorted(settings, key=partial(reading_order, self.words))}
 
     def answer(self, machine: load.Machine, cases: Sequence[fields.Record]) -> fields.Record:
         """The facts of a setting's line; none where no rows that took turns are enough."""
@@ -73,7 +76,7 @@ class Question:
         settled = list(filter(self.enough, comparisons.values()))
         if not settled:
             return {}
-        bases = [name for name, test in self.before.items() if any(expressions.value_of(test, case) for case in cases)]
+        bases = [name for name, test in self.before.items() if any(map(partial(expressions.value_of, test), cases))]
         deciders = verdict.deciding(settled, self.enough)
         decisive = Contest(machine, deciders or settled, bases + list(self.bases), self.way).of_one_run()
         flags = [bool(case.get("disturbed")) for case in chain.from_iterable(settled)]
@@ -115,7 +118,7 @@ class Contest:
 
         A run without what a user would otherwise take, or without rows that won elsewhere, may lack the fastest.
         """
-        shapes = fields.grouped((_shape(case), case) for case in self.cases)
+        shapes = fields.grouped(zip(map(_shape, self.cases), self.cases, strict=True))
         winners = {self.run_as(min(cases, key=verdict.time_of)) for cases in shapes.values()}
         runs = fields.grouped((rows[0]["run"], rows) for rows in self.comparisons)
 
@@ -140,7 +143,7 @@ class Contest:
         run, speed, figures = best[0]["run"], self._speed(winner.row), self._figures(best)
         over, following = best_of(self.comparisons, speed["over"]), best_of(self.comparisons, speed["next"])
         called = {", ".join((self.machine.called(case), *self.run_as(case)[1:])) for case in best}
-        rows = sorted({str(case["impl"]) for case in self.cases})
+        rows = sorted(set(map(ROW, self.cases)))
         shapes = f"{winner.comparisons} shape" + "s" * (winner.comparisons != 1)
         details = [
             self.machine.run_of(self.cases[0]),
@@ -180,11 +183,11 @@ class Contest:
         return ", ".join((name, *(ways.pop() if len(ways) == 1 else ()))) if name else ""
 
     def ratios(self, ours: str, theirs: str) -> list[float | None]:
-        return [ratio_of_best(rows, (ours, theirs)) for rows in self.comparisons]
+        return [ratio_of_best(rows, ours, theirs) for rows in self.comparisons]
 
     def _speed(self, row: str) -> fields.Record:
         """The speed over the first base that took turns with the row, and over the next: the fastest other one."""
-        rows = {str(case["impl"]) for case in self.cases}
+        rows = set(map(ROW, self.cases))
         means = {name: cells.geometric_mean(self.ratios(row, name)) for name in rows.union(self.bases) - {row}}
         speeds = {name: (-count, mean) for name, (mean, count) in means.items() if count}
         if not speeds:
@@ -195,7 +198,8 @@ class Contest:
 
     def _rivals(self, best: Sequence[fields.Record], others: Sequence[fields.Record]) -> list[str]:
         """Rows that took no turns with the fastest, and in another run less time for the same shape."""
-        times, faster = {_shape(case): verdict.time_of(case) for case in best}, set[tuple[str, ...]]()
+        times = dict(zip(map(_shape, best), map(verdict.time_of, best), strict=True))
+        faster = set[tuple[str, ...]]()
         for case in others:
             is_faster = verdict.time_of(case) * verdict.NEAR < times.get(_shape(case), 0)
             if is_faster and case["run"] != best[0]["run"]:
@@ -228,10 +232,10 @@ def best_of(comparisons: Sequence[Rows], name: str | None) -> list[fields.Record
     return best
 
 
-def ratio_of_best(rows: Rows, names: Sequence[str]) -> float | None:
+def ratio_of_best(rows: Rows, ours: str, theirs: str) -> float | None:
     """The ratio of two rows or strategies, theirs over ours, by the fastest case of each, such as the best size of
     buckets; None without."""
-    pair = sum((best_of([rows], name) for name in names), [])
+    pair = best_of([rows], ours) + best_of([rows], theirs)
     return verdict.ratio_of(pair[0], pair[1]) if len(pair) == 2 else None
 
 

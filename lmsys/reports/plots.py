@@ -164,7 +164,7 @@ def lines(
     groups, places = positive.ordered(axis).groups([by]), positive.values(axis)
     if not any(part.varies(axis) for part in groups.values()):
         return None
-    numbers = {*map(type, places)} <= {int, float}
+    numbers = set(map(type, places)) <= {int, float}
     axes, values = canvas(3.0), list[float]()
     for order, value in enumerate(positive.values(by)):
         points = dict(zip(groups[value,].column(axis), groups[value,].column("drawn"), strict=True))

@@ -118,8 +118,8 @@ def unfolded(view: views.View, name: str, declared: Sequence[Mapping[str, Any]])
 @step
 def matched(view: views.View, name: str, axis: str, of: str, same: Sequence[str]) -> views.View:
     """Adds the case that has this case's value of the field `of` on an axis, and is alike on the axes `same`."""
-    known = view.by([axis, *same])
-    return view.adding(lambda case: {name: known.get(views.key_of(case, [of, *same]))})
+    known, names = view.by([axis] + list(same)), [of] + list(same)
+    return view.adding(lambda case: {name: known.get(views.key_of(case, names))})
 
 
 @step
@@ -146,7 +146,7 @@ def defaulted(view: views.View, name: str, plain: str, order: Sequence[str] = ()
     out where it has the default throughout."""
     view = view.with_fields([Field(name, role="axis", of=lambda case: case.get(name) or plain)])
     values = view.values(name)
-    first = [value for value in (plain, *order) if value in values]
+    first = list(filter(values.__contains__, [plain] + list(order)))
     view = view.read_as(name, {value: value for value in first + values})
     return view.quiet(name) if quiet and values == [plain] else view
 
@@ -231,7 +231,7 @@ def melted(view: views.View, what: str, value: str, **names: str) -> views.View:
 @step
 def repeated(view: views.View, **facts: Any) -> views.View:
     """The cases twice: first with these facts in place of their own."""
-    return view.of([*view.with_facts(**facts).cases, *view.cases])
+    return view.of(list(view.with_facts(**facts).cases) + list(view.cases))
 
 
 @step
@@ -271,7 +271,7 @@ for make in (tables.pivot, plots.bars, plots.lines):
 @step
 def number_lines(view: views.View, metrics: Sequence[str]) -> items.Items:
     """Each metric against the axis that has most numbers, a plot for each setting of the others."""
-    numbers = [name for name in view.chosen(["@?", "-impl"]) if {*map(type, view.values(name))} <= {int, float}]
+    numbers = [name for name in view.chosen(["@?", "-impl"]) if set(map(type, view.values(name))) <= {int, float}]
     if not numbers:
         return []
     axis = max(numbers, key=lambda name: len(view.values(name)))
@@ -284,13 +284,14 @@ def over_bases(
     view: views.View, keys: Steps, title: str, same: Steps = (), otherwise: str = "", shares: bool = False
 ) -> items.Table | None:
     """All metrics, with the speed over each base; with `shares` also the peak of memory beside that of the base."""
-    (first, *others), bases = view.metrics(), cells.bases_of(view, _others(view, otherwise))
+    metrics, bases = view.metrics(), cells.bases_of(view, _others(view, otherwise))
     for base in bases:
         view = cells.compared(view, base, name=f"speedup_over_{base}", same=same)
         share = {"name": f"peak_of_{base}", "label": f"peak, share of {view.text('impl', base)}", "shown": "%"}
         view = fields(view, [share | {"of": 'peak_bytes / beside["peak_bytes"]'}])
-        others += [f"peak_of_{base}"] * shares
-    return tables.listing(view, keys, [first, *(f"speedup_over_{base}" for base in bases), *others], "", title)
+        metrics += [f"peak_of_{base}"] * shares
+    speedups = [f"speedup_over_{base}" for base in bases]
+    return tables.listing(view, keys, metrics[:1] + speedups + metrics[1:], "", title)
 
 
 @step
@@ -310,13 +311,13 @@ def parts_summary(view: views.View, parts: Steps, word: str, title: str) -> item
 @step
 def either(view: views.View, *items: Steps) -> items.Items:
     """The first of these that draws anything."""
-    return next(filter(any, (figures(view, item) for item in items)), [])
+    return next(filter(any, map(partial(figures, view), items)), [])
 
 
 @step
 def each(view: views.View, *items: Steps) -> items.Items:
     """All that these draw."""
-    return sum((figures(view, item) for item in items), [])
+    return sum(map(partial(figures, view), items), [])
 
 
 @step

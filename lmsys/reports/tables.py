@@ -1,7 +1,7 @@
 """Tables of cases: their cells with outcomes and footnotes, the best of each line, and the data of their CSV."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,12 @@ def data_of(view: views.View, names: Sequence[str]) -> list[fields.Record]:
     """A line for each case: its axes, how it ended, and these fields."""
     declared = replace(view, fields=views.Fields(view.machine.fields[view.benchmark])).axes()
     shown = [name for name in declared if name not in ("label", "peer")] + ["outcome"] + list(names)
-    return [{name: case.get(name) for name in shown} for case in view.cases]
+    return lines_of(view.cases, shown)
+
+
+def lines_of(cases: Iterable[fields.Record], names: Sequence[str]) -> list[fields.Record]:
+    """A line for each case, of these fields alone; None where a case does not have one."""
+    return [dict(zip(names, map(case.get, names), strict=True)) for case in cases]
 
 
 def pivot(

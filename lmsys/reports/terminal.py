@@ -49,7 +49,7 @@ def lines(
 
 
 def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
-    telling = {*views.UNSAID, "impl"}  # these, and what varies in a comparison, tell rows apart
+    telling = set(views.UNSAID) | {"impl"}  # these, and what varies in a comparison, tell rows apart
     for part in view.groups(["comparison"]).values():
         telling.update(filter(part.varies, view.axes()))
     axes = [name for name in view.axes() if name not in telling]

@@ -21,7 +21,7 @@ def rivals(
     for ours, row in view.table("strategy").items():
         pairs |= {f"{ours} / {theirs}": (ours, theirs) for theirs in row.get("rivals") or ()}
     for part in view.only("time_s").groups(settings).values():
-        ratios = {head: contest.ratio_of_best(part.cases, pair) for head, pair in pairs.items()}
+        ratios = {head: contest.ratio_of_best(part.cases, *pair) for head, pair in pairs.items()}
         if any(ratios.values()):
             start, end = (words.filled(text, part.first) for text in names)
             data.append({"training": start + end} | ratios)
@@ -42,7 +42,7 @@ def rivals(
         source=view.machine.about(view.cases),
         columns=["training"] + heads,
         rows=rows,
-        data=[{name: line[name] for name in ["training"] + heads} for line in data],
+        data=tables.lines_of(data, ["training"] + heads),
     )
 
 
