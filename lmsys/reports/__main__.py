@@ -110,8 +110,9 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
     if len(undeclared) == len(counts):
         raise load.InputError(f"nothing to report: {', '.join(undeclared)}, and nothing declares their fields")
     parts = []
-    for both in machines:
-        changes, machine = against.in_turns(both), against.of_today(both)
+    for measured in machines:
+        changes = against.in_turns(measured)
+        machine = changes.sides["after"] if changes else measured
         of_benchmarks = (layout.chapters(views.view_of(machine, name, baseline)) for name in machine.benchmarks)
         chapters = sum(of_benchmarks, answers.step_chapters(machine))
         answer = answers.answers(machine)

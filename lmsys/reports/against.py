@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
@@ -67,10 +68,6 @@ def read_both(
     return Compared({"before": before, "after": after}, changes, margin, between_runs)
 
 
-def of_today(machine: load.Machine) -> load.Machine:
-    return replace(machine, records=[case for case in machine.records if not case["against"]])
-
-
 def read_one(path: Path, margin: float | None) -> Compared:
     """ValueError where the run is none that measured rows as they were."""
     pair = in_turns(machine_of([path]), margin)
@@ -85,11 +82,12 @@ def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | N
     earlier = [case for case in machine.records if case["against"]]
     if not earlier:
         return None
-    states = [case["against"] for case in earlier]
+    states = list(map(itemgetter("against"), earlier))
     commits = sorted({state["commit"] or state["name"] for state in states})
     runs = [run | {"commit": " and ".join(commits), "dirty": False} for run in machine.runs]
     records = [record.today(case) | {"against": None} for case in earlier]  # under the names of today
-    sides = {"before": replace(machine, runs=runs, records=records), "after": of_today(machine)}
+    today = [case for case in machine.records if not case["against"]]
+    sides = {"before": replace(machine, runs=runs, records=records), "after": replace(machine, records=today)}
     margin = margin or max(state["margin"] for state in states)
     return Compared(sides, compare_in_turns(machine.records, margin), margin, in_turns=True)
 

@@ -93,7 +93,7 @@ def questions(machine: load.Machine) -> Iterator[Question]:
                 yield Question(name, **asked, words=machine.words_of(name))
             continue
         view = views.view_of(machine, name)
-        keys = [axis for axis in view.axes() if axis not in (*views.UNSAID, "impl") and view.varies(axis)]
+        keys = view.chosen(["@?", "-impl", "-device"])
         if len(view.distinct(keys)) > MOST_LINES:
             keys = [axis for axis in keys if isinstance(view.first[axis], str)]
         keys = keys or ["section"]
@@ -222,7 +222,7 @@ def _wrong(machine: load.Machine) -> items.Table:
     for (outcome, impl, benchmark), cases in verdict.failed(machine.records).items():
         where, first = benchmark.replace("_", " "), str(cases[0]["reason"] or "")
         rows.append([impl, words.MEANINGS[outcome], where, str(len(cases)), first])
-        runs += [case["run"] for case in cases]
+        runs += map(itemgetter("run"), cases)
     if not rows:
         count = sum(case["outcome"] == "ok" for case in machine.records)
         rows = [[f"nothing was wrong: {count:,} of {len(machine.records):,} cases ran, and all of these were right"]]

@@ -199,12 +199,9 @@ class Contest:
     def _rivals(self, best: Sequence[fields.Record], others: Sequence[fields.Record]) -> list[str]:
         """Rows that took no turns with the fastest, and in another run less time for the same shape."""
         times = dict(zip(map(_shape, best), map(verdict.time_of, best), strict=True))
-        faster = set[tuple[str, ...]]()
-        for case in others:
-            is_faster = verdict.time_of(case) * verdict.NEAR < times.get(_shape(case), 0)
-            if is_faster and case["run"] != best[0]["run"]:
-                faster.add(self.run_as(case))
-        return sorted(map(", ".join, faster.difference(map(self.run_as, self.cases))))
+        elsewhere = [case for case in others if case["run"] != best[0]["run"]]
+        faster = [case for case in elsewhere if verdict.time_of(case) * verdict.NEAR < times.get(_shape(case), 0)]
+        return sorted(map(", ".join, set(map(self.run_as, faster)).difference(map(self.run_as, self.cases))))
 
     def _figures(self, best: Sequence[fields.Record]) -> fields.Record:
         """Time and rate of a row in the case that takes it longest; `measured`: the two in words; `shape`: which case.

@@ -88,7 +88,6 @@ def of_any(name: str) -> Layout:
 
 def of_energy(name: str, labels: Mapping[str, str]) -> Layout:
     """The energy of a call and of a token: a table for each grid."""
-    shown = ("energy_j", "energy_per_token_j", "energy_power_w", "energy_call_s", "flops_per_j")
     return {
         "prepare": [["labelled", labels]],
         "chapters": [
@@ -105,7 +104,14 @@ def of_energy(name: str, labels: Mapping[str, str]) -> Layout:
                             [
                                 "listing",
                                 [],
-                                [*(f"{field}!" for field in shown), "sustained_ceiling_fraction!"],
+                                [
+                                    "energy_j!",
+                                    "energy_per_token_j!",
+                                    "energy_power_w!",
+                                    "energy_call_s!",
+                                    "flops_per_j!",
+                                    "sustained_ceiling_fraction!",
+                                ],
                                 "energy",
                                 "Energy",
                                 "Calls followed one another for a second or more on inputs that were drawn once."

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lmsys.bench import record
-from lmsys.bench.fields import COMMON, IDENTITY, Field, Record
+from lmsys.bench.fields import COMMON, IDENTITY, Field, Record, grouped
 from lmsys.reports.words import VALUES
 
 # What makes two runs runs of one machine. Versions, driver, commit and the host of a GPU may differ between runs:
@@ -117,8 +117,9 @@ def read(paths: Iterable[Path]) -> list[Machine]:
     """
     paths, fields, rows, layouts = list(paths), Fields(), Rows(), dict[str, Record]()
     cases: dict[tuple[object, ...], tuple[str, Run, Record]] = {}
-    # The sort is stable: among files of one date, such as the parts of one run, the last named wins.
-    for result in sorted(map(_load, paths), key=lambda result: _date(result["machine"])):
+    # Dates are ISO 8601 in UTC, so text sorts as time, and an undated run is the first. The sort is stable: among files
+    # of one date, such as the parts of one run, the last named wins.
+    for result in sorted(map(_load, paths), key=lambda result: str(result["machine"].get("date") or "")):
         machine = result["machine"]
         for benchmark, declared in result["fields"].items():
             fields.setdefault(benchmark, {}).update(declared)
@@ -128,7 +129,7 @@ def read(paths: Iterable[Path]) -> list[Machine]:
             # In the order of the later.
             rows[kind] = table | before | {name: before.get(name, {}) | row for name, row in table.items()}
         hardware = hardware_of(machine)
-        run = _date(machine), json.dumps(machine, sort_keys=True)
+        run = str(machine.get("date") or ""), json.dumps(machine, sort_keys=True)
         for case in result["records"]:
             cases[hardware, tuple(map(case.get, IDENTITY))] = hardware, run, case
     if not cases:
@@ -163,18 +164,12 @@ def by_name(result: Record) -> Record:
     return result | {"fields": fields, "rows": rows}
 
 
-def _date(machine: Mapping[str, Any]) -> str:
-    """When the run began (ISO 8601 in UTC, so text sorts as time); "" sorts an undated run first."""
-    return str(machine.get("date") or "")
-
-
 def machines_of(
     cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: Rows, layouts: Mapping[str, Record]
 ) -> Iterator[Machine]:
     """`cases`: of each its hardware, which makes one machine, its run and its record."""
     taken: Counter[str] = Counter()
-    for hardware in sorted({hardware for hardware, _, _ in cases}):
-        of_machine = [(run, case) for owner, run, case in cases if owner == hardware]
+    for _, of_machine in sorted(grouped((hardware, (run, case)) for hardware, run, case in cases).items()):
         runs = sorted({run for run, _ in of_machine})
         facts = [json.loads(text) for _, text in runs]
         title = title_of(facts[-1])

@@ -196,7 +196,7 @@ def listing(
     if not view.cases:
         return None
     keys, metrics, notes = view.telling(view.chosen(keys)), view.chosen(metrics), cells.Notes()
-    shown = [view.fields[name] for name in metrics]
+    shown = list(map(view.fields.__getitem__, metrics))
     rows, best, details = list[list[str]](), dict[Place, fields.Record](), dict[Place, str]()
     clocked = list(filter(words.is_clocked, shown))
     for case in view.cases:

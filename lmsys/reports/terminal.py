@@ -76,11 +76,6 @@ def _size(part: views.View) -> tuple[bool, float]:
     return any(not case["disturbed"] for case in timed), min(map(verdict.time_of, timed), default=0.0)
 
 
-def _place(case: fields.Record) -> tuple[bool, bool, bool, float]:
-    """Last what has no time; before it what does other work, and what was disturbed; each by its time."""
-    return not case["time_s"], not case["contends"], bool(case["disturbed"]), case["time_s"] or 0.0
-
-
 def _words(part: views.View, case: fields.Record, names: Iterable[str]) -> str:
     texts = []
     for name in names:
@@ -103,7 +98,9 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> list[list[str
         today[case["id"]] = rows.get(_words(part, case | {"impl": case["impl"].partition("@")[0]}, names), case)
 
     def place(case: fields.Record) -> tuple[object, ...]:
-        return _place(today[case["id"]]) + (case is not today[case["id"]],)
+        """Last what has no time; before it what does other work, and what was disturbed; each by its time."""
+        now = today[case["id"]]
+        return not now["time_s"], not now["contends"], bool(now["disturbed"]), now["time_s"] or 0.0, case is not now
 
     for case in sorted(part.cases, key=place)[:most]:
         base = today[case["id"]]

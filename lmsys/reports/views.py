@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from lmsys.bench.fields import Field, Record, grouped
@@ -138,7 +139,7 @@ class View:
         for part in self.groups(in_heading + self.named_in(stem) + limits).values():
             limit = part.text(LIMIT, part.first[LIMIT]) if limits else ""
             heads = words.filled(heading, part.constants(in_heading)), limit and f"memory limit {limit}", self.heading
-            part = replace(part, heading=", ".join(filter(None, heads)), said=self.said + (*in_heading, *limits))
+            part = replace(part, heading=", ".join(filter(None, heads)), said=self.said + tuple(in_heading + limits))
             ends = words.filled(stem, part.first), limit.replace(" ", "").lower()
             end = "".join(f"-{text}" for text in ends if text)
             parts.append(replace(part, tail=self.tail + end) if tail else replace(part, stem=self.stem + end))
@@ -225,7 +226,7 @@ class View:
         return any(self.column(name))
 
     def varies(self, name: str) -> bool:
-        return len({case[name] for case in self.cases}) > 1
+        return len(set(map(itemgetter(name), self.cases))) > 1
 
     def axes(self) -> list[str]:
         return [name for name, field in self.fields.items() if field.role == "axis" and self.has(name)]
@@ -273,7 +274,7 @@ class View:
 
     def values(self, name: str) -> list[Any]:
         """The values of a field, in reading order; words that have none, in order of appearance."""
-        return sorted(dict.fromkeys(case[name] for case in self.cases), key=lambda value: self.place(name, value)[:2])
+        return sorted(dict.fromkeys(map(itemgetter(name), self.cases)), key=lambda value: self.place(name, value)[:2])
 
     def telling(self, names: Sequence[str], others: Sequence[str] = ()) -> list[str]:
         """These fields, and those axes without which, and without the `others`, cases would fall together."""
