@@ -174,7 +174,6 @@ def _caption(pair: Compared) -> str:
     spreads = [
         case["between_runs"] for side in pair.sides.values() for case in side.records if case.get("between_runs")
     ]
-    disturbed = any(change.disturbed for change in pair.changes)
     sentences = {
         f"The margin is {100 * pair.margin:.3g} %.": True,
         "Each row took turns with itself as it was, and is compared by its own ratio, round by round;": pair.in_turns,
@@ -183,7 +182,9 @@ def _caption(pair: Compared) -> str:
         f"Cases that were measured repeatedly differ by {100 * median(spreads or [0]):.2g} % between runs.": spreads,
         f"The runs that --noise named differ by {100 * pair.between_runs:.2g} %.": pair.between_runs,
         "Intervals are wider by that.": spreads or pair.between_runs,
-        "The verdict on a case that was disturbed may come from the disturbance: measure it again.": disturbed,
+        "The verdict on a case that was disturbed may come from the disturbance: measure it again.": any(
+            change.disturbed for change in pair.changes
+        ),
     }
     return " ".join(text for text, is_so in sentences.items() if is_so)
 

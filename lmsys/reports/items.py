@@ -85,11 +85,6 @@ class Plot:
         return {f"plots/{self.name}.svg": self.svg}
 
     @property
-    def element(self) -> str:
-        """The drawing without its XML declaration, for inside of a page."""
-        return self.svg[self.svg.index("<svg") :]
-
-    @property
     def size_pt(self) -> list[str]:
         """Its width and height."""
         return re.findall(r'(?:width|height)="([\d.]+)pt"', self.svg)[:2]
