@@ -198,8 +198,9 @@ def look_changed(records: Iterable[fields.Record]) -> bool:
 
 def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
     """A table for a terminal: how many of each verdict there are, and what changed."""
-    counts = counts_of(changes).items()
-    summary = ", ".join(f"{cases} {verdict}{of_them_disturbed(disturbed)}" for verdict, (cases, disturbed) in counts)
+    summary = ", ".join(
+        f"{cases} {verdict}{of_them_disturbed(disturbed)}" for verdict, (cases, disturbed) in counts_of(changes).items()
+    )
     yield f"{summary or 'nothing to compare'}, by a margin of {margin:.3g}"
     changed = [change for change in changes if change.is_changed]
     if changed:

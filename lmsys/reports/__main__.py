@@ -90,8 +90,7 @@ def _compare(options: argparse.Namespace) -> int:
         if options.results
         else against.read_one(options.before, options.margin)
     )
-    verdicts = lines(comparison.changes, comparison.margin)
-    print(*verdicts, *against.of_one_side(comparison), sep="\n", flush=True)
+    print(*lines(comparison.changes, comparison.margin), *against.of_one_side(comparison), sep="\n", flush=True)
     print(against.write(comparison, options.output))
     return int(any(change.is_bad for change in comparison.changes))
 
