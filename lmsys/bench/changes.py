@@ -154,20 +154,18 @@ class Change:
         return f"{self.ratio:.3f}", f"{self.interval[0]:.3f} to {self.interval[1]:.3f}"
 
 
-def compare(
-    old: Iterable[fields.Record], new: Iterable[fields.Record], margin: float = MARGIN, between_runs: float = 0.0
-) -> list[Change]:
+def compare(old: Iterable[fields.Record], new: Iterable[fields.Record], margin: float = MARGIN) -> list[Change]:
     """The cases that both runs timed, or that were right in one of them alone; those that matter most first.
 
-    margin        a change of less than this share is none
-    between_runs  what estimates of two runs of one commit differ by, as a standard deviation: `spread_between`. Records
-                  that `--repeat` measured know theirs; the most counts of these, of what is usual in their benchmark
-                  and of this
+    margin  a change of less than this share is none
+
+    Records that `--repeat` measured know what estimates of two runs of one commit differ by, as a standard deviation;
+    of these and of what is usual in their benchmark the most counts.
     """
     old, new = list(old), list(new)
     usual = _usual(old + new)
     changes = [
-        _change(was, now, anchor, max(between_runs, usual.get(now["benchmark"], 0.0), *_spreads(was, now)))
+        _change(was, now, anchor, max(usual.get(now["benchmark"], 0.0), *_spreads(was, now)))
         for was, now, anchor in _pairs(old, new)
     ]
     return _judged(changes, margin)
@@ -251,11 +249,6 @@ def of_one_run(
     """The cases that only the run before has, and those that only the run after has."""
     before, after = _by_key(old), _by_key(new)
     return [before[key] for key in before if key not in after], [after[key] for key in after if key not in before]
-
-
-def spread_between(runs: Sequence[Iterable[fields.Record]]) -> float:
-    """The standard deviation of what two runs of one commit differ by, over all cases with an anchor; 0 of none."""
-    return _root_mean_square([shift for shifts in _shifts(runs).values() for shift in shifts])
 
 
 def spreads_between(runs: Sequence[Iterable[fields.Record]]) -> dict[str, float]:

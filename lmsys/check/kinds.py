@@ -133,7 +133,8 @@ def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool
     say(
         (f"\n{held}\n\n" if held else "")
         + "".join(f"  {line}\n" for line in lines)
-        + f"\n{entry.name}: {answer.right} cases right on this {'cuda' if torch.cuda.is_available() else 'cpu'},"
+        + f"\n{entry.name}:{' WRONG,' if answer.fault else ''} {answer.right} cases right on this"
+        f" {'cuda' if torch.cuda.is_available() else 'cpu'},"
         f" in {seconds:.0f} s\n",
         verdict="right" if right else "wrong",
         right=answer.right,

@@ -6,7 +6,7 @@ from lmsys.traits import StrategyTraits
 __all__ = ["STRATEGIES", "StrategyTraits"]
 
 
-def _ours(name: str, target: str, label: str, color: str, supports: str = "") -> Entry:
+def _ours(name: str, target: str, label: str, color: str = "", supports: str = "") -> Entry:
     supports = supports and f"lmsys.parallel.{supports}"
     return Entry(name, f"lmsys.parallel.{target}", label, supports=supports, traits={"color": color})
 

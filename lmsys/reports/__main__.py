@@ -1,7 +1,7 @@
 """Tables, plots and a page from result files.
 
     lmsys report RESULT.json ... [-o DIR] [--baseline NAME] [--single-file]
-    lmsys report --before OLD.json NEW.json ... [-o DIR] [--margin 0.05] [--noise RUN.json ...]
+    lmsys report --before OLD.json NEW.json ... [-o DIR] [--margin 0.05]
     lmsys report --before BOTH.json [-o DIR] [--margin 0.02]
 
 Several files, such as the parts of a split run or the journals (*.partial) of interrupted ones, are reported as one;
@@ -16,7 +16,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,6 @@ from lmsys.bench.changes import MARGIN, lines
 from lmsys.commands import parser as command_parser
 from lmsys.reports import against, answers, items, layout, load, page, views
 from lmsys.values import finite, hold
-
-
-def _renamed(today: str, text: str) -> None:
-    raise argparse.ArgumentTypeError(f"it is {today} {text}: in lmsys bench this option means another thing")
-
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "results": {"nargs": "*", "type": Path, "metavar": "RESULT.json", "help": "result files, reported as one"},
@@ -43,15 +37,6 @@ OF_TWO_RUNS: dict[str, dict[str, Any]] = {
         "metavar": "SHARE",
         "help": f"a smaller share of the time is no change (default: {MARGIN}, or that of the sweep)",
     },
-    "--noise": {
-        "nargs": "+",
-        "type": Path,
-        "default": [],
-        "metavar": "RUN.json",
-        "help": "runs of one commit: how far they differ",
-    },
-    "--against": {"type": partial(_renamed, "--before"), "help": argparse.SUPPRESS},
-    "--repeats": {"type": partial(_renamed, "--noise"), "help": argparse.SUPPRESS},
     "--anyway": {"action": "store_true", "help": "compare across machines, versions and clocks"},
 }
 
@@ -74,7 +59,7 @@ def main(
             finite("--margin", options.margin, above=0, most=1)
         if options.before:
             return _compare(options)
-        for name in ("margin", "noise", "anyway"):
+        for name in ("margin", "anyway"):
             hold((not getattr(options, name), f"--{name} is of two runs: name the run before by --before"))
         print(build(options.results or results, options.output, options.baseline, options.single_file))
     except ValueError as error:
@@ -86,7 +71,7 @@ def main(
 def _compare(options: argparse.Namespace) -> int:
     hold((not options.baseline and not options.single_file, "--baseline and --single-file are of one run's report"))
     comparison = (
-        against.read_both([options.before], options.results, options.margin or MARGIN, options.noise, options.anyway)
+        against.read_both([options.before], options.results, options.margin or MARGIN, options.anyway)
         if options.results
         else against.read_one(options.before, options.margin)
     )

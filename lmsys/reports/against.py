@@ -20,7 +20,6 @@ from lmsys.bench.changes import (
     counts_of,
     of_one_run,
     of_them_disturbed,
-    spread_between,
 )
 from lmsys.reports import cells, items, load, page, words
 from lmsys.values import hold
@@ -48,31 +47,24 @@ class Compared:
     sides: Mapping[str, load.Machine]
     changes: Sequence[Change]
     margin: float
-    between_runs: float = 0.0
     in_turns: bool = False
 
 
-def read_both(
-    old: Sequence[Path], new: Sequence[Path], margin: float, repeats: Sequence[Path], anyway: bool
-) -> Compared:
+def read_both(old: Sequence[Path], new: Sequence[Path], margin: float, anyway: bool) -> Compared:
     """ValueError where the runs are of two machines or versions, unless `anyway`, and where they share no case."""
     before, after = machine_of(old), machine_of(new)
-    others = [machine_of([path]) for path in repeats]
-    hold((len(others) != 1, f"--noise {', '.join(map(str, repeats))}: name two runs of one commit or more"))
-    for run in [] if anyway else [before] + others:
-        why = why_not(run, after)
-        hold((not why, f"{why}: measure both alike, or ask for --anyway"))
-    between_runs = spread_between([run.records for run in others])
-    changes = compare(before.records, after.records, margin, between_runs)
+    why = "" if anyway else why_not(before, after)
+    hold((not why, f"{why}: measure both alike, or ask for --anyway"))
+    changes = compare(before.records, after.records, margin)
     hold((changes, "nothing to compare: no case was timed in both runs"))
-    return Compared({"before": before, "after": after}, changes, margin, between_runs)
+    return Compared({"before": before, "after": after}, changes, margin)
 
 
 def read_one(path: Path, margin: float | None) -> Compared:
     """ValueError where the run is none that measured rows as they were."""
     pair = in_turns(machine_of([path]), margin)
     if pair is None:
-        raise load.InputError(f"{path}: it has no rows as they were: name the run after, too, before --noise")
+        raise load.InputError(f"{path}: it has no rows as they were: name the run after, too")
     hold((pair.changes, "nothing to compare: no case was timed in both states"))
     return pair
 
@@ -180,8 +172,7 @@ def _caption(pair: Compared) -> str:
         "Each row is compared by its ratio, round by round, to the row that stands as “beside”;": not pair.in_turns,
         "intervals are of 95 %. Of the changes, at most one in twenty is expected to be false.": True,
         f"Cases that were measured repeatedly differ by {100 * median(spreads or [0]):.2g} % between runs.": spreads,
-        f"The runs that --noise named differ by {100 * pair.between_runs:.2g} %.": pair.between_runs,
-        "Intervals are wider by that.": spreads or pair.between_runs,
+        "Intervals are wider by that.": spreads,
         "The verdict on a case that was disturbed may come from the disturbance: measure it again.": any(
             change.disturbed for change in pair.changes
         ),

@@ -18,7 +18,6 @@ from lmsys.bench.changes import (
     lines,
     look_changed,
     of_one_run,
-    spread_between,
     spreads_between,
 )
 from lmsys.bench.record import earlier, today
@@ -162,14 +161,6 @@ def test_a_peer_beside_our_rows_alone_has_no_verdict() -> None:
     rows = {"mine": False, "sdpa": True}
     found = verdicts(compare(run(1, rows=rows), run(2, rows=rows, mine=1.1)))
     assert found == {"mine": {SLOWER}, "sdpa": {UNCLEAR}}
-
-
-def test_what_runs_of_one_commit_differ_by_widens_intervals() -> None:
-    repeats = [run(seed, mine=1 + seed / 50) for seed in range(4)]  # it differs by 2 % from run to run
-    between = spread_between(repeats)
-    assert 0.005 < between < 0.02 and spread_between(repeats[:1]) == 0
-    narrow, wide = (compare(run(8), run(9, mine=1.06), between_runs=spread)[0] for spread in (0.0, between))
-    assert narrow.interval and wide.interval and wide.interval[1] > narrow.interval[1]
 
 
 def test_what_a_sweep_has_learnt_from_repeats_counts_too() -> None:

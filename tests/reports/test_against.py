@@ -118,20 +118,6 @@ def test_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert f"--margin={float(margin)}" in capsys.readouterr().err
 
 
-def test_repeats_widen_what_two_runs_may_differ_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2, 1.07)
-    repeats = [run(tmp_path / f"{seed}.json", seed, 1 + seed / 20) for seed in range(3)]
-    assert compared(tmp_path / "out", old, new) == 1
-    assert compared(tmp_path / "out", old, new, "--noise", *repeats) == 0
-    assert "The runs that --noise named differ by" in (tmp_path / "out" / "index.html").read_text()
-    capsys.readouterr()
-    assert compared(tmp_path / "out", old, new, "--noise", repeats[0]) == 2
-    assert "name two runs of one commit or more" in capsys.readouterr().err
-    other = run(tmp_path / "other.json", 5, torch="9.9")
-    assert compared(tmp_path / "out", old, new, "--noise", repeats[0], other) == 2
-    assert "before has torch 9.9" in capsys.readouterr().err
-
-
 def both(path: Path, factor: float) -> Path:
     """One run that measured rows today and as they were."""
     against = {"name": "aaaaaaaaaa", "commit": "a" * 40, "margin": 0.02}
@@ -202,12 +188,3 @@ def test_any_name_of_a_benchmark_will_do(name: str, tmp_path: Path) -> None:
         paths.append(path)
     assert compared(tmp_path / "out", *paths) == 0
     assert (tmp_path / "out" / "index.html").is_file() and len(list((tmp_path / "out" / "tables").iterdir())) >= 5
-
-
-@pytest.mark.parametrize(("old", "today"), [("--against", "--before"), ("--repeats", "--noise")])
-def test_a_word_that_means_another_thing_in_a_sweep_is_told_by_its_new_name(
-    old: str, today: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([old, "a.json"])
-    assert f"argument {old}: it is {today} a.json" in capsys.readouterr().err

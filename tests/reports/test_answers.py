@@ -292,6 +292,12 @@ def test_nothing_wrong_is_said(tmp_path: Path) -> None:
     assert not [name for name in files if "fastest" in name]
 
 
+def test_what_nobody_checked_is_not_called_right(tmp_path: Path) -> None:
+    records = [record("attention", "naive"), record("attention", "sdpa", error_ratio=None)]
+    (none,) = cells(built(tmp_path / "out", save(tmp_path / "r.json", records)), "wrong")
+    assert none["cases"] == "nothing was wrong: 2 of 2 cases ran, and 1 were right, 1 were not checked"
+
+
 def test_rows_are_said_to_be_right_in_a_dtype_only_where_all_their_cases_were(tmp_path: Path) -> None:
     records = [
         *comparison(1024, {"naive": 1e-3, "mine": 2e-3}),

@@ -92,7 +92,7 @@ def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(tmp_path: Path)
     }
 
 
-def test_a_layout_of_ones_own_travels_with_the_result(tmp_path: Path) -> None:
+def test_a_layout_of_ones_own_travels_with_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sections with titles, a table with a baseline and a plot; what is no step is named, with the benchmark."""
     matmul = runpy.run_path(str(ROOT / "docs" / "examples" / "bench_matmul.py"))["Matmul"]
     told = re.search(r"layout = (\{.*?^\})", (ROOT / "docs" / "report.md").read_text(), re.DOTALL | re.MULTILINE)
@@ -113,3 +113,20 @@ def test_a_layout_of_ones_own_travels_with_the_result(tmp_path: Path) -> None:
     (tmp_path / "wrong").mkdir()
     with pytest.raises(AssertionError):
         reported(tmp_path / "wrong", benchmark, found)
+    assert "did you mean pivot" in capsys.readouterr().err
+    layout["chapters"][0]["blocks"][0] = {"leads": []}
+    with pytest.raises(AssertionError):
+        reported(tmp_path / "wrong", benchmark, found)
+    assert "did you mean lead?" in capsys.readouterr().err
+
+
+def test_a_chapter_with_nothing_to_draw_says_so(tmp_path: Path) -> None:
+    """A plot alone, of cases of one size; and a block that declares none."""
+    matmul = runpy.run_path(str(ROOT / "docs" / "examples" / "bench_matmul.py"))["Matmul"]
+    for number, lead in enumerate(([["lines", ["time_s"], "size", {}]], [])):
+        chapter = {"title": "Large matrices", "blocks": [{"of": [["cut", "matmul", ""]], "lead": lead}]}
+        benchmark = type("Shown", (matmul,), {"layout": {"chapters": [chapter]}})()
+        found = [one.record for one in results(benchmark, cases_of(benchmark, size=(8,), dtype=("float32",))[:1])]
+        (folder := tmp_path / str(number)).mkdir()
+        files = reported(folder, benchmark, found)
+        assert "there is nothing to draw" in files["index.html"].decode()
