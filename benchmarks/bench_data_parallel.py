@@ -235,8 +235,12 @@ class DataParallel(ParallelBenchmark):
         row.bits[number] = taken[0].bits
         if len({rank.model for rank in taken}) > 1 and row.case.traits.synchronizes:
             candidate.failed("wrong", "after the timed steps ranks have different parameters")
-        elif any(rank.late_s > sum(rank.samples) + LATE_S for rank in taken):
-            candidate.failed("wrong", "its weights took longer to come than all timed steps, which had been left until")
+        elif late := [rank.late_s for rank in taken if rank.late_s > sum(rank.samples) + LATE_S]:
+            candidate.failed(
+                "wrong",
+                f"reading the weights after the timed steps took {max(late):.2g} s, longer than all timed steps:"
+                " the row had postponed their work",
+            )
 
     def _check_pass(self, turn: Sequence[ParallelCase], passes: Sequence[Pass], trial: Any) -> None:
         """Holds all rows to plain steps, in one of the passes: which, nobody can know while they are taken."""

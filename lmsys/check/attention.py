@@ -211,8 +211,11 @@ def _of_circumstances(row: Any, asked: Asked, grad: bool, seed: int, name: str) 
     if failure(row, replace(asked, memory="", use=None), grad, seed, named=False) is not None:
         return None
     if asked.use is two_forwards and name == "o":
-        return "results share a buffer: the next call writes to that of the one before"
-    return f"it is wrong for {MEMORY[asked.memory][2] if asked.memory else asked.about}"
+        return "results share a buffer: the next call overwrites the result of the call before"
+    return (
+        f"{name} is right in a single call on contiguous inputs, and wrong for"
+        f" {MEMORY[asked.memory][2] if asked.memory else asked.about}"
+    )
 
 
 def _fault(

@@ -164,7 +164,7 @@ def answer(
         outputs, fault = answer(row, asked, inputs, False, pattern) if grad else ({}, Fault.raised(error))
         return outputs, fault or Fault.raised(error, backward=True)
     if not asked.use and (changed := [x for x, kept in before.items() if not torch.equal(kept, inputs.tensors[x])]):
-        return {}, Fault(f"  it changes its input {changed[0]}")
+        return {}, Fault(f"  the function changes its input {changed[0]}")
     for name, x in outputs.items():
         like = inputs.tensors[LIKE[name]] if name in LIKE else inputs.q[..., 0].float()
         if x.shape != like.shape or x.dtype != like.dtype:

@@ -99,19 +99,24 @@ def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | No
     least, most = full.least, full.most
     if math.isfinite(least) and math.isfinite(most):
         number = most - (LARGEST - math.log(WHOLE))  # where a sum of so many exponentials overflows
-        fixed = f"a fixed number, about {number:.3g}, is subtracted in the place of the maximum"
+        fixed = f"a fixed number, about {number:.3g}, is subtracted in place of the row maximum"
         return "no maximum is subtracted before the exponential" if abs(number) < 2 * RESOLUTION else fixed
     if math.isfinite(most):
         return f"scores overflow from about {most:.4g} on"
     if math.isfinite(least):
         begin = least - (SMALLEST + DENORMAL) / 2  # a GPU may take denormal numbers for zero, or not
         about = f"{begin:.4g}" if abs(begin) > SMALLEST - DENORMAL else "0"
-        return f"the maximum begins at a finite number, about {about}: rows of lower scores are lost"
+        return f"the running maximum starts at about {about}, not at -inf: rows of lower scores are lost"
     if math.isfinite(tail.least):
-        return "keys behind the last one, which pad the last tile, count in the maximum, as 0"
+        return "keys that pad the last tile count in the maximum, with a score of 0, not -inf"
     if causal.leaks:
-        return f"masked scores are set to a finite number, about {causal.least:.4g}: in rows of lower ones they win"
-    return "masked keys count in the maximum" if math.isfinite(causal.least) else None
+        return (
+            f"masked scores are set to about {causal.least:.4g}, not to -inf: in rows whose visible scores are lower,"
+            " masked keys get the weight"
+        )
+    return (
+        "masked keys count in the maximum, which must be that of visible keys" if math.isfinite(causal.least) else None
+    )
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def forwards(formulas: Mapping[str, Formula], dtype: torch.dtype = torch.float64
 def backwards(formula: Formula, gradients: Mapping[str, Gradients]) -> Mistakes:
     """Mistakes of a backward alone, each of which makes some of the gradients; the first ignores grad_output."""
     tried: dict[str, Gradients] = {
-        "the gradient of the result is ignored: ones stand for it": partial(_ones, formula),
+        "the gradient of the result is ignored: ones are used in its place": partial(_ones, formula),
         **gradients,
     }
     return {text: partial(_backward, formula, made) for text, made in tried.items()}
@@ -200,13 +200,15 @@ def judge(
     except Exception as error:
         return question.Fault.raised(error)
     if changed := [name for name, x in problem.inputs.items() if not torch.equal(x, before[name])]:
-        return question.Fault(f"  it changes its input {changed[0]}", f"it changes its input {changed[0]}")
+        return question.Fault.explained(
+            f"  {changed[0]} differs after the call", f"the function changes its input {changed[0]}", None
+        )
     reference = outputs_of(formula, problem)
     plain, other = (outputs_of(x, problem, problem.dtype) for x in (formula, plain_formula or formula))
     plain = {name: testing.larger_error(reference[name], x, other[name]) for name, x in plain.items()}
     for name, right in reference.items():
         if name not in outputs:
-            detached = "the result is detached, or the backward gives none"
+            detached = "the result is detached, or the backward returns no gradient"
             return question.Fault(f"  no gradient reaches {name}\n  pattern: {detached}", detached)
         dtypes = {problem.dtype} | ({torch.float32} if widened and name == RESULT else set())
         if outputs[name].shape != right.shape or outputs[name].dtype not in dtypes:
@@ -268,7 +270,9 @@ def explain(
     factor = float((output.double() * right).sum() / right.square().sum()) if known else math.nan
     shows = math.isfinite(factor) and _ratio(factor * right, right, losing) > 1
     return (
-        f"it is {factor:.4g} times what is right" if shows and _alike(output, factor * right, right, losing) else None
+        f"{_called(name)} is {factor:.4g} times what is right"
+        if shows and _alike(output, factor * right, right, losing)
+        else None
     )
 
 

@@ -145,7 +145,7 @@ def _no_token_counts(call: signature.Called, problem: formulas.Problem) -> quest
         return question.Fault(f"  the loss is {loss:.6g} where no token counts; expected NaN, as torch has it, or 0")
     for name, x in outputs.items():
         if x.count_nonzero():
-            mistake = "gradients are divided by the number of tokens that count, 0"
+            mistake = "gradients are divided by the number of tokens that count, which is 0"
             place = f"  the gradient of {name} is not 0 where no token counts: {x.flatten()[0].item():.6g}, ..."
             return question.Fault(f"{place}\n  pattern: {mistake}", mistake)
     return None

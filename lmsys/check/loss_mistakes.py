@@ -108,11 +108,11 @@ def mistakes(problem: Problem) -> Mistakes:
         "the softmax is taken over tokens, not over classes": (
             lambda x, s: mean(-at_target(logits_of(x).log_softmax(dim=0), s), s)
         ),
-        "targets are shifted by a token once more": (
+        "targets are shifted by one token, which the caller has done already": (
             lambda x, s: F.cross_entropy(logits_of(x)[:-1], s["targets"][1:], ignore_index=s["ignore_index"])
         ),
-        "the logarithm has base 2": lambda x, s: right(x, s) / math.log(2),
-        "it is a probability, not its logarithm: the mean of 1 - p": lambda x, s: mean(1 - (-losses(x, s)).exp(), s),
+        "the logarithm has base 2, not e": lambda x, s: right(x, s) / math.log(2),
+        "the loss is 1 - p of the target, not -log p": lambda x, s: mean(1 - (-losses(x, s)).exp(), s),
     }
     return {
         **forwards({"the losses are summed, not averaged": lambda x, s: losses(x, s).sum()}),
@@ -134,7 +134,7 @@ BY_COUNT: dict[str, Formula] = {
     )
 }
 FIRST_FOR_ALL: dict[str, Gradients] = {
-    "the gradient of the first token stands for those of all": (
+    "every token's gradient is multiplied by the first token's grad_output, not by its own": (
         lambda problem, _: outputs_of(
             right, replace(problem, grad_output=problem.upstream.flatten()[0].expand(problem.upstream.shape))
         )
@@ -151,12 +151,14 @@ def _shifted_by(top: Callable[[Tensor], Tensor]) -> Formula:
 
 
 MAXIMUM = {
-    "no maximum is subtracted before the exponential: it overflows": _shifted_by(lambda x: torch.zeros_like(x[:, :1])),
-    "the maximum begins at 0, not at -inf: logits far below it underflow": (
+    "no maximum is subtracted before the exponential, which overflows": _shifted_by(
+        lambda x: torch.zeros_like(x[:, :1])
+    ),
+    "the maximum begins at 0, not at -inf: logits far below 0 underflow": (
         _shifted_by(lambda x: x.amax(dim=-1, keepdim=True).clamp(min=0))
     ),
-    "the first logit is subtracted, not the largest: it overflows": _shifted_by(lambda x: x[:, :1]),
-    "the largest logit of all tokens is subtracted, not that of each: others underflow": (
+    "the first logit is subtracted, not the largest: the exponential overflows": _shifted_by(lambda x: x[:, :1]),
+    "one maximum is taken over all tokens, not one per token: exponentials of other tokens underflow": (
         _shifted_by(lambda x: x.amax().expand(len(x), 1))
     ),
 }
@@ -168,8 +170,8 @@ def _as_they_are(inputs: Inputs, settings: Settings) -> Tensor:
 
 IGNORED: dict[str, Formula] = {
     "ignored tokens count in the mean: the sum is divided by all tokens": lambda x, s: losses(x, s).mean(),
-    "ignored tokens are not left out: they count as tokens of their class, or of class 0": _as_they_are,
-    "the loss of ignored tokens is added, and the sum divided by those that count": (
+    "ignored tokens are not left out: ignore_index is taken for their class, or for class 0": _as_they_are,
+    "the losses of ignored tokens are added to the sum, which is divided by the number of other tokens": (
         lambda x, s: _as_they_are(x, s) * len(counts(s)) / counts(s).sum()
     ),
 }
@@ -185,12 +187,12 @@ def _of_vocabulary(vocabulary: int) -> dict[str, Formula]:
 
     return {
         **{
-            f"{more} classes behind the last one count, with logits of {by:g}, not -inf": padded(more, by)
+            f"{more} padded classes count, with logits of {by:g}: they need -inf": padded(more, by)
             for more in padding(vocabulary)
             for by in FINITE
         },
         **{
-            f"classes from {classes} on do not count in the sum": padded(classes - vocabulary)
+            f"classes from {classes} on do not count in the sum of exponentials": padded(classes - vocabulary)
             for classes in cut(vocabulary)
         },
         **{f"every class counts {times} times in the sum of exponentials": (repeated(times)) for times in (2, 4, 8)},
@@ -202,7 +204,9 @@ def _of_chunks(tokens: int) -> dict[str, Formula]:
     parts = {f"{parts} chunks": math.ceil(tokens / parts) for parts in (2, 4, 8)}
     sizes |= {words: size for words, size in parts.items() if size not in CHUNKS}
     return {
-        f"the mean of the means of {words}, which hold unequal counts": partial(_mean_of_means, size=size)
+        f"{words} are averaged with equal weight, though they hold different numbers of counted tokens": partial(
+            _mean_of_means, size=size
+        )
         for words, size in sizes.items()
     }
 
@@ -228,16 +232,16 @@ def _of_gradients(counted: Tensor) -> dict[str, Gradients]:
 
     count, all_counted = int(counted.sum()), bool(counted.all())
     gradients = {
-        "gradients are those of the sum: they are not divided by the number of tokens": times(count),
+        "gradients are not divided by the number of tokens, though the loss is a mean": times(count),
         "gradients are divided by the number of tokens twice": times(1 / count),
-        "gradients are divided by all tokens, ignored ones too": times(count / len(counted)),
+        "gradients are divided by the number of all tokens, ignored ones too": times(count / len(counted)),
         "the sign of the gradients is wrong": times(-1.0),
-        "in the backward 1 is not subtracted at the target": _through_the_head(lambda p, one_hot: p, counted),
-        "in the backward ignored tokens have a gradient": (
+        "the backward uses p in place of p - onehot(target)": _through_the_head(lambda p, one_hot: p, counted),
+        "in the backward ignored tokens have a gradient, which must be 0": (
             _through_the_head(lambda p, one_hot: p - one_hot, torch.ones_like(counted))
         ),
         # dx = dy - dot(dy, y) in the place of dy - exp(y) sum(dy), y the log-softmax.
-        "the backward subtracts the product of gradient and result, not the probabilities": (
+        "the backward of y = log_softmax is dy - sum(dy * y), not dy - exp(y) * sum(dy)": (
             _through_the_head(lambda p, one_hot: -one_hot + (one_hot * p.log()).sum(dim=-1, keepdim=True), counted)
         ),
     }

@@ -156,9 +156,9 @@ def rms_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     """The plainest first."""
     x = problem.inputs["x"]
     return {
-        **formulas.forwards({"the mean is subtracted, as LayerNorm does": of_parts(rms, True)}),
+        **formulas.forwards({"the mean is subtracted, as in LayerNorm; RMSNorm subtracts none": of_parts(rms, True)}),
         **formulas.forwards(
-            {"squares overflow in the dtype of x: they belong in float32": of_parts(rms, False)}, x.dtype
+            {"squares overflow in the dtype of x: x must be squared in float32": of_parts(rms, False)}, x.dtype
         ),
         **formulas.forwards(_of_divisors(x.shape[-1], False)),
         **formulas.backwards(rms_norm, _of_dx(False) | _of_weights(x, False)),
@@ -169,12 +169,14 @@ def layer_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     """The plainest first."""
     x, width = problem.inputs["x"], problem.inputs["x"].shape[-1]
     plainest: dict[str, formulas.Formula] = {
-        "the mean is not subtracted, as RMSNorm has it": of_parts(rms, False),
-        "the mean is subtracted, and the variance is that around 0": _with_squares_of_mean(1.0),
-        "the variance is divided by the width less one": of_parts(_over(width, width - 1), True),
+        "the mean is not subtracted: the result is that of RMSNorm": of_parts(rms, False),
+        "the mean is subtracted, but the variance is mean(x^2), not mean((x - mean)^2)": _with_squares_of_mean(1.0),
+        "the variance is the sum of squares over width - 1, not over the width": of_parts(
+            _over(width, width - 1), True
+        ),
     }
     padded = {
-        f"{more} columns behind the last one count in the variance, as zeros less the mean": (
+        f"{more} padded columns count in the variance, as (0 - mean)^2; they must not count": (
             _with_squares_of_mean(more / width)
         )
         for more in formulas.padding(width)
@@ -182,7 +184,7 @@ def layer_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     return {
         **formulas.forwards(plainest | _of_divisors(width, True) | padded),
         **formulas.forwards(
-            {"the variance is mean(x^2) - mean(x)^2: the difference of large numbers": _one_pass}, x.dtype
+            {"the variance is mean(x^2) - mean(x)^2, which cancels; use mean((x - mean)^2)": _one_pass}, x.dtype
         ),
         **formulas.forwards({"the bias is not added": of_parts(rms, True, bias=0.0)}),
         **formulas.backwards(
@@ -228,19 +230,23 @@ def _root(columns: int | None = None, eps: float | None = None) -> Divisor:
 
 def _of_divisors(width: int, centred: bool) -> dict[str, formulas.Formula]:
     divisors: dict[str, Divisor] = {
-        "eps is added to the root, not inside of it": lambda x, eps: rms(x, 0.0) + eps,
+        "eps is added to the root, not under it: sqrt(mean(x^2)) + eps": lambda x, eps: rms(x, 0.0) + eps,
         **{
             f"eps is always {eps:g}, whatever is given" if eps else "eps is missing": _root(eps=eps)
             for eps in USUAL_EPS
         },
         "eps is squared": lambda x, eps: rms(x, eps * eps),
         "eps is added to the sum of squares, not to their mean": lambda x, eps: rms(x, eps / width),
-        "no root is taken": lambda x, eps: rms(x, eps).square(),
+        "no root is taken: the divisor is mean(x^2) + eps": lambda x, eps: rms(x, eps).square(),
         "squares are summed, not averaged": _over(width, 1),
-        "the mean of sizes stands for that of squares": lambda x, eps: mean_of(x.abs()) + eps,
-        "the mean itself stands for that of squares": lambda x, eps: (mean_of(x).square() + eps).sqrt(),
-        "the mean is over rows, not over columns": lambda x, eps: ((x * x).mean(0) + eps).sqrt(),
-        "the mean is over the whole tensor, not over each row": lambda x, eps: ((x * x).mean() + eps).sqrt(),
+        "the divisor is mean(|x|) + eps, not sqrt(mean(x^2) + eps)": lambda x, eps: mean_of(x.abs()) + eps,
+        "the divisor is sqrt(mean(x)^2 + eps), not sqrt(mean(x^2) + eps)": lambda x, eps: (
+            mean_of(x).square() + eps
+        ).sqrt(),
+        "the mean of squares is taken over rows, not over columns": lambda x, eps: ((x * x).mean(0) + eps).sqrt(),
+        "the mean of squares is taken over the whole tensor, not over each row": lambda x, eps: (
+            (x * x).mean() + eps
+        ).sqrt(),
         **{
             f"the sum of squares is divided by {width + more} columns, not by {width}": _over(width, width + more)
             for more in formulas.padding(width)
@@ -254,7 +260,7 @@ def _of_divisors(width: int, centred: bool) -> dict[str, formulas.Formula]:
         "the weight is ignored": lambda y, w: y + 0 * w,
         "the weight is added, not multiplied": torch.add,
         "the weight is applied twice": lambda y, w: y * w * w,
-        "it is divided by the weight": torch.div,
+        "the result is divided by the weight, not multiplied": torch.div,
     }
     return {text: of_parts(divisor, centred) for text, divisor in divisors.items()} | {
         text: of_parts(rms, centred, weighted) for text, weighted in weights.items()
@@ -274,9 +280,9 @@ def _of_dx(centred: bool) -> dict[str, formulas.Gradients]:
         return gradients
 
     dx: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
-        "the term of the root is missing in dx: rstd is taken for a constant": lambda g, y, r, _: r * less(g),
-        "the term of the root is added in dx, not subtracted": lambda g, y, r, _: r * (less(g) + y * mean_of(g * y)),
-        "the term of the root is summed in dx, not averaged": (
+        "dx lacks the term y mean(dy w y): rstd is treated as a constant": lambda g, y, r, _: r * less(g),
+        "dx has the term y mean(dy w y) added, not subtracted": lambda g, y, r, _: r * (less(g) + y * mean_of(g * y)),
+        "dx has the term y sum(dy w y), not y mean(dy w y)": (
             lambda g, y, r, _: r * (less(g) - y * (g * y).sum(-1, keepdim=True))
         ),
         "dx is not multiplied by the weight": lambda g, y, r, do: r * (less(do) - y * mean_of(do * y)),
@@ -284,8 +290,8 @@ def _of_dx(centred: bool) -> dict[str, formulas.Gradients]:
         "dx is multiplied by the variance, not by its inverse root": (
             lambda g, y, r, _: r**-2 * (less(g) - y * mean_of(g * y))
         ),
-        "the term of the mean is missing in dx": lambda g, y, r, _: r * (g - y * mean_of(g * y)),
-        "the term of the mean is subtracted twice in dx": (
+        "dx lacks the term of the mean, mean(dy w)": lambda g, y, r, _: r * (g - y * mean_of(g * y)),
+        "dx has the term of the mean, mean(dy w), subtracted twice": (
             lambda g, y, r, _: r * (g - 2 * mean_of(g) - y * mean_of(g * y))
         ),
     }
@@ -306,7 +312,7 @@ def _of_weights(x: Tensor, centred: bool) -> dict[str, formulas.Gradients]:
 
     count = x.numel() // x.shape[-1]
     return {
-        "the weight's gradient is made of x, which is not normalised": of(slice(None), normalised=False),
+        "the weight's gradient is made of x, not of the normalised x": of(slice(None), normalised=False),
         "the weight's gradient is averaged over rows, not summed": of(slice(None), times=1 / count),
         **{text: of(rows) for text, rows in formulas.parts_of_sum("rows", count, (x.shape[0], *BLOCK_ROWS)).items()},
     }

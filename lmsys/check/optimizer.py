@@ -98,7 +98,7 @@ def failure(
     if changed and not asked.in_place:
         step, i = changed[0]
         changes = f"step {step + 1} of {asked.steps} changes the gradient of parameter {i} in place"
-        return question.Fault(f"  {changes}: what reads it afterwards, such as accumulation, reads another", changes)
+        return question.Fault(f"  {changes}: code that reads the gradient after the step gets other values", changes)
     begins = None if asked.masters else [list(run.parameters), *made[:-1]]
     exact = optimizer_formula.Formula((form or optimizer_formula.FORMS[claim.algorithm][0]).rule).trace(run, begins)
     plain = _plain(claim, form, run, begins)
@@ -171,9 +171,13 @@ def explain(
     """
     for rule in [of.rule for of in ([form] if form else optimizer_formula.FORMS[claim.algorithm])]:
         # Masters that are lost without a state dict have been refused before.
-        lost = "float32 masters are lost by load_state_dict" if asked.reloads else "float32 masters are lost"
+        lost = (
+            "load_state_dict loses the float32 master weights"
+            if asked.reloads
+            else "no float32 master weights are kept"
+        )
         unkept = (
-            f"{lost}: steps smaller than bfloat16 rounds are nothing",
+            f"{lost}: updates below bfloat16 precision vanish",
             optimizer_formula.Formula(rule, weights=torch.bfloat16),
         )
         for mistake, formula in chain([unkept] if asked.masters else [], mistakes(claim.algorithm, rule)):
@@ -214,8 +218,8 @@ MOMENTS: Changes = {
     "moments are multiplied by 1 - beta ** t, not divided": {"corrections": lambda c1, c2: (1 / c1, 1 / c2)},
     "betas are exchanged": {"betas": lambda beta1, beta2: (beta2, beta1)},
     "betas are used as 1 - beta": {"betas": lambda beta1, beta2: (1 - beta1, 1 - beta2)},
-    "the second moment is the mean of the gradient, not of its square": {"square": lambda g: g},
-    "the second moment is the mean of |g|, not of its square": {"square": torch.abs},
+    "the second moment is the mean of g, not of g²": {"square": lambda g: g},
+    "the second moment is the mean of |g|, not of g²": {"square": torch.abs},
     "there is no root: the step is divided by the second moment itself": {
         "update": lambda m, v, c1, c2, eps: (m / c1) / (v / c2 + eps),
     },
@@ -242,10 +246,10 @@ RULES: Mapping[str, Changes] = {
         "weights decay twice in a step": {"taken": lambda lr, decay, p: (1 - (1 - lr * decay) ** 2) * p},
         "weight decay is not scaled by lr": {"taken": lambda lr, decay, p: decay * p},
         "weight decay is scaled by lr twice": {"taken": lambda lr, decay, p: lr * lr * decay * p},
-        "lr weight_decay itself is taken from the weights, not its product with them": {
+        "lr * weight_decay is subtracted as a constant, not lr * weight_decay * weight": {
             "taken": lambda lr, decay, p: lr * decay,
         },
-        "weights grow: weight decay is added to them": {"taken": lambda lr, decay, p: -lr * decay * p},
+        "weights grow: weight decay is added to them, not subtracted": {"taken": lambda lr, decay, p: -lr * decay * p},
     }
     | MOMENTS,
     "Adam": IGNORED
@@ -260,48 +264,50 @@ RULES: Mapping[str, Changes] = {
         "weight decay is added to the gradient twice": {"in_gradient": 2.0},
         "weight decay is decoupled: SGD adds it to the gradient": DECOUPLED,
         "weight decay is not scaled by lr": {"in_gradient": 0.0, "taken": lambda lr, decay, p: decay * p},
-        "the first gradient is damped too: torch begins with the gradient itself": {
+        "dampening is applied to the first gradient too; torch starts the buffer at g": {
             "buffer": lambda b, g, momentum, dampening: (0 if b is None else momentum * b) + (1 - dampening) * g,
         },
-        "the buffer is a mean: momentum b + (1 - momentum) g": {
+        "the buffer is a mean: momentum b + (1 - momentum) g, not momentum b + (1 - dampening) g": {
             "buffer": lambda b, g, momentum, dampening: (0 if b is None else momentum * b) + (1 - momentum) * g,
         },
         "lr is multiplied into the buffer: a change of lr comes late": {"rate_within": True},
         "nesterov is ignored": {"nesterov": lambda g, b, momentum: b},
-        "nesterov looks ahead from the old buffer": {"nesterov": lambda g, b, momentum: b + momentum * (b - g)},
+        "nesterov steps by b + momentum (b - g), not by g + momentum b": {
+            "nesterov": lambda g, b, momentum: b + momentum * (b - g)
+        },
     },
 }
 
 COUNTING: Changes = {
-    "steps are not counted: bias correction stays that of the first step": {"count": lambda steps, calls, of_all: 1},
-    "a step is counted twice": {"count": lambda steps, calls, of_all: 2 * steps},
-    "steps are counted from 2: bias correction is that of the next step": {
+    "steps are not counted: bias correction stays at t = 1": {"count": lambda steps, calls, of_all: 1},
+    "each step is counted twice: t grows by 2": {"count": lambda steps, calls, of_all: 2 * steps},
+    "steps are counted from 2: bias correction uses t + 1": {
         "count": lambda steps, calls, of_all: steps + 1,
     },
-    "a step is counted once for each parameter, in a counter of all": {"count": lambda steps, calls, of_all: of_all},
-    "steps are counted together: a parameter without a gradient in some is corrected as if it had had all": {
+    "one counter is raised once for each parameter: t grows too fast": {"count": lambda steps, calls, of_all: of_all},
+    "one step counter serves all: a parameter that skipped steps has the bias correction of one that did not": {
         "count": lambda steps, calls, of_all: calls,
     },
 }
 KEEPING: Changes = {
-    "it steps up the gradient": {
+    "the sign is wrong: weights move along the gradient, not against it": {
         "setting": lambda all, step, group: all[step][group] | {"lr": -all[step][group]["lr"]}
     },
     "settings of the first param group are used for all": {"setting": lambda all, step, group: all[step][0]},
     "lr of the first param group is used for all": {
         "setting": lambda all, step, group: all[step][group] | {"lr": all[step][0]["lr"]},
     },
-    "lr is read when it is made: changes in param_groups are ignored": {
+    "lr is read once, in the constructor: changes in param_groups are ignored": {
         "setting": lambda all, step, group: all[step][group] | {"lr": all[0][group]["lr"]},
     },
-    "settings are read when it is made: changes in param_groups are ignored": {
+    "settings are read once, in the constructor: changes in param_groups are ignored": {
         "setting": lambda all, step, group: all[0][group],
     },
-    "settings but lr are read when it is made: changes in param_groups are ignored": {
+    "settings other than lr are read once, in the constructor: changes in param_groups are ignored": {
         "setting": lambda all, step, group: all[0][group] | {"lr": all[step][group]["lr"]},
     },
-    "parameters without a gradient are stepped, as if it were zero": {"without_gradient": "step"},
-    "state is shared between parameters of a shape": {"shared": True},
+    "parameters without a gradient are stepped, as if the gradient were zero": {"without_gradient": "step"},
+    "parameters of one shape share one state": {"shared": True},
     "moments are not kept from step to step": {"forgets": True},
     "state is lost by load_state_dict": {"loads": lambda state: {}},
     "load_state_dict leaves lr as the constructor set it": {
@@ -313,7 +319,7 @@ KEEPING_OF_ADAM: Changes = {
     "the count of steps is lost by load_state_dict": {"loads": lambda state: state | {"t": 0}},
     "moments are lost by load_state_dict": {"loads": lambda state: {"t": state["t"]}},
     "the second moment is lost by load_state_dict": {"loads": lambda state: {"t": state["t"], "m": state["m"]}},
-    "after load_state_dict bias correction is that of the constructor's betas": {
+    "after load_state_dict bias correction uses the constructor's betas, not the loaded ones": {
         "restores": lambda loaded, made: loaded | {"corrected_by": made["betas"]},
     },
 }
@@ -340,4 +346,7 @@ def mistakes(
     )
     yield from ((words, optimizer_formula.Formula(rule, **changes)) for words, changes in KEEPINGS[algorithm].items())
     for form in [form for form in optimizer_formula.FORMS[algorithm] if form.rule is not rule]:
-        yield f"the form is not that of the first steps: here it is {form.words}", optimizer_formula.Formula(form.rule)
+        yield (
+            f"these steps follow another form than the first steps: {form.words}",
+            optimizer_formula.Formula(form.rule),
+        )

@@ -95,9 +95,9 @@ OF_ONLINE: dict[str, dict[str, Any]] = {  # mistakes in it
     "o is not rescaled": {"kept": "o"},
     "the sum is not rescaled": {"kept": "sum"},
     "neither o nor the sum is rescaled": {"kept": "o, sum"},
-    "o is not rescaled, nor divided by the sum,": {"kept": "o", "divided": False},
-    "the backward takes the factor that rescales for a constant": {"detached": "factor"},
-    "the backward takes the maximum for a constant in P, and not in the factor that rescales": {"detached": "maximum"},
+    "o is neither divided by the sum nor rescaled": {"kept": "o", "divided": False},
+    "the backward treats the factor exp(m_old - m_new) as a constant": {"detached": "factor"},
+    "the backward treats the maximum as a constant in P, but not in exp(m_old - m_new)": {"detached": "maximum"},
 }
 
 
@@ -113,12 +113,12 @@ def mistakes(case: AttentionCase) -> dict[str, Formula]:
     changes["the softmax runs over queries, not over keys"] = {"axis": -2}
     changes |= {words: {"visible": visible} for words, visible in _masks(case).items()}
     if case.causal:
-        changes["masked scores are set to 0, not to minus infinity"] = {"hidden": 0.0}
+        changes["masked scores are set to 0, not to -inf"] = {"hidden": 0.0}
     ends = {case.queries, *range(16, case.keys, 16), *(case.keys // t * t for t in TILES), case.keys - 1}
     for keys in sorted(ends & set(range(1, case.keys))):
         changes[f"keys from {keys} on are ignored"] = {"read": lambda x, n=keys: x[:, :, :n]}
     for more in sorted({-case.keys % tile for tile in TILES} - {0}):
-        changes[f"{more} keys behind the last one are read as zeros"] = {
+        changes[f"{more} keys past the last one are read as zeros: their scores must be -inf"] = {
             "read": partial(torch.nn.functional.pad, pad=(0, 0, 0, more))
         }
     if case.heads != case.kv_heads:
@@ -133,13 +133,13 @@ def mistakes(case: AttentionCase) -> dict[str, Formula]:
 def _scales(case: AttentionCase) -> dict[str, Any]:
     usual, scale = case.head_dim**-0.5, right(case).scale
     of_its_own = {
-        "scale is ignored: it is always head_dim ** -0.5": usual,
-        "scale comes on top of head_dim ** -0.5": scale * usual,
+        "the argument scale is ignored: scores are multiplied by head_dim ** -0.5": usual,
+        "scores are multiplied by scale and by head_dim ** -0.5: scale must replace head_dim ** -0.5": scale * usual,
     }
     return (of_its_own if case.scale is not None else {}) | {
         "there is no scale: scores are q kᵀ": 1.0,
         "scores are divided by head_dim, not by its root": 1 / case.head_dim,
-        "scores are multiplied by the root of head_dim": case.head_dim**0.5,
+        "scores are multiplied by the root of head_dim, not divided by it": case.head_dim**0.5,
         **{
             f"the scale is that of a head dimension padded to {size}": size**-0.5
             for size in (32, 64, 128, 256)
@@ -151,11 +151,11 @@ def _scales(case: AttentionCase) -> dict[str, Any]:
 
 def _masks(case: AttentionCase) -> dict[str, Any]:
     if not case.causal:
-        return {"it is causal where it must not be": lambda i, j: j <= i}
+        return {"a causal mask is applied where none is asked for": lambda i, j: j <= i}
     masks: dict[str, Any] = {
         "the causal mask is ignored": lambda i, j: j >= 0,
         "off by one at the diagonal: a query does not see its own key": lambda i, j: j < i,
-        "off by one at the diagonal: a query sees the key behind its own": lambda i, j: j <= i + 1,
+        "off by one at the diagonal: a query sees the key after its own": lambda i, j: j <= i + 1,
         "the mask is turned around: a query sees the keys from its own on": lambda i, j: j >= i,
     }
     for tile in [tile for tile in TILES if tile < max(case.queries, case.keys)]:
@@ -164,10 +164,12 @@ def _masks(case: AttentionCase) -> dict[str, Any]:
                 lambda i, j, t=tile: j // t <= i // t
             ),
             f"tiles of {tile} on the diagonal are left out": lambda i, j, t=tile: j // t < i // t,
-            f"the mask is applied within tiles of {tile} alone": lambda i, j, t=tile: j % t <= i % t,
+            f"the mask compares places within tiles: j % {tile} <= i % {tile}, not j <= i": lambda i, j, t=tile: (
+                j % t <= i % t
+            ),
         }
     if case.queries != case.keys:
-        last = "the causal mask begins at the last key, not at the first (bottom right, not top left)"
+        last = "the causal mask is aligned to the bottom right; the contract is the top left: query i sees keys j <= i"
         masks[last] = lambda i, j: j <= i + case.keys - case.queries
     return masks
 
@@ -206,21 +208,25 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
         "the scale is missing": summed(p, p * (dp - delta), 1.0),
         "the scale is applied twice": summed(p, p * (dp - delta), scale**2),
         "delta, the row sum of do · o, is not subtracted": summed(p, p * dp),
-        "delta is added where it is to be subtracted": summed(p, p * (dp + delta)),
+        "delta, the row sum of do · o, is added, not subtracted": summed(p, p * (dp + delta)),
         "dP is not multiplied by P": summed(p, dp - delta),
-        "the log-sum-exp is in base 2, and is read as one in base e": with_p((seen - lse / math.log(2)).exp()),
-        "the log-sum-exp is in base e, and is read as one in base 2": with_p((seen - lse * math.log(2)).exp()),
-        "do is ignored: ones stand for it": summed(
+        "the log2-sum-exp that the forward saved is read as a natural log-sum-exp": with_p(
+            (seen - lse / math.log(2)).exp()
+        ),
+        "the natural log-sum-exp that the forward saved is read as a log2-sum-exp": with_p(
+            (seen - lse * math.log(2)).exp()
+        ),
+        "do is ignored: ones are used in its place": summed(
             p, p * (by_ones - (p * by_ones).sum(dim=-1, keepdim=True)), scale, ones
         ),
     }
     for tile in [tile for tile in TILES if tile < 2 * case.queries]:
-        made[f"delta is made for the first half of each tile of {tile} alone"] = summed(
+        made[f"delta is computed only for the first half of each tile of {tile} rows"] = summed(
             p, p * (dp - delta * (rows % tile < tile // 2))
         )
     if case.causal:
         made["the causal mask is ignored"] = with_p((scores - lse).exp())
-        made["the causal mask is ignored, in the sum as well"] = with_p(scores.softmax(dim=-1))
+        made["the causal mask is ignored, also in the softmax sum"] = with_p(scores.softmax(dim=-1))
     if case.heads != case.kv_heads and name != "dq":
         grouped = by_head(p, p * (dp - delta)).unflatten(1, (case.kv_heads, -1))
         made["only the last query head of a group counts"] = grouped[:, :, -1]
@@ -261,7 +267,7 @@ def explain(case: AttentionCase, inputs: Inputs, outputs: Outputs, name: str, bu
         return _rows_of("unwritten, or NaN", lost)
     factor = float((output * good).sum() / good.square().sum())
     if math.isfinite(factor) and abs(factor - 1) > 1e-6 and is_(factor * good):
-        return f"it is {factor:.4g} times what is right"
+        return f"{name} is {factor:.4g} times what is right"
     return _rows_of("zeros", output == 0) or _only(~((output - good).abs() <= budget))
 
 
@@ -310,19 +316,19 @@ def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
         near = partial(_nearest, dtype=dtype)
         near_q, near_k, near_v = near(q), near(k), near(v)
         places = {
-            "q and k are": ((near_q, near_k, v), ""),
-            "q, k, v and P are": ((near_q, near_k, near_v), "P"),
-            "P and v are": ((q, k, near_v), "P"),
-            "P is summed after it is": ((q, k, v), "P, sum"),
-            "P is": ((q, k, v), "P"),
-            "q, k and q kᵀ are": ((near_q, near_k, v), "scores"),
+            "q and k are {}": ((near_q, near_k, v), ""),
+            "q, k, v and P are {}": ((near_q, near_k, near_v), "P"),
+            "P and v are {}": ((q, k, near_v), "P"),
+            "the softmax sum adds P {}, not P in float32": ((q, k, v), "P, sum"),
+            "P is {}": ((q, k, v), "P"),
+            "q, k and q kᵀ are {}": ((near_q, near_k, v), "scores"),
         }
         for tile in (case.keys, *(tile for tile in TILES if tile < case.keys)):
             by_tiles = f", in tiles of {tile} keys" if tile < case.keys else ""
             for words, (of_given, rounded) in places.items():
                 if "P" in rounded or not by_tiles:
                     forward = partial(online, right(case), tile, rounded=rounded, near=near)
-                    made[f"{words} rounded to {kind}{by_tiles}"] = forward(*(x.double() for x in of_given))
+                    made[words.format(f"rounded to {kind}{by_tiles}")] = forward(*(x.double() for x in of_given))
     return made
 
 
@@ -344,5 +350,5 @@ def _rows_of(kind: str, at: Tensor) -> str | None:
         return None
     size, count = rows.shape[-1], int(rows[0, 0].sum())
     if bool((rows == (torch.arange(size, device=rows.device) >= size - count)).all()):
-        return f"all of it is {kind}" if count == size else f"the last {count} rows are {kind}"
+        return f"all rows are {kind}" if count == size else f"the last {count} rows are {kind}"
     return f"{int(rows.sum())} of {rows.numel()} rows are {kind}"

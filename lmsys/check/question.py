@@ -58,13 +58,15 @@ class Fault:
         return cls(text, raises=True, backward=backward)
 
     @classmethod
-    def explained(cls, place: str, mistake: str | None, error_ratio: float, before: Sequence[str] = ()) -> "Fault":
-        """The fault of a number, with its mistake where one is known; "": nobody has searched for one.
+    def explained(
+        cls, place: str, mistake: str | None, error_ratio: float | None, before: Sequence[str] = ()
+    ) -> "Fault":
+        """A fault with its mistake, where one is known; "": nobody has searched for one.
 
         before  what is right of the same answer, its result first
         """
         pattern = f"\n  pattern: {mistake}" if mistake else "\n  no known mistake gives this result"
-        more = f"\n  right before it: {', '.join(before)}" if before else ""
+        more = f"\n  right in the same answer: {', '.join(before)}" if before else ""
         return cls(place + pattern * (mistake != "") + more, mistake or None, error_ratio, backward=bool(before))
 
     @property

@@ -144,8 +144,8 @@ class Recorder:
             raise PeerFailed(f"rank {lost[0]} has raised {noted[lost[0]][1:]}")
         if len(set(noted)) > 1:
             self.fail(Mismatch())
-            calls = ", ".join(f"on rank {rank} comes {other}" for rank, other in enumerate(noted))
-            raise Mismatch(f"ranks begin different collectives: after {number} equal ones {calls}")
+            calls = ", ".join(f"rank {rank} comes to {other}" for rank, other in enumerate(noted))
+            raise Mismatch(f"after {number} equal calls {calls}")
 
 
 class Delayed:

@@ -166,11 +166,11 @@ def plain(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
 def mistakes(call: signature.Called, problem: formulas.Problem) -> formulas.Mistakes:
     """The plainest first; of a function that is given tables, those of positions and frequencies are not its own."""
     plainest: dict[str, formulas.Formula] = {
-        "it turns the other way: the sine has the wrong sign": by(lambda x, s: -angles_of(x, s)),
+        "x is turned the other way: the sine has the wrong sign": by(lambda x, s: -angles_of(x, s)),
         "sine and cosine are exchanged": by(lambda x, s: math.pi / 2 - angles_of(x, s)),
-        "x is returned as it is": lambda x, s: x["x"] * 1,
-        "pairs are mixed up: tables of neighbours, and halves are turned": _mixed(HALVES, NEIGHBOURS),
-        "pairs are mixed up: tables of halves, and neighbours are turned": _mixed(NEIGHBOURS, HALVES),
+        "x is returned unchanged": lambda x, s: x["x"] * 1,
+        "pairs are mixed up: the tables are laid out for neighbours, but halves are turned": _mixed(HALVES, NEIGHBOURS),
+        "pairs are mixed up: the tables are laid out for halves, but neighbours are turned": _mixed(NEIGHBOURS, HALVES),
         "only the first half of the head dimension is turned": _half_turned,
     }
     return {
@@ -180,7 +180,7 @@ def mistakes(call: signature.Called, problem: formulas.Problem) -> formulas.Mist
             if call.has("cos")
             else formulas.forwards(ANGLES) | formulas.forwards(_rounded(problem.dtype), torch.float32)
         ),
-        **formulas.forwards({"the batch's second axis, heads, is taken for the sequence": _over_heads}),
+        **formulas.forwards({"axis 1, the heads, is taken for the sequence, which is axis 2": _over_heads}),
         **formulas.backwards(right, BACKWARDS),
     }
 
@@ -193,7 +193,7 @@ def _turning(times: float) -> formulas.Gradients:
 
 
 BACKWARDS = {
-    "the backward turns as the forward does: it must turn back": _turning(1.0),
+    "the backward turns the same way as the forward; it must turn back": _turning(1.0),
     "the backward does not turn": _turning(0.0),
 }
 
@@ -216,8 +216,8 @@ ANGLES: dict[str, formulas.Formula] = {
     "positions are ignored: they begin at 0, or a table of an earlier call is read again": (
         _with("positions", lambda p: torch.arange(len(p), device=p.device))
     ),
-    "positions begin at 1": _with("positions", lambda p: p + 1),
-    "positions are one too few": _with("positions", lambda p: p - 1),
+    "positions are one too large, as if they began at 1": _with("positions", lambda p: p + 1),
+    "positions are one too small": _with("positions", lambda p: p - 1),
     "all tokens are at the last position": _with("positions", lambda p: p[-1:].expand(len(p))),
     **{f"theta is always {theta:,.0f}, whatever is given": _with("theta", theta) for theta in THETAS},
     "frequencies rise with the column: the sign of the exponent is wrong": _with("theta", lambda theta: theta**-1.0),

@@ -25,6 +25,7 @@ from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.registry import Entry
 
 WORLD_SIZE = 2
+ORDER = "ranks do not call the same collectives in the same order"
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # of ranks: else a wait that ends warns in four lines
 START_S, TRIAL_S = 120.0, 12.0  # to start ranks and import what they need; for a training of milliseconds
 
@@ -113,7 +114,7 @@ def fault(ask: Ask, trial: Trial, results: Sequence[trained.Result], rules: Rule
     """The fault of the ranks' results of a trial; None where there is none."""
     failure = blamed(results)
     if failure is not None and failure.kind == recorder.Mismatch.__name__:
-        return question.Fault(f"  {failure.text}, {failure.doing}", "ranks begin different collectives")
+        return question.Fault.explained(f"  {failure.text}, {failure.doing}", ORDER, None)
     if failure is not None:
         return question.Fault(f"  {failure}")
     exact, ordinary = (trained.plain(trial, dtype)[-1].weights for dtype in (torch.float64, torch.float32))
@@ -137,19 +138,22 @@ def optimizer_rules(steps: Sequence[trained.Before]) -> Iterator[Rule]:
     """Each known mistake, and the weights that the last of the steps then leads to."""
     now, number, trial = steps[-1], len(steps) - 1, steps[-1].trial
     g, world_size, given = now.means, trial.world_size, OPTIMIZERS[trial.optimizer]
-    yield "no rank steps ({names})", now.weights
+    yield "no rank updates {names}", now.weights
     for names in CHANGED if trial.schedule and number > 0 else ():
-        words = f"{' and '.join(names)} as changed in param_groups: the change is not used"
+        words = f"changes of {' and '.join(names)} in param_groups are not used"
         yield words, now.after(g, {name: given[name] for name in names})
-    yield "gradients are summed over ranks again", now.after({name: world_size * x for name, x in g.items()})
     yield (
-        "gradients are divided by the number of ranks again",
+        "the optimizer sums gradients over ranks, which are averaged already",
+        now.after({name: world_size * x for name, x in g.items()}),
+    )
+    yield (
+        "the optimizer divides gradients by the number of ranks, which are averaged already",
         now.after({name: x / world_size for name, x in g.items()}),
     )
     lost: dict[str, dict[str, object]] = {
-        "the options of a group are lost: it has those of the first group": now.optimizer.param_groups[0],
-        "the options of a group are lost: it has the optimizer's": now.optimizer.defaults,
-        "the optimizer's options are lost: it has torch's defaults": (
+        "a group's own options are ignored: the first group's options are used": now.optimizer.param_groups[0],
+        "a group's own options are ignored: the constructor's defaults are used": now.optimizer.defaults,
+        "the options of the constructor are ignored: torch's defaults are used": (
             getattr(torch.optim, trial.optimizer)([torch.zeros(1)]).defaults
         ),
     }
@@ -159,11 +163,11 @@ def optimizer_rules(steps: Sequence[trained.Before]) -> Iterator[Rule]:
         yield "the optimizer's state is lost between steps", now.after(g, afresh=True)
         left = steps[-2].means
         yield (
-            "zero_grad() leaves gradients of parameters that other ranks own: they add to the next",
+            "zero_grad() leaves gradients of parameters that other ranks own, and the next step's are added to them",
             now.after({name: x + left[name] * (world_size - 1) / world_size for name, x in g.items()}),
         )
         yield (
-            "zero_grad() leaves gradients: they add to the next",
+            "zero_grad() leaves gradients, and the next step's are added to them",
             now.after({name: x + left[name] for name, x in g.items()}),
         )
-    yield "it is stepped twice", now.after(g, times=2)
+    yield "the update is applied twice", now.after(g, times=2)

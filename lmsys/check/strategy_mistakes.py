@@ -69,92 +69,100 @@ def over_ranks(x: Tensor) -> Tensor:
     return x.mean(dim=0, keepdim=True)
 
 
-NOT_SHARED = "updates are not shared with all ranks"
-EARLY = "are synchronized too early, before the last use of the weight has added to them"
-TWICE = "of a weight with two uses are counted twice"
+NOT_SHARED = "no broadcast or all-gather brings the updated weights to all ranks"
+EARLY = "are synchronized too early, before both uses of the weight have added their parts"
+TWICE = "are synchronized twice, once after each use of the weight"
 # By the condition that a mistake needs: what is done to gradients, and the gradient that the ranks then step by. Of two
 # that give equal results the first is named.
 MISTAKES: tuple[tuple[str, str, Callable[[Seen], Tensor]], ...] = (
-    ("", "are never synchronized: each rank steps by its own", lambda s: s.local),
+    ("", "are never synchronized: each rank steps by its own gradients", lambda s: s.local),
     (
         "unused",
-        "are averaged over the ranks that use the parameter, where the others count as zero",
+        "are divided by the number of ranks that use the parameter; the contract divides by world_size",
         lambda s: s.mean * len(s.used) / s.used.sum(),
     ),
     ("unused", "are lost on the ranks that do not use the parameter", lambda s: s.mean * s.used),
     (
         "unused",
-        "are averaged over the ranks that use it, and lost on the others",
+        "are divided by the number of ranks that use the parameter, and lost on the other ranks",
         lambda s: s.mean * len(s.used) / s.used.sum() * s.used,
     ),
     ("", "are summed over ranks, not averaged", lambda s: len(s.used) * s.mean),
     ("", "are divided by the number of ranks twice", lambda s: s.mean / len(s.used)),
     (
         "uneven",
-        "are weighted by the number of tokens of each rank; the contract is the mean over ranks",
+        "are weighted by the number of tokens of each rank; the contract is the plain mean over ranks",
         lambda s: over_ranks(s.local * s.sizes / s.sizes.mean()),
     ),
     (
         "uneven",
-        "are weighted by the tokens of each rank, over those of the largest batch",
+        "are weighted by tokens / (tokens of the largest batch); the contract is the plain mean over ranks",
         lambda s: over_ranks(s.local * s.sizes / s.sizes.max()),
     ),
-    ("micro", "are those of the last micro-batch alone", lambda s: over_ranks(s.grads[:, -1])),
-    ("micro", "are those of the first micro-batch alone", lambda s: over_ranks(s.grads[:, 0])),
+    ("micro", "come from the last micro-batch alone", lambda s: over_ranks(s.grads[:, -1])),
+    ("micro", "come from the first micro-batch alone", lambda s: over_ranks(s.grads[:, 0])),
     (
         "micro",
-        "of micro-batches under no_sync() are not synchronized at all, those of the last are",
+        "are synchronized for the last micro-batch only: gradients made under no_sync() stay local",
         lambda s: s.local - s.grads[:, -1] + over_ranks(s.grads[:, -1]),
     ),
     (
         "micro",
-        "are synchronized after the first micro-batch, and not when the step is made",
+        "are synchronized after the first micro-batch only: later gradients stay local",
         lambda s: s.local - s.grads[:, 0] + over_ranks(s.grads[:, 0]),
     ),
     (
         "micro",
-        "are synchronized under no_sync(), and those of the last micro-batch are not",
+        "are synchronized under no_sync(), but not after the last micro-batch, whose gradients stay local",
         lambda s: s.mean - over_ranks(s.grads[:, -1]) + s.grads[:, -1],
     ),
     (
         "micro",
-        "of earlier micro-batches are summed over ranks again with each later one",
+        "are summed over ranks after each micro-batch: earlier gradients, summed already, are summed again",
         lambda s: s.again(len(s.used)) / len(s.used),
     ),
     (
         "micro",
-        "are summed over ranks again with each micro-batch, and never divided",
+        "are summed over ranks after each micro-batch, earlier ones again, and never divided",
         lambda s: s.again(len(s.used)),
     ),
     (
         "micro",
-        "of earlier micro-batches are divided by the number of ranks again with each later one",
+        "are divided by the number of ranks after each micro-batch: earlier gradients are divided again",
         lambda s: s.again(1 / len(s.used)) / len(s.used),
     ),
     ("micro", "are summed over micro-batches twice", lambda s: s.grads.shape[1] * s.mean),
     ("micro", "are divided by the number of micro-batches twice", lambda s: s.mean / s.grads.shape[1]),
     (
         "twice",
-        f"{EARLY}: what comes later stays on its rank",
+        f"{EARLY}: the second part stays on its rank",
         lambda s: s.local - s.early + over_ranks(s.early),
     ),
-    ("twice", f"{EARLY}: what comes later is lost", lambda s: over_ranks(s.early)),
-    ("twice", "are those of one use of the weight alone", lambda s: s.mean - over_ranks(s.early)),
+    ("twice", f"{EARLY}: the second part is lost", lambda s: over_ranks(s.early)),
     (
         "twice",
-        f"{TWICE}: the first part is summed over ranks again with the second",
+        "come from one use of the weight alone: the parts of both uses must be added",
+        lambda s: s.mean - over_ranks(s.early),
+    ),
+    (
+        "twice",
+        f"{TWICE}: the part made first is multiplied by the number of ranks",
         lambda s: s.mean + (len(s.used) - 1) * over_ranks(s.early),
     ),
     (
         "twice",
-        f"{TWICE}: the second part is averaged twice",
+        f"{TWICE}: the part made second is multiplied by the number of ranks",
         lambda s: len(s.used) * s.mean - (len(s.used) - 1) * over_ranks(s.early),
     ),
-    ("", "are not used: it keeps its weights", lambda s: torch.zeros_like(s.mean)),
-    ("", "begin at the weights, as in a buffer that is not zeroed", lambda s: s.mean + s.weights),
+    ("", "are not used: the weights stay as they are", lambda s: torch.zeros_like(s.mean)),
+    (
+        "",
+        "have the weights added, as if a flat buffer still held weights when gradients were added to it",
+        lambda s: s.mean + s.weights,
+    ),
     ("", "are counted twice", lambda s: 2 * s.mean),
     ("", "are multiplied by the number of ranks twice", lambda s: len(s.used) ** 2 * s.mean),
-    ("", "are subtracted where they are to be added", lambda s: -s.mean),
+    ("", "have the wrong sign: weights move along the gradient, not against it", lambda s: -s.mean),
 )
 
 
@@ -164,9 +172,9 @@ def rules(steps: Sequence[Before]) -> Iterator[Rule]:
     seen = {name: _seen(before, name) for name in before.grads}
     for condition, words, gradient in MISTAKES:
         grads = {name: gradient(s) for name, s in seen.items() if s.holds(condition)}
-        yield ("gradients{of} " if words.startswith("of ") else "{gradients} ") + words, _stepped(before, grads)
+        yield "{gradients} " + words, _stepped(before, grads)
     for rank in range(before.trial.world_size):
-        words = f"{{gradients}} are those of rank {rank} alone on every rank, and are not averaged"
+        words = f"{{gradients}} come from rank {rank} alone on every rank: they are not averaged"
         yield words, _stepped(before, {name: s.local[rank : rank + 1] for name, s in seen.items()})
     for dtype in (torch.bfloat16, torch.float16):
         words = f"{{gradients}} are communicated in {str(dtype).removeprefix('torch.')}"
@@ -204,7 +212,7 @@ def explain(ask: Ask, trial: Trial, rules: Rules) -> str | None:
         if wrong and steps == 0:
             return _beginning(trial, wrong, exact[0])
         if raced := [call for result in results for call in result.raced]:
-            return f"what the {raced[0]} works on is written to before it has been waited for"
+            return f"a tensor is written while its {raced[0]} is still running: wait() comes too late"
         if wrong:
             name = _step(results, wrong, exact[:steps], ordinary[:steps], rules)
             return name and (name if steps == 1 else f"{name} (from step {steps} on)")
@@ -230,7 +238,7 @@ def _step(
     trial, trained = exact[-1].trial, list(exact[-1].means)
     left = [name for name in wrong if name not in trial.twins]
     if frozen := [name for name in left if name not in exact[-1].grads]:
-        return f"what is not to be trained has changed: {listed(frozen)}"
+        return f"frozen parameters or buffers are changed by training: {listed(frozen)}"
     fitting, sentences = _fitting(results, left, exact, ordinary, rules), list[str]()
     while left:
         rule = max(fitting, key=lambda rule: len(fitting[rule] & set(left)))
@@ -239,7 +247,7 @@ def _step(
         sentences.append(_sentence(rule, names, trained, trial, results))
         left = [name for name in left if name not in names]
     if len(sentences) == trial.world_size and not left and all("alone on every rank" in text for text in sentences):
-        return "each parameter is stepped by the gradient of one rank, its owner, which is not averaged"
+        return "each parameter is stepped by the gradient of its owner rank alone: gradients are not averaged"
     if sentences:
         return "; ".join(sentences)
     first, *others = [result.state for result in results]
@@ -282,14 +290,13 @@ def _sentence(rule: str, names: Sequence[str], trained: Sequence[str], trial: Tr
     """The mistake `rule` of these parameters, of all that are `trained`."""
     whole, of = set(names) == set(trained), listed(names)
     if "tied" in trial.parts and names == ["embed.weight"] and ("summed" in rule or "twice" in rule):
-        rule, of = f"{rule}: it counts once for each name", "the tied weight embed.weight"
-    gradients, behind = ("gradients", "") if whole else (f"the gradients of {of}", f" (of {of})")
-    sentence = rule.format(gradients=gradients, of=behind, names=of)
+        rule, of = f"{rule}; the weight counts once for each name", "the tied weight embed.weight"
+    sentence = rule.format(gradients="gradients" if whole else f"the gradients of {of}", names=of)
     waits = [call for result in results for call in result.unwaited]
     if waits and ("never synchronized" in rule or NOT_SHARED in rule):
-        return f"{sentence}; nobody waits for the {waits[0]}"
+        return f"{sentence}; the {waits[0]} is not waited for before the step"
     if "never synchronized" in rule and not whole and set(names) == set(trained[: len(names)]):
-        return f"{sentence}; they are the last in a backward, as a last bucket that is not sent"
+        return f"{sentence}; these come last in a backward, as if the last bucket were not sent"
     return sentence if whole or "{" in rule or NOT_SHARED in rule else f"{sentence} ({of})"
 
 

@@ -88,16 +88,16 @@ def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
 
 ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gate and up are exchanged: silu(up) · gate": lambda a, b: F.silu(b) * a,
-    "silu is taken of the product": lambda a, b: F.silu(a * b),
-    "silu is taken of both": lambda a, b: F.silu(a) * F.silu(b),
+    "silu is taken of the product: silu(gate · up)": lambda a, b: F.silu(a * b),
+    "silu is taken of both: silu(gate) · silu(up)": lambda a, b: F.silu(a) * F.silu(b),
     "the gate is sigmoid(gate), not silu(gate)": lambda a, b: a.sigmoid() * b,
     "the gate is gelu(gate), not silu(gate)": lambda a, b: F.gelu(a) * b,
     "the gate is gelu(gate) by its tanh form, not silu(gate)": lambda a, b: F.gelu(a, approximate="tanh") * b,
     "the gate is relu(gate), not silu(gate)": lambda a, b: F.relu(a) * b,
     "the gate is gate · sigmoid(1.702 gate), not silu(gate)": lambda a, b: a * (1.702 * a).sigmoid() * b,
-    "the gate is not activated": lambda a, b: a * b,
+    "the gate is not activated: gate · up": lambda a, b: a * b,
     "there is no product: silu(gate) + up": lambda a, b: F.silu(a) + b,
-    "up is left out": lambda a, b: F.silu(a) + 0 * b,
+    "up is left out: silu(gate)": lambda a, b: F.silu(a) + 0 * b,
     "gate and up are interleaved, not side by side": _interleaved,
 }
 OVERFLOWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -125,15 +125,15 @@ def _of_activations(activations: dict[str, Callable[[Tensor, Tensor], Tensor]]) 
 
 # d_gate = g up s (1 + gate (1 - s)) and d_up = g silu(gate), with s = sigmoid(gate), and mistakes in them.
 BACKWARDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    "the derivative of silu is taken for sigmoid": lambda g, a, b, s: (g * b * s, g * a * s),
-    "the derivative of silu is taken for that of sigmoid": lambda g, a, b, s: (g * b * s * (1 - s), g * a * s),
-    "the derivative of silu is taken for silu": lambda g, a, b, s: (g * b * a * s, g * a * s),
+    "the backward uses sigmoid as the derivative of silu": lambda g, a, b, s: (g * b * s, g * a * s),
+    "the backward uses the derivative of sigmoid as that of silu": lambda g, a, b, s: (g * b * s * (1 - s), g * a * s),
+    "the backward uses silu itself as its derivative": lambda g, a, b, s: (g * b * a * s, g * a * s),
     "in the derivative of silu the sign of 1 - sigmoid is wrong": (
         lambda g, a, b, s: (g * b * s * (1 - a * (1 - s)), g * a * s)
     ),
     "up is missing in the gradient of gate": lambda g, a, b, s: (g * s * (1 + a * (1 - s)), g * a * s),
     "the gradients of gate and up are exchanged": lambda g, a, b, s: (g * a * s, g * b * s * (1 + a * (1 - s))),
-    "the gate is not activated in the gradient of up": lambda g, a, b, s: (g * b * s * (1 + a * (1 - s)), g * a),
+    "the gradient of up is dy · gate, not dy · silu(gate)": lambda g, a, b, s: (g * b * s * (1 + a * (1 - s)), g * a),
 }
 
 

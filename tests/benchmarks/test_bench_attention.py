@@ -280,8 +280,8 @@ def finite_sentinel(q, k, v, *, causal=False, scale=None):
 NAMES = {
     "no_max": "no maximum is subtracted",
     "fixed_max": "a fixed number, about 20",
-    "oob_zero": "pad the last tile, count in the maximum",
-    "finite_sentinel": "the maximum begins at a finite number, about -",
+    "oob_zero": "keys that pad the last tile count in the maximum",
+    "finite_sentinel": "the running maximum starts at about -",
 }
 
 
@@ -303,7 +303,7 @@ def test_the_sweep_refuses_what_is_wrong_for_memory_of_another_layout() -> None:
     told = {row: (record["outcome"], record["reason"]) for (row, *_), record in found.items()}
     assert told["naive"][0] == "ok"
     for row, words in {"by_16_bytes": "inputs that are not aligned", "no_expanded_gradient": "of stride 0"}.items():
-        assert told[row][0] == "wrong" and f"it is wrong for {'a gradient ' * (row[0] == 'n')}{words}" in told[row][1]
+        assert told[row][0] == "wrong" and f"wrong for {'a gradient ' * (row[0] == 'n')}{words}" in told[row][1]
 
 
 def test_timed_calls_of_extreme_draws_are_looked_at_there(monkeypatch: pytest.MonkeyPatch) -> None:

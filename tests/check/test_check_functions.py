@@ -83,7 +83,7 @@ def first_for_all(logits: Tensor, targets: Tensor, *, reduction: str = "mean") -
 OPTION_FAULTS = {
     "smoothing_forgotten": ("smoothed labels", "label_smoothing is ignored"),
     "by_count": ("weights of tokens", "divided by the number of tokens, not by the sum of weights"),
-    "first_for_all": ("the losses of tokens", "the gradient of the first token stands for those of all"),
+    "first_for_all": ("the losses of tokens", "multiplied by the first token's grad_output"),
 }
 
 
@@ -129,7 +129,7 @@ def test_the_command_says_the_kind_and_the_mistake(capfd: pytest.CaptureFixture[
     assert main([f"{MUSEUM / 'loss.py'}:no_max", "--json"]) == 1
     *_, fault, whole = map(json.loads, capfd.readouterr().out.splitlines())
     assert fault["kind"] == "loss" and fault["verdict"] == whole["verdict"] == "wrong"
-    assert fault["mistake"] == "no maximum is subtracted before the exponential: it overflows"
+    assert fault["mistake"] == "no maximum is subtracted before the exponential, which overflows"
     assert main([f"{MUSEUM / 'rotary.py'}:of_complex_numbers", "--forward"]) == 0
     assert "it turns neighbours (2i, 2i + 1)" in capfd.readouterr().out
 
@@ -151,4 +151,7 @@ def test_a_mistake_of_a_forward_is_not_named_where_the_result_is_right() -> None
     wrong[RESULT] = exchanged[RESULT]
     assert "exchanged" in str(explain(wrong, "gate", reference, plain, problem, mistakes(problem)))
     tripled = {**reference, "gate": 3 * reference["gate"]}
-    assert explain(tripled, "gate", reference, plain, problem, mistakes(problem)) == "it is 3 times what is right"
+    assert (
+        explain(tripled, "gate", reference, plain, problem, mistakes(problem))
+        == "the gradient of gate is 3 times what is right"
+    )

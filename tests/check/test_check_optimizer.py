@@ -123,8 +123,8 @@ class TwoFormsAdamW(museum.PlainAdamW):
         (InRootAdamW, "eps is added inside of the root, before bias correction"),
         (ForgetsLateAdamW, "state is lost by load_state_dict"),
         (NeverCountsAdamW, "steps are not counted"),
-        (CountsTogetherAdamW, "steps are counted together"),
-        (TwoFormsAdamW, "the form is not that of the first steps: here it is AdamW with eps before bias correction"),
+        (CountsTogetherAdamW, "one step counter serves all"),
+        (TwoFormsAdamW, "these steps follow another form than the first steps: AdamW with eps before bias correction"),
     ],
 )
 def test_a_mistake_in_another_form_is_named(faulty: type, mistake: str) -> None:

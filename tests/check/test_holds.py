@@ -137,14 +137,26 @@ SIMPLE = next(asked.case for asked in cases("cpu", None, 32))
 @pytest.mark.parametrize(
     ("row", "about", "mistake"),
     [
-        (keeps, "two forwards before a backward", "it is wrong for two forwards before a backward"),
-        (frees, "a second backward", "it is wrong for a second backward"),
+        (
+            keeps,
+            "two forwards before a backward",
+            "dq is right in a single call on contiguous inputs, and wrong for two forwards before a backward",
+        ),
+        (
+            frees,
+            "a second backward",
+            "dq is right in a single call on contiguous inputs, and wrong for a second backward",
+        ),
         (
             caches,
             "inputs that change between calls",
-            "it is wrong for inputs that change between calls",
+            "o is right in a single call on contiguous inputs, and wrong for inputs that change between calls",
         ),
-        (in_turns, "calls from two threads", "it is wrong for calls from two threads"),
+        (
+            in_turns,
+            "calls from two threads",
+            "o is right in a single call on contiguous inputs, and wrong for calls from two threads",
+        ),
     ],
 )
 def test_what_a_single_call_does_not_show(row: Callable[..., Tensor], about: str, mistake: str) -> None:

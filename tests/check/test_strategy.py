@@ -91,7 +91,7 @@ def test_an_exception_names_rank_and_step(ranks: Ranks) -> None:
 
 def test_ranks_that_begin_different_collectives(ranks: Ranks) -> None:
     wrong = first_fault(ranks, "strategy", Entry("Skips", "tests.museum.parallel:SkipsMissing"))
-    told = "on rank 0 comes all_reduce of 36 elements in float32, on rank 1 comes all_reduce of 66 elements"
+    told = "rank 0 comes to all_reduce of 36 elements in float32, rank 1 comes to all_reduce of 66 elements"
     assert wrong is not None and told in wrong[1].text, wrong
     assert "in finish_gradient_synchronization of step 1" in wrong[1].text
 

@@ -85,7 +85,7 @@ finite_sentinel = exhibit(
     "attention",
     "flashinfer-ai/flashinfer#4267",
     "rows whose scores are all below -50,000 came out as zeros",
-    "the maximum begins at a finite number",
+    "the running maximum starts at about -5",
 )(named("finite_sentinel", shifted(lambda scores: row_max(scores).clamp(min=-5e4))))
 
 first_as_max = exhibit(
@@ -122,7 +122,7 @@ def oob_zero(q, k, v, *, causal=False, scale=None):
     "attention",
     "jax-ml/jax#27224",
     "lengths that no block divides gave other numbers",
-    "keys behind the last one are read as zeros",
+    "keys past the last one are read as zeros",
 )
 def oob_read(q, k, v, *, causal=False, scale=None):
     padding = (0, 0, 0, -k.shape[2] % 64)
@@ -133,7 +133,7 @@ def oob_read(q, k, v, *, causal=False, scale=None):
     "attention",
     "TransformerLensOrg/TransformerLens#318",
     "a model attended to the future: masked scores were -1e5",
-    "masked scores are set to a finite number",
+    "masked scores are set to about -1",
 )
 def finite_mask(q, k, v, *, causal=False, scale=None):
     return attend(q, k, v, causal, scale, hidden=-1e5)
@@ -153,7 +153,7 @@ def tiny_mask(q, k, v, *, causal=False, scale=None):
     "attention",
     "Dao-AILab/flash-attention#282",
     "other results once there were more keys than queries",
-    "bottom right, not top left",
+    "aligned to the bottom right",
 )
 def bottom_right(q, k, v, *, causal=False, scale=None):
     """This suite's mask is SDPA's, aligned at the top left; flash-attention has since chosen the other one."""
@@ -402,7 +402,7 @@ base_two = exhibit(
     "attention",
     "flashinfer-ai/flashinfer#2114",
     "a log-sum-exp in base 2 was taken for one in base e",
-    "the log-sum-exp is in base 2",
+    "the log2-sum-exp that the forward saved",
 )(named("base_two", backward(lambda scores, lse, **_: {"p": (scores - lse / math.log(2)).exp()})))
 
 one_head_of_group = exhibit(

@@ -13,10 +13,15 @@ T = TypeVar("T")
 class Exhibit:
     """A fault, restated in a few lines.
 
-    kind       of `lmsys check`
+    name       of the function or class that has the fault
+    kind       of `lmsys check`, which asks it as it asks a user's
+    target     `module:name`, from which a rank can import the function or class by itself
     reference  where it was published: owner/repository#number, or with a path where there is no number
     symptom    what its users saw, in a sentence
-    mistake    words that the check's name of the mistake must have; None: it is refused, and no name is asked for
+    mistake    a part of the sentence by which the check must name the mistake. None: the check must refuse the exhibit,
+               and need not name its mistake
+
+    `families.exhibits` imports the modules of all exhibits, and so fills EXHIBITS.
     """
 
     name: str

@@ -103,7 +103,7 @@ class LogitsOverwritten(torch.autograd.Function):
     "loss",
     "unslothai/unsloth#10616",
     "Lanes behind a vocabulary that no block divides are -30 after the soft cap, not -inf, and count in the sum.",
-    "behind the last one count",
+    "padded classes count",
 )
 def finite_tail(logits: Tensor, targets: Tensor) -> Tensor:
     wide = logits.float()
@@ -141,7 +141,7 @@ class _LogSoftmax(torch.autograd.Function):
     "loss",
     "uxlfoundation/oneDNN#616",
     "The forward of log-softmax is right; its backward is that of another function.",
-    "product of gradient and result",
+    "dy - sum(dy * y), not",
 )
 def log_softmax_backward(logits: Tensor, targets: Tensor) -> Tensor:
     return F.nll_loss(_LogSoftmax.apply(logits), targets)
@@ -151,7 +151,7 @@ def log_softmax_backward(logits: Tensor, targets: Tensor) -> Tensor:
     "loss",
     "OpenRLHF/OpenRLHF#583",
     "One micro-batch of which no token counts makes every parameter NaN.",
-    "number of tokens that count, 0",
+    "number of tokens that count, which is 0",
 )
 def mean_of_nothing(logits: Tensor, targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
     counted = targets != ignore_index

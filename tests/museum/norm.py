@@ -58,7 +58,7 @@ def with_backward(gradients: Gradients) -> Callable[..., Tensor]:
     "norm",
     "unslothai/unsloth#1867",
     "LayerNorm is wrong where the width is no power of two: padded columns enter the variance.",
-    "columns behind the last one count in the variance",
+    "padded columns count in the variance",
 )
 def padded_variance(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     width, wide = x.shape[-1], x.float()
@@ -73,7 +73,7 @@ def padded_variance(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tens
     "norm",
     "pytorch/pytorch#51102",
     "The variance of large numbers that lie close together is 0, negative, or noise.",
-    "the difference of large numbers",
+    "mean(x^2) - mean(x)^2, which cancels",
 )
 def variance_in_one_pass(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     wide = x.float()

@@ -171,7 +171,7 @@ class CountsParametersAdam(PlainAdam):
     "optimizer",
     "InfiniTensor/InfiniTrain#235",
     "the first update of a parameter whose gradient comes late was a quarter too small",
-    "steps are counted together",
+    "one step counter serves all",
 )
 class CountsTogetherAdam(PlainAdam):
     calls = 0
@@ -264,7 +264,7 @@ class InheritingAdamW(PlainAdamW):
     "optimizer",
     "e-sensing/torchopt#14",
     "decay took the same from every weight, whatever its size and sign",
-    "not its product with them",
+    "subtracted as a constant",
 )
 class ConstantDecayAdamW(PlainAdamW):
     def decay(self, p: Tensor, group: dict[str, Any]) -> None:
@@ -286,7 +286,7 @@ class DecaysUnusedAdamW(PlainAdamW):
     "optimizer",
     "chainer/chainer#1913",
     "a parameter whose gradient is None was updated as if it were zero",
-    "are stepped, as if it were zero",
+    "are stepped, as if the gradient were zero",
 )
 class StepsUnusedAdam(PlainAdam):
     def without_gradient(self, p: Tensor, group: dict[str, Any]) -> None:
@@ -312,7 +312,7 @@ class CachedRateAdam(PlainAdam):
     "optimizer",
     "HomebrewML/HeavyBall#11",
     "parameters of one shape wrote to one state: its key was an address, which was 0 for all",
-    "state is shared",
+    "share one state",
 )
 class StateByShapeAdamW(PlainAdamW):
     def of(self, p: Tensor) -> dict[str, Any]:
@@ -334,7 +334,7 @@ class ForgetfulAdam(PlainAdam):
     "optimizer",
     "meta-pytorch/torchrec#2663",
     "a schedule of settings other than lr did nothing: the wrapped optimizer kept its own",
-    "settings but lr are read when it is made",
+    "settings other than lr are read once, in the constructor",
 )
 class InnerGroupsAdamW(PlainAdamW):
     def step(self, closure: Any = None) -> None:
@@ -361,7 +361,7 @@ class DropsStateAdamW(PlainAdamW):
     "optimizer",
     "tenstorrent/tt-metal#53212",
     "after a resume bias correction was wrong for good: powers of the betas were made before these were restored",
-    "that of the constructor's betas",
+    "uses the constructor's betas",
 )
 class StalePowersAdamW(PlainAdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -414,7 +414,7 @@ class EfficientMastersAdamW(EfficientAdamW, Masters):
     "optimizer",
     "pytorch/pytorch#43706",
     "float32 state became that of the weights' dtype when it was loaded",
-    "masters are lost by load_state_dict",
+    "load_state_dict loses the float32 master weights",
 )
 class CastMastersAdamW(Masters):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -425,7 +425,7 @@ class CastMastersAdamW(Masters):
     "optimizer",
     "NVIDIA/apex#1731",
     "the setting for float32 masters did nothing for bfloat16 weights",
-    "float32 masters are lost",
+    "no float32 master weights",
 )
 class IgnoredMastersAdamW(Masters):
     def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -436,7 +436,7 @@ class IgnoredMastersAdamW(Masters):
     "optimizer",
     "TensorAuto/OpenTau#185",
     "each resume made the float32 masters anew of the bfloat16 weights",
-    "masters are lost by load_state_dict",
+    "load_state_dict loses the float32 master weights",
 )
 class RebuiltMastersAdamW(Masters):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -496,7 +496,7 @@ class DecayNeedsMomentumSgd(Sgd):
     "optimizer",
     "ml-explore/mlx#473",
     "the first gradient was damped, which torch's is not",
-    "the first gradient is damped",
+    "dampening is applied to the first gradient",
 )
 class DampsFirstSgd(Sgd):
     def buffer(self, g: Tensor, b: Tensor | None, group: dict[str, Any]) -> Tensor:

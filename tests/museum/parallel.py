@@ -62,14 +62,14 @@ class VectorsLeft(Container):
             mean_(grad)
 
 
-@exhibit("strategy", "deepspeedai/DeepSpeed#5545", "with overlapped communication losses differ", "nobody waits")
+@exhibit("strategy", "deepspeedai/DeepSpeed#5545", "with overlapped communication losses differ", "not waited for")
 class NotWaited(Hooked):
     def finish_gradient_synchronization(self) -> None:
         self.handles.pop()
         super().finish_gradient_synchronization()
 
 
-@exhibit("strategy", "deepspeedai/DeepSpeed#5606", "a buffer is filled again while it is sent", "written to")
+@exhibit("strategy", "deepspeedai/DeepSpeed#5606", "a buffer is filled again while it is sent", "still running")
 class BufferReused(Container):
     def finish_gradient_synchronization(self) -> None:
         buffer, sent = torch.empty(512), []
@@ -142,7 +142,9 @@ class WaitsForUnused(Container):
         return not first or not hasattr(self.module, "idle")
 
 
-@exhibit("strategy", "deepspeedai/DeepSpeed#2343", "gradients of one layer are added to those of another", "different")
+@exhibit(
+    "strategy", "deepspeedai/DeepSpeed#2343", "gradients of one layer are added to those of another", "the same order"
+)
 class OrderOfGradients(Container):
     """Sends gradients in the order in which they come, which is another on a rank with other data."""
 
@@ -152,7 +154,7 @@ class OrderOfGradients(Container):
             mean_(p.grad)
 
 
-@exhibit("strategy", "horovod/horovod#597", "a rank without a gradient does not join an all-reduce", "different")
+@exhibit("strategy", "horovod/horovod#597", "a rank without a gradient does not join an all-reduce", "the same order")
 class SkipsMissing(Container):
     def finish_gradient_synchronization(self) -> None:
         for p in self.named.values():
@@ -164,7 +166,7 @@ class SkipsMissing(Container):
     "strategy",
     "NVIDIA/Megatron-LM#4609",
     "gradients begin at weights that a buffer held",
-    "begin at the weights",
+    "have the weights added",
 )
 class BufferNotZeroed(Container):
     def reduce(self, name: str, grad: Tensor) -> None:
@@ -242,7 +244,7 @@ class TiedTwice(Container):
     "strategy",
     "hpcaitech/ColossalAI#247",
     "micro-batches reduce gradients many times",
-    "summed over ranks again",
+    "are summed again",
 )
 class ReducedEachMicroBatch(Container):
     def prepare(self) -> None:

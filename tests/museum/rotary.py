@@ -81,7 +81,7 @@ def detached(x: Tensor, positions: Tensor) -> Tensor:
     "rotary",
     "baidu-baige/LoongForge#106",
     "The gradient is turned the wrong way; its length is right.",
-    "the backward turns as the forward does",
+    "the backward turns the same way as the forward",
 )
 class BackwardTurnsOn(torch.autograd.Function):
     @staticmethod

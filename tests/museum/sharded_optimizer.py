@@ -54,7 +54,12 @@ class OnlyTheLearningRate(Sharded):
             local["lr"] = group["lr"]
 
 
-@exhibit("sharded_optimizer", "deepspeedai/DeepSpeed#6878", "a group does not have its own learning rate", "of a group")
+@exhibit(
+    "sharded_optimizer",
+    "deepspeedai/DeepSpeed#6878",
+    "a group does not have its own learning rate",
+    "group's own options",
+)
 class GroupsLost(Sharded):
     def own(self) -> list[dict[str, Any]]:
         return [{"params": group["params"]} for group in super().own()]
@@ -65,7 +70,7 @@ class GroupsLost(Sharded):
             local["momentum"] = self.param_groups[0].get("momentum")
 
 
-@exhibit("sharded_optimizer", "deepspeedai/DeepSpeed#2058", "a part of the parameters is trained", "no rank steps")
+@exhibit("sharded_optimizer", "deepspeedai/DeepSpeed#2058", "a part of the parameters is trained", "no rank updates")
 class WrongPartition(Sharded):
     """A rank's updates go to the partition of its neighbour, and those who own it overwrite them."""
 
@@ -81,7 +86,7 @@ class LeavesGradients(Sharded):
         self.local.zero_grad(set_to_none)
 
 
-@exhibit("sharded_optimizer", "karpathy/nanochat#843", "weights are read before they are gathered", "nobody waits")
+@exhibit("sharded_optimizer", "karpathy/nanochat#843", "weights are read before they are gathered", "not waited for")
 class NobodyWaits(Sharded):
     def share(self) -> None:
         for group in self.param_groups:
@@ -89,7 +94,9 @@ class NobodyWaits(Sharded):
                 dist.broadcast(p.detach(), src=number % self.size, async_op=True)
 
 
-@exhibit("sharded_optimizer", "facebookresearch/optimizers#149", "a rank without gradients skips the step", "different")
+@exhibit(
+    "sharded_optimizer", "facebookresearch/optimizers#149", "a rank without gradients skips the step", "the same order"
+)
 class SkipsTheStep(Sharded):
     def step(self, closure: Any = None) -> None:
         if any(p.grad is not None for group in self.local.param_groups for p in group["params"]):

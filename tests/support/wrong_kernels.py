@@ -80,7 +80,7 @@ def beyond_128_keys(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
     return attend(q, k[:, :, :128], v[:, :, :128], causal=causal, scale=scale)
 
 
-@wrong("scale is ignored: it is always head_dim ** -0.5")
+@wrong("the argument scale is ignored: scores are multiplied by head_dim ** -0.5")
 def no_scale(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     return attend(q, k, v, causal=causal)
 
@@ -102,7 +102,7 @@ def masked(of: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
 
 
 WRONG["behind_the_diagonal"] = (
-    "off by one at the diagonal: a query sees the key behind its own",
+    "off by one at the diagonal: a query sees the key after its own",
     masked(lambda i, j: j <= i + 1),
 )
 WRONG["before_the_diagonal"] = (
@@ -112,7 +112,7 @@ WRONG["before_the_diagonal"] = (
 WRONG["no_mask"] = "the causal mask is ignored", masked(lambda i, j: j >= 0 * i)
 WRONG["by_tiles"] = "the mask is by tiles of 32", masked(lambda i, j: j // 32 <= i // 32)
 WRONG["bottom_right"] = (
-    "(bottom right, not top left)",
+    "the causal mask is aligned to the bottom right",
     masked(lambda i, j: j <= i + j.shape[0] - i.shape[0]),
 )
 
@@ -123,7 +123,7 @@ def other_heads(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale:
     return attend(q, k, v, causal=causal, scale=scale)
 
 
-@wrong("19 keys behind the last one are read as zeros")
+@wrong("19 keys past the last one are read as zeros: their scores must be -inf")
 def reads_on(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % 64)) for x in (k, v))
     return attend(q, k, v, causal=causal, scale=scale)
@@ -135,7 +135,7 @@ def no_strides(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: 
     return attend(q, k, v, causal=causal, scale=scale)
 
 
-@wrong("it is 0.5 times what is right")
+@wrong("o is 0.5 times what is right")
 def halved(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     return attend(q, k, v, causal=causal, scale=scale) / 2
 
@@ -145,7 +145,7 @@ def one_batch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: f
     return attend(q[:1], k[:1], v[:1], causal=causal, scale=scale).expand(q.shape)
 
 
-@wrong("it changes its input q")
+@wrong("the function changes its input q")
 def scales_in_place(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     q.data.mul_(2)
     return attend(q, k, v, causal=causal, scale=scale)
@@ -209,7 +209,7 @@ WRONG["one_entry"] = "only batch entry 2 is wrong", scaled_at((slice(2, 3), slic
 WRONG["one_tile"] = "only the tile of rows 64 to 127 is wrong", scaled_at((..., slice(64, 128), slice(None)))
 
 
-@wrong("P is summed after it is rounded to bfloat16")
+@wrong("the softmax sum adds P rounded to bfloat16, not P in float32")
 def rounded_early(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -252,16 +252,16 @@ for tile in (16, 64):
     WRONG[f"keeps_o_{tile}"] = f"o is not rescaled{tiles}", online("o", tile)
     WRONG[f"keeps_sum_{tile}"] = f"the sum is not rescaled{tiles}", online("sum", tile)
     WRONG[f"keeps_both_{tile}"] = f"neither o nor the sum is rescaled{tiles}", online("both", tile)
-    constant = f"the backward takes the factor that rescales for a constant{tiles}"
+    constant = f"the backward treats the factor exp(m_old - m_new) as a constant{tiles}"
     WRONG[f"detached_{tile}"] = constant, online("detached", tile)
 WRONG["undivided"] = "o is not divided by the sum of the exponentials", online("undivided")
 WRONG["low_p"] = "P is rounded to bfloat16\n", online(low=torch.bfloat16)
 WRONG["low_p_by_tiles"] = "P is rounded to TF32 or float16, in tiles of 16 keys", online(tile=16, low=torch.float16)
 WRONG["low_p_and_v"] = "P and v are rounded to bfloat16, in tiles of 32 keys", online("low", 32, torch.bfloat16)
-WRONG["bottom_right_by_tiles"] = "(bottom right, not top left)", online("bottom right")
+WRONG["bottom_right_by_tiles"] = "the causal mask is aligned to the bottom right", online("bottom right")
 
 
-@wrong("(bottom right, not top left)")
+@wrong("the causal mask is aligned to the bottom right")
 def bottom_right_with_more_nan(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
@@ -281,7 +281,7 @@ def blind_first(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale:
     return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v
 
 
-@wrong("it is wrong for inputs that are not aligned to 16 bytes")
+@wrong("o is right in a single call on contiguous inputs, and wrong for inputs that are not aligned to 16 bytes")
 def by_16_bytes(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     """Reads from the multiple of 16 bytes before the first number of a tensor, as loads of 16 bytes do."""
 
@@ -301,7 +301,7 @@ class _OneStride(torch.autograd.Function):
         return grads[0].cumsum(-1) if 0 in grads[0].stride() else grads[0]
 
 
-@wrong("it is wrong for a gradient of stride 0, as that of o.sum() is")
+@wrong("dq is right in a single call on contiguous inputs, and wrong for a gradient of stride 0, as that of o.sum() is")
 def no_expanded_gradient(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:

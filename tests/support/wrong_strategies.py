@@ -111,14 +111,14 @@ class LosesItsState(Sharded):
 WRONG = {
     "WeightedByTokens": "weighted by the number of tokens",
     "OneLayerForgotten": "the gradients of layers.1.linear.weight are never synchronized",
-    "AccumulatedStaysLocal": "of micro-batches under no_sync() are not synchronized at all",
+    "AccumulatedStaysLocal": "synchronized for the last micro-batch only: gradients made under no_sync() stay local",
     "SumsInFloat16": "communicated in float16",
-    "MovesWhatIsFrozen": "what is not to be trained has changed: frozen.weight, frozen.bias",
+    "MovesWhatIsFrozen": "frozen parameters or buffers are changed by training: frozen.weight, frozen.bias",
     "EndsApart": "ranks end with different weights: embed.weight",
-    "LeftWhereUnused": "averaged over the ranks that use the parameter",
+    "LeftWhereUnused": "divided by the number of ranks that use the parameter",
 }
 WRONG_OPTIMIZERS = {
-    "NotShared": "updates are not shared with all ranks: rank 1 keeps its old embed.weight",
-    "LeavesAParameter": "no rank steps",
+    "NotShared": "brings the updated weights to all ranks: rank 1 keeps its old embed.weight",
+    "LeavesAParameter": "no rank updates",
     "LosesItsState": "state is lost between steps (from step 2 on)",
 }
