@@ -171,11 +171,7 @@ def explain(
     """
     for rule in [of.rule for of in ([form] if form else optimizer_formula.FORMS[claim.algorithm])]:
         # Masters that are lost without a state dict have been refused before.
-        lost = (
-            "load_state_dict loses the float32 master weights"
-            if asked.reloads
-            else "no float32 master weights are kept"
-        )
+        lost = "load_state_dict loses the float32 masters" if asked.reloads else "no float32 masters are kept"
         unkept = (
             f"{lost}: updates below bfloat16 precision vanish",
             optimizer_formula.Formula(rule, weights=torch.bfloat16),
@@ -246,9 +242,7 @@ RULES: Mapping[str, Changes] = {
         "weights decay twice in a step": {"taken": lambda lr, decay, p: (1 - (1 - lr * decay) ** 2) * p},
         "weight decay is not scaled by lr": {"taken": lambda lr, decay, p: decay * p},
         "weight decay is scaled by lr twice": {"taken": lambda lr, decay, p: lr * lr * decay * p},
-        "lr * weight_decay is subtracted as a constant, not lr * weight_decay * weight": {
-            "taken": lambda lr, decay, p: lr * decay,
-        },
+        "lr * weight_decay is subtracted, not lr * weight_decay * weight": {"taken": lambda lr, decay, p: lr * decay},
         "weights grow: weight decay is added to them, not subtracted": {"taken": lambda lr, decay, p: -lr * decay * p},
     }
     | MOMENTS,
@@ -281,9 +275,7 @@ RULES: Mapping[str, Changes] = {
 COUNTING: Changes = {
     "steps are not counted: bias correction stays at t = 1": {"count": lambda steps, calls, of_all: 1},
     "each step is counted twice: t grows by 2": {"count": lambda steps, calls, of_all: 2 * steps},
-    "steps are counted from 2: bias correction uses t + 1": {
-        "count": lambda steps, calls, of_all: steps + 1,
-    },
+    "steps are counted from 2: bias correction uses t + 1": {"count": lambda steps, calls, of_all: steps + 1},
     "one counter is raised once for each parameter: t grows too fast": {"count": lambda steps, calls, of_all: of_all},
     "one step counter serves all: a parameter that skipped steps has the bias correction of one that did not": {
         "count": lambda steps, calls, of_all: calls,
@@ -346,7 +338,4 @@ def mistakes(
     )
     yield from ((words, optimizer_formula.Formula(rule, **changes)) for words, changes in KEEPINGS[algorithm].items())
     for form in [form for form in optimizer_formula.FORMS[algorithm] if form.rule is not rule]:
-        yield (
-            f"these steps follow another form than the first steps: {form.words}",
-            optimizer_formula.Formula(form.rule),
-        )
+        yield f"these steps follow another form than the first: {form.words}", optimizer_formula.Formula(form.rule)

@@ -164,9 +164,7 @@ def _masks(case: AttentionCase) -> dict[str, Any]:
                 lambda i, j, t=tile: j // t <= i // t
             ),
             f"tiles of {tile} on the diagonal are left out": lambda i, j, t=tile: j // t < i // t,
-            f"the mask compares places within tiles: j % {tile} <= i % {tile}, not j <= i": lambda i, j, t=tile: (
-                j % t <= i % t
-            ),
+            f"the causal mask is j % {tile} <= i % {tile}, not j <= i": lambda i, j, t=tile: j % t <= i % t,
         }
     if case.queries != case.keys:
         last = "the causal mask is aligned to the bottom right; the contract is the top left: query i sees keys j <= i"
@@ -210,12 +208,8 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
         "delta, the row sum of do · o, is not subtracted": summed(p, p * dp),
         "delta, the row sum of do · o, is added, not subtracted": summed(p, p * (dp + delta)),
         "dP is not multiplied by P": summed(p, dp - delta),
-        "the log2-sum-exp that the forward saved is read as a natural log-sum-exp": with_p(
-            (seen - lse / math.log(2)).exp()
-        ),
-        "the natural log-sum-exp that the forward saved is read as a log2-sum-exp": with_p(
-            (seen - lse * math.log(2)).exp()
-        ),
+        "the saved log2-sum-exp is read as a natural log-sum-exp": with_p((seen - lse / math.log(2)).exp()),
+        "the saved natural log-sum-exp is read as a log2-sum-exp": with_p((seen - lse * math.log(2)).exp()),
         "do is ignored: ones are used in its place": summed(
             p, p * (by_ones - (p * by_ones).sum(dim=-1, keepdim=True)), scale, ones
         ),

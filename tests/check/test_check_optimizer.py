@@ -124,7 +124,7 @@ class TwoFormsAdamW(museum.PlainAdamW):
         (ForgetsLateAdamW, "state is lost by load_state_dict"),
         (NeverCountsAdamW, "steps are not counted"),
         (CountsTogetherAdamW, "one step counter serves all"),
-        (TwoFormsAdamW, "these steps follow another form than the first steps: AdamW with eps before bias correction"),
+        (TwoFormsAdamW, "these steps follow another form than the first: AdamW with eps before bias correction"),
     ],
 )
 def test_a_mistake_in_another_form_is_named(faulty: type, mistake: str) -> None:

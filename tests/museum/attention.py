@@ -402,7 +402,7 @@ base_two = exhibit(
     "attention",
     "flashinfer-ai/flashinfer#2114",
     "a log-sum-exp in base 2 was taken for one in base e",
-    "the log2-sum-exp that the forward saved",
+    "the saved log2-sum-exp is read as a natural",
 )(named("base_two", backward(lambda scores, lse, **_: {"p": (scores - lse / math.log(2)).exp()})))
 
 one_head_of_group = exhibit(

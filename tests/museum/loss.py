@@ -37,7 +37,7 @@ def ignored_in_the_mean(logits: Tensor, targets: Tensor, ignore_index: int = IGN
     "loss",
     "huggingface/transformers#34191",
     "With gradient accumulation the loss is not that of the whole batch, where chunks hold unequal counts.",
-    "mean of the means",
+    "averaged with equal weight",
 )
 def mean_of_means(logits: Tensor, targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
     parts = zip(logits.split(64), targets.split(64), strict=True)

@@ -264,7 +264,7 @@ class InheritingAdamW(PlainAdamW):
     "optimizer",
     "e-sensing/torchopt#14",
     "decay took the same from every weight, whatever its size and sign",
-    "subtracted as a constant",
+    "is subtracted, not lr",
 )
 class ConstantDecayAdamW(PlainAdamW):
     def decay(self, p: Tensor, group: dict[str, Any]) -> None:
@@ -414,7 +414,7 @@ class EfficientMastersAdamW(EfficientAdamW, Masters):
     "optimizer",
     "pytorch/pytorch#43706",
     "float32 state became that of the weights' dtype when it was loaded",
-    "load_state_dict loses the float32 master weights",
+    "load_state_dict loses the float32 masters",
 )
 class CastMastersAdamW(Masters):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -425,7 +425,7 @@ class CastMastersAdamW(Masters):
     "optimizer",
     "NVIDIA/apex#1731",
     "the setting for float32 masters did nothing for bfloat16 weights",
-    "no float32 master weights",
+    "no float32 masters",
 )
 class IgnoredMastersAdamW(Masters):
     def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -436,7 +436,7 @@ class IgnoredMastersAdamW(Masters):
     "optimizer",
     "TensorAuto/OpenTau#185",
     "each resume made the float32 masters anew of the bfloat16 weights",
-    "load_state_dict loses the float32 master weights",
+    "load_state_dict loses the float32 masters",
 )
 class RebuiltMastersAdamW(Masters):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
