@@ -97,8 +97,10 @@ def failure(
         return question.Fault.raised(error)
     if changed and not asked.in_place:
         step, i = changed[0]
-        changes = f"step {step + 1} of {asked.steps} changes the gradient of parameter {i} in place"
-        return question.Fault(f"  {changes}: code that reads the gradient after the step gets other values", changes)
+        place = f"  step {step + 1} of {asked.steps}, parameter {i}: the gradient differs after the step"
+        return question.Fault.explained(
+            place, "step() changes the gradient in place; gradients must stay as they are", None
+        )
     begins = None if asked.masters else [list(run.parameters), *made[:-1]]
     exact = optimizer_formula.Formula((form or optimizer_formula.FORMS[claim.algorithm][0]).rule).trace(run, begins)
     plain = _plain(claim, form, run, begins)

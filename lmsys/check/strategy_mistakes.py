@@ -294,7 +294,7 @@ def _sentence(rule: str, names: Sequence[str], trained: Sequence[str], trial: Tr
     sentence = rule.format(gradients="gradients" if whole else f"the gradients of {of}", names=of)
     waits = [call for result in results for call in result.unwaited]
     if waits and ("never synchronized" in rule or NOT_SHARED in rule):
-        return f"{sentence}; the {waits[0]} is not waited for before the step"
+        return f"{sentence}; the {waits[0]} is not waited for"
     if "never synchronized" in rule and not whole and set(names) == set(trained[: len(names)]):
         return f"{sentence}; these come last in a backward, as if the last bucket were not sent"
     return sentence if whole or "{" in rule or NOT_SHARED in rule else f"{sentence} ({of})"

@@ -41,7 +41,9 @@ class Sharded(torch.optim.Optimizer):
                 dist.broadcast(p.detach(), src=number % self.size)
 
 
-@exhibit("sharded_optimizer", "facebookresearch/fairscale#58", "a schedule does not reach the optimizer", "is not used")
+@exhibit(
+    "sharded_optimizer", "facebookresearch/fairscale#58", "a schedule does not reach the optimizer", "are not used"
+)
 class ScheduleLost(Sharded):
     def options(self) -> None:
         pass
