@@ -1,0 +1,190 @@
+"""docs/examples/speedrun.ipynb: executed small from top to bottom, and its commands on machines that are not here."""
+
+import ast
+import json
+import linecache
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lmsys.bench.__main__ import line_of
+from lmsys.check.cases import DTYPES
+from lmsys.training import __main__ as training
+from tests.support.collected import collect
+from tests.support.processes import ENVIRONMENT, PATIENCE_S, ROOT
+
+EXAMPLES = ROOT / "docs" / "examples"
+NOTEBOOK = EXAMPLES / "speedrun.ipynb"
+CELLS = json.loads(NOTEBOOK.read_text())["cells"]
+CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
+NEEDS = "pip install nbclient ipykernel to run the notebook"
+SMALL = {"MINUTES": "0.05", "LENGTHS": "32,64", "ROWS": "naive,sdpa", "RANKS": "2"}
+SHOWING = re.compile(r"^import matplotlib|^from IPython", re.MULTILINE)  # cells that draw what the others have made
+
+T4 = SimpleNamespace(name="Tesla T4", major=7, minor=5, total_memory=15 * 2**30)
+A100 = SimpleNamespace(name="A100", major=8, minor=0, total_memory=80 * 2**30)
+RTX_3090 = SimpleNamespace(name="RTX 3090", major=8, minor=6, total_memory=24 * 2**30)
+MACHINES = {  # how many GPUs, of which kind; then the dtype of attention, the precision of training, its processes
+    "CPU": (0, None, "float32", "fp32", 1),
+    "one T4": (1, T4, "float16", "fp32", 1),
+    "two T4": (2, T4, "float16", "fp32", 2),
+    "two RTX 3090": (2, RTX_3090, "bfloat16", "bf16", 2),
+    "four A100": (4, A100, "bfloat16", "bf16", 2),
+}
+
+
+def test_it_has_no_outputs_that_were_not_run() -> None:
+    code = [cell for cell in CELLS if cell["cell_type"] == "code"]
+    assert code and all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+
+
+def test_sentences_stand_before_every_cell_of_code() -> None:
+    for before, cell in zip(CELLS, CELLS[1:], strict=False):
+        if cell["cell_type"] == "code":
+            assert before["cell_type"] == "markdown"
+            sentences = re.findall(r"\.(?=\s|$)", "".join(before["source"]))
+            assert len(sentences) in (2, 3), before["source"]
+
+
+def test_its_kernel_is_that_of_the_examples() -> None:
+    def kernel(text: str) -> str:
+        functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+        (dumped,) = (ast.dump(node) for node in functions if node.name == "my_attention")
+        return dumped
+
+    (cell,) = (text for text in CODE if "def my_attention" in text)
+    assert kernel(cell) == kernel((EXAMPLES / "mine.py").read_text())
+
+
+class Recorder:
+    """Stands in for subprocess.Popen: keeps the command, and writes the log that a training would."""
+
+    def __init__(self, commands: list[list[str]]) -> None:
+        self.commands = commands
+
+    def __call__(self, command: list[str], cwd: Path, **_: Any) -> "Recorder":
+        self.commands.append(command[1:])
+        if "--output" in command:
+            log = cwd / command[command.index("--output") + 1] / "log.jsonl"
+            log.parent.mkdir(exist_ok=True)
+            steps = [{"step": step, "loss": 8.0, "time_s": 0.5 * step} for step in (1, 2, 3)]
+            log.write_text("\n".join(map(json.dumps, [*steps, {"step": 3, "valid_loss": 8.0}])))
+        return self
+
+    def __enter__(self) -> SimpleNamespace:
+        return SimpleNamespace(stdout=[], returncode=0)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def run_cells() -> None:
+    """All cells of code but those that show something, in this process."""
+    names: dict[str, Any] = {"__name__": "notebook"}
+    for place, text in enumerate(CODE):
+        if not SHOWING.search(text):
+            name = f"<cell {place}>"
+            linecache.cache[name] = (len(text), None, text.splitlines(True), name)  # inspect looks there
+            exec(compile(text, name, "exec"), names)
+
+
+@pytest.fixture
+def commands_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gives the words behind `python` of each command that the notebook runs on a machine with such GPUs."""
+
+    def commands(count: int, gpu: Any) -> list[list[str]]:
+        recorded: list[list[str]] = []
+        with monkeypatch.context() as here:
+            here.chdir(tmp_path)
+            here.setattr(torch.cuda, "device_count", lambda: count)
+            here.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+            here.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+            here.setattr(subprocess, "Popen", Recorder(recorded))
+            run_cells()
+        return recorded
+
+    return commands
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_its_commands_are_taken_on_every_machine(
+    machine: str, commands_on: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count, gpu, dtype, precision, world_size = MACHINES[machine]
+    commands = commands_on(count, gpu)
+    printed = capsys.readouterr().out
+    assert ("has no bfloat16" in printed and "loss scaling" in printed) == (gpu is T4)
+    assert f"strategy {'bucketed' if world_size == 2 else 'none'}, processes: {world_size}" in printed
+    launches = 0
+    for words in commands:
+        module, *arguments = words[1:]
+        assert words[0] == "-m" and module in ("lmsys", "torch.distributed.run")
+        if module == "torch.distributed.run" or arguments[:1] == ["train"]:
+            launches += "--output" in words
+            check_training(words, precision, world_size)
+    assert launches == 2
+    (bench,) = (words for words in commands if words[2:4] == ["bench", "attention"])
+    assert bench[bench.index("--dtype") + 1] == dtype
+    (check,) = (words for words in commands if words[2:3] == ["check"])
+    dtypes = set(check[check.index("--dtype") + 1].split(","))
+    assert dtypes == set(DTYPES) - ({"bfloat16"} if gpu is T4 else set())
+
+
+def check_training(words: list[str], precision: str, world_size: int) -> None:
+    """The launcher's processes divide the batch, and the settings are ones that are taken."""
+    launched = words[1] == "torch.distributed.run"
+    start = words.index("lmsys.training") + 1 if launched else 3
+    asked = training.parser().parse_args(words[start:])
+    if asked.config is not None:  # that which the training has written
+        return
+    config = training.read_config(asked)
+    assert launched == (world_size == 2) and config.train.precision == precision
+    assert not launched or words[words.index("--nproc-per-node") + 1] == str(world_size)
+    assert config.train.accumulation(world_size) == 1
+
+
+def test_it_measures_what_it_says(commands_on: Any) -> None:
+    """Each kind of machine has its rows and lengths; the kernel of the notebook stands for itself in mine.py."""
+    benches = []
+    for count, gpu, *_ in MACHINES.values():
+        (words,) = (words for words in commands_on(count, gpu) if words[2:3] == ["bench"])
+        line = [word.replace("mine.py", str(EXAMPLES / "mine.py")) for word in line_of(words[3:])[2:]]
+        benches.append(line)
+    for line, collected in zip(benches, collect(benches), strict=True):
+        rows, lengths = (line[line.index(option) + 1].split(",") for option in ("--attention", "--length"))
+        assert collected["code"] == 0, collected["said"]
+        assert len(collected["ids"]) == 2 * len(rows) * len(lengths), line  # forward and backward
+
+
+def test_it_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    """On a CPU, small: two processes train for three seconds."""
+    nbformat = pytest.importorskip("nbformat", reason=NEEDS)
+    nbclient = pytest.importorskip("nbclient", reason=NEEDS)
+    pytest.importorskip("ipykernel", reason=NEEDS)
+    text = tmp_path / "text.md"
+    text.write_text((ROOT / "docs" / "results.md").read_text())
+    small = {f"LMSYS_NOTEBOOK_{name}": value for name, value in {**SMALL, "CORPUS": str(text)}.items()}
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    client = nbclient.NotebookClient(
+        notebook, timeout=int(PATIENCE_S), kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute(env=ENVIRONMENT | small)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    shown = [kind for output in outputs for kind in output.get("data", ())]
+    assert "my_attention: " in printed and " cases right on this " in printed
+    assert "strategy bucketed, processes: 2, precision fp32" in printed
+    assert f"sample of step {last_step(tmp_path / 'speedrun' / 'model')}" in printed
+    assert shown.count("image/svg+xml") >= 3 and shown.count("text/markdown") >= 3 and shown.count("image/png") == 1
+    assert (tmp_path / "speedrun" / "page" / "index.html").is_file()
+
+
+def last_step(folder: Path) -> int:
+    return json.loads((folder / "log.jsonl").read_text().splitlines()[-1])["step"]
