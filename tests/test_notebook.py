@@ -161,7 +161,7 @@ def test_it_measures_what_it_says(commands_on: Any) -> None:
         assert len(collected["ids"]) == 2 * len(rows) * len(lengths), line  # forward and backward
 
 
-def test_it_runs_from_top_to_bottom(tmp_path: Path) -> None:
+def test_it_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, small: two processes train for three seconds."""
     nbformat = pytest.importorskip("nbformat", reason=NEEDS)
     nbclient = pytest.importorskip("nbclient", reason=NEEDS)
@@ -169,6 +169,8 @@ def test_it_runs_from_top_to_bottom(tmp_path: Path) -> None:
     text = tmp_path / "text.md"
     text.write_text((ROOT / "docs" / "results.md").read_text())
     small = {f"LMSYS_NOTEBOOK_{name}": value for name, value in {**SMALL, "CORPUS": str(text)}.items()}
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))  # nothing is left in a home
+    small["IPYTHONDIR"] = str(tmp_path / "ipython")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = nbclient.NotebookClient(
         notebook, timeout=int(PATIENCE_S), kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
