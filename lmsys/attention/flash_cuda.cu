@@ -5,10 +5,11 @@
 // dq_kernel owns query tiles, dkdv_kernel owns key tiles, so every sum has one owner and one order, and repeats are
 // bitwise equal. The price is 7 matmuls in place of 5.
 //
-// How it is made for tensor cores (sm_80 and later; float32 runs the same code on plain arithmetic):
+// How it is made for tensor cores (sm_75 and later; float32 runs the same code on plain arithmetic):
 // - A warp owns whole rows, 16 or 32, so a softmax needs shuffles among four threads and nothing else, and P and dS go
 //   from one product into the next in registers.
-// - Two stages of shared memory: while a tile is used, cp.async brings the next. One barrier a tile.
+// - Two stages of shared memory: while a tile is used, cp.async brings the next. One barrier a tile. (sm_75 has no
+//   cp.async: there each thread loads and stores its part of the next tile, and then computes.)
 // - What the walk does not change (Q and dO of dq_kernel, K and V of dkdv_kernel) is kept in registers where they
 //   suffice, else read from shared memory by each product.
 // - A warp skips what its own rows do not see, and masks only the tiles that its diagonal or the end of the keys cuts.
@@ -26,7 +27,7 @@
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr int HEADS_AT_ONCE = 8;
 constexpr float LAZY = 8;                    // in base 2: how far scores may outgrow what P is relative to
-constexpr int SHARED_BYTES = 99 * 1024;      // of a thread block, on the smallest GPU of sm_80 and later
+constexpr int SHARED_BYTES = (LMSYS_TURING ? 64 : 99) * 1024; // of a thread block, on any GPU that this is compiled for
 
 struct Tile {
     int block_q, block_k, warps;
@@ -291,7 +292,7 @@ __global__ void __launch_bounds__(DKDV.warps * 32, DKDV.blocks) dkdv_kernel(cons
         const float2* const stats = p.stats + (int64_t(batch) * p.heads + head) * p.queries;
         for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
             const bool inside = row + i < p.queries; // else zeros: P is 1 there, but q and do are zero
-            copy_async_8(stats_stages + stage * BLOCK_Q + i, stats + (inside ? row + i : 0), inside);
+            start_copy_8(stats_stages + stage * BLOCK_Q + i, stats + (inside ? row + i : 0), inside);
         }
     };
 

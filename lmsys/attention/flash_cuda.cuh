@@ -11,34 +11,31 @@
 
 #include <cstdint>
 
+// Turing (sm_75) has neither cp.async nor mma.m16n8k16, and no bfloat16: there `start_copy` and `mma` are made of what
+// it has. They stand outside of the instructions, which the emulator of the tests brings itself.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define LMSYS_TURING 1
+#else
+#define LMSYS_TURING 0
+#endif
+
 #ifndef LMSYS_INSTRUCTIONS // another provider of the same functions may come first
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 __device__ inline uint32_t shared_address(const void* x) { return uint32_t(__cvta_generic_to_shared(x)); }
 
-// 16 (or 8) bytes to shared memory behind the thread's back; zeros where not `inside`.
-__device__ inline void copy_async(void* to, const void* from, bool inside) {
+#if !LMSYS_TURING
+// Starts a copy of 16 (or 8) bytes to shared memory, of zeros where not `inside`. It is there after wait_for_copies().
+__device__ inline void start_copy(void* to, const void* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                  "r"(inside ? 16 : 0));
 }
-__device__ inline void copy_async_8(void* to, const void* from, bool inside) {
+__device__ inline void start_copy_8(void* to, const void* from, bool inside) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)), "l"(from),
                  "r"(inside ? 8 : 0));
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// Four 8 x 8 matrices of 16-bit elements; lane l names row l % 8 of matrix l / 8.
-__device__ inline void load_matrices(uint32_t (&to)[4], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(shared_address(row)));
-}
-__device__ inline void load_matrices_transposed(uint32_t (&to)[4], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(shared_address(row)));
-}
 
 // c (16 x 8) += a (16 x 16) b (16 x 8)
 __device__ inline void mma(__nv_bfloat16, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -53,6 +50,26 @@ __device__ inline void mma(__half, float (&c)[4], const uint32_t (&a)[4], uint32
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+#else
+// c (16 x 8) += a (16 x 8) b (8 x 8)
+__device__ inline void mma_k8(__half, float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+#endif
+
+// Four 8 x 8 matrices of 16-bit elements; lane l names row l % 8 of matrix l / 8.
+__device__ inline void load_matrices(uint32_t (&to)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row)));
+}
+__device__ inline void load_matrices_transposed(uint32_t (&to)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row)));
+}
 
 __device__ inline uint32_t pack(__nv_bfloat16, float low, float high) {
     uint32_t packed;
@@ -60,9 +77,8 @@ __device__ inline uint32_t pack(__nv_bfloat16, float low, float high) {
     return packed;
 }
 __device__ inline uint32_t pack(__half, float low, float high) {
-    uint32_t packed;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
+    const __half2 packed = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&packed);
 }
 __device__ inline float2 unpack(__nv_bfloat16, uint32_t x) {
     return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
@@ -73,6 +89,23 @@ __device__ inline float exp2_fast(float x) { // one instruction
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+#endif
+
+#if LMSYS_TURING
+template <class Bytes>
+__device__ inline void copy_now(void* to, const void* from, bool inside) {
+    *static_cast<Bytes*>(to) = inside ? *static_cast<const Bytes*>(from) : Bytes{};
+}
+__device__ inline void start_copy(void* to, const void* from, bool inside) { copy_now<uint4>(to, from, inside); }
+__device__ inline void start_copy_8(void* to, const void* from, bool inside) { copy_now<float2>(to, from, inside); }
+__device__ inline void wait_for_copies() {}
+
+// Columns 0 to 7 of a times rows 0 to 7 of b, then columns 8 to 15 times rows 8 to 15.
+template <class Half>
+__device__ inline void mma(Half, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    mma_k8(Half(), c, a[0], a[1], b0);
+    mma_k8(Half(), c, a[2], a[3], b1);
 }
 #endif
 
@@ -137,7 +170,7 @@ __device__ inline void load_tile(T* tile, const Head& head, int row, int length)
 #pragma unroll
     for (int next = 0; next < ROWS; next += AT_ONCE, from += int64_t(AT_ONCE) * head.row_stride)
         if (ROWS % AT_ONCE == 0 || first + next < ROWS)
-            copy_async(chunk_at(tile, first + next, chunk), from, row + first + next < length);
+            start_copy(chunk_at(tile, first + next, chunk), from, row + first + next < length);
 }
 
 // The rows of a left operand that this warp owns, BLOCKS blocks of 16: read from their tile at every use, or KEPT in
@@ -221,6 +254,7 @@ __device__ inline void add_dot(float (&acc)[BLOCKS][D / 8][4], const float (&p)[
 #pragma unroll
         for (int first = 0; first < D / 8; first += 4) {
             float sum[BLOCKS][4][4] = {};
+            if (LMSYS_TURING) __syncwarp(); // else ptxas loads so far ahead for sm_75 that registers spill
 #pragma unroll
             for (int k = 0; k < 8 * COLUMNS; ++k) {
                 float2 y[4];

@@ -32,6 +32,7 @@ SOURCE = Path(__file__).with_name("flash_cuda.cu")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC")
 ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 HEAD_DIMS = (32, 64, 128)
+OLDEST = {torch.float32: (7, 5), torch.float16: (7, 5), torch.bfloat16: (8, 0)}  # compute capabilities
 NO_NVCC = "it is compiled on first use: put nvcc of the CUDA toolkit on the PATH, or set CUDA_HOME"
 TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 
@@ -55,8 +56,13 @@ class Tiles(NamedTuple):
     dkdv: Tile
 
 
-def tiles_for(dtype: torch.dtype, head_dim: int) -> Tiles:
-    """The fastest tiles measured on one H200 for bfloat16 and head_dim 64 and 128; for others the nearest of them."""
+def tiles_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> Tiles:
+    """The fastest tiles measured on one H200 for bfloat16 and head_dim 64 and 128; for others the nearest of them.
+
+    Before compute capability 8.0 they fit 64 KiB of shared memory and spill no registers; these were not timed.
+    """
+    if capability < (8, 0):
+        return _tiles_of_64_kib(dtype, head_dim)
     if dtype == torch.float32:
         part = 16 if head_dim == 128 else 32
         fwd, dq = Tile(64, 2 * part, 4, 2 * part, False, 1), Tile(64, part, 4, part, False, 1)
@@ -64,6 +70,17 @@ def tiles_for(dtype: torch.dtype, head_dim: int) -> Tiles:
     if head_dim == 128:
         return Tiles(Tile(128, 64, 4, 64, False, 2), Tile(128, 32, 4, 32, False, 2), Tile(64, 64, 4, 32, False, 2))
     return Tiles(Tile(128, 128, 4, 128, False, 2), Tile(128, 64, 4, 32, True, 2), Tile(64, 128, 4, 32, False, 2))
+
+
+def _tiles_of_64_kib(dtype: torch.dtype, head_dim: int) -> Tiles:
+    """Most float16 tiles take half of it, so that one thread block computes while another waits for its copies."""
+    if dtype == torch.float32:
+        rows, warps, part = (32, 2, 16) if head_dim == 128 else (64, 4, 32)
+        fwd, dq = Tile(64, part, 4, part, False, 1), Tile(rows, part, warps, part, False, 1)
+        return Tiles(fwd, dq, Tile(part // 2, rows, warps, part // 2, False, 1))
+    if head_dim == 128:
+        return Tiles(Tile(64, 32, 4, 32, True, 2), Tile(64, 32, 4, 32, True, 2), Tile(16, 64, 4, 16, False, 1))
+    return Tiles(Tile(128, 64, 4, 64, True, 2), Tile(128, 64, 4, 16, True, 2), Tile(32, 64, 4, 32, True, 2))
 
 
 class _View(ctypes.Structure):
@@ -123,7 +140,7 @@ def build(
     dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles | None = None, windowed: bool = False
 ) -> Path:
     """The shared library of a variant, from the cache or compiled now. RuntimeError with nvcc's words if it fails."""
-    command = nvcc_command(dtype, head_dim, capability, tiles or tiles_for(dtype, head_dim), windowed)
+    command = nvcc_command(dtype, head_dim, capability, tiles or tiles_for(dtype, head_dim, capability), windowed)
     sources = SOURCE.read_bytes() + SOURCE.with_suffix(".cuh").read_bytes()
     given = "\0".join([*command[1:-1], _nvcc_version()]).encode()
     name = f"flash_cuda-{hashlib.sha256(sources + given).hexdigest()[:16]}.so"
@@ -247,8 +264,10 @@ def flash_cuda_supports(case: contract.AttentionCase) -> str | None:
         return "float64 has no kernel; use naive"
     if case.device != "cuda":
         return "runs on CUDA only"
-    if case.capability is not None and case.capability < (8, 0):
-        return f"needs compute capability 8.0 or later; this GPU has {case.capability[0]}.{case.capability[1]}"
+    major, minor = OLDEST[contract.DTYPES[case.dtype]]
+    if case.capability is not None and case.capability < (major, minor):
+        needed = f"{case.dtype} needs compute capability {major}.{minor} or later"
+        return f"{needed}; this GPU has {case.capability[0]}.{case.capability[1]}"
     return NO_NVCC if nvcc() is None else None
 
 
@@ -260,7 +279,8 @@ def main() -> int:
     capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         variants = itertools.product(ELEMENTS, HEAD_DIMS, capabilities, [None], [False, True])
-        for path in pool.map(lambda variant: build(*variant), variants):
+        possible = [variant for variant in variants if variant[2] >= OLDEST[variant[0]]]
+        for path in pool.map(lambda variant: build(*variant), possible):
             print(path)
     return 0
 

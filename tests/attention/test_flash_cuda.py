@@ -1,15 +1,13 @@
-"""flash_cuda without a GPU: its source run by an emulator, faults seeded into it, what nvcc makes of it, its build."""
+"""flash_cuda without a GPU: its source, for sm_80 and for sm_75, run by an emulator, and faults seeded into it."""
 
 import ctypes
-import re
 import shutil
 import subprocess
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmsys.attention import ATTENTION, AttentionCase, Pattern, flash_cuda
-from lmsys.attention.contract import DTYPES
 from lmsys.attention.flash_cuda import HEAD_DIMS, Tile, Tiles
 from lmsys.measure.memory import peak_bytes
 from lmsys.testing import Oracle, make_inputs, run
 from tests.support.variants import some
 
 VARIANTS = [(dtype, head_dim) for dtype in ("float32", "float16", "bfloat16") for head_dim in HEAD_DIMS]
+AMPERE, TURING = (8, 0), (7, 5)  # compute capabilities, each with instructions of its own
+BUILDS = some([(*variant, AMPERE) for variant in VARIANTS], 10)
+BUILDS += some([(*variant, TURING) for variant in [*VARIANTS[3:6], *VARIANTS[:3]]], 6)
+
+
+def capability_id(value: Any) -> str | None:
+    """The id of a compute capability among the parameters of a test."""
+    return f"sm_{value[0]}{value[1]}" if isinstance(value, tuple) else None
+
+
 SMALL = Tiles(Tile(64, 32, 4, 32, False, 1), Tile(64, 32, 4, 16, False, 1), Tile(32, 64, 4, 16, False, 1))
 KEPT = Tiles(Tile(64, 32, 4, 32, True, 1), Tile(64, 32, 4, 16, True, 1), Tile(32, 64, 4, 16, True, 1))
 WINDOWS = [  # with queries that see nothing yet in their warp's first tile, and queries past the last window
@@ -38,19 +45,15 @@ STDS = (3.0, 1.0)  # of q and k; only with the larger does a maximum grow by eno
 
 
 @cache
-def emulated(source: str, header: str, dtype: torch.dtype, head_dim: int, tiles: Tiles, windowed: bool) -> ctypes.CDLL:
-    """flash_cuda.cu for this machine's CPU."""
+def emulated(source: str, header: str, architecture: int, *variant: Any) -> ctypes.CDLL:
+    """flash_cuda.cu for this machine's CPU, of a `variant` as `flash_cuda.macros` takes it."""
     folder = Path(mkdtemp(prefix="lmsys-"))
     (folder / "flash_cuda.cu").write_text(source)
     (folder / "flash_cuda.cuh").write_text(header)
     emulator = Path(__file__).parents[1] / "support" / "cuda_emulator.h"
-    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-include", emulator]
-    told = flash_cuda.macros(dtype, head_dim, tiles, windowed)
-    done = subprocess.run(
-        [*command, *told, "-x", "c++", folder / "flash_cuda.cu", "-o", folder / "out.so"],
-        capture_output=True,
-        text=True,
-    )
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-D__CUDA_ARCH__={architecture}"]
+    command += ["-include", emulator, *flash_cuda.macros(*variant), "-x", "c++", folder / "flash_cuda.cu"]
+    done = subprocess.run([*command, "-o", folder / "out.so"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     library = flash_cuda.load(folder / "out.so")
     shutil.rmtree(folder)
@@ -59,20 +62,24 @@ def emulated(source: str, header: str, dtype: torch.dtype, head_dim: int, tiles:
 
 @pytest.fixture
 def emulate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`emulate(right, wrong)`: flash_cuda then runs on CPU tensors, `right` in its source replaced by `wrong`."""
+    """`emulate(capability, right, wrong)`: flash_cuda then runs on CPU tensors as on a GPU of that capability.
+
+    `right` in its source is replaced by `wrong`.
+    """
     if shutil.which("g++") is None:
         pytest.skip("the emulator of CUDA needs g++")
     texts = [flash_cuda.SOURCE.read_text(), flash_cuda.SOURCE.with_suffix(".cuh").read_text()]
 
-    def start(right: str = "", wrong: str = "") -> None:
+    def start(capability: tuple[int, int] = AMPERE, right: str = "", wrong: str = "") -> None:
         assert not right or "".join(texts).count(right) == 1, f"no single {right!r}; name the line anew"
         source, header = (text.replace(right, wrong) if right else text for text in texts)
 
         def library(
             dtype: torch.dtype, head_dim: int, device: torch.device, tiles: Tiles | None, windowed: bool
         ) -> ctypes.CDLL:
-            tiles = tiles or flash_cuda.tiles_for(dtype, head_dim)
-            return emulated(source, header, dtype, head_dim, tiles, windowed)
+            tiles = tiles or flash_cuda.tiles_for(dtype, head_dim, capability)
+            architecture = 100 * capability[0] + 10 * capability[1]
+            return emulated(source, header, architecture, dtype, head_dim, tiles, windowed)
 
         monkeypatch.setattr(flash_cuda, "_library", library)
         monkeypatch.setattr(flash_cuda, "_stream", lambda device: 0)
@@ -103,10 +110,12 @@ def worst(
     return max(Oracle(case, inputs, scale, pattern=pattern).error_ratios(outputs).values())
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), some(VARIANTS, 10))
-def test_every_variant_matches_the_oracle(dtype: str, head_dim: int, emulate: Callable[..., None]) -> None:
+@pytest.mark.parametrize(("dtype", "head_dim", "capability"), BUILDS, ids=capability_id)
+def test_every_variant_matches_the_oracle(
+    dtype: str, head_dim: int, capability: tuple[int, int], emulate: Callable[..., None]
+) -> None:
     """o, the log-sum-exp and all gradients, with the tiles that ship, at any length, grouped or not, on views."""
-    emulate()
+    emulate(capability)
     lengths = st.one_of(st.sampled_from([1, 2, 63, 64, 65, 128, 129]), st.integers(1, 150))
     heads = st.sampled_from([(1, 1), (2, 1), (2, 2)])
 
@@ -127,10 +136,12 @@ def test_every_variant_matches_the_oracle(dtype: str, head_dim: int, emulate: Ca
     holds()
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), some(VARIANTS, 10))
-def test_a_window_matches_the_oracle(dtype: str, head_dim: int, emulate: Callable[..., None]) -> None:
+@pytest.mark.parametrize(("dtype", "head_dim", "capability"), BUILDS, ids=capability_id)
+def test_a_window_matches_the_oracle(
+    dtype: str, head_dim: int, capability: tuple[int, int], emulate: Callable[..., None]
+) -> None:
     """Windows of one key, within a tile and of several; queries that see nothing are among those past all keys."""
-    emulate()
+    emulate(capability)
     lengths, windows = st.integers(1, 150), st.one_of(st.sampled_from([1, 16, 32, 33, 64, 65]), st.integers(1, 150))
 
     @settings(max_examples=4)
@@ -163,9 +174,12 @@ def test_a_window_visits_the_tiles_that_are_seen(emulate: Callable[..., None]) -
 
 
 @pytest.mark.parametrize("tiles", [SMALL, KEPT], ids=["small", "kept"])
+@pytest.mark.parametrize("capability", [AMPERE, TURING], ids=capability_id)
 @pytest.mark.parametrize("case", some([*CASES, *WINDOWS], 4), ids=["causal", "not causal", "window", "blind"])
-def test_the_tile_does_not_matter(tiles: Tiles, case: AttentionCase, emulate: Callable[..., None]) -> None:
-    emulate()
+def test_the_tile_does_not_matter(
+    tiles: Tiles, capability: tuple[int, int], case: AttentionCase, emulate: Callable[..., None]
+) -> None:
+    emulate(capability)
     assert max(worst(case, 0, tiles, std=std) for std in STDS) <= 1
 
 
@@ -248,6 +262,19 @@ FAULTS = {  # name -> the piece that is right, the one that is not
     "swapped halves of a matrix": ("lane() % 8 + lane() / 16 * 8, lane() / 8 % 2)", "lane() % 16, lane() / 16)"),
     "log-sum-exp in base 2": ("+ log2f(sum)) * LN_2", "+ log2f(sum))"),
 }
+# Faults of copies that arrive late, of which sm_75 has none.
+ON_AMPERE = "a tile used before it is here", "keys arriving over the results"
+TURING_FAULTS = {
+    "the deeper half of a product left out": ("mma_k8(Half(), c, a[2], a[3], b1);", ""),
+    "rows and columns of an operand swapped": ("c, a[0], a[1], b0);", "c, a[0], a[2], b0);"),
+    "the deeper half multiplied by the other's": ("a[2], a[3], b1);", "a[2], a[3], b0);"),
+    "what is past the end left as it was": (
+        "*static_cast<Bytes*>(to) = inside ? *static_cast<const Bytes*>(from) : Bytes{};",
+        "if (inside) *static_cast<Bytes*>(to) = *static_cast<const Bytes*>(from);",
+    ),
+    "half of each copy": ("copy_now<uint4>(to, from, inside)", "copy_now<float2>(to, from, inside)"),
+    "half of each pair of statistics": ("copy_now<float2>(to, from, inside)", "copy_now<float>(to, from, inside)"),
+}
 
 
 WINDOW_FAULTS = {
@@ -279,131 +306,23 @@ WINDOW_FAULTS = {
 }
 
 
+def is_rejected() -> bool:
+    return any(worst(case, 0, tiles, std=std) > 1 for tiles in (KEPT, SMALL) for std in STDS for case in CASES)
+
+
 @pytest.mark.parametrize("fault", some(FAULTS, 10))
 def test_a_seeded_fault_is_rejected(fault: str, emulate: Callable[..., None]) -> None:
-    emulate(*FAULTS[fault])
-    assert any(worst(case, 0, tiles, std=std) > 1 for tiles in (KEPT, SMALL) for std in STDS for case in CASES)
+    emulate(AMPERE, *FAULTS[fault])
+    assert is_rejected()
+
+
+@pytest.mark.parametrize("fault", some([*TURING_FAULTS, *(name for name in FAULTS if name not in ON_AMPERE)], 10))
+def test_a_fault_seeded_for_turing_is_rejected(fault: str, emulate: Callable[..., None]) -> None:
+    emulate(TURING, *(FAULTS | TURING_FAULTS)[fault])
+    assert is_rejected()
 
 
 @pytest.mark.parametrize("fault", some(WINDOW_FAULTS, 13))
 def test_a_fault_seeded_into_windows_is_rejected(fault: str, emulate: Callable[..., None]) -> None:
-    emulate(*WINDOW_FAULTS[fault])
+    emulate(AMPERE, *WINDOW_FAULTS[fault])
     assert any(not worst(case, 0, SMALL) <= 1 for case in WINDOWS)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(flash_cuda.nvcc() is None, reason="needs nvcc of the CUDA toolkit")
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "windowed"),
-    some([(*one, windowed) for one in VARIANTS[3:] + VARIANTS[:3] for windowed in (True, False)], 18),
-)
-def test_what_ships_compiles_for_ampere_and_hopper_and_hardly_spills(
-    dtype: str, head_dim: int, windowed: bool, tmp_path: Path
-) -> None:
-    """Some words that the loop over tiles does not change may spill, no more."""
-
-    def compiled(capability: tuple[int, int]) -> str:
-        tiles = flash_cuda.tiles_for(DTYPES[dtype], head_dim)
-        command = flash_cuda.nvcc_command(DTYPES[dtype], head_dim, capability, tiles, windowed)
-        out = tmp_path / f"{capability[0]}.so"
-        done = subprocess.run([*command, "-Xptxas", "-v", "-o", out], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stderr
-
-    with ThreadPoolExecutor(2) as pool:
-        for told in pool.map(compiled, [(8, 0), (9, 0)]):
-            assert sorted(re.findall(r"entry function '_Z\d+(\w+)_kernel", told)) == ["dkdv", "dq", "fwd"]
-            registers = [int(n) for n in re.findall(r"Used (\d+) registers", told)]
-            spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", told)]
-            assert len(registers) == len(spilled) == 3 and max(registers) <= 255
-            assert max(spilled) <= (128 if dtype == "float32" else 32), told
-
-
-@pytest.mark.long
-@pytest.mark.skipif(flash_cuda.nvcc() is None, reason="needs nvcc of the CUDA toolkit")
-@pytest.mark.parametrize("head_dim", some(HEAD_DIMS, 3))
-def test_every_product_runs_on_tensor_cores(head_dim: int, tmp_path: Path) -> None:
-    """In SASS: the mma.sync that the products of a tile need, operands by ldmatrix, tiles by cp.async."""
-    triton = pytest.importorskip("triton", reason="pip install triton==3.6.0 for its cuobjdump")
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    tiles = flash_cuda.tiles_for(torch.bfloat16, head_dim)
-    command = flash_cuda.nvcc_command(torch.bfloat16, head_dim, (8, 0), tiles)
-    subprocess.run([*command, "-o", tmp_path / "out.so"], check=True)
-    sass = subprocess.run([tool, "-sass", tmp_path / "out.so"], capture_output=True, text=True, check=True).stdout
-    found = {part.split("_kernel")[0].lstrip("_Z0123456789"): part for part in sass.split("Function : ")[1:]}
-    for kernel, products in (("fwd", 2), ("dq", 3), ("dkdv", 4)):
-        tile = getattr(tiles, kernel)
-        rows = tile.block_k if kernel == "dkdv" else tile.block_q
-        needed = products * (rows // tile.warps // 16) * (tile.at_once // 8) * (head_dim // 16)
-        assert found[kernel].count("HMMA.16816.F32.BF16") == needed
-        assert "LDSM.16.M88.4" in found[kernel] and "LDGSTS.E.BYPASS.128" in found[kernel]
-
-
-@pytest.fixture
-def counting_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in that notes each compilation in the file returned, and fails where ELEMENT is __half."""
-    notes, script = tmp_path / "compiled", tmp_path / "nvcc"
-    script.write_text(
-        "#!/bin/sh\n"
-        "for last; do :; done\n"
-        'case "$*" in --version) echo release 1.0; exit;; *__half*) echo no such element >&2; exit 1;; esac\n'
-        f'echo "$*" >> {notes}; echo library > "$last"\n'
-    )
-    script.chmod(0o755)
-    monkeypatch.setattr(flash_cuda, "nvcc", lambda: str(script))
-    monkeypatch.setattr(flash_cuda, "_nvcc_version", lambda: "1.0")
-    monkeypatch.setenv("LMSYS_CACHE_DIR", str(tmp_path / "cache"))
-    return notes
-
-
-def test_a_build_is_kept_by_what_it_was_made_of(
-    counting_nvcc: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    variant = torch.bfloat16, 64, (9, 0)
-    first = flash_cuda.build(*variant)
-    assert first.read_text() == "library\n" and list(first.parent.iterdir()) == [first]
-    assert capsys.readouterr().err.count("\n") == 1, "one line of progress"
-    assert flash_cuda.build(*variant) == first and not capsys.readouterr().err
-    others = [flash_cuda.build(torch.float32, 64, (9, 0)), flash_cuda.build(torch.bfloat16, 128, (9, 0))]
-    others += [flash_cuda.build(torch.bfloat16, 64, (8, 0)), flash_cuda.build(*variant, SMALL)]
-    others.append(flash_cuda.build(*variant, windowed=True))
-    monkeypatch.setattr(flash_cuda, "_nvcc_version", lambda: "1.1")
-    others.append(flash_cuda.build(*variant))
-    for changed in (".cu", ".cuh"):
-        for suffix in (".cu", ".cuh"):
-            text = flash_cuda.SOURCE.with_suffix(suffix).read_text()
-            (tmp_path / f"copy{suffix}").write_text(text + "//" if suffix == changed else text)
-        with monkeypatch.context() as patch:
-            patch.setattr(flash_cuda, "SOURCE", tmp_path / "copy.cu")
-            others.append(flash_cuda.build(*variant))
-    assert len({first, *others}) == len(counting_nvcc.read_text().splitlines()) == 9
-
-
-@pytest.mark.parametrize("what", ["the library", "its folder"])
-def test_a_library_that_others_can_write_is_not_taken(what: str, counting_nvcc: Path) -> None:
-    variant = torch.bfloat16, 64, (9, 0)
-    library = flash_cuda.build(*variant)
-    place = library if what == "the library" else library.parent
-    place.chmod(place.stat().st_mode | 0o002)
-    with pytest.raises(ValueError, match=f"^{place}: others can write it, and code would be run from there"):
-        flash_cuda.build(*variant)
-    assert library.exists() and len(counting_nvcc.read_text().splitlines()) == 1
-
-
-def test_a_build_that_fails_leaves_nothing_and_says_what_nvcc_said(counting_nvcc: Path, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="no such element"):
-        flash_cuda.build(torch.float16, 64, (9, 0))
-    assert not list((tmp_path / "cache").iterdir())
-
-
-def test_what_it_cannot_run_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = AttentionCase(1, 2, 2, 8, 8, 64, "bfloat16", device="cuda", capability=(9, 0))
-    supports = flash_cuda.flash_cuda_supports
-    monkeypatch.setattr(flash_cuda, "nvcc", lambda: "nvcc")
-    assert supports(case) is None
-    assert "80 is none of 32, 64, 128" in str(supports(replace(case, head_dim=80)))
-    assert "float64" in str(supports(replace(case, dtype="float64")))
-    assert "CUDA only" in str(supports(replace(case, device="cpu")))
-    assert "this GPU has 7.5" in str(supports(replace(case, capability=(7, 5))))
-    monkeypatch.setattr(flash_cuda, "nvcc", lambda: None)
-    assert "nvcc" in str(supports(case))

@@ -1,9 +1,12 @@
-// Runs flash_cuda.cu on a CPU, without CUDA: `g++ -include cuda_emulator.h -x c++ flash_cuda.cu` (test_flash_cuda.py).
+// Runs flash_cuda.cu on a CPU, without CUDA (test_flash_cuda.py), as compiled for the architecture __CUDA_ARCH__:
+// `g++ -D__CUDA_ARCH__=800 -include cuda_emulator.h -x c++ flash_cuda.cu`. For 750 it has what an sm_75 has: no
+// asynchronous copies, mma.m16n8k8, 64 KiB of shared memory.
 //
 // Every CUDA thread is a fiber. Barriers and what a warp does together (shuffles, matrix loads, mma.sync) wait for all
 // that take part. In one thread block of three the warps keep pace, in the others the first or the last runs ahead; of
 // asynchronous copies half arrive at once, half as late as they may; shared memory begins as NaN. Fragments follow the
-// PTX ISA (mma.m16n8k16, ldmatrix). So a wrong index, layout, wait or barrier gives a wrong result here as on a GPU.
+// PTX ISA (mma.m16n8k16, mma.m16n8k8, ldmatrix). So a wrong index, layout, wait or barrier gives a wrong result here as
+// on a GPU.
 
 #include <csetjmp>
 #include <cmath>
@@ -39,7 +42,9 @@ using cudaStream_t = void*;
 constexpr int cudaSuccess = 0, cudaFuncAttributeMaxDynamicSharedMemorySize = 0;
 inline const char* cudaGetErrorString(int) { return "threads wait for one another, or shared memory is too small"; }
 inline int cudaSetDevice(int) { return 0; }
-template <class Kernel> int cudaFuncSetAttribute(Kernel, int, int bytes) { return bytes > 227 * 1024; }
+template <class Kernel> int cudaFuncSetAttribute(Kernel, int, int bytes) {
+    return bytes > (__CUDA_ARCH__ >= 800 ? 227 : 64) * 1024;
+}
 
 extern "C" {
 long long num_copies = 0, num_products = 0; // of 16 bytes each; mma.sync of a warp
@@ -186,6 +191,7 @@ inline bool __any_sync(unsigned, bool x) {
 }
 inline float __shfl_xor_sync(unsigned mask, float x, int bits) { return __shfl_sync(mask, x, threadIdx.x % 32 ^ bits); }
 
+#if __CUDA_ARCH__ >= 800
 template <int BYTES> void copy_now_or_later(void* to, const void* from, bool inside) {
     const auto copy = [=] {
         if (inside) std::memcpy(to, from, BYTES);
@@ -194,15 +200,18 @@ template <int BYTES> void copy_now_or_later(void* to, const void* from, bool ins
     if (threadIdx.x % 2) copy();
     else emulated::fibers[threadIdx.x].copies.push_back(copy);
 }
-inline void copy_async(void* to, const void* from, bool inside) {
+inline void start_copy(void* to, const void* from, bool inside) {
     ++num_copies;
     copy_now_or_later<16>(to, from, inside);
 }
-inline void copy_async_8(void* to, const void* from, bool inside) { copy_now_or_later<8>(to, from, inside); }
+inline void start_copy_8(void* to, const void* from, bool inside) { copy_now_or_later<8>(to, from, inside); }
 inline void wait_for_copies() {
     for (const auto& copy : emulated::fibers[threadIdx.x].copies) copy();
     emulated::fibers[threadIdx.x].copies.clear();
 }
+#else
+inline void wait_for_copies();
+#endif
 inline void __syncwarp() {
     emulated::wait(emulated::warps[threadIdx.x / 32].barrier);
     wait_for_copies(); // a copy that nobody has waited for may arrive on what was written since
@@ -228,6 +237,7 @@ template <class T> float element(const uint64_t (&words)[4], int i) {
     return emulated::to_float(x);
 }
 
+#if __CUDA_ARCH__ >= 800
 template <class T> void mma(T, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     num_products += threadIdx.x % 32 == 0;
     const uint32_t mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
@@ -241,6 +251,20 @@ template <class T> void mma(T, float (&c)[4], const uint32_t (&a)[4], uint32_t b
             c[i] += x * y;
         }
 }
+#else
+inline void mma_k8(__half, float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+    num_products += threadIdx.x % 32 == 0;
+    const uint32_t mine[3] = {a0, a1, b};
+    const auto shown = emulated::exchange(mine, sizeof mine);
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 8; ++k) { // element k % 2 of the word that thread k / 2 of the row, or of the column, holds
+            const float x = element<__half>(shown[4 * g + k / 2], i / 2 * 2 + k % 2);
+            const float y = element<__half>(shown[4 * (2 * t + i % 2) + k / 2], 2 * 2 + k % 2);
+            c[i] += x * y;
+        }
+}
+#endif
 
 template <class T> uint32_t pack(T, float low, float high) {
     return emulated::rounded(T(), low) | uint32_t(emulated::rounded(T(), high)) << 16;
