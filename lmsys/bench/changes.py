@@ -256,7 +256,7 @@ def spreads_between(runs: Sequence[Iterable[fields.Record]]) -> dict[str, float]
 
     Of runs with `--against` the estimate is the ratio of today to earlier, under today's id.
     """
-    return {name: _root_mean_square(shifts) for name, shifts in _shifts(runs).items()}
+    return {name: math.hypot(*shifts) / math.sqrt(len(shifts) or 1) for name, shifts in _shifts(runs).items()}
 
 
 def _shifts(runs: Sequence[Iterable[fields.Record]]) -> dict[str, list[float]]:
@@ -272,10 +272,6 @@ def _shifts(runs: Sequence[Iterable[fields.Record]]) -> dict[str, list[float]]:
 def _estimates(changes: Iterable[Change]) -> dict[str, list[float]]:
     """By the id of a case, of those that have one."""
     return fields.grouped((change.new["id"], change.shift.estimate) for change in changes if change.shift)
-
-
-def _root_mean_square(values: Sequence[float]) -> float:
-    return math.hypot(*values) / math.sqrt(len(values) or 1)
 
 
 def _usual(records: Sequence[fields.Record]) -> dict[str, float]:
