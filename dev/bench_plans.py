@@ -230,22 +230,22 @@ def call_of(case: PlanCase, inputs: Inputs) -> Call:
     q, k, v = inputs.leaves(grad=plan is None and case.direction == "bwd")
     if plan is None:
         return peer_call(case, inputs)
-    from lmsys.attention.flash_gluon import kernels
+    from lmsys.attention.flash_gluon import launch
 
     if case.direction == "bwd":
         order = case.form == DETERMINISTIC
 
         def forward() -> Any:
-            return kernels._forward(q, k, v, causal, scale)
+            return launch._forward(q, k, v, causal, scale)
 
         def backward(made: Any) -> Sequence[Tensor]:
             o, lse = made
-            return kernels._backward(q, k, v, o, lse, inputs.do, causal, scale, order, plan)
+            return launch._backward(q, k, v, o, lse, inputs.do, causal, scale, order, plan)
 
         return Call(backward, forward, forward)
     if case.planned and case.calls > 1:
-        return Call(lambda _: (kernels.flash_gluon(q, k, v, causal=causal),))
-    return Call(lambda _: kernels._forward(q, k, v, causal, scale, plan))
+        return Call(lambda _: (launch.flash_gluon(q, k, v, causal=causal),))
+    return Call(lambda _: launch._forward(q, k, v, causal, scale, plan))
 
 
 def peer_call(case: PlanCase, inputs: Inputs) -> Call:

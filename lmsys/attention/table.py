@@ -63,7 +63,7 @@ ATTENTION = Table(
         ),
         _ours(
             "flash_gluon",
-            "flash_gluon.kernels",
+            "flash_gluon.launch",
             "Gluon, Hopper",
             supports="flash_gluon.support:flash_gluon_supports",
             extra="triton",

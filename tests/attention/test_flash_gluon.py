@@ -43,10 +43,10 @@ shapes = st.fixed_dictionaries(
 )
 
 
-def kernels() -> Any:
-    from lmsys.attention.flash_gluon import kernels
+def product() -> Any:
+    from lmsys.attention.flash_gluon import launch
 
-    return kernels
+    return launch
 
 
 def drawn(shape: dict[str, Any], make: Callable[..., Tensor]) -> list[Tensor]:
@@ -78,8 +78,8 @@ def check_selection(shape: dict[str, Any], deterministic: bool) -> None:
     of_query = lambda x: x.repeat_interleave(heads // kv_heads, dim=1)  # noqa: E731
     index = pick[..., None].expand(-1, -1, -1, head_dim)
     q.copy_(of_query(k).gather(2, index))
-    o, lse = kernels()._forward(q, k, v, shape["causal"], 64.0)
-    dq, dk, dv = kernels()._backward(q, k, v, o, lse, do, shape["causal"], 64.0, deterministic)
+    o, lse = product()._forward(q, k, v, shape["causal"], 64.0)
+    dq, dk, dv = product()._backward(q, k, v, o, lse, do, shape["causal"], 64.0, deterministic)
     expected = torch.zeros(batch, heads, keys, head_dim, device="cuda", dtype=torch.float64)
     expected.scatter_add_(2, index, do.double())
     expected = expected.unflatten(1, (kv_heads, -1)).sum(2)
@@ -127,8 +127,8 @@ def test_gradients_of_whole_numbers_are_exact(
         v[:, :, 1::2] = -v[:, :, ::2]  # so that o is zero
     else:
         v.zero_()
-    o, lse = kernels()._forward(q, k, v, False, 0.125)
-    dq, dk, _ = kernels()._backward(q, k, v, o, lse, do, False, 0.125, deterministic)
+    o, lse = product()._forward(q, k, v, False, 0.125)
+    dq, dk, _ = product()._backward(q, k, v, o, lse, do, False, 0.125, deterministic)
     group = shape["heads"][0] // shape["heads"][1]
     q64, do64, k64, v64 = q.double(), do.double(), *(x.double().repeat_interleave(group, 1) for x in (k, v))
     ds = do64 @ v64.mT * 2.0**-log_keys
@@ -145,11 +145,11 @@ def test_repeats_are_bitwise_equal(shape: dict[str, Any]) -> None:
     generator = torch.Generator("cuda").manual_seed(shape["seed"])
     q, k, v, do = drawn(shape, lambda *size: torch.randn(size, generator=generator, device="cuda"))
     causal = shape["causal"]
-    o, lse = kernels()._forward(q, k, v, causal, 0.125)
-    first = (o, lse, *kernels()._backward(q, k, v, o, lse, do, causal, 0.125, True))
+    o, lse = product()._forward(q, k, v, causal, 0.125)
+    first = (o, lse, *product()._backward(q, k, v, o, lse, do, causal, 0.125, True))
     for _ in range(20):
-        again = kernels()._forward(q, k, v, causal, 0.125)
-        again = *again, *kernels()._backward(q, k, v, o, lse, do, causal, 0.125, True)
+        again = product()._forward(q, k, v, causal, 0.125)
+        again = *again, *product()._backward(q, k, v, o, lse, do, causal, 0.125, True)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
@@ -185,8 +185,8 @@ def test_ctas_that_add_in_order_follow_one_another(
 
     `in_order`: heads that alternate; there are four.
     """
-    monkeypatch.setattr(kernels(), "heads_at_once", lambda *_: in_order)
-    monkeypatch.setattr(kernels(), "_launches", {})
+    monkeypatch.setattr(product(), "heads_at_once", lambda *_: in_order)
+    monkeypatch.setattr(product(), "_launches", {})
     if processors is not None:
         major, minor = torch.cuda.get_device_capability()
         few = SimpleNamespace(multi_processor_count=processors, major=major, minor=minor)
@@ -196,8 +196,8 @@ def test_ctas_that_add_in_order_follow_one_another(
         dtype="bfloat16",
     )  # fmt: skip
     x, scale = make_inputs(case, 0), head_dim**-0.5
-    o, lse = kernels()._forward(x.q, x.k, x.v, causal, scale)
-    first, again = (kernels()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, True) for _ in range(2))
+    o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
+    first, again = (product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, True) for _ in range(2))
     assert_within_budget(Oracle(case, x).error_ratios(dict(zip(("dq", "dk", "dv"), first, strict=True)), rms=True))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
@@ -222,11 +222,11 @@ def test_every_plan_is_right_at_any_length(
     inputs = make_inputs(case, 0)
     fwd, bwd = (plan, None) if direction == "forward" else (None, plan)
     scale = head_dim**-0.5
-    o, lse = kernels()._forward(inputs.q, inputs.k, inputs.v, causal, scale, fwd)
+    o, lse = product()._forward(inputs.q, inputs.k, inputs.v, causal, scale, fwd)
     oracle = Oracle(case, inputs)
-    for mode, most_down in ((False, kernels().MOST_DOWN), (False, 0), (True, 0)):
-        with patch.multiple(kernels(), MOST_DOWN=most_down, _launches={}):
-            grads = kernels()._backward(inputs.q, inputs.k, inputs.v, o, lse, inputs.do, causal, scale, mode, bwd)
+    for mode, most_down in ((False, product().MOST_DOWN), (False, 0), (True, 0)):
+        with patch.multiple(product(), MOST_DOWN=most_down, _launches={}):
+            grads = product()._backward(inputs.q, inputs.k, inputs.v, o, lse, inputs.do, causal, scale, mode, bwd)
         outputs = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
         assert_within_budget(oracle.error_ratios(outputs, rms=True))
 
@@ -265,7 +265,7 @@ def test_every_candidate_for_short_sequences_alone_and_in_a_chain(head_dim: int,
     def chain(wait: bool) -> list[Tensor]:
         outputs, q = [], x.q
         for _ in range(20):
-            q, lse = kernels()._forward(q, x.k, x.v, causal, head_dim**-0.5, plan)
+            q, lse = product()._forward(q, x.k, x.v, causal, head_dim**-0.5, plan)
             outputs += [q, lse]
             if wait:
                 torch.cuda.synchronize()
@@ -274,7 +274,7 @@ def test_every_candidate_for_short_sequences_alone_and_in_a_chain(head_dim: int,
     def differing(found: list[Tensor]) -> list[int]:
         return [i for i, (one, other) in enumerate(zip(found, alone, strict=True)) if not torch.equal(one, other)]
 
-    kernels()._forward(x.q, x.k, x.v, causal, head_dim**-0.5, plan)  # compiles
+    product()._forward(x.q, x.k, x.v, causal, head_dim**-0.5, plan)  # compiles
     with time_limit(f"one by one: {what}"):
         alone = chain(wait=True)
     assert_within_budget(Oracle(case, x).error_ratios({"o": alone[0], "lse": alone[1]}, rms=True))
@@ -313,13 +313,13 @@ def test_processes_that_take_turns_on_a_gpu(tmp_path: Path) -> None:
 )
 def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
     case, inputs = growing(growth, causal, seed, "cuda")
-    o, lse = kernels()._forward(inputs.q, inputs.k, inputs.v, causal, case.head_dim**-0.5)
+    o, lse = product()._forward(inputs.q, inputs.k, inputs.v, causal, case.head_dim**-0.5)
     assert_within_budget(Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True))
 
 
 def both(x: Any, causal: bool) -> tuple[Tensor, ...]:
-    o, lse = kernels()._forward(x.q, x.k, x.v, causal, 0.125)
-    return o, lse, *kernels()._backward(x.q, x.k, x.v, o, lse, x.do, causal, 0.125, True)
+    o, lse = product()._forward(x.q, x.k, x.v, causal, 0.125)
+    return o, lse, *product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, 0.125, True)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -386,9 +386,9 @@ def test_patterns_match_the_oracle_in_both_orders_and_in_graphs(name: str, head_
     x, scale = make_inputs(case, 0), head_dim**-0.5
 
     def run_both(deterministic: bool) -> tuple[Tensor, ...]:
-        o, lse = kernels()._forward(x.q, x.k, x.v, case.causal, scale, pattern=pattern)
+        o, lse = product()._forward(x.q, x.k, x.v, case.causal, scale, pattern=pattern)
         arguments = x.q, x.k, x.v, o, lse, x.do, case.causal, scale, deterministic
-        return o, lse, *kernels()._backward(*arguments, pattern=pattern)
+        return o, lse, *product()._backward(*arguments, pattern=pattern)
 
     oracle = Oracle(case, x, pattern=pattern)
     for deterministic in (False, True):
@@ -405,12 +405,12 @@ def test_patterns_match_the_oracle_in_both_orders_and_in_graphs(name: str, head_
 
 def test_a_backward_may_be_the_first_cuda_work_of_its_thread() -> None:
     x = make_inputs(ROW.case(queries=128, keys=128, head_dim=64), 0)
-    o, lse = kernels()._forward(x.q, x.k, x.v, True, 0.125)
+    o, lse = product()._forward(x.q, x.k, x.v, True, 0.125)
     arguments = x.q, x.k, x.v, o, lse, x.do, True, 0.125, True
     torch.cuda.synchronize()
     with ThreadPoolExecutor(max_workers=1) as fresh_thread:
-        found = fresh_thread.submit(kernels()._backward, *arguments).result()
-    assert all(torch.equal(one, other) for one, other in zip(found, kernels()._backward(*arguments), strict=True))
+        found = fresh_thread.submit(product()._backward, *arguments).result()
+    assert all(torch.equal(one, other) for one, other in zip(found, product()._backward(*arguments), strict=True))
 
 
 def test_views_that_tma_cannot_address_and_expanded_gradients() -> None:

@@ -47,9 +47,9 @@ cases = st.builds(
 
 
 def product() -> Any:
-    from lmsys.attention.flash_gluon import kernels
+    from lmsys.attention.flash_gluon import launch
 
-    return kernels
+    return launch
 
 
 def every_plan(direction: str) -> list[tuple[int, bool, Any]]:

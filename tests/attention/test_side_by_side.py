@@ -109,7 +109,7 @@ def test_compiled_code_gets_gradients_as_it_was_told_of_them(device: str, monkey
 
 @needs_triton
 def test_flash_gluon_has_the_same_bits_as_it_is_simulated() -> None:
-    from lmsys.attention.flash_gluon import kernels
+    from lmsys.attention.flash_gluon import launch
     from lmsys.kernels.tritons import KNOWN_TRITON, is_known
     from tests.support.gluon_simulator import simulated
 
@@ -118,8 +118,8 @@ def test_flash_gluon_has_the_same_bits_as_it_is_simulated() -> None:
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
         with simulated():
-            o, lse = kernels._forward(q, k, v, True, 0.125)
-            return o, *kernels._backward(q, k, v, o, lse, torch.ones_like(o), True, 0.125, True)
+            o, lse = launch._forward(q, k, v, True, 0.125)
+            return o, *launch._backward(q, k, v, o, lse, torch.ones_like(o), True, 0.125, True)
 
     assert_bits(drawn((2, 150, 1, 2, 64))[0].half(), 1, run)
 

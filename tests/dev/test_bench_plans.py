@@ -48,7 +48,7 @@ def dies_by_one(case: PlanCase) -> None:
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Small shapes, plain arithmetic in place of the kernels; the list of what they were asked."""
-    from lmsys.attention.flash_gluon import kernels
+    from lmsys.attention.flash_gluon import launch
 
     asked: list[Any] = []
 
@@ -75,7 +75,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(Plans, "why_not", lambda self, case: None if case.entry.name == "flash_gluon" else "no GPU")
     for name, function in {"_forward": forward, "_backward": backward, "flash_gluon": row}.items():
-        monkeypatch.setattr(kernels, name, function)
+        monkeypatch.setattr(launch, name, function)
     return asked
 
 
@@ -219,10 +219,10 @@ def test_a_plan_that_dies_or_cannot_be_compiled_is_a_case_that_failed(
 
 @known
 def test_a_wrong_plan_has_no_time(on_cpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmsys.attention.flash_gluon import kernels
+    from lmsys.attention.flash_gluon import launch
 
-    right = kernels._forward
-    monkeypatch.setattr(kernels, "_forward", lambda *x: (right(*x)[0] * (1.02 if x[-1].named else 1), right(*x)[1]))
+    right = launch._forward
+    monkeypatch.setattr(launch, "_forward", lambda *x: (right(*x)[0] * (1.02 if x[-1].named else 1), right(*x)[1]))
     plans = [ForwardPlan(2, 2, False, named, True, 32) for named in (False, True)]
     good, bad = (
         one
@@ -237,9 +237,9 @@ def test_a_wrong_plan_has_no_time(on_cpu: list[Any], monkeypatch: pytest.MonkeyP
 def test_a_plan_that_answers_with_what_it_remembers_is_refused(
     direction: str, kernel: str, on_cpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lmsys.attention.flash_gluon import kernels
+    from lmsys.attention.flash_gluon import launch
 
-    right, known = getattr(kernels, kernel), []
+    right, known = getattr(launch, kernel), []
 
     def remembers(*x: Any) -> Any:
         if not seen(CLOCK):
@@ -247,7 +247,7 @@ def test_a_plan_that_answers_with_what_it_remembers_is_refused(
         known.append(known[0] if known else right(*x))
         return known[0]
 
-    monkeypatch.setattr(kernels, kernel, remembers)
+    monkeypatch.setattr(launch, kernel, remembers)
     one = records(Plans(), cases_of(Plans(), **ONE, direction=(direction,)))["flash_gluon"]
     assert one["outcome"] == "wrong" and "right before it was timed, not in timed call" in one["reason"]
     assert "time_s" not in one

@@ -693,7 +693,7 @@ PROCESSORS = 6
 
 
 class Kernel:
-    """In the place of `lmsys.attention.flash_gluon.kernels.Kernel`."""
+    """In the place of `lmsys.attention.flash_gluon.launch.Kernel`."""
 
     def __init__(
         self, function: Any, tensors: list[Tensor], blocks: list[list[int]], others: list[Any], **options: Any
@@ -712,7 +712,7 @@ class Kernel:
 @contextmanager
 def plans_taken(launcher: str) -> Iterator[list[Any]]:
     """The plans with which `_Forward` or `_Backward` is made meanwhile; nothing runs."""
-    from lmsys.attention.flash_gluon import kernels
+    from lmsys.attention.flash_gluon import launch as product
 
     taken: list[Any] = []
 
@@ -720,7 +720,7 @@ def plans_taken(launcher: str) -> Iterator[list[Any]]:
         taken.append(arguments[-1])
         return SimpleNamespace(run=lambda *_: None)
 
-    with simulated(), patch.multiple(kernels, **{"_launches": {}, launcher: launch}):
+    with simulated(), patch.multiple(product, **{"_launches": {}, launcher: launch}):
         yield taken
 
 
@@ -742,7 +742,7 @@ def on_one_core() -> Iterator[None]:
 @contextmanager
 def simulated() -> Iterator[None]:
     """Within, `flash_gluon` runs on CPU tensors, on a GPU of PROCESSORS multiprocessors."""
-    from lmsys.attention.flash_gluon import kernels as product
+    from lmsys.attention.flash_gluon import launch as product
 
     with ExitStack() as patches:
         patches.enter_context(on_one_core())

@@ -20,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import OutOfResources
 
 from lmsys.attention import Pattern, flash_triton, flash_triton_decode
-from lmsys.attention.flash_gluon import kernels
+from lmsys.attention.flash_gluon import launch as flash_gluon
 from lmsys.attention.tuning import Tile
 from lmsys.kernels import launch
 from lmsys.model import fused_triton
@@ -84,7 +84,7 @@ def main(capability: int) -> None:
 
 def gluon(stub: Stub) -> None:
     """A forward and a backward of `flash_gluon`, dense and under a pattern."""
-    kernel = kernels.Kernel
+    kernel = flash_gluon.Kernel
 
     class Both:
         """In the place of its `Kernel`: an address is for Triton's own way a tensor that begins there."""
@@ -96,7 +96,7 @@ def gluon(stub: Stub) -> None:
 
         def __call__(self, grid: int, stream: int, tensors: tuple[Tensor, ...], others: tuple[Any, ...]) -> None:
             described = [
-                TensorDescriptor(x, *launch.geometry(x), block, kernels.layout(block, x.dtype))
+                TensorDescriptor(x, *launch.geometry(x), block, flash_gluon.layout(block, x.dtype))
                 for x, block in zip(tensors, self.blocks, strict=True)
             ]
             plain = [x if dtype is None else begins_at(x, dtype) for x, dtype in zip(others, self.dtypes, strict=True)]
@@ -106,10 +106,10 @@ def gluon(stub: Stub) -> None:
             print(json.dumps({"kernel": one[0], "same": one == other, "bytes": sum(map(len, one[3]))}), flush=True)
 
     q, k, v, do = (torch.randn(1, heads, 200, 64, dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
-    with simulated(), patch.object(kernels, "Kernel", Both):
+    with simulated(), patch.object(flash_gluon, "Kernel", Both):
         for pattern in (None, Pattern(True, 70)):
-            o, lse = kernels._forward(q, k, v, True, 0.125, pattern=pattern)
-            kernels._backward(q, k, v, o, lse, do, True, 0.125, False, pattern=pattern)
+            o, lse = flash_gluon._forward(q, k, v, True, 0.125, pattern=pattern)
+            flash_gluon._backward(q, k, v, o, lse, do, True, 0.125, False, pattern=pattern)
 
 
 def begins_at(address: int, dtype: torch.dtype) -> Tensor:

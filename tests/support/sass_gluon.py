@@ -23,7 +23,7 @@ from dev.plan_cases import SHORT, candidates
 from dev.targets.binary import count, disassembled
 from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
-from lmsys.attention.flash_gluon.kernels import BLOCK_Q, ROWS, TILE_K, backward_options, forward_options, layout
+from lmsys.attention.flash_gluon.launch import BLOCK_Q, ROWS, TILE_K, backward_options, forward_options, layout
 from lmsys.attention.flash_gluon.plans import (
     BACKWARD,
     FORWARD,

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lmsys.attention.flash_gluon import kernels
+from lmsys.attention.flash_gluon import launch as flash_gluon
 from tests.support.time_limit import time_limit
 
 CALLS = 40
@@ -38,11 +38,11 @@ def calls() -> dict[str, Call]:
         q, k, v, do = inputs(head_dim, length, batch=max(1, 4096 // length))
         arguments = causal, head_dim**-0.5
         name = f"{head_dim=} {causal=} {length=}"
-        found[name] = lambda q=q, k=k, v=v, rest=arguments: kernels._forward(q, k, v, *rest)
+        found[name] = lambda q=q, k=k, v=v, rest=arguments: flash_gluon._forward(q, k, v, *rest)
         if length == 1024:
-            o, lse = kernels._forward(q, k, v, *arguments)
+            o, lse = flash_gluon._forward(q, k, v, *arguments)
             tensors = q, k, v, o, lse, do
-            found[f"backward {name}"] = lambda x=tensors, rest=arguments: kernels._backward(*x, *rest, True)
+            found[f"backward {name}"] = lambda x=tensors, rest=arguments: flash_gluon._backward(*x, *rest, True)
             found[f"backward of whole numbers {name}"] = whole_numbers(tensors, arguments)
     return found
 
@@ -53,11 +53,11 @@ def whole_numbers(like: tuple[Tensor, ...], arguments: tuple[bool, float]) -> Ca
     for x in (k, v, do):
         x.random_(-1, 2)
     lse.fill_(math.log(k.shape[2]))
-    return lambda: kernels._backward(q, k, v, o, lse, do, *arguments)
+    return lambda: flash_gluon._backward(q, k, v, o, lse, do, *arguments)
 
 
 def main(seconds: float, folder: Path, processes: int) -> None:
-    kernels.FEW_WAVES = 0  # causal heads in groups, which clear dq for those after them, though there are few
+    flash_gluon.FEW_WAVES = 0  # causal heads in groups, which clear dq for those after them, though there are few
     alone = {}
     with open(folder / "lock", "w") as lock, time_limit("alone", 120.0 * processes):
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -47,18 +47,20 @@ from lmsys.attention.flash_gluon.hopper import (
 )
 from lmsys.attention.flash_gluon.intervals import Extent, edges, intervals
 
-Loaded = namedtuple("Loaded", "ks vs full")  # the keys and values of a CTA
-Work = namedtuple("Work", "batch first_bh walk")
+Loaded = namedtuple("Loaded", "ks vs full")  # the keys and values of a CTA, and the barrier that says they are loaded
+Work = namedtuple("Work", "batch first_bh walk")  # of a CTA: batch entry, its first query head among all B H, `Walk`
 
 
 @gluon.jit
 def _await_free(step, FIRST: gl.constexpr):
+    """Waits until both consumers have released what the ring held before this step."""
     if step >= STAGES:
         named_barrier("sync", FIRST + step % STAGES, 384)
 
 
 @gluon.jit
 def _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step):
+    """Copies q, do, log-sum-exp and delta of a tile of queries into the ring, once their places in it are free."""
     stage = step % STAGES
     _await_free(step, Q_FREE)
     mbarrier.expect(ring.q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
@@ -75,7 +77,10 @@ def _load_tiles(
     q_desc, do_desc, lse_desc, delta_desc, ring, work, order, dq_tile, place, first, last, H, Q_PADDED,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """Loads the queries of steps `first` to `last`, after the tile at `place`; in a fixed order also acquires dq's."""
+    """(dq_tile, place) after loading the queries of steps [first, last), which follow the tile at `place`, (bh, m).
+
+    In the deterministic mode it also releases and acquires tiles of dq.
+    """
     bh, m = place
     for step in range(first, last):
         bh, m = next_tile(bh, m, work.walk, ORDER)
@@ -92,8 +97,10 @@ def _producer(
     q_desc, do_desc, lse_desc, delta_desc, ring, work, order, clearing, H, Q_PADDED, BLOCK_Q: gl.constexpr,
     CAUSAL: gl.constexpr, ORDER: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """Loads all tiles of queries but the first. In the deterministic mode it also acquires and releases dq's tiles for
-    the consumers; else, once the ring is full, it writes zeros into dq for a later head.
+    """Loads all tiles of queries but the first.
+
+    In the deterministic mode it also acquires and releases dq's tiles for the consumers. Otherwise it writes zeros into
+    dq for a later head, once the ring is full.
     """
     steps = work.walk.steps
     dq_tile = work.first_bh, work.walk.start
@@ -121,9 +128,10 @@ def _producer(
 
 @gluon.jit
 def _assignment(index, num_key_tiles, num_heads, at_once, DETERMINISTIC: gl.constexpr, CAUSAL: gl.constexpr):
-    """(B Hkv index, key tile) of a CTA; causal tiles the longest first, in the deterministic mode the shortest.
+    """(key head among all B Hkv, key tile) of a CTA.
 
-    There a CTA waits only for CTAs that come to its head before it. They have lower numbers, so they have begun.
+    Causal heads begin with the longest tile, in the deterministic mode with the shortest. There a CTA
+    waits only for CTAs that come to its head before it. They have lower numbers, so they have begun.
     """
     kv_bh, n = owned_tile(index, num_key_tiles, num_heads, at_once)
     if DETERMINISTIC and CAUSAL:
@@ -139,6 +147,7 @@ def _consumer(
     ORDER: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
     FMA_EXP: gl.constexpr, PEELED: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
+    """Computes dk and dv of its 64 keys of the CTA's key tile, and adds its part to dq."""
     DTYPE: gl.constexpr = dk_desc.dtype
     k = kvs.ks.slice(WG * 64, 64)
     v = kvs.vs.slice(WG * 64, 64)
@@ -188,7 +197,10 @@ def _consumer(
 
 @gluon.jit
 def _visited(extent, batch, n, K, BLOCK_Q: gl.constexpr):
-    """Key tile n visits the tiles of queries [low, end), and masks those below masked_until, or from masked_from on."""
+    """(low, end, masked_until, masked_from) of key tile n, in tiles of queries, under a pattern.
+
+    It visits the tiles [low, end), and masks those below masked_until and those from masked_from on.
+    """
     first, stop, full_from, full_to = edges(extent, batch, n * BLOCK_K, K, BLOCK_K)
     low = first // BLOCK_Q
     end = gl.where(first < stop, gl.cdiv(stop, BLOCK_Q), low)
@@ -197,7 +209,7 @@ def _visited(extent, batch, n, K, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def _keep_intervals(spans, extent, batch, n, K):
-    """Stores the keys' intervals for the masks of the consumers: `first` of each consumer, then the lengths."""
+    """Stores the keys' intervals in spans (4, 64), for the masks of the two consumers: 2 x `first`, then 2 x length."""
     for w in gl.static_range(2):
         first, length = intervals(extent, batch, n * BLOCK_K + w * 64, K, 64, WARPS)
         spans.index(w).store(first)
@@ -218,11 +230,12 @@ def backward_kernel(
     PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr, FMA_EXP: gl.constexpr,
     PEELED: gl.constexpr, SPREAD: gl.constexpr, DOWN: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv; dq / sm_scale is added up in float32 (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
+    """Writes dk and dv, and adds up dq / sm_scale in float32 (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
-    dq ends as tiles (64, 64) in the order that `add_registers` leaves them in. `scale` is in base 2; `parameters` are
-    those of `preprocess_kernel`; `num_heads` is B Hkv. dq begins as zeros for the first `ahead` key heads.
-    The CTAs of each head clear the rest, for the head so many later. `dq_semaphore` is a zero for each key head.
+    dq ends as tiles (64, 64) in the order that `add_registers` leaves them in. `scale` includes the factor log2(e);
+    `parameters` are those of `preprocess_kernel`; `num_heads` is B Hkv. dq begins as zeros for the first `ahead` key
+    heads; the CTAs of each key head zero it for the head that is `ahead` later. `dq_semaphore` is a zero for each key
+    head.
     RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told). GROUPED: G > 1.
     SPREAD: the key tiles of a head begin with tiles of queries that are evenly spread, and go around.
     DOWN: grouped causal heads begin at the last tile of queries, and take it for each head before the one below it. So
@@ -230,8 +243,8 @@ def backward_kernel(
     DETERMINISTIC: CTAs add to dq in a fixed order; `dq_semaphore` is a zero for each tile of queries. The first CTA to
     come to a tile stores it, whatever lies there. Under a pattern, or in full attention with K < BLOCK_K, all of dq
     begins as zeros instead.
-    `first_ptr`, `end_ptr` and `per_entry` are the `extent` of `intervals.py`, of the keys, and `query_end_ptr` has the
-    ends of the queries' intervals; or all are None. A kernel that reads them is CAUSAL: in the order of tiles.
+    `first_ptr`, `end_ptr` and `per_entry` are the keys' `Extent` of `intervals.py`, and `query_end_ptr` points to the
+    ends of the queries' intervals; or all are None. A kernel that reads them is CAUSAL: its tiles have that order.
     """
     BOUNDED: gl.constexpr = first_ptr is not None
     DTYPE: gl.constexpr = q_desc.dtype

@@ -32,13 +32,14 @@ Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
 DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
 NEVER = gl.constexpr(2**31 - 1)
 Ring = namedtuple("Ring", "qs lses q_full dos deltas do_full")  # stages of tiles of queries
-# The tiles of queries that need a mask: those below `until`, under a pattern also those from `beginning` on, by the
-# intervals of keys in `spans`.
+# The tiles of queries that need a mask: those below `until`, under a pattern also those from `beginning` on. `spans`,
+# (4, 64) in shared memory, are then the intervals of the keys (`_keep_intervals`), else None.
 Masked = namedtuple("Masked", "until beginning spans")
 
 
 @gluon.jit
 def _release(step, FIRST: gl.constexpr):
+    """This consumer is done with what the ring holds for this step."""
     named_barrier("arrive", FIRST + step % STAGES, 384)
 
 
@@ -46,7 +47,7 @@ def _release(step, FIRST: gl.constexpr):
 def _hide(
     p, n, m, K, spans, WG: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr, S_LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """0 where a query may not look: (keys, queries), and for keys past the end."""
+    """p (keys, queries) with 0 where a query does not see a key, and for keys past the end."""
     KEY_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     queries = m * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, S_LAYOUT))
     if spans is None:
@@ -67,6 +68,10 @@ def _step(
     FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr, STORES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
+    """(dk, dv, lse) after tile m of query head bh: dk / sm_scale and dv (64, D) of this consumer's keys.
+
+    With PREFETCH `lse` is that of the next tile, loaded a step ahead.
+    """
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     stage = step % STAGES
@@ -152,9 +157,10 @@ def _steps(
     ORDER: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
     FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr, STORES: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Steps [first, last). `state`: head and tile of queries, dk / sm_scale and dv (64, D), and a log-sum-exp ahead.
+    """`state` after steps [first, last).
 
-    STORES: which of them come to a tile of dq first, "none", "all", or "some", as the step asks.
+    `state`: (bh, m, dk / sm_scale (64, D), dv (64, D), the log-sum-exp of tile m where it is loaded ahead).
+    STORES: the steps that come to a tile of dq first, and so store it: "none", "all", or "some", as `_step` finds out.
     """
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -177,9 +183,9 @@ def _causal_head(
     WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr, FMA_EXP: gl.constexpr,
     DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """The steps of a head: those that need a mask, which begin it, have a loop of their own.
+    """`state` after the steps of a head. Its first steps, which need a mask, have a loop of their own.
 
-    In the deterministic mode they are also those that store.
+    In the deterministic mode the steps of this loop are also the ones that store.
     """
     state = _steps(
         dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, first, free_from, state,
@@ -199,10 +205,10 @@ def walk_over(
     ORDER: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
     FMA_EXP: gl.constexpr, PEELED: gl.constexpr, DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """All steps. Those that need a mask have a loop of their own where the plan or the last key tile wants it.
+    """`state` after all steps. Masked steps have a loop of their own where the plan or the last key tile asks for it.
 
-    Then no other step branches around a mask, behind which its instructions could not run beside those before. As the
-    branches of an `if`, the two loops spill registers.
+    Then no other step branches around a mask: instructions behind such a branch could not run beside those before it.
+    The two loops follow one another, as they spill registers where they are the two branches of an `if`.
     """
     steps = walk.steps
     if PEELED:

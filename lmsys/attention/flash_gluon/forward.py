@@ -54,6 +54,7 @@ def _announce(mailbox, turn, index):
 
 @gluon.jit
 def _announced(mailbox, turn):
+    """The tile that the producer has announced for this turn."""
     mbarrier.wait(mailbox.full.index(turn & 1), (turn >> 1) & 1)
     index = gl.max(mailbox.tiles.index(turn & 1).load(WARPS), 0)
     mbarrier.arrive(mailbox.empty.index(turn & 1), count=1)
@@ -62,7 +63,7 @@ def _announced(mailbox, turn):
 
 @gluon.jit
 def _await_free(empty, stage, fill, NAMED: gl.constexpr, FIRST: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr):
-    """Waits until all consumers have released what the ring's `stage` held."""
+    """Waits until all consumers have released what the ring's `stage` held. `fill`: tiles loaded so far."""
     if NAMED:
         if fill >= STAGES:
             named_barrier("sync", FIRST + stage, 128 * (WGS + 1))
@@ -72,6 +73,7 @@ def _await_free(empty, stage, fill, NAMED: gl.constexpr, FIRST: gl.constexpr, WG
 
 @gluon.jit
 def _release(empty, stage, NAMED: gl.constexpr, FIRST: gl.constexpr, WGS: gl.constexpr):
+    """A consumer is done with what the ring's `stage` holds."""
     if NAMED:
         named_barrier("arrive", FIRST + stage, 128 * (WGS + 1))
     else:
@@ -84,6 +86,7 @@ def _producer(
     WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     NAMED: gl.constexpr, DYNAMIC: gl.constexpr, CHAINED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
+    """Loads the queries of each tile that this CTA takes, and from the right the keys and values that they see."""
     fill = 0
     turn = 0
     index = gl.program_id(0)
@@ -136,7 +139,7 @@ def _producer(
 
 @gluon.jit
 def _partial_sums(p, BLOCK_K: gl.constexpr):
-    """Sums of p (ROWS, BLOCK_K) over the columns that one thread holds: (ROWS, 4)."""
+    """(ROWS, 4): the sums of p (ROWS, BLOCK_K) over the columns that one thread holds."""
     return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_K // 8, 4, 2]), 3), 1)
 
 
@@ -146,7 +149,7 @@ def _weights(
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Maxima (ROWS) and weights (ROWS, BLOCK_K) of the first key tile, the only one that may hide keys."""
+    """(maxima (ROWS,), weights (ROWS, BLOCK_K)) of the first key tile. Without a pattern no other tile hides keys."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     if PING_PONG:
         named_barrier("sync", FIRST_BARRIER + WG, 256)
@@ -194,7 +197,7 @@ def _pass_over(
     WG: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
     NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
-    """A key tile that only the other consumers see."""
+    """Releases a key tile that only the other consumers see."""
     stage = fill % STAGES
     phase = (fill // STAGES) & 1
     mbarrier.wait(ring.k_full.index(stage), phase)
@@ -213,9 +216,9 @@ def _step(
     OVERLAP: gl.constexpr, NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Scores of this key tile while P V of the one before it runs, or (not OVERLAP) after it.
+    """(acc, maxima, sums, weights) after the scores of this key tile and P V of the tile before it.
 
-    The tile hides nothing, but where queries have intervals.
+    With OVERLAP both products run at once, otherwise P V comes first. The tile hides keys only under a pattern.
     """
     stage = fill % STAGES
     before = (fill - 1) % STAGES
@@ -256,6 +259,7 @@ def _consumer(
     PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     NAMED: gl.constexpr, DYNAMIC: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
+    """Computes o and the log-sum-exp of its ROWS queries of each tile that this CTA takes."""
     DTYPE: gl.constexpr = o_desc.dtype
     BOUNDED: gl.constexpr = extent.first is not None
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
@@ -361,11 +365,12 @@ def forward_kernel(
     REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr,
     CHAINED: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """o and the natural log-sum-exp. `scale` in base 2; `counter`: two int32 zeros, zero again at the end.
+    """Writes o (B, H, Q, D) and lse (B, H, Q), natural log, float32.
 
+    `scale` includes the factor log2(e). `counter` points to two int32 zeros, which are zero again at the end.
     RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told).
-    `first_ptr`, `end_ptr` and `per_entry` are the `extent` of `intervals.py`, of the queries, or None. A kernel that
-    reads it is CAUSAL: in the order of tiles, and as consumers see other keys than one another.
+    `first_ptr`, `end_ptr` and `per_entry` are the queries' `Extent` of `intervals.py`, or None. A kernel that reads it
+    is CAUSAL: tiles have the order of causal attention, and the consumers of a CTA do not all see the same keys.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)

@@ -16,7 +16,7 @@ _renamed = hasattr(tma, "async_load")  # the first names may still be there, to 
 async_load = tma.async_load if _renamed else tma.async_copy_global_to_shared
 async_store = tma.async_store if _renamed else tma.async_copy_shared_to_global
 FIRST_BARRIER = triton.language.constexpr(8)
-WARPS = triton.language.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of numbers, by the threads of 4 warps
+WARPS = triton.language.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of (128,) numbers: a thread has one
 
 
 @gluon.constexpr_function
@@ -49,14 +49,14 @@ def _clear_asm():
 
 @gluon.jit
 def named_barrier(KIND: gl.constexpr, barrier, NUM_THREADS: gl.constexpr):
-    """`sync` waits until NUM_THREADS have come to the barrier, `arrive` comes and goes on. By all of 4 warps."""
+    """4 warps come to a barrier: with KIND "sync" they wait until NUM_THREADS have come, with "arrive" they go on."""
     operands = [gl.full([128], barrier, gl.int32, WARPS)]
     gl.inline_asm_elementwise(_barrier_asm(KIND, NUM_THREADS), "=r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _by_all(INSTRUCTION: gl.constexpr):
-    """An instruction without operands, by all of 4 warps."""
+    """All of 4 warps execute an instruction without operands."""
     operands = [gl.full([128], 0, gl.int32, WARPS)]
     gl.inline_asm_elementwise(
         INSTRUCTION + "; mov.b32 $0, $1;", "=r,r", operands, dtype=gl.int32, is_pure=False, pack=1
@@ -67,7 +67,7 @@ def _by_all(INSTRUCTION: gl.constexpr):
 def semaphore_release(semaphore):
     """Adds 1 to the semaphore, once other CTAs can see everything that this CTA has done before.
 
-    By the last of 4 warps: the others do not wait until what was written to memory has landed there.
+    The last of 4 warps does so: the others do not wait until what was written to memory has landed there.
     """
     ASM: gl.constexpr = """{
         .reg .pred mine;
@@ -84,7 +84,7 @@ def semaphore_release(semaphore):
 def semaphore_wait(semaphore, expected, FIRST: gl.constexpr):
     """Waits until the semaphore has the expected value, then lets consumers pass named barriers FIRST and FIRST + 1.
 
-    They can then see everything that was done before the releases. By the first of 4 warps; the others go on at once.
+    They can then see everything that was done before the releases. The first of 4 warps waits; the others go on.
     """
     places = (semaphore + gl.full([128], 0, gl.int32, WARPS)).to(gl.int64)
     wanted = gl.full([128], expected, gl.int32, WARPS)
@@ -118,17 +118,17 @@ def gdc_launch_dependents():
 
 @gluon.jit
 def add_registers(ptr, x):
-    """Adds x (64, 64), as a matmul leaves it, to 4096 numbers at `ptr`, in the order of its registers.
+    """Adds x (64, 64) float32, as a matmul leaves it, to 4096 numbers at `ptr`, in the order of its registers.
 
-    Four that a thread holds lie together: 512 bytes for an instruction of a warp. CTAs add in no order but that of
-    `semaphore_acquire`.
+    Four numbers that a thread holds lie together, so that each instruction of a warp adds to 512 bytes in a row. CTAs
+    add in no order but that of `semaphore_acquire`.
     """
     _put_registers("red.global.add.v4.f32", ptr, x)
 
 
 @gluon.jit
 def store_registers(ptr, x):
-    """Stores x as `add_registers` adds it."""
+    """Stores x (64, 64) float32 at `ptr` in the order in which `add_registers` adds it."""
     _put_registers("st.global.v4.f32", ptr, x)
 
 
@@ -145,7 +145,7 @@ def _put_registers(INSTRUCTION: gl.constexpr, ptr, x):
 
 @gluon.jit
 def clear(ptr):
-    """4096 float32 zeros at `ptr`, by all of 4 warps."""
+    """Writes 4096 float32 zeros at `ptr`, by all of 4 warps."""
     places = (ptr + 4 * gl.arange(0, 128, layout=WARPS)).to(gl.int64)
     gl.inline_asm_elementwise(_clear_asm(), "=&r,l", [places], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -159,14 +159,14 @@ def load_rows(desc, batch, head, row, barrier, tile):
 
 @gluon.jit
 def store_rows(desc, batch, head, row, tile):
-    """The way back; rows past the end are dropped."""
+    """Starts the copy of tile (n, D) to rows [row, row + n) of a (B, H, S, D) tensor; rows past the end are dropped."""
     wide = reinterpret(tile, desc.dtype, [1, 1, tile.shape[0], tile.shape[1]], desc.layout)
     async_store(desc, [batch, head, row, 0], wide)
 
 
 @gluon.jit
 def narrow(x, DTYPE: gl.constexpr):
-    """x.to(DTYPE), which LLVM would sink through the loop and out of the registers planned for it."""
+    """x.to(DTYPE) for float32 x. In assembly, as LLVM would move it through the loop, out of its planned registers."""
     if gl.bfloat16 == DTYPE:
         ASM: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
         return gl.inline_asm_elementwise(ASM, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
@@ -177,6 +177,7 @@ def narrow(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def widen(x, DTYPE: gl.constexpr):
+    """x.to(float32) for x of DTYPE."""
     if gl.bfloat16 == DTYPE:
         ASM: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
     else:
@@ -208,10 +209,11 @@ def _exp2_asm():
 
 @gluon.jit
 def exp2_of_eight(x):
-    """2 ** x, x at most about 0: of eight numbers that follow one another in a thread, the last one by FMAs.
+    """2 ** x for float32 x of at most about 0. FMAs compute one of eight numbers that follow one another in a thread.
 
-    The unit for exponentials has a quarter of the throughput. After Cody and Waite: a power of two by the exponent's
-    bits, times a cubic on [-1/2, 1/2] whose relative error is 1.2e-4. From -127 down it is 0.
+    The unit for exponentials, which computes the other seven, has a quarter of the throughput of FMAs. The method is
+    Cody and Waite's: a power of two by the exponent's bits, times a cubic on [-1/2, 1/2] whose relative error is
+    1.2e-4. The result is 0 from -127 down.
     """
     constraints: gl.constexpr = "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f"
     return gl.inline_asm_elementwise(_exp2_asm(), constraints, [x], dtype=gl.float32, is_pure=True, pack=8)
@@ -219,13 +221,16 @@ def exp2_of_eight(x):
 
 @gluon.jit
 def scale_rows(x, factor):
-    """x times a factor for each row, which the threads that hold the row hold already."""
+    """x (M, N) times factor (M,): a thread that holds numbers of a row of x already holds the factor of that row."""
     return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def owned_tile(index, num_tiles, num_heads, at_once):
-    """(head, tile) of work item `index`: of `at_once` heads, which share the L2 cache, all tiles 0, then all 1 ..."""
+    """(head, tile) of work item `index`.
+
+    Items go through `at_once` heads at a time, which share the L2 cache: tile 0 of each, then tile 1 of each, ...
+    """
     first_head = index // (at_once * num_tiles) * at_once
     heads = gl.minimum(at_once, num_heads - first_head)
     within = index - first_head * num_tiles
@@ -234,7 +239,7 @@ def owned_tile(index, num_tiles, num_heads, at_once):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT memory barriers, each of which waits for ARRIVALS."""
+    """COUNT memory barriers, each of which waits for ARRIVALS arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(made.index(i), count=ARRIVALS)

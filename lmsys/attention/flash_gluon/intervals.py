@@ -1,13 +1,17 @@
 """Patterns, as kernels read them: where the interval that each query, or each key, sees begins and ends.
 
-`extent` is what a kernel is given of `lmsys.attention.bounds.Bounds`: two pointers, to `first` and `end`, and whether
-each batch entry has rows of its own (1) or all have the same (0). A dense kernel is given None for each, and none of
-this becomes code.
-Owners are the queries of a forward, and the keys of a backward; others are those that they see.
+Owners are the queries in the forward, the keys in the backward. The others are the keys that these queries see, or the
+queries that see these keys. The others of an owner are an interval [first, end), which may be empty. From one owner to
+the next neither `first` nor `end` falls.
 
-Of a forward, here are also the tiles of keys that it visits, and what is hidden in them. `hides` says what a consumer's
-queries do not see: the `extent`, their `intervals`, and of their `edges` all but the first; a dense kernel is given
-zeros for all but the extent.
+`Extent` is what a kernel is given of `lmsys.attention.bounds.Bounds`: pointers to `first` and `end`, each (B or 1,
+owners) int32, and `per_entry`, 1 if each batch entry has a row of its own, 0 if all share one. A dense kernel is given
+None for all three, and none of this becomes code.
+
+`Hides` says which keys the queries of one consumer of the forward do not see: their intervals as `first` and `length`
+(ROWS,), and of their `edges` the last three. A dense kernel is given zeros for all but the extent.
+
+The functions from `key_tiles` on are the forward's alone: the tiles of keys that it visits, and the mask of a tile.
 
 Legend: B batch, H query heads, Q queries, K keys.
 """
@@ -24,7 +28,10 @@ ROWS = gl.constexpr(64)  # queries of a consumer: the M of a warp group's matmul
 
 @gluon.jit
 def edges(extent, batch, start, length, NUM: gl.constexpr):
-    """Owners [start, start + NUM), of `length`: some see [low, stop), all of them see [full_from, full_to)."""
+    """(low, stop, full_from, full_to) of the owners [start, start + NUM) of a batch entry, which has `length` owners.
+
+    No owner sees anything outside of [low, stop); all of them see [full_from, full_to), which may be empty.
+    """
     rows = batch * extent.per_entry * length
     first = rows + gl.minimum(start, length - 1)
     last = rows + gl.minimum(start + NUM, length) - 1
@@ -38,7 +45,10 @@ def edges(extent, batch, start, length, NUM: gl.constexpr):
 
 @gluon.jit
 def intervals(extent, batch, start, length, NUM: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where the intervals of owners [start, start + NUM) begin, and how long they are; 0 of those past the end."""
+    """(first, length), each (NUM,): where the intervals of owners [start, start + NUM) begin, and how long they are.
+
+    Past the end of the owners both are 0.
+    """
     owners = start + gl.arange(0, NUM, layout=LAYOUT)
     places = batch * extent.per_entry * length + owners
     inside = owners < length
@@ -48,11 +58,13 @@ def intervals(extent, batch, start, length, NUM: gl.constexpr, LAYOUT: gl.conste
 
 @gluon.jit
 def hide_outside(x, others, first, length, HIDDEN: gl.constexpr):
-    """x (owners, others), but HIDDEN, 0 or -inf, where an owner does not see the other.
+    """x (owners, others) float32, with HIDDEN, 0 or -inf, where an owner does not see the other.
 
-    By one comparison: unsigned, the others before `first` are farthest from it. As two, or where the compiler sees how
-    the distances come about, a step takes 60 to 150 instructions more, and spills registers.
+    `others` are their numbers, `first` and `length` the owners' `intervals`.
     """
+    # (other - first) as unsigned < length tests both ends: an `other` before `first` wraps to a huge number. It is
+    # inline PTX, as the compiler makes two comparisons of it otherwise: 60 to 150 more instructions a step, and spilt
+    # registers.
     arguments = [x, others[None, :], first[:, None], length[:, None]]
     return gl.inline_asm_elementwise(
         _hide_outside_asm(HIDDEN), "=f,f,r,r,r", arguments, dtype=gl.float32, is_pure=True, pack=1
@@ -73,7 +85,7 @@ def _hide_outside_asm(hidden):
 
 @gluon.jit
 def key_tiles(extent, bh, H, tile, Q, K, CAUSAL: gl.constexpr, TILE_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """(low, high): a tile of queries visits the tiles of keys low <= j < high, at least one."""
+    """(low, high): a tile of TILE_Q queries visits the tiles of keys low <= j < high, at least one."""
     if extent.first is None:
         low = 0
         keys = gl.minimum(K, (tile + 1) * TILE_Q) if CAUSAL else K
@@ -87,7 +99,10 @@ def key_tiles(extent, bh, H, tile, Q, K, CAUSAL: gl.constexpr, TILE_Q: gl.conste
 
 @gluon.jit
 def own_key_tiles(extent, batch, row, low, high, Q, BLOCK_K: gl.constexpr):
-    """The part of [low, high) that the queries of one consumer visit, and their `edges` but the first."""
+    """(low, high, stop, full_from, full_to) for the queries [row, row + ROWS) of one consumer.
+
+    They visit the tiles of keys low <= j < high, at least one of those that the CTA visits; the rest are their `edges`.
+    """
     first, stop, full_from, full_to = edges(extent, batch, row, Q, ROWS)
     low = gl.minimum(first // BLOCK_K, high - 1)
     high = gl.maximum(gl.cdiv(stop, BLOCK_K), low + 1)
@@ -96,7 +111,11 @@ def own_key_tiles(extent, batch, row, low, high, Q, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def hide(scores, row, col, K, hides, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
-    """-inf where a query may not look; query `row` + i sees the keys up to min(row + i, K - 1), or its interval."""
+    """scores (ROWS, BLOCK_K) of the keys from `col` on, with -inf where a query may not look.
+
+    Query `row` + i sees its interval under a pattern. Otherwise it sees the keys up to min(row + i, K - 1) if CAUSAL,
+    else up to K - 1.
+    """
     if hides.extent.first is None:
         scores = gl.where(_up_to_the_last(row, col, K, CAUSAL, BLOCK_K, LAYOUT), scores, float("-inf"))
     else:
@@ -109,7 +128,10 @@ def hide(scores, row, col, K, hides, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr
 
 @gluon.jit
 def _up_to_the_last(row, col, K, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
-    if not CAUSAL:  # it is the same for all tiles of queries: say otherwise, or 32 registers would hold the mask
+    """(ROWS, BLOCK_K): True where a query sees a key, in a dense kernel."""
+    # `row < 0` is never true. It makes the mask look dependent on `row`: otherwise the compiler hoists it out of the
+    # loop over tiles of queries, into 32 registers.
+    if not CAUSAL:
         col = gl.where(row < 0, row, col)
     cols = col + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))
     last = gl.full([ROWS], K - 1, gl.int32, gl.SliceLayout(1, LAYOUT))

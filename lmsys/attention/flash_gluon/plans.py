@@ -103,12 +103,11 @@ class BackwardPlan:
     peeled: bool = False  # causal tiles that need a mask have a loop of their own, but under a pattern
 
 
-ANY = 2**31
+ANY = 2**31  # keys: more than any case has
 
 SHORT_64 = ForwardPlan(2, 3, False, False, True, 0, tile_k=64, ctas=2, chained=True)
 
-# By head_dim: keys, up to which the spans of a pattern's queries are short, and the plan that it then has. Its tiles
-# are those of causal attention.
+# By head_dim: a pattern whose queries see at most so many keys each has a plan of its own, the one below.
 SHORT_SPAN = {64: 2560, 128: 512}
 SHORT_SPAN_PLAN = {
     64: replace(SHORT_64, ping_pong=True, named=True, l2_mib=32, chained=False),
@@ -156,7 +155,7 @@ BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
 
 
 def forward_plan(head_dim: int, causal: bool, keys: int, span: int | None = None) -> ForwardPlan:
-    """span: the most keys that a query sees under a pattern; None: there is none."""
+    """The plan for `keys`. `span`: the most keys that a query sees under a pattern, None without a pattern."""
     if span is not None and span <= SHORT_SPAN[head_dim]:
         return SHORT_SPAN_PLAN[head_dim]
     return next(plan for longest, plan in FORWARD[head_dim, causal] if keys <= longest)
@@ -169,11 +168,12 @@ def bounded_plans(head_dim: int) -> list[ForwardPlan]:
 
 
 def backward_plan(head_dim: int, causal: bool, keys: int) -> BackwardPlan:
+    """The plan for `keys`."""
     return next(plan for longest, plan in BACKWARD[head_dim, causal] if keys <= longest)
 
 
 def heads_at_once(l2_mib: int, bytes_per_head: int) -> int:
-    """A power of two of heads that fit together."""
+    """The largest power of two of heads that take at most `l2_mib` MiB together, at least 1."""
     heads = 1
     while 2 * heads * bytes_per_head <= l2_mib * 2**20:
         heads *= 2

@@ -1,5 +1,7 @@
-"""The kernels around the backward: before it delta and the log-sum-exp as it reads them, and the first zeros of dq;
-behind it dq in its own dtype and layout.
+"""The kernels before and after `backward_kernel`.
+
+`preprocess_kernel` computes delta, writes the log-sum-exp in base 2, and zeroes the heads of dq that no CTA of the
+backward zeroes. `postprocess_kernel` writes dq in its own dtype and layout.
 
 Legend: B batch, H query heads, G = H / key heads, Q queries, D head dimension.
 """
@@ -10,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _owned_rows(Q_PADDED, ROWS: tl.constexpr):
-    """(program, head of all batch entries, rows) of this program, the last tiles first."""
+    """(program, bh, rows): its number, from the last down to 0; its head among all B H; its ROWS rows of that head."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tiles = Q_PADDED // ROWS
     return program, program // tiles, program % tiles * ROWS + tl.arange(0, ROWS)
@@ -28,10 +30,11 @@ def preprocess_kernel(
     o_b, o_h, o_q, do_b, do_h, do_q,
     ROWS: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """delta and the base-2 log-sum-exp (B H, Q_PADDED), zeros in dq_semaphore and the first `num_cleared` heads of dq.
+    """Fills delta and the base-2 log-sum-exp (B H, Q_PADDED), float32, and what `backward_kernel` begins with.
 
-    dq is (B H, Q_PADDED, D). Strides count 8.
-    The last tiles come first, so that the L2 cache holds the heads that the next kernel begins with.
+    That is zeros in dq_semaphore and in the first `num_cleared` heads of dq (B H, Q_PADDED, D), and `parameters`. The
+    strides of o and do are in units of 8 numbers. The last tiles come first, so that the L2 cache holds the heads that
+    `backward_kernel` begins with.
     """
     tl.extra.cuda.gdc_launch_dependents()
     program, bh, rows = _owned_rows(Q_PADDED, ROWS)
@@ -56,7 +59,7 @@ def preprocess_kernel(
         semaphore = program * per_program + first + tl.arange(0, 128)
         last = tl.minimum((program + 1) * per_program, num_semaphores)
         tl.store(dq_semaphore + semaphore, tl.zeros([128], tl.int32), mask=semaphore < last)
-    if program == 0:  # parameters that would occupy registers all through `backward_kernel`
+    if program == 0:  # as arguments, these would occupy registers of `backward_kernel` from its beginning to its end
         tl.store(parameters, H // G)
         tl.store(parameters + 1, num_key_tiles)
         tl.store(parameters + 2, num_heads // G)
@@ -69,12 +72,15 @@ def postprocess_kernel(
     dq32_ptr, dq_ptr, sm_scale, H, Q, Q_PADDED, stride_b, stride_h, stride_q,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """dq = sm_scale * dq32; the last tiles first, which the L2 cache may still hold."""
+    """Writes dq (B, H, Q, D) = sm_scale * dq32, whose tiles have the order of `add_registers`.
+
+    Strides are in units of 8 numbers. The last tiles come first: the L2 cache may still hold them.
+    """
     tl.extra.cuda.gdc_wait()
     program, bh, rows = _owned_rows(Q_PADDED, ROWS)
     cols = tl.arange(0, D)
     inside = (rows < Q)[:, None]
-    flat = tl.load(dq32_ptr + program.to(tl.int64) * ROWS * D + tl.arange(0, ROWS * D))  # see `add_registers`
+    flat = tl.load(dq32_ptr + program.to(tl.int64) * ROWS * D + tl.arange(0, ROWS * D))
     dq = flat.reshape(D // 64, 8, 4, 8, 4, 2, 2).permute(2, 5, 3, 0, 1, 4, 6).reshape(ROWS, D)
     place = (bh // H).to(tl.int64) * stride_b + (bh % H).to(tl.int64) * stride_h + rows.to(tl.int64) * stride_q
     tl.store(dq_ptr + place[:, None] * 8 + cols[None, :], dq * sm_scale, mask=inside)

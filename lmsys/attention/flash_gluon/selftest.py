@@ -16,7 +16,7 @@ from torch import Tensor
 from lmsys.attention.pattern import Pattern
 
 SCALE = 8.0  # scores of different pairs are so far apart that float32 has no weight for the lower one
-BITS = 9  # of the number of a pair
+BITS = 9  # of the number of a pair of keys
 WINDOW = 150  # its edge crosses tiles of keys in which consumers differ
 ROUNDS = 3  # a wait that is missing shows now and then
 DTYPES = (torch.bfloat16, torch.float16)
@@ -57,14 +57,14 @@ def check(
     shape: Shape, dtype: torch.dtype, plans: tuple[Any, Any], deterministic: bool, seed: int, device: torch.device
 ) -> None:
     """Raises ValueError where a result is not exact. `plans`: of the forward and of the backward."""
-    from lmsys.attention.flash_gluon import kernels
+    from lmsys.attention.flash_gluon import launch
 
     q, k, v, do, weights = (x.to(device) for x in draw(shape, seed))
     expected = truth(shape, q, k, v, do, weights)
     q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
     pattern = None if shape.window is None else Pattern(True, shape.window)
-    o, lse = kernels._forward(q, k, v, shape.causal, SCALE, plans[0], pattern)
-    grads = kernels._backward(q, k, v, o, lse, do, shape.causal, SCALE, deterministic, plans[1], pattern)
+    o, lse = launch._forward(q, k, v, shape.causal, SCALE, plans[0], pattern)
+    grads = launch._backward(q, k, v, o, lse, do, shape.causal, SCALE, deterministic, plans[1], pattern)
     for (name, right), result in zip(expected.items(), (o, *grads), strict=True):
         if not torch.equal(result, right.to(dtype)):
             raise ValueError(f"{name} is wrong where it is a whole number: {shape}, {dtype}, {plans}, {deterministic=}")
@@ -97,6 +97,7 @@ def draw(shape: Shape, seed: int) -> tuple[Tensor, ...]:
 
 
 def truth(shape: Shape, q: Tensor, k: Tensor, v: Tensor, do: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """o, dq, dk and dv by name, in this order, in float64."""
     group = shape.heads // shape.kv_heads
     of_query = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     o = weights @ of_query[1]

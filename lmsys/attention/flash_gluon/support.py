@@ -15,6 +15,7 @@ SOURCES = Path(__file__).parent, Path(launch.__file__)  # a trial's verdict is a
 
 
 def flash_gluon_supports(case: AttentionCase) -> str | None:
+    """None, or why this row cannot run `case`."""
     if reason := why_not_plain(case, *PATTERNS):
         return reason
     if case.device != "cuda":

@@ -1,6 +1,15 @@
-"""The row `flash_gluon`: launchers, custom operator, autograd Function, public function.
+"""Launches the kernels of forward.py and backward.py, and of preprocess.py around the latter, as the row `flash_gluon`.
 
-Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension.
+Sizes, grid and binary are computed at the first call of a shape (`_Forward`, `_Backward`) and kept in `_launches`. At
+the end of the file are the custom operator, the autograd Function and the public function.
+
+Causal heads that are grouped (G > 1) may *walk down*: the CTAs of a key head, one for each of its key tiles, begin at
+the last tile of queries. Each takes that tile for all G query heads, then the tile below it, and so on. The CTAs thus
+come to a tile of dq together, while the L2 cache holds it. Otherwise a CTA goes up through the tiles of one query head
+after another. `next_tile` in dq.py has all orders.
+
+Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension. A CTA is a program of a
+kernel. q, k, v, o, their gradients and do have 2 bytes a number; lse, delta and the dq that is added up have 4.
 """
 
 import math
@@ -30,20 +39,32 @@ from lmsys.attention.pattern import Pattern
 from lmsys.kernels.launch import DirectKernel, describable, geometry, raw_stream
 
 LOG2_E = math.log2(math.e)
-TILE_K = 128
+TILE_K = 128  # keys of a CTA of the backward
 ROWS = 64  # queries that one warp group of the forward owns
-NUM_PARAMETERS = 6  # int64, five of them written: what follows begins at a multiple of 16 bytes, as kernels are told
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
-IN_ORDER_MIB = {True: 8, False: 16}  # by causal: a backward of fixed order works on heads of so many MiB in turns
-DOWN_AT_ONCE = 2  # key heads, at least, that are worked on together where grouped heads walk down
-MOST_DOWN = 32  # key tiles of a head that walk down: with more, CTAs wait for one another at each tile of dq
-DOWN_WAVES = 4  # waves of CTAs: below this the longest tiles of all heads come first, also where heads walk down
-FEW_WAVES = 8  # waves of CTAs: below this, the tail costs more than L2 reuse gains
-DQ_TILE = 4096  # numbers of dq that are added to at a time
-MOST_CLEARED = 8  # tiles of dq: more of them would keep the loads of a CTA that clears them waiting
-EXTENT = "first_ptr", "end_ptr", "per_entry", "query_end_ptr"  # of a pattern, the last of a backward alone
-# By consumers and CTAs of a processor: registers of a consumer's threads, and of all threads at the start.
+DQ_TILE = 4096  # numbers of dq (16 KiB of float32) that a consumer adds to in a step: 64 queries by 64 columns
+# int64 slots: five scalars that preprocess_kernel writes and one of padding, so that dq_semaphore behind them is
+# 16-byte aligned, as the compiler assumes.
+NUM_PARAMETERS = 6
+# By causal: with a fixed order of additions to dq, as many heads are worked on in turns as read and add to so many MiB.
+IN_ORDER_MIB = {True: 8, False: 16}
+MOST_DOWN = 32  # key tiles of a head that walks down: with more, CTAs wait for one another at each tile of dq
+DOWN_AT_ONCE = 2  # key heads, at least, that are worked on together where heads walk down
+# Waves: how often the CTAs of a grid fill the GPU. With fewer than this, a causal backward works on all heads together,
+# the longest tiles first: the last CTAs would otherwise cost more time than the reuse of the L2 cache saves.
+FEW_WAVES = 8
+DOWN_WAVES = 4  # the same limit where heads walk down
+MOST_CLEARED = 8  # tiles of DQ_TILE numbers that a CTA clears: more of them would delay the CTA's own loads
+# The arguments by which kernels read a pattern; the last one is the backward's alone. In dense kernels all are None.
+EXTENT = "first_ptr", "end_ptr", "per_entry", "query_end_ptr"
+# (consumers, CTAs that share a processor) -> registers of a thread: of consumers, and of all warp groups at the start.
+# A processor has 65,536 of them; consumers take what the producer gives back.
 REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128)}
+# Arguments that kernels are compiled with. Their values do not matter: Triton compiles for the type of a float, and
+# kernels name the integers in `do_not_specialize`. Where it does specialise, 1 and multiples of 16 are special cases.
+EXAMPLE_SCALE = 1.5
+EXAMPLE_STRIDE = 8
+EXAMPLE_PER_ENTRY = 1
 
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -53,14 +74,18 @@ _counters: dict[Hashable, Tensor] = {}
 
 
 def layout(block: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """The layout of a block in shared memory, as TMA writes and wgmma reads it."""
+    """The layout in shared memory of a `block` (its shape), as TMA writes and wgmma reads it."""
     if len(block) == 1:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     return gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
 
 
 class Kernel(DirectKernel):
-    """`tensors` and `blocks`: of the descriptors, an example of each and its block. `others`: as of `DirectKernel`."""
+    """A binary whose first arguments are descriptors of tensors.
+
+    `tensors`: an example of each described tensor; `blocks`: the shape of the block of each that TMA moves. `others`
+    and `options` are those of `DirectKernel`.
+    """
 
     def __init__(
         self, function: Any, tensors: list[Tensor], blocks: list[list[int]], others: list[Any], **options: Any
@@ -73,34 +98,38 @@ class Kernel(DirectKernel):
 
 
 def _like(x: Tensor) -> Tensor:
-    """An empty result, in x's own layout where rows are contiguous: (B, S, H, D) memory after a projection."""
+    """An empty tensor like x. It has x's layout where rows are contiguous, as in (B, S, H, D) after a projection."""
     return torch.empty_like(x) if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _counter(device: torch.device, stream: int) -> Tensor:
-    """Two zeros, which the kernel leaves zero: a pair for each stream, used once the kernel before has ended."""
+    """(2,) int32 zeros for `forward_kernel`, which leaves them zero. Each stream has a pair: its kernels take turns."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)  # a graph may be replayed on any stream
     counter = _counters.get((device.index, stream))
     if counter is None:
         make = partial(torch.zeros, 2, dtype=torch.int32, device=device)
+        # `most` pairs is no limit: none may be dropped for a newer one while kernels that use it are queued.
         counter = documents.keep(_counters, (device.index, stream), make, device, most=2**31)
     return counter
 
 
 def _extent(bounds: Bounds, *more: Tensor) -> tuple[Any, ...]:
-    """Values for EXTENT."""
+    """Values of EXTENT, in its order: addresses, and 1 where each batch entry has bounds of its own, else 0.
+
+    `more`: (query ends,) for a backward.
+    """
     return bounds.first.data_ptr(), bounds.end.data_ptr(), int(bounds.first.shape[0] > 1), *(x.data_ptr() for x in more)
 
 
 def _samples(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Examples that kernels are compiled for: a row of q's dtype and head dimension, float32, int32 and int64."""
+    """Tensors that kernels are compiled with: (1, 1, 1, D) of q's dtype; (128,) of float32, of int32 and of int64."""
     half = torch.empty(1, 1, 1, q.shape[-1], dtype=q.dtype, device=q.device)
     return half, *(torch.empty(128, dtype=x, device=q.device) for x in (torch.float32, torch.int32, torch.int64))
 
 
 def _kept(key: tuple[Any, ...], *arguments: Any, **options: Any) -> Kernel:
-    """The binary of this key, which is compiled once."""
+    """The kernel of this key. It is compiled, with `arguments` and `options` of `Kernel`, the first time."""
     if key not in _kernels:
         _kernels[key] = Kernel(*arguments, **options)
     return _kernels[key]
@@ -120,7 +149,8 @@ def forward_options(head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan
 class _Forward:
     """The sizes, the grid and the binary that all calls of one shape share.
 
-    `bounded`: under a pattern, whose `_extent` each call brings. Plan and order are then those of causal attention.
+    `bounded`: each call brings a pattern, as `_extent`. `causal` is then True: the order of tiles is that of causal
+    attention.
     """
 
     def __init__(self, q: Tensor, k: Tensor, causal: bool, bounded: bool, plan: ForwardPlan):
@@ -128,7 +158,8 @@ class _Forward:
         self.device = q.device.index
         num_tiles = triton.cdiv(queries, plan.consumers * ROWS)
         num_heads, group = batch * heads, heads // kv_heads
-        at_once = heads_at_once(plan.l2_mib, 4 * keys * head_dim) * group if plan.l2_mib else 1
+        bytes_per_head = 4 * keys * head_dim  # k and v of a key head, 2 bytes a number
+        at_once = heads_at_once(plan.l2_mib, bytes_per_head) * group if plan.l2_mib else 1
         self.sizes = num_heads, heads, group, queries, keys, num_tiles, min(at_once, num_heads)
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         self.grid = min(plan.ctas * processors, num_heads * num_tiles)
@@ -137,19 +168,20 @@ class _Forward:
         key = "forward", self.device, q.dtype, head_dim, causal, bounded, ragged, plan
         half, floats, ints, _ = _samples(q)
         q_block, k_block = [1, 1, ROWS, head_dim], [1, 1, plan.tile_k, head_dim]
-        extent = [ints, ints, 1] if bounded else []
+        extent = [ints, ints, EXAMPLE_PER_ENTRY] if bounded else []
         self.kernel = _kept(
             key,
             forward.forward_kernel,
             [half] * 4,
             [q_block, k_block, k_block, q_block],
-            [floats, ints, 1.5, *self.sizes, *extent],
+            [floats, ints, EXAMPLE_SCALE, *self.sizes, *extent],
             **forward_options(head_dim, causal, ragged, plan, bounded),
         )
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, extent: tuple[Any, ...]
     ) -> None:
+        """Fills o (B, H, Q, D) and lse (B, H, Q), natural log."""
         stream = raw_stream(self.device)
         counter = _counter(q.device, stream).data_ptr() if self.dynamic else 0
         self.kernel(
@@ -162,7 +194,7 @@ def backward_options(
     head_dim: int, causal: bool, ragged: bool, grouped: bool, deterministic: bool, plan: BackwardPlan, bounded: bool,
     down: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """The constants of `backward_kernel`."""
+    """The constants of `backward_kernel`. `down`: heads walk down; `bounded`: under a pattern."""
     return {
         "BLOCK_Q": BLOCK_Q[head_dim], "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
         "PREFETCH": plan.prefetch, "WIDE": plan.wide, "LATE_DV": plan.late_dv, "BY_QUERY": plan.by_query,
@@ -173,15 +205,18 @@ def backward_options(
 
 
 def ahead_of(at_once: int, num_key_tiles: int, num_heads: int, processors: int) -> int:
-    """How many key heads ahead a CTA writes the zeros of dq: so many that their CTAs fill the GPU once.
+    """How many key heads later the head is for which a CTA writes zeros into dq.
 
-    In whole groups, so that CTAs wait for those of lower numbers alone; the first `ahead` heads are zero before.
+    A CTA of key head h zeroes a share of dq of key head h + ahead. `ahead` is the smallest multiple of `at_once` whose
+    CTAs fill the GPU: a CTA then waits only for CTAs of lower index, which have started, as index order goes through
+    `at_once` heads at a time (`owned_tile`). preprocess_kernel zeroes the first `ahead` heads: all of them where there
+    are no more, and then no CTA zeroes any.
     """
     return min(triton.cdiv(processors, at_once * num_key_tiles) * at_once, num_heads)
 
 
 class _Backward:
-    """As `_Forward`, for the three kernels of the backward."""
+    """The sizes, the grids and the binaries of the backward's three kernels, as `_Forward` has those of the forward."""
 
     def __init__(self, q: Tensor, k: Tensor, causal: bool, bounded: bool, deterministic: bool, plan: BackwardPlan):
         (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
@@ -193,33 +228,37 @@ class _Backward:
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         self.grid = kv_num_heads * num_key_tiles
         num_tiles = triton.cdiv(queries, self.block_q)
+        # Of a key head: q and do (2 bytes a number each) and dq (4), or k, v, dk and dv (2 each), whichever are larger.
         bytes_per_head = 8 * max(queries * group, keys) * head_dim
         down = causal and group > 1 and not (deterministic or bounded) and num_key_tiles <= MOST_DOWN
         waves, least = (DOWN_WAVES, DOWN_AT_ONCE) if down else (FEW_WAVES, 1)
-        if deterministic:  # as many as fit, as CTAs of one head that begin together wait for one another
+        if deterministic:  # heads take turns: CTAs of one head that begin together would wait for one another
             at_once = heads_at_once(IN_ORDER_MIB[causal], bytes_per_head)
         elif plan.l2_mib and self.grid > waves * processors:
             at_once = max(least, heads_at_once(plan.l2_mib, bytes_per_head))
-        else:  # causal, all of the longest tiles first: the last head's would end alone
+        else:  # causal: all heads together, their longest tiles first, else those of the last head would end alone
             at_once = kv_num_heads if causal else 1
         at_once = min(at_once, kv_num_heads)
-        share = triton.cdiv(group * self.padded * head_dim, num_key_tiles * DQ_TILE)  # to be cleared by a CTA
+        share = triton.cdiv(group * self.padded * head_dim, num_key_tiles * DQ_TILE)  # tiles of dq that a CTA clears
         ahead = kv_num_heads
         if not deterministic and share <= MOST_CLEARED:
             ahead = ahead_of(at_once, num_key_tiles, kv_num_heads, processors)
-        num_cleared = ahead * group  # heads of dq that begin as zeros
-        if deterministic and not bounded and (causal or keys >= TILE_K):  # else nobody stores: see `walk_over`
+        num_cleared = ahead * group  # query heads of dq that preprocess_kernel zeroes
+        # In a fixed order the first CTA that comes to a tile of dq stores it. Under a pattern, and where a single key
+        # tile holds fewer than TILE_K keys, all CTAs add, and so need zeros (STORES in `walk_over`).
+        if deterministic and not bounded and (causal or keys >= TILE_K):
             num_cleared = 0
         self.num_semaphores = num_heads * num_tiles if deterministic else kv_num_heads
         self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once, ahead
         self.preprocess_sizes = (
             num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, self.num_semaphores, num_cleared,
         )  # fmt: skip
-        # float32 dq (B H, Qpad, D), padded log-sum-exp and delta (B H, Qpad), parameters (int64), dq_semaphore (int32)
+        # One buffer, counted in float32: dq (B H, Qpad, D), padded log-sum-exp and delta (B H, Qpad), parameters
+        # (int64, two float32 each), dq_semaphore (int32).
         self.num_rows = num_heads * self.padded
         self.num_dq = self.num_rows * head_dim
         self.floats = self.num_dq + 2 * self.num_rows + 2 * NUM_PARAMETERS + self.num_semaphores
-        self.rows = DQ_TILE // head_dim  # rows of a program of the kernel before
+        self.rows = DQ_TILE // head_dim  # of dq, log-sum-exp and delta, for each program of preprocess_kernel
         self.preprocess_grid = self.num_rows // self.rows
         self.postprocess_grid = self.num_rows // ROWS
         self.preprocess, self.main, self.postprocess = self._compiled(
@@ -230,28 +269,32 @@ class _Backward:
         self, q: Tensor, head_dim: int, causal: bool, bounded: bool, keys: int, deterministic: bool, group: int,
         plan: BackwardPlan, down: bool,
     ) -> tuple[Kernel, Kernel, Kernel]:  # fmt: skip
+        """(preprocess, main, postprocess)."""
         half, floats, ints, longs = _samples(q)
         ragged = not causal and keys % TILE_K != 0
         same = self.device, q.dtype, head_dim
         preprocess = _kept(
             ("preprocess", *same, bounded), preprocess_kernel, [], [],
-            [half, half, floats, floats, floats, floats, ints, longs, 0.5, *self.preprocess_sizes, *[8] * 6],
+            [half, half, floats, floats, floats, floats, ints, longs, EXAMPLE_SCALE, *self.preprocess_sizes,
+             *[EXAMPLE_STRIDE] * 6],
             ROWS=self.rows, D=head_dim, BOUNDED=bounded,
         )  # fmt: skip
         postprocess = _kept(
-            ("postprocess", *same), postprocess_kernel, [], [], [floats, half, 0.5, *[8] * 6],
+            ("postprocess", *same), postprocess_kernel, [], [],
+            [floats, half, EXAMPLE_SCALE, self.heads, self.queries, self.padded, *[EXAMPLE_STRIDE] * 3],
             ROWS=ROWS, D=head_dim, launch_pdl=True,
         )  # fmt: skip
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
         row_block = [self.block_q]
+        extent = [ints, ints, EXAMPLE_PER_ENTRY, ints] if bounded else []
         main = _kept(
             ("backward", *same, causal, bounded, ragged, deterministic, group > 1, down, replace(plan, l2_mib=0)),
             backward.backward_kernel,
             [half, half, half, half, floats, floats, half, half],
             [q_block, k_block, k_block, q_block, row_block, row_block, out_block, out_block],
-            [floats, longs, ints, 1.5, *self.sizes, *([ints, ints, 1, ints] if bounded else [])],
+            [floats, longs, ints, EXAMPLE_SCALE, *self.sizes, *extent],
             **backward_options(head_dim, causal, ragged, group > 1, deterministic, plan, bounded, down),
-            maxnreg=168,
+            maxnreg=REGISTERS[2, 1][1],
             launch_pdl=True,
         )  # fmt: skip
         return preprocess, main, postprocess
@@ -260,6 +303,7 @@ class _Backward:
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
         dq: Tensor, dk: Tensor, dv: Tensor, scale: float, extent: tuple[Any, ...],
     ) -> None:  # fmt: skip
+        """Fills dq (B, H, Q, D), dk and dv (B, Hkv, K, D)."""
         stream = raw_stream(self.device)
         space = torch.empty(self.floats, dtype=torch.float32, device=q.device)
         dq32, lse2, delta, rest = space.split_with_sizes(
@@ -284,7 +328,10 @@ class _Backward:
 
 
 def _eighths(x: Tensor) -> tuple[int, int, int]:
-    """The strides that kernels are given: in 8 elements, so that they know them for multiples of 16 bytes."""
+    """Strides (b, h, s) divided by 8; a kernel multiplies by 8, which proves 16-byte alignment to the compiler.
+
+    All dtypes that the row takes have 2 bytes; `describable` makes the strides multiples of 8.
+    """
     b, h, s, _ = x.stride()
     return b // 8, h // 8, s // 8
 
@@ -295,7 +342,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32.
 
-    `pattern` stands in the place of `causal`.
+    `pattern` stands in the place of `causal`. `plan` defaults to that of plans.py for the shape.
     """
     o = _like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -320,9 +367,10 @@ def _backward(
     deterministic: bool | None = None, plan: BackwardPlan | None = None, pattern: Pattern | None = None,
     together: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq (B, H, Q, D), dk and dv (B, Hkv, K, D). `deterministic` defaults to what torch is set to.
+    """(dq, dk, dv): dq (B, H, Q, D), dk and dv (B, Hkv, K, D). `deterministic` defaults to what torch is set to.
 
-    `pattern` stands in the place of `causal`; `together` is that of `gradients_like`.
+    `pattern` stands in the place of `causal`. `plan` defaults to that of plans.py for the shape. `together` is passed
+    on to `custom_ops.gradients_like`.
     """
     # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet. This call does.
     torch.cuda.is_current_stream_capturing()
@@ -344,8 +392,8 @@ def _backward(
     return dq, dk, dv
 
 
-# For bfloat16 and float16, D 64 and 128. dq is added up in no fixed order, unless
-# `torch.use_deterministic_algorithms(True)`.
+# They take bfloat16 and float16, D 64 and 128. dq is added up in no fixed order, unless
+# `torch.use_deterministic_algorithms(True)` is set.
 FlashGluon, flash_gluon = custom_ops.flash(
     "flash_gluon", "FlashGluon", _forward, _backward, registered=partial(_backward, together=False)
 )
