@@ -1,9 +1,10 @@
 """Intervals of keys: how the flash rows read a pattern.
 
-Whatever hides keys but a mask leaves each query an interval of them, whose two ends never fall from one query to the
-next. So a tile of queries has to visit the keys from its first query's first to its last query's end, and what lies
-between its last query's first and its first query's end is seen by all of them and needs no mask. The same holds of
-keys, each of which is seen by an interval of queries.
+Windows, documents, a prefix, lengths and causal order leave each query an interval of keys, whose two ends never fall
+from one query to the next; only a mask may leave something else. So a tile of queries has to visit the keys from its
+first query's first to its last query's end. All of its queries see what lies between its last query's first and its
+first query's end, which therefore needs no mask. The same holds with queries and keys exchanged: an interval of queries
+sees each key.
 
 Legend: B batch, Q queries, K keys, S = Q = K.
 """
@@ -17,9 +18,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Bounds:
-    """Query i of batch entry b sees keys first[b, i] <= j < end[b, i]; it is blind where there are none.
+    """Query i of batch entry b sees the keys first[b, i] <= j < end[b, i], and none where first[b, i] >= end[b, i].
 
-    first, end  (B, Q) or, where they are those of every batch entry, (1, Q): int32 between 0 and K, neither ever
+    first, end  (B, Q), or (1, Q) where all batch entries share them: int32 between 0 and K, neither ever
                 falling with i
     num_keys    K
     """
@@ -49,7 +50,7 @@ class Bounds:
         return Bounds(self.first.expand(end.shape).contiguous(), end, self.num_keys)
 
     def walk(self, start: int, stop: int, tile: int) -> list[tuple[int, bool]]:
-        """The tiles of keys that queries [start, stop) visit: the first key of each, and whether it must be masked."""
+        """(first key, True if it must be masked) of each tile of keys that queries [start, stop) visit, in order."""
         low, full_from, full_to, high = (edge[at] for edge, at in zip(self._edges, (start, stop - 1) * 2, strict=True))
         columns = range(low // tile * tile, high, tile) if low < high else ()
         return [(col, col < full_from or min(col + tile, self.num_keys) > full_to) for col in columns]
@@ -61,10 +62,10 @@ class Bounds:
 
     @cached_property
     def _edges(self) -> list[list[int]]:
-        """By query, over all batch entries: least first, greatest first, least end, greatest end.
+        """[least first, greatest first, least end, greatest end] over all batch entries, each a list by query.
 
         A CUDA graph that is being recorded will be replayed for other documents and lengths, and the host cannot read
-        those of now: they are then such that every tile is visited, and masked.
+        the present ones. The edges are then such that every tile is visited, and masked.
         """
         if self.first.is_cuda and torch.cuda.is_current_stream_capturing():
             return [[edge] * self.first.shape[1] for edge in (0, self.num_keys, 0, self.num_keys)]

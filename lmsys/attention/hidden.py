@@ -1,8 +1,9 @@
-"""Keeps from a query what it does not see, for rows that give it a weight of zero: 0 · NaN is NaN.
+"""Stops NaN or infinity in hidden keys from reaching a query.
 
-Vectors that hold NaN or infinity are zeros for the row. The queries that hold such, or see such, are *spoilt*: they
-give NaN. In a backward those are spoilt too whose incoming gradient holds such, and a spoilt query makes NaN of the
-gradients of itself, of the keys that it sees, and of its bias and sinks.
+Rows need it that hide a key by a weight of 0, as 0 · NaN is NaN. They are given zeros in place of vectors of q, k and v
+that hold NaN or infinity. A query that holds such a value, or sees a key or value that does, is *spoilt*: its result is
+NaN. In a backward a query whose incoming gradient holds NaN or infinity is spoilt too. A spoilt query has NaN in its
+own gradient, and makes NaN of the gradients of the keys and values that it sees, and of its bias and sinks.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -23,11 +24,8 @@ def kept_apart(
     row: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, pattern: Pattern
 ) -> Any:
     """The result of `row`, in which nothing that the pattern hides from a query changes the result of that query."""
-    # Where none is recorded, torch.compile counts the arguments that a Function takes.
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    sound = _Sound.apply if recorded or not torch.compiler.is_compiling() else _Sound.forward
     sight = _sight(pattern, q.shape[2], k.shape[2], q.device)
-    q, k, v, bias, sinks, spoilt = sound(q, k, v, pattern.bias, pattern.sinks, *sight)
+    q, k, v, bias, sinks, spoilt = _Sound.apply(q, k, v, pattern.bias, pattern.sinks, *sight)
     if bias is not None or sinks is not None:
         pattern = replace(pattern, bias=bias, sinks=sinks)
     result = row(q, k, v, scale=scale, **keywords_of(row, pattern))
@@ -37,42 +35,61 @@ def kept_apart(
     return _Spoilt.apply(o, spoilt), _Spoilt.apply(lse.unsqueeze(-1), spoilt).squeeze(-1)
 
 
-def _sight(pattern: Pattern, *where: Any) -> tuple[Tensor, ...]:
-    """Who sees whom: first and end of the keys of a query, and of the queries of a key; or a mask (B, H, Q, K)."""
-    if pattern.mask is None:
-        bounds = pattern.bounds(*where)
-        of_keys = bounds.seen_by() if torch.compiler.is_compiling() else bounds.of_keys
-        return bounds.first, bounds.end, of_keys.first, of_keys.end
-    return (pattern.seen(*where),)
+def _sight(pattern: Pattern, queries: int, keys: int, device: torch.device) -> tuple[Tensor | None, ...]:
+    """(first, end, key_first, key_end, mask) for `_Sound`.
+
+    A query sees the keys [first, end), (B or 1, Q), and the queries [key_first, key_end), (B or 1, K), see a key; the
+    mask is None. A pattern that has a mask gives only that: boolean, broadcastable to (B, H, Q, K), after four None.
+    """
+    if pattern.mask is not None:
+        return None, None, None, None, pattern.seen(queries, keys, device)
+    bounds = pattern.bounds(queries, keys, device)
+    of_keys = bounds.seen_by() if torch.compiler.is_compiling() else bounds.of_keys
+    return bounds.first, bounds.end, of_keys.first, of_keys.end, None
 
 
 class _Sound(torch.autograd.Function):
-    """q, k, v with zeros in place of vectors that are not finite, bias and sinks, and which queries are spoilt.
+    """(q, k, v, bias, sinks, spoilt) from q, k, v, bias, sinks and `_sight`.
 
-    The last is (B, H, Q), 0 or 1.
+    q, k and v have zeros in place of vectors that are not finite. `spoilt` (B, H, Q) has q's dtype: 1 for a query that
+    is spoilt, else 0.
+
+    Each tensor of `_sight` is a parameter of its own, not one of `*sight`: where no gradient is recorded, torch.compile
+    calls `forward` without a context only if `apply` is given as many arguments as `forward` has parameters. Otherwise
+    it passes a context as q, and fails ("AutogradFunctionContextVariable object has no attribute proxy").
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *sight: Tensor
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        first: Tensor | None,
+        end: Tensor | None,
+        key_first: Tensor | None,
+        key_end: Tensor | None,
+        mask: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         bad_q = _not_finite(q)
         bad_k = _not_finite(k) | _not_finite(v)
-        sees_bad = _any_of(repeat_heads(bad_k, q.shape[1]), sight[:2], "bhqk,bhk->bhq")
+        sees_bad = _any_seen(repeat_heads(bad_k, q.shape[1]), first, end, mask)
         spoilt = (bad_q | sees_bad).to(q.dtype)
         return _filled(q, bad_q, 0), _filled(k, bad_k, 0), _filled(v, bad_k, 0), bias, sinks, spoilt
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[5:])
+        ctx.save_for_backward(*inputs[7:])  # key_first, key_end, mask
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dq, dk, dv, dbias, dsinks, spoilt = grads
-        bad_q, sight = spoilt > 0, ctx.saved_tensors
-        seen = _any_of(bad_q, sight[-2:], "bhqk,bhq->bhk")
+        bad_q = spoilt > 0
+        key_first, key_end, mask = ctx.saved_tensors
+        seen = _any_seen(bad_q, key_first, key_end, None if mask is None else mask.mT)  # of keys: (B, H, K)
         bad_k = seen.unflatten(1, (dk.shape[1], -1)).any(dim=2)
         if dbias is not None:
             bad_rows = _any_for(bad_q.unsqueeze(3), dbias)
@@ -82,13 +99,13 @@ class _Sound(torch.autograd.Function):
             dsinks = dsinks.masked_fill(_any_for(bad_q.any(dim=2), dsinks), torch.nan)
         dq = _filled(dq, bad_q, torch.nan)
         dk, dv = _filled(dk, bad_k, torch.nan), _filled(dv, bad_k, torch.nan)
-        return dq, dk, dv, dbias, dsinks, *[None] * len(sight)
+        return dq, dk, dv, dbias, dsinks, None, None, None, None, None
 
 
 class _Spoilt(torch.autograd.Function):
-    """o, or the log-sum-exp (B, H, Q, 1), with NaN for spoilt queries.
+    """o (B, H, Q, D), or the log-sum-exp (B, H, Q, 1), with NaN for the queries that are `spoilt` (B, H, Q).
 
-    The gradient of `spoilt` says which are in the backward.
+    The gradient of `spoilt` is 1 for the queries that are spoilt in the backward, else 0: `_Sound` reads it there.
     """
 
     generate_vmap_rule = True
@@ -109,26 +126,28 @@ class _Spoilt(torch.autograd.Function):
 
 
 def _not_finite(x: Tensor) -> Tensor:
-    """True for each vector of x (..., D) that holds NaN or infinity."""
+    """(...): True for each vector of x (..., D) that holds NaN or infinity."""
     return ~torch.linalg.vector_norm(x, float("inf"), dim=-1).isfinite()
 
 
 def _filled(x: Tensor, bad: Tensor, value: float) -> Tensor:
+    """x (..., D) with `value` in the vectors that are `bad` (...)."""
     return x.masked_fill(bad.unsqueeze(-1), value)
 
 
 def _any_for(bad: Tensor, x: Tensor) -> Tensor:
-    """True where one of `bad` is for an element of x, which broadcasts as it does."""
+    """True for an element of x that broadcasts to one of `bad`, which has as many dimensions."""
     return bad.int().sum_to_size([min(pair) for pair in zip(bad.shape, x.shape, strict=True)]) > 0
 
 
-def _any_of(bad: Tensor, sight: tuple[Tensor, ...], product: str) -> Tensor:
-    """True for each query, or key, (B, H, N), that sees one of `bad` (B, H, M), or is seen by one.
+def _any_seen(bad: Tensor, first: Any, end: Any, mask: Tensor | None) -> Tensor:
+    """(B, H, N): True for each of N that sees one of M that is `bad` (B, H, M).
 
-    By the ends of their intervals (B or 1, N), or by the `product` with a mask.
+    N are queries and M keys, or the other way round, for the queries that see a key. Each of N sees [first, end), both
+    (B or 1, N), or what the mask says, (B, H, N, M) or broadcastable to it.
     """
-    if len(sight) == 1:
-        return torch.einsum(product, sight[0].bfloat16(), bad.bfloat16()) > 0
+    if mask is not None:
+        return torch.einsum("bhnm,bhm->bhn", mask.bfloat16(), bad.bfloat16()) > 0
     sums = F.pad(bad.cumsum(dim=-1), (1, 0))
-    before, behind = (sums.gather(-1, edge.long().unsqueeze(1).expand(*bad.shape[:2], -1)) for edge in sight)
+    before, behind = (sums.gather(-1, edge.long().unsqueeze(1).expand(*bad.shape[:2], -1)) for edge in (first, end))
     return behind > before
