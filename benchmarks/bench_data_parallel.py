@@ -29,12 +29,16 @@ from lmsys.cost.operations import model_parameters
 from lmsys.parallel import STRATEGIES
 from lmsys.traits import StrategyTraits
 
-PASSES = {"gloo": 2, "nccl": 3}  # of each row, in turns: a GPU's clock moves, and rows are compared within a pass
-LATE_S = 0.05  # that weights may take to come, beside the time of all timed steps
+# By backend: passes of each row, which the rows take in turns. A GPU's clock moves, so rows are compared within a pass.
+PASSES = {"gloo": 2, "nccl": 3}
+# By backend: sizes of buckets in MiB, of which a tuned row takes the fastest.
+TUNED_MB = {"gloo": (1, 25), "nccl": (10, 25, 100, 400)}
+# Asked for after the timed steps, the weights may take as long as these steps and so many seconds more.
+LATE_S = 0.05
 
 
 def held(name: str, label: str, about: str, role: str = "metric") -> Field:
-    """A field of the rank that holds most."""
+    """A field of bytes, shown in GiB, of which a record has the largest of any rank."""
     return Field(name, "B", label, role, f"{about}, on the rank with most", "GiB")
 
 
@@ -45,7 +49,7 @@ class ParallelBenchmark(OnRanks):
         return why_not(case)
 
     def metrics(self, case: ParallelCase, record: Record, machine: Record) -> Record:
-        """Work of all ranks, and with a time the rates, and a rank's share of what its device reaches."""
+        """Parameters and nodes; if the record has a time, also the fields of `step_rates`."""
         work: Record = {"num_parameters": model_parameters(case.config), "num_nodes": ranks.num_nodes()}
         if time_s := record.get("time_s"):
             work |= step_rates(case, time_s, machine)
@@ -53,9 +57,12 @@ class ParallelBenchmark(OnRanks):
 
 
 class DataParallel(ParallelBenchmark):
-    """Each row alone is held to one process, tuned, and looked into for memory and communication. Then all are timed,
-    pass after pass in turns; after the steps of a pass all ranks must have one model, and in one of the passes, which
-    nobody can know, that must be the model that plain steps lead to."""
+    """Training steps of each strategy, after two kinds of checks.
+
+    Before timing, each row alone is compared with training in one process, tuned, and inspected for memory and
+    communication. Then all rows are timed, pass after pass in turns. After a pass all ranks must have one model. In one
+    pass, drawn afterwards, it must also be the model that plain steps lead to.
+    """
 
     name = "data_parallel"
     layout = LAYOUT
@@ -65,7 +72,7 @@ class DataParallel(ParallelBenchmark):
         "--size --context --batch --precision --compile --strategy",
         "--world-size --bucket-mb --comm-dtype --sharded-optimizer",
         "--checkpoint --residual",
-        world_size=(1, 0),
+        world_size=(1, 0),  # one rank, which scaling is measured against, and 0: as many as there are
     )
     fields: tuple[Field, ...] = fields.columns(
         "strategy size context batch precision compile",
@@ -171,7 +178,10 @@ class DataParallel(ParallelBenchmark):
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[ParallelCase]:
-        """On one rank there is only the row that does not synchronize, which the others are compared with."""
+        """A case for each model, number of ranks, row and variant of the row.
+
+        On one rank there are only rows without synchronization: the scaling of the others is measured against these.
+        """
         for model, world_size, entry in product(
             grid.product("size", "context", "batch", "precision", "compile"),
             ranks.world_sizes(grid, ranks.backend_of(settings.device)),
@@ -186,15 +196,15 @@ class DataParallel(ParallelBenchmark):
         return bool(case.traits.synchronizes)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
-        """Checks each row once; nothing is left for after timing, since the timed steps themselves are checked."""
+        """Checks, tunes and inspects each row once: `candidate.state` becomes a `Row`, or the candidate fails."""
         new = sorted((row for row in candidates if row.state is None), key=lambda row: -row.case.world_size)
         for number, candidate in enumerate(new, start=1):  # the largest first: one start of ranks
             start = time.perf_counter()
-            candidate.attempt(self._look_into, candidate, runner)
+            candidate.attempt(self._check_and_profile, candidate, runner)
             ending = candidate.outcome if candidate.reason is None else f"{candidate.outcome}: {candidate.reason}"
             runner.say(f"  [{number}/{len(new)}] {candidate.case.id}: {ending}, {time.perf_counter() - start:.1f} s")
 
-    def _look_into(self, candidate: Candidate, runner: Any) -> None:
+    def _check_and_profile(self, candidate: Candidate, runner: Any) -> None:
         case, settings, ask = candidate.case, runner.settings, runner.ranks.ask
         if case.world_size > 1 and case.traits.synchronizes:
             candidate.judge(ask(case, check.gate, settings.seed)[0], "float32")
@@ -202,32 +212,38 @@ class DataParallel(ParallelBenchmark):
         if candidate.outcome != "ok" or not settings.timed:
             return
         if case.traits.tuned_bucket_mb:
-            sizes = {"gloo": (1, 25), "nccl": (10, 25, 100, 400)}[case.backend]
-            sized, asked = [replace(case, asked_bucket_mb=mb) for mb in sizes], Pass(settings.seed, settings.seed, 0, 4)
+            sized = [replace(case, asked_bucket_mb=mb) for mb in TUNED_MB[case.backend]]
+            asked = Pass(seed=settings.seed, draw=settings.seed, key=0, steps=4)  # nothing is judged: any key does
             case = min(sized, key=lambda case: max(sum(rank.samples) for rank in ask(case, take_pass, asked)))
         candidate.state = Row(case, ask(case, inspect, settings.seed))
         if not all(seen.finite for seen in candidate.state.seen):
             candidate.failed("wrong", "the loss holds NaN or inf after a few steps")
 
     def sample(self, turn: Sequence[ParallelCase], trial: Any) -> None:
-        """Runs all passes, the rows in turns, then checks where one of them has led."""
+        """Runs all passes, the rows in turns, then compares one of them with plain steps."""
         number_of_passes = PASSES[turn[0].backend]
-        steps = min(trial.candidate(case).state.steps(trial.settings, number_of_passes) for case in turn)  # are paired
-        # All rows begin alike: with weights by the seed, and batches and rows to look at that nobody can foresee.
+        # Steps of rows are compared one with one, so all rows take as many.
+        steps = min(trial.candidate(case).state.steps(trial.settings, number_of_passes) for case in turn)
+        # All rows begin with the same weights, by the seed, and take the same batches. Nobody can foresee which batches
+        # these are, nor which rows of the parameters are judged.
         draw, key = _entropy(turn, trial), _entropy(turn, trial)
         passes = [Pass(trial.settings.seed + number, draw, key, steps) for number in range(number_of_passes)]
         for (number, asked), case in product(enumerate(passes), turn):
             candidate = trial.candidate(case)
             if candidate.outcome == "ok":
-                candidate.attempt(self._take_pass, candidate, asked, number, trial.runner)
+                candidate.attempt(self._run_pass, candidate, asked, number, trial.runner)
         self._check_pass(turn, passes, trial)
         rows = {case.id: trial.candidate(case).state for case in turn if trial.candidate(case).outcome == "ok"}
         for name, row in rows.items():
             trial.measurements[name].samples = row.samples
             trial.measurements[name].record = communication(row, list(rows.values())) | memory(row)
 
-    def _take_pass(self, candidate: Candidate, asked: Pass, number: int, runner: Any) -> None:
-        """Takes the pass of this number, or takes it again in the place of the one before."""
+    def _run_pass(self, candidate: Candidate, asked: Pass, number: int, runner: Any) -> None:
+        """Runs pass `number` of a row, and keeps its times, of the slowest rank, and its bits in `candidate.state`.
+
+        A pass that is run again replaces its times and bits. The row is wrong if ranks end with different parameters,
+        or if its weights come so late that work must have been put off until after the timed steps.
+        """
         row = candidate.state
         taken = runner.ranks.ask(row.case, take_pass, asked)
         row.passes[number : number + 1] = [ranks.slowest(rank.samples for rank in taken)]
@@ -243,7 +259,10 @@ class DataParallel(ParallelBenchmark):
             )
 
     def _check_pass(self, turn: Sequence[ParallelCase], passes: Sequence[Pass], trial: Any) -> None:
-        """Holds all rows to plain steps, in one of the passes: which, nobody can know while they are taken."""
+        """Compares all rows with plain steps, in one of the passes; it is drawn only now, after all of them have run.
+
+        Then rows are compared with one another: `held_by` says of each pair what holds them together.
+        """
         number, taken = _entropy(turn, trial) % len(passes), list[Steps]()
         for case in turn:
             candidate = trial.candidate(case)
@@ -255,7 +274,9 @@ class DataParallel(ParallelBenchmark):
             ratios = candidate.attempt(self._judge_pass, case, candidate, passes[number], number, trial)
             if candidate.outcome == "ok":
                 taken.append(Steps(case, candidate.state.bits[number], ratios))
-        for pair in pairs(taken):  # where bits differ that must not, the later row is wrong
+        # Plain steps agree with both rows of a pair within the tolerance. Where their bits differ and must not, the
+        # earlier row is the reference, as tables go from plain rows to involved ones: the later row is wrong.
+        for pair in pairs(taken):
             first, second = pair.first.case, pair.second.case
             trial.candidate(first).notes.setdefault("held_by", {})[second.impl] = pair.held_by
             trial.candidate(second).notes.setdefault("held_by", {})[first.impl] = pair.held_by
@@ -266,10 +287,11 @@ class DataParallel(ParallelBenchmark):
     def _judge_pass(
         self, case: ParallelCase, candidate: Candidate, asked: Pass, number: int, trial: Any
     ) -> dict[str, float] | None:
-        """The largest error over its budget; None where the steps cannot be judged."""
+        """{parameter: its error over its budget} of the worst parameter; None where the steps cannot be judged."""
         row, ask = candidate.state, trial.runner.ranks.ask
-        if not all(ask(row.case, holds, asked)):  # another row has failed, and taken the ranks with it
-            self._take_pass(candidate, asked, number, trial.runner)
+        # When a row fails, its ranks end, and with them what the passes of other rows have left there to be judged.
+        if not all(ask(row.case, holds, asked)):
+            self._run_pass(candidate, asked, number, trial.runner)
             if candidate.outcome != "ok":
                 return None
         answers = ask(row.case, judge_pass, asked)
@@ -278,7 +300,7 @@ class DataParallel(ParallelBenchmark):
             return None
         named = [pair for ratios in answers for pair in ratios.items()]
         worst = dict([max(named, key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1])])
-        call = asked.steps * len(row.passes) - len(row.passes) + number
+        call = (asked.steps - 1) * len(row.passes) + number  # of the pass's last step, among `row.samples`
         trial.measurements[case.id].proof.append({"call": call, "error_ratios": worst} | asdict(asked))
         before = candidate.error_ratio or 0.0
         candidate.judge(worst)
@@ -290,6 +312,7 @@ class DataParallel(ParallelBenchmark):
 
 
 def _entropy(turn: Sequence[ParallelCase], trial: Any) -> int:
+    """A number that the first rank draws now: no row can foresee it."""
     return int(trial.runner.ranks.entropy(max(case.world_size for case in turn), turn[0].backend))
 
 

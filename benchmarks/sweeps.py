@@ -1,7 +1,9 @@
 """The sizes to run: named sweeps, the only list of them. Plain data.
 
-A grid is one table or figure of the report, and its name is part of the test id, so `-k tokens16k` selects it. Its axes
-are multiplied; an axis given on the command line takes the place of the grid's own.
+A sweep names grids for each benchmark. A grid is one table or figure of the report, and its name is part of the test
+id, so `-k tokens16k` selects it. Its cases are all combinations of the values of its axes; an axis given on the command
+line takes the place of the grid's own. `axes.py` says what each axis means; one that a grid leaves out has the default
+of `axes.py` or of the benchmark.
 """
 
 import json
@@ -17,18 +19,20 @@ BOTH = (True, False)
 COMPILED_ROWS = ("naive_compiled", "flex")
 SLOW_ROWS = ("naive", "naive_compiled", "vectorized", "sdpa_math", "flash_torch", "flash_triton_torch_bwd")
 FLASH_ROWS = ("naive", "flash_triton_torch_bwd", "flash_triton")
-STRATEGIES = tuple(
+# Rows of lmsys.parallel.STRATEGIES that default sweeps time; a new one is timed only if it is named here.
+TIMED_STRATEGIES = tuple(
     "none naive flat overlapped bucketed zero1 fsdp torch_ddp torch_ddp_tuned torch_zero1 torch_fsdp2"
     " torch_fsdp2_zero2".split()
 )
 
 
 def square(*lengths: int) -> tuple[tuple[int, int], ...]:
+    """Values of the axis `length` with as many queries as keys: (queries, keys)."""
     return tuple((length, length) for length in lengths)
 
 
-# Attention. length: (queries, keys); heads: (query heads, key/value heads); tokens: batch is tokens / queries; width:
-# heads is width / head_dim; attention: the rows to compare, by default all but those in `without`.
+# Attention. length: (queries, keys); heads: (query heads, key/value heads); tokens: the batch is tokens / queries;
+# width: there are width / head_dim heads; attention: the rows to compare, by default all but the rows in `without`.
 FLASH = Grid(
     "flash",
     length=square(*POWERS),
@@ -119,8 +123,15 @@ CPU_BY_LENGTH = BY_LENGTH.but(
 
 
 def smoke(length: int, odd: int, head_dim: int, batch: int, compiled_dtype: str) -> tuple[Grid, ...]:
-    """Every direction and dtype at two small shapes: one without a mask, and with one several tiles, of an odd length,
-    and grouped heads. Rows that compile for seconds run at the first, in one dtype. Of each further option one case."""
+    """Six grids (full, causal, compiled, documents, window, decode) of two small shapes, in every direction.
+
+    full      no mask, `length` queries and keys, in float32 and bfloat16
+    causal    `odd` queries and keys, which no tile divides, and grouped heads, in float32 and bfloat16
+    compiled  the rows that compile for seconds: causal, `length`, in `compiled_dtype` alone
+    documents, window, decode  one case for each of the further options, on few rows
+
+    The first three are named "smoke". The others have one direction each, in float32.
+    """
     full = Grid(
         "smoke",
         length=square(length),
@@ -144,9 +155,9 @@ def smoke(length: int, odd: int, head_dim: int, batch: int, compiled_dtype: str)
     return full, causal, compiled, *patterns
 
 
-# The language model. attention: its rows; "auto" is the fastest that can, "llama" is Hugging Face's whole model
-# as it comes, "llama_tuned" as an expert runs it.
-# warmup: so many untimed steps before ten timed ones, each in a process of its own.
+# The language model. attention: its rows; "auto" is the fastest that can run the case, "llama" is Hugging Face's whole
+# model as it comes, "llama_tuned" the same model as an expert runs it. warmup: so many untimed steps before ten timed
+# ones; each case has a process of its own.
 MODEL_SIZES = ("small", "medium", "large", "xl", "2.7b")
 MODEL_FULL = (
     Grid("sizes", size=MODEL_SIZES, context=(128, 256, 512, 1024), precision=("fp32", "bf16")),
@@ -161,7 +172,8 @@ MODEL_FULL = (
     ),
     Grid("fits", size=MODEL_SIZES, context=(512, 1024), mode=("step",), compile=("eager",), batch=(1, 4, 16)),
 )
-# Replayed as a graph: launched one by one, pieces that are run again wait for the host.
+# Memory against time, by what the backward computes again. Steps are replayed as a CUDA graph: launched one by one, the
+# kernels that run again would wait for the host.
 LEVELS = Grid(
     "levels",
     size=("medium",),
@@ -193,7 +205,7 @@ ANATOMY = Grid(
 ANATOMY_SMOKE = ANATOMY.but(size=("tiny",), context=(64,), precision=("fp32",), batch=(2,), attention=("auto",))
 
 # The head and loss. row: "chunked" is ours; "eager" and "compiled" make the logits of all tokens at once, and
-# "torch_chunked", torch's own, makes them in chunks.
+# "torch_chunked", torch's own loss, makes them in chunks.
 CPU_LOSS = Grid(
     "default",
     vocab_size=(2000, 10_000),
@@ -203,24 +215,28 @@ CPU_LOSS = Grid(
     row=("chunked", "eager", "torch_chunked"),
 )
 
-# Tokenizers, on the standard library's text. text_bytes: how much of it, None: all, about 30 MB; rounds: how often each
-# row is sampled at least, since a training takes seconds.
+# Tokenizers, on the text of Python's standard library. text_bytes: how much of it, None for all, about 30 MB; rounds:
+# how often each row is sampled at least, since a training takes seconds.
 TOKENIZER = Grid("default", text_bytes=2_000_000, vocab_size=4000)
 
-# Collectives on tensors of some megabytes, 10^6 bytes. world_size 0: as many ranks as GPUs, on a CPU two.
+# Collectives. megabytes: the size of the tensor, in 10^6 bytes. world_size, if left out: as many ranks as GPUs, two on
+# a CPU.
 COLLECTIVES = Grid("default", megabytes=(1, 10, 100, 1000))
 
-# Data parallelism; the batch is each rank's. On one rank there is `none` only, which the others are compared with.
+# Data parallelism. batch: that of each rank; bucket_mb: MiB. On one rank only `none` runs: the scaling of the others is
+# measured against it.
 PARALLEL = Grid(
     "default",
     size=("small",),
     context=(512,),
     batch=(16,),
-    strategy=STRATEGIES,
+    strategy=TIMED_STRATEGIES,
     bucket_mb=(25, "auto"),
     compile=("compiled",),
 )
-CPU_PARALLEL = Grid("default", size=("tiny",), context=(32,), precision=("fp32",), batch=(2,), strategy=STRATEGIES)
+CPU_PARALLEL = Grid(
+    "default", size=("tiny",), context=(32,), precision=("fp32",), batch=(2,), strategy=TIMED_STRATEGIES
+)
 BUCKETS = Grid(
     "buckets",
     size=("xl",),
@@ -235,7 +251,7 @@ TARGETS = tuple(
         size=(size,),
         context=(512,),
         batch=(batch,),
-        strategy=(*STRATEGIES, "copy_engine", "copy_engine_zero1"),
+        strategy=(*TIMED_STRATEGIES, "copy_engine", "copy_engine_zero1"),
         bucket_mb=(25, 100, "auto"),
         compile=("eager", "compiled", "graphed"),
     )
@@ -252,13 +268,14 @@ PARALLEL_FULL = (
     ),
     BUCKETS,
     BUCKETS.but("sharded", strategy=("none", "overlapped"), sharded_optimizer=(False, True)),
-    # Without copy engines: in one process they work in groups of one size.
+    # Rows with copy engines are left out: in one process they work in groups of one size only.
     PARALLEL.but("scaling", world_size=(1, 2, 4, 8), strategy=("none", "bucketed", "zero1", "fsdp")),
 )
 
-# Training steps of large models, each row alone, on two ranks or more; the batch is each rank's. What is computed again
-# is what it takes to fit: for Llama, whose layers keep more, another level. `large` has other sizes, and levels that
-# may be somebody's best.
+# Training steps of large models, each row alone, on two ranks or more. batch: that of each rank; checkpoint: what the
+# backward computes again, such as "attention*12,matmuls*22" for 12 blocks of one level and 22 of another. "8b" has the
+# levels that just fit: Llama's layers keep more, so it has another. "large" has smaller sizes too, and levels of which
+# each may be the fastest for some model.
 EIGHT_B = Grid(
     "8b",
     size=("8b",),
@@ -279,7 +296,8 @@ STEPS = (
     LARGE.but(size=("1b", "3b"), checkpoint=("none", "matmuls", "attention")),
 )
 
-# Whole trainings, attention rows by strategies; the batch is each rank's. `none` is one rank that accumulates all.
+# Whole trainings of each attention row by each strategy. batch: that of each rank; `none` is one rank that accumulates
+# the gradients of all batches.
 TRAINING = Grid(
     "default",
     size=("small",),
@@ -383,13 +401,17 @@ FULL = {
 ANATOMY_FULL = ANATOMY.but(size=("small", "medium", "xl"), context=(512, 1024))
 SWEEPS = {
     "smoke": {
-        "cpu": Sweep(0.02, {"attention": smoke(64, 137, 32, 1, compiled_dtype="float32"), **SMOKE}),
-        "cuda": Sweep(0.05, {"attention": smoke(512, 545, 64, 2, compiled_dtype="bfloat16"), **SMOKE}),
+        "cpu": Sweep(
+            seconds_per_row=0.02, grids={"attention": smoke(64, 137, 32, 1, compiled_dtype="float32"), **SMOKE}
+        ),
+        "cuda": Sweep(
+            seconds_per_row=0.05, grids={"attention": smoke(512, 545, 64, 2, compiled_dtype="bfloat16"), **SMOKE}
+        ),
     },
     "default": {
         "cpu": Sweep(
-            0.1,
-            {
+            seconds_per_row=0.1,
+            grids={
                 "attention": (
                     CPU_BY_LENGTH.but(without=COMPILED_ROWS),
                     CPU_BY_LENGTH.but(length=square(256, 1024), attention=COMPILED_ROWS),
@@ -426,8 +448,8 @@ SWEEPS = {
             took_s=json.loads(Path(__file__).with_name("durations_cpu.json").read_text()),
         ),
         "cuda": Sweep(
-            0.15,
-            {
+            seconds_per_row=0.15,
+            grids={
                 "attention": (
                     TOKENS16K.but(length=square(1024, 16384), causal=(True,), without=(*SLOW_ROWS, "flex")),
                     TOKENS16K.but(length=square(1024), head_dim=(128,), causal=(True,), attention=("flex",)),
@@ -454,8 +476,8 @@ SWEEPS = {
     },
     "full": {
         "cpu": Sweep(
-            0.3,
-            FULL
+            seconds_per_row=0.3,
+            grids=FULL
             | {"model": MODEL_FULL, "anatomy": (ANATOMY_FULL.but(attention=("naive", "auto")),)}
             | {
                 "training": (
@@ -472,8 +494,8 @@ SWEEPS = {
             sustained=True,
         ),
         "cuda": Sweep(
-            0.3,
-            FULL
+            seconds_per_row=0.3,
+            grids=FULL
             | {
                 "model": (
                     *MODEL_FULL,

@@ -15,14 +15,14 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from lmsys.files import cache_folder, read_text, write_json
 from lmsys.values import SHORT, hold, shortened, shortly
 
-HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character that JSON escapes as two
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped UTF-16 surrogate: JSON writes characters beyond \uffff as two
 
 
 def overlay(config: Any, given: Any, path: str = "") -> Any:
-    """A config dataclass with the values that a JSON object gives, of it and of the dataclasses in it.
+    """A copy of a config dataclass with the values that the JSON object `given` has for it and for dataclasses in it.
 
-    ValueError, with the JSON path, for a key that is unknown (it names the nearest), a value of another type, and what
-    the dataclass itself refuses.
+    `path` is the place of the config in a larger one, for messages. ValueError, with the JSON path, for a key that is
+    unknown (it names the nearest), a value of another type, and what the dataclass itself refuses.
     """
     where = path or "the config"
     hold((isinstance(given, Mapping), f"{where}: must be a JSON object; got {shortly(given)}"))
@@ -64,8 +64,11 @@ def check_fields(config: Any) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """JSON, strictly: ValueError for NaN, infinities, a key that an object has twice, hundreds of nested brackets and
-    halves of characters, as for what is no JSON."""
+    """The content of JSON text, read strictly.
+
+    ValueError for text that is no JSON, and for NaN, infinities, a key that an object has twice, hundreds of nested
+    brackets, and a surrogate without its partner (half of a character).
+    """
 
     def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
@@ -89,9 +92,9 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: Path, **kinds: type) -> Any:
-    """Returns what a JSON file holds; with `kinds`, an object with at least these keys, their values of these types.
+    """The content of a JSON file. With `kinds` it is an object that has at least these keys, of these types.
 
-    ValueError, with the path, for what is not that, and where there is no such file.
+    ValueError, with the path, for any other content, and if there is no such file.
     """
     text = read_text(path)
     try:
@@ -109,7 +112,13 @@ def read_json(path: Path, **kinds: type) -> Any:
 
 
 def parse_setting(config: Any, setting: str) -> dict[str, Any]:
-    """`train.lr=3e-4` -> {"train": {"lr": 0.0003}}. The value is JSON; a string may go without quotes."""
+    """PATH=VALUE as `overlay` takes it: `train.lr=3e-4` -> {"train": {"lr": 0.0003}}.
+
+    VALUE is JSON; text that is no JSON is a string, and needs no quotes. Where the config declares a string, any VALUE
+    is text as it stands, even a number: `data.name=7` -> "7". Exceptions are null, and a type that the config declares
+    beside string. ValueError for a setting without `=`, or with an empty name in its path. Names that are unknown and
+    values of a wrong type are left to `overlay`.
+    """
     name, equals, text = setting.partition("=")
     hold((equals and all(keys := name.split(".")), f"{shortly(setting)}: must be PATH=VALUE, as in train.lr=3e-4"))
     hint: Any = type(config)
@@ -128,7 +137,7 @@ def parse_setting(config: Any, setting: str) -> dict[str, Any]:
 
 
 def paths(config: Any, path: str = "") -> Iterator[str]:
-    """The path of every value: `train.lr`, ..."""
+    """The path of every value of a config, such as `train.lr`, in the order of its fields."""
     for field in fields(config):
         here = f"{path}.{field.name}" if path else field.name
         value = getattr(config, field.name)
@@ -146,6 +155,7 @@ def _nearest(config: Any, key: str, path: str) -> list[str]:
 
 
 def _typed(value: Any, hint: Any, path: str) -> Any:
+    """`value` as a type hint declares it: whole numbers become floats, lists tuples. ValueError, with the path."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for kind in kinds:
         if kind is NoneType and value is None:
@@ -186,10 +196,10 @@ def _called(kind: Any) -> str:
 class Kept:
     """Answers by key that are kept in a file of the cache folder, for later runs.
 
-    name    the file's
-    what    the answers, in a message
-    again   what is done anew without the file, in a message
-    parsed  an answer as it is used, from what JSON holds of it; ValueError for what is none
+    name    of the file
+    what    the answers as a plural noun, such as "tuned choices", for messages
+    again   how they are made anew, as a verb, such as "tune", for messages
+    parsed  makes an answer of the value that the JSON file has for it; ValueError if that value is no answer
     """
 
     name: str
@@ -202,7 +212,7 @@ class Kept:
         return cache_folder() / self.name
 
     def read(self) -> dict[str, Any]:
-        """All answers. ValueError, with the path, when the file is not what `add` writes."""
+        """All answers by key. ValueError, with the path, when the file is not what `add` writes."""
         try:
             return {key: self.parsed(answer) for key, answer in self._content().items()}
         except ValueError as error:
@@ -212,7 +222,10 @@ class Kept:
             ) from error
 
     def add(self, key: str, answer: Any) -> None:
-        """Keeps what JSON holds of an answer. Reads the file again: another process may have written meanwhile."""
+        """Writes `answer`, which JSON can hold, into the file. Warns where that fails: the answer is then not kept.
+
+        The file is read again before: another process may have written into it meanwhile.
+        """
         try:
             write_json(self.path, dict(sorted((self._content() | {key: answer}).items())))
         except OSError as error:
