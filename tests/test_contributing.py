@@ -49,7 +49,7 @@ def ran(tree: Path, *arguments: str) -> str:
 
 
 def test_a_kernel_is_two_places(tree: Path) -> None:
-    of_all_rows = "states_every_trait or single_rows or colors_of_their_own or is_told"
+    of_all_rows = "states_every_trait or single_rows or colors_of_their_own or is_documented"
     output = ran(tree, "tests/attention/test_attention_traits.py", "tests/test_docs.py", "-k", of_all_rows)
     assert "test_every_row_states_every_trait[exp2] PASSED" in output
 

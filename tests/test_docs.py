@@ -1,4 +1,4 @@
-"""The pages: every command is one that is taken, every option is told, every link, name and path leads somewhere."""
+"""The pages: every command is accepted, every option is documented, every link, name and path leads somewhere."""
 
 import argparse
 import ast
@@ -29,10 +29,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FIRST = """```sh
 python3 -m pip install nox && python3 -m nox -s bench    # measure this machine, CPU or GPU; prints the path of a report
 ```"""
-TOOLS = {"", "venv", "ruff", "mypy", "build", "mkdocs"}  # what is no part of this repository
+TOOLS = {"", "venv", "ruff", "mypy", "build", "mkdocs"}  # modules that are no part of this repository
 ALL = [(page, *module_of(words)) for page in PAGES for words in commands(page)]
 ELSEWHERE = {"lmsys/attention/exp2.py", "tests/adapters.py"}  # an example of CONTRIBUTING.md, a file of CS336
-OPTIONS = {  # where they are declared, and the page that tells them
+OPTIONS = {  # file that declares options: page that documents them
     "lmsys/bench/__main__.py": "docs/options.md",
     "lmsys/check/__main__.py": "docs/check.md",
     "lmsys/reports/__main__.py": "docs/report.md",
@@ -75,14 +75,15 @@ def test_every_page_is_in_the_site_and_linked_from_the_first() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_names_and_paths_are_there(page: str) -> None:
-    said = [*spans(page), *re.findall(r"^::: (\S+)$", PAGES[page], re.MULTILINE)]
-    for name in [one for one in said if re.fullmatch(r"lmsys(\.\w+)+", one)]:
+    mentioned = [*spans(page), *re.findall(r"^::: (\S+)$", PAGES[page], re.MULTILINE)]
+    for name in [text for text in mentioned if re.fullmatch(r"lmsys(\.\w+)+", text)]:
         parts = name.split(".")
         length = next(n for n in range(len(parts), 0, -1) if is_module(".".join(parts[:n])))
-        found: Any = importlib.import_module(".".join(parts[:length]))
+        value: Any = importlib.import_module(".".join(parts[:length]))
         for part in parts[length:]:
-            found = getattr(found, part)
-    for path in [one for one in said if re.fullmatch(r"(lmsys|benchmarks|dev|tests|docs|\.github)/[\w./]+", one)]:
+            value = getattr(value, part)
+    folders = r"(lmsys|benchmarks|dev|tests|docs|\.github)/[\w./]+"
+    for path in [text for text in mentioned if re.fullmatch(folders, text)]:
         assert (ROOT / path).exists() or path in ELSEWHERE, path
 
 
@@ -101,47 +102,52 @@ def test_trainings_divide_their_batch_among_the_ranks_that_pages_launch() -> Non
         launch, asked = words[:start], training.parser().parse_args(words[start:])
         options = [option for option in ("--nproc-per-node", "--nnodes") if option in launch]
         ranks = math.prod(int(launch[launch.index(option) + 1]) for option in options)
-        if asked.config is None:  # what a file of a page says, tests/test_cs336.py reads
+        if asked.config is None:  # tests/test_cs336.py reads the config files of pages
             assert training.read_config(asked).train.accumulation(ranks) >= 1
             checked += 1
     assert checked >= 2
 
 
 @pytest.mark.long
-def test_every_command_of_pytest_runs_what_it_says() -> None:
-    """Those of docs/cs336.md: tests/test_cs336.py. Without a path it is the whole suite, as now."""
-    told = [arguments for page, module, arguments in ALL if module == "pytest" and page != "docs/cs336.md"]
-    put = {name: f"docs/examples/{name}" for name in ("mine.py", "bench_matmul.py", "bench_norm.py")} | {
-        "exp2": "naive"
-    }
+def test_every_documented_command_of_pytest_selects_tests() -> None:
+    """pytest collects for each command of the pages that names a path; without one it is the whole suite, as now.
+
+    tests/test_cs336.py runs the commands of docs/cs336.md.
+    """
+    documented = [arguments for page, module, arguments in ALL if module == "pytest" and page != "docs/cs336.md"]
+    # Names that a reader's folder would have, and a row of the reader's own: what stands in for them here.
+    stand_ins = {name: f"docs/examples/{name}" for name in ("mine.py", "bench_matmul.py", "bench_norm.py")}
+    stand_ins["exp2"] = "naive"
     asked = []
-    for arguments in told:
+    for arguments in documented:
         words = [word for word in without(arguments, "--benchmark-json", "-n") if word != "--nvtx"]  # that needs a GPU
-        for name, other in put.items():
-            words = [re.sub(rf"(?<![\w/]){re.escape(name)}", other, word) for word in words]
+        for name, stand_in in stand_ins.items():
+            words = [re.sub(rf"(?<![\w/]){re.escape(name)}", stand_in, word) for word in words]
         if any("/" in word or word == "benchmarks" for word in words) and words not in asked:
             asked.append(words)
     assert len(asked) > 15
-    for words, found in zip(asked, collect(asked), strict=True):
-        assert found["code"] in (0, 5), f"{words}: {found['said']}"
-        assert found["ids"] or waits_for_a_gpu(words), f"{words} selects nothing"
-        assert not strays(words, found["ids"]), f"{words} also selects {strays(words, found['ids'])[:3]}"
+    for words, collected in zip(asked, collect(asked), strict=True):
+        # pytest's exit codes: 0 is success, 5 means that no test is left, as where all of them wait for a GPU.
+        assert collected["code"] in (0, 5), f"{words}: {collected['said']}"
+        assert collected["ids"] or waits_for_a_gpu(words), f"{words} selects nothing"
+        others = strays(words, collected["ids"])
+        assert not others, f"{words} also selects {others[:3]}"
 
 
 class Parsed(Exception):
-    """The arguments were taken."""
+    """The arguments were accepted."""
 
 
-OTHERS = [one for one in ALL if one[1] not in {"pytest", *TOOLS}]
+OTHER_COMMANDS = [command for command in ALL if command[1] not in {"pytest", *TOOLS}]
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules after import")
 @pytest.mark.parametrize(
     ("page", "module", "arguments"),
-    OTHERS,
-    ids=[f"{page}-{module}-{i}" for i, (page, module, _) in enumerate(OTHERS)],
+    OTHER_COMMANDS,
+    ids=[f"{page}-{module}-{i}" for i, (page, module, _) in enumerate(OTHER_COMMANDS)],
 )
-def test_other_commands_are_taken(
+def test_other_documented_commands_are_accepted(
     page: str, module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if module == "nox":
@@ -152,7 +158,7 @@ def test_other_commands_are_taken(
         check_requirements(arguments)
     else:
         assert is_module(module), f"{page}: there is no module {module}"
-        words = [word for word in (one.strip("[]") for one in arguments) if word != "..."]
+        words = [word for word in (argument.strip("[]") for argument in arguments) if word != "..."]
         if not words:
             return
         parse = argparse.ArgumentParser.parse_args
@@ -168,7 +174,10 @@ def test_other_commands_are_taken(
 
 
 def run_as_main(module: str) -> None:
-    """As `runpy.run_module`, which cannot run modules whose asserts pytest rewrites."""
+    """Runs a module, or the `__main__` of a package, as `python -m` does.
+
+    `runpy.run_module` cannot run modules whose asserts pytest rewrites.
+    """
     spec = importlib.util.find_spec(module)
     if spec is not None and spec.submodule_search_locations:
         spec = importlib.util.find_spec(f"{module}.__main__")
@@ -178,10 +187,12 @@ def run_as_main(module: str) -> None:
 
 
 def is_function(node: ast.AST) -> bool:
+    """True for a function with a decorator, which a session of nox has."""
     return isinstance(node, ast.FunctionDef) and bool(node.decorator_list)
 
 
 def check_requirements(arguments: list[str]) -> None:
+    """The extras and dependency groups that `pip install` is given exist."""
     assert arguments[0] == "install"
     for extra in ",".join(re.findall(r"(?:lmsys|^\.)\[(.*)\]", " ".join(arguments[1:]).replace("-e ", ""))).split(","):
         assert not extra or extra in PROJECT["project"]["optional-dependencies"]
@@ -190,42 +201,45 @@ def check_requirements(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("source", OPTIONS)
-def test_every_option_is_told(source: str) -> None:
+def test_every_option_is_documented(source: str) -> None:
     text = (ROOT / source).read_text()
     declared = re.findall(r"add(?:option|_argument)\(\s*(?:\"-\w\", )?\"(--[\w-]+)\"", text)
     declared += re.findall(r"^    \"(?:-\w )?(--[\w-]+)\": {(?!\"type\": partial)", text, re.MULTILINE)  # in a table
     assert declared and all(f"`{option}" in PAGES[OPTIONS[source]] for option in declared)
 
 
-def test_every_axis_setting_and_section_is_told() -> None:
+def test_every_axis_setting_and_section_is_documented() -> None:
     options = PAGES["docs/options.md"]
     assert not [name for name in BENCH_OPTIONS if f"`--{name}" not in options]
     assert not [axis.option for axis in NAMED if axis.option and f"`{axis.option}" not in options]
     from lmsys.training.__main__ import parser
 
-    told = re.findall(r"(--[\w-]+)", parser().format_help())
-    assert not [option for option in {*told} - {"--help"} if f"`{option}" not in PAGES["docs/training.md"]]
+    settings = re.findall(r"(--[\w-]+)", parser().format_help())
+    assert not [option for option in {*settings} - {"--help"} if f"`{option}" not in PAGES["docs/training.md"]]
     for benchmark, section in sorted({*named_sections()}):
-        (line,) = (one for one in options.splitlines() if one.startswith(f"| `benchmarks/bench_{benchmark}.py`"))
+        begin = f"| `benchmarks/bench_{benchmark}.py`"
+        (line,) = (line for line in options.splitlines() if line.startswith(begin))
         assert section == "smoke" or f"`{section}`" in line, f"{benchmark}: {section}"
 
 
 def named_sections() -> Iterator[tuple[str, str]]:
+    """(benchmark, name of a grid), for each grid of each sweep."""
     for devices in SWEEPS.values():
         for sweep in devices.values():
             yield from ((benchmark, grid.name) for benchmark, grids in sweep.grids.items() for grid in grids)
 
 
-def test_every_row_that_needs_more_than_torch_is_told() -> None:
-    """A kernel in plain PyTorch is two places to add, and no third."""
+def test_every_row_that_needs_more_than_torch_is_documented() -> None:
+    """A kernel in plain PyTorch is added in two places, and needs no third one here."""
     case = AttentionCase(1, 1, 1, 16, 16, 64, "float32", grad=True)
     rows = (line.split("|")[1] for line in PAGES["docs/install.md"].splitlines() if line.startswith("| `"))
     first_cells = "".join(rows)
     needing = [name for name, row in ATTENTION.items() if row.extra or row.install or row.why_not(case)]
-    assert len(needing) >= 9 and not [name for name in needing if f"`{name}`" not in first_cells]
+    assert len(needing) >= 9  # those of Triton, CUDA and other packages
+    assert not [name for name in needing if f"`{name}`" not in first_cells]
 
 
-def test_every_strategy_is_told() -> None:
+def test_every_strategy_is_documented() -> None:
     assert not [name for name in STRATEGIES if f"`{name}`" not in PAGES["docs/strategy.md"]]
 
 
@@ -236,5 +250,6 @@ def test_python_in_pages_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         for code in blocks(page, "python"):
             tree = ast.parse(code)
             imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-            body = tree.body if page == "docs/kernel.md" else imports  # others take minutes, or names of the reader's
+            # Other pages' code takes minutes, or has names that a reader must define: only its imports run.
+            body = tree.body if page == "docs/kernel.md" else imports
             exec(compile(ast.Module(body, []), page, "exec"), {})

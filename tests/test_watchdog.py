@@ -25,14 +25,14 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "5", "LOCAL_RANK": "1", "LOCAL_W
 
 
 def rank(code: str, **variables: str) -> "subprocess.Popen[str]":
-    """A rank whose agent is this process."""
+    """A rank that runs RANK and `code`. Its agent, in torchrun's sense its parent, is this process."""
     environment = os.environ | TORCHRUN | {"PYTHONPATH": str(ROOT)} | variables
     line = [sys.executable, "-S", "-c", RANK + code]
     return subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "lmsys: rank 5 was killed by SIGKILL, in step 3\n"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "lmsys: rank 5 was killed by SIGSEGV, in step 3\n"),
@@ -48,12 +48,14 @@ def rank(code: str, **variables: str) -> "subprocess.Popen[str]":
         ("watchdog.said(); os._exit(1)", ""),
     ],
 )
-def test_an_end_that_is_not_in_order_is_named(code: str, said: str) -> None:
-    """Its parent, which is this process, asks for its status only when the watchdog has closed its output."""
-    one = rank(code, LMSYS_STOPPED_S="1")
-    assert one.stderr is not None and one.stderr.read() == said
-    one.stderr.close()
-    one.wait()
+def test_the_watchdog_names_how_a_rank_ended_unless_it_ended_orderly(code: str, message: str) -> None:
+    """`code` ends the rank. Orderly ends, of which nothing is printed: Python's own, by SIGTERM, or announced."""
+    process = rank(code, LMSYS_STOPPED_S="1")
+    # The watchdog shares the rank's stderr, so `read` returns once both have ended. Until `wait` the rank is a zombie,
+    # whose status the watchdog can still read.
+    assert process.stderr is not None and process.stderr.read() == message
+    process.stderr.close()
+    process.wait()
 
 
 AGENT = """
@@ -72,29 +74,32 @@ def test_a_rank_whose_agent_is_killed_is_told_to_end() -> None:
     agent.kill()
     agent.wait()
     since = time.monotonic()
-    told = "lmsys: rank 5 has lost the process that started it, in step 3: it is told to end\n"
-    assert agent.stderr.read() == told  # to its end, so that the rank has ended, too
+    message = "lmsys: rank 5 has lost the process that started it, in step 3: it is told to end\n"
+    assert agent.stderr.read() == message  # stderr has ended, so the rank has ended, too
     agent.stderr.close()
-    assert time.monotonic() - since < watchdog.SAVE_S / 2  # it was told, and not killed
+    assert time.monotonic() - since < watchdog.SAVE_S / 2  # by SIGTERM: SIGKILL comes SAVE_S later
 
 
 def test_ranks_that_do_not_end_beside_a_dead_one_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "GRACE_S", 0.3)
-    waiting = [subprocess.Popen(["sleep", "60"], env=os.environ | {"LOCAL_RANK": str(one)}) for one in range(2)]
+    waiting = [subprocess.Popen(["sleep", "60"], env=os.environ | {"LOCAL_RANK": str(rank)}) for rank in range(2)]
     other = subprocess.Popen(["sleep", "60"], env={})
-    found = watchdog._others(os.getpid(), waiting[0].pid)
-    assert found == [waiting[1].pid]
-    watchdog._end_all(found, os.getpid())
+    others = watchdog._others(os.getpid(), waiting[0].pid)
+    assert others == [waiting[1].pid]
+    watchdog._end_all(others, os.getpid())
     assert waiting[1].wait(timeout=10) == -signal.SIGKILL
     assert waiting[0].poll() is None and other.poll() is None
-    for one in (waiting[0], other):
-        one.kill()
-        one.wait()
+    for process in (waiting[0], other):
+        process.kill()
+        process.wait()
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 5000.0)), max_size=40), st.integers(1, 5))
-def test_time_counts_as_it_was_looked_at(looks: list[tuple[bool, float]], limit_s: int) -> None:
-    """However long the looking process was stopped, or asleep, between two looks: one look is a second at most."""
+def test_a_stop_counts_by_looks_not_by_the_clock(looks: list[tuple[bool, float]], limit_s: int) -> None:
+    """A look counts as one second of a stop, however long ago the last one was: the watchdog may have slept as well.
+
+    looks: whether the rank is stopped at a look, and the seconds since the look before.
+    """
     with pytest.MonkeyPatch.context() as patch:
         now, in_a_row, counted_at = 0.0, 0, -1.0
         stopped, never = Stopped(limit_s), Stopped(0)
@@ -115,5 +120,8 @@ def test_time_counts_as_it_was_looked_at(looks: list[tuple[bool, float]], limit_
 def test_a_note_is_read_by_another(text: str) -> None:
     memory = bytearray(doing.SIZE)
     doing.write(memory, text)
-    found = doing.read(memory)
-    assert found == doing.AT_FIRST if not text.strip("\0") else text.startswith(found.rstrip("\ufffd"))
+    note = doing.read(memory)
+    if not text.strip("\0"):
+        assert note == doing.AT_FIRST
+    else:  # the beginning of the text, as far as it fits; a character that is cut off is read as U+FFFD
+        assert text.startswith(note.rstrip("\ufffd"))

@@ -66,14 +66,14 @@ def test_bounds_say_what_is_seen_by_queries_and_by_keys(drawn: tuple[AttentionCa
 
 
 def expected(pattern: Pattern) -> tuple[int, int]:
-    """Tiles in which some query sees some key, and those of them in which some query does not."""
+    """(visited, masked): tiles in which some query sees some key, and those of them that hide some key."""
     tiles = pattern.seen(LENGTH, LENGTH, CPU).expand(1, 1, -1, -1).reshape(-1, TILE, LENGTH // TILE, TILE)
     some, every = tiles.any(3).any(1), tiles.all(3).all(1)
     return int(some.sum()), int((some & ~every).sum())
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[None]:
-    """Grows by an item for each call of a function of the module."""
+    """A list that grows by an item for each call of a function of the module."""
     calls: list[None] = []
     original = getattr(module, name)
 
@@ -94,9 +94,11 @@ def test_flash_torch_visits_what_is_seen_and_masks_what_is_at_an_edge(
     x = make_inputs(AttentionCase(1, 1, 1, LENGTH, LENGTH, 16, "float32", grad=True), 0)
     visited, masked = expected(pattern)
     o, lse = flash_torch.flash_forward(x.q, x.k, x.v, False, 0.25, TILE, pattern)
-    assert (len(dots), len(hides)) == (2 * visited, masked)
+    dots_forward = 2 * visited  # Q Kᵀ and P V
+    assert (len(dots), len(hides)) == (dots_forward, masked)
     flash_torch.flash_backward(x.q, x.k, x.v, o, lse, x.do, False, 0.25, TILE, pattern)
-    assert (len(dots), len(hides)) == ((2 + 5) * visited, 2 * masked)
+    dots_backward = 5 * visited  # Q Kᵀ, dO Vᵀ, Pᵀ dO, dSᵀ Q and dS K
+    assert (len(dots), len(hides)) == (dots_forward + dots_backward, masked + masked)
 
 
 @pytest.mark.parametrize("name", [name for name in PATTERNS if name not in ("full", "causal")])
@@ -113,11 +115,14 @@ def test_flash_triton_visits_what_is_seen_and_masks_what_is_at_an_edge(
     x = make_inputs(AttentionCase(1, 1, 1, LENGTH, LENGTH, 16, "float32", grad=True), 0)
     visited, masked = expected(pattern)
     o, lse = flash_triton._forward(x.q, x.k, x.v, False, 0.25, tile, pattern)
-    owners = LENGTH // TILE
-    assert (len(loads), len(masks)) == (owners + 2 * visited, masked)
+    query_tiles = key_tiles = LENGTH // TILE
+    loads_forward = query_tiles + 2 * visited  # q; k and v
+    assert (len(loads), len(masks)) == (loads_forward, masked)
     flash_triton._backward(x.q, x.k, x.v, o, lse, x.do, False, 0.25, tile, pattern)
-    padded = flash_triton._padded(LENGTH) // TILE
-    assert (len(loads), len(masks)) == (owners + 3 * padded + 2 * owners + (2 + 2 + 2) * visited, 3 * masked)
+    padded_query_tiles = flash_triton._padded(LENGTH) // TILE  # padded, as the dq kernel also writes vectors
+    loads_dq = 3 * padded_query_tiles + 2 * visited  # q, do and o; k and v
+    loads_dkdv = 2 * key_tiles + 2 * visited  # k and v; q and do
+    assert (len(loads), len(masks)) == (loads_forward + loads_dq + loads_dkdv, 3 * masked)
 
 
 def interpreted_row() -> Row:
@@ -162,19 +167,22 @@ def test_a_bound_that_is_off_by_one_is_caught(name: str, by: int, impl: str) -> 
     assert max(oracle.error_ratios(row.run(case, inputs, pattern=right)).values()) <= 1
 
 
-EDGES = {"low": (0, 1), "full from": (1, -1), "full to": (2, 1), "high": (3, -1)}  # what is moved, to its harm
+# By edge: its place in `Bounds._edges`, and the direction in which a move makes results wrong.
+EDGES = {"low": (0, 1), "full from": (1, -1), "full to": (2, 1), "high": (3, -1)}
 
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_an_edge_of_tiles_that_is_off_by_one_is_caught(edge: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where tiles begin or end at it: all keys of a tile would be lost, or shown."""
-    edges, (number, by) = Bounds._edges.func, EDGES[edge]
+    """A document begins just before a tile, with it, or just after it: one of these shows that an edge has moved."""
+    edges, (moved_edge, by) = Bounds._edges.func, EDGES[edge]
     row = Row("flash_torch", "cpu")
     case = row.case(batch=1, heads=1, kv_heads=1, queries=LENGTH, keys=LENGTH, dtype="float32", grad=True)
     inputs = make_inputs(case, 0)
 
     def off(bounds: Bounds) -> list[list[int]]:
-        return [[one + by * (here == number) for one in row] for here, row in enumerate(edges(bounds))]
+        all_edges: list[list[int]] = edges(bounds)
+        all_edges[moved_edge] = [key + by for key in all_edges[moved_edge]]
+        return all_edges
 
     monkeypatch.setattr(Bounds, "_edges", property(off))
     ratios = []

@@ -30,11 +30,11 @@ TINY: dict[str, Any] = {
     "row": ("chunked", "eager"),
 }
 PRECISIONS = "fp32", "bf16", "fp16"
-OTHERS = "attention", "model", "data_parallel", "collectives", "tokenizer", "training"  # what selects other benchmarks
+OTHER_BENCHMARKS = "attention", "model", "data_parallel", "collectives", "tokenizer", "training"  # words of `-k`
 
 
 def records(timed: bool = True, **values: Any) -> dict[str, dict[str, Any]]:
-    """By row."""
+    """The records of these cases, by the name of their row; `values` take the place of those of TINY."""
     return harness.records(Loss(), cases_of(Loss(), **(TINY | values)), timed=timed)
 
 
@@ -42,7 +42,7 @@ def test_every_sweep_has_cases_of_its_own() -> None:
     for sweep in SWEEPS.values():
         for device, one in sweep.items():
             ids = Session(Settings(device=device), one).add(Loss)
-            assert ids and not any(word in one for one in ids for word in OTHERS)
+            assert ids and not any(word in case_id for case_id in ids for word in OTHER_BENCHMARKS)
             asked = Session(Settings(device=device), one, texts={"--precision": "tf32", "--batch": "3"}).add(Loss)
             assert asked and all("-tf32-" in one for one in asked)
     (case,) = cases_of(Loss(), **(TINY | {"row": ("eager",)}))
@@ -102,6 +102,7 @@ def test_what_is_made_in_blocks_equals_the_whole(exact: bool, monkeypatch: pytes
 
 
 def drawn(precision: str = "fp32", tokens: int = 40, vocab_size: int = 50) -> Inputs:
+    """Inputs of 16 channels, drawn by a fixed seed."""
     inputs = Inputs.empty(tokens, 16, vocab_size, precision, "cpu")
     LossDraws(inputs, seed=0).fill(0)
     return inputs
@@ -125,7 +126,7 @@ def test_what_is_looked_at_is_a_part_of_the_whole(precision: str, monkeypatch: p
 
 
 class Answered(torch.autograd.Function):
-    """A loss and its gradients, wherever they come from."""
+    """A loss whose value and gradients are given, not computed."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, *gradients: Tensor) -> Tensor:
@@ -171,6 +172,7 @@ def a_remembered_loss(known: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def right(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """(loss, d_hidden, d_weight), as a row should give them."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
         loss = unchunked(*leaves, targets)
@@ -179,7 +181,7 @@ def right(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]
 
 
 def when_timed(cheat: Cheat | None) -> Callable[..., Tensor]:
-    """A row that is right but while the clock runs, where it does what the cheat does."""
+    """A row that is right while it is checked, and gives the results of the cheat, if any, while it is timed."""
     known: dict[Any, Any] = {}
 
     def row(*inputs: Tensor) -> Tensor:
@@ -193,7 +195,8 @@ CHEATS = (garbage_gradients, no_gradient_of_classes_without_targets, half_of_the
 CHEATS += (answer_by_pointer, the_last_answer, a_remembered_loss)
 
 
-def checked_apart(cheat: Cheat | None, precision: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def record_of(cheat: Cheat | None, precision: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The record of `when_timed(cheat)` in the place of our row."""
     monkeypatch.setattr("lmsys.model.loss.linear_cross_entropy", when_timed(cheat))
     return records(row=("chunked",), precision=(precision,), vocab_size=(400,))["chunked"]
 
@@ -202,18 +205,19 @@ def checked_apart(cheat: Cheat | None, precision: str, monkeypatch: pytest.Monke
 def test_a_row_that_cheats_while_it_is_timed_is_refused(
     cheat: Cheat, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = checked_apart(cheat, precision, monkeypatch)
+    one = record_of(cheat, precision, monkeypatch)
     assert one["outcome"] == "wrong" and "in timed call" in one["reason"] and "time_s" not in one
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_row_that_does_what_it_was_checked_by_is_not(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = checked_apart(None, precision, monkeypatch)
+def test_a_row_that_is_right_in_timed_calls_too_is_accepted(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = record_of(None, precision, monkeypatch)
     assert one["outcome"] == "ok", one["reason"]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_others_can_repeat_what_a_record_says(precision: str) -> None:
+def test_a_record_can_be_verified_and_a_changed_one_is_refused(precision: str) -> None:
+    """`repeat` computes a record's checked calls again: from their draws, parts and errors as stored, or altered."""
     for one in records(precision=(precision,)).values():
         calls = one["proof"]["calls"]
         assert len(calls) >= 2 and all(call["error_ratios"].keys() == set(OUTPUTS) for call in calls)
@@ -221,10 +225,10 @@ def test_others_can_repeat_what_a_record_says(precision: str) -> None:
             assert not list(Loss().repeat(one, call))
             assert "off by" in next(iter(Loss().repeat(one, call | {"draw": call["draw"] + 1})))
             part = call["part"] | {"error": 2 * call["part"]["error"] + 1e-9}
-            (said,) = Loss().repeat(one, call | {"part": part})
-            assert "its recorded values are off by" in said
-            (said,) = Loss().repeat(one, call | {"error_ratios": dict.fromkeys(OUTPUTS, 1e-9)})
-            assert "less than that of its own row" in said
+            (complaint,) = Loss().repeat(one, call | {"part": part})
+            assert "its recorded values are off by" in complaint
+            (complaint,) = Loss().repeat(one, call | {"error_ratios": dict.fromkeys(OUTPUTS, 1e-9)})
+            assert "less than that of its own row" in complaint
         assert "not recomputed" in next(iter(Loss().repeat(one | {"vocab_size": 10**8}, calls[0])))
 
 
@@ -240,14 +244,14 @@ def test_wrong_oom_unsupported_and_stale_rows_are_cells(monkeypatch: pytest.Monk
     def remembers(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return linear_cross_entropy(hidden, weight, calls.setdefault(len(targets), targets.clone()))
 
-    for call, outcome, said in (
+    for call, outcome, reason in (
         (slightly_off, "wrong", "times the allowed error"),
         (hungry, "oom", ""),
         (remembers, "wrong", "right before it was timed, not in timed call"),
     ):
         monkeypatch.setattr("lmsys.model.loss.linear_cross_entropy", call)
         one = records(row=("chunked",))["chunked"]
-        assert one["outcome"] == outcome and said in one["reason"] and "time_s" not in one
+        assert one["outcome"] == outcome and reason in one["reason"] and "time_s" not in one
     one = records(row=("chunked",), precision=("tf32",))["chunked"]
     assert one["outcome"] == "unsupported" and "TF32" in one["reason"]
 

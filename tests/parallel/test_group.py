@@ -21,6 +21,7 @@ from tests.support.variants import some
 
 
 def _facts(value: int) -> tuple[int, int, float]:
+    """(rank, world size, sum over ranks of `value`)."""
     x = torch.tensor([float(value)])
     dist.all_reduce(x)
     return dist.get_rank(), dist.get_world_size(), x.item()
@@ -33,7 +34,7 @@ def _fails(rank: int) -> None:
 
 
 def _is_killed(rank: int) -> None:
-    """In the middle of a backward, while gradients are on their way."""
+    """Trains; the rank gets SIGKILL in the backward of the sixth step, while buckets of gradients are being reduced."""
     model = Bucketed(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(device()), bucket_mb=0.01)
     for step in range(1000):
         hidden = model(torch.ones(2, 64, device=device(), requires_grad=True))
@@ -56,7 +57,10 @@ def _is_stopped(rank: int) -> None:
 
 
 def _is_slow(rank: int) -> int:
-    """Holds Python's interpreter, so that no thread of this process could speak, and is stopped for a moment."""
+    """Stops for 1 s and then computes for 3.5 s in calls that hold the interpreter lock, so that no thread can answer.
+
+    Each is shorter, or of another kind, than the limit for stops of 2 s that the test sets.
+    """
     if dist.get_rank() == rank:
         subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -76,9 +80,9 @@ def pids(group: WorkerGroup) -> list[int]:
     return group.pids
 
 
-def ended(found: list[int]) -> bool:
+def ended(pids: list[int]) -> bool:
     """True if none of these processes is left, not even as a zombie."""
-    return not any(Path(f"/proc/{pid}").exists() for pid in found)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 @pytest.mark.parametrize(
@@ -186,14 +190,14 @@ def test_what_a_machine_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         WorkerGroup(3, "nccl")
 
 
-@pytest.mark.parametrize(("text", "told"), [(None, "is not set"), ("", "is ''"), ("one", "is 'one'")])
-def test_what_torchrun_sets_is_asked_for_by_its_name(
-    text: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("text", "state"), [(None, "is not set"), ("", "is ''"), ("one", "is 'one'")])
+def test_an_error_names_the_variable_of_torchrun_that_is_wrong(
+    text: str | None, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as where a script sets some of its variables by itself, and not the rank's number on its machine."""
+    """A script may set some of torchrun's variables by itself, and not LOCAL_RANK."""
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("LOCAL_RANK", raising=False) if text is None else monkeypatch.setenv("LOCAL_RANK", text)
     assert under_torchrun()
-    with pytest.raises(ValueError, match=rf"^\$LOCAL_RANK {told}, where torchrun sets a whole number"):
+    with pytest.raises(ValueError, match=rf"^\$LOCAL_RANK {state}, where torchrun sets a whole number"):
         TorchrunGroup()
