@@ -63,8 +63,7 @@ REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128)}
 # Arguments that kernels are compiled with. Their values do not matter: Triton compiles for the type of a float, and
 # kernels name the integers in `do_not_specialize`. Where it does specialise, 1 and multiples of 16 are special cases.
 EXAMPLE_SCALE = 1.5
-EXAMPLE_STRIDE = 8
-EXAMPLE_PER_ENTRY = 1
+EXAMPLE_INTEGER = 8
 
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -168,7 +167,7 @@ class _Forward:
         key = "forward", self.device, q.dtype, head_dim, causal, bounded, ragged, plan
         half, floats, ints, _ = _samples(q)
         q_block, k_block = [1, 1, ROWS, head_dim], [1, 1, plan.tile_k, head_dim]
-        extent = [ints, ints, EXAMPLE_PER_ENTRY] if bounded else []
+        extent = [ints, ints, EXAMPLE_INTEGER] if bounded else []
         self.kernel = _kept(
             key,
             forward.forward_kernel,
@@ -276,17 +275,17 @@ class _Backward:
         preprocess = _kept(
             ("preprocess", *same, bounded), preprocess_kernel, [], [],
             [half, half, floats, floats, floats, floats, ints, longs, EXAMPLE_SCALE, *self.preprocess_sizes,
-             *[EXAMPLE_STRIDE] * 6],
+             *[EXAMPLE_INTEGER] * 6],
             ROWS=self.rows, D=head_dim, BOUNDED=bounded,
         )  # fmt: skip
         postprocess = _kept(
             ("postprocess", *same), postprocess_kernel, [], [],
-            [floats, half, EXAMPLE_SCALE, self.heads, self.queries, self.padded, *[EXAMPLE_STRIDE] * 3],
+            [floats, half, EXAMPLE_SCALE, self.heads, self.queries, self.padded, *[EXAMPLE_INTEGER] * 3],
             ROWS=ROWS, D=head_dim, launch_pdl=True,
         )  # fmt: skip
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
         row_block = [self.block_q]
-        extent = [ints, ints, EXAMPLE_PER_ENTRY, ints] if bounded else []
+        extent = [ints, ints, EXAMPLE_INTEGER, ints] if bounded else []
         main = _kept(
             ("backward", *same, causal, bounded, ragged, deterministic, group > 1, down, replace(plan, l2_mib=0)),
             backward.backward_kernel,
