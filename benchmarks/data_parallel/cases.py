@@ -1,10 +1,11 @@
-"""The tests of data parallelism: what each is asked, how its strategy is built, and what holds two of them together.
+"""The cases of data parallelism: how the strategy of each is built, and how the results of two are compared.
 
-Two versions of a step take the same steps from the same weights on the same batches. They are held to each other by
-their bits where these must agree, else by the tolerance: `benchmarks.data_parallel.passes` says how each is held to
-plain steps in float64. A pair whose bits agree needs no tolerance, whatever was expected.
+Two versions of a step, such as two strategies, take steps from the same weights on the same batches. Their weights must
+then have the same bits where both add the same numbers in the same order (`ParallelCase.same_bits`). Elsewhere each
+must agree with plain steps in float64 within a tolerance, as `benchmarks.data_parallel.passes` says. A pair whose bits
+are equal needs no tolerance, whatever was expected.
 
-Then what is found out about a row, and the fields of its record beside the time.
+The second half of the file turns findings about a row into the fields of its record beside the time.
 """
 
 import statistics
@@ -34,10 +35,13 @@ MODELS = {"ours": None, "llama": replace(LLAMA, target="benchmarks.model.llama:S
 
 @dataclass(frozen=True)
 class ParallelCase(TrainedCase):
-    """A model trained by a strategy on so many ranks; all strategies, sizes of buckets and numbers of ranks compare.
+    """A model trained by a strategy on `world_size` ranks.
 
-    asked_bucket_mb  MiB, "auto", "all" for one bucket, or None: the strategy has no buckets, or a size of its own
-    comm_dtype       the dtype that is sent; float32 is that of the gradients
+    Strategies, sizes of buckets and numbers of ranks are sampled together and compared.
+
+    asked_bucket_mb    MiB, "auto", "all" for one bucket, or None: the strategy has no buckets, or a size of its own
+    comm_dtype         the dtype in which gradients are sent; float32 stands for their own dtype
+    sharded_optimizer  a `ShardedOptimizer` steps the parameters
     """
 
     world_size: int
@@ -69,19 +73,20 @@ class ParallelCase(TrainedCase):
 
     @property
     def whole_model(self) -> Entry | None:
-        """The row of somebody else's model that is trained instead of ours."""
+        """The row of somebody else's model that is trained instead of ours; None: ours."""
         return None
 
     @property
     def narrow(self) -> Narrow:
-        """The option whose dtype is narrower than the precision says: of what is sent, or computed with."""
+        """(option, dtype) if one of NARROW is narrower than the precision says, else None."""
         return next(((name, self.options[name]) for name in NARROW if name in self.options), None)
 
     def same_bits(self, other: "ParallelCase") -> bool:
         """True if steps of both add the same numbers in the same order, so that no bit of the weights may differ.
 
-        These are eager ones on a CPU, of one precision and stream. What blocks keep changes no number there. Nor do
-        strategies that say so (`halves_sums`): two ranks have one order alone, unless what they add is rounded.
+        That holds only on a CPU, eager, for one precision and one residual stream. There the level of checkpointing
+        changes no number. Nor does the strategy, on at most two ranks, if both have the trait `halves_sums`: two
+        numbers can be added in one order only, as long as none is rounded before.
         """
         settings = [(case.device, case.compile, case.world_size, case.residual) for case in (self, other)]
         if settings[0] != settings[1] or (self.device, self.compile) != ("cpu", "eager"):
@@ -122,7 +127,7 @@ class StepsCase(ParallelCase):
 
 
 def variants(grid: Grid, entry: Entry) -> Iterable[tuple[float | str | None, str, bool]]:
-    """(asked_bucket_mb, comm_dtype, sharded_optimizer): of each the grid's values, where the strategy takes them."""
+    """All (asked_bucket_mb, comm_dtype, sharded_optimizer) of the grid; one value where the strategy has no choice."""
     traits = StrategyTraits.of(entry)
     return product(
         grid["bucket_mb"] if traits.takes_bucket_mb else (None,),
@@ -136,9 +141,9 @@ BITS, TOLERANCE, WRONG, UNKNOWN = "bits", "tolerance", "wrong", "unknown"
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps that a version has taken.
+    """Results of steps of one version.
 
-    bits    sha256 of the weights, or of those rows of them that are looked at
+    bits    sha256 of the weights, or of the rows of them that are judged
     ratios  errors against float64 over their budgets, by parameter; None where plain steps find no room
     """
 
@@ -153,7 +158,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two versions, what holds them together (BITS or TOLERANCE), or why nothing does (WRONG) or may (UNKNOWN)."""
+    """Two versions and how they agree: BITS, TOLERANCE, WRONG (they do not) or UNKNOWN, the last two with a reason."""
 
     first: Steps
     second: Steps
@@ -162,6 +167,7 @@ class Pair:
 
 
 def pair(first: Steps, second: Steps) -> Pair:
+    """How two versions agree. They are WRONG, too, if one of them is beyond its tolerance."""
     if first.bits == second.bits:
         return Pair(first, second, BITS, "")
     if first.case.same_bits(second.case):
@@ -183,7 +189,11 @@ def pairs(versions: Iterable[Steps]) -> list[Pair]:
 class Inspection:
     """Findings about a row on this rank.
 
-    network  (latency, bandwidth) of an all-reduce of the ranks, None for one rank
+    memory       bytes by field of the record
+    step_s       seconds of a step
+    bucket_mb    MiB of a bucket, None for a strategy without buckets, as num_buckets
+    finite       the loss is finite after a few steps
+    network      (latency in s, bandwidth in bytes/s) of an all-reduce of the ranks, None for one rank
     """
 
     memory: dict[str, int]
@@ -199,9 +209,10 @@ class Inspection:
 class Row:
     """Findings about the strategy of a case, whose buckets are tuned.
 
-    seen    by rank
-    passes  seconds of each step, of the slowest rank; alone: of each step without synchronization
-    bits    sha256, by the number of the pass, of what its steps have led to
+    seen    findings by rank
+    passes  by pass: seconds of each step, on the slowest rank
+    alone   seconds of each step without synchronization, of all passes
+    bits    by the number of the pass: sha256 of the judged rows of the weights after its steps
     """
 
     case: ParallelCase
@@ -212,11 +223,14 @@ class Row:
 
     @property
     def samples(self) -> list[float]:
-        """In turns of every pass: the first few, which are kept with a record, are of all of them."""
+        """Seconds of all steps: the first of every pass, the second of every pass, ...
+
+        So the first few, which are kept with a record, come from all passes.
+        """
         return [seconds for together in zip(*self.passes, strict=True) for seconds in together]
 
     def steps(self, settings: Settings, passes: int) -> int:
-        """Steps of one pass: enough for the rounds asked for, and as many as fit the time, of 50."""
+        """Steps of one pass: as many as fit the time, at most 50, but enough for the rounds that are asked for."""
         fitting = int(settings.seconds_per_row / passes / max(seen.step_s for seen in self.seen))
         return max(-(-settings.min_rounds // passes), min(50, fitting))
 
@@ -244,7 +258,7 @@ def why_not(case: ParallelCase) -> str | None:
 
 
 def step_rates(case: ParallelCase, time_s: float, machine: Record) -> Record:
-    """Work of a step on all ranks; of one, its rate, and its shares of what a device reaches and its maker states."""
+    """Operations of a step and tokens/s, of all ranks; a rank's rate and its share of measured and stated peaks."""
     tokens = case.world_size * case.batch * case.context
     flops = model_flops(case.config, tokens=tokens, context=case.context, mode="step")
     rates = {
@@ -257,8 +271,10 @@ def step_rates(case: ParallelCase, time_s: float, machine: Record) -> Record:
 
 
 def communication(row: Row, rows: Sequence[Row]) -> Record:
-    """The cost of synchronizing: what it adds to a step, against the same step without it or the row that does not
-    synchronize, and how long it takes."""
+    """Fields about the cost of synchronizing: the time that it adds to a step, and how long it takes.
+
+    The added time is measured against the same step without synchronization, or against the row that has none.
+    """
     case, time_s, seen = row.case, statistics.median(row.samples), row.seen[0]
     record: Record = {
         "bucket_mb": seen.bucket_mb or (None if isinstance(case.asked_bucket_mb, str) else case.asked_bucket_mb),
@@ -274,7 +290,7 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
         other = alone.get(case.world_size, row)
         steps, by = (row.alone, "no_sync") if row.alone else (other.samples, other.case.impl)
         record |= {"unsynchronized_s": statistics.median(steps), "unsynchronized_by": by}
-    # A rank that comes early waits inside of a collective: the one that waits least tells what that takes.
+    # A rank that comes early waits inside of a collective: the rank that waits least shows how long it takes.
     least = min((rank.communication for rank in row.seen), key=lambda communication: communication.time_s)
     record |= {"communication_s": least.time_s, "overlap_fraction": least.overlap_fraction}
     if (base := baseline(row, rows)) and (theirs := min(rank.communication.time_s for rank in base.seen)):
@@ -298,7 +314,7 @@ def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
 
 
 def memory(row: Row) -> Record:
-    """The largest of any rank, and what the accounting of ZeRO predicts where the strategy says its stage."""
+    """Bytes by field, of the rank with most; and the bytes that ZeRO predicts where the strategy says its stage."""
     case, num_parameters = row.case, model_parameters(row.case.config)
     record: Record = {name: max(seen.memory[name] for seen in row.seen) for name in row.seen[0].memory}
     record["optimizer_fraction"] = record["optimizer_bytes"] / (8 * num_parameters)

@@ -1,12 +1,12 @@
 """The timed steps of a pass, checked: they must lead where plain steps lead. Runs on the ranks.
 
-All rows of a pass take as many steps, the untimed ones before included, from the same weights on the same batches,
-which are drawn before each step. What is right is made by plain means: on every rank the model unwrapped, with naive
-attention, its own gradients, torch's all-reduce of each, torch's AdamW; in float64, but that forward and backward of a
-narrower precision than fp32 are in float32. The budget is what the same steps lose in the case's precision, with
-gradients or parameters rounded where the row's are: `lmsys.testing.ratio_of` of how far some rows of each
-parameter have moved. Steps of a large model soon part, and in one parameter plain ones may end near exact ones by
-chance: none has less of a budget, as a share of its way, than all parameters together.
+All rows of a pass take as many steps, counting the untimed ones before, from the same weights on the same batches,
+which are drawn before each step. *Plain steps* are the model unwrapped on every rank, with naive attention, its own
+gradients, torch's all-reduce of each, and torch's AdamW. *Exact steps* are plain steps in float64, except that forward
+and backward are in float32 where the case's precision is narrower than fp32. What is judged is how far some rows of
+each parameter have moved, by `lmsys.testing.ratio_of`: the budget is the error of plain steps in the case's precision,
+with gradients or parameters rounded where the row's are. In a single parameter plain steps may end near exact ones by
+chance. So no parameter has a smaller budget, as a share of its way, than all parameters together.
 """
 
 import random
@@ -27,25 +27,27 @@ from lmsys.model import Loss
 from lmsys.parallel.group import device
 from lmsys.training import prepare, reproducible
 
-# With eps far above a gradient's size AdamW moves by the gradient's size: it sees one that is halved, and where a
-# gradient is near zero no rounding turns the step around. Of these rates hundreds of steps train, and do not diverge.
+# With eps far above a gradient's size AdamW moves in proportion to the gradient: a gradient that is halved shows, and
+# where one is near zero no rounding turns the step around. At this rate hundreds of steps train, and do not diverge.
 ADAMW: dict[str, object] = {"lr": 1e-3, "eps": 1e-2}
-WARM_STEPS = {"cpu": 2, "cuda": 3}  # the first plans buckets, the second runs with them
-# ROWS rows of each parameter are looked at: fewer, but at least one, where all together would have more than NUMBERS
+# Untimed steps, by device type. The first plans buckets, the second runs with them.
+WARM_STEPS = {"cpu": 2, "cuda": 3}
+# ROWS rows of each parameter are judged: fewer, but at least one, where all together would have more than NUMBERS
 # numbers. One row says little: by one row of each parameter, right steps of xl were called wrong.
 ROWS, NUMBERS = 16, 2**22
-MAX_SCORES = 2**28  # of naive attention in all blocks together, of the sequences that are taken at once
-Rows = dict[str, Tensor]  # of parameters, by name, on the host
+# Plain steps take so many sequences at a time that naive attention has at most so many scores in all blocks together.
+MAX_SCORES = 2**28
+Rows = dict[str, Tensor]  # some rows of each parameter, by its name, on the host
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The common beginning of all rows of a pass.
+    """What all rows of a pass have in common.
 
-    seed   of the weights
-    draw   of the batches, with the seed
-    key    of the parameters' rows that are looked at
-    steps  that are timed
+    seed   draws the weights
+    draw   draws the batches, together with `seed`
+    key    draws the rows of the parameters that are judged
+    steps  number of timed steps
     """
 
     seed: int
@@ -54,8 +56,9 @@ class Pass:
     steps: int
 
 
-_LEFT: dict[tuple[str, Pass], Rows] = {}  # what the steps of a case, by its id, have led to
-_RIGHT: dict[int, tuple[Pass, dict[object, tuple[Rows, Rows]]]] = {}  # plain steps, of the last pass, by world size
+_LEFT: dict[tuple[str, Pass], Rows] = {}  # by case id and pass: the rows that the case's steps have led to
+# By world size: the last pass, and by the settings of plain steps the rows that these begin and end with.
+_RIGHT: dict[int, tuple[Pass, dict[object, tuple[Rows, Rows]]]] = {}
 
 
 class Batches:
@@ -70,6 +73,7 @@ class Batches:
         self._drawn = 0
 
     def draw(self, _: int = 0) -> None:
+        """Makes the next batch the present one."""
         batch = self.all[self._drawn % len(self.all)]
         self.now.tokens.copy_(batch.tokens)
         self.now.targets.copy_(batch.targets)
@@ -89,15 +93,15 @@ def leave(case: ParallelCase, asked: Pass, state: Mapping[str, Tensor]) -> str:
 
 @on_part
 def holds(case: ParallelCase, asked: Pass) -> bool:
-    """True where this rank has what the pass has led to: not where ranks were started again since."""
+    """True if this rank still has the rows that the pass has led to; ranks that were started again have lost them."""
     return (case.id, asked) in _LEFT
 
 
 @on_part
 def judge_pass(case: ParallelCase, asked: Pass) -> dict[str, float] | None:
-    """Errors over their budgets, by parameter, of what the case's steps have led to on this rank.
+    """{parameter: its error over its budget} of the rows that the case's steps have led to on this rank.
 
-    None where plain steps find no room; RuntimeError where those lead to NaN or inf, or elsewhere than exact ones.
+    None where plain steps find no room. RuntimeError where plain steps lead to NaN or inf, or far from exact steps.
     """
     left = _LEFT.pop((case.id, asked))
     release()
@@ -111,7 +115,7 @@ def judge_pass(case: ParallelCase, asked: Pass) -> dict[str, float] | None:
     dtype = ROUNDING[case.precision] if case.narrow is None else case.narrow[1]
     moved, right, ordinary = (_moved(start, rows) for rows in (left, exact, plain))
     way, apart = _norm(right.values()), _norm(ordinary[name] - right[name] for name in right)
-    if apart > 0.5 * way:  # where neither is broken, plain steps end nearer to exact ones
+    if apart > 0.5 * way:  # plain steps end nearer to exact ones unless one of the two is broken
         raise RuntimeError(
             f"the bench failed, not the row: plain steps in {case.precision} end {apart / way:.2g} of their way from"
             f" where exact ones end, so no budget can be had of them"
@@ -124,12 +128,16 @@ def judge_pass(case: ParallelCase, asked: Pass) -> dict[str, float] | None:
 
 
 def _luck(right: Tensor, ordinary: Tensor, share: float) -> float:
-    """How much less of this parameter's way plain steps lose than `share`, which they lose of all; at most 1."""
+    """A factor of at most 1 for the error ratio of a parameter in which plain steps are exact by chance.
+
+    It is the share of the parameter's way that they lose, over `share`, which they lose of the way of all parameters.
+    """
     usual = share * right.norm().item()
     return min(1.0, (ordinary - right).norm().item() / usual) if usual else 1.0
 
 
 def _moved(start: Rows, end: Rows) -> Rows:
+    """end - start, in float64."""
     return {name: end[name].double() - first.double() for name, first in start.items()}
 
 
@@ -138,7 +146,7 @@ def _norm(parts: Iterable[Tensor]) -> float:
 
 
 def _rows_of(state: Mapping[str, Tensor], key: int) -> Rows:
-    """Copies of some rows of each parameter; of a vector all of it."""
+    """Copies of some rows of each parameter, and of whole vectors."""
     named = {name.removeprefix("module."): x.detach() for name, x in state.items() if x.is_floating_point()}
     count = max(1, min(ROWS, NUMBERS // sum(x[:1].numel() for x in named.values())))
     rows = {}
@@ -149,7 +157,7 @@ def _rows_of(state: Mapping[str, Tensor], key: int) -> Rows:
 
 
 def _plain(case: ParallelCase, asked: Pass, dtype: torch.dtype, precision: str, narrow: Narrow) -> tuple[Rows, Rows]:
-    """(rows of the parameters that all begin with, of those that plain steps lead to), made once for all cases."""
+    """(rows of the parameters at the beginning, the same rows after plain steps), computed once for all cases."""
     known = _RIGHT.get(case.world_size)
     if known is None or known[0] != asked:
         known = _RIGHT[case.world_size] = asked, {}
@@ -166,7 +174,7 @@ def _plain(case: ParallelCase, asked: Pass, dtype: torch.dtype, precision: str, 
 
 
 def _have_room(case: ParallelCase) -> bool:
-    """True if weights, gradients and AdamW's two moments fit on every rank, with a quarter for the rest."""
+    """True if weights, gradients and AdamW's two moments fit on every rank in float64, with room for the rest."""
     if device().type == "cpu":
         return True
     total = torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction()
@@ -180,6 +188,7 @@ def _have_room(case: ParallelCase) -> bool:
 def _take_steps(
     case: ParallelCase, asked: Pass, dtype: torch.dtype, precision: str, narrow: Narrow
 ) -> tuple[Rows, Rows]:
+    """(rows of the parameters before, after) plain steps in `dtype` on all batches of the pass."""
     config, on = replace(case.config, attention="naive", residual=case.residual), device()
     module = Loss(build(config, str(on), asked.seed)).to(dtype)
     params, used = dict(module.named_parameters()), narrow[1] if narrow and narrow[0] == "compute_dtype" else dtype
@@ -197,7 +206,7 @@ def _take_steps(
 
 
 def _average(params: Iterable[Tensor], world_size: int, narrow: Narrow) -> None:
-    """Makes each gradient the mean over ranks, which is sent in the narrow dtype where there is one."""
+    """Makes each gradient the mean over ranks. Gradients are sent in the dtype of `narrow` if it is a `comm_dtype`."""
     for p in params if world_size > 1 else ():
         sent = p.grad.to(narrow[1] if narrow and narrow[0] == "comm_dtype" else p.dtype).contiguous()
         dist.all_reduce(sent, group=subgroup(world_size))

@@ -1,4 +1,4 @@
-"""One rank of a data-parallel training, ready to be timed, looked into and compared. Runs on the ranks."""
+"""One rank of a data-parallel training, ready to be timed, inspected and compared. Runs on the ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,10 +25,11 @@ _COMPILED: list[str] = []  # the group of cases whose graphs this rank holds
 
 @contextmanager
 def compiler_of(case: cases.ParallelCase) -> Iterator[None]:
-    """Releases what was there before. Keeps what is compiled meanwhile for the group's other rows and passes, whose
-    blocks are the same.
+    """Within, the case's model may be compiled. What is compiled is kept for other rows and passes of the case's group.
 
-    torch would cut a block's graph by the buckets of a DDP that it is compiled in, and not where it finds it compiled.
+    Memory that is left from before is released first, and so are graphs of another group. Rows of a group have the same
+    blocks. `optimize_ddp` is off: torch would cut the graphs of blocks that are compiled inside of a DDP by its
+    buckets, but not those that another row has compiled.
     """
     release()
     if case.group not in _COMPILED:
@@ -42,7 +43,7 @@ def compiler_of(case: cases.ParallelCase) -> Iterator[None]:
 
 
 def blocks_of(case: cases.ParallelCase, num_layers: int) -> int | str:
-    """The case's levels of checkpointing for a model of so many blocks; what fits is what fits on every rank."""
+    """The case's levels of checkpointing for a model of so many blocks; FIT becomes levels that fit on every rank."""
     setting = case.runtime.get("checkpoint_blocks", 0)
     if setting == FIT:
         setting = prepare.fitted(
@@ -73,7 +74,10 @@ def execution(case: cases.ParallelCase, **changes: Any) -> prepare.Execution:
 
 
 class Rig:
-    """A model, its strategy, its optimizer and this rank's batches. Ranks begin with weights of their own."""
+    """A model, its strategy, its optimizer and this rank's batches.
+
+    Each rank draws weights of its own, so that a strategy that does not broadcast rank 0's is noticed.
+    """
 
     def __init__(self, case: cases.ParallelCase, asked: passes.Pass, adamw: dict[str, Any] = passes.ADAMW):
         self.case, on, rank = case, str(group.device()), torch.distributed.get_rank()
@@ -87,10 +91,11 @@ class Rig:
         self.data = self.batches.now
 
     def loss(self) -> Tensor:
+        """The loss of a forward on the present batch."""
         return self.prepared.loss(self.data.tokens, self.data.targets)
 
     def warm(self) -> None:
-        """Everything is planned, compiled and recorded when this is done."""
+        """Takes the untimed steps, after which everything is planned, compiled and recorded."""
         if self.case.replayed:
             self.gradients = self.prepared.gradients(graph=True)
         for _ in range(passes.WARM_STEPS[group.device().type]):
@@ -98,30 +103,34 @@ class Rig:
             self.step()
 
     def step(self) -> Tensor:
-        """The loss before it."""
+        """Takes a training step on the present batch. Returns its loss, before the update."""
         loss = self.gradients(self.data.tokens, self.data.targets)
         self.update()
         return loss
 
     def step_alone(self) -> None:
-        """A step without synchronization; its gradients are dropped as every step drops them."""
+        """Takes a step without synchronization, with an update by this rank's gradients."""
         with self.strategy.no_sync():
             self.loss().backward()
         self.update()
 
     def update(self) -> None:
+        """Steps the optimizer, and drops the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def finish(self) -> None:
-        """Waits for what a step leaves under way, as ZeRO-1 its gather; what is recorded leaves nothing."""
+        """Waits for communication that a step leaves under way, such as ZeRO-1's gather; a CUDA graph leaves none."""
         if not isinstance(self.gradients, gradients.GraphedGradients) and hasattr(self.strategy.wrapper, "wait"):
             self.strategy.wrapper.wait()
 
     @property
     def can_stay_local(self) -> bool:
-        """True where a step without synchronization is the same computation: not where ranks hold or step parts only,
-        and not where it would be a recording of its own."""
+        """True where a step without synchronization is the same computation.
+
+        It is another one where ranks hold or step only parts of the model, and where it would need a CUDA graph of its
+        own.
+        """
         is_whole = self.case.traits.local_step and not self.case.sharded_optimizer
         return self.strategy.can_stay_local and is_whole and not self.case.replayed
 
@@ -131,7 +140,10 @@ class Rig:
         return getattr(self.strategy.wrapper, "outside_bytes", 0)
 
     def breakdown(self) -> dict[str, int]:
-        """Bytes by kind. ZeroRedundancyOptimizer keeps its share in an optimizer of its own."""
+        """Bytes of parameters, gradients, optimizer state and buffers, by the names of a record's fields.
+
+        ZeroRedundancyOptimizer keeps its share of the state in an optimizer of its own, `optim`.
+        """
         return memory.breakdown(self.strategy.wrapper, getattr(self.optimizer, "optim", self.optimizer))
 
     def times(self, step: Callable[[], Any], count: int) -> list[float]:
@@ -142,7 +154,7 @@ class Rig:
 
 @on_part
 def inspect(case: cases.ParallelCase, seed: int) -> cases.Inspection:
-    """The network; memory, phase by phase, of a training from its beginning; a step's time and its communication."""
+    """Measures the network, the memory of each phase of a training's first steps, a step's time and communication."""
     ranks = subgroup(case.world_size)
     with compiler_of(case):
         network = overlapped.latency_and_bandwidth(ranks, group.device()) if case.world_size > 1 else None
@@ -160,9 +172,9 @@ def inspect(case: cases.ParallelCase, seed: int) -> cases.Inspection:
 
 
 def _phases(case: cases.ParallelCase, asked: passes.Pass) -> tuple[Rig, dict[str, int]]:
-    """A rig, and bytes at points of its beginning and its first steps.
+    """(a rig, bytes by field) after its first two steps, which run without a CUDA graph.
 
-    The phases are those of what a graph records: its own memory is set aside as a whole.
+    A graph sets aside all of its memory at once, so that phases within it would not show.
     """
     rigs, made = list[Rig](), dict[str, Any]()
 
@@ -213,12 +225,13 @@ def _phases(case: cases.ParallelCase, asked: passes.Pass) -> tuple[Rig, dict[str
 
 @dataclass
 class Taken:
-    """A pass, on this rank.
+    """Results of a pass on this rank.
 
-    samples, alone  seconds of each step, and of each step without synchronization
-    model           tells whether ranks have one model
-    late_s          seconds until the weights were there, when they were asked for after the steps
-    bits            sha256 of those rows of the weights that are looked at
+    samples  seconds of each step
+    alone    seconds of each step without synchronization
+    model    fingerprint of the weights: ranks that have one model have the same
+    late_s   seconds until the weights were there, when they were asked for after the steps
+    bits     sha256 of those rows of the weights that are judged
     """
 
     samples: list[float]
@@ -230,7 +243,7 @@ class Taken:
 
 @on_part
 def take_pass(case: cases.ParallelCase, asked: passes.Pass) -> Taken:
-    """Takes the steps and keeps what they led to: none of them can tell whether it will be judged."""
+    """Takes the steps of a pass and keeps rows of the weights. No step can tell whether these will be judged."""
     alone: list[float] = []
     with compiler_of(case):
         rig = Rig(case, asked)
@@ -245,5 +258,5 @@ def take_pass(case: cases.ParallelCase, asked: passes.Pass) -> Taken:
         if case.world_size > 1 and rig.can_stay_local:
             rig.batches.draw()
             rig.step_alone()
-            alone = rig.times(rig.step_alone, -(-asked.steps // 2))
+            alone = rig.times(rig.step_alone, -(-asked.steps // 2))  # half as many, rounded up
     return Taken(samples, alone, model, end - begin, bits)

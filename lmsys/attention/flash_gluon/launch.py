@@ -293,7 +293,7 @@ class _Backward:
             [q_block, k_block, k_block, q_block, row_block, row_block, out_block, out_block],
             [floats, longs, ints, EXAMPLE_SCALE, *self.sizes, *extent],
             **backward_options(head_dim, causal, ragged, group > 1, deterministic, plan, bounded, down),
-            maxnreg=REGISTERS[2, 1][1],
+            maxnreg=REGISTERS[2, 1][1],  # two consumers, one CTA on a processor
             launch_pdl=True,
         )  # fmt: skip
         return preprocess, main, postprocess
