@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class AttentionCase:
     sinks: bool = False
     return_lse: bool = False
 
-    @cached_property  # asked several times a call
+    @property
     def options(self) -> dict[str, Any]:
         """Those that are given; a form of one that few rows know has a name of its own."""
         values = [getattr(self, name) for name in OPTIONS]
@@ -175,8 +175,8 @@ def constants_of(case: AttentionCase) -> tuple[Any, ...]:
     fields, typical = [], TYPICAL_ON_CPU if case.device == "cpu" else TYPICAL
 
     def closed(name: str, value: int) -> int:
-        is_open = name in typical and not has_static_value(value)
-        return typical[name] if is_open else len(range(value))  # int() would leave it open
+        # int() would leave a length open that torch.compile knows.
+        return typical[name] if name in typical and not has_static_value(value) else len(range(value))
 
     for name in AttentionCase.__dataclass_fields__:
         value = getattr(case, name)

@@ -171,9 +171,8 @@ def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest
     selected = sorted({name for name, _ in keys})
     axes = [axis for name in selected for axis in ours.benchmarks[name].axes]
     for name, text in ours.texts.items() if keys else ():
-        if name not in [axis.option for axis in axes] + [axis.name for axis in axes]:
-            there = ", ".join(sorted({axis.option or axis.name for axis in axes}))
-            raise ValueError(f"{name} {text}: {' and '.join(selected)} has no such axis; there are {there}")
+        there = {axis.option or axis.name for axis in axes} | {axis.name for axis in axes if axis.name == name}
+        choice(name, sorted(there), f"{name} {text}: {' and '.join(selected)} has no such axis; it ")
     if ours.texts and items and not keys:
         asked = " ".join(f"{name} {text}" for name, text in ours.texts.items())
         raise ValueError(f"{asked}: what is selected has no case for these values")

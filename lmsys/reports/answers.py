@@ -224,11 +224,14 @@ def _wrong(machine: load.Machine) -> items.Table:
         rows.append([impl, words.MEANINGS[outcome], where, str(len(cases)), first])
         runs += map(itemgetter("run"), cases)
     if not rows:
-        ran = [case for case in machine.records if case["outcome"] == "ok"]
-        unchecked = sum(case.get("error_ratio") is None for case in ran)
-        checked = f"{len(ran) - unchecked:,} were right, {unchecked:,} were not checked"
-        counts = f"{len(ran):,} of {len(machine.records):,} cases ran"
-        rows = [[f"nothing was wrong: {counts}, and {checked if unchecked else 'all of these were right'}"]]
+        ran = [case.get("error_ratio") for case in machine.records if case["outcome"] == "ok"]
+        unchecked = ran.count(None)
+        right = (
+            f"{len(ran) - unchecked:,} were right, {unchecked:,} were not checked"
+            if unchecked
+            else "all of these were right"
+        )
+        rows = [[f"nothing was wrong: {len(ran):,} of {len(machine.records):,} cases ran, and {right}"]]
         columns = ["cases"]
     made = [(f"Run of {name}", command) for name, command in load.commands(machine, runs).values()]
     return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), notes=_right(machine), runs=made)

@@ -66,8 +66,7 @@ class Question:
         for case in cases:
             if case.get("time_s") and (case["section"], case["impl"]) not in wrong:
                 case = case | {name: expressions.value_of(text, case) for name, text in self.values.items()}
-                key = tuple(case.get(name) or None for name in self.keys)
-                settings.setdefault(key, []).append(case)
+                settings.setdefault(tuple(case.get(name) or None for name in self.keys), []).append(case)
         return {key: settings[key] for key in sorted(settings, key=partial(reading_order, self.words))}
 
     def answer(self, machine: load.Machine, cases: Sequence[fields.Record]) -> fields.Record:

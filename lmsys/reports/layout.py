@@ -27,8 +27,6 @@ from lmsys.reports import special as special  # which declares steps, too
 from lmsys.values import choice
 
 Layout = Mapping[str, Any]
-BLOCK = "title", "of", "lead", "more", "blocks"  # parts of a block
-NOTHING = "there is nothing to draw: no table, and no plot has two points"
 
 
 def chapters(view: views.View) -> list[items.Chapter]:
@@ -52,13 +50,14 @@ def _chapters(view: views.View, layout: Layout) -> Iterator[items.Chapter]:
             title = words.filled(declared["title"], part.constants(names))
             blocks = [block for inner in declared["blocks"] for block in _blocks(part, inner)]
             if not any(block.items for block in blocks):
-                blocks = [items.Block(title, [items.Table(part.file(title), title, "", ["cases"], [[NOTHING]], [])])]
+                rows = [["there is nothing to draw: no table, and no plot has two points"]]
+                blocks = [items.Block(title, [items.Table(part.file(title), title, "", ["cases"], rows, [])])]
             yield items.Chapter(title, blocks)
 
 
 def _blocks(view: views.View, declared: Layout) -> Iterator[items.Block]:
     for name in declared:
-        choice(name, BLOCK, f"{name!r} in a block: ")
+        choice(name, ("title", "of", "lead", "more", "blocks"), f"{name!r} in a block: ")
     for part in steps.applied(view, declared.get("of", ())):
         for inner in declared.get("blocks", ()):
             yield from _blocks(part, inner)

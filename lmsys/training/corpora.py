@@ -174,8 +174,7 @@ def download(
             return _fetch(url, Path(path), sha256, progress)
         except urllib.error.HTTPError as error:
             failure = f"{error.code} {error.reason}"
-            is_busy = error.code >= 500 or error.code in (408, 429)
-            values.hold((is_busy, f"{url}: the server says {failure}"))
+            values.hold((error.code >= 500 or error.code in (408, 429), f"{url}: the server says {failure}"))
         except CUT as error:
             failure = str(error) or type(error).__name__
         if pause_s is not None:

@@ -146,8 +146,7 @@ def _next_logits(model: TransformerLM, tokens: Tensor, lengths: Tensor, cache: C
     """Logits (B, V) of what follows the first `lengths` (B) of the tokens (B, S)."""
     last = lengths - 1
     if cache is not None and not first:
-        hidden = model.hidden(tokens.gather(1, last[:, None]), cache.at(last), cache)  # (B, 1, M)
-        return model.lm_head(hidden[:, 0])
+        return model.lm_head(model.hidden(tokens.gather(1, last[:, None]), cache.at(last), cache)[:, 0])
     hidden = model.hidden(tokens[:, : int(lengths.max())], cache=cache)
     return model.lm_head(hidden[torch.arange(len(tokens), device=tokens.device), last])
 
