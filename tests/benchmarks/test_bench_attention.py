@@ -218,7 +218,7 @@ def test_the_smoke_sweep_refuses_what_is_wrong_beyond_one_tile(device: str) -> N
         for one in swept_rows(rows, **axes, dtype=("float32",), direction=("fwdbwd",), timed=False).values():
             found.setdefault(one["impl"], set()).add(one["outcome"])
             if one["impl"] == "no_scale":
-                assert "a scale of its own, float32: scale is ignored" in one["reason"], one["reason"]
+                assert "a scale of its own, float32: the argument scale is ignored" in one["reason"], one["reason"]
     assert all(found[name] == {"ok"} for name in TAKEN) and all("wrong" in found[name] for name in REFUSED), found
 
 
