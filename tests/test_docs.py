@@ -117,7 +117,7 @@ def test_every_documented_command_of_pytest_selects_tests() -> None:
     documented = [arguments for page, module, arguments in ALL if module == "pytest" and page != "docs/cs336.md"]
     # Names that a reader's folder would have, and a row of the reader's own: what stands in for them here.
     stand_ins = {name: f"docs/examples/{name}" for name in ("mine.py", "bench_matmul.py", "bench_norm.py")}
-    stand_ins["exp2"] = "naive"
+    stand_ins |= {"exp2": "naive", "reverse": "flat"}
     asked = []
     for arguments in documented:
         words = [word for word in without(arguments, "--benchmark-json", "-n") if word != "--nvtx"]  # that needs a GPU
