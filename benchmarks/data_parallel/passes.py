@@ -42,7 +42,7 @@ Rows = dict[str, Tensor]  # some rows of each parameter, by its name, on the hos
 
 @dataclass(frozen=True)
 class Pass:
-    """What all rows of a pass have in common.
+    """The beginning and the batches that all rows of a pass have in common.
 
     seed   draws the weights
     draw   draws the batches, together with `seed`

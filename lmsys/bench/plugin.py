@@ -170,9 +170,10 @@ def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest
     ]
     selected = sorted({name for name, _ in keys})
     axes = [axis for name in selected for axis in ours.benchmarks[name].axes]
+    names = {key for axis in axes for key in (axis.option, axis.name)}
     for name, text in ours.texts.items() if keys else ():
-        there = {axis.option or axis.name for axis in axes} | {axis.name for axis in axes if axis.name == name}
-        choice(name, sorted(there), f"{name} {text}: {' and '.join(selected)} has no such axis; it ")
+        there = ", ".join(sorted({axis.option or axis.name for axis in axes}))
+        hold((name in names, f"{name} {text}: {' and '.join(selected)} has no such axis; there are {there}"))
     if ours.texts and items and not keys:
         asked = " ".join(f"{name} {text}" for name, text in ours.texts.items())
         raise ValueError(f"{asked}: what is selected has no case for these values")

@@ -17,7 +17,9 @@ PARAMETERS = {"_get_np_dtype": ["tt_dtype"], "_patch_builtin": ["pkg", "builder"
 _theirs: dict[str, Any] = {name: getattr(interpreter, name, None) for name in PARAMETERS}
 _patch_tensor: Any = getattr(interpreter, "_patch_lang_tensor", None)
 _dtypes: dict[str, Any] = {}
-_languages: dict[int, list[Any]] = {}  # the modules of the language that a file of kernels sees, by its names
+# The names of a file of kernels, and the modules of the language among them, by the address of the former: they are
+# kept, so that no other file's get that address.
+_languages: dict[int, tuple[Any, list[Any]]] = {}
 
 
 def mend() -> None:
@@ -51,8 +53,8 @@ def _patch_lang(function: Any) -> Any:
     """The interpreter's own patches the language again for each function that a kernel calls."""
     names = function.__globals__
     if id(names) not in _languages:
-        _languages[id(names)] = [value for value in names.values() if value is tl or value is core]
-    languages = _languages[id(names)]
+        _languages[id(names)] = names, [value for value in names.values() if value is tl or value is core]
+    _, languages = _languages[id(names)]
     if languages and not any(core.is_builtin(language.load) for language in languages):
         return interpreter._LangPatchScope()
     return _theirs["_patch_lang"](function)

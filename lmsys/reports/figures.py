@@ -1,4 +1,4 @@
-"""What the templates of the page ask of blocks, tables, plots and runs. All of it is text, which templates escape."""
+"""Texts that the templates of the page make of blocks, tables, plots and runs; the templates escape them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

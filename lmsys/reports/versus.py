@@ -78,7 +78,7 @@ QUESTIONS = {"repeated": (fields.REPEATABLE.name, "differ"), "alone": (fields.BA
 
 
 def _flat(case: fields.Record) -> fields.Record:
-    """What the CSV says of the bits of a case besides."""
+    """Columns that the CSV has beside the table: how the bits of a case differ."""
     differ, alone = case["same_bits"]["differ"], case["same_bits"]["alone"]
     return {
         "calls": case["same_bits"]["calls"],

@@ -193,6 +193,10 @@ def _fetch(url: str, path: Path, sha256: str | None, progress: Progress) -> str:
         if file.tell() < length:
             raise ConnectionResetError(f"the connection ended after {file.tell():,} of {length:,} bytes")
         digest = content.hexdigest()
-        is_expected = sha256 is None or digest == sha256.lower()
-        values.hold((is_expected, f"{url}: its SHA-256 is {digest}, and must be {sha256}; removed"))
+        values.hold(
+            (
+                sha256 is None or digest == sha256.lower(),
+                f"{url}: its SHA-256 is {digest}, and must be {sha256}; removed",
+            )
+        )
     return digest

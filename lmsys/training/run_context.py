@@ -1,4 +1,4 @@
-"""What each step of a run knows: the settings, this rank, and the text and the tokenizer that these name."""
+"""The context of each step of a run: its settings, this rank, and the text and the tokenizer that these name."""
 
 import os
 import sys
