@@ -27,13 +27,11 @@ class StrategyTraits(Traits):
     """A strategy's class has those in which it differs as attributes; `StrategyTraits.of` reads them.
 
     synchronizes      False: every rank trains for itself, and the others are measured against that
-    zero_stage        what ranks divide between steps: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too;
-                      None: it does not say
-    shards_gradients  a rank is left with a part of the gradients: their norm is that of all parts
-    all_reduces       every rank gets all mean gradients, so that a ShardedOptimizer may step them
+    zero_stage        what ranks divide between steps: 0 nothing, so that every rank has all mean gradients, as a
+                      ShardedOptimizer needs them, and a step under no_sync() is the same computation without
+                      communication; 1 optimizer state, 2 gradients too, 3 parameters too; None: it does not say
     accumulates       backwards under no_sync() may come before one that synchronizes
     sums_each_backward  every backward is summed over ranks, also under no_sync(): ranks come before micro-batches
-    local_step        a step under no_sync() is the same computation without communication
     all_reduce_model  latency and bandwidth of an all-reduce predict the communication that its buckets expose
     takes_bucket_mb   the benchmark's bucket sizes are its option `bucket_mb`
     tuned_bucket_mb   the benchmark chooses its option `bucket_mb` by timing a few
@@ -55,11 +53,8 @@ class StrategyTraits(Traits):
 
     synchronizes: bool = True
     zero_stage: int | None = None
-    shards_gradients: bool = False
-    all_reduces: bool = False
     accumulates: bool = True
     sums_each_backward: bool = False
-    local_step: bool = True
     all_reduce_model: bool = True
     takes_bucket_mb: bool = False
     tuned_bucket_mb: bool = False
@@ -73,3 +68,8 @@ class StrategyTraits(Traits):
     why_not_unused: str = ""
     why_not_unequal: str = ""
     why_not_reproducible: str = ""
+
+    @property
+    def shards_gradients(self) -> bool:
+        """True where a rank is left with a part of the gradients: their norm is that of all parts."""
+        return (self.zero_stage or 0) >= 2

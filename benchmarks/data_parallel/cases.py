@@ -132,7 +132,8 @@ def variants(grid: Grid, entry: Entry) -> Iterable[tuple[float | str | None, str
     return product(
         grid["bucket_mb"] if traits.takes_bucket_mb else (None,),
         grid["comm_dtype"] if traits.comm_dtypes else ("float32",),
-        grid["sharded_optimizer"] if traits.all_reduces else (False,),
+        # A ShardedOptimizer needs all mean gradients on every rank.
+        grid["sharded_optimizer"] if traits.zero_stage == 0 and traits.synchronizes else (False,),
     )
 
 

@@ -131,7 +131,7 @@ class Rig:
         It is another one where ranks hold or step only parts of the model, and where it would need a CUDA graph of its
         own.
         """
-        is_whole = self.case.traits.local_step and not self.case.sharded_optimizer
+        is_whole = not self.case.traits.zero_stage and not self.case.sharded_optimizer
         return self.strategy.can_stay_local and is_whole and not self.case.replayed
 
     @property

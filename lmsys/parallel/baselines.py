@@ -17,7 +17,6 @@ class NoSync(wrapper.Wrapper):
 class AfterBackward(wrapper.Wrapper):
     """Base of those that begin when the backward has ended. They fill in `_average`."""
 
-    all_reduces = True
     halves_sums = True
 
     def _synchronize(self) -> None:

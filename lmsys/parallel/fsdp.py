@@ -51,10 +51,8 @@ class Fsdp(wrapper.Wrapper):
     """
 
     zero_stage = 3
-    shards_gradients = True
     halves_sums = True
     sums_each_backward = True
-    local_step = False
     compute_dtype = True
     why_not_graphed = traits.RESIZES_PARAMETERS
     why_not_fused = traits.SURROUNDS_BLOCKS

@@ -100,7 +100,6 @@ class Collectives:
 class Overlapped(wrapper.Wrapper):
     """Gradients of one bucket travel in one call. A bucket of one gradient is that gradient, without a copy."""
 
-    all_reduces = True
     halves_sums = True
     over: type[Collectives] = Collectives  # how buckets travel; on one rank nothing does
 

@@ -37,7 +37,6 @@ class _Peer(nn.Module):
 class TorchDDP(_Peer):
     """DistributedDataParallel as it comes."""
 
-    all_reduces = True
     why_not_unused = "torch DDP without find_unused_parameters raises an error for a parameter without a gradient"
     warm_ups_before_graph = 11  # its reducer takes times in the first ten steps, which no recording may
 
@@ -82,8 +81,6 @@ class TorchZero1(TorchDDP):
     """
 
     zero_stage = 1
-    all_reduces = False
-    local_step = False
     why_not_fused = "its optimizer receives parameters with no change of version, so that bfloat16 copies would be old"
 
     def __init__(self, module: nn.Module, process_group: collectives.Group = None):
@@ -101,8 +98,6 @@ class TorchFSDP2(_Peer):
     """fully_shard on every block and on the rest; `compute_dtype` of parameters, gradients reduced in float32."""
 
     zero_stage = 3
-    shards_gradients = True
-    local_step = False
     compute_dtype = True
     why_not_unequal = "FSDP2 reduces the gradients that a rank has: with other ones on another rank it hangs"
     fused_adamw = True

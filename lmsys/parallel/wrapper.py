@@ -41,7 +41,7 @@ class Wrapper(nn.Module):
     """
 
     zero_stage = 0
-    synchronizes, shards_gradients = StrategyTraits.synchronizes, StrategyTraits.shards_gradients
+    synchronizes = StrategyTraits.synchronizes
     _walk: Any = None  # of a forward, where a strategy gathers parameters as it goes on
 
     def __init__(self, module: nn.Module, process_group: collectives.Group = None):

@@ -47,9 +47,6 @@ class Zero1(overlapped.Overlapped):
     """
 
     zero_stage = 2  # gradients are divided too, though the course calls this strategy ZeRO-1
-    shards_gradients = True
-    all_reduces = False
-    local_step = False
     why_not_fused = traits.SURROUNDS_BLOCKS
     rivals = ("torch_fsdp2_zero2", "torch_zero1")
 

@@ -267,7 +267,7 @@ def clip_grad_norm(
     """
     group, divided = None, False
     if isinstance(parameters, wrapper.Wrapper):
-        group, divided = parameters.group, parameters.shards_gradients and parameters.world_size > 1
+        group, divided = parameters.group, parameters.zero_stage >= 2 and parameters.world_size > 1
         parameters = parameters.parameters()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = whole_norm(parameters, group, divided)

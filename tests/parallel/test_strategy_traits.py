@@ -40,7 +40,7 @@ def test_a_strategy_in_a_file_of_its_own_has_traits_of_its_own(tmp_path: Path) -
     plain, derived = (StrategyTraits.of(row) for row in rows)
     assert plain == StrategyTraits(zero_stage=2, takes_bucket_mb=True, rivals=("zero1",))
     assert derived.why_not_graphed == "it asks for values"
-    assert derived.takes_bucket_mb is derived.all_reduces is derived.comm_dtypes is True
+    assert derived.takes_bucket_mb is derived.comm_dtypes is True
     assert (derived.zero_stage, derived.synchronizes, derived.color) == (0, True, "")
 
 
@@ -74,8 +74,7 @@ def test_traits_of_sharding_agree(row: Entry) -> None:
     stage = traits.zero_stage
     assert stage is not None and traits.shards_gradients == (stage >= 2)
     assert traits.compute_dtype == bool(traits.why_not_graphed) == (stage == 3)
-    assert traits.local_step == (not traits.why_not_fused) == (stage == 0)
-    assert traits.all_reduces == (stage == 0 and traits.synchronizes)
+    assert bool(traits.why_not_fused) == (stage > 0)
 
 
 # Facts about rows that are in the table, each of which a benchmark or training acts on. A new row needs none here.
