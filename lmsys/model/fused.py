@@ -37,7 +37,7 @@ def add_norm(x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tenso
 
     x may be wider than the branch: the sum has x's dtype. Differentiable once.
     """
-    if _plain(x):
+    if torch.compiler.is_compiling() or is_plain(x):
         total = x if branch is None else x + branch
         return total, norm(total)
     with part("norms"):
@@ -47,7 +47,7 @@ def add_norm(x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tenso
 def swiglu(halves: Tensor) -> Tensor:
     """silu(gate) · value (..., F) of gate and value side by side (..., 2 F), computed in float32 at least.
     Differentiable once."""
-    if _plain(halves):
+    if torch.compiler.is_compiling() or is_plain(halves):
         gate, value = halves.chunk(2, dim=-1)
         return functions.silu(gate) * value
     return _SwiGLU.apply(halves.contiguous())
@@ -85,10 +85,9 @@ def run(layers: list[Any], last: Any, x: Tensor, attend: list[Any], rope: Any, p
     return add_norm(x, branch, last)[1]
 
 
-def _plain(x: Tensor) -> bool:
-    return (
-        not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64) or torch.compiler.is_compiling() or is_transformed()
-    )
+def is_plain(x: Tensor) -> bool:
+    """True where PyTorch's functions take x: off CUDA, in float64, without Triton, and inside of torch.func."""
+    return not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64) or is_transformed()
 
 
 class _AddNorm(torch.autograd.Function):

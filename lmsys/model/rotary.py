@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lmsys import autograd, values
 from lmsys.attention.custom_ops import whole_of
-from lmsys.kernels import HAS_TRITON, custom_op
+from lmsys.kernels import custom_op
 from lmsys.model import functions, fused
 
 
@@ -55,7 +55,7 @@ class RotaryEmbedding(nn.Module):
             functions.check_ids("positions", positions, "positions in the context", None, len(self.cos))
         cos, sin = (t[: projected.shape[1]] if positions is None else t[positions] for t in (self.cos, self.sin))
         heads = projected.unflatten(-1, (-1, 2 * cos.shape[-1]))  # (B, S, N, D)
-        if not _plain(projected):
+        if not fused.is_plain(projected):
             rotation = _RotateInPlace if in_place and not torch.compiler.is_compiling() else _Rotate
             return rotation.apply(heads, cos, sin, num_heads)
         kv_heads = (heads.shape[2] - num_heads) // 2
@@ -79,10 +79,6 @@ class RotaryEmbedding(nn.Module):
         if not values.broadcasts(positions.shape, x.shape[:-1]):
             raise ValueError(f"positions must broadcast to {tuple(x.shape[:-1])}; got shape {tuple(positions.shape)}")
         return _turn(x, self.cos[positions], self.sin[positions])
-
-
-def _plain(x: Tensor) -> bool:
-    return not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64) or autograd.is_transformed()
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lmsys.attention import ATTENTION
 from lmsys.attention.contract import AttentionCase
 from lmsys.attention.custom_ops import gradients_like, whole_of
-from lmsys.model.rotary import HAS_TRITON
+from lmsys.kernels import HAS_TRITON
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="pip install triton to test its kernels")
 sizes = st.tuples(*(st.integers(1, n) for n in (2, 5, 2, 2)), st.sampled_from([4, 8, 16]))  # B, S, Hkv, H / Hkv, D

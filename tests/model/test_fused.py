@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lmsys.config import model_config
-from lmsys.model import TransformerLM, fused, rotary
+from lmsys.model import TransformerLM, fused
 from lmsys.model.transformer import RMSNorm
 from lmsys.testing import error_ratio
 
@@ -135,8 +135,7 @@ def test_a_fused_model_errs_no_more_than_an_eager_one(
 ) -> None:
     plain, other, tokens = models(device, residual, attention)
     ordinary = gradients(plain, tokens, dtype)
-    for module in (fused, rotary):
-        monkeypatch.setattr(module, "_plain", lambda x: False)
+    monkeypatch.setattr(fused, "is_plain", lambda x: False)
     found = gradients(other, tokens, dtype)
     monkeypatch.undo()
     plain.config = replace(plain.config, attention="naive")
@@ -147,7 +146,7 @@ def test_a_fused_model_errs_no_more_than_an_eager_one(
 
 def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(fused, "_plain", lambda x: False)
+    monkeypatch.setattr(fused, "is_plain", lambda x: False)
     x = torch.randn(3, 4, requires_grad=True)
     total, normalised = fused.add_norm(x, x.detach(), RMSNorm(4, EPS))
     for y in (normalised, fused.swiglu(x)):

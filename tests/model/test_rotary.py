@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lmsys.attention.compiled import why_no_compiler
-from lmsys.model import rotary
-from lmsys.model.rotary import HAS_TRITON, RotaryEmbedding, _Rotate, _RotateInPlace, rotate, rotate_backward
+from lmsys.kernels import HAS_TRITON
+from lmsys.model import fused
+from lmsys.model.rotary import RotaryEmbedding, _Rotate, _RotateInPlace, rotate, rotate_backward
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="pip install triton to test its kernels")
 sizes = st.tuples(*(st.integers(1, n) for n in (3, 6, 6, 4, 10)))  # B, S, H, Hkv, D / 2
@@ -110,7 +111,7 @@ def test_in_place_it_has_the_same_bits(
 @needs_triton
 def test_a_backward_that_needs_the_projection_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the projection itself, and of what was computed before it is rotated once more."""
-    monkeypatch.setattr(rotary, "_plain", lambda x: False)
+    monkeypatch.setattr(fused, "is_plain", lambda x: False)
     rope, x = draw((1, 3, 1, 1, 2), 0, torch.float32, device)
     kept = rope(x.exp(), 1, None, in_place=True)[0]
     projected = x * 1
@@ -122,7 +123,7 @@ def test_a_backward_that_needs_the_projection_is_refused(device: str, monkeypatc
 
 @needs_triton
 def test_compiled_code_does_not_rotate_in_place(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotary, "_plain", lambda x: False)
+    monkeypatch.setattr(fused, "is_plain", lambda x: False)
     rope, x = draw((2, 5, 4, 2, 4), 0, torch.float32, device)
     before = x.detach().clone()
     expected = rope(x, 4, None)
