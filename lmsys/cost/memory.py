@@ -107,18 +107,16 @@ def zero_memory(num_parameters: int, world_size: int, stage: int) -> dict[str, f
     return {name: size / world_size if stage >= since else size for name, (size, since) in parts.items()}
 
 
-def stack_parameters(num_blocks: int, d_model: int, d_ff: int) -> int:
-    """Weights of blocks that are two feed-forward matrices and nothing else: CS336, "communication_accounting"."""
-    return 2 * num_blocks * d_model * d_ff
-
-
 def stack_state_bytes(num_blocks: int, d_model: int, d_ff: int) -> int:
-    """Master weights, accumulated gradients and two moments, all in float32."""
-    return 16 * stack_parameters(num_blocks, d_model, d_ff)
+    """Bytes of master weights, accumulated gradients and two moments, all in float32, of a stack of blocks.
+
+    Each block is two feed-forward matrices and nothing else, as in CS336, "communication_accounting".
+    """
+    return 16 * 2 * num_blocks * d_model * d_ff
 
 
 def stack_activation_bytes(num_blocks: int, d_model: int, d_ff: int, tokens: int) -> int:
-    """Bytes that the same blocks keep for their backward in bfloat16: the input of each matrix."""
+    """Bytes that the blocks of such a stack keep for their backward in bfloat16: the input of each matrix."""
     return 2 * tokens * num_blocks * (d_model + d_ff)
 
 
