@@ -7,8 +7,7 @@ flat buffers of world_size equal segments, so that gathering them copies nothing
 
 `whole_state` and `flat_share` go between an optimizer's state over fsdp's flat parts and its state over whole
 parameters. Both number parameters as the optimizer of `make_optimizer` has them, in the same param groups: an
-element-wise optimizer goes on with either as if nothing had changed. `groups` are the parameters of each; None: all are
-in one.
+element-wise optimizer goes on with either as if nothing had changed. `groups` are the parameters of each.
 """
 
 import copy
@@ -213,12 +212,12 @@ def on_cpu(value: Any) -> Any:
 State = dict[str, Any]
 
 
-def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any] | None = None) -> State:
+def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any]) -> State:
     """The state dicts of all ranks' parts of `module` as that of an optimizer over module.parameters().
 
     ValueError for those of another number of parts than the module has.
     """
-    groups, flats, numbers = _laid_out(module, groups)
+    flats, numbers = _laid_out(module, groups)
     held = sum(_lengths(shares[0]["param_groups"]))
     values.hold(
         (
@@ -240,14 +239,12 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
     return {"state": dict(sorted(state.items())), "param_groups": _groups(shares[0], groups)}
 
 
-def flat_share(
-    state: State, module: nn.Module, rank: int, world_size: int, groups: Sequence[Any] | None = None
-) -> State:
+def flat_share(state: State, module: nn.Module, rank: int, world_size: int, groups: Sequence[Any]) -> State:
     """The state dict of an optimizer over module.parameters() as that over this rank's parts.
 
     A parameter without state, since it has never had a gradient, has zeros there.
     """
-    groups, flats, numbers = _laid_out(module, groups)
+    flats, numbers = _laid_out(module, groups)
     share: dict[int, State] = {}
     for flat, params in enumerate(chain(*flats)):
         held = [state["state"].get(numbers[p]) for p in params]
@@ -273,13 +270,12 @@ def _has_elements(name: str, value: Any) -> bool:
     return isinstance(value, Tensor) and name != "step"
 
 
-def _laid_out(module: nn.Module, groups: Sequence[Any] | None) -> tuple[Sequence[Any], list[list[Any]], dict[Any, int]]:
-    """(the parameters by group, the flat parts by group, the number of each parameter)"""
-    groups = groups or [list(module.parameters())]
+def _laid_out(module: nn.Module, groups: Sequence[Any]) -> tuple[list[list[Any]], dict[Any, int]]:
+    """(the flat parts by group, the number of each parameter)"""
     marks = list(map(set, groups))
     flats = list(chain.from_iterable(structure.flats_by_block(module, marks)))
     numbers = dict(zip(chain(*groups), count(), strict=False))
-    return groups, [[flat for flat in flats if flat[0] in mark] for mark in marks], numbers
+    return [[flat for flat in flats if flat[0] in mark] for mark in marks], numbers
 
 
 def _groups(state: State, held: Sequence[Sequence[Any]]) -> list[State]:

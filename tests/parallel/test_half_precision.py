@@ -94,11 +94,11 @@ def test_an_optimizers_state_goes_through_parts_of_marked_modules_and_back() -> 
         p.grad = torch.randn_like(p)
     optimizer.step()
     state = optimizer.state_dict()
-    shares = [flat_share(state, model, rank, RANKS) for rank in range(RANKS)]
-    found = whole_state(shares, model)["state"]
+    shares = [flat_share(state, model, rank, RANKS, [list(model.parameters())]) for rank in range(RANKS)]
+    found = whole_state(shares, model, [list(model.parameters())])["state"]
     assert found.keys() == state["state"].keys()
     for number, held in state["state"].items():
         assert all(torch.equal(found[number][name], x) for name, x in held.items())
     block[1].reads_own_dtype = False
     with pytest.raises(ValueError, match="of 3 flat parts, and the module has 2: .* reads_own_dtype"):
-        whole_state(shares, model)
+        whole_state(shares, model, [list(model.parameters())])

@@ -138,10 +138,12 @@ def test_a_flat_state_is_a_whole_one_divided(recipe: Recipe, world_sizes: tuple[
     optimizer.step()
     state = optimizer.state_dict()
     for world_size in world_sizes:
-        shares = [flat_share(state, module, rank, world_size) for rank in range(world_size)]
+        shares = [
+            flat_share(state, module, rank, world_size, [list(module.parameters())]) for rank in range(world_size)
+        ]
         lengths = {len(share["state"][0]["exp_avg"]) for share in shares}
         assert len(lengths) == 1
-        state = whole_state(shares, module)
+        state = whole_state(shares, module, [list(module.parameters())])
         counters = [one["step"] for one in state["state"].values()]
         assert len(set(map(id, counters))) == len(counters)  # each is added to in place
     for number, expected in optimizer.state_dict()["state"].items():
