@@ -158,11 +158,11 @@ def read_as_kept(module: nn.Module) -> set[nn.Parameter]:
     return set(_held_by(child for child in module.modules() if getattr(child, "reads_own_dtype", False)))
 
 
-def by_kind(params: list[nn.Parameter], marks: Parameters = ()) -> list[list[nn.Parameter]]:
-    """Those that can lie side by side together: see `flats_by_block`."""
-    kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    for p in params:
-        kinds[p.dtype, p.device, p.requires_grad, tuple(p in mark for mark in marks)].append(p)
+def by_kind(tensors: Iterable[Any], marks: Parameters = ()) -> list[list[Any]]:
+    """The tensors in lists: of one dtype and device, all trained or none, and in each of the `marks` all or none."""
+    kinds: dict[Any, list[Any]] = defaultdict(list)
+    for x in tensors:
+        kinds[x.dtype, x.device, x.requires_grad, not marks or tuple(x in mark for mark in marks)].append(x)
     return list(kinds.values())
 
 

@@ -5,7 +5,6 @@ Schedule and clipping are those of CS336, assignment 1 (section 4, "Training a T
 
 import importlib.util
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -124,7 +123,7 @@ class AdamW(Optimizer):
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=home)
             bundles = [
                 _Bundle(params, *([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")))
-                for params in _by_kind(live).values()
+                for params in structure.by_kind(live)
             ]
             self._plans[index] = self._with_state(live), bundles
         return bundles
@@ -147,13 +146,6 @@ class _Bundle:
         """The gradients, or copies of them times a factor."""
         grads = [p.grad for p in self.params]
         return grads if factor is None else list(torch._foreach_mul(grads, factor.to(grads[0])))
-
-
-def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for x in tensors:
-        kinds[x.device, x.dtype].append(x)
-    return kinds
 
 
 def _step(bundle: _Bundle, group: dict[str, Any], rounded: Any, *scaling: Tensor | None) -> None:
@@ -278,15 +270,14 @@ def clip_grad_norm(
 @torch.no_grad()
 def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     """The norm of `clip_grad_norm`: of all gradients as one vector; 0 when there are none."""
-    bundles = _by_kind(p.grad for p in parameters if p.grad is not None)
+    bundles = structure.by_kind(p.grad for p in parameters if p.grad is not None)
     if not bundles:
         return torch.zeros(())
-    first_device = next(iter(bundles))[0]
     norms = [
-        torch.stack(torch._foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))).to(first_device)
-        for (_, dtype), grads in bundles.items()
+        torch.stack(torch._foreach_norm(grads, 2, dtype=torch.promote_types(grads[0].dtype, torch.float32)))
+        for grads in bundles
     ]
-    return torch.linalg.vector_norm(torch.cat(norms))
+    return torch.linalg.vector_norm(torch.cat([x.to(norms[0].device) for x in norms]))
 
 
 def whole_norm(parameters: Sequence[Tensor], group: collectives.Group, divided: bool) -> Tensor:
@@ -316,5 +307,5 @@ def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
 
 @torch.no_grad()
 def _multiply(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    for (device, dtype), grads in _by_kind(p.grad for p in parameters if p.grad is not None).items():
-        torch._foreach_mul_(grads, factor.to(device, dtype))
+    for grads in structure.by_kind(p.grad for p in parameters if p.grad is not None):
+        torch._foreach_mul_(grads, factor.to(grads[0]))
