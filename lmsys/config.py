@@ -1,13 +1,12 @@
 """The configuration of a model, in plain values: frozen, checked, and JSON there and back. Imports no torch."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
 from lmsys import checkpointing, strict_json
-from lmsys.values import Count, Positive, hold, one_of
+from lmsys.values import Count, Positive, choice, hold, one_of
 
 IGNORED = -100  # targets of this value count for nothing, as in torch
 RESIDUALS = "wide", "narrow"
@@ -90,7 +89,4 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 
 def model_config(size: str, **changes: Any) -> ModelConfig:
     """A named size, with fields changed. ValueError with the nearest names for an unknown one."""
-    if size not in SIZES:
-        near = difflib.get_close_matches(size, SIZES, n=2) or list(SIZES)
-        raise ValueError(f"unknown {size=}; did you mean {' or '.join(near)}?")
-    return ModelConfig(**{**SIZES[size], **changes})
+    return ModelConfig(**{**SIZES[choice(size, SIZES, f"unknown {size=}: ")], **changes})

@@ -365,7 +365,7 @@ def test_bad_configs_are_named(changes: dict[str, Any], message: str) -> None:
 def test_named_sizes() -> None:
     for size, values in SIZES.items():
         assert asdict(model_config(size, attention="naive")).items() >= {**values, "attention": "naive"}.items()
-    with pytest.raises(ValueError, match="unknown size='smal'; did you mean small"):
+    with pytest.raises(ValueError, match="unknown size='smal': must be one of tiny, .*; did you mean small"):
         model_config("smal")
 
 
