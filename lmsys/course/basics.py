@@ -158,21 +158,18 @@ def heads(x: Tensor, weights: Sequence[Tensor], rotated: str = "", mask: Tensor 
     return attended(turned[0], turned[1], turned[2], mask).transpose(1, 2).flatten(-2) @ weights[3].mT
 
 
-def _mistakes_of_heads(x: Tensor, weights: Sequence[Tensor]) -> dict[str, Tensor]:
+def multihead() -> Questions:
+    x, weights = drawn("x", B, S, M), projections("attention")
     q, k, v = ((x @ w.mT).reshape(B, H, S, -1) for w in weights[:3])
-    return {
+    mistakes = {
         "there is no causal mask": heads(x, weights, mask=None),
         "the mask hides the past, not the future": heads(x, weights, mask=CAUSAL.mT),
         "heads are cut by view alone, without a transpose: they mix positions": (
             attended(q, k, v, CAUSAL).transpose(1, 2).flatten(-2) @ weights[3].mT
         ),
     }
-
-
-def multihead() -> Questions:
-    x, weights = drawn("x", B, S, M), projections("attention")
     call = partial(adapter("run_multihead_self_attention"), M, H, *weights, x)
-    yield asked("causal, 4 heads", call, heads(x, weights), _mistakes_of_heads(x, weights))
+    yield asked("causal, 4 heads", call, heads(x, weights), mistakes)
 
 
 def multihead_with_rope() -> Questions:
