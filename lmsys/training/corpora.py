@@ -28,7 +28,6 @@ Progress = Callable[[str, int, int], None]  # (work, how much of it is done, of 
 class Corpus:
     """Text to train on, and other text to evaluate on."""
 
-    name: str
     train: tuple[chunks.Chunk, ...]
     valid: tuple[chunks.Chunk, ...]
 
@@ -64,7 +63,7 @@ def stdlib(folder: Path | None = None) -> Corpus:
         for path, texts in zip(paths, (train, valid), strict=True):
             with files.replacing(path) as file:
                 file.write("".join(text + END_OF_TEXT for text in texts).encode())
-    return Corpus("stdlib", (chunks.whole(paths[0]),), (chunks.whole(paths[1]),))
+    return Corpus((chunks.whole(paths[0]),), (chunks.whole(paths[1]),))
 
 
 def tinystories(
@@ -78,7 +77,7 @@ def tinystories(
     folder, settings = Path(folder or files.cache_folder() / "corpora"), settings or DataConfig()
     train = _download_once(settings.url, folder, settings.sha256, progress)
     valid = _download_once(settings.valid_url, folder, settings.valid_sha256, progress)
-    return Corpus("tinystories", (chunks.whole(train),), (chunks.whole(valid),))
+    return Corpus((chunks.whole(train),), (chunks.whole(valid),))
 
 
 def text_file(path: Path, valid: Path | None = None) -> Corpus:
@@ -89,7 +88,7 @@ def text_file(path: Path, valid: Path | None = None) -> Corpus:
     train = chunks.whole(Path(path))
     values.hold((train.size, f"there is no text in {path}"))
     if valid is not None:
-        return Corpus(train.path.stem, (train,), (chunks.whole(Path(valid)),))
+        return Corpus((train,), (chunks.whole(Path(valid)),))
     with train.path.open("rb") as file:
         after = train.size * (HELD_OUT - 1) // HELD_OUT
         border = chunks.cut_file(file.fileno(), pretokens.Pretokenizer([END_OF_TEXT]), after, train.stop)
@@ -99,9 +98,7 @@ def text_file(path: Path, valid: Path | None = None) -> Corpus:
             f"{path}: its last twentieth has no whitespace to divide it at: name a longer text, or data.valid",
         )
     )
-    return Corpus(
-        train.path.stem, (chunks.Chunk(train.path, 0, border),), (chunks.Chunk(train.path, border, train.stop),)
-    )
+    return Corpus((chunks.Chunk(train.path, 0, border),), (chunks.Chunk(train.path, border, train.stop),))
 
 
 def corpus_of(settings: DataConfig, progress: Progress = lambda *_: None) -> Corpus:

@@ -64,14 +64,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended: `why` is done, time, or the name of a signal."""
+    """How training ended.
+
+    why      done, time, or the name of a signal
+    valid    the last evaluation; None: there was no step
+    seconds  wall time of all steps, those before a resume too
+    """
 
     step: int
     why: str
-    loss: float | None
     valid: evaluation.Evaluation | None
     seconds: float
-    skipped: int
 
 
 class Trainer:
@@ -220,13 +223,13 @@ class Trainer:
         """
         train, began, before = self.config.train, time.perf_counter(), self.seconds
         write: Callable[..., None] = log.write if log is not None else lambda **_: None
-        valid, loss, why, progress = None, None, "done", self.progress()
+        valid, why, progress = None, "done", self.progress()
         with stopping.StopSignals() as signals:
             while self.step < train.steps:
                 late = train.max_seconds is not None and time.perf_counter() - began >= train.max_seconds
                 doing.now(f"in step {self.step + 1:,}")
                 taken, stop = self.train_step(signals.seen or (_TIME if late else 0))
-                self.seconds, loss = before + time.perf_counter() - began, taken.loss
+                self.seconds = before + time.perf_counter() - began
                 self._tell(taken, write, say, progress)
                 last = self.step == train.steps or stop > 0
                 if last or _due(self.step, self.config.evaluate.interval):
@@ -241,7 +244,7 @@ class Trainer:
             digest = reproducible.weights_sha256(self.strategy.full_state_dict())
             write(step=self.step, weights_sha256=digest)
             say(f"weights after step {self.step}: sha256 {digest}")
-        return Outcome(self.step, why, loss, valid, self.seconds, self.skipped)
+        return Outcome(self.step, why, valid, self.seconds)
 
     def progress(self) -> log.Progress:
         """The line for the reader, from this step on."""
