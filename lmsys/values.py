@@ -93,9 +93,9 @@ def _bounds(least: float | None, most: float | None, above: float = -math.inf) -
     return " and ".join(parts)
 
 
-def shortened(text: str, most: int = 10 * SHORT) -> str:
+def shortened(text: str) -> str:
     """A message, of which the middle is left out where it is too long to be read."""
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return text if len(text) <= 10 * SHORT else f"{text[: 5 * SHORT]} ... {text[-5 * SHORT :]}"
 
 
 def shortly(value: Any) -> str:

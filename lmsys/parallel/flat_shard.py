@@ -64,9 +64,9 @@ class FlatShard:
         params: list[nn.Parameter],
         group: collectives.Group,
         gathered_dtype: torch.dtype | None,
-        rounded: bool = False,
-        on_read: Callable[[], Any] = bool,
-        number: int = 0,
+        rounded: bool,
+        on_read: Callable[[], Any],
+        number: int,
     ):
         self.params, self.group, self.on_read, self.number = params, group, on_read, number
         world_size, self.rank = collectives.size_and_rank(group)
@@ -280,9 +280,9 @@ class Unit:
     pinned  it is not released before the step: nobody can tell when its last use will be over
     """
 
-    def __init__(self, number: int, flats: list[FlatShard], note: Callable[[int], Any]):
-        self.number, self.flats, self._note = number, flats, note
-        self.calls, self.pinned = 0, False
+    def __init__(self, number: int, note: Callable[[int], Any]):
+        self.number, self._note = number, note
+        self.flats, self.calls, self.pinned = list[FlatShard](), 0, False
 
     def gather(self) -> None:
         for flat in [flat for flat in self.flats if flat.is_due()]:

@@ -67,7 +67,7 @@ class Fsdp(wrapper.Wrapper):
         self._agreement = collectives.Agreement(process_group, structure.weakly(self._blank)) if compares else None
         self._dtype = compute_dtype
         self._units = [
-            flat_shard.Unit(number, [], structure.weakly(self._before_collective))
+            flat_shard.Unit(number, structure.weakly(self._before_collective))
             for number in range(1 + len(structure.blocks_of(module)))
         ]
         self._optimizers = WeakSet[Any]()
