@@ -232,6 +232,17 @@ def test_what_torch_refuses_without_a_word_is_answered_by_what_it_takes(monkeypa
     assert "SDPA math runs every case" in (nothing(AttentionCase(1, 4, 2, 8, 8, 16, "float32")) or "")
 
 
+def test_torch_is_asked_of_the_keys_that_causal_queries_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that takes 9 keys, but no single one, cannot run one causal query: `attention` gives it one key."""
+    monkeypatch.setattr(peers, "_asked", lru_cache(peers._asked.__wrapped__))
+    takes_more = partial(
+        peers._torch_says, backend=SDPBackend.MATH, can_use=lambda params, debug: params.key.shape[2] > 1
+    )
+    case = AttentionCase(1, 2, 2, 1, 9, 16, "float32")
+    assert takes_more(case) is None and takes_more(replace(case, causal=True))
+    assert takes_more(replace(case, queries=2, causal=True)) is None
+
+
 def _other(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     return naive(q, k, v, causal=causal, scale=scale)
 
