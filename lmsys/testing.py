@@ -26,6 +26,7 @@ that their sums in dk and dv grow as a root; within a row all of P may be off al
 survives. Equal scores round alike, so that all of P may be off by eps / 2 in dv, in the same direction.
 A row that divides the keys of few queries among programs, as flash-decoding does, weighs their results by
 exp(lse_i - lse) of float32 numbers: a weight, and so o, is off by eps32 |lse| at most, by half a spacing in each.
+Under ALiBi |lse| may be hundreds, where all keys that a query sees are far away: float32 has that room in a backward.
 
 Two trainings of one model on the same batches, which differ in kernel or strategy, are one training when their losses
 over the first 100 steps are at most 1e-3 apart in float32 and 0.03 in bfloat16, and the norms of their first gradients,
@@ -247,7 +248,8 @@ class Oracle:
             for name, more in self._recomputing().items():
                 self.budget[name] += more
         self._carried: dict[str, Tensor] = {}
-        if spot and spot.extreme and self.grad:
+        far = self._pattern.alibi is not None and self.dtype == torch.float32
+        if self.grad and (far or (spot and spot.extreme)):
             self._carried = self._carry()
         elif spot and spot.extreme and case.queries <= FEW_QUERIES:  # merging results by their log-sum-exp
             lse = _finite(self.reference["lse"]).abs().unsqueeze(-1)

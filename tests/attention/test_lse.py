@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmsys.attention import AttentionCase, Pattern, attention, merge
+from lmsys.attention import AttentionCase, Pattern, attention, flash_torch, merge
 from lmsys.attention.naive import naive
 from lmsys.testing import Oracle, error_ratio, make_inputs, run
 from tests.attention.test_patterns import defined
@@ -17,6 +17,20 @@ from tests.support.attention_rows import Row, assert_agree, law
 from tests.support.patterns import make_pattern, patterned
 
 lawful = partial(law, of=patterned, only=())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_log_sum_exp_may_be_rounded_where_all_keys_are_far_away(seed: int) -> None:
+    """Under ALiBi, queries behind the last key have scores of hundreds, whose float32 roundings a backward meets."""
+    case = AttentionCase(1, 2, 2, 700, 700, 64, "float32", causal=True, grad=True)
+    pattern, inputs = Pattern(True, alibi=torch.ones(1, 2), key_lengths=torch.tensor([99])), make_inputs(case, seed)
+    oracle, (q, k, v) = Oracle(case, inputs, pattern=pattern), inputs.leaves(False)
+    o, lse = flash_torch.flash_forward(q, k, v, True, 0.125, pattern=pattern)
+    for ulps, right in ((0.5, True), (64, False)):
+        rounded = (lse.double() * (1 + ulps * 2.0**-23 * torch.randn_like(lse).sign().double())).float()
+        gradients = flash_torch.flash_backward(q, k, v, o, rounded, inputs.do, True, 0.125, pattern=pattern)
+        ratios = oracle.error_ratios({"o": o} | dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+        assert (max(ratios.values()) <= 1) == right, ratios
 
 
 def of_all(attend: Any, tensors: dict[str, Tensor], pattern: Pattern) -> dict[str, Tensor]:
