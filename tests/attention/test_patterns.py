@@ -16,7 +16,7 @@ from lmsys.attention import ATTENTION, AttentionCase, Documents, Pattern, attent
 from lmsys.attention.naive import naive
 from lmsys.testing import Inputs, Oracle, make_inputs, run
 from tests.support.attention_rows import Row, assert_agree, assert_within_budget, law
-from tests.support.patterns import EXAMPLES, document_lengths, drawn_mask, make_pattern, patterned, place, spelled
+from tests.support.patterns import EXAMPLES, document_lengths, drawn_mask, make_pattern, patterned, places, spelled
 
 Outputs = dict[str, Tensor]
 OURS = (
@@ -43,8 +43,8 @@ def defined(
     if pattern.bias is not None:
         scores = scores + pattern.bias
     if pattern.alibi is not None:
-        places = [[place(pattern, case, b, i) for i in range(case.queries)] for b in range(case.batch)]
-        away = (torch.tensor(places)[:, None, :, None] - torch.arange(case.keys)).abs().to(q.device)
+        at, _ = places(pattern, case)
+        away = (at[:, None] - torch.arange(case.keys)).abs().to(q.device)
         scores = scores - pattern.alibi.double()[..., None, None] * away
     top = scores.amax(-1, keepdim=True).detach()
     if pattern.sinks is not None:  # of keys that are far away all scores may lie 800 below

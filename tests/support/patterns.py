@@ -131,41 +131,43 @@ def drawn_mask(case: AttentionCase, seed: int) -> Tensor:
 
 
 def spelled(pattern: Pattern, case: AttentionCase) -> Tensor:
-    """(B, H, Q, K): where a query sees a key, asked of each pair in the words of `attention`'s docstring."""
+    """(B, H, Q, K): where a query sees a key, in the words of `attention`'s docstring."""
     shape = case.batch, case.heads, case.queries, case.keys
-    mask = None if pattern.mask is None else pattern.mask.expand(shape).cpu()
-    lengths = None if pattern.key_lengths is None else pattern.key_lengths.tolist()
-    packed = pattern.documents
-
-    def sees(b: int, i: int, j: int) -> bool:
-        at, start = place(pattern, case, b, i), 0
-        if packed is not None:
-            number, start = document_of(j, packed.keys.lengths[b % packed.batch])
-            if number != document_of(i, packed.lengths[b % packed.batch])[0]:
-                return False
-        if lengths is not None and j >= lengths[b]:
-            return False
-        if isinstance(pattern.window, tuple):
-            left, right = pattern.window
-            if not at - left <= j <= at + right:
-                return False
-        elif pattern.window is not None and j <= at - pattern.window:
-            return False
-        return not pattern.causal or j <= at or j < start + (pattern.prefix or 0)
-
-    found = [[[sees(b, i, j) for j in range(shape[3])] for i in range(shape[2])] for b in range(shape[0])]
-    whole = torch.tensor(found)[:, None].expand(shape)
-    return (whole if mask is None else whole & mask).to(case.device)
+    at, query_document = places(pattern, case)  # (B, Q, 1)
+    key, key_document, start = torch.arange(case.keys), 0, 0
+    sees = torch.ones(case.batch, case.queries, case.keys, dtype=torch.bool)
+    if (packed := pattern.documents) is not None:
+        of_keys = [packed.keys.lengths[b % packed.batch] for b in range(case.batch)]
+        found = torch.tensor([[document_of(j, lengths) for j in range(case.keys)] for lengths in of_keys])
+        key_document, start = found[:, None].unbind(-1)  # (B, 1, K)
+    sees &= query_document == key_document
+    if pattern.key_lengths is not None:
+        sees &= key < pattern.key_lengths.cpu()[:, None, None]
+    if isinstance(pattern.window, tuple):
+        left, right = pattern.window
+        sees &= (at - left <= key) & (key <= at + right)
+    elif pattern.window is not None:
+        sees &= key > at - pattern.window
+    if pattern.causal:
+        sees &= (key <= at) | (key < start + (pattern.prefix or 0))
+    whole = sees[:, None].expand(shape)
+    return (whole if pattern.mask is None else whole & pattern.mask.expand(shape).cpu()).to(case.device)
 
 
-def place(pattern: Pattern, case: AttentionCase, b: int, i: int) -> int:
-    """Where query i of batch entry b stands among the keys."""
-    at, packed = i, pattern.documents
-    if packed is not None:
-        of_queries, of_keys = packed.lengths[b % packed.batch], packed.keys.lengths[b % packed.batch]
-        number, first = document_of(i, of_queries)
-        at = sum(of_keys[: number + 1]) - (first + of_queries[number] - i)
-    return at + int(pattern.offset[b] if isinstance(pattern.offset, Tensor) else pattern.offset)
+def places(pattern: Pattern, case: AttentionCase) -> tuple[Tensor, Tensor]:
+    """Where each query stands among the keys, and the number of its document, (B, Q, 1)."""
+    offsets = pattern.offset.tolist() if isinstance(pattern.offset, Tensor) else [pattern.offset] * case.batch
+    found = []
+    for b, offset in enumerate(offsets):
+        for i in range(case.queries):
+            at, number, packed = i, 0, pattern.documents
+            if packed is not None:
+                of_queries, of_keys = packed.lengths[b % packed.batch], packed.keys.lengths[b % packed.batch]
+                number, first = document_of(i, of_queries)
+                at = sum(of_keys[: number + 1]) - (first + of_queries[number] - i)
+            found.append((at + int(offset), number))
+    at, numbers = torch.tensor(found).view(case.batch, case.queries, 2, 1).unbind(2)
+    return at, numbers
 
 
 def document_of(token: int, lengths: Sequence[int]) -> tuple[int, int]:
