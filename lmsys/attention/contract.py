@@ -1,5 +1,9 @@
 """The contract of every attention row: the case it is asked to run, validation, and foreign signatures.
 
+A row is an implementation in the table of `table.py`. `call.py` checks the inputs here, describes them as an
+`AttentionCase`, by which the `supports(case)` of each row decides, and calls the row that `adapt` makes of a target. A
+new option needs a field of `AttentionCase`; a new foreign signature is a case in `adapt`.
+
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension, Dv that of the values.
 """
 
@@ -18,18 +22,19 @@ from lmsys.attention.pattern import OFFSETS, OPTIONS, TWO_SIDED, Pattern
 from lmsys.kernels.custom_op import constant
 from lmsys.values import finite
 
-FEW_QUERIES = 16  # at most so many are too few to fill a GPU by tiles of queries: decoding
+FEW_QUERIES = 16  # up to so many queries do not fill a GPU by tiles of queries: decoding
 FLOAT32_MAX = torch.finfo(torch.float32).max
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+# Sizes that stand in for those that torch.compile leaves open (dynamic shapes): see `constants_of`.
 TYPICAL = {"batch": 2, "queries": 4096, "keys": 4096, "window": 128, "offset": 1, "prefix": 1}
 TYPICAL_ON_CPU = TYPICAL | {"queries": 64, "keys": 64}  # where Triton may be interpreted
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Plain values that say what is to be run; `supports(case)` of every row decides on them."""
+    """What is to be run, in plain values. `supports(case)` of every row decides by them whether it can."""
 
     batch: int
     heads: int
@@ -42,11 +47,11 @@ class AttentionCase:
     grad: bool = False
     device: str = "cpu"
     capability: tuple[int, int] | None = None  # the CUDA device's, else None
-    scale: float | None = None  # head_dim ** -0.5
+    scale: float | None = None  # None: head_dim ** -0.5
     value_dim: int | None = None  # head dimension of v; None: head_dim
-    # The options of a `Pattern`: their values, or of those that are tensors whether they are given.
+    # The options of a `Pattern`: numbers by their value, tensors by True where one is given.
     window: int | tuple[int, int] | None = None
-    offset: int = 0  # True of a tensor
+    offset: int = 0  # True if it is a tensor
     documents: bool = False
     key_lengths: bool = False
     mask: bool = False
@@ -59,7 +64,7 @@ class AttentionCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those that are given; a form of one that few rows know has a name of its own."""
+        """The options that are given, by name. Forms that few rows know have names of their own: TWO_SIDED, OFFSETS."""
         values = [getattr(self, name) for name in OPTIONS]
         if not any(values):
             return {}
@@ -108,12 +113,12 @@ def options_of(pattern: Pattern) -> dict[str, Any]:
 
 
 def why_not_plain(case: AttentionCase, *known: str) -> str | None:
-    """None, or why a row cannot run the case that knows these options alone, and values of k's head dimension alone."""
+    """None, or why a row cannot run the case that knows only these options, and needs v of the head dimension of k."""
     return why_not_options(case, *known) or why_not_value_dim(case)
 
 
 def why_not_options(case: AttentionCase, *known: str) -> str | None:
-    """None, or why a row cannot run the case that knows these options alone."""
+    """None, or why a row cannot run the case that knows only these options."""
     unknown = [name for name in case.options if name not in known]
     return f"knows no {' and no '.join(unknown)}" if unknown else None
 
@@ -161,7 +166,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
 
 
 def as_autocast(x: Any) -> Any:
-    """x as autocast casts what torch's SDPA is given: floating-point numbers that are not float64."""
+    """x cast as autocast casts the arguments of torch's SDPA: floating-point tensors, but not float64."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     device = x.device.type
@@ -169,7 +174,7 @@ def as_autocast(x: Any) -> Any:
 
 
 def constants_of(case: AttentionCase) -> tuple[Any, ...]:
-    """The fields of a case that torch.compile traces, as constants: for lengths that it leaves open, typical ones."""
+    """The fields of a case as constants, for torch.compile. Lengths that it leaves open become TYPICAL ones."""
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     fields, typical = [], TYPICAL_ON_CPU if case.device == "cpu" else TYPICAL
@@ -180,7 +185,7 @@ def constants_of(case: AttentionCase) -> tuple[Any, ...]:
 
     for name in AttentionCase.__dataclass_fields__:
         value = getattr(case, name)
-        if name in ("scale", "softcap"):  # all that anybody asks of them
+        if name in ("scale", "softcap"):  # `supports` asks only for their signs
             value = None if value is None else 1.0 if value > 0 else -1.0
         elif isinstance(value, tuple):
             value = tuple(closed(name, x) for x in value)
@@ -191,59 +196,61 @@ def constants_of(case: AttentionCase) -> tuple[Any, ...]:
 
 
 def as_4d(x: Tensor) -> Tensor:
-    """(B, S, D) as (B, 1, S, D); (..., H, S, D) as (B, H, S, D) with the leading dimensions made one.
+    """(B, S, D) as (B, 1, S, D); (..., H, S, D) as (B, H, S, D) with the leading dimensions flattened into one.
 
-    A copy where the elements of a row are not neighbours in memory, which no kernel reads well.
+    It is a copy where the last dimension is not contiguous, which no kernel reads well.
     """
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     return x.unsqueeze(1) if x.dim() == 3 else x if x.dim() == 4 else x.flatten(0, -4)
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x itself where each row of it is 16-byte aligned, or all of it contiguous; else a copy.
+    """x itself if each of its rows is 16-byte aligned, or if it is contiguous; otherwise a contiguous copy.
 
-    Kernels that move 16 bytes at a time read other memory than x's otherwise, or end the process. A row that stands for
-    many, by a stride of 0, is copied too.
+    Kernels that move 16 bytes at a time would read memory outside of other tensors, or end the process. A tensor that
+    is expanded, with a stride of 0, is copied too.
     """
     *outer, last = x.stride()
     rows = x.is_contiguous() or (last == 1 and not any(not step or step * x.element_size() % 16 for step in outer))
-    if torch.compiler.is_compiling():  # which has no addresses
+    if torch.compiler.is_compiling():  # traced tensors have no addresses
         return x if rows else x.contiguous()
     if rows and not torch._C._functorch.is_functorch_wrapped_tensor(x) and not x.data_ptr() % 16:
-        return x  # one that torch.func has wrapped may hide a dimension
+        return x  # a tensor that torch.func has wrapped may hide a dimension, and is copied
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def with_aligned_gradient(o: Tensor) -> Tensor:
-    """o, which gives the backward behind it a gradient as `aligned` makes it."""
-    if o.requires_grad and not torch.compiler.is_compiling():  # compiled code lays out what it gives
+    """o, with a hook that makes its gradient `aligned` before a backward reads it."""
+    if o.requires_grad and not torch.compiler.is_compiling():  # compiled code gives aligned gradients
         o.register_hook(aligned)
     return o
 
 
 def for_scores(x: Tensor) -> Tensor:
-    """q or k as scores are made of it: in float16 they would be infinite beyond 65,504."""
+    """q or k as operands of the scores: float16 becomes float32, since scores beyond 65,504 would be infinite."""
     return x.float() if x.dtype == torch.float16 else x
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """k or v (B, Hkv, K, D) for every query head: (B, H, K, D), head h reading head h // (H / Hkv)."""
+    """k or v (B, Hkv, K, D) repeated for every query head: (B, H, K, D), whose head h is head h // (H / Hkv) of x."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-ROLES = {"causal": ("causal", "is_causal"), "scale": ("scale", "sm_scale", "softmax_scale")}  # names of parameters
+# The names that foreign functions give to these two parameters.
+ROLES = {"causal": ("causal", "is_causal"), "scale": ("scale", "sm_scale", "softmax_scale")}
 
 
 @cache
 def adapt(implementation: Any) -> Callable[..., Tensor]:
-    """A row's callable, `f(q, k, v, *, causal, scale)` on 4-D tensors, from what a target names.
+    """A row's callable, `f(q, k, v, *, causal, scale)` on 4-D tensors, made of `implementation`.
 
-    It takes options of a `Pattern` by parameters of their names, or all of them by `pattern`: see `keywords_of`.
+    The implementation is a function or a `torch.autograd.Function`; ValueError if it is not callable. It gets options
+    of a `Pattern` by parameters of their names, or all of them by a parameter `pattern`: see `keywords_of`.
 
-    A `torch.autograd.Function`, or a function, whose fourth parameter is the mask and which takes no scale, is taken as
-    CS336 writes them: `f(q, k, v, is_causal)` on (B, S, D) with as many key heads as query heads. One that takes a
-    scale, by a name of ROLES, or nothing but q, k, v, is called on 4-D tensors: by place where it has no keywords, as
-    an autograd Function.
+    An implementation with a fourth parameter and none for the scale is called as CS336 writes them:
+    `f(q, k, v, is_causal)` on (B, S, D), with as many key heads as query heads. One that takes a scale, by a name of
+    ROLES, or nothing but q, k, v, is called on 4-D tensors. An autograd Function takes no keywords, so its arguments
+    are given by position.
     """
     if not callable(implementation):
         raise ValueError(f"an attention row must be callable; got {implementation!r}")
@@ -273,7 +280,10 @@ def is_function(implementation: Any) -> bool:
 
 
 def _taken(implementation: Any) -> dict[str, inspect.Parameter]:
-    """The parameters of a call, by name, in their order; of an autograd Function the first four, and what it needs."""
+    """The parameters of a call, by name, in their order.
+
+    Of an autograd Function these are the first four of `forward` after ctx, and others that have no default.
+    """
     if not is_function(implementation):
         return dict(inspect.signature(implementation).parameters)
     taken = list(inspect.signature(implementation.forward).parameters.items())[1:]  # behind ctx
@@ -285,7 +295,7 @@ def _takes_all(implementation: Any) -> bool:
 
 
 def why_not_called(implementation: Any, case: AttentionCase) -> str | None:
-    """None, or what the case needs that an implementation has no parameter for."""
+    """None, or why an implementation cannot be called for the case: it has no parameter for `causal` or `scale`."""
     taken = _taken(implementation)
     takes_scale = _takes_all(implementation) or taken.keys() & set(ROLES["scale"])
     without_causal = "it takes no causal" if case.causal and len(taken) == 3 else None
@@ -293,9 +303,9 @@ def why_not_called(implementation: Any, case: AttentionCase) -> str | None:
 
 
 def keywords_of(row: Callable[..., Tensor], pattern: Pattern) -> dict[str, Any]:
-    """The keywords by which a row is told the pattern: `causal`, and each option that is given by its name.
+    """The keywords that tell a row the pattern: `causal`, and each option that is given, by its name.
 
-    A row with a parameter `pattern` gets it whole in their place, but not where `causal` says it all. ValueError names
+    A row with a parameter `pattern` gets the whole pattern instead, unless `causal` says everything. ValueError names
     the options that the row has no parameter for.
     """
     if not pattern.options:
@@ -309,12 +319,12 @@ def keywords_of(row: Callable[..., Tensor], pattern: Pattern) -> dict[str, Any]:
     )
 
 
-told = keywords_of  # as an earlier state calls it, which `--against` gives this file
+told = keywords_of  # its name in earlier commits, whose code `lmsys bench --against` runs with this file
 
 
 @constant
 def why_not_told(row: Callable[..., Tensor], options: Iterable[str]) -> str | None:
-    """None, or the options that a row has no parameter for: one that takes every keyword might leave them unread."""
+    """None, or which options a row has no parameter for. `**kwargs` do not count: the row might not read them."""
     missing = [name for name in options if not {name, "pattern"} & _parameters(row)]
     return f"it has no parameter {' and no '.join(f'`{name}`' for name in missing)}" if missing else None
 

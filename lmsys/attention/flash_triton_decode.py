@@ -1,17 +1,20 @@
 """Attention of few queries over many keys, as in decoding: split keys, partial results combined by log-sum-exp.
 
-Few queries fill no GPU when a program owns a tile of them, so here the keys are divided among programs as well
-(Flash-Decoding, Dao et al. 2023). The heads that share keys and values stand in one tile of queries, so that a key is
-read once for all of them. Each program leaves o and the log-sum-exp of its part of the keys; a second kernel weighs
-the parts by their log-sum-exp, in one order, so repeats are bitwise equal. On sm_90 and later it begins beside the
-first one and waits there for its end (programmatic dependent launch). Keys that are one part need no second kernel.
+The row `flash_triton` calls `decode` for its forward where `decodes` is true. `plan_of` chooses the sizes.
 
-Reading keys and values is nearly all of the time. So a program has its next tiles on their way while it multiplies,
-in as much of a multiprocessor's shared memory as it can have: tiles of 32 KiB on sm_90. Where tiles are smaller, as
-for small head dimensions or many queries, two programs share a multiprocessor. The number of parts fills the GPU: see
-`parts_of`.
+If a program owned a tile of queries, few queries would leave most of a GPU idle. So the keys are divided among programs
+as well (Flash-Decoding, Dao et al. 2023). The query heads that share a key head form one tile of queries, so that a key
+is read once for all of them. Each program writes o and the log-sum-exp of its part of the keys. A second kernel weights
+the parts by their log-sum-exp, always in the same order, so repeats are bitwise equal. On sm_90 and later the second
+kernel starts beside the first one and waits for its end (programmatic dependent launch). Keys that are not divided need
+no second kernel.
 
-Which keys a query sees follows from numbers alone, so one binary serves causal or not, and with a window or without.
+Nearly all of the time goes to reading keys and values. So a program loads its next tiles while it multiplies, into as
+much of a multiprocessor's shared memory as it can have: tiles of 32 KiB on sm_90. Where tiles are smaller, as for small
+head dimensions or many queries, two programs share a multiprocessor. `parts_of` divides the keys so that the GPU is
+full.
+
+Causal order, windows and offsets reach the kernel as numbers, so one binary serves them all.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -41,12 +44,13 @@ from lmsys.attention.flash_triton_kernels import (
 from lmsys.attention.pattern import Pattern
 from lmsys.kernels.launch import INTERPRETED, Kernel, arch_of, by_tma, describable, described, dot_precision, stream_of
 
-TILE_BYTES = 1024 if INTERPRETED else 32 * 1024  # of keys, and as much of values; interpreted, few keys are many tiles
-ROOM = 200 * 1024  # shared memory in bytes from which a program has three stages of such tiles
-SOME_ROOM = 160 * 1024  # from which a multiprocessor has room for two programs with three stages of half such tiles
-MOST_ROWS = 64  # of a tile of queries
-MOST_WAVES = 8
-FULL = 0.9  # enough of the places for programs, in the last wave and those before it
+# Bytes of a tile of keys, and of one of values. The interpreter has smaller tiles, so that few keys fill several.
+TILE_BYTES = 1024 if INTERPRETED else 32 * 1024
+ROOM = 200 * 1024  # bytes of shared memory that hold three stages of such tiles of keys and of values
+SOME_ROOM = 160 * 1024  # bytes from which a multiprocessor runs two programs with three stages of half such tiles
+MOST_ROWS = 64  # rows of a tile of queries at most: its heads times its queries
+MOST_WAVES = 8  # the most waves of programs that `parts_of` considers
+FULL = 0.9  # a share of the GPU's places for programs that counts as all of them, over all waves
 BEYOND = {"documents", "prefix", "alibi"}  # options that `decode` does not know
 UNSPECIALISED = ["H_KV", "G", "Q", "K", "parts", "num_tiles", "first", "end", "H", "lengths_ptr", "offset_ptr"]
 UNSPECIALISED += ["q_desc", "k_desc", "v_desc", "o_desc"]
@@ -54,7 +58,10 @@ UNSPECIALISED += ["q_desc", "k_desc", "v_desc", "o_desc"]
 
 @triton.jit
 def _load_heads(x, batch, group, first, G, HEADS: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr):
-    """The queries of HEADS heads of a group of G that begins at head `group`, from its head `first` on."""
+    """(HEADS * QUERIES, D): the queries of HEADS heads, from head `first` of a group of G heads on.
+
+    `group` is the first head of the group among all H. `x` is q as a descriptor or as a `Strided`.
+    """
     if isinstance(x, tl.tensor_descriptor):
         q = x.load([batch, group + first, 0, 0]).reshape(HEADS * QUERIES, D)
     else:
@@ -73,12 +80,13 @@ def _split_keys_kernel(
     HEADS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
     UNIT: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Query i sees keys from `first` + i to before `end` + i, of the first lengths[batch] of K.
+    """Writes o and the log-sum-exp of one part of the keys, for one tile of queries.
 
-    Both are offset[batch] further on where there are offsets.
+    Query i sees the keys first + i <= j < end + i that are below lengths[batch] and K. Where there are offsets,
+    offset[batch] is added to `first` and to `end`.
 
-    A tile has HEADS heads by QUERIES queries, of one group. Rows of a part of o have COLUMNS columns; its log-sum-exp
-    is in base 2, times UNIT.
+    A tile has HEADS heads by QUERIES queries, of one group. A row of a part of o has COLUMNS columns. The log-sum-exp
+    of a part is in base 2, times UNIT: LN_2 where there is one part, whose results are final.
     """
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -89,7 +97,8 @@ def _split_keys_kernel(
     if lengths_ptr is not None:
         length = tl.maximum(tl.minimum(tl.load(lengths_ptr + batch), K), 0).to(tl.int32)
     if offset_ptr is not None:
-        offset = tl.maximum(tl.minimum(tl.load(offset_ptr + batch), K), -Q).to(tl.int32)  # beyond these all is alike
+        # Offsets beyond these limits change nothing.
+        offset = tl.maximum(tl.minimum(tl.load(offset_ptr + batch), K), -Q).to(tl.int32)
         first += offset
         end = tl.minimum(end + offset, K)
     low = tl.maximum(first, 0)
@@ -107,7 +116,7 @@ def _split_keys_kernel(
     acc = tl.zeros([HEADS * QUERIES, D], tl.float32)
     begin = low + start
     for again in tl.static_range(2):
-        if again:  # as in `_fwd_kernel`, of what a query does not see
+        if again:  # as in `_fwd_kernel`: NaN in hidden keys must not reach the result, so sums that have it are redone
             spoilt = _has_nan(acc)
             top, total = tl.where(spoilt, float("-inf"), top), tl.where(spoilt, 0.0, total)
             begin, acc = tl.where(spoilt, begin, stop), tl.where(spoilt, 0.0, acc)
@@ -140,7 +149,7 @@ def _combine_kernel(
     o_desc, part_o_ptr, part_lse_ptr, lse_ptr, H, Q, parts,
     D: tl.constexpr, PARTS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """o and the log-sum-exp of one query of one head, from its parts, PARTS of them at once."""
+    """Writes o and the log-sum-exp of one query of one head. It reads their parts PARTS at a time."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
@@ -167,10 +176,10 @@ def _combine_kernel(
 class Plan:
     """How a call is divided and compiled.
 
-    heads, queries  of a tile of queries
-    num_tiles       of the heads of a group: all but one find the keys in L2
+    heads, queries  heads and queries of a tile of queries
+    num_tiles       tiles of queries that the heads of a group need; all but the first find the keys in L2
     block_k         keys of a tile
-    parts           that the keys of a group are divided into
+    parts           parts that the keys of a group are divided into
     """
 
     heads: int
@@ -188,8 +197,8 @@ def plan_of(
 ) -> Plan:
     """The plan for `owners` = B · Hkv groups of `group` heads, whose queries see `keys` keys of `tile_d` columns.
 
-    `gpu`: its multiprocessors, and the bytes of shared memory that a program may have. Float32 is multiplied in
-    registers, which hold less of it.
+    `gpu`: its multiprocessors, and the bytes of shared memory that a program may have. Tiles of float32 are smaller,
+    since it is multiplied in registers.
     """
     wide = dtype == torch.float32
     tile_queries = triton.next_power_of_2(queries)
@@ -198,24 +207,25 @@ def plan_of(
     num_tiles = triton.cdiv(group, heads)
     processors, shared_bytes = gpu
     roomy = shared_bytes >= ROOM
-    large = roomy and not wide and heads * tile_queries < MOST_ROWS  # else registers hold less of a tile
+    large = roomy and not wide and heads * tile_queries < MOST_ROWS  # otherwise registers cannot hold so large a tile
     row_bytes = tile_d * dtype.itemsize
     small = wide or shared_bytes < SOME_ROOM
     block_k = min(128, max(16, TILE_BYTES // (1 if large else 4 if small else 2) // row_bytes))
-    programs = 1 if block_k * row_bytes > TILE_BYTES // 2 else 2  # a multiprocessor
+    programs = 1 if block_k * row_bytes > TILE_BYTES // 2 else 2  # on a multiprocessor at a time
     parts = parts_of(owners * num_tiles, keys // block_k, processors * programs)
-    many = not roomy and heads * tile_queries * tile_d > MOST_ROWS * 64  # by addresses four warps would spill
+    many = not roomy and heads * tile_queries * tile_d > MOST_ROWS * 64  # without TMA four warps would spill
     warps, stages = 8 if wide or many else 4, 2 if wide and not roomy else 3
     return Plan(heads, tile_queries, num_tiles, block_k, parts, warps, stages)
 
 
 def parts_of(owners: int, most: int, places: int) -> int:
-    """The parts, from 1 to `most`, that the keys of each of `owners` are divided into, for `places` to run programs.
+    """The number of parts, from 1 to `most`, that the keys of each of `owners` tiles of queries are divided into.
 
-    Programs take equally long, so the last wave of them should be as full as those before. For one wave, two and so on
-    up to MOST_WAVES there are as many parts as fit; the first number that fills FULL of the places is taken, or else
-    the fullest. Owners that fill half of the places have one part each: multiprocessors are in pairs that share a way
-    to memory, one of each pair reads about as fast as both, and nothing has to be combined.
+    `places`: the programs that the GPU runs at a time. Programs take equally long, so the last wave of them should be
+    as full as those before. For one wave, two, and so on up to MOST_WAVES, as many parts are considered as fit. The
+    first number that fills FULL of the places is taken, or else the fullest. Owners that fill half of the places keep
+    one part each: multiprocessors come in pairs that share a path to memory, one of a pair reads about as fast as both,
+    and nothing has to be combined.
     """
     if FULL * places / 2 <= owners <= places / 2:
         return 1
@@ -232,8 +242,8 @@ def parts_of(owners: int, most: int, places: int) -> int:
 
 @cache
 def _gpu(device: torch.device) -> tuple[int, int]:
-    """(multiprocessors, shared memory of a program in bytes); where Triton interprets, of a GPU so small that few keys
-    are divided."""
+    """(multiprocessors, shared memory of a program in bytes). For Triton's interpreter it is a GPU so small that few
+    keys are divided."""
     if device.type != "cuda":
         return 8, ROOM
     properties = torch.cuda.get_device_properties(device)
@@ -243,17 +253,20 @@ def _gpu(device: torch.device) -> tuple[int, int]:
 def forward_tensors(
     q: Tensor, k: Tensor, v: Tensor, contiguous: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(q, k, v, o, lse): the inputs so that descriptors take them, and empty results."""
+    """(q, k, v, o, lse): the inputs as descriptors can take them, and empty results.
+
+    o is contiguous if `contiguous`, else it has q's layout.
+    """
     if contiguous:
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     else:
-        o = describable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
+        o = describable(torch.empty_like(q))  # q's layout, (B, Q, H, D) in memory if a projection wrote it
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     return describable(q), describable(k), describable(v), o, lse
 
 
 def decodes(q: Tensor, pattern: Pattern | None) -> bool:
-    """True for what `decode` runs: at most FEW_QUERIES queries, and no documents, no prefix and no ALiBi."""
+    """True for a call that `decode` can run: at most FEW_QUERIES queries, and no documents, no prefix and no ALiBi."""
     return q.shape[2] <= contract.FEW_QUERIES and (pattern is None or not pattern.options.keys() & BEYOND)
 
 
@@ -262,7 +275,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32.
 
-    `parts`: into so many the keys are divided; None: as `plan_of` says.
+    `parts`: how many parts the keys are divided into; None: as `plan_of` says.
     """
     (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
     group, tile_d = heads // kv_heads, tuning.block_d(head_dim)
@@ -272,7 +285,7 @@ def decode(
         plan = replace(plan, parts=parts)
     parts = plan.parts
     q, k, v, o, lse = forward_tensors(q, k, v, contiguous=parts == 1)
-    if parts == 1:  # which is the result
+    if parts == 1:  # the part is the result
         part_o, part_lse = o, lse
     else:
         part_o = torch.empty(lse.numel(), parts, tile_d, dtype=torch.float32, device=q.device)
@@ -291,10 +304,11 @@ def decode(
 
 
 def _seen_by_the_first(pattern: Pattern, queries: int, keys: int) -> tuple[int, int, int]:
-    """(first, end) of the keys that query 0 sees, and how many all queries see, at least 1.
+    """(first, end, seen): query 0 sees the keys [first, end), and all queries together see `seen` keys, at least 1.
 
-    Those of query i are i further on, cut off at 0 and `keys`. Both are at most `keys`, and `first` is at least
-    -FEW_QUERIES, from which no query sees an end; but as seen from its offset where each batch entry has one.
+    Query i sees [first + i, end + i), cut off at 0 and `keys`. Both are at most `keys`. `first` is at least
+    -FEW_QUERIES, which is so low that no query has its left end inside of the keys. Where each batch entry has an
+    offset, both are relative to that offset, without these limits.
     """
     far = queries + keys
     left, right = (far if side is None else min(side, far) for side in (pattern.left, pattern.right))

@@ -1,4 +1,9 @@
-"""Which keys each query sees, and the cap of its scores: all that a call of attention may ask beside its scale.
+"""`Pattern`: the options of a call of attention, which say what each query sees and what is added to its scores.
+
+`attention` makes one of its arguments by `checked_pattern`, and rows of the table read it. Plain rows ask it for
+boolean masks (`seen_and_blind`), flash rows for intervals of keys (`bounds`). To add an option: a name in OPTIONS (and
+HIDING, if it hides keys), a field of `Pattern`, its check in `checked_pattern`, a field of `contract.AttentionCase`,
+and a parameter of `attention`.
 
 Legend: B batch, H query heads, Q queries, K keys, S = Q = K.
 """
@@ -13,9 +18,9 @@ from lmsys import autograd, values
 from lmsys.attention.bounds import Bounds, intervals_of
 from lmsys.attention.documents import FARTHEST, Documents, check_integers, kept_on_documents
 
-NO_CAP = 2.0**40  # a softcap from here on changes no score below 2**28 by as much as float32 shows
-# They leave each query an interval of keys, the last one aside, which changes what it sees of none.
-TWO_SIDED, OFFSETS = "window on both sides", "offset of each entry"  # forms of options, which few rows know
+NO_CAP = 2.0**40  # so large a softcap changes no score below 2**28 by as much as float32 shows
+TWO_SIDED, OFFSETS = "window on both sides", "offset of each entry"  # forms of two options that few rows know
+# Options under which a query still sees one interval of keys. (A softcap hides nothing.)
 INTERVALS = "window", TWO_SIDED, "prefix", "offset", OFFSETS, "documents", "key_lengths", "softcap"
 OPTIONS = (
     "window",
@@ -30,7 +35,7 @@ OPTIONS = (
     "sinks",
     "return_lse",
 )
-HIDING = {"window", "prefix", "offset", "documents", "key_lengths", "mask"}
+HIDING = {"window", "prefix", "offset", "documents", "key_lengths", "mask"}  # options that change what a query sees
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +68,7 @@ class Pattern:
     alibi: Tensor | None = None
     sinks: Tensor | None = None
     return_lse: bool = False
-    options: dict[str, Any] = field(init=False, repr=False)  # those given, without `causal`, which every row knows
+    options: dict[str, Any] = field(init=False, repr=False)  # the options given, without `causal`: every row knows it
 
     def __post_init__(self) -> None:
         for name in ("key_lengths", "offset"):
@@ -80,22 +85,22 @@ class Pattern:
 
     @property
     def bounded(self) -> bool:
-        """True where it takes more than `causal` to say which keys a query sees."""
+        """True if another option than `causal` says which keys a query sees."""
         return not HIDING.isdisjoint(self.options)
 
     @property
     def left(self) -> int | None:
-        """The keys that a query sees on the left of its position; None: all."""
+        """How many keys a query sees on the left of its position; None: all."""
         window = self.window
         return window[0] if isinstance(window, tuple) else None if window is None else window - 1
 
     @property
     def right(self) -> int | None:
-        """The keys that a query sees on the right of its position; None: all."""
+        """How many keys a query sees on the right of its position; None: all."""
         return 0 if self.causal else self.window[1] if isinstance(self.window, tuple) else None
 
     def position(self, num_queries: int, device: torch.device, first_query: int = 0) -> Tensor:
-        """Where queries from `first_query` on stand among the keys: (B or 1, Q) int64."""
+        """The positions among the keys of `num_queries` queries from `first_query` on: (B or 1, Q) int64."""
         rows = slice(first_query, first_query + num_queries)
         offset = self.offset[:, None] if isinstance(self.offset, Tensor) else self.offset
         if self.documents is not None:
@@ -103,7 +108,10 @@ class Pattern:
         return torch.arange(rows.start, rows.stop, device=device)[None] + offset
 
     def seen(self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0) -> Tensor:
-        """Where queries from `first_query` on see the first keys, as a boolean that broadcasts to (B, H, Q, K)."""
+        """True where a query sees a key: boolean, broadcastable to (B, H, Q, K).
+
+        It is asked of `num_queries` queries from `first_query` on, and of the first `num_keys` keys.
+        """
         if not self.bounded:
             position = self.position(num_queries, device, first_query)[:, None, :, None]
             seen = torch.arange(num_keys, device=device) <= position
@@ -114,7 +122,7 @@ class Pattern:
         return seen if self.mask is None else seen & tile_of(self.mask, rows, slice(num_keys))
 
     def _intervals(self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0) -> Bounds:
-        """The keys that queries from `first_query` on see, but for a mask; made of tensors on the device alone."""
+        """The intervals of keys that queries from `first_query` on see, without a mask. The host waits for nothing."""
         position, edges = self.position(num_queries, device, first_query), None
         if self.documents is not None:
             rows = slice(first_query, first_query + num_queries)
@@ -123,7 +131,7 @@ class Pattern:
         return bounds if self.key_lengths is None else bounds.until(self.key_lengths)
 
     def added(self, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor | None:
-        """Biases of the scores of these queries and keys: (B or 1, H or 1, rows, columns or 1)."""
+        """The bias and ALiBi of the scores of these queries and keys: (B or 1, H or 1, rows, columns or 1), or None."""
         terms = []
         if self.bias is not None:
             terms.append(tile_of(self.bias, rows, columns).to(dtype).expand(-1, -1, rows.stop - rows.start, -1))
@@ -136,10 +144,11 @@ class Pattern:
     def seen_and_blind(
         self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """(keys that a query sees, queries that see none): they broadcast to (B, H, Q, K) and (B, H, Q, 1).
+        """(seen, blind): the keys that a query sees, and the queries that see none (blind). Both are boolean.
 
-        A blind query is shown all keys, so that its softmax is finite. Its output is then to be filled with zeros, and
-        its gradients are zeros by that. None: no query is blind.
+        They broadcast to (B, H, Q, K) and (B, H, Q, 1); `blind` is None if no query is blind. `seen` shows a blind
+        query all keys, so that its softmax is finite. The caller fills its output with zeros, which also makes its
+        gradients zero.
         """
         seen = self.seen(num_queries, num_keys, device, first_query)
         if not self.bounded:
@@ -148,7 +157,10 @@ class Pattern:
         return seen | blind, blind
 
     def bounds(self, num_queries: int, num_keys: int, device: torch.device) -> Bounds:
-        """The interval of keys that each query sees; a mask has none."""
+        """The interval of keys that each query sees. Made once and kept, but for an offset of each batch entry.
+
+        A pattern with a mask has no such intervals.
+        """
         assert self.mask is None
         if isinstance(self.offset, Tensor):
             return self._intervals(num_queries, num_keys, device)
@@ -158,7 +170,7 @@ class Pattern:
         return bounds if self.key_lengths is None else bounds.until(self.key_lengths)
 
     def span(self, num_keys: int) -> int:
-        """The most keys that a query may see, by its window and documents."""
+        """How many keys a query may see at most, by its window and documents."""
         longest = num_keys if self.documents is None else min(num_keys, self.documents.keys.longest)
         return longest if self.left is None or self.right is None else min(longest, self.left + 1 + self.right)
 
@@ -171,7 +183,7 @@ class Pattern:
         return replace(self, documents=documents, **tensors)
 
     def simplest(self, num_queries: int, num_keys: int) -> "Pattern":
-        """This pattern without options that hide nothing: a window as long as the sequence, an offset to its end."""
+        """This pattern without options that hide nothing, such as a window as long as the sequence."""
         others = self.documents is not None and self.documents.keys is not self.documents
         if isinstance(self.offset, Tensor) or others or self.alibi is not None:
             return self
@@ -184,14 +196,14 @@ class Pattern:
 
 
 def tile_of(x: Tensor, rows: slice, columns: slice) -> Tensor:
-    """The part for these queries and keys of what broadcasts to (B, H, Q, K), in four dimensions."""
+    """The part of x, which broadcasts to (B, H, Q, K), for these queries and keys. It has four dimensions."""
     x = x[(None,) * (4 - x.dim())]
     x = x if x.shape[-2] == 1 else x[..., rows, :]
     return x if x.shape[-1] == 1 else x[..., columns]
 
 
 def intervals(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> Bounds:
-    """The pattern's `bounds`, made anew, and those of keys, which a backward reads."""
+    """The pattern's `bounds`, computed anew, with their `of_keys`, which a backward reads."""
     bounds = pattern._intervals(num_queries, num_keys, device)
     _ = bounds.of_keys
     return bounds
@@ -201,7 +213,10 @@ def intervals(pattern: Pattern, num_queries: int, num_keys: int, device: torch.d
 def _bounds_of(
     documents: Documents | None, causal: bool, window: Any, prefix: int | None, offset: int, *shape: Any
 ) -> Bounds:
-    """Those of keys as well, so that what is kept is made at once, in no mode of a later call."""
+    """The bounds of a pattern of these options, with their `of_keys` where they are kept.
+
+    `of_keys` is computed here rather than on first use: a later call may run in inference mode or be traced.
+    """
     bounds = Pattern(causal, window, offset, documents, prefix=prefix)._intervals(*shape)
     if not autograd.is_watched() and (documents is None or documents.kept is not None):
         _ = bounds.of_keys
@@ -238,7 +253,7 @@ def checked_pattern(
     batch = q.shape[:-3].numel() if q.dim() > 3 else q.shape[0]
     if window is not None:
         window = _checked_window(window, causal)
-    if softcap is not None and not torch.compiler.is_compiling():  # to which a number may be open
+    if softcap is not None and not torch.compiler.is_compiling():  # torch.compile may not know its value
         softcap = values.finite("softcap", softcap, above=0, most=torch.finfo(torch.float32).max)
         softcap = softcap if softcap < NO_CAP else None
     if documents is not None:
@@ -263,7 +278,7 @@ def checked_pattern(
     pattern = Pattern(
         causal, window, offset, documents, key_lengths, mask, softcap, prefix, bias, alibi, sinks, return_lse
     )
-    # A compiler would make code for either side of each comparison of lengths.
+    # `simplest` compares lengths: torch.compile would make code for either side of each comparison.
     return pattern if torch.compiler.is_compiling() else pattern.simplest(q.shape[-2], k.shape[-2])
 
 
@@ -285,7 +300,7 @@ def _checked_window(window: Any, causal: bool) -> int | tuple[int, int]:
 def _checked_offset(
     offset: Any, q: Tensor, k: Tensor, batch: int, documents: Documents | None, key_lengths: Tensor | None
 ) -> int | Tensor:
-    """The position of query 0, by which the last query stands at the last key if it is "end"."""
+    """The offset as a number or a tensor. "end" becomes the one with which the last query stands at the last key."""
     if isinstance(offset, Tensor):
         _check_lengths("offset", offset, q, batch)
         return offset
@@ -294,7 +309,7 @@ def _checked_offset(
     if offset != "end":
         raise ValueError(f'{offset=} must be a whole number, a tensor of them, or "end"')
     if documents is not None:
-        return 0  # so they are aligned
+        return 0  # documents are aligned at their ends
     return k.shape[-2] - q.shape[-2] if key_lengths is None else key_lengths.clamp(0, k.shape[-2]) - q.shape[-2]
 
 
@@ -323,7 +338,7 @@ def _check_lengths(name: str, x: Any, q: Tensor, batch: int, most: int | None = 
         raise ValueError(f"{name} must be one for each batch entry, of shape ({batch},); got {tuple(x.shape)}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")
-    if most is not None and x.is_cpu and not torch.compiler.is_compiling():  # on a GPU the host would have to wait
+    if most is not None and x.is_cpu and not torch.compiler.is_compiling():  # on a GPU the host would wait
         for length in x.tolist():
             values.whole(name, length, least=0, most=most)
 
@@ -343,7 +358,10 @@ def _check_tensor(name: str, x: Any, q: Tensor, shape: tuple[int, ...], *dtypes:
 
 
 def _as_4d(x: Tensor, q: Tensor) -> Tensor:
-    """A tensor that broadcasts to (..., H, Q, K), or for q (B, Q, D) to (B, Q, K), as one that does to (B, H, Q, K)."""
+    """x as a tensor that broadcasts to (B, H, Q, K).
+
+    x broadcasts to (..., H, Q, K), or to (B, Q, K) where q is (B, Q, D).
+    """
     x = x[(None,) * (q.dim() - x.dim())]
     if q.dim() == 3:
         return x.unsqueeze(1)

@@ -1,10 +1,15 @@
-"""The forward: one producer warp group loads, two or three consumer warp groups of 64 queries each compute.
+"""The forward kernel: one producer warp group loads, two or three consumer warp groups of 64 queries each compute.
 
-After FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608, Algorithms 1 and 2). Keys are walked from the right,
-so that the tiles that need a mask come first. In every step the product Q Kᵀ of one tile and P V of the tile
-before it run under one another's softmax; where two CTAs share a processor, P V comes first, and both run under the
-other CTA's softmax. Under a pattern a CTA visits the key tiles between the first and the last that its queries see, and
-a consumer passes over those on either side that only the others see.
+`launch.py` launches `forward_kernel`, which writes o and the log-sum-exp; its settings are a `ForwardPlan` of
+`plans.py`. The algorithm is FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608, Algorithms 1 and 2).
+
+A CTA visits the key tiles of a tile of queries from the last to the first, so that the tiles that need a mask come
+first. A step computes Q Kᵀ of one key tile, and P V of the key tile visited before. With OVERLAP, P V runs while the
+softmax of the step is computed. Without it, where two CTAs share a multiprocessor, P V comes first, and the matmuls of
+one CTA run during the softmax of the other. With PING_PONG the consumers of a CTA take turns at the tensor cores.
+
+Under a pattern (windows, documents) a CTA visits the key tiles between the first and the last that its queries see. A
+consumer skips those at either end that only other consumers need (`_pass_over`).
 
 Legend: B batch, H query heads, G query heads of one key head, Q queries, K keys, D head dimension.
 """
@@ -39,14 +44,18 @@ from lmsys.attention.flash_gluon.intervals import ROWS, Extent, Hides, hide, int
 
 LN_2 = gl.constexpr(0.6931471805599453)
 LEAST = gl.constexpr(-1.0e30)  # a maximum over nothing: finite, so that exp2(-inf - LEAST) is 0
-Slots = namedtuple("Slots", "tiles full empty")  # two of them: tiles of queries, or their numbers
-Ring = namedtuple("Ring", "ks k_full k_empty vs v_full v_empty")  # stages of keys and of values
-Sizes = namedtuple("Sizes", "num_heads H G Q K num_tiles at_once")
+# Buffers in shared memory, each with a barrier for "loaded" (full) and one for "released" (empty).
+Slots = namedtuple("Slots", "tiles full empty")  # two slots: for tiles of queries, or for the numbers of such tiles
+Ring = namedtuple("Ring", "ks k_full k_empty vs v_full v_empty")  # STAGES tiles of keys, and as many of values
+Sizes = namedtuple("Sizes", "num_heads H G Q K num_tiles at_once")  # num_heads = B H; num_tiles of queries in a head
 
 
 @gluon.jit
 def _announce(mailbox, turn, index):
-    """The producer tells its consumers the next tile, in one of two slots."""
+    """The producer writes the number of the next tile of queries into one of the mailbox's two slots.
+
+    `turn` counts the tiles announced before.
+    """
     mbarrier.wait(mailbox.empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
     mailbox.tiles.index(turn & 1).store(gl.full([1], index, gl.int32, WARPS))
     mbarrier.arrive(mailbox.full.index(turn & 1), count=1)
@@ -54,7 +63,7 @@ def _announce(mailbox, turn, index):
 
 @gluon.jit
 def _announced(mailbox, turn):
-    """The tile that the producer has announced for this turn."""
+    """The number of the tile that the producer has announced for this turn; a consumer waits for it here."""
     mbarrier.wait(mailbox.full.index(turn & 1), (turn >> 1) & 1)
     index = gl.max(mailbox.tiles.index(turn & 1).load(WARPS), 0)
     mbarrier.arrive(mailbox.empty.index(turn & 1), count=1)
@@ -63,7 +72,10 @@ def _announced(mailbox, turn):
 
 @gluon.jit
 def _await_free(empty, stage, fill, NAMED: gl.constexpr, FIRST: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr):
-    """Waits until all consumers have released what the ring's `stage` held. `fill`: tiles loaded so far."""
+    """The producer waits until all consumers have released the ring's `stage`. `fill`: key tiles loaded so far.
+
+    NAMED: they release it by the named barrier FIRST + stage, else by the mbarriers `empty`.
+    """
     if NAMED:
         if fill >= STAGES:
             named_barrier("sync", FIRST + stage, 128 * (WGS + 1))
@@ -73,7 +85,7 @@ def _await_free(empty, stage, fill, NAMED: gl.constexpr, FIRST: gl.constexpr, WG
 
 @gluon.jit
 def _release(empty, stage, NAMED: gl.constexpr, FIRST: gl.constexpr, WGS: gl.constexpr):
-    """A consumer is done with what the ring's `stage` holds."""
+    """A consumer has read the tile in the ring's `stage`, which the producer may now overwrite."""
     if NAMED:
         named_barrier("arrive", FIRST + stage, 128 * (WGS + 1))
     else:
@@ -86,7 +98,10 @@ def _producer(
     WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     NAMED: gl.constexpr, DYNAMIC: gl.constexpr, CHAINED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
-    """Loads the queries of each tile that this CTA takes, and from the right the keys and values that they see."""
+    """Loads the queries of each tile that this CTA takes, and the keys and values that they see, the last tile first.
+
+    DYNAMIC: the next tile of queries comes from `counter`, which all CTAs share, else from the number of the CTA.
+    """
     fill = 0
     turn = 0
     index = gl.program_id(0)
@@ -149,7 +164,10 @@ def _weights(
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """(maxima (ROWS,), weights (ROWS, BLOCK_K)) of the first key tile. Without a pattern no other tile hides keys."""
+    """(maxima (ROWS,), weights (ROWS, BLOCK_K)) of a consumer's first key tile: exp2 of scores minus their maximum.
+
+    Without a pattern this is the only key tile that needs a mask.
+    """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     if PING_PONG:
         named_barrier("sync", FIRST_BARRIER + WG, 256)
@@ -172,7 +190,10 @@ def _first_weights(
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """`_weights`, of which half are known to be zero where a tile of more keys than queries begins with their own."""
+    """`_weights`, but only the left half is computed where causal order hides the right half, whose weights are 0.
+
+    That is so where a tile of more than ROWS keys begins at the consumer's own queries.
+    """
     if CAUSAL and BLOCK_K > ROWS:
         half = row == col
         if hides.extent.first is not None:
@@ -197,7 +218,7 @@ def _pass_over(
     WG: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
     NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
-    """Releases a key tile that only the other consumers see."""
+    """Releases a key tile, unread, that only other consumers need."""
     stage = fill % STAGES
     phase = (fill // STAGES) & 1
     mbarrier.wait(ring.k_full.index(stage), phase)
@@ -216,9 +237,9 @@ def _step(
     OVERLAP: gl.constexpr, NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """(acc, maxima, sums, weights) after the scores of this key tile and P V of the tile before it.
+    """(acc, maxima, sums, weights) after the scores of this key tile, and P V of the key tile visited before it.
 
-    With OVERLAP both products run at once, otherwise P V comes first. The tile hides keys only under a pattern.
+    With OVERLAP both products run at once, otherwise P V comes first. Only under a pattern may the tile need a mask.
     """
     stage = fill % STAGES
     before = (fill - 1) % STAGES
@@ -259,7 +280,7 @@ def _consumer(
     PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     NAMED: gl.constexpr, DYNAMIC: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
-    """Computes o and the log-sum-exp of its ROWS queries of each tile that this CTA takes."""
+    """Computes o and the log-sum-exp of ROWS queries, those of consumer WG of WGS, in each tile that this CTA takes."""
     DTYPE: gl.constexpr = o_desc.dtype
     BOUNDED: gl.constexpr = extent.first is not None
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
@@ -325,7 +346,9 @@ def _consumer(
             sums = gl.where(sums == 0.0, 1.0, sums)  # a query that sees nothing: o is 0, and the log-sum-exp -inf
         inverse = gl.convert_layout(1.0 / sums, gl.SliceLayout(1, O_LAYOUT))
         turn += 1
-        if BOUNDED:  # before the next tile is asked for: the producer announces it once it has loaded all of these
+        # Under a pattern the remaining key tiles are released before the next tile is awaited: the producer announces
+        # that tile only after it has loaded all of these.
+        if BOUNDED:
             acc, p = warpgroup_mma_wait(0, deps=[product, p])
             _release(ring.v_empty, before, NAMED, V_FREE, WGS)
             for _ in range(low, own_low):
@@ -342,7 +365,7 @@ def _consumer(
         if row < sizes.Q:
             out = outs.index(WG)
             tma.store_wait(0)
-            thread_barrier()  # the thread that issued the last store has now seen it leave
+            thread_barrier()  # the thread that issued the last store has now seen that its data left shared memory
             out.store(acc.to(DTYPE))
             fence_async_shared()
             store_rows(o_desc, bh // sizes.H, bh % sizes.H, row, out)
@@ -368,9 +391,10 @@ def forward_kernel(
     """Writes o (B, H, Q, D) and lse (B, H, Q), natural log, float32.
 
     `scale` includes the factor log2(e). `counter` points to two int32 zeros, which are zero again at the end.
-    RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told).
-    `first_ptr`, `end_ptr` and `per_entry` are the queries' `Extent` of `intervals.py`, or None. A kernel that reads it
-    is CAUSAL: tiles have the order of causal attention, and the consumers of a CTA do not all see the same keys.
+    RAGGED: K is no multiple of BLOCK_K; a causal kernel masks the last keys in any case, and need not be told.
+    `first_ptr`, `end_ptr` and `per_entry` are the queries' `Extent` of `intervals.py`, None without a pattern. A kernel
+    that is given one has CAUSAL set: tiles have the order of causal attention, and the consumers of a CTA do not all
+    see the same keys.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
