@@ -1,4 +1,8 @@
-"""Code that all Triton and Gluon kernels share: how they are launched, and how they become custom operators."""
+"""Code that all Triton and Gluon kernels share.
+
+`launch.py` launches them, `custom_op.py` registers them as operators of torch, `interpreter.py` speeds up Triton's
+interpreter. `tritons.py` lists the versions of Triton that were tested, and `trial.py` tries a row on any other.
+"""
 
 import importlib.util
 

@@ -1,4 +1,7 @@
-"""Custom operators: they make a kernel of ours a node that torch.compile, torch.func and dispatch modes see."""
+"""Custom operators of torch, `torch.ops.lmsys.*`: torch.compile, torch.func and dispatch modes see a kernel as a node.
+
+`attention/custom_ops.py` and the kernels of `lmsys/model/` call `define`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +11,10 @@ from torch.utils._pytree import tree_map
 
 
 def constant(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function of plain values, which torch.compile calls as it traces.
+    """A decorator: torch.compile calls the function while it traces, and takes the result for a constant.
 
-    `torch.compiler.assume_constant_result` does it, too, but imports the compiler, which takes about a second.
+    Its arguments are plain values. `torch.compiler.assume_constant_result` does the same, but imports the compiler,
+    which takes about a second.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -19,12 +23,14 @@ def constant(function: Callable[..., Any]) -> Callable[..., Any]:
 def define(
     name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any], batched: bool = False
 ) -> Any:
-    """The operator `lmsys::<name>`, into which nobody looks; `fake` makes results of the right shapes.
+    """Registers the operator `lmsys::<name>` and returns it. Its implementation is opaque to tracers.
 
-    `batched`: all tensors have a batch as their first dimension, into which `torch.func.vmap` folds its own.
+    schema    arguments and results, in the language of torch.library
+    function  the implementation
+    fake      makes empty results of the right shapes, for tracers
+    batched   True if all tensors have a batch as their first dimension: `torch.func.vmap` folds its own into it
 
-    It is defined by torch.library's lower-level calls: `torch.library.custom_op` costs the host two to three times as
-    much.
+    Calls of an operator that `torch.library.custom_op` makes would cost the host two to three times as much.
     """
     full = f"lmsys::{name}"
     torch.library.define(full, schema, tags=torch.Tag.pt2_compliant_tag)
@@ -37,7 +43,7 @@ def define(
 
 
 def _folding(operator: Any) -> Callable[..., Any]:
-    """The rule of vmap for an operator of batches (B or 1, ...): it is called once, on (V · B, ...)."""
+    """The vmap rule of an operator on tensors (B or 1, ...): one call on (V · B, ...), where V is vmap's batch size."""
 
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         def folded(x: Any, dim: Any) -> Any:

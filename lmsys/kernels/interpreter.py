@@ -1,6 +1,7 @@
-"""Triton's interpreter, mended and made about twice as quick: it asks questions that always have the same answer.
+"""Patches for Triton's interpreter (TRITON_INTERPRET=1): a fix for numpy 2.4, and caches that make it twice as fast.
 
-Patches hold for an interpreter whose functions have the parameters known here; any other stays as it is.
+`launch.py` calls `mend` once. The interpreter is patched only if its functions have the parameters in PARAMETERS;
+another version of it stays as it is. To cache another question, add a function here, and its name to PARAMETERS.
 """
 
 import inspect
@@ -17,14 +18,14 @@ PARAMETERS = {"_get_np_dtype": ["tt_dtype"], "_patch_builtin": ["pkg", "builder"
 _theirs: dict[str, Any] = {name: getattr(interpreter, name, None) for name in PARAMETERS}
 _patch_tensor: Any = getattr(interpreter, "_patch_lang_tensor", None)
 _dtypes: dict[str, Any] = {}
-# The names of a file of kernels, and the modules of the language among them, by the address of the former: they are
-# kept, so that no other file's get that address.
+# By the id of a kernel file's global names: (these names, the modules of Triton's language among them). The names are
+# kept alive, so that no other file's can get the same id.
 _languages: dict[int, tuple[Any, list[Any]]] = {}
 
 
 def mend() -> None:
-    """Changes the interpreter of this process."""
-    if version().startswith("3.6."):  # reads an index in a way that numpy 2.4 refuses; 3.7 does as below
+    """Patches the interpreter of this process."""
+    if version().startswith("3.6."):  # numpy 2.4 refuses how 3.6 reads an index; 3.7 reads it as below
         interpreter._patch_lang_tensor = _patch_index
     if {name: [*inspect.signature(theirs).parameters] for name, theirs in _theirs.items() if theirs} == PARAMETERS:
         interpreter._patch_builtin, interpreter._patch_lang = _patch_builtin, _patch_lang
@@ -42,7 +43,7 @@ def _builtins(package: Any) -> list[str]:
 
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-    """The interpreter's own looks through all names of the language, sorted, at each call of a function."""
+    """Replaces the interpreter's function, which lists and sorts all names of the language at each call."""
     for name in _builtins(package):
         member = getattr(package, name)
         if core.is_builtin(member):
@@ -50,7 +51,10 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 
 def _patch_lang(function: Any) -> Any:
-    """The interpreter's own patches the language again for each function that a kernel calls."""
+    """Replaces the interpreter's function, which patches the language again for each function that a kernel calls.
+
+    If the language is patched already, there is nothing to do, and nothing to undo: an empty scope is returned.
+    """
     names = function.__globals__
     if id(names) not in _languages:
         _languages[id(names)] = names, [value for value in names.values() if value is tl or value is core]
@@ -61,7 +65,7 @@ def _patch_lang(function: Any) -> Any:
 
 
 def _get_np_dtype(kind: Any) -> Any:
-    """The interpreter's own makes a table of all dtypes at each call."""
+    """Replaces the interpreter's function, which builds a table of all dtypes at each call."""
     if kind.name not in _dtypes:
         _dtypes[kind.name] = _theirs["_get_np_dtype"](kind)
     return _dtypes[kind.name]

@@ -1,13 +1,15 @@
-"""Launches compiled Triton kernels with no more of Python than the driver needs.
+"""Launches compiled Triton kernels with little Python between a call and the driver.
+
+Launchers of rows make a `Kernel` once and keep it; kernels without tensor descriptors are called by `launch`.
 
 Triton's own launch looks a kernel up by all its arguments, and encodes each tensor descriptor again: 57 us, and
-17 us for each descriptor, against 10 us or less for the kernel of a short sequence. Here a kernel is compiled once
-and kept by its caller, and descriptors are kept by address and geometry: they own no memory, and any tensor that
-later takes the same place is described by them as well.
+17 us for each descriptor, against 10 us or less for the kernel of a short sequence. Here a kernel is compiled once,
+and descriptors are kept by address and geometry. They own no memory, so they also describe any tensor that later lies
+at the same address.
 
-That takes the launcher of Triton's CUDA backend, as it is in the versions of `tritons.py`: `DirectKernel`, of whose
-launches Triton's hooks are not told. Where another runs (a later Triton, ROCm, Triton's interpreter) `Kernel` is
-`PublicKernel`, which launches as Triton's users do.
+`Kernel` is `DirectKernel` with the versions in `tritons.py`: it calls the launcher of Triton's CUDA backend, and does
+not call Triton's launch hooks. Elsewhere (a later Triton, ROCm, Triton's interpreter) it is `PublicKernel`, which
+launches as Triton's documentation says.
 """
 
 import functools
@@ -23,9 +25,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lmsys.kernels.tritons import is_known
 
-FUSED = {"enable_fp_fusion": True}  # Triton's default as well, which 3.9 warns that 3.10 will change
-FARTHEST_ROWS = 2**23  # in elements: a tile has 256 rows at most
-MAX_DESCRIPTORS = 8192  # about 1 KiB each
+FUSED = {"enable_fp_fusion": True}  # Triton's default, given since 3.9 warns that 3.10 will change it
+FARTHEST_ROWS = 2**23  # row stride in elements, with which a tile of at most 256 rows spans 2**31
+MAX_DESCRIPTORS = 8192  # kept at a time, about 1 KiB each
 
 _descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 INTERPRETED = triton.knobs.runtime.interpret
@@ -42,16 +44,20 @@ def stream_of(x: Tensor) -> int:
 
 
 def geometry(x: Tensor) -> tuple[list[int], list[int]]:
-    """Shape and strides for a descriptor. Strides of dimensions of length 1 never matter, but are checked."""
+    """(shape, strides) for a descriptor of x.
+
+    Strides of dimensions of length 1 do not matter, but are checked, and so are replaced by valid ones.
+    """
     shape = list(x.shape)
     strides = [s if n > 1 else 16 * shape[-1] for s, n in zip(x.stride(), shape, strict=True)]
     strides[-1] = 1
     return shape, strides
 
 
-# A tensor (B, H, S, D) as kernels take it that load by addresses: strides in 16 bytes, S, and D, which is a constant.
-# Numbers n come as 2 n + 1. Inside of a tuple Triton takes 1 for a constant, and notes multiples of 16, whatever
-# `do_not_specialize` says; then a binary of the first call would be wrong in the next.
+# A tensor (B, H, S, D) as an argument of kernels that load by addresses, without TMA: its base, three strides in units
+# of 16 bytes, S as `rows`, and D as `columns`, a constant. Each number n is passed as 2 n + 1: inside of a tuple Triton
+# specialises on 1 and on multiples of 16, whatever `do_not_specialize` says, and the binary of the first call would be
+# wrong for the next.
 Strided = namedtuple("Strided", "base batch head row rows columns")
 
 
@@ -66,21 +72,24 @@ def arch_of(device: torch.device) -> int:
 
 
 def by_tma(device: torch.device) -> bool:
-    """True where kernels move tiles by descriptors: on sm_90 and sm_100, and in the interpreter, which takes both.
+    """True if kernels move tiles by descriptors: on sm_90 and sm_100, and in the interpreter, which takes both.
 
-    Descriptors are slow on other GPUs: without TMA 64-bit addresses, a load for each, nothing ahead
-    of its use; on sm_120, which has TMA, registers spill.
+    Descriptors are slow on other GPUs. Without TMA each element has a 64-bit address and a load, none of them ahead of
+    its use. On sm_120, which has TMA, registers spill.
     """
     return device.type != "cuda" or 90 <= arch_of(device) < 110
 
 
 def described(x: Tensor, block: list[int], tma: bool) -> Any:
-    """x (B, H, S, D), or a vector, as the argument of a kernel that moves tiles of shape `block`, by TMA or without."""
+    """x (B, H, S, D), or a vector, as an argument of a kernel that moves tiles of shape `block`.
+
+    With `tma` it is a descriptor, else as `strided`.
+    """
     return TensorDescriptor(x, *geometry(x), block) if tma else strided(x, x)
 
 
 def strided(x: Tensor, base: Any) -> Any:
-    """`Strided`, and for a vector its base."""
+    """x (B, H, S, D) as `Strided`, or a vector as its base alone. `base`: x or its address."""
     if x.dim() == 1:
         return base
     shape, strides = geometry(x)
@@ -90,9 +99,9 @@ def strided(x: Tensor, base: Any) -> Any:
 
 
 def describable(x: Tensor) -> Tensor:
-    """x (B, H, S, D) itself when a descriptor can address it, else a copy whose rows start at multiples of 16 bytes.
+    """x (B, H, S, D) itself if a descriptor can address it, else a copy whose rows start at multiples of 16 bytes.
 
-    Also where rows are so far apart that a tile of them does not fit 32 bits.
+    A copy is also made if rows are so far apart that offsets inside of a tile do not fit 32 bits.
     """
     b, h, s, d = x.stride()
     aligned = d == 1 and b and h and s and not (b | h | s) * x.element_size() & 15 and not x.data_ptr() & 15
@@ -103,16 +112,17 @@ def describable(x: Tensor) -> Tensor:
 
 
 def dot_precision(x: Tensor) -> str:
-    """The `input_precision` of products of x: TF32 where torch's own matmuls on the GPU take it."""
+    """The `input_precision` of matmuls of x: "tf32" if torch's own matmuls on the GPU use it, else "ieee"."""
     return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 class DirectKernel:
     """One binary of `function`, compiled for constants and for the dtypes and blocks of its descriptors.
 
-    `descriptors`: the first arguments, as `described` makes them. `others`: a value for each further argument, tensors
-    for pointers. What they are specialised on (types, and by Triton's rules alignment and divisibility) must hold in
-    every call. `options`: the constants, by name, and those of the compiler.
+    descriptors  examples of the first arguments, as `described` makes them
+    others       an example of each further argument, tensors for pointers. Whatever Triton specialises on (types,
+                 alignment, divisibility) must be the same in every call
+    options      the constants of the kernel, by name, and options of the compiler
     """
 
     def __init__(self, function: Any, descriptors: list[Any], others: list[Any], **options: Any):
@@ -121,12 +131,13 @@ class DirectKernel:
         compiled = function.warmup(*descriptors, *others, grid=(1, 1, 1), **FUSED | options)
         launcher = compiled.run  # loads the binary
         if isinstance(launcher, functools.partial):
-            launcher()  # raises what it did when this binary was loaded before, such as OutOfResources
+            launcher()  # raises the error, such as OutOfResources, with which an earlier load of the binary ended
         assert launcher.global_scratch_size == launcher.profile_scratch_size == 0
         self.compiled = compiled
         utils = triton.runtime.driver.active.utils
         ways = launcher.launch_cooperative_grid, launcher.launch_pdl
-        # One launcher for all kernels, which is told how to read their arguments, or (Triton 3.6) one for each of them.
+        # Later versions have one launcher for all kernels, which is told how to read the arguments; 3.6 has one for
+        # each kernel.
         self._common = hasattr(utils, "launch")
         self._head: tuple[Any, ...]
         if self._common:
@@ -136,12 +147,12 @@ class DirectKernel:
             self._head = compiled.function, *ways, compiled.packed_metadata, None, None, None, None, None, *reads
         else:
             self._launch = launcher.launch
-            if compiled.metadata.tensordesc_meta:  # inside of it is the launcher that takes encoded descriptors
+            if compiled.metadata.tensordesc_meta:  # it wraps the launcher that takes encoded descriptors
                 self._launch = inspect.getclosurevars(self._launch).nonlocals["launcher"]
             self._encode = utils.fill_tma_descriptor
             self._head = compiled.function, *ways, None, None, compiled.packed_metadata, None, None, None
         metas = compiled.metadata.tensordesc_meta
-        self._metas: list[Any] = [  # of `Strided` the dtype, by which its numbers count
+        self._metas: list[Any] = [  # how to encode each descriptor; for a `Strided` its dtype, in which strides count
             (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], *meta["block_size"])
             for meta in metas or ()
         ] or [getattr(x, "base", x).dtype for x in descriptors]
@@ -151,7 +162,10 @@ class DirectKernel:
     def __call__(
         self, grid: int, stream: int, tensors: tuple[Tensor, ...], others: tuple[Any, ...], grid_y: int = 1
     ) -> None:
-        """Launches on `stream`, of the current device. `others`: ints, floats, and pointers as tensors or ints."""
+        """Launches `grid` by `grid_y` programs on `stream`, a stream of the current device.
+
+        `tensors` are those of the descriptors. `others`: ints, floats, and pointers as tensors or ints.
+        """
         args: list[Any] = []
         for x, meta in zip(tensors, self._metas, strict=True):
             key = x.data_ptr(), x.shape, x.stride(), meta
@@ -161,7 +175,7 @@ class DirectKernel:
         self._launch(grid, grid_y, 1, stream, *self._head, *((args,) if self._common else args))
 
     def _described(self, x: Tensor, key: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments that a kernel takes for x: a tensor map and what belongs to it, or without TMA `strided`."""
+        """The arguments that the launcher takes for x: a TMA descriptor with shape and strides, or a `Strided`."""
         address, _, _, meta = key
         arguments: tuple[Any, ...]
         if isinstance(meta, torch.dtype):
@@ -178,9 +192,9 @@ class DirectKernel:
 
 
 class PublicKernel:
-    """Does the same as `DirectKernel` by documented ways of Triton; pointers among `others` are tensors.
+    """Has the interface of `DirectKernel`, but only uses what Triton documents. Pointers among `others` are tensors.
 
-    TypeError for a call with tensors of other dtypes than it was made with, which `DirectKernel` has no time to see.
+    TypeError for a call with tensors of other dtypes than it was made with; `DirectKernel` does not check them.
     """
 
     def __init__(self, function: Any, descriptors: list[Any], others: list[Any], **options: Any):
@@ -195,7 +209,7 @@ class PublicKernel:
         self, grid: int, stream: int, tensors: tuple[Tensor, ...], others: tuple[Any, ...], grid_y: int = 1
     ) -> None:
         described = [_describe(x, block) for x, block in zip(tensors, self._blocks, strict=True)]
-        if (dtypes := _dtypes(others)) != self._dtypes:  # `DirectKernel` would read the memory as what it is not
+        if (dtypes := _dtypes(others)) != self._dtypes:  # `DirectKernel` would read the memory as the wrong dtype
             raise TypeError(f"the kernel was compiled for {self._dtypes}, and is called with {dtypes}")
         self._kernel[grid, grid_y, 1](*described, *others, *self._constants, stream=stream)
 
@@ -205,7 +219,10 @@ def _dtypes(others: Sequence[Any]) -> list[Any]:
 
 
 def _describe(x: Tensor, block: list[int] | None) -> Any:
-    """Skips the constructor's checks, which the kernel's first call has passed: they cost more than the launch."""
+    """x as a descriptor of tiles of shape `block`, or for None as `strided`.
+
+    It skips the constructor's checks, which the example given to `__init__` has passed: they cost more than the launch.
+    """
     if block is None:
         return strided(x, x)
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
@@ -220,10 +237,10 @@ _kernels: dict[tuple[Any, ...], Any] = {}
 
 
 def launch(function: Any, grid: int, *others: Any, grid_y: int = 1, **options: Any) -> None:
-    """Launches a function without descriptors, compiled once for constants, dtypes and alignment of tensors.
+    """Launches a kernel without descriptors. It is compiled once for its constants, dtypes and alignment of tensors.
 
-    `others` are tensors of one device and whole numbers, on which the function must not be specialised. Without
-    programs, grid 0, nothing is done.
+    `others` are tensors of one device and whole numbers; the kernel must not be specialised on the numbers
+    (`do_not_specialize`). `options` are the constants and compiler options. With `grid` 0 nothing is launched.
     """
     tensors = [x for x in others if isinstance(x, Tensor)]
     key = (

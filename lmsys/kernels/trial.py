@@ -1,7 +1,8 @@
-"""Tries a row once on a Triton that nobody has tried, and keeps the verdict on disk between runs.
+"""Tries a row once on a version of Triton that it was not tested on, and keeps the verdict on disk between runs.
 
-The file is `trials.json` in $LMSYS_CACHE_DIR (default ~/.cache/lmsys). A verdict belongs to one version of Triton, of
-torch and of the kernels' source, and to one compute capability; others are kept beside it.
+`flash_gluon/support.py` calls `refusal`. The file is `trials.json` in $LMSYS_CACHE_DIR (default ~/.cache/lmsys). A
+verdict belongs to one version of Triton, of torch and of the kernels' source, and to one compute capability; verdicts
+on others are kept beside it.
 """
 
 import hashlib
@@ -15,9 +16,9 @@ import triton
 from lmsys import processes, strict_json, values
 from lmsys.kernels.tritons import ON_GPUS
 
-DEADLINE_S = 600.0  # most of it is for compiling, on a machine that is busy
-EXACT = ""  # the verdict where nothing was wrong
-OF_THE_MOMENT = "out of memory"  # what says nothing about a version
+DEADLINE_S = 600.0  # a trial takes a minute or two; the rest is for compiling on a busy machine
+EXACT = ""  # the verdict if nothing was wrong
+OF_THE_MOMENT = "out of memory"  # an error that says nothing about the version, and is not kept
 
 _verdicts: dict[str, str] = {}  # by key: EXACT, or what was wrong
 
@@ -31,10 +32,10 @@ KEPT = strict_json.Kept("trials.json", "verdicts", "try", _verdict)
 
 
 def refusal(row: str, trial: processes.Function, sources: tuple[Path, ...], capability: tuple[int, int]) -> str | None:
-    """None where trial(capability) has ended well, now or in a run before; else why the row is refused.
+    """None if trial(capability) ended without an error, now or in an earlier run; else why the row is refused.
 
-    It runs in a process of its own: an exception is a verdict, and so are a crash and no end within DEADLINE_S.
-    `sources`: the files, or folders of them, that a verdict holds for.
+    The trial runs in a process of its own, since it may crash. It fails by an exception, by a crash, or by not ending
+    within DEADLINE_S. `sources`: the files, or folders of them, that the verdict holds for.
     """
     versions = f"triton {triton.__version__}", f"torch {torch.__version__}", f"sm_{capability[0]}{capability[1]}"
     key = "/".join((row, *versions, digest_of(*sources)))
@@ -66,6 +67,6 @@ def _tried(trial: processes.Function, capability: tuple[int, int]) -> str:
 
 
 def digest_of(*sources: Path) -> str:
-    """A hash of files, or folders of them, so that a verdict or a choice does not outlive the code it was made for."""
+    """12 hex digits, a hash of files, or of the Python files in folders: a key made of it changes with the code."""
     files = [file for source in sources for file in (sorted(source.glob("*.py")) if source.is_dir() else [source])]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
