@@ -1,6 +1,8 @@
-"""A consumer's work for each tile of queries, in the backward, and the loops over them.
+"""The inner part of `backward_kernel`: a consumer's work for one tile of queries (`_step`), and the loops over tiles.
 
-P and dS leave the registers of one matmul for the next. dq is added up in float32. The legend is that of `backward`.
+`backward.py` calls `walk_over`, once for each consumer warp group of a CTA, which owns 64 keys. P and dS go from the
+registers of one matmul straight into the next. dq is added up in float32, in global memory. The constants in capitals
+come from the fields of a `BackwardPlan` in `plans.py`. The legend is that of `backward.py`.
 """
 
 from collections import namedtuple
@@ -27,19 +29,21 @@ from lmsys.attention.flash_gluon.hopper import (
 )
 from lmsys.attention.flash_gluon.intervals import hide_outside
 
-EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; stages of q, of do; then those of `dq`
+# Numbers of named barriers: EXCHANGE, at which both consumers have written dS; one for each stage of q and one for each
+# stage of do, by which consumers release them; then those of `dq.py`.
+EXCHANGE = FIRST_BARRIER
 Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
 DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
-NEVER = gl.constexpr(2**31 - 1)
-Ring = namedtuple("Ring", "qs lses q_full dos deltas do_full")  # stages of tiles of queries
-# The tiles of queries that need a mask: those below `until`, under a pattern also those from `beginning` on. `spans`,
-# (4, 64) in shared memory, are then the intervals of the keys (`_keep_intervals`), else None.
+NEVER = gl.constexpr(2**31 - 1)  # the first query that sees a key past the end: none
+Ring = namedtuple("Ring", "qs lses q_full dos deltas do_full")  # STAGES tiles of queries, with barriers for "loaded"
+# The tiles of queries that need a mask: tiles m < `until`, and under a pattern also m >= `beginning`. `spans`, (4, 64)
+# in shared memory, holds the intervals of the keys (`_keep_intervals`) under a pattern, else it is None.
 Masked = namedtuple("Masked", "until beginning spans")
 
 
 @gluon.jit
 def _release(step, FIRST: gl.constexpr):
-    """This consumer is done with what the ring holds for this step."""
+    """This consumer has read the tile that the ring holds for this step; FIRST: the barriers of q or of do."""
     named_barrier("arrive", FIRST + step % STAGES, 384)
 
 
@@ -47,7 +51,7 @@ def _release(step, FIRST: gl.constexpr):
 def _hide(
     p, n, m, K, spans, WG: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr, S_LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """p (keys, queries) with 0 where a query does not see a key, and for keys past the end."""
+    """p (keys, queries) of tile m, with 0 where a query does not see a key, and for keys past the end."""
     KEY_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     queries = m * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, S_LAYOUT))
     if spans is None:
@@ -68,9 +72,9 @@ def _step(
     FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr, STORES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """(dk, dv, lse) after tile m of query head bh: dk / sm_scale and dv (64, D) of this consumer's keys.
+    """(dk, dv, lse) after tile m of query head bh: sums of dk / sm_scale and of dv, (64, D), of this consumer's keys.
 
-    With PREFETCH `lse` is that of the next tile, loaded a step ahead.
+    With PREFETCH `lse` is the log-sum-exp of the next tile, loaded a step ahead. `n` is the CTA's key tile.
     """
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
@@ -106,7 +110,7 @@ def _step(
         delta = ring.deltas.index(stage).load(ROW_LAYOUT)
     if WIDE:
         ds = narrow(p * (dp - delta[None, :]), DTYPE)
-    else:  # p itself would cost its registers until here
+    else:  # to keep p in float32 until here would cost registers
         ds = narrow(widen(p_narrow, DTYPE) * (dp - delta[None, :]), DTYPE)
     ds_shared = dss.index(step & 1)
     if BY_QUERY:
@@ -120,7 +124,7 @@ def _step(
     fence_async_shared()
     named_barrier("sync", EXCHANGE, 256)
     dq_zeros = gl.zeros([64, 64], gl.float32, DQ_LAYOUT)
-    if D == 128:  # the consumers share dq by columns, at 64 by rows
+    if D == 128:  # each consumer computes half of the columns of dq; at head_dim 64, half of the rows
         dq_token = warpgroup_mma(ds_rows, all_k.slice(WG * 64, 64, dim=1), dq_zeros, use_acc=False, is_async=True)
     else:
         dq_token = warpgroup_mma(ds_rows.slice(WG * 64, 64), all_k, dq_zeros, use_acc=False, is_async=True)
@@ -160,7 +164,8 @@ def _steps(
     """`state` after steps [first, last).
 
     `state`: (bh, m, dk / sm_scale (64, D), dv (64, D), the log-sum-exp of tile m where it is loaded ahead).
-    STORES: the steps that come to a tile of dq first, and so store it: "none", "all", or "some", as `_step` finds out.
+    STORES: which steps are the first to reach their tile of dq, and so store it instead of adding: "none", "all", or
+    "some", which `_step` tells by m and n.
     """
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -183,9 +188,10 @@ def _causal_head(
     WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr, FMA_EXP: gl.constexpr,
     DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """`state` after the steps of a head. Its first steps, which need a mask, have a loop of their own.
+    """`state` after the steps [first, last) of a head.
 
-    In the deterministic mode the steps of this loop are also the ones that store.
+    The steps before `free_from` need a mask and have a loop of their own. In the deterministic mode the steps of that
+    loop are also the ones that store dq.
     """
     state = _steps(
         dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, first, free_from, state,
@@ -205,10 +211,11 @@ def walk_over(
     ORDER: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
     FMA_EXP: gl.constexpr, PEELED: gl.constexpr, DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """`state` after all steps. Masked steps have a loop of their own where the plan or the last key tile asks for it.
+    """`state` after all steps of a consumer. ORDER is the order in which `next_tile` visits tiles.
 
-    Then no other step branches around a mask: instructions behind such a branch could not run beside those before it.
-    The two loops follow one another, as they spill registers where they are the two branches of an `if`.
+    Masked steps have a loop of their own if the plan is PEELED, or if this is the last, RAGGED key tile. The other
+    steps then have no branch around a mask, across which the compiler could not overlap instructions. The two loops
+    follow one another: as the two branches of an `if` they spill registers.
     """
     steps = walk.steps
     if PEELED:
@@ -240,8 +247,8 @@ def walk_over(
         "some" if DETERMINISTIC and masked.spans is None else "none"
     )  # a pattern's dq begins as zeros
     free_from = 0
-    # The key tile that ends the keys masks everything, the others nothing. It is not the first to add to dq, unless it
-    # is the only one; then dq begins as zeros.
+    # RAGGED: the last key tile masks every step, the others none. It is not the first to add to dq, unless it is the
+    # only key tile; then dq begins as zeros.
     if RAGGED:
         free_from = gl.where(masked.until == 0, 0, steps)
         state = _steps(

@@ -1,7 +1,11 @@
-"""Additions to dq: over zeros that CTAs write for one another, or in a fixed order, where the first one stores.
+"""How the CTAs of `backward_kernel` add up dq in global memory, which many of them share.
 
-In both modes a semaphore in global memory (FlashAttention's `dq_semaphore`) says when the consumers of a CTA may add.
-The producer waits for it and then lets the consumers pass a named barrier.
+There are two modes. By default CTAs add in any order: `clear_ahead` has each of them write zeros for heads that come
+later. In the deterministic mode CTAs add in a fixed order: the first one stores, so no zeros are needed
+(`release_and_acquire`). In both modes a semaphore in global memory (FlashAttention's `dq_semaphore`) says when the
+consumers of a CTA may add. The producer waits for it and then lets the consumers pass a named barrier.
+
+A CTA owns key tile n. Tile m of head bh is a tile of queries, of q and of dq.
 """
 
 from collections import namedtuple
@@ -18,27 +22,29 @@ from lmsys.attention.flash_gluon.hopper import (
     thread_barrier,
 )
 
-# The tiles of queries that a CTA visits in each of the G heads of its group: [low, end), from `start` on; `end` is None
-# where it is `num_tiles`, the tiles of a head. `steps` counts the tiles of all G heads; `last_bh` is the last of these
-# heads.
+# The tiles of queries that a CTA visits in each of the G query heads of its key head: [low, end), beginning at `start`.
+# `end` is None where it equals `num_tiles`, the tiles of a head. `steps` counts the tiles of all G heads; `last_bh` is
+# the last of these heads.
 Walk = namedtuple("Walk", "low end start num_tiles steps last_bh G")
-# A fixed order of additions, for the CTA of key tile n: a semaphore for each tile of dq, and under a pattern where the
-# intervals of the Q queries of its batch entry end (else `ends` and Q are None).
+# What the CTA of key tile n needs to keep its turn: the semaphores, one for each tile of dq in the deterministic mode,
+# else one for each key head. Under a pattern `ends` points to where the intervals of the Q queries of its batch entry
+# end; otherwise `ends` and Q are None.
 Order = namedtuple("Order", "semaphore n num_key_tiles ends Q")
-# The zeros of dq, for a CTA of key head kv_bh of `num_heads`: `size` tiles for each key head, written `ahead` key heads
-# before they are added to.
+# The zeros of dq, as a CTA of key head kv_bh of `num_heads` writes them: `size` tiles for the key head that comes
+# `ahead` key heads later.
 Clearing = namedtuple("Clearing", "dq_ptr kv_bh num_heads ahead size")
 STAGES = gl.constexpr(2)
 BLOCK_K = gl.constexpr(128)  # keys of a CTA, 64 of each consumer
-DQ_ACQUIRED = gl.constexpr(FIRST_BARRIER.value + 1 + 2 * STAGES.value)  # named barriers: each consumer may add to dq
+# Two named barriers, one for each consumer, at which it waits until it may add to dq.
+DQ_ACQUIRED = gl.constexpr(FIRST_BARRIER.value + 1 + 2 * STAGES.value)
 
 
 @gluon.jit
 def next_tile(bh, m, walk, ORDER: gl.constexpr):
-    """(bh, m): head and tile of queries that come after tile m of head bh.
+    """(bh, m): the head and tile of queries that a CTA visits after tile m of head bh.
 
-    ORDER "straight" goes up. "around" goes up to `high`, goes on at `low`, and begins the next head when it is back at
-    `start`. "down" takes the same tile of the next head, and after the last head of the group the tile below.
+    ORDER "straight" goes up. "around" goes up to `high`, continues at `low`, and begins the next head when it is back
+    at `start`. "down" takes tile m of the next head, and after the last head of the group tile m - 1 of the first.
     """
     high = walk.num_tiles if walk.end is None else walk.end
     if ORDER == "down":
@@ -55,9 +61,9 @@ def next_tile(bh, m, walk, ORDER: gl.constexpr):
 
 @gluon.jit
 def clear_ahead(clearing, order):
-    """Lets the consumers add to dq once all `size` tiles of head kv_bh are zero; then clears a share of a later head.
+    """Lets the consumers add to dq once all `size` tiles of head kv_bh are zero. Then zeroes its share of a later head.
 
-    A CTA waits only for CTAs of lower numbers (see `ahead_of` in launch.py), so they must begin in that order.
+    A CTA waits only for CTAs of lower numbers (see `ahead_of` in launch.py), so CTAs must start in that order.
     """
     is_first = clearing.kv_bh < clearing.ahead
     semaphore_wait(order.semaphore + clearing.kv_bh, gl.where(is_first, 0, order.num_key_tiles), DQ_ACQUIRED)
@@ -73,12 +79,12 @@ def clear_ahead(clearing, order):
 
 @gluon.jit
 def semaphore_value(n, m, num_key_tiles, ends, Q, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """How many CTAs come to dq's tile m before key tile n, in the deterministic order: the value to wait for.
+    """How many CTAs add to dq's tile m before the CTA of key tile n does, in the deterministic mode.
 
-    In full attention all key tiles begin at m = 0, and follow one another as a chain, the lowest first. Causal ones
-    begin at their diagonal, so the highest comes first to every m, and nobody waits if all keep step. Under a pattern
-    the highest comes first too, whether it begins later or not; `ends` points to where the intervals of this batch
-    entry's queries end.
+    This is the value of the semaphore to wait for. In full attention the lowest key tile adds first, since all begin at
+    m = 0. In causal attention a key tile begins at its diagonal; the highest adds first to every m, and no CTA waits as
+    long as all advance equally. Under a pattern the highest adds first too; `ends` points to where the intervals of
+    this batch entry's queries end.
     """
     if ends is not None:
         return (gl.load(ends + (gl.minimum((m + 1) * BLOCK_Q, Q) - 1)) - 1) // BLOCK_K - n
@@ -90,9 +96,9 @@ def semaphore_value(n, m, num_key_tiles, ends, Q, CAUSAL: gl.constexpr, BLOCK_Q:
 
 @gluon.jit
 def release_and_acquire(order, step, dq_tile, walk, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr):
-    """Releases the tile of dq that step - STAGES has added to or stored, then acquires the one of the step after it.
+    """Releases the tile of dq that step - STAGES has written, then acquires the tile of the step after that one.
 
-    `dq_tile` and the result: (bh, m) of the tile that is released next.
+    `dq_tile` is the (bh, m) of the tile to release here. The result is the (bh, m) of the tile to release next.
     """
     bh, m = dq_tile
     if step >= STAGES:

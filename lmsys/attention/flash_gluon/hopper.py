@@ -1,6 +1,8 @@
-"""Instructions of Hopper that Gluon's own surface lacks or hides, in inline assembly, and what versions name otherwise.
+"""Hopper's instructions that Gluon does not offer, as inline PTX, and the names that differ between Triton's versions.
 
-The hardware has 16 named barriers: Triton takes the low ones, the kernels 8 to 15.
+The kernels of this folder call them; tests replace some of them by a simulation (`tests/support/gluon_simulator.py`).
+The hardware has 16 named barriers: Triton takes the low ones, the kernels those from FIRST_BARRIER on. All functions
+are called by a warp group, which is 4 warps of 32 threads.
 """
 
 import triton
@@ -12,11 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 _memory = gl.shared_memory_descriptor
 reinterpret = _memory._reinterpret if hasattr(_memory, "_reinterpret") else _memory.reinterpret
-_renamed = hasattr(tma, "async_load")  # the first names may still be there, to raise
+_renamed = hasattr(tma, "async_load")  # asked first, since the old names may still exist and raise when called
 async_load = tma.async_load if _renamed else tma.async_copy_global_to_shared
 async_store = tma.async_store if _renamed else tma.async_copy_shared_to_global
 FIRST_BARRIER = triton.language.constexpr(8)
-WARPS = triton.language.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of (128,) numbers: a thread has one
+WARPS = triton.language.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # (128,) numbers, one for each thread
 
 
 @gluon.constexpr_function
@@ -49,7 +51,7 @@ def _clear_asm():
 
 @gluon.jit
 def named_barrier(KIND: gl.constexpr, barrier, NUM_THREADS: gl.constexpr):
-    """4 warps come to a barrier: with KIND "sync" they wait until NUM_THREADS have come, with "arrive" they go on."""
+    """4 warps reach a barrier. With KIND "sync" they wait there for NUM_THREADS threads, with "arrive" they go on."""
     operands = [gl.full([128], barrier, gl.int32, WARPS)]
     gl.inline_asm_elementwise(_barrier_asm(KIND, NUM_THREADS), "=r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
 
@@ -67,7 +69,7 @@ def _by_all(INSTRUCTION: gl.constexpr):
 def semaphore_release(semaphore):
     """Adds 1 to the semaphore, once other CTAs can see everything that this CTA has done before.
 
-    The last of 4 warps does so: the others do not wait until what was written to memory has landed there.
+    Only the last of the 4 warps does so, and waits until earlier writes are visible; the others go on.
     """
     ASM: gl.constexpr = """{
         .reg .pred mine;
@@ -84,7 +86,7 @@ def semaphore_release(semaphore):
 def semaphore_wait(semaphore, expected, FIRST: gl.constexpr):
     """Waits until the semaphore has the expected value, then lets consumers pass named barriers FIRST and FIRST + 1.
 
-    They can then see everything that was done before the releases. The first of 4 warps waits; the others go on.
+    The consumers then see everything that was done before the releases. Only the first of the 4 warps waits.
     """
     places = (semaphore + gl.full([128], 0, gl.int32, WARPS)).to(gl.int64)
     wanted = gl.full([128], expected, gl.int32, WARPS)
@@ -94,34 +96,34 @@ def semaphore_wait(semaphore, expected, FIRST: gl.constexpr):
 
 @gluon.jit
 def semaphore_acquire(semaphore, expected, FIRST: gl.constexpr):
-    """`semaphore_wait` by a CTA that is the next to release this semaphore: a simulation holds it to that."""
+    """`semaphore_wait` by the CTA that releases this semaphore next, which tests check in a simulation."""
     semaphore_wait(semaphore, expected, FIRST)
 
 
 @gluon.jit
 def await_acquired(barrier):
-    """Waits, with all of 4 warps, until a warp of the producer has acquired the semaphore for them."""
+    """Waits, with all 4 warps of a consumer, until a warp of the producer has acquired the semaphore for them."""
     named_barrier("sync", barrier, 160)
 
 
 @gluon.jit
 def gdc_wait():
-    """Waits until the kernel before this one in its stream has ended, where `launch_pdl` let this one begin early."""
+    """Waits until the kernel before this one in its stream has ended: `launch_pdl` lets this one begin early."""
     _by_all("griddepcontrol.wait")
 
 
 @gluon.jit
 def gdc_launch_dependents():
-    """Lets the kernel after this one in its stream begin, once all CTAs have come here."""
+    """Lets the kernel after this one in its stream begin, once all CTAs have reached this call."""
     _by_all("griddepcontrol.launch_dependents")
 
 
 @gluon.jit
 def add_registers(ptr, x):
-    """Adds x (64, 64) float32, as a matmul leaves it, to 4096 numbers at `ptr`, in the order of its registers.
+    """Adds x (64, 64) float32, a matmul's result, to 4096 numbers at `ptr`, in the order of the matmul's registers.
 
-    Four numbers that a thread holds lie together, so that each instruction of a warp adds to 512 bytes in a row. CTAs
-    add in no order but that of `semaphore_acquire`.
+    Four numbers that a thread holds are adjacent in memory, so each instruction of a warp adds to 512 contiguous bytes.
+    Only `semaphore_acquire` gives the additions of CTAs an order.
     """
     _put_registers("red.global.add.v4.f32", ptr, x)
 
@@ -145,7 +147,7 @@ def _put_registers(INSTRUCTION: gl.constexpr, ptr, x):
 
 @gluon.jit
 def clear(ptr):
-    """Writes 4096 float32 zeros at `ptr`, by all of 4 warps."""
+    """Writes 4096 float32 zeros at `ptr`, with all 4 warps."""
     places = (ptr + 4 * gl.arange(0, 128, layout=WARPS)).to(gl.int64)
     gl.inline_asm_elementwise(_clear_asm(), "=&r,l", [places], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -166,7 +168,7 @@ def store_rows(desc, batch, head, row, tile):
 
 @gluon.jit
 def narrow(x, DTYPE: gl.constexpr):
-    """x.to(DTYPE) for float32 x. In assembly, as LLVM would move it through the loop, out of its planned registers."""
+    """x.to(DTYPE) for float32 x. It is PTX, since LLVM would move the conversion to where it costs more registers."""
     if gl.bfloat16 == DTYPE:
         ASM: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
         return gl.inline_asm_elementwise(ASM, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
@@ -209,11 +211,11 @@ def _exp2_asm():
 
 @gluon.jit
 def exp2_of_eight(x):
-    """2 ** x for float32 x of at most about 0. FMAs compute one of eight numbers that follow one another in a thread.
+    """2 ** x for float32 x that are not much above 0. Of each eight consecutive numbers of a thread, FMAs compute one.
 
-    The unit for exponentials, which computes the other seven, has a quarter of the throughput of FMAs. The method is
-    Cody and Waite's: a power of two by the exponent's bits, times a cubic on [-1/2, 1/2] whose relative error is
-    1.2e-4. The result is 0 from -127 down.
+    The hardware's unit for exponentials, which computes the other seven, has a quarter of the throughput of FMAs. The
+    method is Cody and Waite's: a power of two by the exponent's bits, times a cubic on [-1/2, 1/2] whose relative error
+    is 1.2e-4. The result is 0 for x <= -127.
     """
     constraints: gl.constexpr = "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f"
     return gl.inline_asm_elementwise(_exp2_asm(), constraints, [x], dtype=gl.float32, is_pure=True, pack=8)
@@ -221,15 +223,15 @@ def exp2_of_eight(x):
 
 @gluon.jit
 def scale_rows(x, factor):
-    """x (M, N) times factor (M,): a thread that holds numbers of a row of x already holds the factor of that row."""
+    """x (M, N) times factor (M,), without moving data: a thread with numbers of a row already has that row's factor."""
     return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def owned_tile(index, num_tiles, num_heads, at_once):
-    """(head, tile) of work item `index`.
+    """(head, tile) of work item `index`, of `num_heads` heads with `num_tiles` tiles each.
 
-    Items go through `at_once` heads at a time, which share the L2 cache: tile 0 of each, then tile 1 of each, ...
+    Items take `at_once` heads at a time, whose data share the L2 cache: tile 0 of each, then tile 1 of each, ...
     """
     first_head = index // (at_once * num_tiles) * at_once
     heads = gl.minimum(at_once, num_heads - first_head)
@@ -239,7 +241,7 @@ def owned_tile(index, num_tiles, num_heads, at_once):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT memory barriers, each of which waits for ARRIVALS arrivals."""
+    """COUNT memory barriers (mbarrier), each of which completes a phase after ARRIVALS arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(made.index(i), count=ARRIVALS)

@@ -1,7 +1,7 @@
-"""The kernels before and after `backward_kernel`.
+"""The kernels that `launch.py` runs before and after `backward_kernel`, in plain Triton.
 
-`preprocess_kernel` computes delta, writes the log-sum-exp in base 2, and zeroes the heads of dq that no CTA of the
-backward zeroes. `postprocess_kernel` writes dq in its own dtype and layout.
+`preprocess_kernel` computes delta, the row sums of o * do, writes the log-sum-exp in base 2, and zeroes the heads of dq
+that no CTA of the backward zeroes. `postprocess_kernel` writes the float32 dq in q's dtype and layout.
 
 Legend: B batch, H query heads, G = H / key heads, Q queries, D head dimension.
 """
@@ -12,7 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def _owned_rows(Q_PADDED, ROWS: tl.constexpr):
-    """(program, bh, rows): its number, from the last down to 0; its head among all B H; its ROWS rows of that head."""
+    """(program, bh, rows): this program's number, counted from the last one; its head among all B H; its queries.
+
+    `rows` are the (ROWS,) numbers of its queries in that head.
+    """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tiles = Q_PADDED // ROWS
     return program, program // tiles, program % tiles * ROWS + tl.arange(0, ROWS)
@@ -30,11 +33,11 @@ def preprocess_kernel(
     o_b, o_h, o_q, do_b, do_h, do_q,
     ROWS: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Fills delta and the base-2 log-sum-exp (B H, Q_PADDED), float32, and what `backward_kernel` begins with.
+    """Writes delta and the base-2 log-sum-exp (B H, Q_PADDED), float32, and all else that `backward_kernel` reads.
 
-    That is zeros in dq_semaphore and in the first `num_cleared` heads of dq (B H, Q_PADDED, D), and `parameters`. The
-    strides of o and do are in units of 8 numbers. The last tiles come first, so that the L2 cache holds the heads that
-    `backward_kernel` begins with.
+    That is zeros in dq_semaphore and in the first `num_cleared` heads of dq (B H, Q_PADDED, D), and the five scalars in
+    `parameters`. The strides of o and do are in units of 8 numbers. Programs take the last tiles first, so that at the
+    end the L2 cache holds the heads that `backward_kernel` begins with.
     """
     tl.extra.cuda.gdc_launch_dependents()
     program, bh, rows = _owned_rows(Q_PADDED, ROWS)
@@ -47,7 +50,7 @@ def preprocess_kernel(
     do = tl.load(do_ptr + do_rows[:, None] + cols[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     # Rows past the end get a log-sum-exp of inf, which makes their P zero.
     lse = tl.load(lse_ptr + bh.to(tl.int64) * Q + rows, mask=inside, other=float("inf"))
-    if BOUNDED:  # so do those that see nothing
+    if BOUNDED:  # so do queries that see nothing
         lse = tl.where(lse == float("-inf"), float("inf"), lse)
     padded = bh * Q_PADDED + rows
     tl.store(lse2_ptr + padded, lse * 1.4426950408889634)

@@ -1,7 +1,9 @@
-"""A short test of every plan with whole numbers, whose results are exact, for a Triton that nobody has tried.
+"""A short test of every plan in `plans.py` on a Triton version that the kernels have not been tested on.
 
-Keys come in pairs that differ in the last element alone, where queries are 0: a query weights both keys of one pair by
-1/2, or the visible one by 1, and all others by exactly 0. Everything then is a small whole number or half of one.
+`support.py` has it run once on a GPU, by `run`, before the row is used on such a version. Inputs are whole numbers for
+which every result is exact, so results are compared bit for bit. Keys come in pairs that differ only in the last
+element, where queries are 0. So a query weights both keys of one pair by 1/2, or by 1 the only one it sees, and all
+other keys by exactly 0. All results are then small whole numbers or halves.
 
 Legend: B batch, H query heads, Hkv key heads, Q queries, K keys, D head dimension.
 """
@@ -16,9 +18,9 @@ from torch import Tensor
 from lmsys.attention.pattern import Pattern
 
 SCALE = 8.0  # scores of different pairs are so far apart that float32 has no weight for the lower one
-BITS = 9  # of the number of a pair of keys
-WINDOW = 150  # its edge crosses tiles of keys in which consumers differ
-ROUNDS = 3  # a wait that is missing shows now and then
+BITS = 9  # in the number of a pair of keys, which its elements spell as -1 and 1
+WINDOW = 150  # its left edge lies in different tiles of keys for the consumers of one CTA
+ROUNDS = 3  # each plan runs several times, since a missing wait does not fail every time
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -56,7 +58,7 @@ def run(capability: tuple[int, int]) -> None:
 def check(
     shape: Shape, dtype: torch.dtype, plans: tuple[Any, Any], deterministic: bool, seed: int, device: torch.device
 ) -> None:
-    """Raises ValueError where a result is not exact. `plans`: of the forward and of the backward."""
+    """Raises ValueError if a result is not exact. `plans`: a `ForwardPlan` and a `BackwardPlan`."""
     from lmsys.attention.flash_gluon import launch
 
     q, k, v, do, weights = (x.to(device) for x in draw(shape, seed))
@@ -71,14 +73,14 @@ def check(
 
 
 def draw(shape: Shape, seed: int) -> tuple[Tensor, ...]:
-    """q, k, v, do and the weights (B, H, Q, K), in float64."""
+    """(q, k, v, do, weights): inputs of `shape`, and the softmax weights (B, H, Q, K) that they lead to, in float64."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.arange(shape.keys)
     code = ((keys[:, None] // 2 >> torch.arange(BITS)) & 1) * 2 - 1  # (K, BITS)
     copies = (shape.head_dim - 1) // BITS
     k = torch.zeros(shape.keys, shape.head_dim, dtype=torch.float64)
     k[:, : copies * BITS] = code.repeat(1, copies).double()
-    q_of = k.clone()  # by key: the query that looks for its pair
+    q_of = k.clone()  # for each key, a query that attends to the pair of that key
     k[:, -1] = 1.0 - 2.0 * (keys % 2)
     last = torch.full((shape.queries,), shape.keys - 1)  # the last key that a query sees
     last = torch.arange(shape.queries).minimum(last) if shape.causal else last
@@ -97,7 +99,7 @@ def draw(shape: Shape, seed: int) -> tuple[Tensor, ...]:
 
 
 def truth(shape: Shape, q: Tensor, k: Tensor, v: Tensor, do: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """o, dq, dk and dv by name, in this order, in float64."""
+    """The exact o, dq, dk and dv by name, in this order, in float64."""
     group = shape.heads // shape.kv_heads
     of_query = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     o = weights @ of_query[1]

@@ -1,4 +1,8 @@
-"""The cases that the row runs, apart from the kernels, which a Triton of another version could not even import."""
+"""The cases that the row `flash_gluon` runs. It is apart from the kernels, which other Triton versions cannot import.
+
+`table.py` names `flash_gluon_supports`. On a Triton version that the GPU tests have not passed on, the row is tried
+once, by `selftest.py`, before it is used.
+"""
 
 from pathlib import Path
 
@@ -9,9 +13,9 @@ from lmsys.kernels import custom_op, launch, trial, tritons
 
 HEAD_DIMS = (64, 128)
 HOPPER = (9, 0)
-PATTERNS = "window", "documents"
+PATTERNS = "window", "documents"  # options that the kernels know
 SELFTEST = "lmsys.attention.flash_gluon.selftest:run"
-SOURCES = Path(__file__).parent, Path(launch.__file__)  # a trial's verdict is about these
+SOURCES = Path(__file__).parent, Path(launch.__file__)  # a change in any of these files needs a new trial
 
 
 def flash_gluon_supports(case: AttentionCase) -> str | None:
@@ -31,7 +35,7 @@ def flash_gluon_supports(case: AttentionCase) -> str | None:
 
 @custom_op.constant  # a trial cannot be traced
 def refused_when_tried() -> str | None:
-    """None, or why the row is refused on a Triton that nobody has run it on: it is tried once, on a GPU."""
+    """None, or why the row is refused on this Triton version, by a trial on a GPU whose verdict is kept on disk."""
     return (
         trial.refusal("flash_gluon", SELFTEST, SOURCES, HOPPER)
         if torch.cuda.is_available()
