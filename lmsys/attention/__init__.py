@@ -1,4 +1,8 @@
-"""One signature, many implementations: `table.py` has the rows, `call.py` the function that calls them."""
+"""Attention: one signature, many implementations. `call.py` has the public function `attention`.
+
+A *row* is an implementation in the table of `table.py`, with the cases it supports and facts about it (traits). A new
+kernel is a file in this folder and one row there: see CONTRIBUTING.md.
+"""
 
 from lmsys.attention.auto import is_measured
 from lmsys.attention.call import attention, row_of

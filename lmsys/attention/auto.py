@@ -1,4 +1,7 @@
-"""The rows that `impl="auto"` tries for a case, in the order that was measured."""
+"""The rows that `impl="auto"` tries for a case, in the order that was measured: `table.py` calls `fastest_first`.
+
+Change FASTER after new measurements; `tests/attention/test_auto_order.py` compares it with committed results.
+"""
 
 import torch
 
@@ -6,13 +9,13 @@ from lmsys.attention.contract import FEW_QUERIES, AttentionCase
 
 
 def is_measured(capability: tuple[int, int] | None) -> bool:
-    """True for NVIDIA GPUs of a kind on which the rows of the table were timed: Hopper."""
+    """True for GPUs on which the rows of the table were timed: NVIDIA's Hopper, compute capability 9.0."""
     return capability == (9, 0) and torch.version.hip is None  # AMD's gfx90a has that number, too
 
 
-ANY = 2**63  # more than any number of keys or queries
-# Shapes in which another row than `flash_gluon` is the fastest, by (grad, head_dim, causal): the row, the most keys,
-# and the least and the most queries of all heads and batch entries. `tests/attention/test_auto_order.py` holds them.
+ANY = 2**63  # more than any number of keys or queries: no limit
+# Shapes in which another row than `flash_gluon` is the fastest, by (grad, head_dim, causal). Each is (row, most keys,
+# least queries, most queries), where queries are counted over all heads and batch entries, B H Q.
 FASTER: dict[tuple[bool, int, bool], tuple[tuple[str, int, int, int], ...]] = {
     (False, 64, True): (("flash_triton", ANY, 0, 32_768),),
     (False, 64, False): (("flash_triton", ANY, 0, 24_576), ("sdpa_cudnn", ANY, 0, 49_152)),
@@ -26,15 +29,16 @@ FASTER: dict[tuple[bool, int, bool], tuple[tuple[str, int, int, int], ...]] = {
 
 
 def fastest_first(case: AttentionCase) -> tuple[str, ...]:
-    """The rows that "auto" tries: on Hopper in the order measured there, on other GPUs torch's own choice first.
+    """The names of the rows that "auto" tries, in order: on Hopper as measured, on other GPUs torch's choice first.
 
-    Where `flash_gluon` cannot run, cuDNN has the faster forward, and above head_dim 64 the faster backward; up to 64
-    `flash_triton` trains faster. None has a fast float32: there Triton multiplies without tensor cores. Under a pattern
-    the first is the one that skips hidden tiles and needs nobody to keep hidden memory apart, and for few queries the
-    one that divides the keys among programs. On a CPU there is none that Triton would interpret.
+    On Hopper `flash_gluon` comes first, but for the shapes in FASTER. Where it cannot run, cuDNN has the faster
+    forward, and above head_dim 64 the faster backward; up to 64 `flash_triton` trains faster. In float32 Triton
+    multiplies without tensor cores, so SDPA's memory-efficient kernel comes first. With options, and for few queries,
+    `flash_triton` comes first: it skips hidden tiles, isolates queries from NaN in hidden keys by itself, and divides
+    the keys of few queries among programs. On a CPU no row is tried that Triton would interpret.
 
-    On GPUs that nobody timed, options are an exception: SDPA has nothing for them but a mask of Q x K bytes, and skips
-    no tile. There `flash_triton` is known to compile without spills; how fast it is, is not known.
+    On other GPUs options are an exception: SDPA needs a mask of Q x K bytes for them, and skips no tile. There
+    `flash_triton` comes first: it is known to compile without spills, but how fast it is, is not known.
     """
     if case.device == "cpu":
         return "sdpa_flash", "vectorized"
@@ -45,7 +49,7 @@ def fastest_first(case: AttentionCase) -> tuple[str, ...]:
             else ("sdpa", "flash_triton", "vectorized")
         )
     if case.options or (case.queries <= FEW_QUERIES and case.queries < case.keys and not case.grad):
-        # Keys and values of 1 GiB or more cuDNN reads faster on an H200, and as fast on an H100.
+        # From 1 GiB of keys and values on, cuDNN is faster on an H200, and as fast on an H100.
         is_large = not case.options and case.batch * case.kv_heads * case.keys * case.head_dim >= 2**28
         first = ("sdpa_cudnn", "flash_triton") if is_large else ("flash_triton", "sdpa_cudnn")
         return *first, "sdpa_efficient", "vectorized"

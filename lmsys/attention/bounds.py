@@ -1,10 +1,11 @@
-"""Intervals of keys: how the flash rows read a pattern.
+"""`Bounds`: the interval of keys that each query sees, which is all that flash rows read of a pattern.
 
-Windows, documents, a prefix, lengths and causal order leave each query an interval of keys, whose two ends never fall
-from one query to the next; only a mask may leave something else. So a tile of queries has to visit the keys from its
-first query's first to its last query's end. All of its queries see what lies between its last query's first and its
-first query's end, which therefore needs no mask. The same holds with queries and keys exchanged: an interval of queries
-sees each key.
+`Pattern.bounds` makes them by `intervals_of`. Windows, documents, a prefix, lengths and causal order leave each query
+an interval of keys, whose two ends never decrease from one query to the next. Only a mask may leave other sets.
+
+So a tile of queries visits the keys from the `first` of its first query to the `end` of its last query. The keys from
+the `first` of its last query to the `end` of its first query are seen by all queries of the tile, and need no mask. The
+same holds with queries and keys exchanged, since each key is seen by an interval of queries: `Bounds.of_keys`.
 
 Legend: B batch, Q queries, K keys, S = Q = K.
 """
@@ -20,8 +21,7 @@ from torch import Tensor
 class Bounds:
     """Query i of batch entry b sees the keys first[b, i] <= j < end[b, i], and none where first[b, i] >= end[b, i].
 
-    first, end  (B, Q), or (1, Q) where all batch entries share them: int32 between 0 and K, neither ever
-                falling with i
+    first, end  (B, Q), or (1, Q) if all batch entries share them: int32 between 0 and K. Neither decreases with i.
     num_keys    K
     """
 
@@ -35,28 +35,31 @@ class Bounds:
         return self.seen_by()
 
     def seen_by(self) -> "Bounds":
-        """`of_keys` made anew, as torch.compile traces it."""
+        """`of_keys`, computed anew: torch.compile traces this, but not a cached property."""
         keys = torch.arange(self.num_keys, dtype=torch.int32, device=self.first.device)
         keys = keys.expand(self.first.shape[0], -1).contiguous()
         return Bounds(
-            torch.searchsorted(self.end, keys, right=True, out_int32=True),  # queries that end at j or before it
-            torch.searchsorted(self.first, keys, right=True, out_int32=True),  # queries that begin at j or before it
+            torch.searchsorted(self.end, keys, right=True, out_int32=True),  # queries that end before key j
+            torch.searchsorted(self.first, keys, right=True, out_int32=True),  # queries that begin at j or before
             self.first.shape[1],
         )
 
     def until(self, key_lengths: Tensor) -> "Bounds":
-        """These intervals, cut off where batch entry b has only its first key_lengths[b] keys."""
+        """These intervals, without the keys j >= key_lengths[b] of batch entry b."""
         end = torch.minimum(self.end, key_lengths.clamp(0, self.num_keys).to(torch.int32).unsqueeze(1))
         return Bounds(self.first.expand(end.shape).contiguous(), end, self.num_keys)
 
     def walk(self, start: int, stop: int, tile: int) -> list[tuple[int, bool]]:
-        """(first key, True if it must be masked) of each tile of keys that queries [start, stop) visit, in order."""
+        """The tiles of keys that queries [start, stop) visit, in order: (first key, True if the tile needs a mask).
+
+        `tile` is the number of keys in a tile.
+        """
         low, full_from, full_to, high = (edge[at] for edge, at in zip(self._edges, (start, stop - 1) * 2, strict=True))
         columns = range(low // tile * tile, high, tile) if low < high else ()
         return [(col, col < full_from or min(col + tile, self.num_keys) > full_to) for col in columns]
 
     def visible(self, rows: slice, columns: slice) -> Tensor:
-        """Where these queries see these keys: (B or 1, rows, columns), boolean."""
+        """(B or 1, rows, columns), boolean: True where one of these queries sees one of these keys."""
         keys = torch.arange(columns.start, columns.stop, device=self.first.device)
         return (keys >= self.first[:, rows, None]) & (keys < self.end[:, rows, None])
 
@@ -64,8 +67,8 @@ class Bounds:
     def _edges(self) -> list[list[int]]:
         """[least first, greatest first, least end, greatest end] over all batch entries, each a list by query.
 
-        A CUDA graph that is being recorded will be replayed for other documents and lengths, and the host cannot read
-        the present ones. The edges are then such that every tile is visited, and masked.
+        While a CUDA graph is recorded, the host cannot read them, and the graph may be replayed with other documents
+        and lengths. The edges returned then make `walk` visit and mask every tile.
         """
         if self.first.is_cuda and torch.cuda.is_current_stream_capturing():
             return [[edge] * self.first.shape[1] for edge in (0, self.num_keys, 0, self.num_keys)]
@@ -80,7 +83,12 @@ def intervals_of(
     prefix: int | None,
     num_keys: int,
 ) -> Bounds:
-    """The intervals of queries at `position` (B or 1, Q), and within `edges` where they have documents."""
+    """The intervals of keys that queries at `position` (B or 1, Q) see.
+
+    edges        (starts, ends) of each query's document among the keys, (B or 1, Q) each; None: all `num_keys` keys
+    left, right  keys that a query sees on either side of its position; None: all
+    prefix       how many keys at the start of its document a query sees in any case; None: 0
+    """
     starts, ends = edges or (torch.zeros_like(position), torch.full_like(position, num_keys))
     first, end = starts.expand_as(position), ends.expand_as(position)
     if right is not None:

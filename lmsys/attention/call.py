@@ -1,4 +1,8 @@
-"""`attention`: checks a call once, picks the row that runs it, and gives the row what it reads."""
+"""`attention`, the public function: it checks a call once, picks the row that runs it, and calls that row.
+
+`contract.py` checks the tensors, `pattern.py` the options, `table.py` has the rows. A new option is a parameter here,
+passed on to `checked_pattern`.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -44,43 +48,45 @@ def attention(
     (B, Q, Dv) of q's dtype; with `return_lse` (o, lse). Under autocast q, k and v are cast to its dtype, as torch's own
     SDPA does, but for float64.
 
-    Differentiable any number of times by our own rows, whose second derivatives are computed from Q x K scores, in
-    plain PyTorch; forward-mode derivatives are refused by those with kernels. Rows of others have what they have.
-    `torch.func`'s grad, vjp and vmap, torch.compile without a break, torch.export and selective checkpointing, to which
-    flash rows are operators `torch.ops.lmsys.<row>`, take every row that they can. For a bias, sinks and `return_lse`
-    flash rows are no operators: they are differentiable once, torch.compile's graph breaks there, and torch.func
-    refuses them.
+    Our own rows are differentiable any number of times. Their second derivatives are computed from Q x K scores, in
+    plain PyTorch. Rows with kernels refuse forward-mode derivatives. Rows of others are as differentiable as the
+    functions that they call. `torch.func`'s grad, vjp and vmap, torch.compile without a graph break, torch.export and
+    selective checkpointing work with every row that they can run; to them flash rows are operators
+    `torch.ops.lmsys.<row>`. With a bias, sinks or `return_lse` flash rows are no operators: they are differentiable
+    once, torch.compile's graph breaks there, and torch.func refuses them.
 
-    A query sees the keys that all of these let it see; one that sees none gives zeros, and gradients of zero. What an
-    option hides from a query never changes its result, nor its gradient, be it NaN or infinity. Where `causal`
-    alone hides, that is so of keys that no query sees, j >= Q; of others NaN may reach queries before them, as in
-    torch's SDPA.
-    Any memory is taken: what a backend cannot read, such as rows that are not 16-byte aligned, is copied for it.
+    A query sees the keys that all options let it see. A query that sees none has zeros as its result and as its
+    gradient. NaN and infinity in keys that an option hides from a query never change its result or its gradient. Where
+    `causal` alone hides, this holds only for keys that no query sees, j >= Q; NaN in other keys may reach queries
+    before them, as in torch's SDPA.
+    Any memory layout is taken: if a backend cannot read it, such as rows that are not 16-byte aligned, it is copied.
     Without queries, keys or batch entries there is nothing to compute: o is empty, or zeros where there are no keys.
 
     causal       query i sees keys j <= i + offset: aligned at the top left as in torch SDPA, also for Q != K
     scale        the factor of the scores; None: D ** -0.5
-    window       with `causal` a number: the last `window` of those keys alone, j > i + offset - window; or two,
+    window       with `causal` a number: only the last `window` of those keys, j > i + offset - window; or two numbers,
                  (left, right): i + offset - left <= j <= i + offset + right
     prefix       with `causal` and no window: all queries also see the first `prefix` keys, j < prefix
-    documents    `Documents` packed into the sequence, made once; a query sees its own alone. The last query of one
-                 stands at its last key: `causal` is aligned at the bottom right. `prefix` is of each
-    key_lengths  (B,) int32 or int64, of caches of different lengths: keys j < key_lengths[b]. From 0 to K: on a CPU
-                 others are refused, on CUDA, where the host cannot know them, they are taken as 0 or K
+    documents    `Documents` packed into the sequence, made once; a query sees only keys of its own document. The last
+                 query of a document stands at its last key: `causal` is aligned at the bottom right. A `prefix` is
+                 that of each document
+    key_lengths  (B,) int32 or int64, of caches of different lengths: keys j < key_lengths[b]. They are from 0 to K;
+                 others are refused on a CPU, and clamped on CUDA, where the host cannot read them without waiting
     softcap      scores become softcap · tanh(score / softcap), before anything is hidden
     offset       the position of query 0 among the keys, a number or one for each batch entry, (B,) int32 or int64;
                  "end": the queries are the last of their keys, at K - Q or with `key_lengths` at key_lengths - Q
     mask         boolean, broadcastable to (..., H, Q, K), or to (B, Q, K): True where a query sees a key
-    bias         of q's dtype or float32, broadcastable as a mask: added to the scores, and differentiable. Finite: what
-                 hides is a mask
-    alibi        slopes (H,) of Press et al. 2022: alibi[h] · |i + offset - j| is taken from the scores. A row with
-                 kernels makes them of positions, where a bias is read
+    bias         of q's dtype or float32, broadcastable as a mask: added to the scores, and differentiable. It must be
+                 finite; a mask hides keys
+    alibi        slopes (H,) of Press et al. 2022: alibi[h] · |i + offset - j| is subtracted from the scores. Rows with
+                 kernels compute it from positions, and so read no bias from memory
     sinks        (H,): for each head the logit of one more key, which all queries see and whose value is zero, as in
                  gpt-oss; differentiable
-    return_lse   lse (..., H, Q) or (B, Q), float32 (float64 for float64): the natural logarithm of the softmax's
-                 denominator, -inf of a query that sees nothing; differentiable. `merge` makes one of partial results
-    impl         a row of the table. "auto" takes the fastest one that supports the case, on a CPU none that Triton
-                 interprets; a named row that cannot run it is a ValueError that says why.
+    return_lse   also return lse (..., H, Q) or (B, Q), float32 (float64 for float64): the natural logarithm of the
+                 softmax's denominator, -inf for a query that sees nothing; differentiable. `merge` combines partial
+                 results by it
+    impl         the name of a row. "auto" takes the fastest row that supports the case, but on a CPU no row that
+                 Triton interprets. ValueError says why a named row cannot run the case.
     """
     autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
     if autocast:
@@ -114,7 +120,7 @@ def attention(
         row, options = partial(hidden.kept_apart, row), {"pattern": pattern}
     else:
         options = contract.keywords_of(row, pattern)
-    # A row's products have the dtypes that it gives them.
+    # Autocast is off inside of a row: its matmuls have the dtypes that the row chooses.
     with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
         result = row(q4, k4, v4, scale=scale, **options)
     o = (result[0] if return_lse else result).reshape(*q.shape[:-1], v.shape[-1])
@@ -122,10 +128,10 @@ def attention(
 
 
 def row_of(impl: str, case: contract.AttentionCase) -> tuple[Callable[..., Any], bool]:
-    """The function of the row that runs a case, and its trait `isolates`; ValueError where none can."""
+    """(the function of the row that runs a case, its trait `isolates`). ValueError if no row, or not `impl`, can."""
     return (
         getattr(_TRACED, _traced(impl, *contract.constants_of(case)))
-        if torch.compiler.is_compiling()  # which asks once for cases of many lengths
+        if torch.compiler.is_compiling()  # one answer then holds for many lengths
         else _picked(impl, case)[1]
     )
 
@@ -138,7 +144,9 @@ def _picked(impl: str, case: contract.AttentionCase) -> tuple[str, tuple[Callabl
     return entry.name, (row, AttentionTraits.of(entry).isolates)
 
 
-_TRACED = SimpleNamespace()  # what torch.compile has asked for, by names: it takes no function for a constant
+# The results of `row_of` under torch.compile, by the row's name: a traced function may return a name as a constant, but
+# not a function.
+_TRACED = SimpleNamespace()
 
 
 @constant

@@ -1,4 +1,7 @@
-"""torch.compile for code that meets many shapes: one static graph for each, and never a silent fallback."""
+"""torch.compile for functions that meet many shapes: one static graph for each, and never a silent fallback.
+
+Rows that compile call `compile_for`; their `supports` asks `why_no_compiler`.
+"""
 
 import importlib.util
 import os
@@ -12,16 +15,16 @@ import torch
 
 
 def layout_key(*tensors: torch.Tensor) -> Hashable:
-    """Everything of the tensors that a static graph is specialised on."""
+    """A key of everything that a static graph of these tensors is specialised on: shapes, strides, dtypes and so on."""
     return tuple((tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors)
 
 
 @cache
 def compile_for(function: Callable[..., Any], key: Hashable) -> Callable[..., Any]:
-    """`function`, compiled for the one case that `key` describes; cached, compiled on its first call.
+    """`function`, compiled for the one case that `key` describes. The result is cached, and compiles on its first call.
 
-    Dynamo counts recompilations by code object, and past a limit it runs eagerly without a word. A copy
-    with a code object of its own for each case cannot reach the limit.
+    Dynamo counts recompilations of each code object, and past a limit it runs eagerly without a message. Here each case
+    has a copy of the function with a code object of its own, which cannot reach the limit.
     """
     copy = types.FunctionType(
         function.__code__.replace(),
@@ -36,7 +39,7 @@ def compile_for(function: Callable[..., Any], key: Hashable) -> Callable[..., An
 
 @cache
 def why_no_compiler(device: str) -> str | None:
-    """None when torch.compile can make code for `device` ("cpu" or "cuda"), else the reason."""
+    """None if torch.compile can compile for `device` ("cpu" or "cuda"), else the reason."""
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         return "torch.compile on CUDA needs triton, which is not installed"
     lacks = device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++")))

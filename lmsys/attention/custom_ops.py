@@ -1,7 +1,12 @@
-"""Makes kernels differentiable: for eager PyTorch as an autograd Function, and for whoever looks at operators, such as
-torch.compile, by custom operators, nodes of known shapes into which nobody looks.
+"""Makes a forward and a backward kernel into a flash row that PyTorch can differentiate, compile and trace.
 
-Queries, keys and values may be parts of one tensor, which their projection has written: gradients then lie alike.
+Each flash row calls `flash` with its two launchers. `flash` returns an autograd Function, which eager calls use, and
+the function of the row. Under torch.compile, torch.func and dispatch modes the row calls custom operators instead:
+opaque nodes of a graph, with known shapes (`_custom_op`). Operators take no objects, so a `Pattern` travels through
+them as numbers and tensors (`_apart`, `_together`).
+
+Queries, keys and values may be parts of one tensor, which their projection has written. In an eager call their
+gradients may then be parts of one tensor as well (`gradients_like`).
 
 Legend: B batch, H query heads, Hkv key/value heads, N = H + 2 Hkv, S length, D head dimension.
 """
@@ -23,11 +28,12 @@ from lmsys.kernels.custom_op import define
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, ...]]
+# The arguments of both operators, in the schema language of torch.library, that follow the tensors of attention.
 ASKED = "bool causal, float scale, str layout, SymInt[] numbers, float[] floats, Tensor[] tensors"
 
 
 def _like(x: Tensor) -> Tensor:
-    """An empty result of x's shape (B, H, S, D), in (B, S, H, D) memory, as the next projection reads it."""
+    """An empty tensor of x's shape (B, H, S, D), contiguous as (B, S, H, D), as the next projection reads it."""
     batch, heads, length, head_dim = x.shape
     return x.new_empty_strided(x.shape, (length * heads * head_dim, head_dim, heads * head_dim, 1))
 
@@ -41,9 +47,9 @@ def _laid_out(x: Tensor) -> Tensor:
 
 
 def whole_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """The contiguous tensor (B, S, N, D) of which q (B, H, S, D), k and v (B, Hkv, S, D) are the heads, in this order.
+    """The contiguous tensor (B, S, N, D) whose heads are q (B, H, S, D), k and v (B, Hkv, S, D), in this order.
 
-    None where they are not.
+    None if they are not parts of one such tensor.
     """
     (batch, heads, length, head_dim), (_, kv_heads, _, _) = q.shape, k.shape
     row = (heads + 2 * kv_heads) * head_dim
@@ -61,10 +67,10 @@ def whole_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
 def gradients_like(
     q: Tensor, k: Tensor, v: Tensor, like: Callable[[Tensor], Tensor], together: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty dq, dk and dv: parts of one tensor where q, k and v are, so that the projection's backward finds one.
+    """Empty dq, dk and dv. If q, k and v are parts of one tensor, so are they, for the projection's backward.
 
-    Else `like` makes each of its input, also where a row of a head is no multiple of 16 bytes, as descriptors need it,
-    and where not `together`: a custom operator has told beforehand how its results lie.
+    Otherwise each is `like(q)`, `like(k)`, `like(v)`. That is also so where a row of a head is no multiple of 16 bytes,
+    as descriptors need it, and if not `together`: the layout of a custom operator's results is fixed beforehand.
     """
     whole = whole_of(q, k, v) if together else None
     if whole is None or q.shape[-1] * q.element_size() % 16:
@@ -75,13 +81,13 @@ def gradients_like(
 
 
 def _apart(pattern: Pattern | None) -> tuple[str, tuple[int, ...], tuple[float, ...], list[Tensor]]:
-    """A pattern as operators take it: (layout, numbers, floats, tensors), whose layout names options and their kinds.
+    """A pattern as operators take it: (layout, numbers, floats, tensors), all empty without a pattern.
 
-    Without one all are empty.
+    The layout names each option and the kinds of its values (`_kind`), such as "window:nn documents:ttttt".
     """
     options = {} if pattern is None else pattern.options
     parts = {name: x.parts if isinstance(x, documents.Documents) else (x,) for name, x in options.items()}
-    parts |= {name: x for name, x in options.items() if isinstance(x, tuple)}  # of a window, keys on either side
+    parts |= {name: x for name, x in options.items() if isinstance(x, tuple)}  # a window with two sides
     layout = " ".join(f"{name}:{''.join(map(_kind, values))}" for name, values in parts.items())
     numbers, floats, tensors = ([x for some in parts.values() for x in some if _kind(x) == kind] for kind in "nft")
     return layout, tuple(numbers), tuple(floats), tensors
@@ -92,7 +98,7 @@ def _kind(value: Any) -> str:
 
 
 def _together(causal: bool, layout: str, *parts: Sequence[Any]) -> dict[str, Pattern]:
-    """The keyword by which a kernel is told a pattern that was taken apart, where there was one."""
+    """{"pattern": the pattern that `_apart` has taken apart}, as a keyword for a kernel; {} without one."""
     left, given = dict(zip("nft", map(iter, parts), strict=True)), dict[str, Any]()
     for name, kinds in (part.split(":") for part in layout.split()):
         values = [next(left[kind]) for kind in kinds]
@@ -107,10 +113,10 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, patte
 
 
 def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Tensor], Backward]:
-    """The operators `lmsys::<name>` and `lmsys::<name>_backward` as functions on 4-D tensors, differentiable each:
+    """The operators `lmsys::<name>` and `lmsys::<name>_backward` as two differentiable functions on 4-D tensors:
     (q, k, v, causal, scale, pattern) -> o and (q, k, v, o, lse, do, causal, scale, pattern) -> dq, dk, dv.
 
-    A pattern, or None, stands in the place of `causal`. Second derivatives are those of `naive`.
+    A pattern that is not None replaces `causal`. Second derivatives are computed by `naive`.
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, *parts: Any) -> tuple[Tensor, Tensor]:
@@ -133,7 +139,7 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
     )
 
     class Gradients(torch.autograd.Function):
-        """dq, dk, dv of `backward_op`, with the derivatives of those of `_exact`."""
+        """dq, dk, dv by `backward_op`. Their own derivatives are computed by `_exact`, in plain PyTorch."""
 
         generate_vmap_rule = True
 
@@ -156,7 +162,10 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
             return *gradients, None, None, of_do, *[None] * (5 + len(tensors))
 
     class CustomOp(torch.autograd.Function):
-        """Stays out of the registered operators: in compiled code each call of one costs the host about 15 us."""
+        """o and the log-sum-exp by `forward_op`, differentiable.
+
+        The gradient is not registered with the operator: in compiled code that costs the host about 15 us a call.
+        """
 
         generate_vmap_rule = True
 
@@ -178,7 +187,7 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
             return *dqkv, *[None] * (5 + len(tensors))
 
     class Refusing(CustomOp):
-        jvp = staticmethod(no_forward_mode)  # which torch.compile takes in no Function
+        jvp = staticmethod(no_forward_mode)  # apart, since torch.compile takes no Function that has a jvp
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, pattern: Pattern | None = None) -> Tensor:
         *parts, tensors = _apart(pattern)
@@ -186,7 +195,7 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
             return Refusing.apply(q, k, v, causal, scale, *parts, *tensors)[0]
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             return CustomOp.apply(q, k, v, causal, scale, *parts, *tensors)[0]
-        # Without gradients, torch.compile counts the arguments that a Function takes.
+        # Without gradients no Function is called: torch.compile would count the parameters of its `forward`.
         return forward_op(q, k, v, causal, scale, *parts, tensors)[0]
 
     def gradients(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,9 +208,9 @@ def _custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
 def _autograd_function(name: str, forward: Forward, backward: Backward, gradients: Backward) -> Any:
     """The class `name` with `.apply(q, k, v, causal, scale, tile, pattern)` on (..., H, S, D) or (B, S, D).
 
-    The last four may be left out: `tile` is what `forward` and `backward`, else as for `flash`, take as one more
-    argument; a `pattern`, which some of them take, they are given by its name. They take the maximum before they scale,
-    so `scale` must be positive (ValueError). `gradients` makes those to be differentiated again.
+    The last four may be left out. `forward` and `backward` are those of `flash`. They get `tile`, if one is given, as
+    one more argument, and a pattern by its name. The kernels take the maximum of scores before they scale it, so
+    `scale` must be positive (ValueError). `gradients` computes gradients that are differentiated again.
     """
 
     class Flash(torch.autograd.Function):
@@ -221,7 +230,7 @@ def _autograd_function(name: str, forward: Forward, backward: Backward, gradient
             ctx.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # Triton would make an int a constant
             if ctx.scale <= 0:
                 raise ValueError(f"{scale=} must be positive in {name}.apply; the row of the table takes any")
-            if q.dim() == 4:  # apart, since each view costs the host two microseconds
+            if q.dim() == 4:  # no views here: each costs the host two microseconds
                 o, lse = forward(q, k, v, causal, ctx.scale, *ctx.tile, **ctx.options)
             else:
                 o, lse = forward(
@@ -255,10 +264,10 @@ def flash(
 ) -> tuple[Any, Callable[..., Any]]:
     """The autograd Function of a flash row, `<class_name>.apply`, and the row itself, a function called `name`.
 
-    `forward(q, k, v, causal, scale)` gives o and the log-sum-exp, `backward(q, k, v, o, lse, do, causal, scale)` gives
-    dq, dk, dv; each may be given a `pattern`. `registered` is the backward of the operators `lmsys::<name>` and
-    `lmsys::<name>_backward`, where that is another one. The row takes any scale. It calls the operators where somebody
-    looks at them, such as torch.compile.
+    `forward(q, k, v, causal, scale)` returns o and the log-sum-exp, `backward(q, k, v, o, lse, do, causal, scale)`
+    returns dq, dk, dv; each may be given a `pattern`. `registered` replaces `backward` in the operator
+    `lmsys::<name>_backward`, None: it does not. The row takes any scale. It calls the operators while torch.compile,
+    torch.func or a dispatch mode is active (`is_watched`), else the Function.
     """
     operator, gradients = _custom_op(name, forward, registered or backward)
     eager = _autograd_function(class_name, forward, backward, gradients)
@@ -274,7 +283,7 @@ def flash(
     ) -> Any:
         """softmax(scale · q kᵀ) v: q (B, H, Q, D), k, v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K.
 
-        `pattern` stands in the place of `causal`.
+        A `pattern` replaces `causal`. With `pattern.return_lse` the log-sum-exp (B, H, Q) comes with o.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if scale <= 0:
@@ -295,6 +304,6 @@ def flash(
         return eager.apply(q, k, v, causal, scale, None, pattern)
 
     attend.__name__ = attend.__qualname__ = name
-    # Whoever asks for the source of a row, as its proof does, is shown the file of its kernels.
+    # `inspect` then finds the source of the row, which a result file records, in the file of its kernels.
     vars(attend).update(__signature__=inspect.signature(attend), __wrapped__=forward)
     return eager, attend

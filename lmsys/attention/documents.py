@@ -1,4 +1,8 @@
-"""Documents packed one after another into a sequence, and other tensors that are made once for many calls."""
+"""`Documents`: documents packed one after another into a sequence, as an option of `attention`.
+
+They are made once for many calls, so they also keep tensors that rows derive from them, such as masks: `keep` and
+`kept_on_documents`. `Pattern` reads `starts`, `ends` and `places`; rows of FlashAttention read `cu_seqlens`.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,17 +24,17 @@ FARTHEST = 2**31 - 1  # positions are int32 in kernels
 class Documents:
     """Documents that fill sequences of S tokens: `Documents([3, 5])` packs two of them into 8 tokens.
 
-    lengths  tokens of each document, in their order; or a list of such lists, one for each batch entry, of one sum
-    device   that of the tensors which attention will be given
-    keys     of as many documents, the keys that their queries see, where they are not the same tokens:
+    lengths  tokens of each document, in order; or one such list for each batch entry, all with the same sum
+    device   the device of the tensors that attention will be given
+    keys     the documents that hold the keys, if queries and keys are not the same tokens; as many documents as here:
              `Documents([1, 2], keys=Documents([3, 5]))` has one query on 3 keys and two on 5
 
-    starts, ends  (B, S) or, where all batch entries are packed alike, (1, S), int32: the first token of the document
-                  that a token belongs to, and the first one behind it
-    key_starts, key_ends  (B, S) or (1, S), int32: the same among the keys, which a token sees as a query
-    places        (B, S) or (1, S), int32: where a token stands among the keys. A document's last query stands at its
-                  last key.
-    ValueError names a length that is none, or sums or numbers of documents that differ.
+    starts, ends  (B, S) or, if all batch entries are packed alike, (1, S), int32: the first token of the document that
+                  a token belongs to, and the first token after that document
+    key_starts, key_ends  (B, S) or (1, S), int32: the interval of keys of a token's document, [key_starts, key_ends)
+    places        (B, S) or (1, S), int32: the position of a token, as a query, among the keys. A document's last query
+                  stands at its last key.
+    ValueError names a length that is not a positive integer, and sums or numbers of documents that differ.
     """
 
     def __init__(
@@ -54,16 +58,19 @@ class Documents:
         self.longest = max(map(max, self.lengths))
         ends = [list(accumulate(row)) for row in self.lengths]
         self._edges = [[0, *row[:-1]] for row in ends], ends
-        with torch.inference_mode(False):  # they may be used outside of it
+        with torch.inference_mode(False):  # the tensors may be used outside of inference mode
             self.starts, self.ends = (self._by_token(x, device) for x in self._edges)
             self.key_starts, self.key_ends = (self._by_token(x, device) for x in self.keys._edges)
             self.places = self.key_ends - self.ends + torch.arange(self.num_tokens, dtype=torch.int32, device=device)
-        self.starts.longest = self.keys.longest  # unseen by a compiler: plans alone need it
+        self.starts.longest = self.keys.longest  # read by `of_parts`: operators get tensors, and plans need this number
         self.kept: dict[Hashable, Any] | None = {}
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> "Documents":
-        """From where documents begin and the last one ends: (N + 1,) integers 0, ..., S, on attention's device."""
+        """Documents by `cu_seqlens`: (N + 1,) integers 0, ..., S, the start of each document and the end of the last.
+
+        They are on its device. ValueError if it does not begin with 0 or does not increase.
+        """
         _check_tokens("cu_seqlens", cu_seqlens, (1,))
         edges = cu_seqlens.tolist()
         lengths = [end - start for start, end in zip(edges, edges[1:], strict=False)]
@@ -78,7 +85,10 @@ class Documents:
 
     @classmethod
     def from_ids(cls, ids: Tensor) -> "Documents":
-        """From a number for each token, one for all tokens of a document: (S,) or (B, S) integers."""
+        """Documents from an id for each token, the same for all tokens of a document: (S,) or (B, S) integers.
+
+        They are on its device. ValueError if the tokens of an id do not stand together.
+        """
         _check_tokens("ids", ids, (1, 2))
         lengths = []
         for row in ids if ids.dim() == 2 else [ids]:
@@ -90,7 +100,7 @@ class Documents:
 
     @classmethod
     def of_parts(cls, *parts: Tensor) -> "Documents":
-        """Those that `parts` has taken apart, for the time of a call: nothing is kept, and nobody knows the lengths."""
+        """Documents from the tensors of `parts`, for one call: they keep nothing and do not know their lengths."""
         documents = cls.__new__(cls)
         documents.starts, documents.ends, documents.key_starts, documents.key_ends, documents.places = parts
         documents.longest, documents._keys, documents.kept = getattr(parts[0], "longest", FARTHEST), None, None
@@ -98,12 +108,12 @@ class Documents:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The tensors that an operator is given in their place."""
+        """The tensors that an operator is given in place of the documents."""
         return self.starts, self.ends, self.key_starts, self.key_ends, self.places
 
     @property
     def keys(self) -> "Documents":
-        """The documents that its tokens see as queries: itself, where no others were given."""
+        """The documents that hold the keys: these documents themselves, if no others were given."""
         return self._keys or self
 
     def of_entries(self, entries: Sequence[int]) -> "Documents":
@@ -126,7 +136,7 @@ class Documents:
         return self.starts.device
 
     def cu_seqlens(self, batch: int) -> Tensor:
-        """(N + 1,) int32: where the documents of `batch` sequences, laid end to end, begin, and where the last ends."""
+        """(N + 1,) int32: the start of each document in `batch` sequences laid end to end, and the end of the last."""
 
         def made() -> Tensor:
             lengths = chain.from_iterable(self.lengths if self.batch == batch else self.lengths * batch)
@@ -154,10 +164,10 @@ class Documents:
 def keep(
     kept: dict[Hashable, Any] | None, key: Hashable, make: Callable[[], Any], device: torch.device, most: int = 64
 ) -> Any:
-    """kept[key], which is made where it is missing, in the place of the oldest where there are `most`.
+    """kept[key]. If it is missing, make() is called and its result kept; with `most` entries the oldest is dropped.
 
-    It is made anew, and not kept, where there is nowhere to keep it, by a tracer, and by a CUDA graph that is being
-    recorded, whose part it becomes.
+    Three results are not kept: where `kept` is None, under a tracer such as torch.compile, and while a CUDA graph is
+    recorded, since they become part of the graph.
     """
     if kept is None or is_watched():
         return make()
@@ -171,17 +181,17 @@ def keep(
 
 
 def _made_to_last(make: Callable[[], Any], device: torch.device) -> Any:
-    """make(), in a thread of its own, where none of the modes hold that are on here.
+    """make(), called in a thread of its own, where the modes of this thread are off.
 
-    Of inference mode, autograd would refuse the tensors for ever; torch.compile's CUDA graphs warm up in memory of
-    their own, and count what is left there.
+    Autograd would always refuse tensors made in inference mode. torch.compile's CUDA graphs warm up in a memory pool of
+    their own, and check that nothing is left there.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def made() -> Any:
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             value = make()
-            if stream is not None:  # so that it is there for every stream that later finds it
+            if stream is not None:  # later calls may read the tensors on other streams
                 stream.synchronize()
             return value
 
@@ -190,10 +200,10 @@ def _made_to_last(make: Callable[[], Any], device: torch.device) -> Any:
 
 
 def kept_on_documents(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes `make(documents, *key)`, whose key ends in a device, once, and keeps it on the documents, or without any
-    beside others: at most so many.
+    """A decorator of `make(documents, *key)`, whose key ends in a device: it keeps the results, at most `most` of them.
 
-    What is kept on documents goes with them, and so must not hold them.
+    Results are kept on the documents and freed with them, so they must not refer to them. Results for documents None
+    are kept by the decorated function itself.
     """
 
     def decorate(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,9 @@
 """FlashAttention-2 in CUDA C++ (flash_cuda.cu): built by nvcc on first use, called through ctypes.
 
-One library for each dtype and head dimension, with a window and without, compiled for the GPU at hand in seconds,
-without torch's headers, and kept in $LMSYS_CACHE_DIR (default ~/.cache/lmsys) by the hash of its sources, its flags and
-nvcc's version.
-`python -m lmsys.attention.flash_cuda` builds all of them.
+`custom_ops.flash` makes the row `flash_cuda` of `_forward` and `_backward` here. There is one library for each dtype
+and head dimension, with a window and without. nvcc compiles it for the GPU at hand, in seconds, without torch's
+headers. It is kept in $LMSYS_CACHE_DIR (default ~/.cache/lmsys) under a hash of its sources, its flags and nvcc's
+version. `python -m lmsys.attention.flash_cuda` builds all libraries. Tile sizes are chosen in `tiles_for`.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -44,8 +44,8 @@ class Tile(NamedTuple):
     block_k: int
     warps: int
     at_once: int  # columns of scores that a warp of the backward holds
-    kept: bool  # the operands that the loop does not change are kept in registers
-    blocks: int  # thread blocks that a multiprocessor should hold
+    kept: bool  # operands that the loop does not change stay in registers
+    blocks: int  # thread blocks that a multiprocessor should hold at a time
 
 
 class Tiles(NamedTuple):
@@ -57,9 +57,10 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> Tiles:
-    """The fastest tiles measured on one H200 for bfloat16 and head_dim 64 and 128; for others the nearest of them.
+    """The tiles for a dtype, head dimension and compute capability.
 
-    Before compute capability 8.0 they fit 64 KiB of shared memory and spill no registers; these were not timed.
+    For bfloat16 and head_dim 64 and 128 they were the fastest measured on one H200; other cases have the nearest of
+    these. Before compute capability 8.0 they fit 64 KiB of shared memory and spill no registers; they were not timed.
     """
     if capability < (8, 0):
         return _tiles_of_64_kib(dtype, head_dim)
@@ -73,7 +74,10 @@ def tiles_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) ->
 
 
 def _tiles_of_64_kib(dtype: torch.dtype, head_dim: int) -> Tiles:
-    """Most float16 tiles take half of it, so that one thread block computes while another waits for its copies."""
+    """Tiles that fit 64 KiB of shared memory.
+
+    Most of the float16 ones take half of it, so that one thread block computes while another waits for its copies.
+    """
     if dtype == torch.float32:
         rows, warps, part = (32, 2, 16) if head_dim == 128 else (64, 4, 32)
         fwd, dq = Tile(64, part, 4, part, False, 1), Tile(rows, part, warps, part, False, 1)
@@ -116,7 +120,7 @@ def _nvcc_version() -> str:
 
 
 def macros(dtype: torch.dtype, head_dim: int, tiles: Tiles, windowed: bool = False) -> list[str]:
-    """The macros that make a variant of flash_cuda.cu."""
+    """nvcc's `-D` options that select a variant of flash_cuda.cu."""
     tile_macros = [
         f"-D{name.upper()}_TILE={','.join(str(int(x)) for x in tile)}" for name, tile in tiles._asdict().items()
     ]
@@ -126,7 +130,7 @@ def macros(dtype: torch.dtype, head_dim: int, tiles: Tiles, windowed: bool = Fal
 def nvcc_command(
     dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles, windowed: bool = False
 ) -> list[str]:
-    """The command that builds a variant, without the name of the result."""
+    """The command that builds a variant, without `-o` and the path of the result."""
     return [
         str(nvcc()),
         *FLAGS,
@@ -139,7 +143,7 @@ def nvcc_command(
 def build(
     dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles | None = None, windowed: bool = False
 ) -> Path:
-    """The shared library of a variant, from the cache or compiled now. RuntimeError with nvcc's words if it fails."""
+    """The path of a variant's shared library, from the cache or compiled now. RuntimeError has nvcc's messages."""
     command = nvcc_command(dtype, head_dim, capability, tiles or tiles_for(dtype, head_dim, capability), windowed)
     sources = SOURCE.read_bytes() + SOURCE.with_suffix(".cuh").read_bytes()
     given = "\0".join([*command[1:-1], _nvcc_version()]).encode()
@@ -155,7 +159,7 @@ def build(
             done = subprocess.run([*command, "-o", str(result)], capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"nvcc could not compile {SOURCE}:\n{done.stdout}{done.stderr}")
-            os.replace(result, path)  # atomic: of two processes that compile, the last one's stays
+            os.replace(result, path)  # atomic: if two processes compile, the later result replaces the earlier
     check_private(path)
     return path
 
@@ -178,7 +182,7 @@ def _stream(device: torch.device) -> int:
 
 
 def _addressable(x: Tensor) -> Tensor:
-    """x itself when its rows can be moved by 16 bytes and their stride is an int32, else a copy."""
+    """x itself if its rows can be moved 16 bytes at a time and their stride fits an int32, else a copy."""
     return contract.aligned(x if x.stride(-2) < 2**31 else x.contiguous())
 
 
@@ -190,7 +194,10 @@ def _run(
     tiles: Tiles | None,
     pattern: Pattern | None,
 ) -> None:
-    """Launches `kernels`, names in `Tiles`, one after another on `tensors`, those of `_Problem` by its names."""
+    """Launches `kernels`, which are names of fields of `Tiles`, one after another. RuntimeError names one that fails.
+
+    `tensors` has tensors by the names of `_Problem`'s fields. `tiles` and `pattern` may be None.
+    """
     q, k = tensors["q"], tensors["k"]
     pattern = pattern or PLAIN[causal]
     problem = _Problem(
@@ -224,7 +231,7 @@ def _forward(
     pattern: Pattern | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32."""
-    o = _addressable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
+    o = _addressable(torch.empty_like(q))  # q's layout, (B, Q, H, D) in memory if a projection wrote it
     q, k, v = map(_addressable, (q, k, v))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     _run(("fwd",), {"q": q, "k": k, "v": v, "o": o, "lse": lse}, causal, scale, tiles, pattern)
@@ -272,7 +279,7 @@ def flash_cuda_supports(case: contract.AttentionCase) -> str | None:
 
 
 def main() -> int:
-    """Builds every variant for the GPUs here, side by side; 3 where there is nothing to build with, or for."""
+    """Builds every variant for the GPUs of this machine, in parallel. The exit code is 3 without nvcc or a GPU."""
     if nvcc() is None or not torch.cuda.is_available():
         print("flash_cuda is not built:", "there is no CUDA device" if nvcc() else NO_NVCC, file=sys.stderr)
         return 3

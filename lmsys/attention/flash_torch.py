@@ -1,8 +1,11 @@
-"""FlashAttention-2 in plain PyTorch: tiles, online softmax, a backward that recomputes what it needs.
+"""FlashAttention-2 in plain PyTorch: tiles, online softmax, a backward that recomputes P.
 
-No (Q, K) matrix is ever held: forward and backward walk over square tiles of queries and keys, skip the
-tiles that are wholly hidden and mask only those at an edge (`Bounds`), and keep q, k, v, o and the
-log-sum-exp of the scaled scores. Sums are accumulated in float32 (float64 for float64).
+This is the algorithm of all flash rows in its most readable form. `custom_ops.flash` makes the row `flash_torch` of
+`flash_forward` and `flash_backward`; the row `flash_triton_torch_bwd` shares the backward.
+
+No (Q, K) matrix is ever held. Forward and backward visit square tiles of queries and keys, skip tiles that are wholly
+hidden, and mask only those at an edge (`Bounds`). The backward gets q, k, v, o and the log-sum-exp of the scaled
+scores. Sums are accumulated in float32 (float64 for float64).
 
 Source: Dao 2023, "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N = B * Hkv, Q queries, K keys, D head
@@ -30,12 +33,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _operand(x: Tensor) -> torch.dtype:
-    """The dtype of matmul operands: the input's own where tensor cores accumulate it in float32, else wide."""
+    """The dtype of matmul operands: on CUDA the input's own, which is accumulated in float32, else the wide one."""
     return x.dtype if x.is_cuda else _wide(x.dtype)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """a b for (N, ., .) operands of one dtype, accumulated and returned in float32 (float64 for float64)."""
+    """The batched product a b of two operands (N, ., .), accumulated and returned in float32 (float64 for float64)."""
     return torch.bmm(a, b) if a.dtype == _wide(a.dtype) else torch.bmm(a, b, out_dtype=torch.float32)
 
 
@@ -45,19 +48,22 @@ def _grouped(x: Tensor, num_groups: int) -> Tensor:
 
 
 def _hide(scores: Tensor, visible: Tensor) -> Tensor:
-    """Scores (N, R, C) with -inf where `visible` (B or 1, queries, C) is False, for every head alike."""
+    """Scores (N, R, C) with -inf where `visible` (B or 1, queries, C) is False, which holds for all heads."""
     by_entry = scores.view(visible.shape[0], -1, *visible.shape[1:])
     return by_entry.masked_fill(~visible.unsqueeze(1), float("-inf")).view_as(scores)
 
 
 def _by_head(scores: Tensor, added: Tensor) -> Tensor:
-    """Scores (N, R, C) as (B, H, queries, C), or as (1, B * H, queries, C), to which what is added broadcasts."""
+    """A view of scores (N, R, C) to which `added` broadcasts: (B, H, queries, C), or (B or 1, heads, queries, C)."""
     heads = added.shape[1]
     return scores.view(*((-1, heads) if heads > 1 else (added.shape[0], -1)), added.shape[2], scores.shape[2])
 
 
 def _tile_size(num_heads: int, longest: int, device: str) -> int:
-    """A power of two, as large as TILE_SCORES allows for `num_heads` tiles at once."""
+    """Rows and columns of a tile: the largest power of two for which `num_heads` tiles have at most TILE_SCORES scores.
+
+    It lies between MIN_TILE and MAX_TILE, and is no larger than `longest`, the longer of both lengths, needs.
+    """
     fits = math.isqrt(TILE_SCORES[device] // num_heads)
     return max(MIN_TILE, min(MAX_TILE, 1 << (longest - 1).bit_length(), 1 << max(fits, 1).bit_length() - 1))
 
@@ -73,7 +79,7 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1: q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q) in natural log.
 
-    `pattern` stands in the place of `causal`; a query that sees nothing has a log-sum-exp of -inf.
+    A `pattern` replaces `causal`. A query that sees nothing has a log-sum-exp of -inf. `tile`: its rows and columns.
     """
     num_groups, (num_queries, num_keys) = k.shape[0] * k.shape[1], (q.shape[2], k.shape[2])
     tile = tile or _tile_size(q.shape[0] * q.shape[1], max(num_queries, num_keys), q.device.type)
@@ -112,7 +118,7 @@ def _attend_rows(
         if masked:
             scores = _hide(scores, bounds.visible(rows, columns))
         new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
-        base = new_top.masked_fill(new_top == float("-inf"), 0)  # of a query that has seen nothing yet
+        base = new_top.masked_fill(new_top == float("-inf"), 0)  # -inf: the query has seen no key yet
         p = scores.sub_(base).exp_()
         rescale = torch.exp(top - base)
         total = total * rescale + p.sum(dim=-1, keepdim=True)
@@ -131,10 +137,10 @@ def _tile_weights(
     softcap: float | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """P and scale · dS of one tile, (N, R, C) in `dtype`, from q kᵀ and do vᵀ: what torch.compile fuses.
+    """(P, scale · dS) of one tile, (N, R, C) in `dtype`, from scores = q kᵀ and dp = do vᵀ. torch.compile fuses it.
 
-    `others`: what is added to the scores, of which the third result is the gradient, and for a tile at an edge what is
-    visible, as `_hide` takes it.
+    `others`: first the bias of the scores, if there is one, whose gradient is then the third result; last `visible`, as
+    `_hide` takes it, for a tile at an edge.
     """
     scores = scores * scale
     if softcap is not None:
@@ -168,15 +174,16 @@ def flash_backward(
     tile_weights: Callable[..., tuple[Tensor, ...]] = _tile_weights,
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Algorithm 2: dq, dk, dv of q, o, do (B, H, Q, D), k, v (B, Hkv, K, D) and lse (B, H, Q), or all (B, S, D).
+    """Algorithm 2: dq, dk, dv from q, o, do (B, H, Q, D), k, v (B, Hkv, K, D) and lse (B, H, Q), or all (B, S, D).
 
-    `dlse` is the gradient of the log-sum-exp. Under a pattern with a bias, its gradient is the fourth.
+    `dlse` is the gradient of the log-sum-exp. Under a pattern with a bias, the gradient of the bias is the fourth
+    result. `tile` is as in `flash_forward`, and `tile_weights` is `_tile_weights` or its compiled form.
 
-    Walks over key tiles, and within one over the query tiles that see it: dk and dv of a tile are summed
-    in place, dq over the outer loop, so there are no atomics and the result is repeatable.
+    The outer loop visits key tiles, the inner one the query tiles that see a key tile. dk and dv of the key tile are
+    summed in the inner loop, dq over the outer one. There are no atomics, so results are bitwise repeatable.
     """
     shapes, scale = (q.shape, k.shape, v.shape), q.shape[-1] ** -0.5 if scale is None else scale
-    lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # makes P zero of a query that sees nothing
+    lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # P of a query that sees nothing becomes 0
     lse = lse.reshape(contract.as_4d(q).shape[:-1])
     q, k, v, o, do = map(contract.as_4d, (q, k, v, o, do))
     num_groups, (num_queries, num_keys) = k.shape[0] * k.shape[1], (q.shape[2], k.shape[2])
@@ -226,7 +233,7 @@ compiled_flash_backward = partial(flash_backward, tile_weights=_tile_weights_com
 
 
 def backward_here(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, ...]:
-    """`flash_backward`, compiled on CUDA."""
+    """`flash_backward`, with `_tile_weights` compiled on CUDA."""
     return (compiled_flash_backward if q.is_cuda else flash_backward)(q, *others, **options)
 
 

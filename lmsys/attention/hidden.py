@@ -1,9 +1,10 @@
 """Stops NaN or infinity in hidden keys from reaching a query.
 
-Rows need it that hide a key by a weight of 0, as 0 · NaN is NaN. They are given zeros in place of vectors of q, k and v
-that hold NaN or infinity. A query that holds such a value, or sees a key or value that does, is *spoilt*: its result is
-NaN. In a backward a query whose incoming gradient holds NaN or infinity is spoilt too. A spoilt query has NaN in its
-own gradient, and makes NaN of the gradients of the keys and values that it sees, and of its bias and sinks.
+`attention` wraps a row by `kept_apart` if the row lacks the trait `isolates` and options hide keys. Such a row hides a
+key by a weight of 0, but 0 · NaN is NaN. So it is given zeros in place of vectors of q, k and v that hold NaN or
+infinity. A query that holds such a value, or sees a key or value that does, is *spoilt*: its result is NaN. In the
+backward a query is spoilt too if its incoming gradient holds NaN or infinity. A spoilt query has NaN as its own
+gradient, and makes the gradients of the keys and values that it sees, of its bias and of its sinks NaN.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """

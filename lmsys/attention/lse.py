@@ -1,4 +1,7 @@
-"""The log-sum-exp of attention as a result with a gradient of its own: partial results and sinks merge by it.
+"""The log-sum-exp of attention as a result with a gradient: `merge` combines partial results by it.
+
+`merge` is public. Flash rows are called by `attend_with_lse`, instead of by their own Function, for the options NEEDS:
+there the backward needs the gradient of the log-sum-exp, of sinks or of a bias.
 
 Legend: B batch, H query heads, Q queries, K keys, D head dimension, Dv that of the values.
 """
@@ -16,10 +19,11 @@ NEEDS = {"return_lse", "sinks", "bias"}  # options for which a flash row is call
 
 
 def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of the same queries over two sets of keys, as one over both: o (..., Q, Dv) and lse (..., Q).
+    """(o, lse) of attention over two sets of keys, from the results for each set: o (..., Q, Dv) and lse (..., Q).
 
-    Each pair is what `attention(..., return_lse=True)` returns. Differentiable in all four; o has the dtype of o1. A
-    query that saw nothing in both gives zeros and -inf. ValueError where shapes do not fit together.
+    Each pair is what `attention(..., return_lse=True)` returns for the same queries. The result is differentiable in
+    all four, and o has the dtype of o1. A query that sees nothing in both sets has zeros and -inf. ValueError if shapes
+    do not fit together.
     """
     if not (o1.shape == o2.shape and o1.shape[:-1] == lse1.shape == lse2.shape):
         raise ValueError(
@@ -37,10 +41,11 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
 
 
 class WithLse(torch.autograd.Function):
-    """`.apply(kernels, q, k, v, bias, sinks, scale, pattern)` -> o and the log-sum-exp, on 4-D tensors.
+    """`.apply(kernels, q, k, v, bias, sinks, scale, pattern)` -> (o, log-sum-exp), on 4-D tensors.
 
-    `kernels`: a forward, and a backward that takes `dlse` and gives the gradient of a bias, where there is one, as a
-    fourth. They know no sinks: with one in the log-sum-exp, the backward's P is that of the other keys.
+    `kernels` is a pair: a forward, and a backward that takes `dlse` and returns the gradient of a bias, if there is
+    one, as its fourth result. Kernels know no sinks. They are merged into o and the log-sum-exp afterwards; the
+    backward kernel computes P from that log-sum-exp, which is then right for all other keys.
     """
 
     @staticmethod
@@ -83,6 +88,9 @@ class WithLse(torch.autograd.Function):
 
 
 def attend_with_lse(eager: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, pattern: Pattern) -> Any:
-    """Gives what a flash row does for a pattern with one of NEEDS: o, or o and the log-sum-exp."""
+    """The result of a flash row for a pattern with one of NEEDS: o, or (o, log-sum-exp) with `return_lse`.
+
+    `eager` is the row's autograd Function, whose `kernels` are launched.
+    """
     o, lse = WithLse.apply(eager.kernels, q, k, v, pattern.bias, pattern.sinks, scale, pattern)
     return (o, lse) if pattern.return_lse else o

@@ -1,4 +1,7 @@
-"""Attention as it is written on paper. In float64 it is the oracle, in low precision the error budget.
+"""Attention as it is written on paper: the row `naive`, and the reference for all others.
+
+In float64 it is the oracle that results are compared with, in low precision the error that they may have
+(`lmsys/testing.py`). `naive_compiled` is a row of its own. `log_sum_exp` and `with_sinks` also serve other rows.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension, Dv that of the values.
 Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
@@ -17,14 +20,15 @@ from lmsys.measure.profile import part
 def masked_scores(
     q: Tensor, k: Tensor, pattern: Pattern, scale: float | None = None, first_query: int = 0
 ) -> tuple[Tensor, Tensor | None]:
-    """scale · q kᵀ, capped and biased, with -inf where query `first_query + i` must not see key j: (B, H, Q, K).
+    """(scores, blind): scale · q kᵀ (B, H, Q, K), capped and biased, and -inf for keys that a query must not see.
 
-    With it come the queries that see nothing, which broadcast to (B, H, Q, 1); their scores are those of all keys.
-    In float32 where q is float16.
+    Row i is query `first_query + i`. `blind` is True for queries that see nothing, broadcastable to (B, H, Q, 1), or
+    None; nothing is hidden from those, as in `Pattern.seen_and_blind`. For float16 the scores are float32, so that
+    those beyond 65,504 stay finite.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = contract.for_scores(q) @ contract.for_scores(contract.repeat_heads(k, q.shape[1])).mT  # (B, H, Q, K)
-    narrow = scores.to(q.dtype) * scale  # as plain PyTorch rounds them
+    narrow = scores.to(q.dtype) * scale  # rounded as plain PyTorch rounds them
     scores = narrow if q.dtype == scores.dtype else torch.where(narrow.isfinite(), narrow, scores * scale)
     if pattern.softcap is not None:
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -43,7 +47,7 @@ def masked_scores(
 
 
 def with_sinks(scores: Tensor, pattern: Pattern) -> Tensor:
-    """Scores (B, H, Q, K) with those of the sinks behind them, where there are any: (B, H, Q, K + 1)."""
+    """Scores (B, H, Q, K) with a column for the sinks appended, (B, H, Q, K + 1); without sinks the scores alone."""
     if pattern.sinks is None:
         return scores
     sinks = pattern.sinks[..., None, None].to(scores.dtype).expand(*scores.shape[:-1], 1)
@@ -51,7 +55,7 @@ def with_sinks(scores: Tensor, pattern: Pattern) -> Tensor:
 
 
 def log_sum_exp(q: Tensor, k: Tensor, pattern: Pattern, scale: float | None = None, first_query: int = 0) -> Tensor:
-    """The log-sum-exp of each query's scores (B, H, Q), float32 or wider; -inf of one that sees not even a sink."""
+    """The log-sum-exp of each query's scores (B, H, Q), float32 or wider; -inf if it sees neither a key nor a sink."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores, blind = masked_scores(q.to(wide), k.to(wide), pattern, scale, first_query)
     scores = scores if blind is None else scores.masked_fill(blind, float("-inf"))
@@ -70,9 +74,9 @@ def naive(
 ) -> Any:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, Dv) -> (B, H, Q, Dv).
 
-    `pattern` says more than `causal`, and stands in its place; a query that sees nothing gives zeros.
-    With `pattern.return_lse` the log-sum-exp (B, H, Q) comes with o.
-    `first_query` is the index of q's first row, so that a block of rows can be attended on its own.
+    A `pattern` replaces `causal`. A query that sees nothing has zeros as its result. With `pattern.return_lse` the
+    result is (o, log-sum-exp (B, H, Q)). `first_query` is the index of q's first row, so that a block of rows can be
+    computed on its own.
     """
     pattern = pattern or PLAIN[causal]
     with part("scores"):

@@ -1,9 +1,10 @@
-"""Other people's attention, called as its users would call it: what our rows stand beside.
+"""Peers: the attention of torch itself, called as its users would call it, as rows of `table.py` to compare ours with.
 
-`sdpa` takes what PyTorch picks by itself. Each other row forces exactly one implementation. What that cannot do is
-refused with its own reason, never worked around. `peers_flash_attn.py` has the rows that are called by the functions of
-FlashAttention. Legend: B batch, H query heads, Hkv key/value heads, Q queries, K
-keys, D head dimension, Dv that of the values.
+`sdpa` leaves the choice of a backend to PyTorch. Each other row forces one implementation. A case that it cannot run is
+refused, with the reason that the implementation gives, and never worked around. For a row `name` here, `name_supports`
+returns None or that reason. `peers_flash_attn.py` has the rows that call FlashAttention's own functions.
+
+Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension, Dv that of the values.
 """
 
 import warnings
@@ -23,7 +24,7 @@ from lmsys.attention import compiled, contract
 from lmsys.attention.documents import Documents, kept_on_documents
 from lmsys.attention.pattern import OFFSETS, PLAIN, TWO_SIDED, Pattern
 
-# Of these alone masks are made before a call.
+# A mask of these options can be made once and kept. Others may have values that change with each call.
 MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"
 
 
@@ -36,9 +37,9 @@ def sdpa(
     scale: float | None = None,
     pattern: Pattern | None = None,
 ) -> Tensor:
-    """scaled_dot_product_attention as it comes; in place of `is_causal` a pattern becomes a mask, boolean or a bias.
+    """torch's scaled_dot_product_attention, with `is_causal`, or for a pattern an `attn_mask`, boolean or a bias.
 
-    On CUDA its kernels give wrong results, or end the process, for memory that is not 16-byte aligned: that is copied.
+    On CUDA its kernels give wrong results, or end the process, for memory that is not 16-byte aligned: it is copied.
     """
     q, k, v = contract.aligned(q), contract.aligned(k), contract.aligned(v)
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
@@ -55,7 +56,7 @@ def sdpa(
 def _seen_and_blind(
     pattern: Pattern, num_queries: int, num_keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Masks, which a user makes once for many calls: so are those that are made of no tensor of this call."""
+    """The masks of `Pattern.seen_and_blind`. They are kept between calls, as users do, if no option is a tensor."""
     if any(isinstance(x, Tensor) for x in pattern.options.values()):
         return pattern.seen_and_blind(num_queries, num_keys, device)
     return _masks_of(
@@ -71,7 +72,7 @@ def _seen_and_blind(
 
 
 def boolean_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> Any:
-    """The masks that SDPA is given, made anew."""
+    """`Pattern.seen_and_blind`, computed anew: the trait `mask` of rows in `table.py`, so that it can be timed."""
     return pattern.seen_and_blind(num_queries, num_keys, device)
 
 
@@ -147,9 +148,10 @@ def why_not_scale(case: contract.AttentionCase) -> str | None:
 def _torch_says(
     case: contract.AttentionCase, backend: SDPBackend, can_use: Callable[..., bool], *added: str
 ) -> str | None:
-    """torch's own verdict on the case, and when it refuses, the warnings in which it says why.
+    """None if torch says that this backend runs the case, else the reason from torch's warnings.
 
-    Where it says nothing: which change of the case it would take.
+    If torch gives no reason, the text says which changed cases it would run. `added`: options that the backend takes
+    beside those of `_why_not_known`.
     """
     if reason := _why_not_known(case, *added) or why_not_scale(case):
         return reason
@@ -177,11 +179,11 @@ def _changes(case: contract.AttentionCase) -> dict[str, contract.AttentionCase]:
     }
 
 
-@lru_cache(maxsize=4096)  # to ask costs more than a small call; the answer hangs on the case and on determinism
+@lru_cache(maxsize=4096)  # asking costs more than a small call; the answer depends on the case and on determinism
 def _asked(
     case: contract.AttentionCase, backend: SDPBackend, can_use: Callable[..., bool], deterministic: bool
 ) -> str | None:
-    """None where it can, else the reasons that torch gives, which may be none at all: an empty text."""
+    """None if the backend can run the case, else torch's reasons: "" if it gives none."""
 
     def shaped(heads: int, length: int, width: int, dtype: torch.dtype = contract.DTYPES[case.dtype]) -> Tensor:
         # Every row is the same memory: torch looks at shapes, never at values, so no case is too large to ask.
@@ -192,7 +194,7 @@ def _asked(
     q, k, v = (x.requires_grad_(case.grad) for x in (q, k, v))
     dtype = contract.DTYPES[case.dtype] if case.bias else torch.bool
     mask = shaped(case.heads, case.queries, case.keys, dtype) if case.options else None
-    is_causal = case.causal and mask is None  # which stands in its place
+    is_causal = case.causal and mask is None  # a mask includes the causal order
     params = cuda_backend.SDPAParams(q, k, v, mask, 0.0, is_causal, case.heads != case.kv_heads)
     with sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -210,14 +212,15 @@ def flex(
     scale: float | None = None,
     pattern: Pattern | None = None,
 ) -> Tensor:
-    """FlexAttention, compiled for the case, with a block mask that skips hidden blocks and is made once."""
+    """FlexAttention, compiled for the case. Its block mask, which skips hidden blocks, is made once and kept."""
     pattern = pattern or PLAIN[causal]
     queries, group = q.shape[2], q.shape[1] // k.shape[1]
     documents, numbers = pattern.documents, _numbers(pattern)
     block_mask = _block_mask_of(documents, *numbers, queries, k.shape[2], q.device) if pattern.hides else None
-    # Short queries go to a decoding kernel, whose one tile of a group's queries must not exceed a mask's block.
+    # FlexAttention sends short queries to a decoding kernel. There the queries of a group must fit one block of the
+    # mask, 128; if they do not, the other kernel is forced.
     options = {"BACKEND": "TRITON"} if q.is_cuda and queries < 128 < queries * group else None
-    packed = None if documents is None else documents.starts.shape  # of others alike the code is the same
+    packed = None if documents is None else documents.starts.shape  # other documents of that shape need no new code
     key = compiled.layout_key(q, k, v), numbers, packed, pattern.softcap, scale, torch.is_grad_enabled()
     return compiled.compile_for(flex_attention, key)(
         *(q, k, v),
@@ -242,7 +245,7 @@ def flex_supports(case: contract.AttentionCase) -> str | None:
 
 
 def block_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
-    """FlexAttention's mask of a pattern, made anew."""
+    """FlexAttention's mask of a pattern, computed anew."""
     return _make_block_mask(pattern.documents, *_numbers(pattern), num_queries, num_keys, device)
 
 
@@ -273,7 +276,7 @@ _block_mask_of = kept_on_documents(most=64)(_make_block_mask)
 def _mask_mod(
     left: int | None, right: int | None, prefix: int | None, offset: int, documents: Documents | None
 ) -> Callable[..., Tensor]:
-    """Where a query sees a key, as FlexAttention asks: of indices of batch entry, head, query and key."""
+    """FlexAttention's `mask_mod`: (batch entry, head, query, key), as indices, -> True where the query sees the key."""
     several = documents is not None and documents.batch > 1
     packed = documents and (documents.places, documents.key_starts, documents.key_ends)
 

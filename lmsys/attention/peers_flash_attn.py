@@ -1,8 +1,10 @@
-"""FlashAttention by the functions of its packages, and torch's `varlen_attn`, which is FlashAttention-2 of torch's own.
+"""Peers by FlashAttention's packages, versions 2 to 4, and by torch's `varlen_attn`, torch's copy of FlashAttention-2.
 
-All of them read (B, S, H, D), align a causal mask at the bottom right, and count a window in keys to the left of a
-query's own. A package or module is imported when its row is first asked. Legend: B batch, H query heads, S sequence, D
-head dimension.
+Each is a row of `table.py`: a function here, and beside it `<name>_supports`, which returns None or why it cannot run a
+case. These functions read (B, S, H, D), align a causal mask at the bottom right, and count a window as keys to the left
+and right of the query's own position. A package is imported only when its row is asked for.
+
+Legend: B batch, H query heads, S sequence, D head dimension.
 """
 
 import importlib
@@ -17,8 +19,8 @@ from lmsys.attention import contract, peers
 from lmsys.attention.documents import Documents, kept_on_documents
 from lmsys.attention.pattern import PLAIN, TWO_SIDED, Pattern
 
-BEYOND = (99, 0)  # a compute capability that no GPU has
-KNOWN = "window", TWO_SIDED, "offset", "documents"
+BEYOND = (99, 0)  # a compute capability above those of all GPUs: no upper limit
+KNOWN = "window", TWO_SIDED, "offset", "documents"  # the options of a `Pattern` that all rows here know
 
 
 def _flash_attn(
@@ -32,15 +34,16 @@ def _flash_attn(
     module: str,
     caches: bool = False,
 ) -> Tensor:
-    """flash_attn_func; for documents flash_attn_varlen_func, on all sequences laid end to end.
+    """Calls flash_attn_func, or for documents flash_attn_varlen_func, on all sequences laid end to end.
 
-    In torch's deterministic mode they are asked for it.
-    `caches`: few queries of many keys, and key lengths, go to flash_attn_with_kvcache, which divides the keys.
+    q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D). `module` is the name of the package. In torch's
+    deterministic mode the functions are called with `deterministic=True`. `caches`: few queries of many keys, and key
+    lengths, go to flash_attn_with_kvcache, which divides the keys among programs.
     """
     package, pattern = importlib.import_module(module), pattern or PLAIN[causal]
     options: dict[str, Any] = {"softmax_scale": scale, "causal": pattern.causal}
     if pattern.left is not None:
-        options["window_size"] = pattern.left, pattern.right  # keys to the left of a query's own, and to its right
+        options["window_size"] = pattern.left, pattern.right  # keys to the left and right of the query's position
     in_order = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
     tensors = [contract.aligned(x).transpose(1, 2) for x in (q, k, v)]  # (B, S, H, D)
     if pattern.documents is not None:
@@ -53,7 +56,7 @@ def _flash_attn(
         }
         o = package.flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors), **options, **in_order)
     elif caches and (pattern.key_lengths is not None or _decodes(q, k, v)):
-        lengths = pattern.key_lengths  # beyond the cache lies memory of others
+        lengths = pattern.key_lengths  # clamped, since the kernel would read memory beyond the cache
         lengths = None if lengths is None else lengths.clamp(0, k.shape[2]).to(torch.int32)
         o = package.flash_attn_with_kvcache(*tensors, cache_seqlens=lengths, **options)
     else:
@@ -74,12 +77,12 @@ def _flash_attn_supports(
     below: tuple[int, int] = BEYOND,
     caches: bool = False,
 ) -> str | None:
-    """`least` and `below`: the first compute capability that it runs on, and the first after it that it does not."""
+    """None, or why the package cannot run `case`. It runs on compute capabilities from `least` to below `below`."""
     if reason := _why_not(case, "flash-attn", least, below, *KNOWN, *(["key_lengths"] if caches else [])):
         return reason
     if case.key_lengths and (case.causal or case.documents or case.grad):
         return "flash-attn takes key_lengths in its call for caches: without `causal`, documents and gradients"
-    # ImportError is the table's to explain. Version 4 alone leaves a `flash_attn` that holds nothing but `cute`.
+    # The table explains an ImportError. Where only version 4 is installed, `flash_attn` has nothing but `cute`.
     lacks = not hasattr(importlib.import_module(module), "flash_attn_func")
     return f"the package {module} that is installed here has no flash_attn_func" if lacks else None
 
@@ -122,7 +125,7 @@ def varlen_attn(
     scale: float | None = None,
     pattern: Pattern | None = None,
 ) -> Tensor:
-    """torch.nn.attention.varlen.varlen_attn on a sequence of documents, or of one."""
+    """torch.nn.attention.varlen.varlen_attn on one sequence, (1, H, S, D), of documents or as one document."""
     from torch.nn.attention.varlen import varlen_attn as of_torch
 
     pattern = pattern or PLAIN[causal]
@@ -146,7 +149,10 @@ def _whole(documents: None, length: int, device: torch.device) -> Documents:
 
 
 def varlen_attn_supports(case: contract.AttentionCase) -> str | None:
-    """Without a GPU torch's module is not imported: it brings the compiler, which takes longer than torch itself."""
+    """None, or why `varlen_attn` cannot run `case`.
+
+    Its module is imported only for a GPU: it imports torch's compiler, which takes longer than torch itself.
+    """
     if reason := _why_not(case, "varlen_attn", (8, 0), BEYOND, *KNOWN):
         return reason
     if case.batch > 1:

@@ -1,7 +1,8 @@
 """Picks tiles for `flash_triton` by timing them once, and keeps the choices on disk between runs.
 
-The file is `tuning.json` in $LMSYS_CACHE_DIR (default ~/.cache/lmsys). A choice belongs to one GPU model,
-Triton version and version of the kernels' source; others are kept beside it.
+`flash_triton` calls `tune` with the `candidates` for a kernel. The file is `tuning.json` in $LMSYS_CACHE_DIR (default
+~/.cache/lmsys). A choice belongs to one GPU model, Triton version and version of the kernels' source; choices for
+others are kept beside it. To try another tile, add it to BY_TMA or BY_ADDRESSES.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +18,14 @@ from triton.runtime.errors import OutOfResources
 from lmsys import strict_json, values
 from lmsys.kernels.trial import digest_of
 
-MOST_SIZE = 2**16  # of a tile, in any of its numbers
+MOST_SIZE = 2**16  # the largest number that a tile read from the file may have
 
 LONG_MS = 20.0  # for a launch this long one sample is enough
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys of a tile, and the warps and pipeline stages it is compiled for."""
+    """A tile: its queries and keys, and the warps and pipeline stages that its kernel is compiled for."""
 
     block_q: int
     block_k: int
@@ -32,7 +33,8 @@ class Tile:
     num_stages: int
 
 
-# By kernel and widest head dimension, most widely good first; those that do not fit drop out.
+# Candidates by (kernel, largest head dimension), for kernels that move tiles by TMA. The first is good for the most
+# cases. Those that do not fit a GPU are left out when they are timed.
 BY_TMA = {
     ("fwd", 64): (Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3)),
     ("dq", 64): (Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
@@ -45,9 +47,9 @@ BY_TMA = {
         (Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)),
     ),
 }
-# Where tiles are moved by addresses. The first of each fits 99 KiB and spills no register in its loop on any such card.
-# Up to 128, warps stand side by side along what a program owns: 32 rows of it for each warp halve what the warps read
-# of shared memory. Those tiles were timed as code for sm_80 on an H100.
+# The same for kernels that move tiles by addresses, without TMA. The first of each fits 99 KiB and spills no register
+# in its loop on any such card. Up to head dimension 128 the warps divide the rows that a program owns: with 32 rows for
+# each warp, the warps read half as much from shared memory. Those tiles were timed as code for sm_80 on an H100.
 BY_ADDRESSES = {
     ("fwd", 64): (Tile(128, 64, 4, 3), Tile(64, 64, 2, 3), Tile(64, 64, 2, 2)),
     ("dq", 64): (Tile(128, 32, 4, 3), Tile(64, 32, 2, 3), Tile(128, 64, 4, 2)),
@@ -63,7 +65,10 @@ BY_ADDRESSES = {
 
 @cache
 def candidates(kernel: str, dtype: torch.dtype, block_d: int, precision: str, by_tma: bool = True) -> tuple[Tile, ...]:
-    """Tiles worth timing for a kernel of `flash_triton`, most widely good first; those that do not fit drop out."""
+    """Tiles worth timing for `kernel`, "fwd", "dq" or "dkdv"; the first is good for the most cases.
+
+    `precision` is the `input_precision` of products of float32, `by_tma` as in BY_TMA and BY_ADDRESSES.
+    """
     if precision == "tf32":
         return Tile(64, 32, 4, 2), Tile(64, 64, 4, 1), Tile(32, 32, 4, 2), Tile(16, 32, 4, 1)
     if dtype == torch.float32:  # no tensor cores: operands live in registers, and large tiles spill
@@ -73,7 +78,7 @@ def candidates(kernel: str, dtype: torch.dtype, block_d: int, precision: str, by
 
 
 def block_d(head_dim: int) -> int:
-    """Columns of a tile: tiles have powers of two, and tensor cores multiply 16 at least."""
+    """Columns of a tile: head_dim rounded up to a power of two, and at least 16, which tensor cores need."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
@@ -91,14 +96,15 @@ def _tile(sizes: Any) -> Tile:
 
 
 KEPT = strict_json.Kept("tuning.json", "tuned choices", "tune", _tile)
-_chosen: dict[tuple[object, ...], Tile] = {}  # by device and the plain case
+_chosen: dict[tuple[object, ...], Tile] = {}  # by (index of the device, *case)
 
 
 def tune(case: tuple[object, ...], tiles: Sequence[Tile], launch: Callable[[Tile], None], device: torch.device) -> Tile:
     """The fastest of `tiles` for `case`: remembered, read from disk, or timed now by calling `launch`.
 
-    `launch` must give the same result however often it is called. While a CUDA graph is captured nothing
-    can be timed: an unknown case then takes the first tile and stays unknown.
+    `case` is a key of plain values. `launch(tile)` must give the same result however often it is called. While a CUDA
+    graph is captured nothing can be timed: an unknown case then gets the first tile, and nothing is remembered.
+    RuntimeError if no tile fits the GPU.
     """
     if len(tiles) == 1:
         return tiles[0]
@@ -115,9 +121,10 @@ def tune(case: tuple[object, ...], tiles: Sequence[Tile], launch: Callable[[Tile
 
 
 def _fastest(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
-    """Times them there and back: a clock that falls evenly meanwhile, as at a power cap, does so for all alike.
+    """The tile that is launched fastest. All are timed in order and then in reverse order, and the two times are added.
 
-    It falls fastest at first, by 5 % on an H200, so that a walk which does not count comes before.
+    So a clock that falls evenly meanwhile, as at a power cap, slows all of them equally. At first it falls fastest, by
+    5 % on an H200, so an uncounted round comes before.
     """
     times = dict.fromkeys((tile for tile in tiles if _fits(tile, launch)), 0.0)
     if not times:
@@ -131,8 +138,7 @@ def _fastest(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
 
 
 def _fits(tile: Tile, launch: Callable[[Tile], None]) -> bool:
-    """False where the GPU has no room for the tile. Compiles it, so that the GPU does not rest between two that are
-    timed."""
+    """False if the tile does not fit the GPU. It compiles the tile, so that the GPU is not idle between timings."""
     try:
         launch(tile)
     except OutOfResources:
@@ -141,7 +147,7 @@ def _fits(tile: Tile, launch: Callable[[Tile], None]) -> bool:
 
 
 def _time(tile: Tile, launch: Callable[[Tile], None]) -> float:
-    """Milliseconds of a launch."""
+    """Milliseconds of a launch; the median of several if they are short."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     launch(tile)
@@ -154,5 +160,5 @@ def _time(tile: Tile, launch: Callable[[Tile], None]) -> float:
 
 @cache
 def _sources() -> str:
-    """The digest of the kernels and their candidates."""
+    """A hash of the source of the kernels and of their candidates."""
     return digest_of(*map(Path(__file__).with_name, ("flash_triton.py", "flash_triton_kernels.py", "tuning.py")))

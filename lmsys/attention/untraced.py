@@ -1,5 +1,8 @@
-"""A call at which the graph of torch.compile ends, imported where it is made: a mark of torch's imports the compiler,
-which takes about a second."""
+"""`lse.attend_with_lse` as a call at which torch.compile breaks its graph.
+
+`custom_ops.flash` imports this file only while torch.compile traces: `torch.compiler.disable` imports the compiler,
+which takes about a second.
+"""
 
 import torch
 

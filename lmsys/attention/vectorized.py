@@ -1,4 +1,6 @@
-"""Attention as careful PyTorch writes it: batched matmuls, one masked softmax, in place where autograd allows.
+"""The row `vectorized`: attention in carefully written PyTorch, which every device and dtype runs.
+
+It has batched matmuls and one masked softmax, and works in place where autograd allows it.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension, Dv that of
 the values.
@@ -23,9 +25,9 @@ def vectorized(
 ) -> Any:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, Dv) -> (B, H, Q, Dv).
 
-    `pattern` stands in the place of `causal`. Beside `naive` it scales q instead of the scores, folds the G query heads
-    of a key head into its rows instead of repeating keys, masks in place, and keeps one (Q, K) matrix for the backward:
-    the softmax. With `pattern.return_lse` the log-sum-exp (B, H, Q) comes with o.
+    A `pattern` replaces `causal`. Unlike `naive` it scales q instead of the scores, folds the G query heads of a key
+    head into the rows of one matmul instead of repeating keys, masks in place, and keeps one (Q, K) matrix for the
+    backward, the softmax. With `pattern.return_lse` the result is (o, log-sum-exp (B, H, Q)).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     pattern, blind = pattern or PLAIN[causal], None
