@@ -1,11 +1,11 @@
-"""Functions of tensors: their results and gradients held to float64, and the mistake named that gives what they give.
+"""Functions of tensors: `judge` compares results and gradients with float64, and names the mistake behind a wrong one.
 
-A formula is the function as it is written on paper, in PyTorch and in any dtype. In float64 it is what is right, in the
-dtype of the inputs it says what plain PyTorch loses, which is the budget. A mistake is the formula with the mistake in
-it. Most are made in float64; those that only a narrow dtype shows, as overflows, in that dtype.
+The kinds `loss.py`, `norm.py`, `rotary.py` and `swiglu.py` are built on this module. Each of them has a table of cases
+(`Case`), the inputs of a case (`Problem`), a formula, and tables of mistakes in words, the plainest first.
 
-A kind of function has a table of cases, the inputs of a case, a formula, and tables of mistakes: in words, the plainest
-first.
+A formula is the function as it is written on paper, in PyTorch. In float64 it gives the right result. In the dtype of
+the inputs its error is the budget, the error that an implementation may have. A mistake is the formula with the mistake
+in it. Most mistakes are computed in float64; those that only a narrow dtype shows, such as overflows, in that dtype.
 """
 
 import math
@@ -20,23 +20,24 @@ from torch import Tensor
 from lmsys import draws, testing
 from lmsys.check import question, signature
 
-Inputs = Mapping[str, Tensor]
-Settings = Mapping[str, Any]
+Inputs = Mapping[str, Tensor]  # by name, as in `Problem`
+Settings = Mapping[str, Any]  # other arguments, by role
 Outputs = dict[str, Tensor]  # "result", and the gradient of each input by its name
 Formula = Callable[[Inputs, Settings], Tensor]
 RESULT = "result"
-BLOCKS = (32, 64, 128, 256, 512, 1024)  # of columns, in a kernel
+BLOCKS = (32, 64, 128, 256, 512, 1024)  # columns that a kernel may take at a time
 NARROW = torch.bfloat16, torch.float16
 DTYPES = torch.float32, *NARROW
 
 
 @dataclass(frozen=True)
-class Asked:
+class Case:
     """A case of a function.
 
-    shape    of the input, or of the inputs' first one: each kind says which
-    extreme  which inputs of `lmsys.extremes` these are; "": ordinary ones
-    more     what else the kind says of the case, by name
+    about    the case in words
+    shape    of the first input; each kind says which that is
+    extreme  the name of the inputs in `lmsys.extremes`; "": ordinary inputs
+    more     other settings of the case, by name, which the kind reads
     """
 
     about: str
@@ -51,19 +52,23 @@ class Asked:
 
 
 def questions_of(
-    cases: Iterable[Asked],
-    judged: Callable[[Asked], question.Fault | None],
+    cases: Iterable[Case],
+    judged: Callable[[Case], question.Fault | None],
     options: question.Options,
-    reason: Callable[[Asked], str | None] = lambda asked: None,
+    reason: Callable[[Case], str | None] = lambda case: None,
 ) -> Iterator[question.Question]:
-    """The cases of the dtypes that are asked for; `reason` says why one is not asked."""
-    for asked in (x for x in cases if str(x.dtype)[6:] in options.dtypes):
+    """A question for each case in the dtypes of `options`.
+
+    judged  the fault of the implementation in a case, or None
+    reason  None, or why the implementation is not asked about a case
+    """
+    for case in (x for x in cases if str(x.dtype)[6:] in options.dtypes):
         yield question.Question(
-            f"{asked.about}, {str(asked.dtype)[6:]}",
-            partial(judged, asked),
-            str(asked),
-            reason(asked),
-            bool(asked.extreme),
+            f"{case.about}, {str(case.dtype)[6:]}",
+            partial(judged, case),
+            str(case),
+            reason(case),
+            bool(case.extreme),
         )
 
 
@@ -71,10 +76,10 @@ def questions_of(
 class Problem:
     """Inputs of a function, and the gradient of its result.
 
-    inputs       by name, those whose gradients are asked for, in the dtype that is tested
-    settings     what else it takes, by role
-    grad_output  None: no gradients
-    extreme      plain PyTorch may be exact here, so that there is no mean error that others may have
+    inputs       the tensors whose gradients are checked, by name, in the dtype that is tested
+    settings     the other arguments, by role
+    grad_output  None: gradients are not checked
+    extreme      plain PyTorch may be exact on these inputs, so the mean error is not judged
     """
 
     inputs: Inputs
@@ -88,35 +93,35 @@ class Problem:
 
     @property
     def upstream(self) -> Tensor:
-        """grad_output, where there is one."""
+        """grad_output, which must not be None."""
         assert self.grad_output is not None
         return self.grad_output
 
     @classmethod
     def of(
-        cls, asked: Asked, options: question.Options, inputs: Inputs, settings: Settings, grad_output: Tensor
+        cls, case: Case, options: question.Options, inputs: Inputs, settings: Settings, grad_output: Tensor
     ) -> "Problem":
-        """Puts them on the device, and all but the settings into the dtype of the case."""
+        """The problem of a case: all tensors on the device, and all but the settings in the dtype of the case."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return cls(
-            {name: x.to(device, asked.dtype) for name, x in inputs.items()},
+            {name: x.to(device, case.dtype) for name, x in inputs.items()},
             {name: x.to(device) if isinstance(x, Tensor) else x for name, x in settings.items()},
-            grad_output.to(device, asked.dtype) if options.grad else None,
-            bool(asked.extreme),
+            grad_output.to(device, case.dtype) if options.grad else None,
+            bool(case.extreme),
         )
 
 
 def drawn(options: question.Options, name: str, *shape: int) -> Tensor:
-    """Standard normal values of this name."""
+    """Standard normal values of this shape. They depend on the seed and on `name` alone."""
     return draws.values(draws.key(options.seed, name), 0, math.prod(shape)).view(shape)
 
 
-Mistakes = dict[str, Callable[[Problem], Outputs]]  # in words, and the outputs of an implementation that makes it
-Gradients = Callable[[Problem, Outputs], Outputs]  # from a problem in float64 and its right outputs
+Mistakes = dict[str, Callable[[Problem], Outputs]]  # by the mistake in words: the outputs that it leads to
+Gradients = Callable[[Problem, Outputs], Outputs]  # (problem in float64, its right outputs) -> mistaken gradients
 
 
 def outputs_of(formula: Formula, problem: Problem, dtype: torch.dtype = torch.float64) -> Outputs:
-    """The result of a formula in this dtype, and the gradients."""
+    """The result of a formula computed in `dtype`, and its gradients by the names of the inputs."""
     leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in problem.inputs.items()}
     result = formula(leaves, problem.settings)
     if problem.grad_output is None:
@@ -132,12 +137,12 @@ def outputs_of(formula: Formula, problem: Problem, dtype: torch.dtype = torch.fl
 
 
 def forwards(formulas: Mapping[str, Formula], dtype: torch.dtype = torch.float64) -> Mistakes:
-    """Mistakes in the formula, which its gradient makes too; those that show only in a narrow dtype are made in it."""
+    """Mistakes made in the forward, from formulas by words. Their gradients follow by autograd, all in `dtype`."""
     return {text: partial(outputs_of, formula, dtype=dtype) for text, formula in formulas.items()}
 
 
 def backwards(formula: Formula, gradients: Mapping[str, Gradients]) -> Mistakes:
-    """Mistakes of a backward alone, each of which makes some of the gradients; the first ignores grad_output."""
+    """Mistakes made in the backward alone: each gives some of the gradients. The first of them ignores grad_output."""
     tried: dict[str, Gradients] = {
         "the gradient of the result is ignored: ones are used in its place": partial(_ones, formula),
         **gradients,
@@ -159,17 +164,20 @@ def _backward(formula: Formula, made: Gradients, problem: Problem) -> Outputs:
 
 
 def padding(width: int) -> list[int]:
-    """The columns behind the last one, up to a whole block."""
+    """How many columns each size of BLOCKS would pad `width` by, in increasing order, without 0."""
     return sorted({-width % block for block in BLOCKS} - {0})
 
 
 def cut(width: int) -> list[int]:
-    """The columns of whole blocks, and all but the last one."""
+    """How many columns are left where only whole blocks of BLOCKS, or all but the last column, count."""
     return sorted({*(width // block * block for block in BLOCKS), width - 1} - {0, width})
 
 
 def parts_of_sum(rows: str, count: int, sizes: Iterable[int]) -> dict[str, slice]:
-    """The rows that a mistaken weight's gradient is the sum of, in words; `sizes` are those of blocks of rows."""
+    """By mistake in words, the rows over which a weight's gradient is summed, instead of over all `count` rows.
+
+    `rows` is their name, and `sizes` the possible sizes of a block of rows.
+    """
     parts = {}
     for size in (size for size in sizes if size < count):
         last = (count - 1) // size * size
@@ -189,10 +197,12 @@ def judge(
     widened: bool = False,
     plain_formula: Formula | None = None,
 ) -> question.Fault | None:
-    """The fault of what a function gives; None where it is right.
+    """The fault of a function's result and gradients; None if they are right.
 
-    widened        the result may be float32 where the inputs are narrower
-    plain_formula  another way in which the formula is usually written: what either of the two loses is allowed
+    call           the function, called by roles
+    mistakes       the known mistakes, for a problem
+    widened        the result may be float32 although the inputs are narrower
+    plain_formula  another usual way to write the formula: the larger error of both is allowed
     """
     before = {name: x.clone() for name, x in problem.inputs.items()}
     try:
@@ -230,7 +240,7 @@ def judge(
 
 
 def run(call: signature.Called, problem: Problem) -> Outputs:
-    """The result of a function, and the gradients that reach its inputs."""
+    """The result of a function, and those gradients that reach its inputs."""
     grad = problem.grad_output is not None
     leaves = {name: x.detach().requires_grad_(grad) for name, x in problem.inputs.items()}
     with torch.set_grad_enabled(grad):
@@ -246,16 +256,16 @@ def run(call: signature.Called, problem: Problem) -> Outputs:
 
 
 def _ratio(output: Tensor, reference: Tensor, plain: Tensor, mean: bool = False) -> float:
-    """`ratio_of` in the dtype of `plain`; with `mean`, tensors of a narrow one in root mean square as well."""
+    """The error over its budget in the dtype of `plain`; with `mean`, in a narrow dtype also in root mean square."""
     return testing.ratio_of(output, reference, plain, plain.dtype, mean and plain.dtype != torch.float32)
 
 
 def explain(
     outputs: Outputs, name: str, reference: Outputs, plain: Outputs, problem: Problem, mistakes: Mistakes
 ) -> str | None:
-    """The mistake that gives `outputs[name]`, and not what is right, in words; None where no known one does.
+    """The known mistake that gives `outputs[name]`, and not what is right, in words; None if there is none.
 
-    It must give the outputs before it too: a right result has no mistake of a forward.
+    The mistake must also give the outputs before `name`: a right result excludes a mistake of the forward.
     """
     output, right, losing = outputs[name], reference[name], plain[name]
     names = list(reference)[: list(reference).index(name) + 1]
@@ -264,9 +274,11 @@ def explain(
         alike = (_alike(outputs[x], made[x], reference[x], plain[x]) for x in names if x in made)
         if name not in made or not all(alike):
             continue
-        if not (made[name].isfinite().all() and _ratio(made[name], right, losing) <= 1):  # else it does not show here
+        # A mistake that gives the right result, as it may for some inputs, explains nothing.
+        if not (made[name].isfinite().all() and _ratio(made[name], right, losing) <= 1):
             return text
-    known = right.dim() > 0 and bool(right.abs().max() > 0 and output.isfinite().all())  # any number is a multiple
+    # A scalar is a multiple of any other, which would say nothing.
+    known = right.dim() > 0 and bool(right.abs().max() > 0 and output.isfinite().all())
     factor = float((output.double() * right).sum() / right.square().sum()) if known else math.nan
     shows = math.isfinite(factor) and _ratio(factor * right, right, losing) > 1
     return (
@@ -277,7 +289,7 @@ def explain(
 
 
 def _alike(output: Tensor, made: Tensor, right: Tensor, plain: Tensor) -> bool:
-    """True where both are finite at the same places, and there equal within the budget of what is right."""
+    """True if `output` and `made` are finite at the same places, and equal there within the budget of the right one."""
     made, finite = made.double(), made.isfinite()
     if not bool((finite == output.isfinite()).all()):
         return False

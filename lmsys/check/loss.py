@@ -1,9 +1,10 @@
-"""Losses: the questions that they are asked, each held to float64.
+"""Cross-entropy losses: their cases, each compared with float64. `loss_mistakes.py` has the formula and the mistakes.
 
-`f(logits, targets)`, or with the head in it `f(hidden, weight, targets)` (the weight may come first); each may take an
-`ignore_index`, and, by keyword, what OPTIONS has: it is asked for those for which it has a parameter. The loss is the
-mean over all tokens that count. A module's class is built without arguments. A case's shape is that of the logits,
-(N, V); its first tokens may be ignored.
+`kinds.py` calls `questions`. A loss is `f(logits, targets)`, or with the language model's head in it
+`f(hidden, weight, targets)` (the weight may come first). It may take an `ignore_index`, and the options in
+`loss_mistakes.OPTIONS`; it is asked for those that it has a parameter for. A module's class is built without arguments.
+The loss is the mean over all tokens that are not ignored. A case's shape is that of the logits, (N, V); its first
+tokens may be ignored. ROLES lists the names that parameters may have.
 
 Legend: N tokens, V vocabulary, M d_model.
 """
@@ -31,60 +32,65 @@ ROLES: signature.Roles = {
     "z_loss": ("z_loss", "lse_square_scale", "z_loss_weight", "z_loss_multiplier"),
     "softcap": ("softcap", "logit_softcap", "logits_soft_cap", "final_logit_softcapping"),
 }
-UPSTREAM = 0.625  # the gradient of the loss: no 1, and exact
+UPSTREAM = 0.625  # the gradient of the loss: exact, and not 1, so that ignoring it shows
 TOKENS, ODD = 24, (101, 517)  # ODD: no multiple of anything
-LONG = 330, 517  # tokens of several chunks
+LONG = 330, 517  # more tokens than a chunk of most kernels
 OPTION_CASES = (
-    formulas.Asked("the sum of losses", LONG, more={"reduction": "sum"}),
-    formulas.Asked("the losses of tokens", LONG, more={"reduction": "none"}),
-    formulas.Asked("weights of tokens", ODD, more={"token_weights": "drawn"}),
-    formulas.Asked("smoothed labels", ODD, more={"label_smoothing": 0.1}),
-    formulas.Asked("a z-loss", ODD, more={"z_loss": 0.01}),
-    formulas.Asked("a soft cap", ODD, more={"softcap": 1.5}),
+    formulas.Case("the sum of losses", LONG, more={"reduction": "sum"}),
+    formulas.Case("the losses of tokens", LONG, more={"reduction": "none"}),
+    formulas.Case("weights of tokens", ODD, more={"token_weights": "drawn"}),
+    formulas.Case("smoothed labels", ODD, more={"label_smoothing": 0.1}),
+    formulas.Case("a z-loss", ODD, more={"z_loss": 0.01}),
+    formulas.Case("a soft cap", ODD, more={"softcap": 1.5}),
 )
 CASES = (
-    formulas.Asked("a few tokens", (TOKENS, 96)),
-    formulas.Asked("a vocabulary that no block divides", ODD),
-    formulas.Asked("more tokens than a chunk", LONG),
-    formulas.Asked("ignored tokens", LONG, more={"ignored": 101, "ignore_index": config.IGNORED}),
-    formulas.Asked("another ignore_index", ODD, more={"ignored": 33, "ignore_index": 7}),
+    formulas.Case("a few tokens", (TOKENS, 96)),
+    formulas.Case("a vocabulary that no block divides", ODD),
+    formulas.Case("more tokens than a chunk", LONG),
+    formulas.Case("ignored tokens", LONG, more={"ignored": 101, "ignore_index": config.IGNORED}),
+    formulas.Case("another ignore_index", ODD, more={"ignored": 33, "ignore_index": 7}),
     *OPTION_CASES,
-    *(formulas.Asked("a vocabulary that no block divides", ODD, dtype) for dtype in formulas.NARROW),
-    *(formulas.Asked(about, ODD, dtype, about) for dtype in formulas.DTYPES[:2] for about in KINDS),
-    formulas.Asked("all tokens ignored", (TOKENS, 96), more={"ignored": TOKENS, "ignore_index": config.IGNORED}),
+    *(formulas.Case("a vocabulary that no block divides", ODD, dtype) for dtype in formulas.NARROW),
+    *(formulas.Case(about, ODD, dtype, about) for dtype in formulas.DTYPES[:2] for about in KINDS),
+    formulas.Case("all tokens ignored", (TOKENS, 96), more={"ignored": TOKENS, "ignore_index": config.IGNORED}),
 )
 
 
 def questions(
-    entry: registry.Entry, options: question.Options, cases: Iterable[formulas.Asked] = CASES
+    entry: registry.Entry, options: question.Options, cases: Iterable[formulas.Case] = CASES
 ) -> Iterator[question.Question]:
-    """The cases that the function can be asked."""
+    """A question for each case. One that needs an option without a parameter is not asked, with that reason."""
     implementation = entry.load()
     call = signature.called(
         signature.built(implementation, {}, {}) if signature.is_module(implementation) else implementation,
         roles_of(implementation),
     )
 
-    def reason(asked: formulas.Asked) -> str | None:
-        return next((f"it takes no {name}" for name in asked.more if name != "ignored" and not call.has(name)), None)
+    def reason(case: formulas.Case) -> str | None:
+        return next((f"it takes no {name}" for name in case.more if name != "ignored" and not call.has(name)), None)
 
     return formulas.questions_of(cases, partial(_judged, call, options), options, reason)
 
 
 def faults_of_options(entry: registry.Entry) -> dict[str, float]:
-    """The error over its budget of each option that a function has a parameter for and gets wrong, and of what else
-    `lmsys check` asks, of one from a file; inf: no answer."""
+    """For benchmarks: by case, the error over its budget, inf if there is no answer. Only wrong cases are in it.
+
+    A function from a file is asked all cases in float32, a row of a table only about options that it has.
+    """
     cases = CASES if ".py:" in entry.target else OPTION_CASES
     taken = signature.names_of(signature.parameters_of(entry.load())) & {
         name for option in loss_mistakes.OPTIONS for name in ROLES[option]
     }
-    asked = questions(entry, question.Options(dtypes=("float32",)), cases) if taken or cases is CASES else ()
-    judged = {x.about: x.judge() for x in asked if x.reason is None}
+    chosen = questions(entry, question.Options(dtypes=("float32",)), cases) if taken or cases is CASES else ()
+    judged = {x.about: x.judge() for x in chosen if x.reason is None}
     return {about: fault.error_ratio or math.inf for about, fault in judged.items() if fault}
 
 
 def roles_of(implementation: object) -> signature.Roles:
-    """The roles by names; an input without a weight beside it is logits."""
+    """ROLES as they apply to this implementation. Without a weight, its input is the logits whatever its name.
+
+    An autograd Function is not asked for options, since it takes no keywords.
+    """
     parameters = signature.parameters_of(implementation)
     roles = {
         name: ROLES[name] for name in ROLES if name not in loss_mistakes.OPTIONS or not is_function(implementation)
@@ -96,36 +102,36 @@ def roles_of(implementation: object) -> signature.Roles:
     }
 
 
-def _problem(call: signature.Called, asked: formulas.Asked, options: question.Options) -> formulas.Problem:
+def _problem(call: signature.Called, case: formulas.Case, options: question.Options) -> formulas.Problem:
     """The inputs of a case."""
-    tokens, vocabulary = asked.shape
+    tokens, vocabulary = case.shape
     ignored, ignore_index = (
-        asked.more.get(name, usual) for name, usual in (("ignored", 0), ("ignore_index", config.IGNORED))
+        case.more.get(name, usual) for name, usual in (("ignored", 0), ("ignore_index", config.IGNORED))
     )
     hidden = formulas.drawn(options, "hidden", tokens, WIDTH)
     weight = formulas.drawn(options, "weight", vocabulary, WIDTH) * WIDTH**-0.5
     targets = draws.whole_numbers(draws.key(options.seed, "targets"), 0, tokens, vocabulary - 1)
-    if asked.extreme:
+    if case.extreme:
         write_head(weight, targets)
-        write_kind(KINDS[asked.extreme], hidden)
+        write_kind(KINDS[case.extreme], hidden)
     targets[:ignored] = ignore_index
-    logits = hidden.to(asked.dtype).double() @ weight.to(asked.dtype).double().mT
+    logits = hidden.to(case.dtype).double() @ weight.to(case.dtype).double().mT
     inputs = {"hidden": hidden, "weight": weight} if call.has("weight") else {"logits": logits}
-    given = {name: value for name, value in asked.more.items() if name in loss_mistakes.OPTIONS}
+    given = {name: value for name, value in case.more.items() if name in loss_mistakes.OPTIONS}
     settings = {"targets": targets, "ignore_index": ignore_index} | given
     if "token_weights" in settings:
         settings["token_weights"] = formulas.drawn(options, "token_weights", tokens).abs()
     upstream = (
         formulas.drawn(options, "upstream", tokens) if settings.get("reduction") == "none" else torch.tensor(UPSTREAM)
     )
-    return formulas.Problem.of(asked, options, inputs, settings, upstream)
+    return formulas.Problem.of(case, options, inputs, settings, upstream)
 
 
-def _judged(call: signature.Called, options: question.Options, asked: formulas.Asked) -> question.Fault | None:
-    problem = _problem(call, asked, options)
+def _judged(call: signature.Called, options: question.Options, case: formulas.Case) -> question.Fault | None:
+    problem = _problem(call, case, options)
     return (
         _no_token_counts(call, problem)
-        if asked.more.get("ignored") == len(problem.settings["targets"])
+        if case.more.get("ignored") == len(problem.settings["targets"])
         else formulas.judge(
             call, loss_mistakes.right, loss_mistakes.mistakes, problem, widened=True, plain_formula=loss_mistakes.plain
         )
@@ -133,7 +139,10 @@ def _judged(call: signature.Called, options: question.Options, asked: formulas.A
 
 
 def _no_token_counts(call: signature.Called, problem: formulas.Problem) -> question.Fault | None:
-    """The mean of no token is NaN in torch and 0 elsewhere: both are right. Gradients are 0 in either."""
+    """The fault of a loss for which all tokens are ignored; None if it is right.
+
+    The mean over no tokens is NaN in torch and 0 elsewhere, and both are right. Gradients must be 0.
+    """
     try:
         outputs = formulas.run(call, problem)
     except Exception as error:

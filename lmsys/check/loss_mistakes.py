@@ -1,4 +1,7 @@
-"""Mistakes that people make in losses, tried one after another to explain a wrong result: see `formulas`.
+"""The formula of the cross-entropy loss, `right`, and the mistakes that people make in it, for `loss.py`.
+
+`formulas.py` tries the `mistakes` one after another to explain a wrong result. To add one, add its words and its
+formula to `mistakes` or a table that it reads.
 
 Legend: N tokens, V vocabulary.
 """
@@ -30,14 +33,14 @@ from lmsys.check.formulas import (
 )
 from lmsys.model.loss import cross_entropy
 
-OPTIONS = "reduction", "token_weights", "label_smoothing", "z_loss", "softcap"
-CHUNKS = (16, 32, 50, 64, 100, 128, 256)
-FINITE = (0.0, -10.0, -15.0, -20.0, -30.0, -50.0, -100.0)  # what stands for -inf
-SMOOTHINGS = (0.1, 0.05, 0.01, 0.2)
+OPTIONS = "reduction", "token_weights", "label_smoothing", "z_loss", "softcap"  # those of lmsys.model.loss
+CHUNKS = (16, 32, 50, 64, 100, 128, 256)  # tokens that a kernel may take at a time
+FINITE = (0.0, -10.0, -15.0, -20.0, -30.0, -50.0, -100.0)  # logits that a kernel may pad with, in place of -inf
+SMOOTHINGS = (0.1, 0.05, 0.01, 0.2)  # amounts of label smoothing that a loss may apply unasked
 
 
 def right(inputs: Inputs, settings: Settings) -> Tensor:
-    """The mean of -log softmax(logits)[target] over the tokens that count, or what the options say."""
+    """The mean of -log softmax(logits)[target] over the tokens that are not ignored, or as the options change it."""
     others = {name: value for name, value in settings.items() if name != "targets"}
     formula: Callable[..., Tensor] = cross_entropy if options_of(settings) else F.cross_entropy
     return formula(logits_of(inputs), settings["targets"], **others)
@@ -48,7 +51,7 @@ def logits_of(inputs: Inputs) -> Tensor:
 
 
 def plain(inputs: Inputs, settings: Settings) -> Tensor:
-    """`right` as it is often written in float32, where it has no options."""
+    """`right`; in float32 and without options as it is often written, by a log-sum-exp."""
     if options_of(settings) or next(iter(inputs.values())).dtype != torch.float32:
         return right(inputs, settings)
     targets = settings["targets"].where(counts(settings), 0)
@@ -64,17 +67,17 @@ def counts(settings: Settings) -> Tensor:
 
 
 def mean(each: Tensor, settings: Settings) -> Tensor:
-    """The mean over the tokens that count."""
+    """The mean over the tokens that are not ignored."""
     return each.where(counts(settings), 0).sum() / counts(settings).sum()
 
 
 def at_target(x: Tensor, settings: Settings) -> Tensor:
-    """The values of x (N, V) at the targets (N,); any value where a token is ignored."""
+    """(N,): the values of x (N, V) at the targets. For ignored tokens the values mean nothing."""
     return x.gather(1, settings["targets"].where(counts(settings), 0)[:, None])[:, 0]
 
 
 def of_sum(lse: Callable[[Tensor], Tensor]) -> Formula:
-    """The loss with another logarithm of the sum of exponentials of the logits."""
+    """The loss with `lse` in place of the logarithm of the sum of exponentials of the logits."""
 
     def formula(inputs: Inputs, settings: Settings) -> Tensor:
         logits = logits_of(inputs)
@@ -84,13 +87,13 @@ def of_sum(lse: Callable[[Tensor], Tensor]) -> Formula:
 
 
 def losses(inputs: Inputs, settings: Settings) -> Tensor:
-    """The loss of each token, 0 where it is ignored."""
+    """(N,): the loss of each token, 0 if it is ignored."""
     targets, ignored = settings["targets"], settings["ignore_index"]
     return F.cross_entropy(logits_of(inputs), targets, ignore_index=ignored, reduction="none")
 
 
 def mistakes(problem: Problem) -> Mistakes:
-    """The plainest first. Where there are options, those that are made with them."""
+    """The mistakes for a problem, the plainest first. With options only mistakes in these options are tried."""
     if options := options_of(problem.settings):
         without = {
             f"{name} is ignored": lambda x, s, name=name: right(x, {each: s[each] for each in s if each != name})
@@ -179,7 +182,7 @@ IGNORED: dict[str, Formula] = {
 
 def _of_vocabulary(vocabulary: int) -> dict[str, Formula]:
     def padded(more: int, by: float = 0.0) -> Formula:
-        """With classes behind the last one, or without the last where `more` is less than 0."""
+        """The loss with `more` classes appended, whose logits are `by`; a negative `more` drops the last classes."""
         return of_sum(lambda x: F.pad(x, (0, more), value=by).logsumexp(dim=-1))
 
     def repeated(times: int) -> Formula:
@@ -217,7 +220,7 @@ def _mean_of_means(inputs: Inputs, settings: Settings, size: int) -> Tensor:
 
 
 def _smoothed(of_label: float, of_all: float) -> Formula:
-    """Targets of `of_label` at the label, and `of_all` shared by all classes."""
+    """The loss for smoothed targets: `of_label` at the label, and `of_all` divided among all classes."""
 
     def formula(inputs: Inputs, settings: Settings) -> Tensor:
         at_all = -logits_of(inputs).log_softmax(dim=-1).mean(dim=-1)
@@ -251,9 +254,10 @@ def _of_gradients(counted: Tensor) -> dict[str, Gradients]:
 def _through_the_head(
     of_logits: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, names: tuple[str, ...] = ("hidden", "weight")
 ) -> Gradients:
-    """The gradients of some inputs, to which these tokens (N,) of bool add.
+    """Gradients of the inputs `names`, from gradients of the logits.
 
-    of_logits  the gradients (N, V) of the logits from p and targets as one-hot rows
+    of_logits  (p, targets as one-hot rows), (N, V) each -> gradients of the logits (N, V)
+    tokens     (N,), boolean: the tokens that add to the gradients
     """
 
     def gradients(problem: Problem, _: Outputs) -> Outputs:

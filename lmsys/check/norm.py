@@ -1,7 +1,9 @@
-"""Norms: the questions that they are asked, each held to float64.
+"""Norms, RMSNorm and LayerNorm: their cases, their formulas in float64, and the known mistakes.
 
-RMSNorm `f(x, weight, eps)`, and LayerNorm where there is a bias, `f(x, weight, bias, eps)`; or a module's class, built
-with the width and eps, whose first parameter is the weight. Results have the dtype of x. A case's shape is that of x.
+`kinds.py` calls `questions`. A norm is a function, `f(x, weight, eps)` for RMSNorm, and with a bias,
+`f(x, weight, bias, eps)`, for LayerNorm. Or it is a module's class, built with the width and eps, whose first parameter
+is the weight. Results have the dtype of x. A case's shape is that of x. ROLES and BUILT list the names that parameters
+may have; new mistakes go to `rms_norm_mistakes`, `layer_norm_mistakes` and the tables that they use.
 
 Legend: N rows, M width.
 """
@@ -28,23 +30,23 @@ BUILT: signature.Roles = {
     "width": ("dim", "d_model", "hidden_size", "width", "n_embd", "features", "d", "normalized_shape", "ndim"),
     "eps": ROLES["eps"],
 }
-EPS = 2.0**-10  # exact, and none that anybody would write
-ODD = 33, 237
+EPS = 2.0**-10  # exact, and not a value that an implementation would have built in
+ODD = 33, 237  # no multiple of a tile
 CASES = (
-    formulas.Asked("a few rows", (8, 64)),
-    formulas.Asked("an odd width", ODD),
-    formulas.Asked("many rows", (331, 96)),
-    formulas.Asked("small rows, to which eps counts", (33, 96), more={"size": 2.0**-6}),
-    formulas.Asked("three dimensions", (5, 7, 64)),
-    *(formulas.Asked("an odd width", ODD, dtype) for dtype in formulas.NARROW),
-    *(formulas.Asked(about, ODD, dtype, about) for dtype in formulas.DTYPES for about in ROWS),
+    formulas.Case("a few rows", (8, 64)),
+    formulas.Case("an odd width", ODD),
+    formulas.Case("many rows", (331, 96)),
+    formulas.Case("small rows, to which eps counts", (33, 96), more={"size": 2.0**-6}),
+    formulas.Case("three dimensions", (5, 7, 64)),
+    *(formulas.Case("an odd width", ODD, dtype) for dtype in formulas.NARROW),
+    *(formulas.Case(about, ODD, dtype, about) for dtype in formulas.DTYPES for about in ROWS),
 )
 EXTREME = ROWS | {"rows with a large mean": large_mean}
-LARGE_MEAN = formulas.Asked("rows with a large mean", ODD, extreme="rows with a large mean")
+LARGE_MEAN = formulas.Case("rows with a large mean", ODD, extreme="rows with a large mean")
 
 
 def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
-    """The cases, of a LayerNorm where there is a bias."""
+    """A question for each case: those of LayerNorm if the implementation has a bias, else those of RMSNorm."""
     implementation = entry.load()
     with_bias = (
         len(list(signature.built(implementation, BUILT, {"width": 64, "eps": EPS}).parameters())) > 1
@@ -59,9 +61,9 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
 
 
 def _judged(
-    implementation: Any, with_bias: bool, options: question.Options, asked: formulas.Asked
+    implementation: Any, with_bias: bool, options: question.Options, case: formulas.Case
 ) -> question.Fault | None:
-    problem = _problem(asked, options, with_bias)
+    problem = _problem(case, options, with_bias)
     formula, mistakes = (layer_norm, layer_norm_mistakes) if with_bias else (rms_norm, rms_norm_mistakes)
     call = (
         _of_module(implementation, problem)
@@ -72,7 +74,7 @@ def _judged(
 
 
 def _of_module(implementation: Any, problem: formulas.Problem) -> signature.Called:
-    """The module as a function: its parameters take the place of weight and bias."""
+    """A module of the class as a function of x, weight and bias, which replace its parameters."""
     x = problem.inputs["x"]
     module = signature.built(implementation, BUILT, {"width": x.shape[-1], "eps": EPS}).to(x.device, x.dtype)
 
@@ -83,26 +85,26 @@ def _of_module(implementation: Any, problem: formulas.Problem) -> signature.Call
     return signature.Called(call, {name: name for name in problem.inputs}, by_place=False)
 
 
-def _problem(asked: formulas.Asked, options: question.Options, with_bias: bool) -> formulas.Problem:
-    """The inputs of a case; weights are around 1, and none is 1."""
-    size, width = asked.more.get("size", 1.0), asked.shape[-1]
+def _problem(case: formulas.Case, options: question.Options, with_bias: bool) -> formulas.Problem:
+    """The inputs of a case. Weights are around 1, but not 1, so that a missing weight shows."""
+    size, width = case.more.get("size", 1.0), case.shape[-1]
     inputs = {
-        "x": formulas.drawn(options, "x", *asked.shape) * size,
+        "x": formulas.drawn(options, "x", *case.shape) * size,
         "weight": 1 + formulas.drawn(options, "weight", width) / 4,
     }
     if with_bias:
-        inputs["x"] += size / 2  # a mean, that counts
+        inputs["x"] += size / 2  # so that a mistake in the mean shows
         inputs["bias"] = formulas.drawn(options, "bias", width)
-    if asked.extreme:
-        EXTREME[asked.extreme](inputs["x"])
+    if case.extreme:
+        EXTREME[case.extreme](inputs["x"])
     return formulas.Problem.of(
-        asked, options, inputs, {"eps": EPS, "shape": (width,)}, formulas.drawn(options, "upstream", *asked.shape)
+        case, options, inputs, {"eps": EPS, "shape": (width,)}, formulas.drawn(options, "upstream", *case.shape)
     )
 
 
 BLOCK_ROWS = (128, 64, 32, 16, 8, 4, 2, 1)
-USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
-Divisor = Callable[[Tensor, float], Tensor]
+USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)  # values that an implementation may have built in
+Divisor = Callable[[Tensor, float], Tensor]  # (x, eps) -> what x is divided by
 
 
 def rms_norm(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
@@ -111,9 +113,9 @@ def rms_norm(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
 
 
 def plain_rms_norm(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
-    """`rms_norm` as Llama's code has it, which rounds before the weight is applied.
+    """`rms_norm` as Llama's code has it: it rounds before it applies the weight.
 
-    Of the usual ways that one loses most, above all in the weight's gradient.
+    Of the usual ways to write it, this one has the largest errors, above all in the weight's gradient.
     """
     x = inputs["x"].to(torch.promote_types(inputs["x"].dtype, torch.float32))
     normalised = x * (x.square().mean(dim=-1, keepdim=True) + settings["eps"]).rsqrt()
@@ -130,7 +132,10 @@ def layer_norm(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
 def of_parts(
     divisor: Divisor, centred: bool, weighted: Callable[[Tensor, Tensor], Tensor] = torch.mul, bias: float = 1.0
 ) -> formulas.Formula:
-    """A norm in which x, less its mean where it is centred, is divided by `divisor(x, eps)` and weighted."""
+    """A norm: x is divided by `divisor(x, eps)` and `weighted` by the weight; then `bias` times the bias is added.
+
+    centred: the mean of x is subtracted first.
+    """
 
     def formula(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
         x = less_mean(inputs["x"], centred)
@@ -153,7 +158,7 @@ def rms(x: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
-    """The plainest first."""
+    """Mistakes in RMSNorm, the plainest first."""
     x = problem.inputs["x"]
     return {
         **formulas.forwards({"the mean is subtracted, as in LayerNorm; RMSNorm subtracts none": of_parts(rms, True)}),
@@ -166,7 +171,7 @@ def rms_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
 
 
 def layer_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
-    """The plainest first."""
+    """Mistakes in LayerNorm, the plainest first."""
     x, width = problem.inputs["x"], problem.inputs["x"].shape[-1]
     plainest: dict[str, formulas.Formula] = {
         "the mean is not subtracted: the result is that of RMSNorm": of_parts(rms, False),
@@ -201,7 +206,7 @@ def layer_norm_mistakes(problem: formulas.Problem) -> formulas.Mistakes:
 
 
 def _with_squares_of_mean(times: float) -> formulas.Formula:
-    """LayerNorm whose variance has as many squares of the mean too many."""
+    """LayerNorm whose variance is too large by `times` the square of the mean."""
 
     def formula(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
         more = times * mean_of(inputs["x"]).square()
@@ -224,7 +229,7 @@ def _over(width: int, columns: int) -> Divisor:
 
 
 def _root(columns: int | None = None, eps: float | None = None) -> Divisor:
-    """That of the first columns alone, or with an eps of its own."""
+    """The divisor of RMSNorm over the first `columns` alone, or with an eps that replaces the one given."""
     return lambda x, given: rms(x[..., :columns], given if eps is None else eps)
 
 
@@ -268,7 +273,7 @@ def _of_divisors(width: int, centred: bool) -> dict[str, formulas.Formula]:
 
 
 def _of_dx(centred: bool) -> dict[str, formulas.Gradients]:
-    """Mistakes in dx = rstd (g - mean(g) - y mean(g y)), where g = upstream · weight; mean(g) is LayerNorm's alone."""
+    """Mistakes in dx = rstd (g - mean(g) - y mean(g y)), where g = upstream · weight. Only LayerNorm has mean(g)."""
     less = partial(less_mean, centred=centred)
 
     def of(made: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> formulas.Gradients:

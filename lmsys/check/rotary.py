@@ -1,9 +1,10 @@
-"""Rotary position embedding: the questions that it is asked, each held to float64.
+"""Rotary position embedding: its cases, its formula in float64, and the known mistakes.
 
-`f(x, positions)`, perhaps with a theta; `f(x, cos, sin)` with tables (S, D / 2); or a module's class, built with a
-theta, a head dimension and a longest sequence, and called as (x, positions). x is (B, H, S, D), positions (S). Pairs
-may be neighbours (2i, 2i + 1) or of the two halves (i, i + D / 2), but the same pairs in all. A case's shape is that of
-x.
+`kinds.py` calls `questions`. The implementation is a function `f(x, positions)`, perhaps with a theta, or
+`f(x, cos, sin)` with tables (S, D / 2). Or it is a module's class, built with a theta, a head dimension and a longest
+sequence, and called as (x, positions). x is (B, H, S, D), positions are (S,). The pairs of columns that are rotated may
+be neighbours (2i, 2i + 1) or lie in two halves (i, i + D / 2), but must be the same in all cases. A case's shape is
+that of x. ROLES and BUILT list the names that parameters may have; new mistakes go to `mistakes` and its tables.
 
 Legend: B batch, H heads, S sequence length, D head dimension.
 """
@@ -32,20 +33,20 @@ BUILT: signature.Roles = {
     "head_dim": ("head_dim", "d_k", "dim", "d_head", "rotary_dim"),
     "length": ("max_seq_len", "context_length", "max_position_embeddings", "max_len", "seq_len"),
 }
-THETA, LONGEST = 10_000.0, 2**11
+THETA, LONGEST = 10_000.0, 2**11  # the theta of most cases; more than any position
 SMALL, ODD = (1, 2, 16, 64), (1, 2, 33, 64)
-LATE = {"first position": LONGEST - 33}
+LATE = {"first position": LONGEST - 33}  # the last token of ODD is then at LONGEST - 1
 CASES = (
-    formulas.Asked("a few tokens", SMALL),
-    formulas.Asked("several batches, an odd length", (2, 3, 37, 32)),
-    formulas.Asked("positions that begin later", SMALL, more={"first position": 100}),
-    formulas.Asked("the same length at other positions", SMALL, more={"first position": 7, "step": 3}),
-    formulas.Asked("a theta of its own", SMALL, more={"first position": 50, "theta": 500_000.0}),
-    formulas.Asked("late positions", ODD, more=LATE),
-    *(formulas.Asked("a few tokens", SMALL, dtype) for dtype in formulas.NARROW),
-    *(formulas.Asked("late positions", ODD, dtype, more=LATE) for dtype in formulas.NARROW),
+    formulas.Case("a few tokens", SMALL),
+    formulas.Case("several batches, an odd length", (2, 3, 37, 32)),
+    formulas.Case("positions that begin later", SMALL, more={"first position": 100}),
+    formulas.Case("the same length at other positions", SMALL, more={"first position": 7, "step": 3}),
+    formulas.Case("a theta of its own", SMALL, more={"first position": 50, "theta": 500_000.0}),
+    formulas.Case("late positions", ODD, more=LATE),
+    *(formulas.Case("a few tokens", SMALL, dtype) for dtype in formulas.NARROW),
+    *(formulas.Case("late positions", ODD, dtype, more=LATE) for dtype in formulas.NARROW),
     *(
-        formulas.Asked(x, ODD, dtype, x, {"first position": 3})
+        formulas.Case(x, ODD, dtype, x, {"first position": 3})
         for dtype in (torch.float32, torch.bfloat16)
         for x in ROWS
     ),
@@ -53,25 +54,28 @@ CASES = (
 
 
 def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
-    """The cases; which pairs are turned is what the first one shows."""
+    """A question for each case. The first case also shows which pairs the implementation rotates."""
     implementation = entry.load()
     call = None if signature.is_module(implementation) else signature.called(implementation, ROLES)
     takes_theta = call is None or call.has("theta") or call.has("cos")
 
-    def reason(asked: formulas.Asked) -> str | None:
-        return "it takes no theta" if "theta" in asked.more and not takes_theta else None
+    def reason(case: formulas.Case) -> str | None:
+        return "it takes no theta" if "theta" in case.more and not takes_theta else None
 
     return formulas.questions_of(CASES, partial(_judged, implementation, options), options, reason)
 
 
 def remark(entry: Entry, options: question.Options) -> str:
-    """Says which pairs are turned."""
+    """Which pairs are rotated, in words, to end the report with."""
     return f"it turns {pairs_of(entry.load(), options)}"
 
 
 @cache
 def pairs_of(implementation: Any, options: question.Options) -> str:
-    """NEIGHBOURS or HALVES: the nearer to what it gives for the first case. HALVES where it raises."""
+    """NEIGHBOURS or HALVES, whichever is nearer to the implementation's result of the first case.
+
+    HALVES if it raises an exception, which the first question then reports.
+    """
     problems = {pairs: _problem(CASES[0], options, pairs) for pairs in (HALVES, NEIGHBOURS)}
     try:
         result = formulas.run(_call_of(implementation, problems[HALVES]), problems[HALVES])[formulas.RESULT].double()
@@ -79,13 +83,13 @@ def pairs_of(implementation: Any, options: question.Options) -> str:
             pairs: (result - formulas.outputs_of(right, x)[formulas.RESULT]).norm().item()
             for pairs, x in problems.items()
         }
-    except Exception:  # `judge` says so
+    except Exception:
         return HALVES
     return min(errors, key=lambda pairs: errors[pairs])
 
 
 def _call_of(implementation: Any, problem: formulas.Problem) -> signature.Called:
-    """The function; of a class a module with the problem's theta."""
+    """The function, called by roles; of a class a module built with the problem's theta."""
     if signature.is_module(implementation):
         x = problem.inputs["x"]
         implementation = signature.built(
@@ -94,19 +98,19 @@ def _call_of(implementation: Any, problem: formulas.Problem) -> signature.Called
     return signature.called(implementation, ROLES)
 
 
-def _judged(implementation: Any, options: question.Options, asked: formulas.Asked) -> question.Fault | None:
-    problem = _problem(asked, options, pairs_of(implementation, options))
+def _judged(implementation: Any, options: question.Options, case: formulas.Case) -> question.Fault | None:
+    problem = _problem(case, options, pairs_of(implementation, options))
     call = _call_of(implementation, problem)
     return formulas.judge(call, right, partial(mistakes, call), problem, plain_formula=plain)
 
 
-def _problem(asked: formulas.Asked, options: question.Options, pairs: str) -> formulas.Problem:
+def _problem(case: formulas.Case, options: question.Options, pairs: str) -> formulas.Problem:
     """The inputs of a case. Tables are float32."""
-    head_dim, theta = asked.shape[-1], asked.more.get("theta", THETA)
-    x = formulas.drawn(options, "x", *asked.shape)
-    if asked.extreme:
-        ROWS[asked.extreme](x.view(-1, head_dim))
-    positions = torch.arange(asked.shape[2]) * asked.more.get("step", 1) + asked.more.get("first position", 0)
+    head_dim, theta = case.shape[-1], case.more.get("theta", THETA)
+    x = formulas.drawn(options, "x", *case.shape)
+    if case.extreme:
+        ROWS[case.extreme](x.view(-1, head_dim))
+    positions = torch.arange(case.shape[2]) * case.more.get("step", 1) + case.more.get("first position", 0)
     angles = positions.double()[:, None] * theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
     settings = {
         "positions": positions,
@@ -115,7 +119,7 @@ def _problem(asked: formulas.Asked, options: question.Options, pairs: str) -> fo
         "cos": angles.cos().float(),
         "sin": angles.sin().float(),
     }
-    return formulas.Problem.of(asked, options, {"x": x}, settings, formulas.drawn(options, "upstream", *asked.shape))
+    return formulas.Problem.of(case, options, {"x": x}, settings, formulas.drawn(options, "upstream", *case.shape))
 
 
 NEIGHBOURS, HALVES = "neighbours (2i, 2i + 1)", "halves (i, i + D / 2)"
@@ -134,9 +138,9 @@ def frequencies(x: Tensor, theta: float) -> Tensor:
 
 
 def turned(x: Tensor, angles: Tensor, pairs: str, columns: str = "") -> Tensor:
-    """x (..., S, D) with the pairs turned by angles (S, D / 2), in x's dtype.
+    """x (..., S, D) with `pairs`, HALVES or NEIGHBOURS, rotated by angles (S, D / 2), in x's dtype.
 
-    columns  the pairs that the tables of cosines and sines are laid out for; "": those that are turned
+    columns  the pairs that the tables of cosines and sines are laid out for; "": `pairs`
     """
     first, second = x.chunk(2, dim=-1) if pairs == HALVES else x.unflatten(-1, (-1, 2)).unbind(-1)
     across = torch.cat((-second, first), -1) if pairs == HALVES else torch.stack((-second, first), -1).flatten(-2)
@@ -145,7 +149,7 @@ def turned(x: Tensor, angles: Tensor, pairs: str, columns: str = "") -> Tensor:
 
 
 def by(angles: Callable[[Tensor, formulas.Settings], Tensor]) -> formulas.Formula:
-    """x turned by angles (S, D / 2), made of x and the settings."""
+    """The formula that rotates x by angles(x, settings), which are (S, D / 2)."""
     return lambda inputs, settings: turned(inputs["x"], angles(inputs["x"], settings), settings["pairs"])
 
 
@@ -153,9 +157,9 @@ right = by(angles_of)
 
 
 def plain(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
-    """`right` with angles that are off by eps of float32: twice that, what is allowed, is 2 units in the last place.
+    """`right` with angles that are off by eps of float32. Twice that error, 2 units in the last place, is allowed.
 
-    A frequency is a power or an exponential, which rounds by one of them at most, mostly inverted; the product with the
+    A frequency is a power or an exponential, mostly inverted, which rounds by at most one unit. Its product with the
     position rounds once more.
     """
     return turned(
@@ -164,7 +168,10 @@ def plain(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
 
 
 def mistakes(call: signature.Called, problem: formulas.Problem) -> formulas.Mistakes:
-    """The plainest first; of a function that is given tables, those of positions and frequencies are not its own."""
+    """The mistakes for a problem, the plainest first.
+
+    A function that is given tables of cosines and sines makes no mistakes in positions and frequencies.
+    """
     plainest: dict[str, formulas.Formula] = {
         "x is turned the other way: the sine has the wrong sign": by(lambda x, s: -angles_of(x, s)),
         "sine and cosine are exchanged": by(lambda x, s: math.pi / 2 - angles_of(x, s)),
@@ -186,7 +193,7 @@ def mistakes(call: signature.Called, problem: formulas.Problem) -> formulas.Mist
 
 
 def _turning(times: float) -> formulas.Gradients:
-    """A backward that turns by so many times the angles."""
+    """A backward that rotates by `times` the angles; -1 would be right."""
     return lambda exact, _: {
         "x": turned(exact.upstream, times * angles_of(exact.inputs["x"], exact.settings), exact.settings["pairs"])
     }
@@ -208,7 +215,7 @@ def _half_turned(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor
 
 
 def _with(name: str, other: Any) -> formulas.Formula:
-    """Angles of another "positions" or "theta": a value, or a function of what is given."""
+    """The formula with another "positions" or "theta": `other` is the value, or a function of the given one."""
     return by(lambda x, s: angles_of(x, {**s, name: other(s[name]) if callable(other) else other}))
 
 

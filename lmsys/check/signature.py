@@ -1,4 +1,8 @@
-"""How to call what people write: which of its parameters is which."""
+"""Finds out how to call a function that somebody wrote: its parameters are known by usual names.
+
+The modules of the kinds list the names of each role, and call `called` and `built`. `kinds.py` tells the kind of an
+implementation by `kind_of`, from the names in MARKS.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,23 +13,26 @@ from torch import nn
 
 from lmsys.attention.contract import is_function
 
-Roles = Mapping[str, Sequence[str]]  # by role the names that parameters of it have
+Roles = Mapping[str, Sequence[str]]  # by role, such as "targets", the names that its parameter may have
 
 
 def is_module(implementation: Any) -> bool:
-    """True for a module's class."""
+    """True for a class derived from nn.Module."""
     return inspect.isclass(implementation) and issubclass(implementation, nn.Module)
 
 
 def parameters_of(implementation: Any) -> dict[str, inspect.Parameter]:
-    """The parameters of a call by name: an autograd Function's without ctx, for a module's class its forward's."""
+    """The parameters of a call, by name.
+
+    For an autograd Function, or a module's class, they are those of its forward without ctx or self.
+    """
     if is_module(implementation) or is_function(implementation):
         return dict(list(inspect.signature(implementation.forward).parameters.items())[1:])
     call = implementation.forward if isinstance(implementation, nn.Module) else implementation
     return dict(inspect.signature(call).parameters)
 
 
-MARKS = {  # by kind: names of which a parameter has one; in a class also those that it is built with
+MARKS = {  # by kind: one parameter of the call has such a name; of a class, also a parameter of its constructor
     "loss": {"target", "targets", "label", "labels"},
     "rotary": {"positions", "token_positions", "position_ids", "cos"},
     "swiglu": {"gate", "w1", "w_gate"},
@@ -34,7 +41,7 @@ MARKS = {  # by kind: names of which a parameter has one; in a class also those 
 
 
 def kind_of(implementation: Any) -> str | None:
-    """The kind of function of tensors that an implementation is, by the names of its parameters; None for others."""
+    """The kind in MARKS that an implementation is, by the names of its parameters; None if it is none of them."""
     if not callable(implementation):
         return None
     names = names_of(parameters_of(implementation))
@@ -50,24 +57,28 @@ def names_of(parameters: Iterable[str]) -> set[str]:
 
 @dataclass(frozen=True)
 class Called:
-    """A function, and the role of each parameter that has one, in their order."""
+    """A function that is called by roles.
+
+    roles     by parameter, in their order: its role. Parameters without one keep their defaults
+    by_place  it takes no keywords, as an autograd Function
+    """
 
     function: Callable[..., Any]
     roles: Mapping[str, str]
-    by_place: bool  # it takes no keywords: an autograd Function
+    by_place: bool
 
     def has(self, role: str) -> bool:
         return role in self.roles.values()
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        """Calls it with the values of its roles. The first result, where it returns several."""
+        """Calls the function with values by role. If it returns a tuple, the first result."""
         given = {name: values[role] for name, role in self.roles.items() if role in values}
         result = self.function(*given.values()) if self.by_place else self.function(**given)
         return result[0] if isinstance(result, tuple) else result
 
 
 def called(implementation: Any, roles: Roles) -> Called:
-    """The implementation as a function of its roles. ValueError for a parameter without a default that has no role."""
+    """The implementation, to be called by roles. ValueError for a parameter that has neither a role nor a default."""
     parameters, positional = parameters_of(implementation), is_function(implementation)
     by_place = positional or any(x.kind is x.POSITIONAL_ONLY for x in parameters.values())
     return Called(
@@ -76,7 +87,7 @@ def called(implementation: Any, roles: Roles) -> Called:
 
 
 def built(implementation: Any, roles: Roles, values: Mapping[str, Any]) -> nn.Module:
-    """A module of its class, built with the values of its roles. ValueError as `called` has it."""
+    """A module of the class `implementation`, constructed with values by role. ValueError as in `called`."""
     return implementation(
         **{name: values[role] for name, role in _roles(inspect.signature(implementation).parameters, roles).items()}
     )
@@ -95,5 +106,5 @@ def _roles(parameters: Mapping[str, inspect.Parameter], roles: Roles, positional
             names = "; ".join(f"{role}: {', '.join(some)}" for role, some in roles.items())
             raise ValueError(f"parameter {name!r} has no default and no known name ({names})")
         elif positional:
-            break  # what comes behind it keeps its default
+            break  # this parameter and those after it keep their defaults
     return given

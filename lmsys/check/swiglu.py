@@ -1,7 +1,8 @@
-"""SwiGLU: the questions that it is asked, each held to float64.
+"""SwiGLU: its cases, its formula in float64, and the known mistakes.
 
-`f(gate, up)`, silu(gate) · up; or the whole feed-forward `f(x, w1, w2, w3)`, W2 (silu(W1 x) · W3 x), with weights as
-`nn.Linear` has them. A case's shape is that of gate and up, (N, F).
+`kinds.py` calls `questions`. The implementation is `f(gate, up)`, silu(gate) · up. Or it is the whole feed-forward
+`f(x, w1, w2, w3)`, W2 (silu(W1 x) · W3 x), with weights as `nn.Linear` has them. A case's shape is that of gate and up,
+(N, F). ROLES lists the names that parameters may have; new mistakes go to ACTIVATIONS, OVERFLOWS or BACKWARDS.
 
 Legend: N rows, M d_model, F d_ff.
 """
@@ -25,28 +26,31 @@ ROLES: signature.Roles = {
     "w2": ("w2", "w_down", "down_proj"),
     "w3": ("w3", "w_up", "up_proj"),
 }
-WIDTH = 48  # of the whole feed-forward
-ODD = 33, 237
+WIDTH = 48  # d_model of the whole feed-forward
+ODD = 33, 237  # no multiple of a tile
 CASES = (
-    formulas.Asked("a few rows", (8, 64)),
-    formulas.Asked("an odd width", ODD),
-    *(formulas.Asked("an odd width", ODD, dtype) for dtype in formulas.NARROW),
-    *(formulas.Asked(about, ODD, dtype, about) for dtype in formulas.DTYPES for about in GATES),
+    formulas.Case("a few rows", (8, 64)),
+    formulas.Case("an odd width", ODD),
+    *(formulas.Case("an odd width", ODD, dtype) for dtype in formulas.NARROW),
+    *(formulas.Case(about, ODD, dtype, about) for dtype in formulas.DTYPES for about in GATES),
 )
 
 
 def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
-    """The cases."""
+    """A question for each case."""
     return formulas.questions_of(CASES, partial(_judged, signature.called(entry.load(), ROLES), options), options)
 
 
-def _judged(call: signature.Called, options: question.Options, asked: formulas.Asked) -> question.Fault | None:
-    return formulas.judge(call, right, mistakes, _problem(call, asked, options))
+def _judged(call: signature.Called, options: question.Options, case: formulas.Case) -> question.Fault | None:
+    return formulas.judge(call, right, mistakes, _problem(call, case, options))
 
 
-def _problem(call: signature.Called, asked: formulas.Asked, options: question.Options) -> formulas.Problem:
-    """The inputs of a case. Gates of the whole feed-forward are made extreme by x, of one feature, and by w1."""
-    rows, columns = asked.shape
+def _problem(call: signature.Called, case: formulas.Case, options: question.Options) -> formulas.Problem:
+    """The inputs of a case.
+
+    For extreme gates of the whole feed-forward, one feature of x is 1, and its column of w1 holds the gates.
+    """
+    rows, columns = case.shape
     if call.has("gate"):
         inputs = {name: formulas.drawn(options, name, rows, columns) for name in ("gate", "up")}
         gates = inputs["gate"]
@@ -58,16 +62,16 @@ def _problem(call: signature.Called, asked: formulas.Asked, options: question.Op
             "w3": formulas.drawn(options, "w3", columns, WIDTH) * WIDTH**-0.5,
         }
         gates, columns = inputs["w1"][:, :1].mT, WIDTH
-        if asked.extreme:
+        if case.extreme:
             inputs["x"][:, 0] = 1.0
             inputs["w1"].zero_()
-    if asked.extreme:
-        GATES[asked.extreme](gates)
-    return formulas.Problem.of(asked, options, inputs, {}, formulas.drawn(options, "upstream", rows, columns))
+    if case.extreme:
+        GATES[case.extreme](gates)
+    return formulas.Problem.of(case, options, inputs, {}, formulas.drawn(options, "upstream", rows, columns))
 
 
 def of_halves(activate: Callable[[Tensor, Tensor], Tensor]) -> formulas.Formula:
-    """SwiGLU, or the whole feed-forward, with `activate(gate, up)` in the place of silu(gate) · up."""
+    """The formula of SwiGLU, or of the whole feed-forward, with `activate(gate, up)` in place of silu(gate) · up."""
 
     def formula(inputs: formulas.Inputs, settings: formulas.Settings) -> Tensor:
         if "gate" in inputs:
@@ -107,7 +111,7 @@ OVERFLOWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def mistakes(problem: formulas.Problem) -> formulas.Mistakes:
-    """The plainest first."""
+    """The mistakes for a problem, the plainest first."""
     return {
         **formulas.forwards(_of_activations(ACTIVATIONS)),
         **{
@@ -123,7 +127,8 @@ def _of_activations(activations: dict[str, Callable[[Tensor, Tensor], Tensor]]) 
     return {text: of_halves(activate) for text, activate in activations.items()}
 
 
-# d_gate = g up s (1 + gate (1 - s)) and d_up = g silu(gate), with s = sigmoid(gate), and mistakes in them.
+# Mistakes in d_gate = g up s (1 + gate (1 - s)) and d_up = g silu(gate), where g is the gradient of the result and
+# s = sigmoid(gate): from (g, gate, up, s) to (d_gate, d_up).
 BACKWARDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "the backward uses sigmoid as the derivative of silu": lambda g, a, b, s: (g * b * s, g * a * s),
     "the backward uses the derivative of sigmoid as that of silu": lambda g, a, b, s: (g * b * s * (1 - s), g * a * s),
