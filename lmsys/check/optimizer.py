@@ -1,9 +1,12 @@
-"""Optimizers: each step is held to the formula in float64, made from the weights that the step began with.
+"""Optimizers: each step is compared with the formula in float64, from the weights that the step began with.
 
-The formula is that of the form that its first steps follow: torch's, or another published one (`optimizer_formula.py`).
-The budget is what the same optimizer of torch loses in the dtype, in other forms the formula in plain PyTorch:
-`lmsys.testing.error_ratio`, for each row of a parameter alone, so that a row of huge steps hides none beside it. An
-optimizer that claims float32 masters of bfloat16 weights is held to the whole path in float64 instead.
+`kinds.py` calls `questions`. The formula is one of the published *forms* of the algorithm (`optimizer_formula.py`): the
+one that the optimizer's first steps follow. An error may be as large as that of torch's optimizer in the dtype, or for
+other forms of the formula in plain PyTorch (`lmsys.testing.error_ratio`). Each row of a parameter is judged alone, so
+that a row of huge steps hides no error in others. An optimizer that claims to keep float32 master weights for bfloat16
+weights is compared over the whole run in float64 instead.
+
+The tables from MOMENTS to KEEPINGS hold the known mistakes, as changes of a `Formula`; add new ones there.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,24 +22,27 @@ from lmsys.check import optimizer_formula, optimizer_runs, question
 
 
 def questions(entry: registry.Entry, options: question.Options) -> Iterator[question.Question]:
-    """The runs, from the first step to the rarest inputs. ValueError for what claims to be no known algorithm."""
+    """A question for each run, from the first step to the rarest inputs.
+
+    ValueError for an optimizer that looks like none of AdamW, Adam and SGD.
+    """
     optimizer = entry.load()
     claim, device = optimizer_runs.claim_of(optimizer), _device()
     form = form_of(optimizer, claim, options.seed, device)
     held_to = f"{claim}\n  its first steps are those of {form}" if form and form.differs else str(claim)
-    for asked in optimizer_runs.asked_of(claim):
-        about = f"{asked.about}, {str(asked.dtype).removeprefix('torch.')}"
+    for case in optimizer_runs.cases_of(claim):
+        about = f"{case.about}, {str(case.dtype).removeprefix('torch.')}"
         yield question.Question(
             about,
-            partial(failure, optimizer, claim, form, asked, options.seed, device),
+            partial(failure, optimizer, claim, form, case, options.seed, device),
             f"{about}\n  {held_to}",
-            asked.why_not(claim),
-            extreme=bool(asked.sizes),
+            case.why_not(claim),
+            extreme=bool(case.sizes),
         )
 
 
 def remark(entry: registry.Entry, options: question.Options) -> str:
-    """The form that the optimizer follows, in words."""
+    """The form that the optimizer follows, in words, to end the report with."""
     optimizer = entry.load()
     claim = optimizer_runs.claim_of(optimizer)
     return str(form_of(optimizer, claim, options.seed, _device()) or optimizer_formula.FORMS[claim.algorithm][0])
@@ -46,18 +52,18 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-NEAR_EPS = 2.0**-27  # gradients of about 7.5e-9: beside them an eps of 1e-8 counts
+NEAR_EPS = 2.0**-27  # scales gradients to about 7.5e-9, so that an eps of 1e-8 shows
 
 
 def form_of(optimizer: Any, claim: optimizer_runs.Claim, seed: int, device: str) -> optimizer_formula.Form | None:
-    """The form that an optimizer follows for the most of its first steps; None where no form has its very first."""
+    """The form that an optimizer follows for the most of its first four steps; None if none gives its first step."""
     decay = claim.taken({"weight_decay": 0.5}) if claim.algorithm == "AdamW" else {}
-    run = optimizer_runs.run_of(optimizer_runs.Asked("the first steps", 4, (decay,)), seed, device)
+    run = optimizer_runs.run_of(optimizer_runs.Case("the first steps", 4, (decay,)), seed, device)
     run = replace(run, gradients=[[g * NEAR_EPS for g in of_step if g is not None] for of_step in run.gradients])
     try:
         made = optimizer_runs.trace_of(optimizer, claim, run)
     except Exception:
-        return None  # the questions say so
+        return None  # the questions report the exception
     if not all(bool(p.isfinite().all()) for of_step in made for p in of_step):
         return None
     begins = [list(run.parameters), *made[:-1]]
@@ -71,7 +77,7 @@ def _followed(
     begins: optimizer_formula.Trace,
     made: optimizer_formula.Trace,
 ) -> int:
-    """The number of steps before the first that is not the form's."""
+    """The number of steps, from the first on, that agree with the form."""
     exact, plain = (
         optimizer_formula.Formula(form.rule).trace(run, begins, dtype) for dtype in (torch.float64, torch.float32)
     )
@@ -84,35 +90,38 @@ def failure(
     optimizer: Any,
     claim: optimizer_runs.Claim,
     form: optimizer_formula.Form | None,
-    asked: optimizer_runs.Asked,
+    case: optimizer_runs.Case,
     seed: int,
     device: str,
 ) -> question.Fault | None:
-    """The fault of an optimizer's steps in a run; None where there is none. form: None is held to torch's."""
-    run = optimizer_runs.run_of(asked, seed, device)
+    """The fault of an optimizer's steps in the run of a case; None if all are right.
+
+    form: None compares with torch's form.
+    """
+    run = optimizer_runs.run_of(case, seed, device)
     changed: list[tuple[int, int]] = []
     try:
         made = optimizer_runs.trace_of(optimizer, claim, run, changed=lambda step, i: changed.append((step, i)))
     except Exception as error:
         return question.Fault.raised(error)
-    if changed and not asked.in_place:
+    if changed and not case.in_place:
         step, i = changed[0]
-        place = f"  step {step + 1} of {asked.steps}, parameter {i}: the gradient differs after the step"
+        place = f"  step {step + 1} of {case.steps}, parameter {i}: the gradient differs after the step"
         return question.Fault.explained(
             place, "step() changes the gradient in place; gradients must stay as they are", None
         )
-    begins = None if asked.masters else [list(run.parameters), *made[:-1]]
+    begins = None if case.masters else [list(run.parameters), *made[:-1]]
     exact = optimizer_formula.Formula((form or optimizer_formula.FORMS[claim.algorithm][0]).rule).trace(run, begins)
     plain = _plain(claim, form, run, begins)
-    for step, i in product(range(asked.steps), range(len(run.parameters))):
+    for step, i in product(range(case.steps), range(len(run.parameters))):
         p, before = made[step][i], run.parameters[i]
         if p.dtype != before.dtype or p.shape != before.shape:
             return question.Fault(f"  step {step + 1} makes parameter {i} {p.dtype} of shape {tuple(p.shape)}")
         ratios = _ratios(p, exact[step][i], plain[step][i])
         if max(ratios) > 1:
             return question.Fault.explained(
-                _place(asked, step, i, ratios, p, exact[step][i]),
-                explain(claim, form, asked, run, (made, exact, plain), begins),
+                _place(case, step, i, ratios, p, exact[step][i]),
+                explain(claim, form, case, run, (made, exact, plain), begins),
                 max(ratios),
             )
     return None
@@ -124,14 +133,17 @@ def _plain(
     run: optimizer_formula.Run,
     begins: optimizer_formula.Trace | None,
 ) -> optimizer_formula.Trace:
-    """The run in its dtype; one with masters in float32, rounded when it is read."""
+    """The run in plain PyTorch, in its own dtype; a run with master weights in float32, then rounded.
+
+    Its error against the exact run is what an optimizer may lose.
+    """
     dtype = run.parameters[0].dtype
     if begins is None:
         gradients = [[None if g is None else g.float() for g in of_step] for of_step in run.gradients]
         run = replace(run, parameters=[p.float() for p in run.parameters], gradients=gradients)
     made = (
         optimizer_formula.Formula(form.rule).trace(run, begins, run.parameters[0].dtype)
-        if form and form.differs  # torch has no optimizer of it
+        if form and form.differs  # torch has no optimizer of this form
         else optimizer_runs.trace_of(
             claim.plain, replace(claim, masters=None), replace(run, reloads=frozenset()), begins
         )
@@ -140,19 +152,19 @@ def _plain(
 
 
 def _ratios(made: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> list[float]:
-    """The error of each row, of a vector as a whole, over its budget."""
+    """The error of each row over its budget; a vector is one row."""
     rows = zip(*(x.reshape(-1, x.shape[-1]) for x in (made, exact, plain)), strict=True)
     return [testing.error_ratio(*row) for row in rows]
 
 
 def _place(
-    asked: optimizer_runs.Asked, step: int, i: int, ratios: list[float], made: torch.Tensor, exact: torch.Tensor
+    case: optimizer_runs.Case, step: int, i: int, ratios: list[float], made: torch.Tensor, exact: torch.Tensor
 ) -> str:
-    row, wrong, size = ratios.index(max(ratios)), sum(ratio > 1 for ratio in ratios), asked.sizes.get(step)
+    row, wrong, size = ratios.index(max(ratios)), sum(ratio > 1 for ratio in ratios), case.sizes.get(step)
     made, exact = (x.reshape(len(ratios), -1)[row] for x in (made, exact))
     (column,) = question.worst(made, exact)
     return (
-        f"  step {step + 1} of {asked.steps}, parameter {i}, row {row}, column {column}: expected"
+        f"  step {step + 1} of {case.steps}, parameter {i}, row {row}, column {column}: expected"
         f" {exact[column].item():.6g}, got {made[column].item():.6g}; the largest error is"
         f" {ratios[row]:.3g} times what is allowed\n"
         f"  wrong in {wrong} of {len(ratios)} rows" + (f", of a step whose gradients are {size}" if size else "")
@@ -162,23 +174,24 @@ def _place(
 def explain(
     claim: optimizer_runs.Claim,
     form: optimizer_formula.Form | None,
-    asked: optimizer_runs.Asked,
+    case: optimizer_runs.Case,
     run: optimizer_formula.Run,
     traces: tuple[optimizer_formula.Trace, optimizer_formula.Trace, optimizer_formula.Trace],
     begins: optimizer_formula.Trace | None,
 ) -> str | None:
-    """The mistake whose steps are those that were made, in words; None where no known one's are.
+    """The known mistake that leads to the steps that were made, in words; None if there is none.
 
-    A mistake may hide the form: where the first steps follow none, it is sought in all.
+    traces  what the optimizer made, what is right, and what plain PyTorch makes
+    form    mistakes are tried in this form; None: in all forms, since a mistake may hide which form it is
     """
     for rule in [of.rule for of in ([form] if form else optimizer_formula.FORMS[claim.algorithm])]:
-        # Masters that are lost without a state dict have been refused before.
-        lost = "load_state_dict loses the float32 masters" if asked.reloads else "no float32 masters are kept"
+        # A case without reloads comes first: if it passes, only load_state_dict can have lost the master weights.
+        lost = "load_state_dict loses the float32 masters" if case.reloads else "no float32 masters are kept"
         unkept = (
             f"{lost}: updates below bfloat16 precision vanish",
             optimizer_formula.Formula(rule, weights=torch.bfloat16),
         )
-        for mistake, formula in chain([unkept] if asked.masters else [], mistakes(claim.algorithm, rule)):
+        for mistake, formula in chain([unkept] if case.masters else [], mistakes(claim.algorithm, rule)):
             if _gives(formula.trace(run, begins), traces):
                 return mistake
     return None
@@ -188,9 +201,9 @@ def _gives(
     mistaken: optimizer_formula.Trace,
     traces: tuple[optimizer_formula.Trace, optimizer_formula.Trace, optimizer_formula.Trace],
 ) -> bool:
-    """True where a mistake makes what was made in all steps, and not what is right.
+    """True if a mistake leads to what was made in all steps, and not to what is right.
 
-    Its budget is that of what is right: plain PyTorch's error, moved to where the mistake leads.
+    The error allowed is the usual one: plain PyTorch's error, added to where the mistake leads.
     """
     differs = False
     flat = [list(chain.from_iterable(trace)) for trace in (*traces, mistaken)]
@@ -205,7 +218,7 @@ def _gives(
     return differs
 
 
-Changes = dict[str, dict[str, Any]]
+Changes = dict[str, dict[str, Any]]  # by mistake in words: fields of a rule or of a `Formula` that make it
 DECOUPLED: dict[str, Any] = {"in_gradient": 0.0, "taken": lambda lr, decay, p: lr * decay * p}
 IGNORED: Changes = {"weight_decay is ignored": {"in_gradient": 0.0, "taken": lambda lr, decay, p: 0.0}}
 
@@ -330,10 +343,10 @@ KEEPINGS: Mapping[str, Changes] = {
 def mistakes(
     algorithm: str, rule: optimizer_formula.Adam | optimizer_formula.Sgd
 ) -> Iterator[tuple[str, optimizer_formula.Formula]]:
-    """(in words, the formula with it), the plainest first.
+    """Each known mistake as (words, the formula with the mistake), the plainest first.
 
     algorithm  "AdamW", "Adam" or "SGD"
-    rule       its form, in which the mistakes are made
+    rule       the arithmetic of the form in which the mistakes are made
     """
     yield from (
         (words, optimizer_formula.Formula(replace(rule, **changes))) for words, changes in RULES[algorithm].items()

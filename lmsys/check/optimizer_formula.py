@@ -1,7 +1,8 @@
-"""The formulas of AdamW, Adam and SGD in their published forms, with what an optimizer may do otherwise.
+"""The formulas of AdamW, Adam and SGD in their published forms, with fields for what a mistaken optimizer does.
 
-A formula has two parts. The rule is the arithmetic of one parameter (`Adam`, `Sgd`). The keeping is what surrounds it:
-which parameters are stepped, by which settings, and what becomes of their state. `optimizer.py` lists mistakes in both.
+A formula has two parts. The rule (`Adam`, `Sgd`) is the arithmetic of one parameter. The keeping, the other fields of
+`Formula`, is what surrounds it: which parameters are stepped, by which settings, and what becomes of their state.
+`optimizer.py` compares optimizers with `Formula.trace`, and lists mistakes in both parts.
 
     Adam  m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²,  p -= lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + eps)
     Sgd   b = momentum b + (1 - dampening) g, in its first step b = g;  p -= lr b, or lr (g + momentum b) with nesterov
@@ -9,7 +10,8 @@ which parameters are stepped, by which settings, and what becomes of their state
 Adam, AdamW: arXiv 1412.6980, Algorithm 1, and arXiv 1711.05101, Algorithm 2, as torch.optim has them: AdamW takes
 lr weight_decay p from p before the step, Adam and SGD add weight_decay p to g.
 
-Two choices make a form of Adam and AdamW, and authors differ in both. None is a mistake where it is kept to:
+Adam and AdamW have several forms (FORMS), since authors differ in two choices. No choice is a mistake if all steps
+make the same one:
 
 - eps is added to √(v / (1 - β2ᵗ)), after bias correction (arXiv 1412.6980, Algorithm 1; torch), or to √v, before it
   (the efficient order of computation at the end of section 2 there; CS336's handout).
@@ -29,7 +31,7 @@ from torch import Tensor
 Settings = Mapping[str, Any]
 State = dict[str, Any]
 Trace = list[list[Tensor]]  # by step, by parameter: its values after the step
-DEFAULTS: Settings = {  # what an optimizer is made with, but where a run says otherwise
+DEFAULTS: Settings = {  # the settings of an optimizer, unless a case has others
     "lr": 0.1,
     "betas": (0.9, 0.999),
     "eps": 1e-8,
@@ -42,13 +44,13 @@ DEFAULTS: Settings = {  # what an optimizer is made with, but where a run says o
 
 @dataclass(frozen=True)
 class Run:
-    """A training that an optimizer is asked for.
+    """The inputs of a training that an optimizer is asked for.
 
     parameters  their values before the first step
-    groups      by group: the indices of its parameters
-    settings    by step, by group: lr and the rest
-    gradients   by step, by parameter: None where it has none
-    reloads     the steps before which the optimizer is made anew, and its state dict is saved and loaded
+    groups      for each param group: the indices of its parameters
+    settings    by step, by group: lr and the other settings
+    gradients   by step, by parameter: None if it has none
+    reloads     the steps before which the optimizer is constructed again, and gets its saved state dict
     """
 
     parameters: Sequence[Tensor]
@@ -60,16 +62,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Adam:
-    """One step of one parameter.
+    """The arithmetic of Adam and AdamW for one parameter.
 
-    taken        from (lr, weight_decay, p): what decay takes from p
+    taken        (lr, weight_decay, p) -> what weight decay subtracts from p
     late         p decays after the step, not before it
     in_gradient  how many times weight_decay p is added to the gradient
-    betas        β1 and β2 as they are used
-    square       what the second moment is the mean of
-    corrections  from 1 - β1ᵗ and 1 - β2ᵗ: what the moments are divided by
-    update       p changes by lr times this
-    keep         the moments as they are kept between steps
+    betas        (β1, β2) -> β1 and β2 as they are used
+    square       g -> what the second moment is the mean of
+    corrections  (1 - β1ᵗ, 1 - β2ᵗ) -> what the moments are divided by
+    update       (m, v, corrections, eps) -> p changes by -lr times this
+    keep         a moment -> as it is kept between steps
     """
 
     taken: Callable[[float, float, Tensor], Tensor | float] = lambda lr, decay, p: lr * decay * p
@@ -103,13 +105,13 @@ class Adam:
 
 @dataclass(frozen=True)
 class Sgd:
-    """One step of one parameter.
+    """The arithmetic of SGD for one parameter.
 
     taken, in_gradient  as in Adam
-    only_with_momentum  weight decay is left out where momentum is 0
-    buffer              from (b, g, momentum, dampening): the new b; the first has no b before it
-    rate_within         lr is multiplied into what the buffer adds up
-    nesterov            from (g, b, momentum): the step with nesterov
+    only_with_momentum  there is no weight decay if momentum is 0
+    buffer              (b, g, momentum, dampening) -> the new b; in the first step b is None
+    rate_within         the buffer adds up lr times the gradients
+    nesterov            (g, b, momentum) -> the step with nesterov
     """
 
     taken: Callable[[float, float, Tensor], Tensor | float] = lambda lr, decay, p: 0.0
@@ -139,14 +141,14 @@ class Formula:
     """A rule, and the keeping that surrounds it.
 
     rule              the arithmetic of one parameter
-    count             t from the parameter's number of steps, the calls of `step`, and the steps of all parameters
+    count             (steps of the parameter, calls of `step`, steps of all parameters) -> t in the bias correction
     without_gradient  what happens to a parameter that has no gradient: "nothing", "decay" or "step"
-    shared            all parameters of a shape have one state
-    forgets           the moments are zeros again in each step
-    loads             from a parameter's state: what is left of it when it has been loaded
-    restores          from the settings that a state dict holds, and those of the constructor: those after loading
-    setting           from the settings by step and group, the step and the group: those that are used
-    weights           the dtype that weights are rounded to after each step; None: they are not
+    shared            all parameters of one shape share one state
+    forgets           the moments begin as zeros in each step
+    loads             state of a parameter -> state after it was saved and loaded
+    restores          (settings in a state dict, settings of the constructor) -> settings after loading
+    setting           (settings by step and group, step, group) -> settings that are used
+    weights           the dtype that weights are rounded to after each step; None: they are not rounded
     """
 
     rule: Adam | Sgd
@@ -160,9 +162,9 @@ class Formula:
     weights: torch.dtype | None = None
 
     def trace(self, run: Run, begins: Trace | None = None, dtype: torch.dtype = torch.float64) -> Trace:
-        """The parameters after each step, computed in a dtype: float64 is the measure, others are plain PyTorch.
+        """The parameters after each step, computed in `dtype`: float64 gives the right ones, others plain PyTorch's.
 
-        begins  by step, by parameter: the values that the step begins from; None: those that it has left itself
+        begins  by step, by parameter: the values that the step starts from; None: its own from the step before
         """
         loaded, of_all, values = False, 0, [p.to(dtype) for p in run.parameters]
         states: dict[Any, State] = defaultdict(dict)
@@ -193,11 +195,11 @@ class Formula:
 
 @dataclass(frozen=True)
 class Form:
-    """One of the ways to write an algorithm.
+    """A form: one of the published ways to write an algorithm.
 
     rule     its arithmetic
-    words    the name of the form, in words
-    differs  its distance from torch's form, in words; "" for torch's
+    words    the name of the form
+    differs  by what it differs from torch's form, in words; "" for torch's form
     """
 
     rule: Adam | Sgd
@@ -216,7 +218,7 @@ _ADAMW = Adam()
 _ADAM = Adam(taken=lambda lr, decay, p: 0.0, in_gradient=1.0)
 _LARGER_EPS = "an eps that is 1 / √(1 - beta2 ** t) times as large, 32 times in the first step of beta2 = 0.999"
 _LATE_DECAY = "lr weight_decay of the step itself"
-FORMS: Mapping[str, Sequence[Form]] = {  # where some do not differ, the first counts
+FORMS: Mapping[str, Sequence[Form]] = {  # by algorithm; torch's is first, and is taken if steps fit several forms
     "AdamW": (
         Form(_ADAMW, "AdamW in the form of torch.optim.AdamW"),
         Form(

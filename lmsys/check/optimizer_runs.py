@@ -1,4 +1,8 @@
-"""Which algorithm an optimizer claims to be, the runs that it is asked for, and running them."""
+"""Runs of optimizers, for `optimizer.py`: the algorithm that one claims to be, its cases, and the steps it makes.
+
+`claim_of` tells the algorithm from the constructor, `cases_of` lists the cases, `run_of` draws the inputs of a case,
+and `trace_of` steps an optimizer through them. A new case is an entry in `cases_of`.
+"""
 
 import copy
 import inspect
@@ -13,6 +17,7 @@ from lmsys import draws, values
 from lmsys.check.optimizer_formula import DEFAULTS, Run, Settings, Trace
 from lmsys.extremes.model import SIZES, extreme
 
+# Algorithms that also take betas or momentum, by their names in class names. They cannot be checked.
 OTHERS = "AdaBelief", "Adafactor", "Adamax", "Adan", "Lamb", "LAMB", "Lion", "NAdam", "RAdam", "SparseAdam"
 
 
@@ -21,9 +26,9 @@ class Claim:
     """The algorithm that an optimizer is held to, and what its constructor takes.
 
     algorithm  "AdamW", "Adam" or "SGD", as torch.optim has them
-    why        how this is known
-    settings   those of DEFAULTS that its constructor takes
-    masters    settings that make it keep float32 masters; None where it claims none
+    why        how this is known, in words
+    settings   the names in DEFAULTS that its constructor takes
+    masters    settings that make it keep float32 master weights; None if it claims to keep none
     """
 
     algorithm: str
@@ -36,18 +41,19 @@ class Claim:
 
     @property
     def plain(self) -> Callable[..., Optimizer]:
-        """The optimizer of torch that says what a dtype loses."""
+        """torch's optimizer of this algorithm, whose error in a dtype is the error allowed."""
         return getattr(torch.optim, self.algorithm)
 
     def taken(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the settings that the constructor takes."""
+        """The part of the settings that the constructor takes."""
         return {name: x for name, x in settings.items() if name in self.settings}
 
 
 def claim_of(optimizer: Any) -> Claim:
-    """ValueError for one that is neither AdamW, Adam nor SGD, with what it takes.
+    """The claim of an optimizer's class.
 
-    AdamW: takes betas, and has "AdamW" in its name. Adam: takes betas. SGD: takes momentum, or "SGD" is in its name.
+    AdamW takes betas, and has "AdamW" in its name. Adam takes betas. SGD takes momentum, or has "SGD" in its name.
+    ValueError for any other, with the settings that it takes.
     """
     parameters, name = _parameters(optimizer), optimizer.__name__
     values.hold(
@@ -70,7 +76,10 @@ def claim_of(optimizer: Any) -> Claim:
 
 
 def _parameters(optimizer: Any) -> dict[str, inspect.Parameter]:
-    """Those of the constructor behind `self` and the parameters; behind **kwargs those of the class it derives from."""
+    """The settings of the constructor by name, without `self` and the parameters to optimize.
+
+    Where it takes **kwargs, the settings of the class that it derives from are added.
+    """
     settings: dict[str, inspect.Parameter] = {}
     for cls in [cls for cls in optimizer.__mro__ if "__init__" in vars(cls)]:
         parameters = list(inspect.signature(cls.__init__).parameters.values())
@@ -81,27 +90,30 @@ def _parameters(optimizer: Any) -> dict[str, inspect.Parameter]:
 
 
 def _masters(name: str, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any] | None:
-    """An empty dict where the class keeps them unasked: its name says so."""
+    """`Claim.masters`: {} if the class keeps master weights without being asked, which its name says."""
     if setting := next((setting for setting in parameters if "master" in setting.lower()), None):
         return {setting: True} if isinstance(parameters[setting].default, bool) else {}
     return {} if "master" in name.lower() else None
 
 
-SHAPES = (8, 16), (8, 16), (24,)
-MASTER_STEPS, MASTER_LR = 96, 0.75 * 2.0**-8  # bfloat16 rounds such a step of weights of 1 to 2 away; all make 0.28
+SHAPES = (8, 16), (8, 16), (24,)  # of the parameters
+# The steps and learning rate of the runs with master weights: bfloat16 weights between 1 and 2 would lose each such
+# step by rounding, but all steps together change them by 0.28.
+MASTER_STEPS, MASTER_LR = 96, 0.75 * 2.0**-8
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A run by what it is about.
+class Case:
+    """A case: what an optimizer is asked to do. `run_of` draws its inputs. Steps and parameters are numbered from 0.
 
-    groups   by group: its parameters
-    given    by group, settings in place of DEFAULTS
-    changes  by step: settings that all groups have from then on
-    missing  by step: the parameters without a gradient
-    reloads  the steps before which the state is saved and loaded
-    sizes    by step: the size of its gradients, as `lmsys.extremes.model` has it; others are drawn near-normal
-    masters  asks for float32 masters
+    about     the case in words
+    given     for each param group: settings that replace DEFAULTS
+    groups    for each param group: its parameters
+    changes   by step: settings that all groups have from then on
+    missing   by step: the parameters without a gradient
+    reloads   the steps before which the state is saved and loaded
+    sizes     by step: the size of its gradients, a name in `lmsys.extremes.model.SIZES`; others are near-normal
+    masters   the optimizer must keep float32 master weights
     in_place  a step may change gradients
     """
 
@@ -118,61 +130,59 @@ class Asked:
     in_place: bool = False
 
     def why_not(self, claim: Claim) -> str | None:
-        """None, or why an optimizer with this claim is not asked."""
+        """None, or why an optimizer with this claim is not asked this case."""
         if lacking := sorted(set().union(*self.given, *self.changes.values()) - claim.settings):
             return f"it takes no {', '.join(lacking)}"
         claims_none = "it claims no float32 masters: its bfloat16 weights round as torch's do"
         return claims_none if self.masters and claim.masters is None else None
 
 
-def asked_of(claim: Claim) -> list[Asked]:
-    """From the first step to the rarest inputs."""
+def cases_of(claim: Claim) -> list[Case]:
+    """The cases for an optimizer with this claim, from the first step to the rarest inputs."""
     sgd = claim.algorithm == "SGD"
     momentum, half, decay = {"momentum": 0.9}, {"weight_decay": 0.5}, claim.taken({"weight_decay": 0.5})
-    kept = decay | claim.taken(momentum if sgd else {"betas": (0.8, 0.95)})  # with these, state counts
+    kept = decay | claim.taken(momentum if sgd else {"betas": (0.8, 0.95)})  # with these, the state of a step counts
     of_sgd = [
-        Asked("weight decay, without and with momentum", 4, (half, kept | half), ((0,), (1, 2))),
-        Asked("momentum", 6, (momentum,)),
-        Asked("momentum and dampening", 6, (momentum | {"dampening": 0.5},)),
+        Case("weight decay, without and with momentum", 4, (half, kept | half), ((0,), (1, 2))),
+        Case("momentum", 6, (momentum,)),
+        Case("momentum and dampening", 6, (momentum | {"dampening": 0.5},)),
         # torch's own foreach SGD adds the momentum to the gradients themselves here (torch 2.13).
-        Asked("nesterov", 6, (momentum | {"nesterov": True},), in_place=True),
+        Case("nesterov", 6, (momentum | {"nesterov": True},), in_place=True),
     ]
     of_adam = [
-        Asked("weight decay", 4, (half,)),
-        Asked("a large eps", 4, ({"eps": 0.5},)),
-        Asked("other betas", 4, ({"betas": (0.5, 0.8)},)),
+        Case("weight decay", 4, (half,)),
+        Case("a large eps", 4, ({"eps": 0.5},)),
+        Case("other betas", 4, ({"betas": (0.5, 0.8)},)),
     ]
     apart = kept | {"lr": 0.1}, claim.taken({"lr": 0.025, "weight_decay": 0.0})
     missing = {0: frozenset({1, 2}), 1: frozenset({2}), 3: frozenset({0})}
     of_all = [
-        Asked("two param groups, of different settings", 4, apart, ((0,), (1, 2))),
-        Asked("parameters without a gradient in some steps", 6, (kept,), missing=missing),
-        Asked("lr changed between steps", 6, (kept,), changes={2: {"lr": 0.05}, 4: {"lr": 0.2}}),
-        Asked(
-            "lr and weight decay changed between steps", 4, (kept,), changes={2: {"lr": 0.05, "weight_decay": 0.125}}
-        ),
-        Asked("saved and loaded between steps", 6, (kept,), changes={1: {"lr": 0.05}}, reloads=frozenset({3, 4})),
-        Asked("several steps", 6, (kept,), dtype=torch.bfloat16),
-        Asked("saved and loaded between steps", 6, (kept,), reloads=frozenset({3}), dtype=torch.bfloat16),
+        Case("two param groups, of different settings", 4, apart, ((0,), (1, 2))),
+        Case("parameters without a gradient in some steps", 6, (kept,), missing=missing),
+        Case("lr changed between steps", 6, (kept,), changes={2: {"lr": 0.05}, 4: {"lr": 0.2}}),
+        Case("lr and weight decay changed between steps", 4, (kept,), changes={2: {"lr": 0.05, "weight_decay": 0.125}}),
+        Case("saved and loaded between steps", 6, (kept,), changes={1: {"lr": 0.05}}, reloads=frozenset({3, 4})),
+        Case("several steps", 6, (kept,), dtype=torch.bfloat16),
+        Case("saved and loaded between steps", 6, (kept,), reloads=frozenset({3}), dtype=torch.bfloat16),
     ]
     words = "gradients of zero", "tiny gradients", "huge gradients", "rows of zero, tiny, huge and ordinary gradients"
     of_extremes = [
-        asked
+        case
         for size, about in zip(SIZES, words, strict=True)
-        for asked in (
-            Asked(f"{about}, the first step", 1, sizes={0: size}),
-            Asked(f"{about}, after others", 6, (decay,), sizes={2: size, 3: size}),
+        for case in (
+            Case(f"{about}, the first step", 1, sizes={0: size}),
+            Case(f"{about}, after others", 6, (decay,), sizes={2: size, 3: size}),
         )
     ]
     about, before_each = "float32 masters, saved and loaded before each of many tiny steps", range(1, MASTER_STEPS)
     given, dtype = ({"lr": MASTER_LR},), torch.bfloat16
-    tiny = Asked("float32 masters, many tiny steps", MASTER_STEPS, given, dtype=dtype, masters=True)
+    tiny = Case("float32 masters, many tiny steps", MASTER_STEPS, given, dtype=dtype, masters=True)
     of_masters = tiny, replace(tiny, about=about, reloads=frozenset(before_each))
-    return [Asked("several steps", 6), *(of_sgd if sgd else of_adam), *of_all, *of_extremes, *of_masters]
+    return [Case("several steps", 6), *(of_sgd if sgd else of_adam), *of_all, *of_extremes, *of_masters]
 
 
-def run_of(asked: Asked, seed: int, device: str) -> Run:
-    """Its parameters, settings and gradients: the same bits on any machine."""
+def run_of(case: Case, seed: int, device: str) -> Run:
+    """The run of a case: its parameters, settings and gradients, with the same bits on any machine."""
 
     def drawn(name: str) -> list[torch.Tensor]:
         return [
@@ -181,19 +191,19 @@ def run_of(asked: Asked, seed: int, device: str) -> Run:
         ]
 
     parameters = drawn("parameter")
-    if asked.masters:  # 1.4 to 1.6: bfloat16 rounds a step away from the first to the last
+    if case.masters:  # 1.4 to 1.6 at first, and within 1 to 2 in all steps: bfloat16 rounds each step away
         parameters = [1.5 + p / 32 for p in parameters]
-    now: list[Settings] = [{**DEFAULTS, **given} for given in asked.given]
+    now: list[Settings] = [{**DEFAULTS, **given} for given in case.given]
     settings, gradients = [], []
-    for step in range(asked.steps):
-        now = [{**before, **asked.changes.get(step, {})} for before in now]
+    for step in range(case.steps):
+        now = [{**before, **case.changes.get(step, {})} for before in now]
         settings.append(now)
-        # Those of masters do not change, so that tiny steps add up.
-        of_step = [g.to(asked.dtype) for g in drawn("gradient" if asked.masters else f"gradient of step {step}")]
-        if step in asked.sizes:
-            of_step = [extreme(g, asked.sizes[step], held_by_torch=True) for g in of_step]
-        gradients.append([None if i in asked.missing.get(step, ()) else g for i, g in enumerate(of_step)])
-    return Run([p.to(asked.dtype) for p in parameters], asked.groups, settings, gradients, asked.reloads)
+        # With master weights the gradients are equal in all steps, so that tiny steps add up.
+        of_step = [g.to(case.dtype) for g in drawn("gradient" if case.masters else f"gradient of step {step}")]
+        if step in case.sizes:
+            of_step = [extreme(g, case.sizes[step], held_by_torch=True) for g in of_step]
+        gradients.append([None if i in case.missing.get(step, ()) else g for i, g in enumerate(of_step)])
+    return Run([p.to(case.dtype) for p in parameters], case.groups, settings, gradients, case.reloads)
 
 
 def trace_of(
@@ -203,10 +213,10 @@ def trace_of(
     begins: Trace | None = None,
     changed: Callable[[int, int], object] = lambda step, i: None,
 ) -> Trace:
-    """The parameters after each step of an optimizer.
+    """The parameters after each step of the optimizer that `make` constructs.
 
-    changed  is called with the step and the parameter where a step has changed a gradient
-    begins  by step, by parameter: the values that the step begins from; None: those that it has left itself
+    begins   by step, by parameter: the values that the step starts from; None: the optimizer's own from the step before
+    changed  called with (step, parameter) if a step has changed a gradient
     """
     parameters = [torch.nn.Parameter(p.clone()) for p in run.parameters]
     optimizer = _made(make, claim, run, parameters, run.settings[0])

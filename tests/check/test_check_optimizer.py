@@ -10,7 +10,7 @@ from torch import Tensor
 from lmsys.check.kinds import kind_of
 from lmsys.check.optimizer import mistakes, questions, remark
 from lmsys.check.optimizer_formula import FORMS, Form, Formula, Trace
-from lmsys.check.optimizer_runs import asked_of, claim_of, run_of, trace_of
+from lmsys.check.optimizer_runs import cases_of, claim_of, run_of, trace_of
 from lmsys.check.question import Fault, Options, Question
 from lmsys.extremes.model import HUGE, LARGE, TINY, extreme, plant, planted
 from lmsys.registry import Entry
@@ -48,20 +48,20 @@ def test_one_is_seen_by_extreme_gradients_alone() -> None:
 @pytest.mark.parametrize("algorithm", ["AdamW", "Adam", "SGD"])
 def test_the_formula_is_that_of_torch(algorithm: str) -> None:
     claim = claim_of(getattr(torch.optim, algorithm))
-    for asked in asked_of(claim):
-        if asked.dtype == torch.float32 and asked.why_not(claim) is None:
-            run = run_of(asked, 3, "cpu")
+    for case in cases_of(claim):
+        if case.dtype == torch.float32 and case.why_not(claim) is None:
+            run = run_of(case, 3, "cpu")
             made = trace_of(claim.plain, claim, run)
             for found, exact in zip(made, Formula(FORMS[algorithm][0].rule).trace(run), strict=True):
                 for p, right in zip(found, exact, strict=True):
-                    torch.testing.assert_close(p.double(), right, rtol=2e-5, atol=2e-6, msg=asked.about)
+                    torch.testing.assert_close(p.double(), right, rtol=2e-5, atol=2e-6, msg=case.about)
 
 
 @pytest.mark.parametrize(("algorithm", "form"), [(name, form) for name, forms in FORMS.items() for form in forms])
 def test_every_mistake_shows_in_some_run(algorithm: str, form: Form) -> None:
     claim = claim_of(getattr(torch.optim, algorithm))
-    able = [asked for asked in asked_of(claim) if asked.why_not(claim) is None]
-    runs = [run_of(asked, 0, "cpu") for asked in able]
+    able = [case for case in cases_of(claim) if case.why_not(claim) is None]
+    runs = [run_of(case, 0, "cpu") for case in able]
     rights = [Formula(form.rule).trace(run) for run in runs]
     for words, formula in mistakes(algorithm, form.rule):
         shown = (values(formula.trace(run)) != values(right) for run, right in zip(runs, rights, strict=True))
