@@ -1,4 +1,8 @@
-"""Attention: the questions it is asked, each held to a float64 oracle."""
+"""Attention: the questions that a kernel is asked, each judged by a float64 oracle.
+
+`kinds.py` calls `questions`. The tasks come from `cases.py`, extreme inputs from `extremes.py`; `failure` runs one task
+and asks `patterns.py` to explain a wrong result.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,13 +19,13 @@ from lmsys.check import extremes, laptop, patterns, question
 from lmsys.check.cases import (
     LIKE,
     USES,
-    Asked,
+    Task,
     Use,
     answer,
-    cases,
-    cases_of_options,
     larger,
     pattern_of,
+    tasks,
+    tasks_of_options,
     two_forwards,
     two_threads,
 )
@@ -31,27 +35,27 @@ from lmsys.testing import MEMORY, Oracle, make_inputs, run
 
 
 def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
-    """The cases, from the simplest to the rarest."""
+    """A question for each task, from the simplest to the rarest; last those with extreme inputs."""
     with interpreted_kernels() as launched:
         row = _row(entry, options, launched)
         why_not = partial(_why_not, entry, launched)
 
-        def bears(asked: Asked) -> bool:
-            asked = replace(asked, case=replace(asked.case, dtype=able))
-            return failure(row, asked, False, options.seed, named=False) is None
+        def passes(task: Task) -> bool:
+            task = replace(task, case=replace(task.case, dtype=dtype_passed))
+            return failure(row, task, False, options.seed, named=False) is None
 
         simple = next(_cases(options)).case
-        able = next((x for x in options.dtypes if why_not(replace(simple, dtype=x)) is None), simple.dtype)
-        usual = _cases(options, bears if options.uses else lambda asked: True)
-        with_options = (asked for asked in cases_of_options(simple) if why_not_told(row, asked.case.options) is None)
-        more = larger(replace(simple, dtype=able)) if options.uses else ()
-        for asked in () if options.extremes else chain(usual, with_options, more):
+        dtype_passed = next((x for x in options.dtypes if why_not(replace(simple, dtype=x)) is None), simple.dtype)
+        usual = _cases(options, passes if options.uses else lambda task: True)
+        with_options = (task for task in tasks_of_options(simple) if why_not_told(row, task.case.options) is None)
+        more = larger(replace(simple, dtype=dtype_passed)) if options.uses else ()
+        for task in () if options.extremes else chain(usual, with_options, more):
             yield question.Question(
-                f"{asked.about}, {asked.case.dtype}",
-                partial(failure, row, asked, options.grad, options.seed),
-                f"{asked.about} ({asked})",
-                laptop.NO_THREADS if launched and asked.use is two_threads else why_not(asked.case),
-                aspect=asked.aspect,
+                f"{task.about}, {task.case.dtype}",
+                partial(failure, row, task, options.grad, options.seed),
+                f"{task.about} ({task})",
+                laptop.NO_THREADS if launched and task.use is two_threads else why_not(task.case),
+                aspect=task.aspect,
             )
         for dtype in options.dtypes:
             yield from _of_extremes(why_not, row, replace(simple, dtype=dtype), options)
@@ -70,14 +74,17 @@ def of_a_handout(
     shapes: Sequence[tuple[int, int, int]] = TESTED,
     use: Use | None = None,
 ) -> Iterator[question.Question]:
-    """The promises of CS336's handout: one head, lengths that are powers of two, float32, and room for errors.
+    """Questions within what CS336's handout promises to a kernel: one head, lengths that are powers of two, float32.
 
-    shapes  TESTED: such as the course's tests have; SHORT: promised, but shorter than the tiles of many kernels
-    use     what is done in place of a call and its backward
+    Errors may be 1e-2 larger than usual, as in the course's tests.
+
+    causal  causal masks are asked for, too
+    shapes  TESTED, as in the course's tests; or SHORT, which the handout promises, but many kernels' tiles are longer
+    use     what is done in place of a single call and its backward: see `cases.Use`
     """
     case = replace(next(_cases(options)).case, heads=1, kv_heads=1)
-    asked = [
-        Asked(
+    promises = [
+        Task(
             f"{length} queries{', causal' * masked}",
             replace(case, batch=batch, queries=length, keys=length, head_dim=head_dim, causal=masked),
             aspect="lengths of 16",
@@ -88,15 +95,18 @@ def of_a_handout(
         for masked in (False, True)[: 1 + causal]
     ]
     with interpreted_kernels() as launched:
-        row = _row(entry, options, launched, asked[0])
-        for handed in asked:
+        row = _row(entry, options, launched, promises[0])
+        for task in promises:
             yield question.Question(
-                handed.about, partial(failure, row, handed, options.grad, options.seed), aspect=handed.aspect
+                task.about, partial(failure, row, task, options.grad, options.seed), aspect=task.aspect
             )
 
 
-def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simple: Asked | None = None) -> Any:
-    """The row as it is called; one from a file on a laptop is told that it is none where it else would not run."""
+def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simple: Task | None = None) -> Any:
+    """The row's function. Without a GPU, one from a file is run in `Laptop` if it runs better so.
+
+    `simple` is the task by which that is found out, `launched` the list of kernels that Triton has interpreted.
+    """
     row, simple = adapt(entry.load()), simple or next(_cases(options))
     row = _of_sequences(row) if options.layout == "bshd" else row
 
@@ -109,7 +119,7 @@ def _row(entry: Entry, options: question.Options, launched: Sequence[Any], simpl
 
 
 def _of_sequences(row: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A row for (B, S, H, D) as one for (B, H, S, D). What is contiguous is so in either."""
+    """A row for (B, S, H, D) as a row for (B, H, S, D). Contiguous inputs reach it contiguous."""
 
     def exchanged(x: Tensor) -> Tensor:
         return x.transpose(1, 2).contiguous() if x.is_contiguous() else x.transpose(1, 2)
@@ -138,32 +148,33 @@ def _of_extremes(
         ),
         "extreme scores, whole tiles": extremes.case_of_kinds(simple, extremes.WHOLE),
     }
-    rms = why_not(replace(simple, dtype="float32")) is not None  # the stricter rule
+    # A row without float32 is also judged in root mean square, which shows errors that a narrow dtype hides.
+    rms = why_not(replace(simple, dtype="float32")) is not None
     for about, case in cases_of_extremes.items():
-        asked = Asked(about, case)
+        task = Task(about, case)
         yield question.Question(
             f"{about}, {case.dtype}",
             partial(extremes.failure, row, case, options.grad, options.seed, rms),
-            f"{about} ({asked})",
+            f"{about} ({task})",
             why_not(case),
             True,
-            asked.aspect,
+            task.aspect,
         )
 
 
-def _cases(options: question.Options, bears: Callable[[Asked], bool] = lambda asked: True) -> Iterator[Asked]:
-    """Those in the dtypes that are asked for, on a GPU where there is one."""
+def _cases(options: question.Options, passes: Callable[[Task], bool] = lambda task: True) -> Iterator[Task]:
+    """The tasks in the dtypes of `options`, on a GPU if there is one. `passes`: see `cases.tasks`."""
     cuda = torch.cuda.is_available()
-    all_asked = cases(
-        "cuda" if cuda else "cpu", torch.cuda.get_device_capability() if cuda else None, options.head_dim, bears
+    all_tasks = tasks(
+        "cuda" if cuda else "cpu", torch.cuda.get_device_capability() if cuda else None, options.head_dim, passes
     )
-    return (asked for asked in all_asked if asked.case.dtype in options.dtypes)
+    return (task for task in all_tasks if task.case.dtype in options.dtypes)
 
 
 def remark(entry: Entry, options: question.Options) -> str:
-    """Says whether the last case that the row can run has the same bits each time, and one of a batch of 2 alone.
+    """In words: whether a repeated call has the same bits, and a batch entry the same bits alone as in a batch of 2.
 
-    A kernel may have neither.
+    The last case that the row can run is asked. Neither is required of a kernel.
     """
     case = replace([x.case for x in _cases(options) if _why_not(entry, (), x.case) is None][-1], batch=2)
     if reason := entry.why_not(case):
@@ -171,7 +182,7 @@ def remark(entry: Entry, options: question.Options) -> str:
     pair = make_inputs(case, options.seed)
     with interpreted_kernels() as launched:
         call = partial(run, _row(entry, options, launched), causal=case.causal, scale=case.scale, grad=options.grad)
-        if not launched:  # the case may be none that an interpreter can run
+        if not launched:  # the interpreter may be unable to run this case, so it is not run here once more
             call(pair.alone(0))
     if launched:  # the interpreter runs one program after another, in an order that no GPU keeps
         return "not asked for the same bits: Triton's interpreter is not the GPU"
@@ -184,37 +195,37 @@ def _but_for(differ: Mapping[str, float]) -> str:
     return f"no ({', '.join(differ)})" if differ else "yes"
 
 
-def failure(row: Any, asked: Asked, grad: bool, seed: int, named: bool = True) -> question.Fault | None:
-    """The fault of the row's results of a case; None where there is none."""
-    case = asked.case
-    inputs = make_inputs(case, seed, memory=asked.memory)
+def failure(row: Any, task: Task, grad: bool, seed: int, named: bool = True) -> question.Fault | None:
+    """The fault of the row's results of a task; None if they are right. named: its mistake is searched for."""
+    case = task.case
+    inputs = make_inputs(case, seed, memory=task.memory)
     pattern = pattern_of(case, seed) if case.options else None
-    outputs, fault = answer(row, asked, inputs, grad, pattern)
+    outputs, fault = answer(row, task, inputs, grad, pattern)
     if not outputs:
         return fault
     oracle = Oracle(case, inputs, scale=case.scale, grad="dq" in outputs, pattern=pattern)
-    oracle.budget = {name: budget + asked.room for name, budget in oracle.budget.items()}
+    oracle.budget = {name: budget + task.room for name, budget in oracle.budget.items()}
     for name in [name for name in (*LIKE, "lse") if name in outputs]:
         ratio = oracle.error_ratios({name: outputs[name]})[name]
         if ratio > 1:
-            mistake = None if case.options else ""  # nobody searches for it
-            if named and (asked.use in USES.values() or asked.memory not in ("", "transposed")):
-                mistake = _of_circumstances(row, asked, grad, seed, name)
+            mistake = None if case.options else ""  # "": it was not searched for
+            if named and (task.use in USES.values() or task.memory not in ("", "transposed")):
+                mistake = _of_circumstances(row, task, grad, seed, name)
             elif named and not case.options:
                 mistake = patterns.explain(case, inputs, outputs, name, 2 * oracle.budget[name])
             return _fault(name, outputs, oracle, case, ratio, mistake)
     return fault
 
 
-def _of_circumstances(row: Any, asked: Asked, grad: bool, seed: int, name: str) -> str | None:
-    """The mistake of what is right in fresh memory, and in a call of its own."""
-    if failure(row, replace(asked, memory="", use=None), grad, seed, named=False) is not None:
+def _of_circumstances(row: Any, task: Task, grad: bool, seed: int, name: str) -> str | None:
+    """The mistake of a row that is right in fresh memory and in a single call; None if it is wrong there too."""
+    if failure(row, replace(task, memory="", use=None), grad, seed, named=False) is not None:
         return None
-    if asked.use is two_forwards and name == "o":
+    if task.use is two_forwards and name == "o":
         return "results share a buffer: the next call overwrites the result of the call before"
     return (
         f"{name} is right in a single call on contiguous inputs, and wrong for"
-        f" {MEMORY[asked.memory][2] if asked.memory else asked.about}"
+        f" {MEMORY[task.memory][2] if task.memory else task.about}"
     )
 
 

@@ -1,4 +1,8 @@
-"""The cases that a kernel is asked, from the simplest to the rarest, so that the first failure says most."""
+"""The tasks that an attention kernel is given, from the simplest to the rarest, so that the first failure says most.
+
+`check/attention.py` asks them. New ones go to `tasks`, `larger` or USES; the aspect of a task is a line of the table
+that `lmsys check` prints.
+"""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +21,8 @@ from lmsys.testing import MEMORY, Inputs, run
 LONG, ODD, WHOLE = 384, 237, 256  # queries and keys: several tiles; no multiple of anything; a power of two
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS, LONGER = "batches and heads", "lengths of models"  # aspects
-LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}  # in this order: what comes after a wrong one is wrong with it
+# By result, the input that has its shape. They are judged in this order: a wrong result makes the later ones wrong.
+LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
 Row = Callable[..., Tensor]
 Use = Callable[
     [Row, Inputs, bool], dict[str, Tensor]
@@ -25,13 +30,14 @@ Use = Callable[
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A case by what it is about.
+class Task:
+    """A call of attention, perhaps with its backward, that a kernel is asked to run.
 
-    memory  of MEMORY: how its inputs lie
-    aspect  what it is a question of
-    room    that an error has beside the usual budget
-    use     more than a call: what models do
+    about   the task in words
+    memory  the layout of the inputs in memory, a name in MEMORY; "": contiguous
+    aspect  the line of the table that the answer counts in
+    room    how much an error may exceed the usual budget
+    use     what is done in place of a single call, as models do it; None: a single call
     """
 
     about: str
@@ -51,16 +57,19 @@ class Asked:
         )
 
 
-def cases(
+def tasks(
     device: str,
     capability: tuple[int, int] | None,
     head_dim: int = 64,
-    bears: Callable[[Asked], bool] = lambda asked: True,
-) -> Iterator[Asked]:
-    """Forwards and backwards of all in float32; of the narrow dtypes those in which other code may run.
+    passes: Callable[[Task], bool] = lambda task: True,
+) -> Iterator[Task]:
+    """All tasks in float32, then in the narrow dtypes those in which a kernel may run other code.
 
-    Rarer questions have odd lengths, and are causal. Of a row that `bears` no odd lengths, or no causal mask, they are
-    asked without, so that each says something of its own.
+    Rarer tasks have odd lengths and are causal. But if the row does not pass the simple task with odd lengths, or the
+    one with a causal mask, they are asked without it, so that each tells something new.
+
+    device, capability  as in `AttentionCase`
+    passes              runs a task: True if the row's results are right
     """
     case = AttentionCase(
         1, 2, 2, 64, 64, head_dim, DTYPES[0], causal=False, grad=True, device=device, capability=capability
@@ -68,62 +77,62 @@ def cases(
     long = replace(case, queries=LONG, keys=LONG)
     odd = replace(case, queries=ODD, keys=ODD)
     simple = [
-        Asked("one tile", case, aspect="full mask"),
-        Asked("one tile, causal", replace(case, causal=True), aspect="causal mask"),
-        Asked("several tiles", long, aspect="full mask"),
-        Asked("several tiles, causal", replace(long, causal=True), aspect="causal mask"),
-        Asked("several batches and heads", replace(case, batch=3, heads=3, kv_heads=3), aspect=HEADS),
-        Asked("an odd length", odd, aspect="odd lengths"),
-        Asked("an odd length, causal", replace(odd, causal=True), aspect="odd lengths"),
+        Task("one tile", case, aspect="full mask"),
+        Task("one tile, causal", replace(case, causal=True), aspect="causal mask"),
+        Task("several tiles", long, aspect="full mask"),
+        Task("several tiles, causal", replace(long, causal=True), aspect="causal mask"),
+        Task("several batches and heads", replace(case, batch=3, heads=3, kv_heads=3), aspect=HEADS),
+        Task("an odd length", odd, aspect="odd lengths"),
+        Task("an odd length, causal", replace(odd, causal=True), aspect="odd lengths"),
     ]
-    yield from simple  # before the row is asked what it bears: should the process die, the case is known
-    length, masked = ODD if bears(simple[5]) else WHOLE, bears(simple[1])
+    yield from simple  # before `passes` runs: if the process dies, the reader knows in which task
+    length, masked = ODD if passes(simple[5]) else WHOLE, passes(simple[1])
     shorter = ODD - 100 if length == ODD else WHOLE // 2
     usual = replace(case, queries=length, keys=length)
     causal = replace(usual, causal=masked)
     differ = "queries and keys of different number"
     rare = [
-        Asked("more queries than keys", replace(long, keys=shorter), aspect=differ),
-        Asked("more keys than queries", replace(long, queries=shorter), aspect=differ),
+        Task("more queries than keys", replace(long, keys=shorter), aspect=differ),
+        Task("more keys than queries", replace(long, queries=shorter), aspect=differ),
         *[
-            Asked("more queries than keys, causal", replace(long, keys=shorter, causal=True), aspect=differ),
-            Asked("more keys than queries, causal", replace(long, queries=shorter, causal=True), aspect=differ),
+            Task("more queries than keys, causal", replace(long, keys=shorter, causal=True), aspect=differ),
+            Task("more keys than queries, causal", replace(long, queries=shorter, causal=True), aspect=differ),
         ]
         * masked,
-        Asked("one query", replace(long, queries=1), aspect=differ),
-        Asked("grouped heads", replace(causal, heads=4, kv_heads=2), aspect="grouped heads"),
-        Asked("a scale of its own", replace(usual, scale=0.3), aspect="scale"),
+        Task("one query", replace(long, queries=1), aspect=differ),
+        Task("grouped heads", replace(causal, heads=4, kv_heads=2), aspect="grouped heads"),
+        Task("a scale of its own", replace(usual, scale=0.3), aspect="scale"),
     ]
-    memory = [Asked(about, replace(causal, batch=2), name, "strides") for name, (_, _, about) in MEMORY.items()]
+    memory = [Task(about, replace(causal, batch=2), name, "strides") for name, (_, _, about) in MEMORY.items()]
     memory.insert(1, replace(memory[0], about=f"{memory[0].about}, again"))
     yield from [*rare, *memory]
     for dtype in DTYPES[1:]:
-        for asked in (simple[0], simple[3 if masked else 2], *simple[6:][: length == ODD], rare[-2], *memory[2:]):
-            # What is refused for its heads says nothing of dtypes.
-            aspect = asked.aspect if asked is rare[-2] else dtype
-            yield replace(asked, case=replace(asked.case, dtype=dtype), aspect=aspect)
+        for task in (simple[0], simple[3 if masked else 2], *simple[6:][: length == ODD], rare[-2], *memory[2:]):
+            # A kernel that refuses grouped heads says nothing about dtypes, so that task keeps its aspect.
+            aspect = task.aspect if task is rare[-2] else dtype
+            yield replace(task, case=replace(task.case, dtype=dtype), aspect=aspect)
 
 
-def larger(case: AttentionCase) -> Iterator[Asked]:
-    """Variants of a small case with what real models have: more heads and keys, other head dimensions."""
-    yield Asked("a negative scale", replace(case, scale=-0.3), aspect="scale")
-    yield Asked("six heads", replace(case, heads=6, kv_heads=6), aspect=HEADS)
-    yield Asked("30 pairs of batch and head", replace(case, batch=5, heads=6, kv_heads=6), aspect=HEADS)
-    yield Asked("more than 1,024 keys", replace(case, keys=1100, queries=32, causal=False), aspect=LONGER)
-    yield Asked("a last tile of one key", replace(case, keys=65, queries=65), aspect=LONGER)
+def larger(case: AttentionCase) -> Iterator[Task]:
+    """Variants of a small case as real models have them: more heads and keys, other head dimensions, and USES."""
+    yield Task("a negative scale", replace(case, scale=-0.3), aspect="scale")
+    yield Task("six heads", replace(case, heads=6, kv_heads=6), aspect=HEADS)
+    yield Task("30 pairs of batch and head", replace(case, batch=5, heads=6, kv_heads=6), aspect=HEADS)
+    yield Task("more than 1,024 keys", replace(case, keys=1100, queries=32, causal=False), aspect=LONGER)
+    yield Task("a last tile of one key", replace(case, keys=65, queries=65), aspect=LONGER)
     yield from (
-        Asked(f"head dimension {width}", replace(case, head_dim=width), aspect="head dimensions")
+        Task(f"head dimension {width}", replace(case, head_dim=width), aspect="head dimensions")
         for width in (40, 80, 96)
     )
-    yield from (Asked(about, case, aspect="calls of models", use=use) for about, use in USES.items())
+    yield from (Task(about, case, aspect="calls of models", use=use) for about, use in USES.items())
 
 
-def cases_of_options(case: AttentionCase) -> Iterator[Asked]:
-    """A small causal case for each option of attention beside `causal`."""
+def tasks_of_options(case: AttentionCase) -> Iterator[Task]:
+    """A task with a small causal case for each option of attention beside `causal`."""
     small = replace(case.plain, batch=2, heads=2, kv_heads=1, queries=40, keys=40, causal=True)
     values: dict[str, Any] = {"window": 10, "offset": 9, "softcap": 2.0, "prefix": 30}
     yield from (
-        Asked(f"with {name}", replace(small, **{name: values.get(name, True)}), aspect="options") for name in OPTIONS
+        Task(f"with {name}", replace(small, **{name: values.get(name, True)}), aspect="options") for name in OPTIONS
     )
 
 
@@ -146,24 +155,24 @@ def pattern_of(case: AttentionCase, seed: int) -> Pattern:
 
 
 def answer(
-    row: Row, asked: Asked, inputs: Inputs, grad: bool, pattern: Pattern | None = None
+    row: Row, task: Task, inputs: Inputs, grad: bool, pattern: Pattern | None = None
 ) -> tuple[dict[str, Tensor], Fault | None]:
-    """The results of a row, by name, and the fault that they have before any number is compared.
+    """(results of the row by name, fault): the fault is an exception, a changed input, or a wrong shape or dtype.
 
-    Where the fault is in the backward, the results before it are there as well.
+    It is None if there is no such fault. If the fault is in the backward, the results of the forward are returned too.
     """
-    given: dict[str, Any] = {"causal": asked.case.causal, "scale": asked.case.scale}
+    given: dict[str, Any] = {"causal": task.case.causal, "scale": task.case.scale}
     before = {name: x.clone() for name, x in inputs.tensors.items()}
     try:
-        if asked.use is None:
+        if task.use is None:
             outputs = run(row, inputs, grad=grad, pattern=pattern, **given)
         else:
-            outputs = asked.use(partial(row, **given), inputs, grad)
-        torch.cuda.synchronize() if asked.case.device == "cuda" else None
+            outputs = task.use(partial(row, **given), inputs, grad)
+        torch.cuda.synchronize() if task.case.device == "cuda" else None
     except Exception as error:
-        outputs, fault = answer(row, asked, inputs, False, pattern) if grad else ({}, Fault.raised(error))
+        outputs, fault = answer(row, task, inputs, False, pattern) if grad else ({}, Fault.raised(error))
         return outputs, fault or Fault.raised(error, backward=True)
-    if not asked.use and (changed := [x for x, kept in before.items() if not torch.equal(kept, inputs.tensors[x])]):
+    if not task.use and (changed := [x for x, kept in before.items() if not torch.equal(kept, inputs.tensors[x])]):
         return {}, Fault(f"  the function changes its input {changed[0]}")
     for name, x in outputs.items():
         like = inputs.tensors[LIKE[name]] if name in LIKE else inputs.q[..., 0].float()
@@ -191,27 +200,27 @@ def _once(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
 
 
 def two_forwards(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
-    """The first of two results is read after the second is made, and so is its backward."""
+    """Calls twice, then reads the first result and runs its backward."""
     o = _forward(call, inputs, grad)
     _forward(call, inputs.others(), grad)
     return _results(o, inputs, grad)
 
 
 def second_backward(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
-    """A graph that is retained has the same gradients again."""
+    """Runs a backward twice on a retained graph; the results of the second."""
     o = _forward(call, inputs, grad)
     _results(o, inputs, grad, retain=True)
     return _results(o, inputs, grad)
 
 
 def changed_inputs(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
-    """Keys and values are written to between calls, in place, as a cache of them is."""
+    """Calls twice, with inputs that are overwritten in place between the calls, as a cache is; the second results."""
     _once(call, inputs, grad)
     return _once(call, inputs.redraw_(inputs.seed + 1), grad)
 
 
 def two_threads(call: Row, inputs: Inputs, grad: bool) -> dict[str, Tensor]:
-    """The first thread's result of calls in two threads: one that differs from a call alone, where there is one."""
+    """Calls from two threads at once, four times with these inputs; a result that differs from a single call."""
     alone, both = _once(call, inputs, grad), [inputs, inputs.others()]
     with ThreadPoolExecutor(2) as threads:
         made = list(threads.map(lambda of: _once(call, of, grad), both * 4))[::2]

@@ -1,7 +1,8 @@
-"""Attention on inputs that a normal draw has not, a kind beside the other in one call, each judged alone.
+"""Attention on extreme inputs: one call has all kinds of `lmsys.extremes.attention`, and each is judged alone.
 
-A row that is wrong there is asked once more, for the range of scores that it bears: which scores it loses says what it
-does with the maximum of a row.
+`check/attention.py` calls `failure`. A *unit* is a pair of batch entry and key head. If a row is wrong, `range_mistake`
+asks it for which range of scores it is right: the scores that it gets wrong tell what it does with the maximum of a
+row of scores.
 """
 
 import math
@@ -15,22 +16,21 @@ from lmsys.check import cases, question
 from lmsys.extremes.attention import KINDS, Unit, plant, unit_tensors
 from lmsys.testing import Oracle, Spot, make_inputs, pick
 
-HEADS = 2  # key heads, so that as many kinds make a batch entry
-LENGTH = {
-    "cuda": 161,
-    "cpu": 97,
-}  # queries and keys: no multiple of a tile; interpreters are slow, and their tiles small
-WHOLE = 256  # a multiple of most tiles
-FEW_QUERIES, MANY_KEYS = 32, 4133  # a sum in float16 stands still at 2,048 equal terms, in bfloat16 at 256
+HEADS = 2  # key heads: a batch entry holds so many kinds
+# Queries and keys: no multiple of a tile. On a CPU fewer, since interpreters are slow and their tiles small.
+LENGTH = {"cuda": 161, "cpu": 97}
+WHOLE = 256  # a length that is a multiple of most tiles
+FEW_QUERIES, MANY_KEYS = 32, 4133  # a sum of ones stops growing at 2,048 in float16, at 256 in bfloat16
+# exp(x) overflows float32 above LARGEST, is denormal below SMALLEST, and 0 below DENORMAL.
 SMALLEST, LARGEST = math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max)
-DENORMAL = math.log(2.0**-149)  # below it exp is zero in float32
-RESOLUTION = 2.0  # of scores that are asked
+DENORMAL = math.log(2.0**-149)
+RESOLUTION = 2.0  # the step between the scores that `score_range` asks
 Row = Callable[..., torch.Tensor]
-Wrong = tuple[Unit, str, float, Oracle]  # its first wrong tensor, the error over its budget, the oracle that says so
+Wrong = tuple[Unit, str, float, Oracle]  # the unit, its first wrong tensor, its error over its budget, and the oracle
 
 
 def case_of_kinds(case: AttentionCase, length: int | None = None) -> AttentionCase:
-    """The small case that holds every kind once: of `case` its dtype, head dimension, mask and grouping."""
+    """A small case with one unit for each kind, and the dtype, head dimension, mask and grouping of `case`."""
     length = length or LENGTH[case.device]
     heads = HEADS if case.heads == case.kv_heads else 2 * HEADS
     return replace(case, batch=len(KINDS) // HEADS, heads=heads, kv_heads=HEADS, queries=length, keys=length)
@@ -39,16 +39,17 @@ def case_of_kinds(case: AttentionCase, length: int | None = None) -> AttentionCa
 def failure(
     row: Row, case: AttentionCase, grad: bool, seed: int, rms: bool = False, named: bool = True
 ) -> question.Fault | None:
-    """The fault of the row on inputs of every kind, in a case of `case_of_kinds`; None where there is none.
+    """The fault of the row on inputs of every kind, in a case of `case_of_kinds`; None if all units are right.
 
-    Each kind is a unit, judged alone. In a case of many keys, of a single unit, they are all equal.
+    In a case with a single unit, which has many keys, all keys are equal. `rms` is that of `Oracle.judge`; `named`: the
+    mistake is searched for.
     """
     kinds = ["equal"] if case.batch * case.kv_heads == 1 else list(KINDS)
     units = {kind: divmod(number, case.kv_heads) for number, kind in enumerate(kinds)}
     inputs = make_inputs(case, seed)
     for kind, unit in units.items():
         plant(kind, *unit_tensors(inputs.tensors, unit), case.causal)
-    outputs, fault = cases.answer(row, cases.Asked("", case), inputs, grad)
+    outputs, fault = cases.answer(row, cases.Task("", case), inputs, grad)
     if not outputs:
         return fault
     wrong: dict[str, Wrong] = {}
@@ -89,22 +90,22 @@ def _fault(
 
 
 def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | None:
-    """The mistake that the range of scores says which the row bears, in words; None where it bears all."""
+    """The mistake that follows from the range of scores in which the row is right, in words; None if it has no end."""
     try:
-        full = bears(row, replace(case, causal=False), WHOLE, grad)
-        tail = bears(row, replace(case, causal=False), LENGTH[case.device], grad)
-        causal = bears(row, replace(case, causal=True), WHOLE, grad)
+        full = score_range(row, replace(case, causal=False), WHOLE, grad)
+        tail = score_range(row, replace(case, causal=False), LENGTH[case.device], grad)
+        causal = score_range(row, replace(case, causal=True), WHOLE, grad)
     except Exception:
-        return None  # what else is wrong with it is told without a name
+        return None  # the row is wrong in another way, which has no name here
     least, most = full.least, full.most
     if math.isfinite(least) and math.isfinite(most):
-        number = most - (LARGEST - math.log(WHOLE))  # where a sum of so many exponentials overflows
+        number = most - (LARGEST - math.log(WHOLE))  # a sum of WHOLE exponentials overflows from this score on
         fixed = f"a fixed number, about {number:.3g}, is subtracted in place of the row maximum"
         return "no maximum is subtracted before the exponential" if abs(number) < 2 * RESOLUTION else fixed
     if math.isfinite(most):
         return f"scores overflow from about {most:.4g} on"
     if math.isfinite(least):
-        begin = least - (SMALLEST + DENORMAL) / 2  # a GPU may take denormal numbers for zero, or not
+        begin = least - (SMALLEST + DENORMAL) / 2  # the middle, since a GPU may or may not flush denormals to zero
         about = f"{begin:.4g}" if abs(begin) > SMALLEST - DENORMAL else "0"
         return f"the running maximum starts at about {about}, not at -inf: rows of lower scores are lost"
     if math.isfinite(tail.least):
@@ -121,9 +122,10 @@ def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | No
 
 @dataclass(frozen=True)
 class Range:
-    """The scores between which a row is right; -inf and inf where it is right for all.
+    """The range of scores in which a row is right.
 
-    leaks  below the least it gives values of keys that a query must not see
+    least, most  its ends; -inf and inf if it has none
+    leaks        below `least` the results have values of keys that a query must not see
     """
 
     least: float
@@ -131,8 +133,11 @@ class Range:
     leaks: bool
 
 
-def bears(row: Row, case: AttentionCase, keys: int, grad: bool) -> Range:
-    """The scores that the row bears where those of all keys are equal. ValueError: it is wrong at ordinary ones."""
+def score_range(row: Row, case: AttentionCase, keys: int, grad: bool) -> Range:
+    """The range of scores in which the row is right, if all keys of a query have the same score.
+
+    ValueError if it is wrong at ordinary scores.
+    """
     far = 2.0 ** torch.arange(8, 13 if case.dtype == "float16" else 20)
     near = torch.arange(0.0, 256.0, RESOLUTION)
     scores = torch.cat([-far.flip(0), -near.flip(0)[:-1], near, far])
@@ -144,7 +149,7 @@ def bears(row: Row, case: AttentionCase, keys: int, grad: bool) -> Range:
     if not len(below):
         return Range(-math.inf, most, False)
     least = below.max().item()
-    if least <= -256:  # between powers of two
+    if least <= -256:  # there only powers of two were asked: ask the scores between two of them
         between = torch.linspace(least, least / 2, 256)
         lost, leaks = _lost(row, case, keys, grad, between)
         least = between[lost].max().item()
@@ -154,12 +159,12 @@ def bears(row: Row, case: AttentionCase, keys: int, grad: bool) -> Range:
 def _lost(
     row: Row, case: AttentionCase, keys: int, grad: bool, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the row's answer is wrong, by query, and where it is too large, for it has values of masked keys.
+    """(lost, leaks), by query: True where o is wrong, and where it is too large, since it has values of masked keys.
 
-    All keys of a query have the same score, so that o is the mean of the values that it sees.
+    All keys of query i have the score scores[i], so o is the mean of the values that the query sees.
     """
     dtype, scale = DTYPES[case.dtype], case.head_dim**-0.5 if case.scale is None else case.scale
-    keys = max(keys, len(scores) + 1) if case.causal else keys  # no query sees all
+    keys = max(keys, len(scores) + 1) if case.causal else keys  # so that no query sees all keys
     q = torch.zeros(1, 1, len(scores), case.head_dim, dtype=dtype)
     k, v = (torch.zeros(1, 1, keys, case.head_dim, dtype=dtype) for _ in range(2))
     q[..., 0], k[..., 0] = scores.to(dtype), 1 / scale

@@ -1,7 +1,9 @@
 """Mistakes that people make in attention kernels, tried one after another to explain a wrong result.
 
-Each is the formula with that mistake in it, in float64. The one whose result is that of the kernel, within the budget
-that a right one would have, is named; where none is, the places that are wrong are.
+`check/attention.py` calls `explain`. Each mistake is the formula of attention with that mistake in it, in float64. The
+first whose result equals the kernel's, within the error that a right kernel may have, is named. If there is none, the
+places that are wrong are described. To add a mistake, add an entry to `mistakes`, `of_backwards`, OF_ONLINE or
+`_roundings`; the plainest come first.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
 """
@@ -20,21 +22,23 @@ from lmsys.attention.contract import AttentionCase, repeat_heads
 from lmsys.testing import Inputs
 
 TILES = (16, 32, 64, 128, 256)
-ONLINE_TILES = (8, *TILES, 48, 96, 192)  # of keys
-UNEXPLAINED = 0.25  # of an error, at most: tiles and sums differ, and a number at a half may be rounded either way
+ONLINE_TILES = (8, *TILES, 48, 96, 192)  # tile sizes of an online softmax, in keys
+# The most of an error that a rounding may leave unexplained, and still be named: the kernel's tiles and order of sums
+# are unknown, and a number halfway between two others may be rounded either way.
+UNEXPLAINED = 0.25
 GRADIENTS = ("dq", "dk", "dv")
 Outputs = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Formula:
-    """softmax(scale q kᵀ, masked) v, with what a kernel may do otherwise.
+    """softmax(scale q kᵀ, masked) v, with fields for what a mistaken kernel does otherwise.
 
-    visible  from the indices of queries and keys: whether the key is seen
-    heads    from a query head: the key head that it reads
-    read     the keys, or the values, (B, H, K, D), as they are read
+    visible  (indices of queries, of keys) -> True where the query sees the key
+    heads    query head -> the key head that it reads
+    read     keys or values, (B, H, K, D) -> as the kernel reads them
     hidden   the score of a key that is not visible
-    axis     the softmax's, of (B, H, Q, K)
+    axis     the axis of (B, H, Q, K) that the softmax runs over
     """
 
     scale: float
@@ -70,16 +74,18 @@ def online(
     rounded: str = "",
     near: Callable[[Tensor], Tensor] = torch.clone,
 ) -> Tensor:
-    """The formula by tiles of keys, which are rescaled when the maximum of a row grows.
+    """o (B, H, Q, D) of an online softmax: by tiles of keys, whose sums are rescaled when the maximum of a row grows.
 
-    kept      of "o" and "sum": what is not rescaled
-    detached  "factor" or "maximum" (in P): what a backward takes for a constant, where the other is none
-    divided   by the sum, at the end
-    rounded   of "scores" (q kᵀ), "P" (as it is multiplied by v) and "sum" (P, as it is summed): what `near` is taken of
+    The options make mistakes:
+    kept      names among "o" and "sum": what is not rescaled
+    detached  "factor" or "maximum" (in P): what a backward treats as a constant, but not the other
+    divided   False: o is not divided by the sum at the end
+    rounded   names among "scores" (q kᵀ), "P" (as it is multiplied by v) and "sum" (P as it is summed): what is rounded
+    near      how it is rounded
     """
     scores, v = right.scores(q, k), repeat_heads(v, q.shape[1])
     scores = near(scores / right.scale) * right.scale if "scores" in rounded else scores
-    top = torch.full_like(scores[..., :1], -1e300)  # of tiles so far
+    top = torch.full_like(scores[..., :1], -1e300)  # the maximum over the tiles so far
     o = total = torch.zeros_like(top)
     for part, values in zip(scores.split(tile, dim=-1), v.split(tile, dim=-2), strict=True):
         grown = torch.maximum(top, part.amax(dim=-1, keepdim=True))
@@ -91,7 +97,7 @@ def online(
     return o / total if divided else o
 
 
-OF_ONLINE: dict[str, dict[str, Any]] = {  # mistakes in it
+OF_ONLINE: dict[str, dict[str, Any]] = {  # mistakes in an online softmax, as options of `online`
     "o is not rescaled": {"kept": "o"},
     "the sum is not rescaled": {"kept": "sum"},
     "neither o nor the sum is rescaled": {"kept": "o, sum"},
@@ -108,7 +114,7 @@ def right(case: AttentionCase) -> Formula:
 
 
 def mistakes(case: AttentionCase) -> dict[str, Formula]:
-    """The formula with each mistake, by the mistake in words, the plainest first."""
+    """The formula with each mistake of a forward, by the mistake in words, the plainest first."""
     changes: dict[str, dict[str, Any]] = {words: {"scale": scale} for words, scale in _scales(case).items()}
     changes["the softmax runs over queries, not over keys"] = {"axis": -2}
     changes |= {words: {"visible": visible} for words, visible in _masks(case).items()}
@@ -173,7 +179,7 @@ def _masks(case: AttentionCase) -> dict[str, Any]:
 
 
 def outputs_of(forward: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs) -> dict[str, Tensor]:
-    """o = forward(q, k, v), dq, dk, dv, in float64."""
+    """o = forward(q, k, v), and its gradients dq, dk, dv for `inputs.do`, by name, in float64."""
     q, k, v = (x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     o = forward(q, k, v)
     return {"o": o.detach(), **dict(zip(GRADIENTS, torch.autograd.grad(o, (q, k, v), inputs.do.double()), strict=True))}
@@ -192,7 +198,7 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
     by_ones = ones @ values.mT
 
     def by_head(p: Tensor, ds: Tensor, scale: float = scale, do: Tensor = do) -> Tensor:
-        """(B, H, S, D): for dk and dv of each query head."""
+        """The gradient `name` by query head, (B, H, S, D), from P, dS, the scale and do."""
         return {"dq": lambda: ds @ keys * scale, "dk": lambda: ds.mT @ q * scale, "dv": lambda: p.mT @ do}[name]()
 
     def summed(*args: Any) -> Tensor:
@@ -230,12 +236,18 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
 
 
 def explain(case: AttentionCase, inputs: Inputs, outputs: Outputs, name: str, budget: float) -> str | None:
-    """The mistake that makes `outputs[name]` what it is, in words; None where no known one does."""
+    """The known mistake that gives `outputs[name]`, in words; None if there is none.
+
+    `budget` is the error that a right result may have.
+    """
     output, good = outputs[name].double(), outputs_of(right(case).forward, inputs)[name]
-    lost, output = ~output.isfinite(), output.nan_to_num(0.0)  # as rows that see nothing
+    lost, output = ~output.isfinite(), output.nan_to_num(0.0)
 
     def is_(expected: Tensor, times: float = 1.0) -> bool:
-        """True of what the output is where it is finite; if it is not all so, it must be wrong there as well."""
+        """True if the output equals `expected` where it is finite, within `times` the budget.
+
+        If the output is not all finite, `expected` must also differ from the right result in its finite part.
+        """
         alike = ((output - expected).abs() <= times * budget) | lost
         shows = not lost.any() or bool(((good - expected).abs() > budget)[~lost].any())
         return bool(expected.isfinite().all()) and bool(alike.all()) and shows
@@ -246,7 +258,7 @@ def explain(case: AttentionCase, inputs: Inputs, outputs: Outputs, name: str, bu
         if not torch.equal(expected, good) and is_(expected):
             return mistake
     for mistake, formula in mistakes(case).items():
-        larger = max(1.0, abs(formula.scale / right(case).scale))  # scores, and by so much their errors
+        larger = max(1.0, abs(formula.scale / right(case).scale))  # errors grow as the scores do
         if is_(outputs_of(formula.forward, inputs)[name], larger):
             return mistake
     for mistake, expected in _of_online_softmax(case, inputs, name).items():
@@ -266,7 +278,10 @@ def explain(case: AttentionCase, inputs: Inputs, outputs: Outputs, name: str, bu
 
 
 def _only(wrong: Tensor) -> str | None:
-    """The one batch entry, head or tile of rows that is wrong, where a mask (B, H, S, D) has no other."""
+    """The batch entry, head or tile of rows that alone is wrong, in words; None if there is none.
+
+    `wrong` is a mask (B, H, S, D).
+    """
     for dim, name in ((0, "batch entry"), (1, "head")):
         at = wrong.transpose(0, dim).flatten(1).any(dim=1).nonzero().flatten().tolist()
         if len(at) == 1 < wrong.shape[dim]:
@@ -280,7 +295,7 @@ def _only(wrong: Tensor) -> str | None:
 
 
 def _elsewhere(case: AttentionCase, inputs: Inputs, good: Tensor, name: str) -> dict[str, Tensor]:
-    """Right results in other places, or of inputs from other places."""
+    """The output `name` of a kernel that reads or writes the wrong places in memory, by the mistake in words."""
     q, k, v, do = (
         torch.as_strided(x, x.shape, torch.empty(x.shape, device="meta").stride()) for x in inputs.tensors.values()
     )
@@ -304,7 +319,7 @@ def _of_online_softmax(case: AttentionCase, inputs: Inputs, name: str) -> dict[s
 
 
 def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
-    """Results that were rounded on their way, by the place; P also by tiles, each beside its own maximum."""
+    """o with a rounding in each place, by the place in words. P is also rounded by tiles, relative to their maxima."""
     made, (q, k, v) = dict[str, Tensor](), (x.detach() for x in (inputs.q, inputs.k, inputs.v))
     for kind, dtype in (("TF32 or float16", None), ("bfloat16", torch.bfloat16)):
         near = partial(_nearest, dtype=dtype)
@@ -332,13 +347,13 @@ def _visible(case: AttentionCase, q: Tensor) -> Tensor:
 
 
 def _nearest(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """x rounded to `dtype`, in float64; None: to ten bits behind the point, which TF32 and float16 have."""
+    """x rounded to `dtype`, as float64. None: to ten bits of mantissa, which TF32 and float16 have."""
     bits = (x.float().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF
     return (bits.view(torch.float32) if dtype is None else x.to(dtype)).double()
 
 
 def _rows_of(kind: str, at: Tensor) -> str | None:
-    """The rows that a mask (B, H, S, D) holds, where it holds whole rows alone."""
+    """The rows in a mask (B, H, S, D), in words with their `kind`; None unless it holds whole rows only."""
     rows = at.all(dim=-1)  # (B, H, S)
     if not rows.any() or not torch.equal(at.any(dim=-1), rows):
         return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmsys.check import attention
-from lmsys.check.cases import USES, Asked, cases, larger
+from lmsys.check.cases import USES, Task, larger, tasks
 from lmsys.check.kinds import RIGHT, WRONG, check
 from lmsys.check.question import Fault, Holds, Options
 from lmsys.registry import Entry
@@ -131,7 +131,7 @@ def in_turns(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: fl
     return attend(KEPT["q"], k, v, causal=causal, scale=scale)
 
 
-SIMPLE = next(asked.case for asked in cases("cpu", None, 32))
+SIMPLE = next(task.case for task in tasks("cpu", None, 32))
 
 
 @pytest.mark.parametrize(
@@ -161,17 +161,17 @@ SIMPLE = next(asked.case for asked in cases("cpu", None, 32))
 )
 def test_what_a_single_call_does_not_show(row: Callable[..., Tensor], about: str, mistake: str) -> None:
     KEPT.clear()
-    asked = {asked.about: asked for asked in larger(SIMPLE) if asked.use}
-    assert asked.keys() == USES.keys()
-    fault = attention.failure(row, asked[about], True, 0)
+    by_use = {task.about: task for task in larger(SIMPLE) if task.use}
+    assert by_use.keys() == USES.keys()
+    fault = attention.failure(row, by_use[about], True, 0)
     assert fault is not None and fault.mistake == mistake
-    assert attention.failure(row, replace(asked[about], use=None), True, 7) is None
-    assert attention.failure(attend, asked[about], True, 0) is None
+    assert attention.failure(row, replace(by_use[about], use=None), True, 7) is None
+    assert attention.failure(attend, by_use[about], True, 0) is None
 
 
 def test_results_that_share_a_buffer() -> None:
-    (asked, *_) = (asked for asked in larger(SIMPLE) if asked.use)
-    fault = attention.failure(shared, asked, False, 0)
+    (task, *_) = (task for task in larger(SIMPLE) if task.use)
+    fault = attention.failure(shared, task, False, 0)
     assert fault is not None and "share a buffer" in str(fault.mistake) and not fault.backward
 
 
@@ -194,9 +194,9 @@ def test_the_table() -> None:
     assert "backward" not in str(Holds(grad=False))
 
 
-def test_rarer_questions_are_asked_in_what_a_row_bears() -> None:
-    def of(*unborne: str) -> list[Asked]:
-        return [x for x in cases("cpu", None, bears=lambda asked: asked.aspect not in unborne) if x.aspect == "strides"]
+def test_rarer_questions_are_asked_in_forms_that_a_row_passes() -> None:
+    def of(*unborne: str) -> list[Task]:
+        return [x for x in tasks("cpu", None, passes=lambda task: task.aspect not in unborne) if x.aspect == "strides"]
 
     assert {(x.case.queries, x.case.causal) for x in of()} == {(237, True)}
     assert {(x.case.queries, x.case.causal) for x in of("odd lengths")} == {(256, True)}
