@@ -1,8 +1,11 @@
-"""Collectives of a rank, recorded as they begin, and compared with those of the other ranks before they do.
+"""Records the collectives that a rank begins, and compares them with those of the other ranks before they run.
 
-Ranks that begin different collectives wait for ever, or add up what does not belong together. So each rank first notes
-in the ranks' common store what it is about to begin, and reads what the others noted: where that differs, all of them
-raise `Mismatch`. With gloo the result of a collective that does not wait arrives when it is waited for, and not before.
+`trained.py` records each training. Ranks that begin different collectives wait for ever, or add up values that do not
+belong together. So each rank first writes what it is about to begin into the store of the process group, and reads what
+the others have written. If they differ, all ranks raise `Mismatch`.
+
+With gloo, the result of an asynchronous collective is delivered only when the strategy waits for it (`Delayed`), so
+that a missing wait() shows as wrong weights.
 """
 
 import datetime
@@ -21,8 +24,8 @@ from torch import Tensor
 
 from lmsys import doing
 
-PEER_S = 5.0  # for other ranks to come to a collective: after that it begins, whatever they do
-KINDS = {  # by the name of torch's method: the collective, and the number of the arguments that it writes
+PEER_S = 5.0  # how long a rank waits for the others' notes; then the collective begins in any case
+KINDS = {  # by torch's method: (the collective, the index of the argument that it writes to; None: it is not delayed)
     "allreduce": ("all_reduce", 0),
     "allreduce_coalesced": ("all_reduce", None),
     "broadcast": ("broadcast", 0),
@@ -44,17 +47,18 @@ class Mismatch(RuntimeError):
 
 
 class PeerFailed(RuntimeError):
-    """Another rank has raised an exception, so that it will not come."""
+    """Another rank has raised an exception, so it will not begin this collective."""
 
 
 @dataclass
 class Recorder:
-    """Records collectives of this rank while it is `recording`.
+    """Records the collectives of this rank inside of `with recorder.recording()`.
 
-    trial  a number that no other training has, the same on all ranks
-    group  of the ranks that train
-    names  of parameters, by their number of elements
-    unwaited  collectives that nobody has waited for; raced: those whose tensors were written to while under way
+    trial     a number that identifies the training, the same on all ranks
+    group     the process group of the ranks that train
+    names     of parameters, by their number of elements, for messages
+    unwaited  running collectives that were not waited for yet: their handles, and in words what they are
+    raced     collectives whose tensors were written to while they were running, in words
     """
 
     trial: int
@@ -75,11 +79,11 @@ class Recorder:
             yield
 
     def fail(self, error: BaseException) -> None:
-        """Notes that this rank comes to nothing more, so that no other waits for it."""
+        """Notes for the other ranks that this rank has failed, so that they do not wait for it."""
         self._note(f"!{type(error).__name__}", self.group, self._counts[self.group.group_name])
 
     def others_end(self, timeout_s: float) -> bool:
-        """True once every rank has noted that it comes to nothing more; False when the time is up."""
+        """Notes that this rank has ended. True once every rank has, False after `timeout_s`."""
         return _read(self._note("", self.group, "ended"), timeout_s) is not None
 
     def _recorded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +103,7 @@ class Recorder:
             self.unwaited[work] = what
 
             def deliver() -> None:
-                """Makes NaN of what arrives where the tensors were written to meanwhile: it could be anything."""
+                """Copies the result into the tensors; NaN if they were written to meanwhile, which is undefined."""
                 if self.unwaited.pop(work, None) is None:
                     return
                 changed = not all(map(_same_bits, _tensors(args), _tensors(before)))
@@ -121,15 +125,15 @@ class Recorder:
         return f"{kind} of {count} elements{name} in {str(tensors[0].dtype).removeprefix('torch.')}"
 
     def _note(self, what: str, group: Any, number: Any) -> list[str]:
-        """Notes what this rank has come to as its `number`-th; the keys of such notes, by rank."""
+        """Writes `what` into the store as this rank's `number`-th note. Returns the keys of all ranks' such notes."""
         prefix = f"lmsys-check/{self.trial}/{group.group_name}/{number}"
         _store().set(f"{prefix}/{dist.get_rank(group)}", what)
         return [f"{prefix}/{rank}" for rank in range(dist.get_world_size(group))]
 
     def mark(self, what: str, group: Any = None) -> None:
-        """Notes that this rank has come to what all ranks of the group come to: a collective, or the end of a step.
+        """Notes that this rank has reached `what`, which all ranks must reach: a collective, or the end of a step.
 
-        Mismatch where another rank notes something else as its next; PeerFailed where it has failed.
+        Raises Mismatch if another rank's next note is different, and PeerFailed if another rank has failed.
         """
         group = self.group if group is None else group
         with self._lock:
@@ -149,7 +153,7 @@ class Recorder:
 
 
 class Delayed:
-    """A collective under way whose result arrives when it is waited for, by whichever of torch's ways."""
+    """The handle of a running collective. It delivers the result when it is waited for, in any of torch's ways."""
 
     def __init__(self, work: Any, deliver: Callable[[], None]):
         self._work, self._deliver = work, deliver
@@ -177,7 +181,7 @@ def _store() -> Any:
 
 
 def _read(keys: list[str], timeout_s: float) -> list[str] | None:
-    """The notes under these keys, once the store has all of them; None when the time is up."""
+    """The notes under these keys, once the store has all of them; None after `timeout_s`."""
     store, before = _store(), _store().timeout
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     try:
@@ -197,7 +201,10 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 def _caller_is_a_users() -> bool:
-    """False where torch's code, other than the functions of torch.distributed, has begun the collective."""
+    """True if a strategy's own code began the collective; False for torch's code, such as DistributedDataParallel.
+
+    The functions of torch.distributed in between are passed over.
+    """
     frame: Any = sys._getframe(2)
     while frame.f_globals.get("__name__") in ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"):
         frame = frame.f_back

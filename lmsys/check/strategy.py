@@ -1,9 +1,12 @@
-"""Strategies and sharded optimizers: trainings of small modules on two ranks, each held to one process in float64.
+"""Strategies and sharded optimizers: small trainings on two ranks, each compared with one process in float64.
 
-The ranks are processes of gloo on a CPU, or GPUs with NCCL where there are two. What is right is the mean over ranks of
-each rank's gradient, as in DistributedDataParallel: with equal batches that is the gradient of the batch of all ranks,
-and a rank with a smaller batch counts as much as the others. Every rank must end with the weights of that training, by
-`lmsys.testing.error_ratio`, and begins with weights of its own, so that rank 0's have to be broadcast.
+`kinds.py` calls `questions` for a strategy, and `optimizer_questions` for a sharded optimizer. The trainings are the
+trials of `lmsys.extremes.strategy`. The ranks are processes with gloo on a CPU, or GPUs with NCCL if there are two.
+
+The right gradient is the mean over ranks of each rank's gradient, as in DistributedDataParallel. With equal batches it
+is the gradient of the batch of all ranks; a rank with a smaller batch counts as much as the others. Every rank must end
+with the weights of that training, by `lmsys.testing.error_ratio`. Ranks begin with different weights, so that rank 0's
+have to be broadcast.
 
 A sharded optimizer is called as f(params, optimizer_cls, **kwargs), as in CS336, assignment 2. Ranks begin with equal
 weights; before each step every rank has the mean over ranks of the gradients, as after an all-reduce. Every rank must
@@ -26,8 +29,8 @@ from lmsys.registry import Entry
 
 WORLD_SIZE = 2
 ORDER = "ranks do not call the same collectives in the same order"
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # of ranks: else a wait that ends warns in four lines
-START_S, TRIAL_S = 120.0, 12.0  # to start ranks and import what they need; for a training of milliseconds
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # environment of ranks: otherwise a wait that times out prints four lines
+START_S, TRIAL_S = 120.0, 12.0  # timeouts: to start ranks and import what they need; for a training of milliseconds
 
 
 def questions(
@@ -37,10 +40,11 @@ def questions(
     trials: Callable[[int, int], Sequence[Trial]] = trials,
     rules: Rules = rules,
 ) -> Iterator[question.Question]:
-    """The trials, from the simplest to the rarest. Ranks start once, and again only where a trial has ended them.
+    """A question for each trial, from the simplest to the rarest. Ranks are started again only if a trial ended them.
 
-    ranks  ones that run already, and go on; None: they start here, and end behind the last question
-    rules  by which mistakes are named
+    ranks   ranks that run already, and go on afterwards; None: they start here, and end after the last question
+    trials  (world size, seed) -> the trials
+    rules   the known mistakes
     """
     row, device = entry.load(), "cuda" if torch.cuda.device_count() >= WORLD_SIZE else "cpu"
     with nullcontext(ranks) if ranks else Ranks() as running:
@@ -48,7 +52,7 @@ def questions(
             reason = entry.why_not(SimpleNamespace(device=device)) or trained.why_not(entry, trial, row)
             results = running.ask(entry, trial) if reason is None else []
             failure = blamed(results)
-            may_refuse = trial.extreme or trial.micro_batches > 1  # what not every strategy takes
+            may_refuse = trial.extreme or trial.micro_batches > 1  # trials that a strategy need not support
             if may_refuse and failure is not None and failure.refuses:
                 reason = f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
             yield question.Question(
@@ -63,19 +67,19 @@ def questions(
 def optimizer_questions(
     entry: Entry, options: question.Options, ranks: "Ranks | None" = None
 ) -> Iterator[question.Question]:
-    """The trials of a sharded optimizer."""
+    """A question for each trial of a sharded optimizer; see `questions`."""
     return questions(entry, options, ranks, partial(trials, sharded=True), optimizer_rules)
 
 
 class Ranks(AbstractContextManager["Ranks"]):
-    """Two ranks that train what they are asked; those that a training has ended are started again."""
+    """Two ranks that run trials. They start when first asked, and again after a trial has ended them."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._group: WorkerGroup | None = None
 
     def ask(self, entry: Entry, trial: Trial) -> Sequence[trained.Result]:
-        """The results of the trial by rank; where a rank dies or hangs, its failure alone."""
+        """The results of the trial by rank. If a rank dies or hangs, the only result is its failure."""
         try:
             if self._group is None or self._group.ended:
                 self._group = WorkerGroup(WORLD_SIZE, timeout_s=START_S, environment=QUIET)
@@ -105,13 +109,13 @@ class Ranks(AbstractContextManager["Ranks"]):
 
 
 def blamed(results: Sequence[trained.Result]) -> trained.Failure | None:
-    """The failure that others follow from."""
+    """The failure that caused the others, or None: not one that only reports a failed peer, if there is another."""
     failures = (result.failure for result in results if result.failure is not None)
     return min(failures, key=lambda failure: failure.kind == recorder.PeerFailed.__name__, default=None)
 
 
 def fault(ask: Ask, trial: Trial, results: Sequence[trained.Result], rules: Rules = rules) -> question.Fault | None:
-    """The fault of the ranks' results of a trial; None where there is none."""
+    """The fault of the ranks' results of a trial; None if they are right. `ask` runs shorter trials to explain it."""
     failure = blamed(results)
     if failure is not None and failure.kind == recorder.Mismatch.__name__:
         return question.Fault.explained(f"  {failure.text}, {failure.doing}", ORDER, None)
@@ -135,7 +139,7 @@ CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # options that a schedule 
 
 
 def optimizer_rules(steps: Sequence[trained.Before]) -> Iterator[Rule]:
-    """Each known mistake, and the weights that the last of the steps then leads to."""
+    """A rule for each known mistake of a sharded optimizer: its words, and the weights after the last step with it."""
     now, number, trial = steps[-1], len(steps) - 1, steps[-1].trial
     g, world_size, given = now.means, trial.world_size, OPTIMIZERS[trial.optimizer]
     yield "no rank updates {names}", now.weights

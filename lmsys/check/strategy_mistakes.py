@@ -1,7 +1,9 @@
-"""The known mistake that the weights of a training on ranks show, found by making each of them in float64.
+"""Explains wrong weights after a training on ranks: the known mistake that leads to them, computed in float64.
 
-The first wrong step is looked for by shorter and shorter trainings. Before it the weights are right, so each rank's
-gradients of that step are known, and so is what every mistake would make of them, parameter by parameter.
+`strategy.py` calls `explain`. It trains for 0, 1, 2, ... steps until the weights are wrong. Before that step the
+weights are right, so each rank's gradients in it are known, and so are the weights that each mistake would lead to,
+parameter by parameter. Mistakes of a strategy are listed in MISTAKES and `rules`, those of a sharded optimizer in
+`strategy.optimizer_rules`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,21 +15,22 @@ from torch import Tensor
 from lmsys.check.trained import Before, Result, State, plain, ratio, wrong_parameters
 from lmsys.extremes.strategy import OPTIMIZERS, Trial
 
-Ask = Callable[[Trial], Sequence[Result]]  # a training on the ranks, by rank
-# A mistake in words, in which braces stand for names of parameters, and the weights that a step with it leaves on all
-# ranks (...), or on each (world_size, ...). Of a parameter that is not among the weights it says nothing.
+Ask = Callable[[Trial], Sequence[Result]]  # trains on the ranks; the results by rank
+# A rule is a mistake in words, where {gradients} and {names} stand for parameters, and the weights after a step with
+# that mistake: (...) on all ranks, or (world_size, ...) on each. It does not apply to parameters without weights in it.
 Rule = tuple[str, State]
-Rules = Callable[[Sequence[Before]], Iterator[Rule]]  # by the steps up to the wrong one, which is the last
+Rules = Callable[[Sequence[Before]], Iterator[Rule]]  # from the steps up to the wrong one, which is the last
 
 
 @dataclass(frozen=True)
-class Seen:
-    """The gradients of a parameter that ranks make in a step.
+class StepGradients:
+    """The gradients of one parameter in a step, from all ranks.
 
-    grads  (world_size, micro_batches, ...)
-    early  (world_size, ...): the part that a backward adds first, of a weight with two uses; of others 0
-    used, sizes  (world_size, 1, ..., 1): 1 for ranks that use it, and examples of each rank
-    weights  of the parameter before the step
+    grads    (world_size, micro_batches, ...)
+    early    (world_size, ...): for a weight with two uses the part that a backward adds first, else 0
+    used     (world_size, 1, ..., 1): 1 for ranks that use the parameter, else 0
+    sizes    (world_size, 1, ..., 1): the examples in each rank's batch
+    weights  the parameter before the step
     """
 
     grads: Tensor
@@ -38,23 +41,23 @@ class Seen:
 
     @property
     def local(self) -> Tensor:
-        """(world_size, ...): each rank's gradient"""
+        """(world_size, ...): each rank's gradient."""
         return self.grads.sum(dim=1)
 
     @property
     def mean(self) -> Tensor:
-        """(1, ...), as everything that is equal on all ranks"""
+        """(1, ...): the mean over ranks, which is the right gradient on all of them."""
         return over_ranks(self.local)
 
-    def again(self, factor: float) -> Tensor:
-        """(1, ...): the sum over ranks, where each micro-batch multiplies what earlier ones have left by `factor`."""
+    def resummed(self, factor: float) -> Tensor:
+        """(1, ...): the sum over ranks, if each micro-batch multiplies the sum of earlier ones by `factor`."""
         summed = torch.zeros_like(self.mean)
         for micro in self.grads.unbind(dim=1):
             summed = factor * summed + micro.sum(dim=0)
         return summed
 
     def holds(self, condition: str) -> bool:
-        """True where mistakes that need the condition, which is "" or the first word of `MISTAKES`, can be made."""
+        """True if a mistake with this condition, the first item in MISTAKES, can be made here."""
         return {
             "": True,
             "unused": bool(0 < self.used.sum() < len(self.used)),
@@ -65,16 +68,16 @@ class Seen:
 
 
 def over_ranks(x: Tensor) -> Tensor:
-    """The mean (1, ...)."""
+    """The mean over ranks of x (world_size, ...): (1, ...)."""
     return x.mean(dim=0, keepdim=True)
 
 
 NOT_SHARED = "no broadcast or all-gather brings the updated weights to all ranks"
 EARLY = "are synchronized too early, before both uses of the weight have added their parts"
 TWICE = "are synchronized twice, once after each use of the weight"
-# By the condition that a mistake needs: what is done to gradients, and the gradient that the ranks then step by. Of two
-# that give equal results the first is named.
-MISTAKES: tuple[tuple[str, str, Callable[[Seen], Tensor]], ...] = (
+# Each mistake is (the condition under which it can be made, what happens to gradients, the gradient that ranks step
+# by). If two mistakes give equal results, the first is named.
+MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], Tensor]], ...] = (
     ("", "are never synchronized: each rank steps by its own gradients", lambda s: s.local),
     (
         "unused",
@@ -119,17 +122,17 @@ MISTAKES: tuple[tuple[str, str, Callable[[Seen], Tensor]], ...] = (
     (
         "micro",
         "are summed over ranks after each micro-batch: earlier gradients, summed already, are summed again",
-        lambda s: s.again(len(s.used)) / len(s.used),
+        lambda s: s.resummed(len(s.used)) / len(s.used),
     ),
     (
         "micro",
         "are summed over ranks after each micro-batch, earlier ones again, and never divided",
-        lambda s: s.again(len(s.used)),
+        lambda s: s.resummed(len(s.used)),
     ),
     (
         "micro",
         "are divided by the number of ranks after each micro-batch: earlier gradients are divided again",
-        lambda s: s.again(1 / len(s.used)) / len(s.used),
+        lambda s: s.resummed(1 / len(s.used)) / len(s.used),
     ),
     ("micro", "are summed over micro-batches twice", lambda s: s.grads.shape[1] * s.mean),
     ("micro", "are divided by the number of micro-batches twice", lambda s: s.mean / s.grads.shape[1]),
@@ -167,7 +170,7 @@ MISTAKES: tuple[tuple[str, str, Callable[[Seen], Tensor]], ...] = (
 
 
 def rules(steps: Sequence[Before]) -> Iterator[Rule]:
-    """Each known mistake of a strategy, and the weights that it leaves on the ranks."""
+    """A rule for each known mistake of a strategy."""
     before = steps[-1]
     seen = {name: _seen(before, name) for name in before.grads}
     for condition, words, gradient in MISTAKES:
@@ -183,11 +186,11 @@ def rules(steps: Sequence[Before]) -> Iterator[Rule]:
         yield words, _stepped(before, {name: s.mean.to(dtype) for name, s in seen.items()})
 
 
-def _seen(before: Before, name: str) -> Seen:
+def _seen(before: Before, name: str) -> StepGradients:
     g, trial = before.grads[name], before.trial
     examples = torch.tensor([trial.examples(rank) for rank in range(trial.world_size)])
     used, sizes = (x.to(g.dtype).view(-1, *[1] * (g.dim() - 2)) for x in (before.used[name], examples))
-    return Seen(g, before.early.get(name, torch.zeros_like(g)).sum(dim=1), used, sizes, before.weights[name])
+    return StepGradients(g, before.early.get(name, torch.zeros_like(g)).sum(dim=1), used, sizes, before.weights[name])
 
 
 def _stepped(before: Before, grads: Mapping[str, Tensor]) -> State:
@@ -202,7 +205,7 @@ def _stepped(before: Before, grads: Mapping[str, Tensor]) -> State:
 
 
 def explain(ask: Ask, trial: Trial, rules: Rules) -> str | None:
-    """The mistake, in words, of ranks whose result of the trial is wrong; None where no known one explains it."""
+    """The known mistake that explains the wrong result of a trial, in words; None if there is none."""
     exact, ordinary = plain(trial, torch.float64), plain(trial, torch.float32)
     for steps in range(trial.steps + 1):
         results = ask(replace(trial, steps=steps))
@@ -258,10 +261,10 @@ def _step(
 def _fitting(
     results: Sequence[Result], names: Sequence[str], exact: Sequence[Before], ordinary: Sequence[Before], rules: Rules
 ) -> dict[str, set[str]]:
-    """By mistake, the parameters with which it leaves every rank as it is."""
+    """By mistake, the parameters whose weights it explains on every rank."""
 
     def ranks(name: str, wide: State, narrow: State) -> list[int]:
-        """The ranks that end with these weights of the parameter."""
+        """The ranks that end with these weights of the parameter: `wide` in float64, `narrow` in float32."""
         shape = len(results), *exact[-1].weights[name].shape
         ends = zip(results, wide[name].broadcast_to(shape), narrow[name].broadcast_to(shape), strict=True)
         return [
@@ -287,7 +290,7 @@ def _fitting(
 
 
 def _sentence(rule: str, names: Sequence[str], trained: Sequence[str], trial: Trial, results: Sequence[Result]) -> str:
-    """The mistake `rule` of these parameters, of all that are `trained`."""
+    """The mistake `rule` as a sentence about the parameters `names`; `trained` are all parameters that are trained."""
     whole, of = set(names) == set(trained), listed(names)
     if "tied" in trial.parts and names == ["embed.weight"] and ("summed" in rule or "twice" in rule):
         rule, of = f"{rule}; the weight counts once for each name", "the tied weight embed.weight"
@@ -301,5 +304,5 @@ def _sentence(rule: str, names: Sequence[str], trained: Sequence[str], trial: Tr
 
 
 def listed(names: Sequence[str]) -> str:
-    """The names, or the first of many."""
+    """The names in a line; of more than four only the first three, and how many more there are."""
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"

@@ -1,4 +1,8 @@
-"""A trial's training: by what is asked on ranks, and by torch on one process. Runs on the ranks, and beside them."""
+"""Runs the training of a `Trial`: on ranks by a strategy or sharded optimizer, and by torch on one process.
+
+`strategy.py` runs `train` on each rank, and compares the `Result` with `plain`, the right training in float64. The
+`Before` of each step of `plain` is what `strategy_mistakes.py` computes mistakes from.
+"""
 
 import copy
 import inspect
@@ -21,15 +25,16 @@ from lmsys.parallel import adapter, baselines
 from lmsys.parallel.group import STOPPED, device, is_lost_peer
 from lmsys.traits import StrategyTraits
 
-OTHERS_S = 2.0  # for the other ranks to end, once this one has raised
-SMALL_MB = 2.0**-13  # 32 float32: a layer has more
+OTHERS_S = 2.0  # how long a rank that raised waits for the other ranks to end
+SMALL_MB = 2.0**-13  # 32 float32: each layer has more, so it needs several buckets
+# Exceptions by which a strategy refuses what it is given.
 REFUSALS = ("ValueError", "RuntimeError", "NotImplementedError")
 State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a rank: its kind, its first line, and what the rank was doing."""
+    """An exception of a rank: its type, its first line, and what the rank was doing."""
 
     rank: int
     kind: str
@@ -38,7 +43,7 @@ class Failure:
 
     @property
     def refuses(self) -> bool:
-        """True for an exception that a strategy raises to say that it does not take what it was given."""
+        """True if the strategy refuses the trial by the exception, and no lost peer caused it."""
         return self.kind in REFUSALS and not is_lost_peer(self.kind, self.text)
 
     def __str__(self) -> str:
@@ -51,10 +56,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a training on a rank.
+    """The result of a training on a rank.
 
-    unwaited  collectives that nobody had waited for when the optimizer stepped
-    raced     collectives whose tensors were written to while they were under way
+    state     the tensors of full_state_dict() at the end
+    unwaited  collectives that the strategy had not waited for when the optimizer stepped, in words
+    raced     collectives whose tensors were written to while they were running, in words
+    failure   the exception that ended the training; None if it ended well
     """
 
     state: State = field(default_factory=dict)
@@ -64,7 +71,10 @@ class Result:
 
 
 def prepare(entry: registry.Entry) -> None:
-    """Imports what a rank needs, torch's compiler for the first optimizer too, and makes uninitialised memory NaN."""
+    """Prepares a rank: uninitialised memory is NaN from now on, and all that a training imports is imported.
+
+    The step of an optimizer imports torch's compiler, which takes seconds.
+    """
     question.poison(setattr)
     laptop.install()
     entry.load()
@@ -72,9 +82,10 @@ def prepare(entry: registry.Entry) -> None:
 
 
 def train(entry: registry.Entry, trial: Trial, number: int, options: Mapping[str, Any], group: Any = None) -> Result:
-    """On a rank: the trial by the row, built with `options`. `number` is of this training alone.
+    """Runs the trial on this rank, by the row's strategy or sharded optimizer, built with `options`.
 
-    A failure is a result where all ranks have ended with it, and is raised where another rank still waits.
+    `number` identifies this training among all; it is the same on all ranks. An exception becomes a `Failure` in the
+    result if all ranks have ended, and is raised if another rank still waits.
     """
     group = dist.group.WORLD if group is None else group
     module = probe(trial, dist.get_rank(group)).to(device())
@@ -97,7 +108,7 @@ def train(entry: registry.Entry, trial: Trial, number: int, options: Mapping[str
 def _trained(
     entry: registry.Entry, trial: Trial, module: Probe, recorder: Recorder, options: Mapping[str, Any]
 ) -> Result:
-    """A sharded optimizer is given the means of gradients, by a strategy that does no more."""
+    """The training itself. For a sharded optimizer the strategy is `Naive`, which only averages gradients."""
     asked, rank, unwaited = entry.load(), dist.get_rank(recorder.group), list[str]()
     doing.now("as it wraps the module")
     options = {**options, "bucket_mb": SMALL_MB} if trial.small_buckets else options
@@ -131,7 +142,7 @@ def _trained(
 
 
 def why_not(entry: registry.Entry, trial: Trial, asked: Any) -> str | None:
-    """None, or why what the row loads, `asked`, cannot be asked the trial."""
+    """None, or why the row cannot run the trial. `asked` is the row's class."""
     traits = StrategyTraits.of(entry)
     if not traits.synchronizes:
         return "it synchronizes nothing"
@@ -147,11 +158,12 @@ def why_not(entry: registry.Entry, trial: Trial, asked: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Before:
-    """A step of torch's optimizer on one process, before it is made, in one dtype.
+    """The state of the training on one process just before an optimizer's step, in one dtype.
 
-    grads  by name (world_size, micro_batches, ...), of the loss that each backward is called on
-    early  of a weight with two uses: the part of `grads` that its last use makes, which comes first in a backward
-    used   by name (world_size,): the ranks that use a parameter
+    module, optimizer  with the weights and the state of this moment
+    grads  by parameter (world_size, micro_batches, ...): gradients of the loss that each backward is called on
+    early  by weight with two uses: the part of `grads` from its last use, which a backward adds first
+    used   by parameter (world_size,): True for the ranks that use it
     """
 
     trial: Trial
@@ -167,13 +179,17 @@ class Before:
 
     @property
     def means(self) -> State:
-        """The mean over ranks of each rank's gradient, of the parameters that a rank uses."""
+        """By parameter, the mean over ranks of each rank's gradient. Parameters that no rank uses are left out."""
         return {name: g.sum(dim=1).mean(dim=0) for name, g in self.grads.items() if self.used[name].any()}
 
     def after(
         self, grads: State, options: Mapping[str, Any] | None = None, afresh: bool = False, times: int = 1
     ) -> State:
-        """The weights after a step by `grads` with other options, or `afresh`, without the optimizer's state."""
+        """The weights after `times` steps by `grads`.
+
+        options  options of all param groups that replace the optimizer's
+        afresh   the optimizer's state is cleared before
+        """
         module, optimizer = copy.deepcopy((self.module, self.optimizer))
         for name, p in module.named_parameters():
             p.grad = grads.get(name)
@@ -186,11 +202,12 @@ class Before:
         return {name: x.detach() for name, x in module.state_dict().items()}
 
 
-@lru_cache(maxsize=64)  # a reference is asked for again to name a mistake, and for other rows
+@lru_cache(maxsize=64)  # it is needed again to name a mistake, and for other rows
 def plain(trial: Trial, dtype: torch.dtype) -> list[Before]:
-    """torch's optimizer before each step, and after the last, on the mean over ranks of each rank's gradient.
+    """The right training, by torch's optimizer on one process: its state before each step, and after the last one.
 
-    Where batches have one size, that is the gradient of the batch of all ranks.
+    It steps by the mean over ranks of each rank's gradient. If all batches have the same size, that is the gradient of
+    the batch of all ranks.
     """
     module, apart = probe(trial, 0).to(dtype), probe(trial, 0, apart=True).to(dtype)
     optimizer = made_optimizer(trial, module, lambda params, optimizer_cls, **options: optimizer_cls(params, **options))
@@ -211,7 +228,10 @@ def plain(trial: Trial, dtype: torch.dtype) -> list[Before]:
 
 
 def _gradients(module: Probe, trial: Trial, step: int) -> tuple[State, State]:
-    """By name of each use (world_size, micro_batches, ...), and which ranks have a gradient."""
+    """(grads, used) of a step, by parameter: as in `Before`.
+
+    `module` is built with `apart`, so that each use of a weight is a parameter of its own.
+    """
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     rows, shape = [], (trial.world_size, trial.micro_batches)
     for rank, micro in itertools.product(*map(range, shape)):
@@ -226,11 +246,11 @@ def _gradients(module: Probe, trial: Trial, step: int) -> tuple[State, State]:
 
 
 def wrong_parameters(results: Sequence[Result], exact: State, ordinary: State) -> dict[str, float]:
-    """Errors over their budgets above 1, by name, on the rank where they are worst."""
+    """The tensors that are wrong: by name, the error over its budget, above 1, on the rank where it is largest."""
     worst = {name: max(ratio(result.state[name], exact[name], ordinary[name]) for result in results) for name in exact}
     return {name: value for name, value in worst.items() if not value <= 1}
 
 
 def ratio(x: torch.Tensor, exact: torch.Tensor, ordinary: torch.Tensor) -> float:
-    """`ratio_of` of weights in float32: those of 1e-20 are judged as those of 1 are."""
+    """The error of x over its budget, relative to the tensor's size: weights of 1e-20 are judged as those of 1."""
     return testing.ratio_of(x, exact, ordinary, torch.float32, mean=False)
