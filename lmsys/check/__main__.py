@@ -1,11 +1,12 @@
-"""`lmsys check mine.py:f`: is it right? Of the first failure: where, what, and which mistake.
+"""`lmsys check mine.py:f`: is it right? For the first failure it says where, what, and which mistake.
 
-A row of a table by its name, or path.py:attribute: attention, a strategy, an optimizer, a loss, a norm. Attention is
-asked for more than one tile, odd lengths, Q != K, grouped heads, a scale, memory that is transposed, unaligned or
-expanded, three dtypes, forward and backward, each held to a float64 oracle as the suite does. A strategy trains on two
-processes, beside one process.
-With --all every row of the tables is asked: right, wrong, or refused for a reason.
-Exit codes: 0 right, 1 wrong or failed (with --all: one of them), 2 a target or option that is none.
+TARGET is a row of a table by its name, or path.py:attribute: attention, a strategy, an optimizer, a loss, a norm and so
+on (KINDS). Attention is checked with more than one tile, odd lengths, Q != K, grouped heads, a scale, memory that is
+transposed, unaligned or expanded, in three dtypes, forward and backward, each against a float64 oracle. A strategy
+trains on two processes, and is compared with one process. With --all every row of the tables is checked, and is right,
+wrong, or refused for a reason. The check itself is in `kinds.py`.
+
+Exit codes: 0 right, 1 wrong or failed (with --all: at least one row), 2 an unknown target or option.
 """
 
 import json
@@ -24,7 +25,7 @@ from lmsys.check import cases, question
 from lmsys.check.kinds import KINDS, LIMIT_S, RIGHT, SCHEMA, WRONG, Answer, check_target, verdict_on
 
 USAGE = 2
-MOST_COMPILED = 4  # cases with --all, of rows that compile for each
+MOST_COMPILED = 4  # how many cases --all asks of a row that compiles for each case
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,10 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check_all(options: question.Options, kinds: Sequence[str], as_json: bool) -> int:
-    """Says of each row of the tables whether it is right, wrong or refused, and why; WRONG where one is wrong."""
+    """Prints for each row of the tables whether it is right, wrong or refused, and why. WRONG if at least one is."""
     rows = [(kind, entry) for kind in kinds for entry in KINDS[kind].table.values()]
     verdicts = Counter[str]()
-    # What torch warns of, or logs, would stand within the line of a row.
+    # Warnings and logs of torch would be printed in the middle of a row's line.
     with processes.Worker({"PYTHONWARNINGS": "ignore", "TORCH_LOGS": "-all"}) as worker:
         worker.call(question.poison, setattr)
         for number, (kind, entry) in enumerate(rows, start=1):

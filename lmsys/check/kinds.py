@@ -1,4 +1,8 @@
-"""The kinds of implementation that can be checked, which kind a function or class is, and the verdict on one."""
+"""The kinds of implementation that can be checked, which kind a function or class is, and the verdict on one.
+
+`check_target` does the work of `lmsys check`; benchmarks and the course's grading call `check` and `verdict_on`. A new
+kind is a module with a function `questions`, an entry in KINDS, and a way to recognise it in `kind_of`.
+"""
 
 import importlib
 import inspect
@@ -19,15 +23,15 @@ from lmsys.check.question import Fault, Holds, Options, Question, poison
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry, Table, load_target
 
-LIMIT_S = 600.0
+LIMIT_S = 600.0  # for the check of one implementation
 
 
 @dataclass(frozen=True)
 class Kind:
     """A kind of implementation.
 
-    table  the rows that a name can mean
-    asks   `module:function` of its questions, in whose module there may be a last `remark(entry, options)`
+    table  the rows that can be named instead of a file
+    asks   `module:function` of its questions. The module may also have `remark(entry, options)`, a last line
     """
 
     name: str
@@ -42,7 +46,7 @@ class Kind:
         return remark(entry, options) if remark else None
 
 
-OURS = {  # rows of kinds that have no table of their own
+OURS = {  # our own implementations of kinds that have no table
     "sharded_optimizer": Entry("ShardedOptimizer", "lmsys.parallel.sharded_optimizer:ShardedOptimizer"),
     "optimizer": Entry("AdamW", "lmsys.training.optimizer:AdamW"),
     "loss": Entry("linear_cross_entropy", "lmsys.model.loss:linear_cross_entropy"),
@@ -60,11 +64,14 @@ KINDS = {
     name: Kind(name, Table(name, [OURS[name]] if name in OURS else []), f"lmsys.check.{name}:questions")
     for name in ("optimizer", "loss", "norm", "rotary", "swiglu")
 }
-OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # the parameter by which they are given torch's
+OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # the parameter for torch's optimizer has such a name
 
 
 def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
-    """The kind and the row of a name or of path.py:attribute. ValueError, with the kinds there are, for others."""
+    """The kind, and the row, of a name in a table or of path.py:attribute. ValueError for others, with all kinds.
+
+    kind: the name of the kind; None: the one that it looks like.
+    """
     if kind is None and ".py" not in target:
         kind = next((kind.name for kind in KINDS.values() if target in list(kind.table)), "attention")
     if kind is not None:
@@ -73,7 +80,7 @@ def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
 
 
 def kind_of(implementation: Any) -> str:
-    """The kind that an implementation looks like, by its class or the names of its parameters."""
+    """The name of the kind that an implementation looks like, by its class or the names of its parameters."""
     with suppress(TypeError, ValueError):
         if OF_SHARDED_OPTIMIZERS & inspect.signature(implementation).parameters.keys():
             return "sharded_optimizer"
@@ -94,12 +101,15 @@ def kind_of(implementation: Any) -> str:
     )
 
 
-RIGHT, WRONG = 0, 1
-SCHEMA = 1  # of the lines for programs: docs/check.md
+RIGHT, WRONG = 0, 1  # exit codes
+SCHEMA = 1  # the version of the JSON lines: docs/check.md
 
 
 def check_target(target: str, kind: str | None, options: Options, as_json: bool = False) -> int:
-    """`check` of a name of a table or path.py:attribute, in a process of its own. ValueError as `find` has it."""
+    """`check` of a name in a table or of path.py:attribute. ValueError as in `find`.
+
+    It changes torch and Triton in this process (`laptop.install`), which should be one of its own.
+    """
     laptop.install()
     with laptop.Laptop() if ".py:" in target else nullcontext():
         known, entry = find(target, kind)
@@ -107,13 +117,14 @@ def check_target(target: str, kind: str | None, options: Options, as_json: bool 
 
 
 def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool = False) -> int:
-    """Says of each question whether the answer is right; RIGHT or WRONG.
+    """Prints for each question whether the answer is right. Returns RIGHT or WRONG.
 
-    Attention is asked to the end, and a table says what holds; others up to the first wrong answer.
+    Attention is asked all questions, and a table of the answers is printed. Other kinds are asked up to the first wrong
+    answer.
     """
 
     def say(text: str, /, **values: Any) -> None:
-        """People read the text, and programs a JSON object of the values, in a line."""
+        """Prints the text for people, or with `as_json` the values as a JSON object in a line."""
         if not as_json:
             print(text, end="", flush=True)
         elif values:
@@ -170,12 +181,12 @@ def verdict_on(
     say: Callable[..., None] = lambda text, /, **values: None,
     held: Holds | None = None,
 ) -> Answer:
-    """Asks a row, up to the first wrong answer.
+    """Asks a row the questions of its kind, up to the first wrong answer.
 
-    may_raise  an exception refuses a case, and is no fault
-    most       cases that are asked
-    say        is told of each case, in a text and in values
-    held       counts the answers; then every question is asked
+    may_raise  an exception counts as a refusal of the case, not as a fault
+    most       how many right cases are enough; None: all are asked
+    say        called for each case with a text and with values
+    held       counts the answers; every question is asked then
     """
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
     right, refused, wrong = 0, dict[str, list[str]](), ""
@@ -186,7 +197,7 @@ def verdict_on(
             continue
         if right == most:
             break
-        say(f"  {question.about}: ")  # should the process die, the case is known
+        say(f"  {question.about}: ")  # before it is judged: if the process dies, the reader knows in which case
         fault = question.judge(named=False) if wrong else question.judge()
         if held is not None:
             held.add(question.aspect, fault)
@@ -216,5 +227,5 @@ def verdict_on(
 
 
 def _number(fault: Fault) -> float | None:
-    """JSON has no infinity."""
+    """The fault's error ratio, for JSON: None if it is not finite."""
     return fault.error_ratio if fault.error_ratio is not None and math.isfinite(fault.error_ratio) else None

@@ -1,8 +1,9 @@
-"""Kernels written for a GPU on a machine without one: Triton's interpreter runs them, told that there is a GPU.
+"""Runs code that was written for a GPU on a machine without one: in `Laptop` it is told that there is a GPU.
 
-A wrapper may assert that its tensors are on a GPU, ask for the current device or the active driver, and allocate with
-device="cuda". What it allocates lies in the host's memory. The interpreter computes bfloat16 wrongly, knows no threads,
-and takes the first configuration of an autotuner.
+`install` patches torch and Triton in this process; `kinds.py` and the course's grading call it. Triton's interpreter
+then runs the kernels. Their Python code may assert that its tensors are on a GPU, ask for the current device or the
+active driver, and allocate with device="cuda"; such memory is the host's. The interpreter computes bfloat16 wrongly,
+runs no two threads, and takes the first configuration of an autotuner.
 """
 
 import importlib.metadata
@@ -20,18 +21,18 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_map
 
-GPU = torch.device("cuda", 0)  # as code is told; there is none
+GPU = torch.device("cuda", 0)  # the device that code is told of; it does not exist
 NO_BFLOAT16, NO_THREADS = (f"Triton's interpreter {x}" for x in ("computes bfloat16 wrongly", "runs no two threads"))
 INTERPRETED = "Triton's interpreter ran its kernels, an autotuner's first configuration alone: a GPU runs other code. "
 PRETENDED = "It asks for a GPU, and was told that its tensors are on one"
-running: list[Any] = []  # the row that runs in `Laptop`, whose backward then does
+running: list[Any] = []  # the row that runs in `Laptop`, if any: then backwards run in it as well
 _apply = BackwardCFunction.apply
 
 
 class Laptop(TorchFunctionMode, ContextDecorator):
-    """Code that runs in it is told that tensors are on a GPU, and gets memory of the host for that of a GPU.
+    """A context in which tensors say that they are on a GPU, and memory for a GPU is allocated on the host.
 
-    It decorates functions, too: they run in it.
+    As a decorator it makes a function run in it.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,24 +48,24 @@ class Laptop(TorchFunctionMode, ContextDecorator):
 
 
 def _on_host(x: Any) -> Any:
-    """A device of the host where x is a GPU; else x itself."""
+    """The CPU if x names a GPU; else x itself."""
     return torch.device("cpu") if isinstance(x, str | torch.device) and str(x).partition(":")[0] == "cuda" else x
 
 
 class Done:
-    """An event or a stream where none is needed: all of it is done, and takes no time."""
+    """Stands for a CUDA event or stream: everything in it is done at once, and takes no time."""
 
     def __init__(self, *_: Any, **__: Any):
-        """An event may be asked for with timing, and a stream by its device."""
+        """Takes the arguments of an event or a stream, and ignores them."""
 
     def __getattr__(self, name: str) -> Callable[..., float]:
         return lambda *_, **__: 0.0
 
 
 def install() -> None:
-    """Answers what torch and Triton refuse without a GPU, in this process; NVTX does nothing.
+    """Patches this process, if it has no GPU, so that torch and Triton do not refuse to run. NVTX does nothing.
 
-    A package of the course that is not installed, but lies on the path, has a version.
+    On any machine, packages of the course CS336 that are not installed, but lie on the path, get a version.
     """
     importlib.metadata.version = version
     if torch.cuda.is_available() or BackwardCFunction.apply is _backward:
@@ -76,7 +77,7 @@ def install() -> None:
         set_device=lambda *_: None,
         device=nullcontext,
         device_of=nullcontext,
-        get_device_capability=lambda *_: (8, 0),  # of a card that every kernel of a course knows
+        get_device_capability=lambda *_: (8, 0),  # an A100's, which all kernels written for a course support
         get_device_properties=lambda *_: SimpleNamespace(name="", multi_processor_count=1, gcnArchName=""),
         stream=nullcontext,
         current_stream=Done,
@@ -92,7 +93,7 @@ def install() -> None:
 
 
 def version(distribution_name: str) -> str:
-    """The version of a distribution; a package of the course needs none."""
+    """The version of a distribution; "0" for a package of the course CS336 that is not installed."""
     of_course = distribution_name.startswith("cs336") and not any(
         importlib.metadata.distributions(name=distribution_name)
     )
@@ -129,7 +130,11 @@ def _install_in_triton() -> None:
 
 
 def _mend_interpreter() -> None:
-    """Products of bfloat16, whose bits the interpreter would multiply, flags of Python, and imports by name."""
+    """Mends three things that Triton's interpreter gets wrong.
+
+    It multiplies the bits of bfloat16 operands of a dot, takes no bool of Python for a tensor, and does not replace
+    functions of Triton that a file has imported by name.
+    """
     import numpy as np
     from triton import language
     from triton.language.core import is_builtin
@@ -138,7 +143,7 @@ def _mend_interpreter() -> None:
     dot, convert = interpreter.InterpreterBuilder.create_dot, interpreter._implicit_cvt
 
     def wide(x: Any) -> Any:
-        """bfloat16 is kept as the upper half of float32."""
+        """x in float32 if it is bfloat16, which is stored as the upper half of float32."""
         if x.dtype.scalar != language.bfloat16:
             return x
         return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), language.float32)
@@ -153,7 +158,7 @@ def _mend_interpreter() -> None:
     patch = interpreter._patch_lang
 
     def by_name(function: Any) -> Any:
-        """The interpreter replaces functions in the module: those that a file imports by name are looked up there."""
+        """Makes names that a file imported from Triton look up the function that the interpreter has put there."""
         function.__globals__.update(
             {name: partial(_of_language, x.__name__) for name, x in function.__globals__.items() if is_builtin(x)},
             triton_language=language,
@@ -164,20 +169,21 @@ def _mend_interpreter() -> None:
 
 
 def _of_language(name: str, *args: Any, **kwargs: Any) -> Any:
-    """The result of a function of Triton as it is now."""
+    """Calls the function of this name that triton.language has at the moment."""
     return getattr(sys.modules["triton.language"], name)(*args, **kwargs)
 
 
 def _backward(self: Any, *gradients: Any) -> Any:
-    """The backward of an autograd Function, in `Laptop` where forwards are."""
+    """Runs the backward of an autograd Function, in `Laptop` if forwards run in it."""
     with Laptop() if running else nullcontext():
         return _apply(self, *gradients)
 
 
 def fitting(row: Callable[..., Tensor], score: Callable[[Any], int]) -> Callable[..., Tensor]:
-    """The row itself, or in `Laptop` where its score is higher so: it gives more results, or launches more kernels.
+    """The row itself, or the row in `Laptop` if its score is higher there.
 
-    Where nobody has called `install` it is the row itself.
+    `score(row)` is higher if the row gives more results or launches more kernels. Without `install` it is the row
+    itself.
     """
 
     if BackwardCFunction.apply is not _backward:

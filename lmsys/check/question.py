@@ -1,4 +1,7 @@
-"""A question that an implementation is asked, the fault that its answer may have, and a table of the answers."""
+"""The types of `lmsys check`: a question to an implementation, the fault of its answer, and a table of the answers.
+
+The modules of the kinds make questions, `kinds.py` asks them. `where` and `worst` describe where a tensor is wrong.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,15 +16,15 @@ from lmsys.registry import place_of
 
 @dataclass(frozen=True)
 class Options:
-    """The command's options, for every kind of implementation.
+    """The options of `lmsys check`, for every kind of implementation.
 
-    head_dim  of attention
-    grad      False: forwards alone
-    dtypes    of attention, losses and norms: these alone
-    seed      of the inputs
-    layout    of attention's tensors: "bhsd" is (B, H, S, D), "bshd" (B, S, H, D)
-    uses      attention is asked for what models do with it, too, and for sizes that small cases do not have
-    extremes  attention is asked extreme scores alone
+    head_dim  head dimension of attention
+    grad      False: only forwards are checked
+    dtypes    attention, losses and norms are checked in these dtypes
+    seed      seed of the inputs
+    layout    layout of attention's tensors: "bhsd" is (B, H, S, D), "bshd" (B, S, H, D)
+    uses      attention is also asked what models do with it, and larger sizes
+    extremes  attention is asked only about extreme scores
     """
 
     head_dim: int = 64
@@ -35,13 +38,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Fault:
-    """The error of an answer, for a reader and for a table.
+    """What is wrong with an answer.
 
-    text         the place and the values, in lines for a reader
-    mistake      the known mistake that gives this answer, in words; None where no known one does
-    error_ratio  the largest error over its budget; None where no number is at fault
-    raises       there is no answer, but an exception
-    backward     it is in the backward alone: the forward is right
+    text         where, and the values expected and given, in lines for a reader
+    mistake      the known mistake that gives this answer, in words; None if there is none
+    error_ratio  the largest error over its budget; None if no number is wrong
+    raises       the implementation raised an exception instead of an answer
+    backward     the fault is in the backward alone: the forward is right
     """
 
     text: str
@@ -52,7 +55,7 @@ class Fault:
 
     @classmethod
     def raised(cls, error: Exception, backward: bool = False) -> "Fault":
-        """The fault of an implementation that raises an exception: its kind, its first line, and where in its file."""
+        """The fault of an implementation that raises an exception: its type, its first line, and where in its file."""
         lines = str(error).strip().splitlines() or ["no message"]
         text = f"  {'its backward' if backward else 'it'} raises {type(error).__name__}: {lines[0]}{place_of(error)}"
         return cls(text, raises=True, backward=backward)
@@ -61,9 +64,9 @@ class Fault:
     def explained(
         cls, place: str, mistake: str | None, error_ratio: float | None, before: Sequence[str] = ()
     ) -> "Fault":
-        """A fault with its mistake, where one is known; "": nobody has searched for one.
+        """A fault at `place`, with its mistake, None if no known one explains it, "" if none was searched for.
 
-        before  what is right of the same answer, its result first
+        before  what is right in the same answer, in words; the result of the forward is first
         """
         pattern = f"\n  pattern: {mistake}" if mistake else "\n  no known mistake gives this result"
         more = f"\n  right in the same answer: {', '.join(before)}" if before else ""
@@ -71,7 +74,7 @@ class Fault:
 
     @property
     def line(self) -> str:
-        """The place and the values in a line, behind the mistake where one is known."""
+        """The fault in one line: the mistake, if one is known, and the place with the values."""
         place = self.text.strip().splitlines()[0]
         return f"{self.mistake} ({place})" if self.mistake else place
 
@@ -81,12 +84,12 @@ class Question:
     """One case, and how its answer is judged.
 
     about    the case in a few words
-    judge    asks the implementation: None where the answer is right. With named=False, which attention takes, nobody
-             searches for the mistake
-    shape    the case in full
-    reason   why the implementation is not asked; None: it is
-    extreme  the inputs are ones that a normal draw does not have: `lmsys.extremes`
-    aspect   what it is a question of, of many that are asked to the end
+    judge    asks the implementation and returns the fault of its answer; None if it is right. For attention
+             named=False leaves out the search for the mistake
+    shape    the case in full, in words
+    reason   why the implementation is not asked; None: it is asked
+    extreme  the inputs are extreme: see `lmsys.extremes`
+    aspect   the line of the table in which the answer counts, for kinds that are asked all questions
     """
 
     about: str
@@ -98,7 +101,10 @@ class Question:
 
 
 def poison(replace: Callable[[Any, str, Any], Any]) -> None:
-    """Uninitialised floating-point memory is NaN from now on, by `replace(owner, name, function)`. Once is enough."""
+    """Makes torch.empty and its like fill floating-point memory with NaN, so that results left unwritten show.
+
+    `replace(owner, name, function)` patches them, as setattr does. A second call changes nothing.
+    """
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def wrapper(*args: Any, **kwargs: Any) -> Tensor:
@@ -119,8 +125,10 @@ AXES = ("batch", "head", "row", "column")
 
 
 def where(wrong: Tensor, axes: Sequence[str] = AXES) -> str:
-    """The axes of a mask, by default (B, H, S, D), on which only some elements are wrong: "rows 214 to 236 of 237, the
-    last 23"."""
+    """Describes a mask, by default (B, H, S, D), by the axes on which only some indices are wrong.
+
+    For example "rows 214 to 236 of 237, the last 23 (9.7 % of the elements)".
+    """
     parts = []
     for axis, name in enumerate(axes):
         others = [other for other in range(len(axes)) if other != axis]
@@ -144,28 +152,28 @@ def _of_axis(name: str, at: Sequence[int], size: int) -> str:
 
 
 def worst(output: Tensor, expected: Tensor) -> tuple[int, ...]:
-    """The index of the largest error; what is not finite is the largest."""
+    """The index of the largest error; NaN counts as the largest."""
     error = (output.double() - expected).abs().nan_to_num(nan=float("inf"))
     return tuple(map(int, torch.unravel_index(error.argmax(), error.shape)))
 
 
 DIRECTIONS = ("forward", "backward")
-WORST = ("wrong", "refused", "right")
+WORST = ("wrong", "refused", "right")  # verdicts, the worst first
 
 
 @dataclass
 class Holds:
-    """Answers are "right", "wrong", or "refused" by an exception.
+    """A table of answers, each of which is "right", "wrong", or "refused" by an exception.
 
-    grad    the backward is asked for, too
-    counts  of answers, by aspect and direction
+    grad    backwards are checked, too
+    counts  the number of answers by aspect, direction and verdict
     """
 
     grad: bool
     counts: dict[str, dict[str, Counter[str]]] = field(default_factory=dict)
 
     def add(self, aspect: str, fault: Fault | None) -> None:
-        """Counts an answer; its backward, where the forward is at fault, is not judged."""
+        """Counts an answer. If the forward is at fault, the backward counts as nothing."""
         counts = self.counts.setdefault(aspect, {name: Counter() for name in DIRECTIONS})
         verdict = "right" if fault is None else "refused" if fault.raises else "wrong"
         in_forward = fault is not None and not fault.backward
@@ -175,14 +183,14 @@ class Holds:
 
     @property
     def right(self) -> bool:
-        """True where nothing is wrong, and in each direction something is right."""
+        """True if nothing is wrong, and something is right in each direction."""
         totals = (
             sum((of[name] for of in self.counts.values()), Counter[str]()) for name in DIRECTIONS[: 1 + self.grad]
         )
         return all(total["right"] and not total["wrong"] for total in totals)
 
     def worst(self, direction: str) -> dict[str, str]:
-        """By aspect the worst of its answers in a direction, where there are any."""
+        """The worst verdict in a direction, by aspect."""
         judged = {aspect: of[direction] for aspect, of in self.counts.items() if of[direction]}
         return {aspect: next(verdict for verdict in WORST if counts[verdict]) for aspect, counts in judged.items()}
 
@@ -197,7 +205,7 @@ class Holds:
 
 
 def _cell(counts: Counter[str]) -> str:
-    """The worst of the answers, and how many they are, where not all are alike."""
+    """A cell of the table: the worst verdict; if there are others, also how many answers have it."""
     if not counts:
         return ""
     worst = next(verdict for verdict in WORST if counts[verdict])
