@@ -1,8 +1,12 @@
-"""Inputs as training has them and a normal draw has not: what is drawn for each family, in one place."""
+"""Extreme inputs: values that training has and a normal draw does not, such as attention sinks and huge gradients.
 
-BEFORE = "philox4x32-10/1"  # `lmsys.draws.VERSION` in records of draws without extreme parts
+There is a module for each family of benchmarks; `lmsys check` and the benchmarks write these values into their draws.
+All are made by exact operations, so that any machine makes the same bits again.
+"""
+
+BEFORE = "philox4x32-10/1"  # `lmsys.draws.VERSION` in old records, whose draws had no extreme parts
 
 
 def has_extremes(generator: str) -> bool:
-    """True where a record's draws had extreme parts, by the generator that its proof names."""
+    """True if a record's draws had extreme parts. `generator` is the one that the record names."""
     return generator != BEFORE

@@ -1,7 +1,10 @@
-"""Inputs of attention as training has them: deep rows, sinks, one-hot rows, outlier channels.
+"""Extreme inputs of attention: scores far from zero, sinks, one-hot rows, outlier channels.
 
-A draw is normal but for one (batch, key head) pair now and then, a *unit*, whose q, k and v become one of KINDS. They
-are changed by assignment, by copies and by powers of two, so that any machine makes the same bits again.
+A *unit* is a pair of batch entry and key head. Inputs are drawn normal, but in some draws one unit's q, k and v become
+one of KINDS. Benchmarks draw by `AttentionDraws`, judges make a unit again by `drawn_unit`, and `lmsys check` writes
+all kinds by `plant`. Values are changed by assignment, by copies and by powers of two, so that any machine makes the
+same bits again. Old records are judged by drawing their inputs again, so a change of these values needs a new
+`lmsys.draws.VERSION`.
 
 Sources: sinks, Xiao et al. 2024 (arXiv 2309.17453); outlier channels, Dettmers et al. 2022 (arXiv 2208.07339), of keys
 Liu et al. 2024 (arXiv 2402.02750); growth of attention's logits, Dehghani et al. 2023 (arXiv 2302.05442), section 3.
@@ -31,19 +34,19 @@ KINDS = {
     "climb": "scores that rise from tile to tile",
     "outlier": "channels of outliers in keys and values",
 }
-SHARE = 1 / 16  # of the units that are drawn, at most
-FAR, FARTHEST = 12, {torch.float16: 15}  # exponents of q · k; 20 in dtypes that reach so far
-SHARP = 2.0**5  # a query that is so many times its key sees that key alone
-SINK = 2.0**11
-STEP_KEYS, STEPS, STEP = 16, 32, 2.0**5  # of q · k: a step for so many keys
-FIRST_KEYS, TAIL = 8, 64
-KEY_OUTLIER, VALUE_OUTLIER = 2.0**4, 2.0**5
+SHARE = 1 / 16  # the share of all units drawn that is extreme, at most
+FAR, FARTHEST = 12, {torch.float16: 15}  # q · k is 2**FAR, or 2**15 for "lowest", and 2**20 in wider dtypes
+SHARP = 2.0**5  # a query that is SHARP times a key has nearly all weight on that key
+SINK = 2.0**11  # q · k for key 0 of "sink"
+STEP_KEYS, STEPS, STEP = 16, 32, 2.0**5  # "climb": q · k rises by STEP after each STEP_KEYS keys, STEPS - 1 times
+FIRST_KEYS, TAIL = 8, 64  # how many keys "first" and "last" choose from, at most
+KEY_OUTLIER, VALUE_OUTLIER = 2.0**4, 2.0**5  # factors of the outlier channels
 
 Unit = tuple[int, int]  # batch, key head
 
 
 def plant(kind: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    """Makes a unit, drawn normal, one of `kind`, in place: q (G, Q, D), k and v (K, D)."""
+    """Writes `kind` into a unit that was drawn normal, in place: q (G, Q, D), k and v (K, D)."""
     queries, keys = q.shape[-2], len(k)
     if kind in ("low", "lowest", "high"):
         exponent = FARTHEST.get(q.dtype, 20) if kind == "lowest" else FAR
@@ -73,7 +76,10 @@ def plant(kind: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
 
 
 def planted(case_units: int, kv_heads: int, seed: int, draw: int) -> tuple[Unit, str] | None:
-    """The unit of this draw that is extreme and its kind; None where none is."""
+    """(the extreme unit of a draw, its kind), or None if the draw has none.
+
+    case_units  the number of units, batch times key heads
+    """
     chance = random.Random(f"{seed} {draw} extreme")
     is_extreme = chance.random() < SHARE * case_units
     return (divmod(chance.randrange(case_units), kv_heads), chance.choice(list(KINDS))) if is_extreme else None
@@ -87,9 +93,9 @@ def unit_tensors(tensors: Mapping[str, Tensor], unit: Unit) -> tuple[Tensor, Ten
 
 
 class AttentionDraws(draws.Draws):
-    """`Draws` of q (B, H, Q, D), k, v and do in which one unit is extreme now and then: see `planted`.
+    """`Draws` of q (B, H, Q, D), k, v and do, some of which have an extreme unit, as `planted` says.
 
-    extreme  the unit of the draw that the tensors hold, and its kind
+    extreme  (unit, kind) of the draw that the tensors hold, or None
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], seed: int, causal: bool):
@@ -110,9 +116,9 @@ class AttentionDraws(draws.Draws):
 def drawn_unit(
     case: AttentionCase, seed: int, draw: int, unit: Unit, causal: bool, generator: str = draws.VERSION
 ) -> dict[str, Tensor]:
-    """A unit of a draw, made alone on a CPU: q and do (1, G, Q, D), k and v (1, 1, K, D).
+    """The tensors of one unit of a draw, made on a CPU: q and do (1, G, Q, D), k and v (1, 1, K, D), by name.
 
-    `generator` is what made the draw: before version 2 no unit was extreme.
+    `generator` made the draw; before version 2 no unit was extreme.
     """
     group = case.heads // case.kv_heads
     shapes = {"q": (group, case.queries), "k": (1, case.keys), "v": (1, case.keys), "do": (group, case.queries)}
@@ -127,5 +133,5 @@ def drawn_unit(
 
 
 def extreme_of(case: AttentionCase, seed: int, draw: int, generator: str = draws.VERSION) -> tuple[Unit, str] | None:
-    """The extreme unit of a draw of the case's inputs, and its kind; None where none is."""
+    """(the extreme unit, its kind) of a draw of the case's inputs, or None if it has none."""
     return planted(case.batch * case.kv_heads, case.kv_heads, seed, draw) if has_extremes(generator) else None

@@ -1,10 +1,12 @@
-"""Extreme tokens of a head and loss: the target has the lowest logit by far, and another class the highest.
+"""Extreme tokens for a head and its loss: the target has the lowest logit by far, and another class, top, the highest.
 
-Their hidden states are along the row of the weight that the highest class has; the rows of the targets are its
-negative, and the rows of all other classes are as drawn, and nearly orthogonal. So logits are about +-SCALE, the loss
-is twice that, and an exponential that no maximum was subtracted from overflows float32. The elements of these rows are
-powers of two of about the usual size: the logits of both classes are exact in float16 and bfloat16, rounding changes no
-probability, and the budget of the loss is not widened.
+The benchmark of losses writes them by `ExtremeTokens`, `lmsys check` by `write_head` and `write_kind`.
+
+The hidden state of an extreme token is SCALE times the weight's row of the class top. The rows of the targets are the
+negative of that row. The rows of all other classes are as drawn, and nearly orthogonal to it. So the logits are about
++-SCALE, the loss is twice that, and an exponential without a maximum subtracted overflows float32. The elements of
+these rows are powers of two of about the usual size. So the logits of both classes are exact in float16 and bfloat16,
+rounding changes no probability, and the error that the loss may have does not grow.
 
 Legend: N tokens, V vocabulary, M d_model.
 """
@@ -16,17 +18,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-EVERY = 127  # tokens from one extreme token to the next: a prime, so that they lie anywhere in tiles and chunks
-SCALE = 2.0**8  # of a logit, to a factor of 2: the powers of two decide
+EVERY = 127  # every 127th token is extreme: a prime, so that they fall anywhere in tiles and chunks
+SCALE = 2.0**8  # the size of an extreme logit, to a factor of 2, by which M ** -0.5 is rounded to a power of two
 
 
 @dataclass(frozen=True)
 class ExtremeTokens:
-    """Which tokens of a draw are extreme, and their classes. All are ranges: no index has to travel to a device.
+    """The extreme tokens of a draw, and their classes. All are ranges, so that no index is copied to a device.
 
-    tokens   the extreme ones of N
-    targets  for each its class, the one of the lowest logit
-    top      the class of the highest logit, behind the targets
+    tokens   the indices of the extreme tokens, of N
+    targets  by extreme token its target, the class with the lowest logit
+    top      the class with the highest logit, the next one after the targets
     """
 
     tokens: range
@@ -35,7 +37,7 @@ class ExtremeTokens:
 
     @classmethod
     def of(cls, draw: int, num_tokens: int, vocab_size: int) -> "ExtremeTokens":
-        """Those of a draw; no more than there are classes for. ValueError for a vocabulary of one class."""
+        """The extreme tokens of a draw, at most vocab_size - 1. ValueError for a vocabulary of one class."""
         if vocab_size < 2:
             raise ValueError(f"{vocab_size=} must be at least 2: a lowest and a highest logit")
         chance = random.Random(f"{draw} extreme tokens")
@@ -46,21 +48,21 @@ class ExtremeTokens:
 
     @property
     def classes(self) -> range:
-        """The targets and the top: extreme tokens add nothing that counts to the gradients of other classes."""
+        """The targets and top. Extreme tokens add next to nothing to the gradients of other classes."""
         return range(self.targets.start, self.top + 1)
 
     def write_weight(self, weight: Tensor) -> None:
-        """Writes the classes' rows of weight (V, M) in place, with the signs that the row of the top was drawn with."""
+        """Writes the rows of `classes` into weight (V, M), in place. The row of top keeps the signs of its draw."""
         top = weight.data[self.top]
         top.copy_(torch.copysign(torch.full_like(top, 2.0 ** round(-math.log2(weight.shape[1]) / 2)), top))
         weight.data[self.targets.start : self.targets.stop] = -top
 
     def write_tokens(self, hidden: Tensor, weight: Tensor, targets: Tensor, first: int = 0) -> None:
-        """Writes hidden (n, M) and targets (n) in place, which are those of the tokens first, first + 1, ...
+        """Writes the extreme ones of the tokens first, first + 1, ... into hidden (n, M) and targets (n), in place.
 
         weight (V, M) is as `write_weight` leaves it.
         """
-        begin = max(0, -((self.tokens.start - first) // EVERY))  # of the extreme tokens the first that is here
+        begin = max(0, -((self.tokens.start - first) // EVERY))  # the first extreme token among these n
         stop = max(begin, min(len(self.tokens), -((self.tokens.start - first - len(hidden)) // EVERY)))
         if begin == stop:
             return
@@ -70,13 +72,13 @@ class ExtremeTokens:
 
 
 def is_extreme(places: range, length: int) -> Tensor:
-    """(length,) of 1 at these places, else 0."""
+    """(length,) int64: 1 at these places, else 0."""
     marks = torch.zeros(length, dtype=torch.int64)
     marks[places.start : places.stop : places.step] = 1
     return marks
 
 
-KINDS = {  # of tokens of a head of WIDTH features, all exact but for the last
+KINDS = {  # numbers for `write_kind`; all logits but those of the last are exact
     "logits far above 0": 1,
     "logits far below 0": 2,
     "equal logits": 3,
@@ -87,9 +89,10 @@ WIDTH = 64
 
 
 def write_head(weight: Tensor, lowest: Tensor) -> None:
-    """Writes weight (V, WIDTH) in place, so that `write_kind` can make logits extreme; those of `lowest` can be lowest.
+    """Writes features of weight (V, WIDTH) in place, by which `write_kind` makes logits extreme.
 
-    16 features lift all logits alike, one spreads them by eighths of the classes, and 32 are against each other.
+    Features 0 to 15 raise all logits equally. Feature 16 gives the classes one of eight logits in turn. Features 32 to
+    63 lower the logits of the classes `lowest`, and raise that of the last class.
     """
     weight[:, :16] = 0.25
     weight[:, 16] = torch.arange(len(weight), device=weight.device) % 8
@@ -98,7 +101,7 @@ def write_head(weight: Tensor, lowest: Tensor) -> None:
 
 
 def write_kind(kind: int, hidden: Tensor) -> None:
-    """Writes hidden (n, WIDTH), drawn as standard normal, in place; kind 0 is ordinary."""
+    """Writes a kind, a value of KINDS, into hidden (n, WIDTH), drawn as standard normal, in place; 0 is ordinary."""
     if kind in (0, 5):
         hidden[:, :17] = 0.0
         hidden.mul_(2.0**7 if kind == 5 else 1.0)

@@ -1,19 +1,21 @@
-"""Extreme rows for norms, rotary embedding and gates, and gradients for optimizers, written by exact operations.
+"""Extreme rows for norms, rotary embedding and gates, and extreme gradients for optimizers, by exact operations.
 
-In a model some embeddings are such rows, and come to norms and to rotary embedding with their tokens. Some gates of
-each feed-forward are saturated, while what they let through is as large as ever.
+`lmsys check` takes ROWS, GATES and `extreme`. Benchmarks of models write weights by `write_model`, and gradients by
+`plant`. In a model some rows of the embedding are extreme, and reach norms and rotary embedding with their tokens. In
+each feed-forward some gates are saturated, and what they are multiplied by is scaled down, so that products stay of
+the usual size.
 
-Squares of huge rows overflow float16, and so do those of an outlier channel. An exponential of a saturated gate
-overflows float32, of one sign or of both.
+Squares of huge rows overflow float16, and so do squares of an outlier channel. The exponential of a saturated gate
+overflows float32, for one sign or for both.
 
-Gradients are zero, tiny, near 1e-20, or huge, near 1e+20. The square of HUGE is beyond float32, which ends at
-2**128; the 1 - beta2 = 0.001 of it that AdamW adds to its second moment is not: the order of the products decides. The
-square of TINY lies below the smallest normal number, 2**-126, and is nothing beside any eps.
+Gradients are zero, tiny, near 1e-20, or huge, near 1e+20. The square of HUGE overflows float32, which ends at 2**128.
+But AdamW adds only 1 - beta2 = 0.001 of it to its second moment, which does not overflow: the order of the products
+decides. The square of TINY lies below the smallest normal number, 2**-126, and does not matter beside any eps.
 
-torch's CUDA kernels square a gradient before they scale it: from HUGE they make moments of inf, the fused ones NaN
-(torch 2.11, one H200), where those of a CPU are right. Code that follows the papers, v = β2 v + (1 - β2) g², does so
-on a CPU too. So what is held to torch on a GPU gets LARGE, whose square float32 has, and so does what `lmsys.check` is
-asked about.
+torch's CUDA kernels square a gradient before they scale it: with HUGE their moments become inf, in the fused kernels
+NaN (torch 2.11, one H200), while those of a CPU are right. Code that follows the papers, v = β2 v + (1 - β2) g²,
+overflows on a CPU too. So optimizers that are compared with torch on a GPU get LARGE, whose square float32 can hold,
+and so do those that `lmsys check` asks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,36 +23,36 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-HUGE_ROW = 2.0**12
-GATE = 2.0**8
-EVERY_ID, EVERY_GATE = 193, 61  # primes: from one extreme embedding, or gate, to the next of its kind
+HUGE_ROW = 2.0**12  # the factor of a huge row, and the value of an outlier channel
+GATE = 2.0**8  # the size of a saturated gate
+EVERY_ID, EVERY_GATE = 193, 61  # the distance between two extreme embeddings, or gates, of one kind: primes
 
 
-# An ordinary embedding, for the first token of a sequence: a zero that sees nothing else stays zero through all blocks,
-# and each norm multiplies its gradient by 1 / sqrt(eps).
+# A token with an ordinary embedding, which must be the first of a sequence: it sees no other token. A row of zeros
+# there would stay zero through all blocks, and each norm would multiply its gradient by 1 / sqrt(eps).
 FIRST_ID = 0
 EMBEDDINGS, GATES_OF, VALUES_OF = "token_embeddings.weight", "ffn.w1.weight", "ffn.w3.weight"
 
 
 def huge(x: Tensor) -> None:
-    """Every row of x (N, M) is HUGE_ROW times as large."""
+    """Multiplies x (N, M) by HUGE_ROW, in place."""
     x.mul_(HUGE_ROW)
 
 
 def outlier(x: Tensor) -> None:
-    """A channel of x (N, M), in one row of each sign, is HUGE_ROW; the others are as they were."""
+    """Writes HUGE_ROW into one channel of x (N, M), in place, with opposite signs in neighbouring rows."""
     channel = x.shape[-1] // 3
     x[..., channel] = HUGE_ROW
     x[1::2, ..., channel] = -HUGE_ROW
 
 
 def large_mean(x: Tensor) -> None:
-    """Every row of x (N, M) has a mean beside which its deviations are small."""
+    """Adds HUGE_ROW to x (N, M), in place: the mean of each row is then large beside its deviations."""
     x.add_(HUGE_ROW)
 
 
 def saturated(x: Tensor) -> None:
-    """Gates (N, F) of hundreds, in neighbouring columns of either sign."""
+    """Makes gates x (N, F) hundreds in size, in place, with opposite signs in neighbouring columns."""
     x.abs_().add_(1.0).mul_(GATE / 2)
     x[..., 1::2].neg_()
 
@@ -64,7 +66,7 @@ GATES: dict[str, Callable[[Tensor], object]] = {"saturated gates": saturated, "g
 
 
 def write_model(parameters: Mapping[str, Tensor]) -> None:
-    """Writes weights of a model of ours, by their names, in place: `group_of` says which rows."""
+    """Writes extreme rows into weights of `lmsys.model`'s Transformer, by name, in place: see `group_of`."""
     for name, weight in parameters.items():
         x = weight.data
         if name == EMBEDDINGS:
@@ -77,10 +79,11 @@ def write_model(parameters: Mapping[str, Tensor]) -> None:
 
 
 def group_of(name: str, rows: int) -> Tensor:
-    """A number for each row of a parameter: 0 where it is ordinary, 1, 2, ... for each kind of extreme ones.
+    """(rows,) int64: 0 for an ordinary row of the parameter `name`, 1, 2, ... for each kind of extreme row.
 
-    Rows of saturated gates are ordinary: their gradients are small, and of those few tokens at which the gate is near 0
-    the rounding of a large gate decides. What they are multiplied by has large gradients.
+    Gradients are judged by these groups. Rows of saturated gates count as ordinary: their gradients are small, and come
+    from the few tokens at which the gate is near 0, where the rounding of a large gate decides. The rows that these
+    gates are multiplied by have large gradients, and are a group.
     """
     group = torch.zeros(rows, dtype=torch.int64)
     if name == EMBEDDINGS:
@@ -92,18 +95,21 @@ def group_of(name: str, rows: int) -> Tensor:
 
 
 TINY, LARGE, HUGE = 2.0**-66, 2.0**62, 2.0**66  # 1.4e-20, 4.6e+18 and 7.4e+19
-SIZES = "zero", "tiny", "huge", "mixed"
+SIZES = "zero", "tiny", "huge", "mixed"  # of gradients: see `extreme`
 
 
 def planted(held_by_torch: bool) -> tuple[float, ...]:
-    """The values of the rows that `plant` writes, in this order. held_by_torch: that torch's kernels on a GPU hold."""
+    """The values of zero, tiny and huge gradients, in this order.
+
+    held_by_torch: the huge one is LARGE, which torch's kernels on a GPU can square.
+    """
     return 0.0, TINY, LARGE if held_by_torch else HUGE
 
 
 def extreme(gradient: Tensor, size: str, held_by_torch: bool) -> Tensor:
-    """`gradient` times a value of `planted`, for a size of "zero", "tiny" or "huge". Exact in float32.
+    """`gradient` times the value of `planted` for `size`, a name in SIZES. It is exact in float32.
 
-    In "mixed" the rows have these factors in turn, and every fourth row stays as it is.
+    For "mixed" the rows are multiplied by the three values in turn, and every fourth row stays as it is.
     """
     factors = dict(zip(SIZES, planted(held_by_torch), strict=False))
     if size != "mixed":
@@ -114,6 +120,6 @@ def extreme(gradient: Tensor, size: str, held_by_torch: bool) -> Tensor:
 
 
 def plant(gradient: Tensor, rows: Sequence[int], values: Sequence[float], scale: float = 1.0) -> None:
-    """Fills rows of a gradient in place, each with its value times a loss scale."""
+    """Fills each of `rows` of a gradient, in place, with its value times `scale`, a loss scale."""
     for row, value in zip(rows, values, strict=True):
         gradient[row] = value * scale

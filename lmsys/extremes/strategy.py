@@ -1,10 +1,9 @@
-"""Modules and batches that a data-parallel strategy meets in training, each small enough for a step in a millisecond.
+"""Trials: small trainings with what data-parallel strategies and sharded optimizers meet, a millisecond a step.
 
-A `Trial` says what is trained: by its `parts` the module has tied weights, a layer used twice, frozen layers, layers
-that one rank or no rank uses, gradients from 1e-20 to 1e+10 in one bucket; its last rank may have a smaller batch. All
-values come from `lmsys.draws` and are scaled by powers of two, so that any machine makes the same.
-
-`OPTIMIZER_TRIALS` are what a sharded optimizer meets: groups of parameters, schedules, parameters without a gradient.
+`lmsys check` and the benchmark of data parallelism run the TRIALS of strategies and the OPTIMIZER_TRIALS of sharded
+optimizers; new ones go there. By its `parts` the module (`Probe`) of a `Trial` has tied weights, a layer used twice,
+frozen layers, layers that one rank or no rank uses, or gradients from 1e-20 to 1e+10 in one bucket. All values come
+from `lmsys.draws` and are scaled by powers of two, so that any machine makes the same bits.
 """
 
 from collections.abc import Callable
@@ -17,10 +16,11 @@ from torch import Tensor, nn
 from lmsys import draws
 
 VOCABULARY, WIDTH, SEQUENCE = 11, 6, 3
-EXAMPLES, FEW = 4, 1  # in a batch, and in the batch of the last rank where that is smaller
-EXPONENTS = (-66, -33, 0, 33)  # 2**-66 = 1.4e-20, 2**33 = 8.6e+9
+EXAMPLES, FEW = 4, 1  # in a batch, and in a smaller batch of the last rank
+EXPONENTS = (-66, -33, 0, 33)  # sizes of gradients: 2**-66 = 1.4e-20, 2**33 = 8.6e+9
 PARTS = ("buffers", "tied", "twice", "frozen", "transposed", "once", "rare", "idle", "sizes")
 LAYERS = {"twice": "shared"} | {part: part for part in ("frozen", "transposed", "once", "rare", "idle")}  # by part
+# By the name of the second use of a weight in a `Probe` with `apart`: the weight's own name.
 TIED = {"head.weight": "embed.weight"}
 TWICE = {"again.weight": "shared.weight", "again.bias": "shared.bias"}
 
@@ -29,20 +29,22 @@ TWICE = {"again.weight": "shared.weight", "again.bias": "shared.bias"}
 class Trial:
     """A training on `world_size` ranks.
 
-    parts          of the module, from PARTS: `buffers` that differ between ranks at first; weights `tied`; a layer used
-                   `twice`; one `frozen`; one whose weight lies `transposed` in memory; one that only the first
-                   micro-batch uses, `once`, that only rank 0 does, `rare`, or that none does, `idle`; gradients of many
-                   `sizes`
+    about          the trial in words
+    parts          names in PARTS of what the module has: `buffers` that differ between ranks at first; `tied` weights;
+                   a layer used `twice`; a `frozen` layer; a layer whose weight lies `transposed` in memory; a layer
+                   that only the first micro-batch uses (`once`), only rank 0 (`rare`), or no rank (`idle`); gradients
+                   of many `sizes`
     micro_batches  backwards for each step, all but the last under no_sync()
-    uneven         the last rank has FEW examples in a batch, and others EXAMPLES
-    small_buckets  the strategy is asked for buckets that hold a part of the module
-    extreme        the question goes beyond a plain module and equal batches
-    sharded        a sharded optimizer is asked, whose gradients are means already: `lmsys.extremes.strategy`
-    optimizer      a name in its OPTIMIZERS
-    groups         parameters are in two groups: biases are in a second, with other options
+    uneven         the last rank has FEW examples in a batch, the others EXAMPLES
+    small_buckets  the strategy is built with buckets that hold less than the module
+    extreme        the trial goes beyond a plain module and equal batches
+    sharded        a sharded optimizer is asked, which gets averaged gradients
+    optimizer      a name in OPTIMIZERS
+    groups         the optimizer has two param groups: biases are in the second, with other options
     schedule       learning rate and momentum change after each step
-    vocabulary     the number of tokens; width: of layers
-    single         the optimizer has a single parameter, so that some ranks have none
+    single         the optimizer has a single parameter, so that some ranks own none
+    vocabulary     the number of different tokens
+    width          the features of a layer
     """
 
     about: str
@@ -64,11 +66,11 @@ class Trial:
 
     @property
     def twins(self) -> dict[str, str]:
-        """The names that a second use of a weight has in a module whose uses are `apart`, and the weight's own name."""
+        """By the name of a second use of a weight in a `Probe` with `apart`: the weight's own name."""
         return (TIED if "tied" in self.parts else {}) | (TWICE if "twice" in self.parts else {})
 
     def switches(self, rank: int, micro_batch: int) -> dict[str, bool]:
-        """The keyword arguments of a rank's forward."""
+        """The keyword arguments of `Probe.forward` on a rank: True for layers that it uses."""
         switches = {"rare": rank == 0, "once": micro_batch == 0}
         return {name: value for name, value in switches.items() if name in self.parts}
 
@@ -96,7 +98,7 @@ TRIALS = (
 
 
 def trials(world_size: int, seed: int, sharded: bool = False) -> list[Trial]:
-    """All trials of a strategy, or of a sharded optimizer, from the simplest to the rarest."""
+    """All trials of a strategy, or with `sharded` of a sharded optimizer, from the simplest to the rarest."""
     return [
         replace(trial, sharded=sharded, world_size=world_size, seed=seed)
         for trial in (OPTIMIZER_TRIALS if sharded else TRIALS)
@@ -104,7 +106,7 @@ def trials(world_size: int, seed: int, sharded: bool = False) -> list[Trial]:
 
 
 class Probe(nn.Module):
-    """tokens (B, S) -> the loss, a mean over all tokens.
+    """The module of a trial: tokens (B, S) -> the loss, a mean over all tokens.
 
     apart  a tied or repeated layer is two layers with equal weights, so that each use has a gradient of its own
     """
@@ -161,9 +163,9 @@ class Layer(nn.Module):
 
 
 def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
-    """The trial's module with the weights and buffers of this rank, of which no other rank has any.
+    """The trial's module with the weights of this rank, which differ from those of all other ranks.
 
-    Buffers are equal but where a trial asks for them: each asks for a single thing.
+    Buffers differ only if "buffers" is among the trial's parts, so that each trial tests a single thing.
     """
     module = Probe(trial, apart)
     state = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -180,7 +182,7 @@ def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
 
 
 def batch(trial: Trial, step: int, micro_batch: int, rank: int) -> Tensor:
-    """The tokens (B, SEQUENCE) of a rank's backward."""
+    """The tokens (B, SEQUENCE) of a rank for one forward and backward."""
     key, count = draws.key(trial.seed, f"step {step}, micro-batch {micro_batch}, rank {rank}"), trial.examples(rank)
     return draws.whole_numbers(key, 0, count * SEQUENCE, trial.vocabulary).view(count, SEQUENCE)
 
@@ -189,8 +191,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.25, "momentum": 0.5},
     "AdamW": {"lr": 0.05, "eps": 1e-2, "weight_decay": 0.1},
 }
-SECOND: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0}  # of the second group of parameters
-SLOWER = 0.5  # a schedule multiplies options by it after each step
+SECOND: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0}  # options of the second param group
+SLOWER = 0.5  # the factor by which a schedule multiplies options after each step
 OPTIMIZER_TRIALS = (
     Trial("SGD with momentum, one step", steps=1),
     Trial("SGD with momentum", steps=3),
@@ -206,7 +208,7 @@ OPTIMIZER_TRIALS = (
 
 
 def made_optimizer(trial: Trial, module: nn.Module, make: Callable[..., Any]) -> Any:
-    """The trial's optimizer of the module, by make(parameters or groups, class, **options)."""
+    """The trial's optimizer for the module: make(parameters or param groups, torch's class, **options)."""
     named: dict[str, Any] = dict(module.named_parameters())
     params = [named["head.weight"]] if trial.single else list(named.values())
     if trial.groups:
@@ -216,7 +218,7 @@ def made_optimizer(trial: Trial, module: nn.Module, make: Callable[..., Any]) ->
 
 
 def change_options(optimizer: Any) -> None:
-    """Does what a schedule does after a step."""
+    """Changes learning rate and momentum as the trial's schedule does after a step."""
     for group in optimizer.param_groups:
         group["lr"] *= SLOWER
         group["momentum"] *= SLOWER
