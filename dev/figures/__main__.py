@@ -1,7 +1,8 @@
-"""Figures of README and docs, of the committed runs that they tell of: `python -m dev.figures` writes them anew.
+"""`python -m dev.figures` writes the figures of README and docs again, from the committed runs.
 
-A table gets new lines, and a sentence new numbers; words are left as they are. Look at what `git diff` shows: where a
-figure has moved, a sentence may be wrong in words.
+A table gets new lines, and a sentence new numbers; words stay as they are. Look at `git diff` afterwards: where a
+figure has moved, the words around it may be wrong. `tests/dev/test_figures.py` fails if a page has other figures than
+its runs. A new figure is a `Table` or a `Sentence` (`pages.py`) in `attention.py`, `steps.py` or `notebooks.py`.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from dev.figures.pages import ROOT
 
 
 def pages() -> Iterator[tuple[str, str]]:
-    """Each page that has figures of runs, with the figures that the runs give now."""
+    """(page, text) for each page with figures; the text has the figures that the committed runs give."""
     texts: dict[str, str] = {}
     for figure in chain(attention.figures(), steps.figures(), notebooks.figures()):
         text = texts.get(figure.page) or (ROOT / figure.page).read_text()

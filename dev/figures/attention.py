@@ -1,4 +1,4 @@
-"""Figures of attention in README.md and docs/results.md."""
+"""Figures of attention in README.md and docs/results.md, for `python -m dev.figures`: see `figures`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,10 +8,10 @@ from dev.figures.runs import H100, H200, Record, bounds, grouped, mean, publishe
 from lmsys.attention import ATTENTION
 
 README, RESULTS = "README.md", "docs/results.md"
-RUN = "attention-bf16", H200  # which sampled all rows of these tables together
-BEST = "flash_attn_4", "sdpa_cudnn"  # the rows of others that are the fastest in a shape
+RUN = "attention-bf16", H200  # the run that sampled all rows of these tables together
+BEST = "flash_attn_4", "sdpa_cudnn"  # the peers of which one is the fastest in each shape
 WAYS = {"forward": "fwd", "backward": "bwd"}
-PATTERNS = {  # the run, its section and the head dimensions of each line
+PATTERNS = {  # by line of the table: the run, its section and head dimensions
     "documents": ("documents-and-windows", "documents", (64, 128)),
     "windows, D 64": ("documents-and-windows", "window", (64,)),
     "windows, D 128": ("windows-128", "window", (128,)),
@@ -28,14 +28,14 @@ def figures() -> Iterator[Table | Sentence]:
 
 
 def shapes_of(direction: str, name: str, machine: str) -> dict[Any, dict[str, Record]]:
-    """The rows of each shape with 16,384 tokens, in the order of the tables."""
+    """By (causal, head_dim, keys), the records of each shape with 16,384 tokens, by row, in the order of the tables."""
     cases = records(name, machine, section="tokens16k", direction=direction)
     shapes = grouped(cases, "causal", "head_dim", "keys")
     return dict(sorted(shapes.items(), key=lambda shape: (not shape[0][0], *shape[0][1:])))
 
 
 def _rates() -> Iterator[Table | Sentence]:
-    """TFLOP/s, and where they were measured."""
+    """Tables of TFLOP/s, and the sentences that say where they were measured."""
     head = "mask", "D", "S"
     for direction, tables in (("fwd", ((README, 0), (RESULTS, 0))), ("bwd", ((RESULTS, 1),))):
         lines = []
@@ -52,7 +52,7 @@ def _rates() -> Iterator[Table | Sentence]:
 
 
 def _means() -> Iterator[Table | Sentence]:
-    """Our rows beside those of others, over shapes."""
+    """Geometric means over shapes of our rows' speed, relative to the peers'."""
     forward, backward = (list(shapes_of(direction, *RUN).values()) for direction in ("fwd", "bwd"))
     leads, backward_leads = (speedups(shapes, "flash_gluon", "flash_attn_4") for shapes in (forward, backward))
     yield Sentence(
@@ -79,7 +79,7 @@ def _means() -> Iterator[Table | Sentence]:
 
 
 def _table_of_means() -> Iterator[Table | Sentence]:
-    """Means by mask, which the report publishes; and those of a run on an H100."""
+    """The table of means by mask, from the published report, and the means of a run on an H100."""
     _, *summary = published(f"{H200}-tokens16k-summary")
     lines = []
     for name, *cells in summary:
@@ -98,7 +98,7 @@ def _table_of_means() -> Iterator[Table | Sentence]:
 
 
 def _patterns() -> Iterator[Table]:
-    """Documents, windows and grouped heads."""
+    """Tables of documents, windows and grouped heads."""
     for cases, peer in ((list(PATTERNS)[:3], "flex"), (list(PATTERNS)[3:], "sdpa_cudnn")):
         lines = []
         for case in cases:
@@ -106,19 +106,20 @@ def _patterns() -> Iterator[Table]:
             for row in ("flash_gluon", "flash_triton"):
                 ratios = []
                 for direction in WAYS.values():
-                    found = [
+                    in_section = [
                         record
                         for record in records(name, section=section, direction=direction)
                         if record["head_dim"] in head_dims
                     ]
-                    shapes = grouped(found, "comparison").values()
+                    shapes = grouped(in_section, "comparison").values()
                     ratios += [mean(speedups(shapes, row, other)) for other in (peer, "flash_attn_4")]
                 lines.append([case, row, *ratios])
         yield Table(RESULTS, ("cases", "row", f"forward, over {peer}"), lines)
 
 
 def _decoding() -> Table:
-    """How many times as fast a row is as the fastest of the others, and at which share of a copy's speed it reads."""
+    """The table of decoding: by how much `flash_triton` is faster than the fastest other row, and the share of a copy's
+    speed at which it reads."""
     shapes = grouped(records("decode", outcome="ok"), "batch", "keys")
     batches, lengths = (sorted({shape[at] for shape in shapes}) for at in (0, 1))
     lines = []
@@ -134,7 +135,7 @@ def _decoding() -> Table:
 
 
 def _fixed_order() -> Iterator[Sentence]:
-    """The speed of the fixed order of additions over that of the default one, and of FlashAttention-4's fixed order."""
+    """The speed of the deterministic backward, relative to the default one and to FlashAttention-4's deterministic."""
     texts = {
         H200: "has {} of the speed of the default one on one H200, and {} times that of FlashAttention-4's",
         H100: "on one H100 it has {} and {}.",

@@ -1,4 +1,4 @@
-"""Figures of the notebooks docs/flash_gluon.md and docs/flash_triton.md, and what docs/install.md takes of them."""
+"""Figures of the notebooks docs/flash_gluon.md and docs/flash_triton.md, and one of docs/install.md: see `figures`."""
 
 import json
 import re
@@ -13,14 +13,14 @@ from dev.plan_cases import name_of, plan_called
 from lmsys.attention.flash_gluon.plans import BackwardPlan
 
 GLUON, TRITON = "docs/flash_gluon.md", "docs/flash_triton.md"
-ORDER = "wide+late_dv+by_query+fma_exp+peeled"
-SHORT_PLANS = {  # by the lines of the table
+ORDER = "wide+late_dv+by_query+fma_exp+peeled"  # the fields that all plans of the first table share, but one
+SHORT_PLANS = {  # by line of the table: the plan
     "5 MiB of heads": f"l2_mib5+{ORDER}",
     "22 MiB of heads": f"l2_mib22+{ORDER}",
     "5 MiB of heads, the plain order of a step": "l2_mib5",
     "SDPA cuDNN": "sdpa_cudnn",
 }
-FORMS = {  # of the forward's loop in flash_triton, by the lines of the table
+FORMS = {  # by line of the table: a form of the loop in flash_triton's forward, as the run names it
     "row sums kept by eight columns, added once after the last tile": "sums",
     "the output is scaled only where a maximum has moved by more than 8": "lazy",
     "the next tile's scores ahead of this tile's softmax": "ahead",
@@ -35,7 +35,7 @@ EMULATED_FORMS = (
 )
 ENERGY_CELLS = "64-causal", "64-full", "128-causal", "128-full"
 ALL_THREE = {"wide": True, "late_dv": True, "by_query": True}
-IDEAS: dict[str, dict[str, Callable[[Any], Any]]] = {  # the plan of each line, from the one that the row takes
+IDEAS: dict[str, dict[str, Callable[[Any], Any]]] = {  # by direction and line of the table: the row's plan -> another
     "bwd": {
         "none of the fields": lambda plan: BackwardPlan(plan.prefetch, plan.l2_mib),
         "none, `prefetch` the other way": lambda plan: BackwardPlan(not plan.prefetch, plan.l2_mib),
@@ -64,7 +64,7 @@ def figures() -> Iterator[Table | Sentence]:
 
 
 def _short_plans() -> Table:
-    """Plans of the backward for few keys, each beside the plan before."""
+    """The table of plans of the backward for few keys, by speed relative to the earlier plan, of 11 MiB."""
     lengths: dict[int, dict[str, Record]] = {}
     for name in ("short-backwards", "short-backwards-2"):
         for case in records(name, H200, "flash_gluon"):
@@ -77,7 +77,7 @@ def _short_plans() -> Table:
 
 
 def energy_cells(direction: str) -> list[dict[str, Record]]:
-    """The cases of each cell of the tables of energy, by plan or row; that of the row's plan also as "plan"."""
+    """For each of ENERGY_CELLS, the records by plan or row; that of the plan which the row takes also as "plan"."""
     cells = []
     for name in ENERGY_CELLS:
         cases: dict[str, Record] = {}
@@ -90,12 +90,12 @@ def energy_cells(direction: str) -> list[dict[str, Record]]:
 
 
 def changed(cases: dict[str, Record], direction: str, idea: str) -> Record:
-    """The case of the plan that an idea makes of the row's."""
+    """The record of the plan that an idea makes of the row's plan."""
     return cases[name_of(IDEAS[direction][idea](plan_called(cases["plan"]["plan"])))]
 
 
 def _energy_of_plans() -> Iterator[Table | Sentence]:
-    """The ideas that a plan can name: each one's speed and energy beside those of the plan."""
+    """Tables and sentences on IDEAS: the speed and energy of each, relative to the plan that the row takes."""
     cells = {direction: energy_cells(direction) for direction in IDEAS}
     for direction, head in (("bwd", "backward"), ("fwd", "forward")):
         joules = [f"{cases['plan']['energy_j']:.2f}" for cases in cells[direction]]
@@ -131,7 +131,7 @@ def _energy_of_rows() -> Iterator[Sentence]:
 
 
 def _forms() -> Iterator[Table | Sentence]:
-    """Forms of flash_triton's forward beside today's loop with the same tiles; and the row beside the fastest one."""
+    """Forms of flash_triton's forward relative to today's loop with the same tiles; the row relative to the fastest."""
     runs = _lines_of("forward-forms.jsonl", "flash_triton")
     lines = []
     for label, form in FORMS.items():
@@ -156,24 +156,24 @@ def _forms() -> Iterator[Table | Sentence]:
     ):
         means = []
         for direction in ("fwd", "bwd"):
-            found = shapes_of(direction, "attention", H100)
-            shapes = [rows for (_, head_dim, _), rows in found.items() if head_dim in head_dims]
+            by_shape = shapes_of(direction, "attention", H100)
+            shapes = [rows for (_, head_dim, _), rows in by_shape.items() if head_dim in head_dims]
             means.append(mean(speedups(shapes, "flash_triton", *shapes[0])))
         yield Sentence(TRITON, words, means)
 
 
 def _lines_of(name: str, folder: str) -> list[dict[str, Any]]:
-    """The objects of a committed file that has one in each line."""
+    """The objects of a committed file with a JSON object in each line."""
     return [json.loads(line) for line in path_of(name, H100, folder).read_text().splitlines()]
 
 
 def fastest(shape: dict[str, Any], form: str) -> float:
-    """The least time of a form's tiles that were compiled without a bound on registers."""
+    """The least time, in ms, over a form's tiles that were compiled without a limit of registers."""
     return min(ms for name, ms in shape["ms"].items() if re.fullmatch(rf"{form}, \d+ × \d+, \d, \d", name))
 
 
 def _emulation() -> Iterator[Table | Sentence]:
-    """Rows beside SDPA's flash attention, as code for sm_80 on an H100: milliseconds by kernel, form and tile."""
+    """The speed of our kernels relative to SDPA's flash attention, compiled for sm_80 and run on an H100."""
     shapes = _lines_of("tiles-sm80.jsonl", "emulated")
     shapes.sort(key=lambda shape: (not shape["causal"], shape["D"], shape["S"]))
     lines, speeds = [], []

@@ -1,4 +1,7 @@
-"""Figures of a page: lines of a table, and numbers within a sentence, found by the words around them."""
+"""The figures of a page: lines of a table, and numbers in a sentence, found by the words around them.
+
+The other modules here make them, and `__main__.py` writes them by `filled`.
+"""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +14,12 @@ NUMBER = r"(\d[\d.,]*\d|\d)"
 
 @dataclass(frozen=True)
 class Table:
-    """The lines of a page's table, below its head, which begins with these columns; `place` counts such tables."""
+    """The lines of a page's table.
+
+    head   the first columns of its head, by which it is found
+    lines  the cells of the lines below the head
+    place  which table with such a head, if the page has several; 0: the first
+    """
 
     page: str
     head: tuple[str, ...]
@@ -19,7 +27,7 @@ class Table:
     place: int = 0
 
     def filled(self, text: str) -> str:
-        """The page with these lines in place of those that it has. ValueError: it has no such table."""
+        """The page's text with these lines in place of its own. ValueError if it has no such table."""
         begin = re.escape(line(self.head).removesuffix("|"))
         tables = list(re.finditer(rf"(?<=\n){begin}.*\n\| -.*\n((?:\|.*\n)*)", text))
         if len(tables) <= self.place:
@@ -30,14 +38,18 @@ class Table:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A part of a page, wherever its lines break; each {} in it is a figure."""
+    """A part of a page with figures.
+
+    words    the text, however its lines break on the page; each {} stands for a figure
+    figures  the figures, in order
+    """
 
     page: str
     words: str
     figures: Sequence[str] = ()
 
     def filled(self, text: str) -> str:
-        """The page with these figures in place of those that it has. ValueError: it has no such sentence."""
+        """The page's text with these figures in place of its own. ValueError unless it has the words once."""
         words = re.escape(self.words).replace(r"\ ", r"\s+").replace(r"\{\}", NUMBER)
         matches = list(re.finditer(words, text))
         if len(matches) != 1:
@@ -54,6 +66,6 @@ def line(cells: Sequence[str]) -> str:
 
 
 def cells_of(text: str) -> list[list[str]]:
-    """The cells of all tables in Markdown, without the lines below their heads."""
+    """The cells, line by line, of all tables in a Markdown text, without the dashes below their heads."""
     lines = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("| ---")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

@@ -1,4 +1,4 @@
-"""Committed runs and published tables, and how their records are grouped and compared."""
+"""Reads committed runs and published tables, and groups and compares their records, for the other modules here."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -17,26 +17,29 @@ Record = dict[str, Any]
 
 
 def path_of(name: str, machine: str, folder: str) -> Path:
-    """The one committed file of this name, such as nvidia-h200_20261126_attention-bf16.json.gz."""
+    """The only committed file of this name, such as nvidia-h200_20261126_attention-bf16.json.gz."""
     (path,) = (RESULTS / folder).glob(f"{machine}_*_{name}")
     return path
 
 
 @cache
 def run(name: str, machine: str = H100, folder: str | None = None) -> Record:
-    """Our part of a result, and when the run ended; a machine's own folder has the runs of its page."""
+    """The part "lmsys" of a result file, with "ended", the time at which the run ended.
+
+    folder: None is the folder with the runs of the machine's published page.
+    """
     folder = {H100: "h100", H200: ""}[machine] if folder is None else folder
     content = json.loads(read_text(path_of(f"{name}.json.gz", machine, folder)))
     return {"ended": content.get("datetime"), **content["lmsys"]}
 
 
 def records(name: str, machine: str = H100, folder: str | None = None, **values: Any) -> list[Record]:
-    """The records of a run that have these values."""
+    """The records of a run whose fields have these values."""
     return [record for record in run(name, machine, folder)["records"] if values.items() <= record.items()]
 
 
 def grouped(cases: Iterable[Record], *fields: str, row: str = "impl") -> dict[Any, dict[str, Record]]:
-    """Records by the values of these fields, and within a group by their row."""
+    """By the value of `fields`, a tuple if there are several: the records with it, by the value of the field `row`."""
     groups: dict[Any, dict[str, Record]] = {}
     for record in cases:
         key = tuple(record[field] for field in fields) if len(fields) > 1 else record[fields[0]]
@@ -45,7 +48,7 @@ def grouped(cases: Iterable[Record], *fields: str, row: str = "impl") -> dict[An
 
 
 def ratio(ours: Record, theirs: Record) -> float:
-    """How many times as fast a row is as another that took turns with it. ValueError: they took none."""
+    """How many times as fast a row is as another that was sampled with it. ValueError if they were not."""
     speed = ratio_of(ours, theirs)
     if speed is None:
         raise ValueError(f"{ours['id']} and {theirs['id']} were not sampled together, so they have no ratio")
@@ -53,29 +56,29 @@ def ratio(ours: Record, theirs: Record) -> float:
 
 
 def mean(ratios: Iterable[float]) -> str:
-    """The geometric mean."""
+    """The geometric mean, with two decimals."""
     return f"{geometric_mean(ratios):.2f}"
 
 
 def speedups(groups: Iterable[Mapping[str, Record]], ours: str, *theirs: str) -> list[float]:
-    """How many times as fast a row is, in each group, as the fastest of others."""
+    """For each group, how many times as fast the row `ours` is as the fastest of `theirs`."""
     return [min(rows[name]["time_s"] for name in theirs) / rows[ours]["time_s"] for rows in groups]
 
 
 def bounds(values: Iterable[float], form: Callable[[float], str] = "{:.2f}".format) -> tuple[str, str]:
-    """The least and the largest."""
+    """The least and the largest value, formatted."""
     values = list(values)
     return form(min(values)), form(max(values))
 
 
 @cache
 def published(table: str) -> list[list[str]]:
-    """The lines of a published table of the H200, its head first."""
+    """The cells of a published table of the H200, line by line, its head first."""
     return cells_of((ROOT / "reports" / "published" / H200 / "tables" / f"{table}.md").read_text())
 
 
 def cell(table: str, key: list[str], column: str) -> str:
-    """The first word of a cell of a published table, in the one line that begins with `key`."""
+    """The first word of a cell of a published table, in the only line that begins with `key`."""
     head, *body = published(table)
     (line,) = (line for line in body if line[: len(key)] == key)
     return line[head.index(column)].split()[0]

@@ -1,4 +1,4 @@
-"""Figures of training steps, of models and strategies, in docs/results.md, docs/training.md and docs/strategy.md."""
+"""Figures of training steps, of models and strategies, in docs/results.md, training.md and strategy.md."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,10 +12,11 @@ from lmsys.cost.operations import attention_flops, block_matrices
 
 RESULTS = "docs/results.md"
 SIZES = "small", "medium", "xl"
+# Names of published tables; {} is the number of GPUs.
 BESIDE_LLAMA = f"{H200}-model-peers-step-beside-llama"
 PEERS = "{}-nvidia-h200-data-parallel-sizes-peers"
-SHOWN_WAYS = ("graphed", "wide"), ("fused", "wide"), ("fused", "narrow")  # of steps beside Llama
-BESIDE_TORCH = {  # row and peer, and how their steps are launched
+SHOWN_WAYS = ("graphed", "wide"), ("fused", "wide"), ("fused", "narrow")  # (compile, residual) of the lines shown
+BESIDE_TORCH = {  # by (row, peer): how their steps are launched
     ("copy_engine", "torch_ddp_tuned"): "graphed",
     ("bucketed", "torch_ddp_tuned"): "graphed",
     ("bucketed", "naive"): "graphed",
@@ -23,6 +24,7 @@ BESIDE_TORCH = {  # row and peer, and how their steps are launched
     ("copy_engine_zero1", "torch_zero1"): "graphed",
     ("fsdp", "torch_fsdp2"): "eager",
 }
+# Kinds of kernels, whose times are fields of a record, such as matmul_s; "exposed" is communication.
 KINDS = "matmul", "attention", "elementwise", "reduction", "copy", "other", "optimizer", "exposed"
 
 
@@ -51,7 +53,7 @@ def _beside_llama() -> Iterator[Table | Sentence]:
 
 
 def _gradients() -> Iterator[Table | Sentence]:
-    """Errors of gradients, as a share of their size."""
+    """Errors of gradients, relative to the gradients."""
     runs = [record for name in ("model-peers", "model-peers-xl") for record in records(name, H200)]
     errors = {
         (case["size"], case["impl"], case["compile"], case["residual"]): case["gradient_error"]
@@ -103,7 +105,7 @@ def _beside_torch() -> Iterator[Table | Sentence]:
 
 
 def _buckets() -> Iterator[Table | Sentence]:
-    """Larger buckets of zero1: in the first run the row `Zero128` is what `zero1` is in the second."""
+    """Larger buckets of zero1: the row `Zero128` of the first run is the row `zero1` of the second."""
     before, now = (
         grouped(records(name, H200, "apart"), "compile", "size")
         for name in ("data-parallel-zero1-buckets", "data-parallel-zero1")
@@ -143,7 +145,7 @@ def _eight_billion() -> Iterator[Table | Sentence]:
 
 
 def _what_bounds_it() -> Iterator[Table | Sentence]:
-    """The time of each kind of kernel beside its arithmetic at the sustained rate."""
+    """The time of each kind of kernel, and the time that its arithmetic takes at the sustained rate."""
     config = model_config("8b")
     case, rate = (
         records("steps-8b", H200)[0],
@@ -174,7 +176,7 @@ def _what_bounds_it() -> Iterator[Table | Sentence]:
 
 
 def complete_shapes() -> list[list[Record]]:
-    """The rows of each size and length, without shapes of which the run was interrupted."""
+    """The records of each size and length. Shapes whose run was interrupted have fewer than three, and are left out."""
     shapes: dict[tuple[str, str, int], list[Record]] = {}
     for name in ("steps-1b-3b-4096", "steps-8b-4096", "steps-1b-32768", "steps-3b-32768"):
         for case in records(name, H200):
@@ -238,7 +240,7 @@ def _trainings() -> Iterator[Sentence]:
 
 
 def _levels() -> Iterator[Table | Sentence]:
-    """Time and memory by checkpointing level, beside the prediction."""
+    """Time and memory by checkpointing level, and the predicted memory."""
     lines, errors = [], {}
     for case in records("model-levels", H200):
         settings = {"checkpoint_blocks": case["checkpoint"], "residual": case["residual"]}
@@ -253,7 +255,7 @@ def _levels() -> Iterator[Table | Sentence]:
 
 
 def _versions() -> Iterator[Sentence]:
-    """Errors of steps of earlier versions, as shares of what is allowed."""
+    """Errors of steps of earlier versions of the code, over the error allowed."""
     _, _, *pairs = cells_of(path_of("step-versions.md", H200, "apart").read_text())
     errors: dict[str, float] = {}
     for first, second, _, ratios in pairs:
