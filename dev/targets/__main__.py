@@ -1,10 +1,10 @@
-"""`python -m dev.targets mine.py:f`: what the Triton kernels of f are on each card. It needs no GPU.
+"""`python -m dev.targets mine.py:f`: what the Triton kernels of f become on each card. It needs no GPU.
 
-f is attention, a function of q, k, v as `lmsys check` takes it, or a row of its table by name, or a function without
-parameters, which makes its own tensors with device="cuda" and calls your kernels. It is called once for each card; its
-launches are recorded in place of being run, of an autotuner every configuration, and compiled for that card.
-A kernel that compiles and fits is not said to be fast. How inputs of other sizes or options are launched is not seen.
-Exit codes: 0 every kernel fits in some configuration on each card, 1 one does not, 2 a target or option that is none.
+f is attention: a function of q, k, v as `lmsys check` takes it, or a row of its table by name. Or it is a function
+without parameters, which makes its own tensors with device="cuda" and calls your kernels. It is called once for each
+card. Its launches are not run, but recorded, with every configuration of an autotuner, and compiled for that card.
+That a kernel compiles and fits does not say that it is fast, nor how inputs of other sizes or options are launched.
+Exit codes: 0 every kernel fits in some configuration on each card, 1 one does not, 2 an unknown target or option.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from dev.targets import cards
-from dev.targets.answers import Answer, asked, load
+from dev.targets.answers import Answer, answers_on, load
 from lmsys import values
 
-SCHEMA = 1  # of the lines for programs: docs/targets.md
+SCHEMA = 1  # the version of the JSON lines: docs/targets.md
 USAGE = 2
 NAMES = {"num_warps": "warps", "num_stages": "stages", "num_ctas": "CTAs"}
-NUMBERS = "registers", "spills", "tensor cores", "copies", "blocks"  # fields of an Answer, and columns
+NUMBERS = "registers", "spills", "tensor cores", "copies", "blocks"  # columns, named after fields of an `Answer`
 HEAD = "card", "kernel", "fits", "shared KiB", *NUMBERS
 WIDTHS = 7, 24, 8, 10, 9, 9, 12, 6, 6, 0
 
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         target = partial(load, given.target, shape, given.dtype, not given.forward)
         if not given.json:
             print(_line(HEAD), flush=True)
-        for of_card in _asked(chosen, target):
+        for of_card in _answers_by_card(chosen, target):
             if not of_card:
                 raise ValueError(f"{given.target} launches no kernel of Triton")
             objects = [json.dumps({"schema": SCHEMA, **asdict(answer)}) for answer in of_card]
@@ -67,15 +67,15 @@ def main(arguments: list[str] | None = None) -> int:
     return int(kernels > {(x.card, x.kernel) for x in answers if x.reason is None})
 
 
-def _asked(chosen: Sequence[cards.Card], target: Callable[[], Any]) -> Iterator[list[Answer]]:
-    """The answers of each card, in their order; several are asked at once."""
-    # A folder of its own, in which no row has tuned anything: then it launches all that it would time.
+def _answers_by_card(chosen: Sequence[cards.Card], target: Callable[[], Any]) -> Iterator[list[Answer]]:
+    """The answers for each card, in the order of the cards; several cards are asked at once."""
+    # In a new folder no row has tuned anything, so it launches all the tiles that it would time.
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(min(len(chosen), os.cpu_count() or 1)) as threads:
-        yield from threads.map(lambda card: asked(card, target, Path(folder)), chosen)
+        yield from threads.map(lambda card: answers_on(card, target, Path(folder)), chosen)
 
 
 def _table(answers: list[Answer], each: bool) -> list[str]:
-    """A line for each kernel, or for each configuration: how many fit, the numbers of these, and why others do not."""
+    """A line for each kernel, or if `each` for each configuration: how many fit, their numbers, why others do not."""
     groups: dict[Any, list[Answer]] = {}
     for number, x in enumerate(answers):
         groups.setdefault(number if each else x.kernel, []).append(x)
@@ -99,7 +99,7 @@ def _configuration(answer: Answer) -> str:
 
 
 def _range(numbers: list[Any]) -> str:
-    """From the least to the most of those that are known, a number or yes or no; as one where all are alike."""
+    """The least and the most of the numbers, without None, such as "4-8", or "4" if all are equal; "" without any."""
     known = sorted(x for x in numbers if x is not None)
     if not known:
         return ""

@@ -1,4 +1,7 @@
-"""Asks a target what its kernels are on one card, in a process of its own."""
+"""Finds out what the kernels of a target become on one card, in processes of their own: see `asked`.
+
+`__main__.py` calls `load` and `asked`; `begin` and `answer` run in the processes.
+"""
 
 import inspect
 import os
@@ -13,23 +16,27 @@ from typing import Any
 from dev.targets.cards import Card
 from lmsys import processes
 
-COMPILED = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}  # also where others interpret
-LONGEST = 300  # of a message
-LIMIT_S = 600.0  # for the launches of a card, and for each of their binaries
-CALLER = "its caller"  # in place of a kernel
+COMPILED = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}  # environment: kernels are compiled, not interpreted
+LONGEST = 300  # characters of a message
+LIMIT_S = 600.0  # for recording the launches of a card, and for compiling each of them
+CALLER = "its caller"  # stands for a kernel's name where the code that launches kernels fails
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Facts about one configuration of a kernel on a card, or, where there are none, why.
+    """Facts about one configuration of a kernel on a card, or the reason why there are none.
 
-    reason        why it does not compile, or does not fit; None where it does
-    needs, has    bytes of shared memory: of a block, and the card's limit
-    spills        in loops, where the compiler says which; else all
-    tensor_cores  whether its products use them; None without products
+    card          as in `Card.arch`
+    names         as in `Card.names`
+    constants     the configuration: numbers and words among the kernel's constants, warps and stages
+    reason        why it does not compile, or does not fit; None if it does
+    has, needs    bytes of shared memory: the card's limit for a block, and what a block needs
+    registers     of a thread
+    spills        spill instructions in loops on NVIDIA's cards; spilled registers on AMD's
+    tensor_cores  True if its matmuls use them; None if it has no matmuls
     copies        asynchronous copies in the binary
-    blocks        that a multiprocessor holds at once
-    lacks         dtypes of its tensors that the card does not compute with
+    blocks        blocks that a multiprocessor holds at once
+    lacks         dtypes of its tensors that the card's tensor cores do not multiply
     """
 
     card: str
@@ -47,11 +54,12 @@ class Answer:
     lacks: str | None = None
 
 
-def asked(card: Card, load: Callable[[], Callable[[], Any]], folder: Path) -> list[Answer]:
-    """The answers of a card. What code keeps of its card holds for no other, so they come from processes of their own.
+def answers_on(card: Card, load: Callable[[], Callable[[], Any]], folder: Path) -> list[Answer]:
+    """The answers for a card, one for each configuration of each kernel.
 
-    A compiler may end its process: that is the answer for the kernel at hand, and the next goes on behind it.
-    ValueError for a target that `load` refuses.
+    They come from a process of their own, since code may remember which card it has seen. A compiler may end its
+    process: that is the answer for the kernel that it compiled, and another process goes on with the next kernel.
+    ValueError for a target that `load` refuses. `folder` is for logs and caches.
     """
     answers: list[Answer] = []
     log = folder / card.arch
@@ -60,26 +68,26 @@ def asked(card: Card, load: Callable[[], Callable[[], Any]], folder: Path) -> li
             try:
                 kernels, ended = worker.call(begin, card, load, timeout_s=LIMIT_S)
             except processes.ProcessError as error:
-                return [_known(card, CALLER, {}, reason=_in_a_line(str(error)))]
+                return [_answer_about(card, CALLER, {}, reason=_in_a_line(str(error)))]
             try:
                 for number in range(len(answers), len(kernels)):
                     answers.append(worker.call(answer, card, number, log, timeout_s=LIMIT_S))
             except processes.ProcessError as error:
-                reason = f"its compiler ends: {_told(log.read_text(errors='replace'), str(error))}"
-                answers.append(_known(card, *kernels[number], reason=reason))
+                reason = f"its compiler ends: {_compiler_error(log.read_text(errors='replace'), str(error))}"
+                answers.append(_answer_about(card, *kernels[number], reason=reason))
                 continue
-        return answers + ([_known(card, CALLER, {}, reason=ended)] if ended else [])
+        return answers + ([_answer_about(card, CALLER, {}, reason=ended)] if ended else [])
 
 
-def _known(card: Card, kernel: str, constants: dict[str, Any], **others: Any) -> Answer:
+def _answer_about(card: Card, kernel: str, constants: dict[str, Any], **others: Any) -> Answer:
     return Answer(card.arch, card.names, kernel, constants, has=card.block_bytes, **others)
 
 
-def _told(logged: str, message: str) -> str:
-    """The compiler's first error. Else what has ended it, in its last line: the others are the kernel's source."""
+def _compiler_error(logged: str, message: str) -> str:
+    """The compiler's first error in its log or message; else the message's last line, below the kernel's source."""
     error = re.search(r"^.*\b(?:error|fatal)\s*:.*", f"{logged}\n{message}", re.IGNORECASE | re.MULTILINE)
-    told = error[0] if error else message.strip().rpartition("\n")[2]
-    return _in_a_line(re.sub("<.*>", "<...>", told))  # of types, which differ from configuration to configuration
+    text = error[0] if error else message.strip().rpartition("\n")[2]
+    return _in_a_line(re.sub("<.*>", "<...>", text))  # types differ from configuration to configuration
 
 
 def _in_a_line(text: str) -> str:
@@ -87,10 +95,10 @@ def _in_a_line(text: str) -> str:
 
 
 def begin(card: Card, load: Callable[[], Callable[[], Any]]) -> tuple[list[tuple[str, dict[str, Any]]], str | None]:
-    """Records the target's launches: the name and constants of each, and what the target has raised."""
+    """Records the target's launches: ((name, constants) of each, the exception that the target raised, or None)."""
     from dev.targets import recording
 
-    os.dup2(2, 1)  # what a target prints is no answer
+    os.dup2(2, 1)  # output of the target must not mix with the answers
     recording.install(card)
     ended = recording.record(load)
     raised = f"raises {type(ended).__name__}: {_in_a_line(str(ended))}" if ended else None
@@ -98,29 +106,29 @@ def begin(card: Card, load: Callable[[], Callable[[], Any]]) -> tuple[list[tuple
 
 
 def answer(card: Card, number: int, log: Path) -> Answer:
-    """That on one of the launches which `begin` has recorded. What the compiler prints goes to `log`."""
+    """The answer for launch `number` of those that `begin` recorded. The compiler's output goes to `log`."""
     from dev.targets import binary, recording
 
     launch = recording.launches[number]
     lacking = ", ".join(sorted(launch.dtypes & {*card.lacks})) or None
-    known = partial(_known, card, launch.name, launch.constants, lacks=lacking)
+    known = partial(_answer_about, card, launch.name, launch.constants, lacks=lacking)
     with log.open("w") as file:
         os.dup2(file.fileno(), 2)
     try:
         kernel = recording.compiled(launch)
         facts = binary.read(kernel)
     except Exception as error:
-        told = _told(log.read_text(errors="replace"), str(error))
-        return known(reason=f"does not compile: {type(error).__name__}: {told}")
+        error_text = _compiler_error(log.read_text(errors="replace"), str(error))
+        return known(reason=f"does not compile: {type(error).__name__}: {error_text}")
     needs = facts["needs"]
     reason = f"needs {needs} bytes of shared memory, has {card.block_bytes}" if needs > card.block_bytes else None
     return known(reason=reason, blocks=card.held(facts["registers"], needs, kernel.metadata.num_warps), **facts)
 
 
 def load(target: str, shape: tuple[int, ...], dtype: str, grad: bool) -> Callable[[], Any]:
-    """The call that launches a target's kernels: attention on q, k and v of a shape, and all else as it is.
+    """A function without parameters that launches a target's kernels. Attention is called on q, k, v of this shape.
 
-    ValueError for a target that is none.
+    ValueError for a target that cannot be called so.
     """
     from lmsys import registry
 
@@ -129,7 +137,7 @@ def load(target: str, shape: tuple[int, ...], dtype: str, grad: bool) -> Callabl
     variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     if all(x.default is not x.empty or x.kind in variadic for x in signature.parameters.values()):
         return function
-    from lmsys.attention import contract  # which kernels that take nothing need not wait for
+    from lmsys.attention import contract  # here, since it takes seconds that functions without parameters need not wait
 
     if not contract.is_function(function) and len(signature.parameters) < 3:
         raise ValueError(

@@ -1,4 +1,7 @@
-"""Reads what Triton's compiler made: the instructions of a binary, its registers, and its shared memory."""
+"""Reads the binaries that Triton's compiler makes: instructions, registers and shared memory.
+
+`answers.py` calls `read`; tests of our own kernels count instructions by `count`, `loops` and `number`.
+"""
 
 import re
 import subprocess
@@ -10,17 +13,18 @@ from typing import Any
 import triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Patterns: a matmul in Triton's intermediate language, and instructions by what they show.
 DOT = r"\b(?:tt\.dot|tt\.dot_scaled|ttng\.warp_group_dot|ttng\.tc_gen5_mma\w*)\b"
 SPILLS = "LDL", "STL"
 NVIDIA = {
     "tensor_cores": r"(?:[HIDQO]MMA|[HIQ]GMMA|UTC[HIQO]MMA)\b",
-    "copies": r"(?:LDGSTS|UTMALDG|UBLKCP)\b",  # tiles that arrive while others are computed with
+    "copies": r"(?:LDGSTS|UTMALDG|UBLKCP)\b",  # asynchronous, so that the next tiles load while others are computed
 }
 AMD = {"tensor_cores": "v_s?mfmac?", "copies": r"(?:buffer|global)_load_\w*lds"}
 
 
 def read(kernel: Any) -> dict[str, Any]:
-    """The facts of a compiled kernel, under the names that an Answer has for them."""
+    """The facts about a compiled kernel, by fields of `answers.Answer`."""
     if "cubin" in kernel.asm:
         sass = disassembled(kernel)
         counts = count(NVIDIA, sass)
@@ -29,7 +33,7 @@ def read(kernel: Any) -> dict[str, Any]:
         code = kernel.asm["amdgcn"]
         counts = count(AMD, code)
         registers, spills = _number(r"\.vgpr_count:\s+(\d+)", code), _number(r"\.vgpr_spill_count:\s+(\d+)", code)
-    source = kernel.asm.get("ttir") or kernel.asm["ttgir"]  # the latter of Gluon, which has no other
+    source = kernel.asm.get("ttir") or kernel.asm["ttgir"]  # Gluon's kernels have only the latter
     return {
         "needs": kernel.metadata.shared,
         "registers": registers,
@@ -47,12 +51,12 @@ def _number(pattern: str, text: str) -> int:
 
 
 def disassembled(kernel: Any) -> str:
-    """The kernel's SASS, an instruction a line."""
-    return _printed(kernel, "nvdisasm", "-c", "-ndf")  # neither data nor where indirect branches lead
+    """The kernel's SASS (NVIDIA's machine code), with an instruction in each line."""
+    return _printed(kernel, "nvdisasm", "-c", "-ndf")  # without data, and without targets of indirect branches
 
 
 def registers_of(kernel: Any) -> int:
-    """Registers of a thread."""
+    """The registers of a thread."""
     return _number(r"REG:(\d+)", _printed(kernel, "cuobjdump", "-res-usage"))
 
 
@@ -65,12 +69,12 @@ def _printed(kernel: Any, tool: str, *options: str) -> str:
 
 
 def count(mnemonics: Mapping[str, str], sass: str) -> dict[str, int]:
-    """How often each of these patterns begins a word."""
+    """By key, how many words of `sass` begin with its pattern."""
     return {key: len(re.findall(rf"\b{mnemonic}", sass)) for key, mnemonic in mnemonics.items()}
 
 
 def loops(sass: str) -> Iterator[list[str]]:
-    """The runs of instructions from a label to a branch back to it, without their addresses."""
+    """The loops: the instructions, without addresses, from each label to a branch back to it."""
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in sass.splitlines():

@@ -1,7 +1,7 @@
-"""Cards, and what a block of threads may have of their multiprocessors.
+"""Kinds of GPUs (cards), and how much of a multiprocessor a block of threads may take. A new card is a line in CARDS.
 
-From NVIDIA's CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", and AMD's CDNA 3
-instruction set architecture, chapter 3; multiprocessors from the cards' data sheets.
+Sources: NVIDIA's CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", and AMD's CDNA 3
+instruction set architecture, chapter 3; the numbers of multiprocessors are from the cards' data sheets.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,13 @@ KIB = 1024
 class Card:
     """A kind of GPU, as its compiler knows it.
 
-    arch          sm_86, gfx942
-    names         what it is sold as
-    block_bytes   shared memory that a block may have
-    shared_bytes  shared memory of a multiprocessor
-    threads, blocks  the most that a multiprocessor holds
-    processors    multiprocessors of the first of its names
+    arch             the compiler's name, such as sm_86 or gfx942
+    names            the names of products, such as "H100, H200"
+    block_bytes      bytes of shared memory that a block may have
+    shared_bytes     bytes of shared memory of a multiprocessor
+    threads, blocks  the most that a multiprocessor holds at once
+    processors       multiprocessors of the first product
+    lacks            dtypes that its tensor cores do not multiply
     """
 
     arch: str
@@ -30,7 +31,7 @@ class Card:
     threads: int
     blocks: int
     processors: int
-    lacks: tuple[str, ...] = ()  # dtypes that tensor cores of it do not multiply
+    lacks: tuple[str, ...] = ()
 
     @property
     def is_nvidia(self) -> bool:
@@ -38,7 +39,7 @@ class Card:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The compute capability, which torch gives for AMD's cards as well: (9, 4) for gfx942."""
+        """The compute capability (major, minor) as torch gives it, for AMD's cards too: (9, 4) for gfx942."""
         digits = self.arch.removeprefix("sm_") if self.is_nvidia else self.arch[3:5]
         return int(digits[:-1]), int(digits[-1])
 
@@ -47,13 +48,17 @@ class Card:
         return 32 if self.is_nvidia else 64
 
     def held(self, registers: int, shared_bytes: int, warps: int) -> int:
-        """Blocks that a multiprocessor holds at once. 0 where the block does not fit."""
+        """How many blocks a multiprocessor holds at once; 0 if a block does not fit.
+
+        A block has `warps` warps, `registers` registers for each thread, and `shared_bytes` of shared memory.
+        """
         if shared_bytes > self.block_bytes:
             return 0
         reserved = KIB if self.is_nvidia and self.capability >= (8, 0) else 0
         by_shared = self.shared_bytes // max(shared_bytes + reserved, 1)
         by_threads = self.threads // (self.warp * warps)
-        # Registers are given to a warp by the 256, and to each of four schedulers alike; AMD's by the 8 of a lane.
+        # Registers are allocated to a warp in units of 256, and equally to four schedulers; on AMD's cards in units of
+        # 8 for each lane.
         of_warp = -(-max(registers, 1) * 32 // 256) * 256
         by_registers = 64 * KIB // of_warp // 4 * 4 if self.is_nvidia else 4 * (512 * 32 // of_warp)
         return min(self.blocks, by_shared, by_threads, by_registers // warps)
@@ -75,5 +80,5 @@ CARDS = {
 
 
 def select(names: str | None) -> list[Card]:
-    """Cards by `arch`, separated by commas; all of them for None. ValueError for a name that none has."""
+    """The cards whose `arch` is in `names`, separated by commas; None: all. ValueError for an unknown name."""
     return [CARDS[choice(name, CARDS)] for name in (names.split(",") if names else CARDS)]

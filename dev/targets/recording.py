@@ -1,7 +1,8 @@
-"""Launches of Triton kernels, recorded in place of being run, and compiled for a card.
+"""Records launches of Triton kernels instead of running them, and compiles them for a card.
 
-The code that launches is told that its tensors lie on such a card (`lmsys.check.laptop`); results keep what was in
-memory. An autotuner launches every configuration that its pruning leaves.
+`answers.py` calls `install`, `record` and `compiled`, in a process for each card. The code that launches kernels is
+told that its tensors are on such a card (`lmsys.check.laptop`). Results of kernels are whatever was in memory. An
+autotuner launches every configuration that its pruning leaves.
 """
 
 import warnings
@@ -24,9 +25,10 @@ from lmsys.check import laptop
 
 _run, _impl = JITFunction.run, Library.impl
 NUMBERS = "num_warps", "num_stages", "num_ctas"
-MOST_THREADS = 1024  # of a block
-MEMORY_BYTES = 16 * 2**30  # of any card, for those who ask
-KEYS = {"CUDA": "CPU", "CompositeExplicitAutograd": "CompositeExplicitAutograd"}  # of operators' kernels: here they run
+MOST_THREADS = 1024  # in a block
+MEMORY_BYTES = 16 * 2**30  # the GPU memory that every card claims to have
+# By dispatch key that a custom operator registers its implementation for: the key that it gets here.
+KEYS = {"CUDA": "CPU", "CompositeExplicitAutograd": "CompositeExplicitAutograd"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Launch:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The constants of the kernel that are numbers or words, by name, and its warps and stages."""
+        """By name, the constants of the kernel that are numbers or words, and its warps, stages and CTAs."""
         given = dict(zip(self.function.arg_names, self.args, strict=False)) | self.options
         names = [x.name for x in self.function.params if x.is_constexpr]
         plain = {x: given[x] for x in names if isinstance(given.get(x, ...), bool | int | float | str | None)}
@@ -51,24 +53,24 @@ class Launch:
 
     @property
     def dtypes(self) -> set[str]:
-        """Those of its tensors."""
+        """The names of its tensors' dtypes."""
         tensors = (getattr(x, "base", x) for x in (*self.args, *self.options.values()))
         return {str(x.dtype).removeprefix("torch.") for x in tensors if isinstance(x, torch.Tensor)}
 
 
-launches: list[Launch] = []
+launches: list[Launch] = []  # those recorded in this process
 
 
 def install(card: Card) -> None:
-    """In this process no kernel runs any more: launches are recorded, and all is told that it has this card.
+    """Patches this process: kernels are recorded, not run, and torch and Triton say that this card is there.
 
-    One card in a process, since code keeps what it has asked of its device. Not for a process whose results count.
+    A process can have only one card, since code remembers what it has asked about its device.
     """
     laptop.install()
     import lmsys.kernels.launch as ours
 
     vars(ours).update(Kernel=ours.PublicKernel, DirectKernel=ours.PublicKernel, raw_stream=_always(0))
-    told = SimpleNamespace(
+    properties = SimpleNamespace(
         name=card.names, multi_processor_count=card.processors, gcnArchName=card.arch, major=card.capability[0],
         minor=card.capability[1], total_memory=MEMORY_BYTES, warp_size=card.warp,
         max_threads_per_multi_processor=card.threads, regs_per_multiprocessor=2**16,
@@ -76,7 +78,7 @@ def install(card: Card) -> None:
     )  # fmt: skip
     answers = {
         "get_device_capability": card.capability,
-        "get_device_properties": told,
+        "get_device_properties": properties,
         "get_device_name": card.names,
         "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES),
         "is_current_stream_capturing": False,
@@ -95,16 +97,16 @@ def install(card: Card) -> None:
     driver.utils = SimpleNamespace(get_device_properties=_always(limits))
     vars(triton.testing).update(do_bench=_call_once, do_bench_cudagraph=_call_once)
     driver.get_benchmarker = _always(_call_once)
-    warnings.filterwarnings("ignore", "Warning only once for all operators")  # two kernels of one are here
+    warnings.filterwarnings("ignore", "Warning only once for all operators")  # `_register` registers a key twice
     JITFunction.run, Autotuner.run, Library.impl = _record, _record_each, _register
 
 
 def record(load: Callable[[], Callable[[], Any]]) -> Exception | None:
-    """Leaves in `launches` those that a call makes, each once. The result is what has ended it.
+    """Calls load()(), and leaves its launches in `launches`, each once. Returns the exception that it raised, or None.
 
-    ValueError where `load`, which gives the call, raises one.
+    Exceptions of `load` itself are not caught.
     """
-    laptop.running.append(load)  # so that backwards are told, too
+    laptop.running.append(load)  # so that backwards run in `Laptop`, too
     ended = None
     with laptop.Laptop():
         call = load()
@@ -118,17 +120,17 @@ def record(load: Callable[[], Callable[[], Any]]) -> Exception | None:
 
 
 def compiled(launch: Launch) -> Any:
-    """The kernel of a launch, compiled for the card of this process. Whatever Triton's compiler raises."""
+    """The kernel of a launch, compiled for the card of this process. It raises what Triton's compiler raises."""
     return _run(launch.function, *launch.args, grid=(1, 1, 1), warmup=True, **launch.options)
 
 
 def _always(value: Any) -> Callable[..., Any]:
-    """A function that gives this value, whatever it is asked."""
+    """A function that returns this value for any arguments."""
     return lambda *_, **__: value
 
 
 def _call_once(call: Callable[[], Any], *_: Any, **__: Any) -> float:
-    """In place of a benchmark, of which each candidate is as fast."""
+    """Replaces Triton's benchmark of a call: all candidates are launched once, and are equally fast."""
     call()
     return 1.0
 
@@ -138,7 +140,7 @@ def _record(self: Any, *args: Any, grid: Any = None, warmup: bool = False, strea
     launches.append(launch)
     if not warmup:
         return None
-    kernel = compiled(launch)  # its caller asks what it needs, and may launch it: it says that it is loaded
+    kernel = compiled(launch)  # the caller may read what the kernel needs, and launch it: it must look loaded
     facts = binary.read(kernel)
     loaded = {"n_regs": facts["registers"], "n_spills": facts["spills"], "n_max_threads": MOST_THREADS}
     vars(kernel).update(loaded, module=self, _run=_always(None))
@@ -146,14 +148,14 @@ def _record(self: Any, *args: Any, grid: Any = None, warmup: bool = False, strea
 
 
 def _as_it_is(x: Any) -> Any:
-    """A copy of a descriptor, whose block an autotuner's hook changes for the next configuration."""
+    """x, or a copy if it is a descriptor: an autotuner's hook changes its block for the next configuration."""
     return replace(x, block_shape=list(x.block_shape)) if isinstance(x, TensorDescriptor) else x
 
 
 def _record_each(self: Any, *args: Any, **kwargs: Any) -> None:
     self.nargs = dict(zip(self.arg_names, args, strict=False))
     for config in self.prune_configs(kwargs):
-        self.best_config = config  # as its caller may ask
+        self.best_config = config  # the caller may read it
         options = kwargs | config.all_kwargs()
         if config.pre_hook is not None:
             config.pre_hook(self.nargs | options)
@@ -161,7 +163,7 @@ def _record_each(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _register(self: Any, name: Any, function: Any, key: str = "", **options: Any) -> Any:
-    """A GPU's kernel of a custom operator gets tensors of the host, and is told that they lie on a GPU."""
+    """Replaces Library.impl: a custom operator's implementation for GPUs gets tensors of the host, in `Laptop`."""
     if key in KEYS:
         function, key = laptop.Laptop()(function), KEYS[key]
     return _impl(self, name, function, key, **options)
