@@ -1,11 +1,14 @@
-"""Plans of `flash_gluon`, the settings of its kernels, each beside the others and SDPA cuDNN. No sweep runs them.
+"""A benchmark of plans, the settings of `flash_gluon`'s kernels: each is timed beside the others and SDPA cuDNN.
+
+    python -m pytest dev/bench_plans.py --benchmark-only --axis plan=candidates
 
     --axis plan=...  candidates: all that are worth timing; planned: the one that the row takes; or one by its fields,
                      as consumers2+stages3+named+dynamic+l2_mib32 for forwards, prefetch+l2_mib5 for backwards
-    --axis form=...  what plain cases are compared with: deterministic additions, ragged lengths (one less), inputs
-                     transposed in memory, heads grouped 8 to 1
+    --axis form=...  plain (the default), or another form of the cases: deterministic additions, ragged lengths (one
+                     less), inputs transposed in memory, heads grouped 8 to 1
 
-bfloat16, with batch x length = 16,384 tokens and heads x head_dim = 2048.
+Cases are in bfloat16, with batch x length = 16,384 tokens and heads x head_dim = 2048. No sweep runs them. The plans
+themselves, and why each won, are in `lmsys/attention/flash_gluon/plans.py`; `plan_cases.py` lists the candidates.
 """
 
 import os
@@ -45,16 +48,21 @@ from lmsys.processes import futures
 from lmsys.testing import Inputs, Oracle, make_inputs
 
 TOKENS = 16384  # batch x length
-CALLS = 100  # of a short sequence, in a sample
-SHORT = {"length": ((128, 128), (256, 256), (512, 512)), "direction": ("fwd",)}
-COMPILERS, COMPILE_LIMIT_S = 12, 300.0
+CALLS = 100  # calls of a short sequence that are timed as one sample
+SHORT = {"length": ((128, 128), (256, 256), (512, 512)), "direction": ("fwd",)}  # default axes of `ShortPlans`
+COMPILERS, COMPILE_LIMIT_S = 12, 300.0  # processes that compile at once at most, and the time limit of each plan
 OURS, PEER = ATTENTION["flash_gluon"], ATTENTION["sdpa_cudnn"]
 
 
 @dataclass
 class Form:
-    """The inputs of a form, how they are drawn again and what is looked at of timed calls; the oracle of the whole is
-    made when it is first needed."""
+    """What all candidates of a form share.
+
+    inputs  q, k, v and do
+    draws   redraws them before each call
+    spots   copies and judges parts of the results of timed calls
+    oracle  judges whole results; made when it is first needed, and again after a redraw
+    """
 
     inputs: Inputs
     draws: AttentionDraws
@@ -68,14 +76,14 @@ class Form:
         return cls(inputs, draws, Spots(case.asked, draws, inputs))
 
 
-Setup = Mapping[str, Form]  # by its name
+Setup = Mapping[str, Form]  # by the form's name
 
 
 @dataclass(frozen=True)
 class Call:
-    """The timed call, `run(prepare())`: it gives o and perhaps its log-sum-exp, or the gradients.
+    """A timed call, `run(prepare())`, of which only `run` is timed. It returns o and perhaps lse, or the gradients.
 
-    forward  what a backward's prepare is like
+    forward  for a backward, a call that takes as long as its `prepare` should: `Step.like`
     """
 
     run: Callable[[Any], Sequence[Tensor]]
@@ -87,13 +95,13 @@ class Call:
 
 
 class Plans(Benchmark):
-    """Each plan, in forwards or backwards, is held to the float64 oracle, and compiled in a process of its own."""
+    """The benchmark: each plan is checked by the float64 oracle, and is first compiled in a process of its own."""
 
     name = "plans"
     num_proofs = Step.num_kept
     tables = {"attention": ATTENTION}
     axes: tuple[Axis, ...] = axes.named(
-        Axis("plan", plan_called),  # none: there are no cases where none is asked for
+        Axis("plan", plan_called),  # without a default: no cases unless plans are named
         Axis("form", one_of(*FORMS), (PLAIN,)),
         "--head-dim --length --causal --direction",
         head_dim=(64, 128),
@@ -103,7 +111,7 @@ class Plans(Benchmark):
     )
     fields: tuple[Field, ...] = fields.columns(
         "head_dim length causal direction batch graphed",
-        fields.details("form", "plan", "planned", "calls"),  # the row's name has the first two
+        fields.details("form", "plan", "planned", "calls"),  # the first two are also in the row's name
         fields.TIME,
         Field("call_s", "s", "Time of a call", about="Median time over the calls in it", shown="µs"),
         fields.RATE,
@@ -112,14 +120,14 @@ class Plans(Benchmark):
     )
 
     def __init__(self) -> None:
-        self.compiled: dict[PlanCase, BaseException | None] = {}  # what failed, by the least case
+        self.compiled: dict[PlanCase, BaseException | None] = {}  # by `PlanCase.small`: why compiling failed, or None
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[PlanCase]:
         for head_dim, (length, _), causal, direction in grid.product("head_dim", "length", "causal", "direction"):
             batch = max(1, TOKENS // length)
             base = PlanCase(grid.name, OURS, settings.device, head_dim, length, causal, direction, batch)
             forms = [form for form in grid["form"] if form != DETERMINISTIC or direction == "bwd"]
-            asked = [(form, *one) for form in forms for one in plans_of(replace(base, form=form), grid["plan"])]
+            asked = [(form, *pair) for form in forms for pair in plans_of(replace(base, form=form), grid["plan"])]
             for shape in self.shapes(base, grid) if asked else ():
                 yield replace(shape, entry=PEER)
                 for form, plan, own in asked:
@@ -149,10 +157,10 @@ class Plans(Benchmark):
 
     def check(self, candidate: Candidate, setup: Setup) -> Mapping[str, float]:
         case, form = candidate.case, setup[candidate.case.form]
-        if form.oracle is None and form.draws.extreme is not None:  # one oracle judges all of the inputs
+        if form.oracle is None and form.draws.extreme is not None:  # one oracle judges all: none may be extreme
             form.inputs.redraw_(form.inputs.seed)
         names = ("o", "lse") if case.direction == "fwd" else ("dq", "dk", "dv")
-        outputs = dict(zip(names, call_of(case, form.inputs)(), strict=False))  # a whole row gives o alone
+        outputs = dict(zip(names, call_of(case, form.inputs)(), strict=False))  # some calls return no lse
         form.oracle = form.oracle or Oracle(case.asked, form.inputs)
         return form.oracle.error_ratios(outputs, rms=True)
 
@@ -162,8 +170,10 @@ class Plans(Benchmark):
             form.oracle = None
 
     def step(self, case: PlanCase, candidate: Candidate, setup: Setup) -> Step:
-        """A backward's forward runs untimed just before it, on inputs of the same draw. Of many calls the last's
-        result is looked at."""
+        """The timed step. A backward's forward runs untimed just before it, on inputs of the same draw.
+
+        Where many calls are one sample, the result of the last one is judged.
+        """
         form, backward = setup[case.form], case.direction == "bwd"
         call = call_of(case, form.inputs)
 
@@ -203,15 +213,15 @@ class Plans(Benchmark):
 
 
 class ShortPlans(Plans):
-    """Forwards of short sequences, 100 calls one after another; also of one sequence alone, replayed as a CUDA graph.
+    """Forwards of short sequences: a sample is 100 calls, eager, or of a single sequence as one CUDA graph.
 
-    What is planned is called as users call the row, other plans without autograd's part.
+    The plan that the row takes is called as users call the row, other plans without autograd.
     """
 
     name = "short_plans"
     clock = "loop"
     axes: tuple[Axis, ...] = (
-        *(replace(one, default=SHORT.get(one.name, one.default)) for one in Plans.axes),
+        *(replace(axis, default=SHORT.get(axis.name, axis.default)) for axis in Plans.axes),
         Axis("graphed", yes_no, (False, True)),
     )
 
@@ -261,13 +271,16 @@ def peer_call(case: PlanCase, inputs: Inputs) -> Call:
 
 
 def first_call(case: PlanCase) -> None:
-    """Compiles into Triton's cache on disk, in a process of its own: a hang or crash there costs this plan alone."""
+    """Calls the case once, in a process of its own, to compile it into Triton's cache on disk.
+
+    A hang or crash there costs this plan alone.
+    """
     call_of(case, inputs_of(case, 0))()
     torch.cuda.synchronize()
 
 
 def graph_of(calls: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
-    """A replay of the calls. The result stays in the graph's own memory, and is the same tensors every time."""
+    """A function that replays the calls as a CUDA graph. It returns the same tensors every time, the graph's own."""
     calls()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

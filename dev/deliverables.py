@@ -1,11 +1,12 @@
-"""The deliverables of CS336, assignment 2: a file for each problem, to paste into a report.
+"""Writes the deliverables of CS336, assignment 2: a file for each problem, to paste into a report.
 
 python -m dev.deliverables -o FOLDER [--problem benchmarking_script] [--row mine.py:f]
 
-Runs the commands that docs/cs336.md has for each problem, and writes FOLDER/PROBLEM.md: what is asked, the command, the
-mean and the deviation of every case, and the tables and plots that the page names. The ToyModel under autocast, the
-largest contributors to saved memory, checkpointing, and all that is on paper are computed here. Without a GPU all is
-small, and each file has the command that measures in full.
+It runs the commands that docs/cs336.md has for each problem, and writes FOLDER/PROBLEM.md: what is asked, the command,
+the mean and the deviation of every case, and the tables and plots that the page names. Problems that no benchmark
+answers are computed here (COMPUTED): the ToyModel under autocast, the largest contributors to saved memory,
+checkpointing, and by `on_paper.py` all that is calculated on paper. Without a GPU all sizes are small, and each file
+has the command that measures in full.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from lmsys.reports.load import file_name
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "cs336.md"
 GPU = torch.cuda.is_available()
-SMALLER = {  # options of a machine without a GPU, by benchmark
+SMALLER = {  # by benchmark: options for a machine without a GPU; None: it needs GPUs
     "model": "--size tiny --context 32 --batch 2",
     "anatomy": "--size tiny --context 32,64 --batch 2",
     "data_parallel": "--size tiny --context 32 --batch 2 --world-size 2",
@@ -51,7 +52,13 @@ SMALLER = {  # options of a machine without a GPU, by benchmark
 
 @dataclass(frozen=True)
 class Problem:
-    """A row of the page: what is asked, by which command it is answered, and which files of a report say it."""
+    """A row of the page docs/cs336.md.
+
+    title     the problem's name
+    asked     what the problem asks for
+    commands  arguments of `lmsys bench`, which answer it
+    files     patterns of the tables and plots of the report that show the answer
+    """
 
     title: str
     asked: str
@@ -64,7 +71,7 @@ class Problem:
 
 
 def problems() -> Iterator[Problem]:
-    """Those of the page that a benchmark answers."""
+    """The problems of the page that a benchmark answers."""
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         commands = re.findall(r"`lmsys bench ([^`]*)`", line)
@@ -74,7 +81,10 @@ def problems() -> Iterator[Problem]:
 
 
 def command_of(command: str, result: Path, rows: Sequence[str]) -> list[str] | None:
-    """The page's command with its result elsewhere, small where there is no GPU; None where it needs one."""
+    """The page's command with `result` as its output, and small sizes without a GPU; None if it needs one.
+
+    `rows` are rows of attention that are measured beside `naive`.
+    """
     benchmark, *words = shlex.split(re.sub(r" -o \S+| --traces \S+", "", command))
     smaller = "" if GPU else SMALLER[benchmark]
     if smaller is None:
@@ -85,7 +95,7 @@ def command_of(command: str, result: Path, rows: Sequence[str]) -> list[str] | N
 
 
 def write(problem: Problem, folder: Path, rows: Sequence[str]) -> Path:
-    """Runs the problem's commands and writes its file; what could not be run is said there."""
+    """Runs the problem's commands, writes its file, and returns the file's path. It says what could not be run."""
     parts = [f"# {problem.title}", f"{problem.asked}."]
     for number, text in enumerate(problem.commands):
         name = problem.name + f"-{number}" * (number > 0)
@@ -99,7 +109,7 @@ def write(problem: Problem, folder: Path, rows: Sequence[str]) -> Path:
         if not GPU:
             parts.append(f"This machine has no GPU, so this is small. In full it is `lmsys bench {text}`.")
         done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-        if "is the result of another command" in done.stdout + done.stderr:  # an older one: it is not this command's
+        if "is the result of another command" in done.stdout + done.stderr:  # an earlier command left this file
             result.unlink()
             done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
         if not result.is_file():
@@ -115,16 +125,20 @@ def write(problem: Problem, folder: Path, rows: Sequence[str]) -> Path:
 
 def spread(result: Path) -> str:
     """A table of the mean and the deviation of every case that was timed."""
-    records = [one for one in json.loads(result.read_text())["lmsys"]["records"] if one.get("time_s")]
+    records = [record for record in json.loads(result.read_text())["lmsys"]["records"] if record.get("time_s")]
     rows = [
-        (one["id"], f"{1e3 * one['mean_s']:.4g}", f"{1e3 * one['std_s']:.3g}", len(one["samples_s"])) for one in records
+        (record["id"], f"{1e3 * record['mean_s']:.4g}", f"{1e3 * record['std_s']:.3g}", len(record["samples_s"]))
+        for record in records
     ]
     heads = ("case", "mean, ms", "standard deviation, ms", "samples")
     return f"## Mean and deviation\n\n{table(heads, rows)}" if rows else ""
 
 
 def shown(report: Path, patterns: Sequence[str], folder: Path) -> Iterator[str]:
-    """The tables of a report that the page names, and links to its plots. A name there begins with the machine's."""
+    """The tables of a report that match `patterns`, and links to its plots.
+
+    The names of the files begin with the machine, which the patterns leave out.
+    """
     for file in sorted(report.rglob("*")):
         place = f"{file.parent.name}/{file.stem}"
         matches = any(fnmatch(place, pattern.replace("/", "/*", 1)) for pattern in patterns)
@@ -135,7 +149,7 @@ def shown(report: Path, patterns: Sequence[str], folder: Path) -> Iterator[str]:
 
 
 def toy_model(_: Path) -> str:
-    """The dtypes of a small model with a layer norm under autocast."""
+    """The dtypes of tensors in a small model with a layer norm under autocast, as Markdown."""
     device, parts = "cuda" if GPU else "cpu", []
     for dtype in (torch.float16, torch.bfloat16):
         model = nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.LayerNorm(10), nn.Linear(10, 3)).to(device)
@@ -171,7 +185,7 @@ ABOUT = f"Size {SHAPE[0]}, context {SHAPE[1]}, batch {SHAPE[2]}, float32, on a {
 
 
 def contributors(_: Path) -> str:
-    """The five operations of a block that save most for their backward, and the gradients that it makes."""
+    """The five operations of a block that save most for the backward, and the size of its gradients, as Markdown."""
     (size, context, batch), device = SHAPE, "cuda" if GPU else "cpu"
     config = model_config(size, context_length=context, num_layers=1)
     model, attend = TransformerLM(config, device=device), ATTENTION["naive"].load()
@@ -196,9 +210,9 @@ def contributors(_: Path) -> str:
 
 
 def saved_by(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The operations behind a node of autograd's graph, and each tensor that they have saved."""
+    """(operation, tensor) for each tensor that operations of autograd's graph have saved, from `node` backwards."""
     nodes = [node]
-    for node in nodes:  # it grows
+    for node in nodes:  # the list grows while it is read
         kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
         kept += getattr(node, "saved_tensors", ())
         tensors = [x for x in tree_leaves(kept) if isinstance(x, torch.Tensor)]
@@ -207,11 +221,11 @@ def saved_by(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def checkpointing(folder: Path) -> str:
-    """Saved memory and the peak by size of the checkpointed groups, beside what they are on paper; and a plot."""
+    """Saved and peak memory by size of the checkpointed groups, beside the prediction, as Markdown; and a plot."""
     from matplotlib.figure import Figure
 
     size, context, batch = SHAPE
-    found = []
+    measured = []
     for blocks in (n for n in (0, 1, 2, 4, 8) if n <= model_config(size).num_layers):
         model, tokens = built(*SHAPE, blocks=blocks)
         paper = training_memory(
@@ -222,16 +236,16 @@ def checkpointing(folder: Path) -> str:
             peak: float = peak_bytes(lambda: model.loss(tokens, tokens).backward(), str(tokens.device))  # noqa: B023
         except torch.OutOfMemoryError:  # a gap in the plot
             saved = peak = math.nan
-        found.append((blocks or "none", *(x / 2**20 for x in (saved, peak, paper.activations, paper.recomputed))))
+        measured.append((blocks or "none", *(x / 2**20 for x in (saved, peak, paper.activations, paper.recomputed))))
     figure = Figure(figsize=(6, 3.5))
     axes = figure.subplots()
     for column, label in enumerate(("saved for the backward", "peak of forward and backward"), start=1):
-        axes.plot([str(row[0]) for row in found], [row[column] for row in found], marker="o", label=label)
+        axes.plot([str(row[0]) for row in measured], [row[column] for row in measured], marker="o", label=label)
     axes.set(xlabel="blocks in a checkpointed group", ylabel="MiB", ylim=(0, None))
     axes.legend()
     figure.savefig(folder / "gradient_checkpointing.svg")
     heads = ("blocks in a group", "saved, MiB", "peak, MiB", "on paper: activations, MiB", "computed again, MiB")
-    rows = [(row[0], *(f"{value:.4g}" for value in row[1:])) for row in found]
+    rows = [(row[0], *(f"{value:.4g}" for value in row[1:])) for row in measured]
     return f"{ABOUT} nan: out of memory.\n\n{table(heads, rows)}\n\n![memory](gradient_checkpointing.svg)"
 
 

@@ -1,9 +1,9 @@
 """Writes the seconds that groups of cases take in the default sweep: `python -m dev.durations out/bench.json ...`.
 
-A first run on another machine learns from their ratios to its own how long the rest will take. Make the results by
-`python3 -m nox -s bench` on a machine without other work, where compilers have kept nothing from earlier runs; of
-several results the geometric mean of each group counts, for what compiles differs from run to run. Groups are those
-of the last result.
+A first run on another machine compares its own groups with them, and so predicts how long the rest will take. Make the
+results by `python3 -m nox -s bench`, on a machine without other work and with empty caches of compilers. Of several
+results the geometric mean of each group is written, since what is compiled differs from run to run. The groups are
+those of the last result.
 """
 
 import argparse
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 def durations_of(machine: dict[str, Any]) -> dict[str, float]:
-    """Seconds of each group, of a result's facts. ValueError where they do not say them."""
+    """By group, its seconds, from the part "machine" of a result. ValueError if it does not have them."""
     if machine["sweep"] != "default" or not machine.get("took_s"):
         raise ValueError("it must be of the default sweep, timed to its end: it does not say how long groups took")
     return dict(machine["took_s"])

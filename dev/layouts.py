@@ -1,6 +1,6 @@
 """Gives result files the layouts that benchmarks declare today: `python -m dev.layouts reports/results/*.json.gz`.
 
-All else in a file keeps its bytes: seals are of the machine and of records.
+All else in a file keeps its bytes, so that seals, which are of the machine and of the records, stay valid.
 """
 
 import argparse
@@ -16,7 +16,7 @@ KEY = '"layouts":'
 
 
 def with_layouts(text: str) -> str:
-    """The text of a result file with its benchmarks' layouts, in place of those that it has; of any other as it is."""
+    """The text of a result file with its benchmarks' layouts of today; the text of any other JSON file as it is."""
     layouts = {
         name: benchmark.layout
         for name, benchmark in benchmarks_in(Path("benchmarks"), Path("dev")).items()

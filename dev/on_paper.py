@@ -1,4 +1,7 @@
-"""The sums that CS336's assignment 2 asks for on paper, for `dev.deliverables`."""
+"""What CS336's assignment 2 asks to calculate on paper, as Markdown for `dev.deliverables`: a function a problem.
+
+Each function takes the folder of the deliverables, which it does not need. The formulas are in `lmsys/cost/`.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -16,7 +19,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def sizes(_: Path) -> str:
-    """The memory of a training step of each size, context 512 and batch 4, float32; and a tensor of the residual."""
+    """The memory of a training step, and of one tensor of the residual stream, for each size."""
     rows = []
     for size in ("small", "medium", "large", "xl", "2.7b", "10b"):
         config = model_config(size, context_length=512)
@@ -31,12 +34,12 @@ def sizes(_: Path) -> str:
     )
 
 
-XXL = {"num_blocks": 126, "d_model": 16384, "d_ff": 53248}  # of the handout of 2025
-V5P = 4.6e14, 2 * 9e10  # what it says of a TPU v5p: operations and bytes in a second
+XXL = {"num_blocks": 126, "d_model": 16384, "d_ff": 53248}  # the model in the handout of 2025
+V5P = 4.6e14, 2 * 9e10  # a TPU v5p by that handout: operations and bytes per second
 
 
 def accounting(_: Path) -> str:
-    """The sums of `communication_accounting`, 2025, for a batch of 1,024 sequences of 1,024 tokens."""
+    """The problem `communication_accounting`, 2025, for a batch of 1,024 sequences of 1,024 tokens."""
     tokens = 2**20
     state, activations = memory.stack_state_bytes(**XXL), memory.stack_activation_bytes(**XXL, tokens=tokens)
     devices = memory.devices_needed(state + activations, 80e9)
@@ -55,7 +58,7 @@ def accounting(_: Path) -> str:
 
 
 def buckets(_: Path) -> str:
-    """`ddp_bucketed_benchmarking` (b): the overhead of s bytes in n buckets, and the best size of one."""
+    """The problem `ddp_bucketed_benchmarking` (b): the overhead of s bytes in n buckets, and the best bucket size."""
     s, o, w = 8e9, 3e-5, 1e11
     best = communication.optimal_bucket_bytes(s, o, w)
     rows = [
@@ -70,7 +73,7 @@ def buckets(_: Path) -> str:
 
 
 def parallel(_: Path) -> str:
-    """The problems of 2026 on parallelism: most devices of each kind, for one layer with numbers."""
+    """The problems of 2026 on parallelism: the most devices of each kind, and one layer in numbers."""
     layer = communication.Layer(tokens=2**20, d_model=16384, d_ff=53248, flops_per_s=990e12, bytes_per_s=450e9)
     rows = [
         (

@@ -1,4 +1,7 @@
-"""The cases of plans: the shape of each, how a plan is named and read, and which plans a shape has."""
+"""The cases of `bench_plans.py`: their shapes, how a plan is named and read, and which plans are worth timing.
+
+To have another plan timed, add it to `candidates`.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,8 +22,8 @@ PLANNED, CANDIDATES = "planned", "candidates"
 PLAIN, DETERMINISTIC, RAGGED, TRANSPOSED, GROUPED = FORMS = "plain", "deterministic", "ragged", "transposed", "grouped"
 PLANS: Mapping[str, Any] = {"fwd": (ForwardPlan, plans.forward_plan), "bwd": (BackwardPlan, plans.backward_plan)}
 Plan = ForwardPlan | BackwardPlan
-SHORT = 512  # keys, up to which a forward has few key tiles to hide the beginning and the end of a tile behind
-SMALL_TILES = 1024  # keys, up to which tiles of 64 of them may win
+SHORT = 512  # up to so many keys a forward has too few key tiles to hide the start and the end of a tile of queries
+SMALL_TILES = 1024  # up to so many keys, tiles of 64 keys may win
 
 
 def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[ForwardPlan] | list[BackwardPlan]:
@@ -29,7 +32,7 @@ def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[F
         steps = [{}, REORDERED, REORDERED | {"fma_exp": True}]
         steps += [step | {"peeled": True} for step in steps[1:]] if causal else []
         wanted = product((False, True), (5, 11, 22) if causal else (0,), steps)
-        ahead = head_dim == 128  # at 64 a log-sum-exp a step ahead spills registers in these orders, at 128 it gains
+        ahead = head_dim == 128  # in these orders a log-sum-exp loaded a step ahead spills registers at 64
         return [BackwardPlan(p, l2_mib, **step) for p, l2_mib, step in wanted if not step or p == ahead]
     sizes = (0, 32) if causal and keys <= SHORT else (32,) if causal else (0,)
     two = [
@@ -42,15 +45,15 @@ def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[F
         ForwardPlan(3, stages, ping_pong, named, dynamic, sizes[0])
         for stages in (2, 3)
         for ping_pong, named, dynamic in product((False, True), repeat=3)
-        if not (stages == 3 and ping_pong and named)  # wants more named barriers than there are
+        if not (stages == 3 and ping_pong and named)  # these would need more named barriers than there are
     ]
     small = [replace(plan, stages=3, tile_k=64, ctas=2 if head_dim == 64 else 1, chained=True) for plan in two]
-    room = head_dim == 64 and keys > SHORT  # three of them want more registers than there are at 128
+    room = head_dim == 64 and keys > SHORT  # at 128 three consumers would need more registers than there are
     return list(dict.fromkeys([*two, *(three if room else []), *(small if keys <= SMALL_TILES else [])]))
 
 
 def name_of(plan: Plan) -> str:
-    """The plan's fields where they are not False or at their default, as `plan_called` reads them."""
+    """The plan as text: its fields that are neither False nor at their default, as `plan_called` reads them."""
     values = [(field, getattr(plan, field.name)) for field in dataclasses.fields(plan)]
     changes = [(field.name, value) for field, value in values if value is not False and value != field.default]
     return "+".join(name if value is True else f"{name}{value}" for name, value in changes)
@@ -74,9 +77,12 @@ def plan_called(text: str) -> str | Plan:
 
 @dataclasses.dataclass(frozen=True)
 class PlanCase(Case):
-    """A shape, and the plan that runs it; the peer has none. calls: so many, one after another, are one sample.
+    """A shape, and the plan that runs it.
 
+    form     one of FORMS
+    plan     None: the peer runs it
     planned  the row takes this plan by itself
+    calls    how many calls, one after another, are one sample
     graphed  the calls are replayed as a CUDA graph
     """
 
@@ -97,7 +103,7 @@ class PlanCase(Case):
 
     @property
     def options(self) -> list[str]:
-        """All that tells the row from others of the shape."""
+        """What distinguishes this row from others of the shape: the plan and the form, in words."""
         plan = [] if self.planned or self.plan is None else [name_of(self.plan)]
         return plan if self.form == PLAIN else [*plan, self.form]
 
@@ -128,21 +134,24 @@ class PlanCase(Case):
 
     @property
     def small(self) -> "PlanCase":
-        """The least case that its kernels are compiled for."""
+        """The smallest case that needs the same compiled kernels."""
         return dataclasses.replace(self, section="", length=128, batch=1, planned=False, calls=1, graphed=False)
 
 
 def plans_of(case: PlanCase, asked: Sequence[str | Plan]) -> list[tuple[Plan, bool]]:
-    """The plans for the case's direction, shape and form, each with whether it is the row's own; none for fwdbwd."""
+    """(plan, True if the row takes it by itself) for each plan in `asked` that fits the case's direction and shape.
+
+    `asked` are values of the axis `plan`. There are none for the direction fwdbwd.
+    """
     if case.direction not in PLANS:
         return []
     (cls, own), shape = PLANS[case.direction], (case.head_dim, case.causal, case.length)
-    found: list[tuple[Plan, bool]] = []
-    for one in asked:
-        if one == CANDIDATES:
-            found += [(plan, False) for plan in candidates(case.direction, *shape)]
-        elif one == PLANNED and shape[:2] in plans.FORWARD:
-            found.append((own(*shape), True))
-        elif isinstance(one, cls):
-            found.append((one, False))
-    return list(dict.fromkeys(found))
+    chosen: list[tuple[Plan, bool]] = []
+    for value in asked:
+        if value == CANDIDATES:
+            chosen += [(plan, False) for plan in candidates(case.direction, *shape)]
+        elif value == PLANNED and shape[:2] in plans.FORWARD:
+            chosen.append((own(*shape), True))
+        elif isinstance(value, cls):
+            chosen.append((value, False))
+    return list(dict.fromkeys(chosen))

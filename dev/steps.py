@@ -1,9 +1,10 @@
-"""Versions of a training step, held to each other: by their bits where these must agree, else by the tolerance.
+"""Compares versions of a training step: by their bits if these must agree, else by the tolerance.
 
 python -m dev.steps --size tiny --context 32 --strategy naive,fsdp --checkpoint none,whole
 
-Takes the axes of `benchmarks/bench_data_parallel.py`, times nothing, and prints a table in Markdown: a line for each
-pair of versions, what holds it, and how far each is from plain steps in float64. Exits with 1 where nothing does.
+It takes the axes of `benchmarks/bench_data_parallel.py`, times nothing, and prints a table in Markdown: a line for each
+pair of versions, by what they agree, and the error of each against plain steps in float64. Which pairs must agree is
+decided in `benchmarks/data_parallel/cases.py`. The exit code is 1 if a pair does not agree.
 """
 
 import argparse
@@ -27,7 +28,7 @@ DEFAULTS = Grid(
 
 
 def steps_of(case: ParallelCase, asked: Pass, ranks: Ranks) -> Steps:
-    """Takes the steps of a version on its ranks, and holds them to plain ones."""
+    """Takes the steps of a version on its ranks: their bits, and their errors against plain steps in float64."""
     start = case.world_size, case.backend
     taken = ranks.run(*start, take_pass, case, asked)
     by_rank = ranks.run(*start, judge_pass, case, asked)
