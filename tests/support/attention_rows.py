@@ -1,4 +1,8 @@
-"""Every row of the attention table on every device, and the cases that hypothesis draws for it."""
+"""Rows of the attention table on devices, and the cases that hypothesis draws for them.
+
+Tests make a function check(row, case, seed) a test of every row on every device by the decorator `law`. What a row can
+run follows from its `supports`; how much is asked of it is said in `Row`.
+"""
 
 import math
 import re
@@ -17,10 +21,10 @@ from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.attention.contract import adapt
 from lmsys.testing import Inputs, Oracle, make_inputs, run
 
-COMPILED = ("naive_compiled", "flex")  # compiled anew for each shape, which takes seconds
+COMPILED = ("naive_compiled", "flex")  # rows that compile for each shape, which takes seconds
 KEEPS_LSE = ("flash_torch", "flash_triton", "flash_triton_torch_bwd", "flash_cuda", "flash_gluon")
 HEADS = [(1, 1), (2, 1), (2, 2), (4, 2)]
-POOL = [  # batch, heads, key heads, queries, keys, head dim, dtype, causal: what compiled rows are asked on CPU
+POOL = [  # cases of COMPILED rows on a CPU: batch, heads, key heads, queries, keys, head dim, dtype, causal
     (2, 4, 2, 33, 70, 32, "float32", True),
     (1, 2, 1, 128, 100, 16, "bfloat16", True),
     (2, 1, 1, 65, 65, 64, "float16", False),
@@ -28,9 +32,10 @@ POOL = [  # batch, heads, key heads, queries, keys, head dim, dtype, causal: wha
 
 
 def growing(growth: list[float], causal: bool, seed: int, device: str) -> tuple[AttentionCase, Inputs]:
-    """Scores that grow by 2 to the power of `growth` from 128 keys to the 128 on their left.
+    """(case, inputs) whose scores grow from each 128 keys to the 128 keys on their left.
 
-    In one row; in others by half as much, by nothing, or downwards. Rows of a kind by 16, or in turn.
+    They grow by `growth`, in powers of 2, in some rows; in others by half as much, by nothing, or downwards. Rows of a
+    kind come in groups of 16, 1 or 4, by the seed.
     """
     keys = 128 * (len(growth) + 1)
     head_dim = 64 << seed % 2
@@ -46,6 +51,8 @@ def growing(growth: list[float], causal: bool, seed: int, device: str) -> tuple[
 
 @dataclass(frozen=True)
 class Row:
+    """A row of the attention table on a device, "cpu" or "cuda", and what tests ask of it."""
+
     name: str
     device: str
 
@@ -65,7 +72,10 @@ class Row:
 
     @property
     def phases(self) -> list[Phase]:
-        """Hypothesis's tracing of what fails crashes torch.compile, and shrinking means compiling a hundred times."""
+        """Hypothesis's phases: without shrinking for rows that compile, which would compile a hundred times.
+
+        Explaining failures is left out for all rows, since its tracing crashes torch.compile.
+        """
         shrink = [] if self.name in COMPILED else [Phase.shrink]
         return [Phase.explicit, Phase.reuse, Phase.generate, *shrink]
 
@@ -75,7 +85,7 @@ class Row:
         return ["float32", "float16"] if self.interpreted else ["float32", "float16", "bfloat16"]
 
     def scale(self, case: AttentionCase, seed: int) -> float | None:
-        """None, half as much again as the default, or negative where the row is ours."""
+        """A scale by the seed: None, 1.5 times the default, or for our own rows also a negative one."""
         if self.name in COMPILED and self.device == "cpu":
             return None
         factor = [None, 1.5, 1.5 if ATTENTION[self.name].peer else -0.5][seed % 3]
@@ -119,7 +129,7 @@ class Row:
 
 @st.composite
 def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> AttentionCase:
-    """A case the row can run, with its gradients where it has them; `fixed` fields are not drawn."""
+    """A case that the row can run, with gradients if it has them. The fields in `fixed` are not drawn."""
     if row.name in COMPILED and row.device == "cpu":
         batch, heads, kv_heads, queries, keys, head_dim, dtype, causal = draw(st.sampled_from(POOL))
     else:
@@ -134,9 +144,10 @@ def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> AttentionCase:
 
 
 def on_devices(names: tuple[str, ...], compiled_on_cpu: bool, **fixed: Any) -> list[Any]:
-    """For `parametrize`: each row with "cuda", and with "cpu" where it runs on one; what compiles there takes long.
+    """For `parametrize`: (name, device) of each row on "cuda", and on "cpu" if it runs there.
 
-    A row that runs on a CPU, but knows nothing of the fields that are fixed, has promised nothing of them.
+    Rows that compile on a CPU are marked `long`. A row that runs on a CPU, but does not support the fields in `fixed`,
+    is left out.
     """
     pairs = []
     for name in names:
@@ -157,10 +168,12 @@ def law(
     of: Callable[..., st.SearchStrategy[AttentionCase]] = cases,
     **fixed: Any,
 ) -> Callable:
-    """Makes `check(row, case, seed)` a test of every row (or those in `only`) on every device.
+    """A decorator that makes check(row, case, seed) a test of every row, or of those in `only`, on every device.
 
-    `square` asks for as many keys as queries, `of` draws cases of a row, `fixed` fixes fields of them. Rows that
-    compile for each shape are left out on CPU unless `compiled_on_cpu`: there they are held to the oracle alone.
+    square           as many keys as queries
+    of               the strategy of hypothesis that draws cases of a row
+    fixed            fields of the case that are not drawn
+    compiled_on_cpu  rows that compile for each shape are tested on a CPU too; most laws leave them out there
     """
 
     def decorate(check: Callable[[Row, AttentionCase, int], None]) -> Callable:
@@ -196,15 +209,15 @@ def quantised_inputs(case: AttentionCase, seed: int) -> Inputs:
 
 
 def assert_within_budget(ratios: dict[str, float]) -> None:
-    """Errors over what each may be wrong by, by the name of a result."""
+    """AssertionError if an error exceeds its budget. `ratios`: by result, its error over its budget."""
     assert max(ratios.values()) <= 1, ratios
 
 
 def assert_agree(first: dict[str, Tensor], second: dict[str, Tensor], *oracles: Oracle) -> None:
-    """Two right answers differ by no more than the sum of what each may be wrong by."""
+    """AssertionError if two results differ by more than the sum of the budgets that `oracles` give to both."""
     assert first.keys() == second.keys()
     for name in first:
         one, other = first[name].double(), second[name].double()
-        difference = (one - other).masked_fill(one == other, 0).abs().max().item()  # of -inf too
+        difference = (one - other).masked_fill(one == other, 0).abs().max().item()  # -inf equals -inf
         allowed = sum(oracle.budget[name] for oracle in oracles)
         assert difference <= allowed, f"{name}: {difference:.3g} apart, {allowed:.3g} allowed"

@@ -1,7 +1,7 @@
-"""Attention rows that cheat, each in its own way: right when they are looked at, and fast or wrong when they are timed.
+"""Attention rows that cheat: right in checks before timing, but fast or wrong while they are timed.
 
-`CHEATS` has them by name, with their family and the directions in which they cheat. `HONEST` are rows that do what
-cheats do for good reasons: they keep results, look at the time, use threads, streams and libraries, and are right.
+Tests of the harness measure them, and each must be recorded as wrong. `CHEATS` has them by name, with their family and
+the directions in which they cheat. A new cheat is a function with the decorator `cheat`.
 """
 
 import gc
@@ -19,22 +19,31 @@ from torch import Tensor
 from lmsys.attention.naive import naive
 
 Row = Callable[..., Tensor]
-CLOCK, SAMPLING = "measure/clock.py", "measure/compare.py"
+CLOCK, SAMPLING = "measure/clock.py", "measure/compare.py"  # files that are on the stack while a row is timed
 
 
 @dataclass(frozen=True)
 class Cheat:
+    """A cheating row.
+
+    family        the kind of cheat
+    directions    the directions in which it cheats
+    seen_at_once  checks before timing already find it
+    """
+
     row: Row
     family: str
     directions: tuple[str, ...]
     devices: tuple[str, ...] = ("cpu", "cuda")
-    seen_at_once: bool = False  # by the checks before the clock
+    seen_at_once: bool = False
 
 
 CHEATS: dict[str, Cheat] = {}
 
 
 def cheat(family: str, *directions: str, **options: Any) -> Callable[[Row], Row]:
+    """A decorator that puts a row into CHEATS; without directions it cheats in "fwd" and "bwd"."""
+
     def add(row: Row) -> Row:
         CHEATS[row.__name__] = Cheat(row, family, directions or ("fwd", "bwd"), **options)
         return row
@@ -47,7 +56,7 @@ def honest(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: floa
 
 
 def seen(*names: str) -> bool:
-    """True while a file of one of these names is on the stack."""
+    """True if a function of a file with one of these names is on the stack."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.endswith(names):
@@ -65,17 +74,17 @@ def trains(q: Tensor) -> bool:
 
 
 _times: deque[float] = deque(maxlen=12)
-_last: dict[Any, Any] = {}  # of earlier calls
+_last: dict[Any, Any] = {}  # what cheats remember of earlier calls
 
 
 def forget() -> None:
-    """Memory that cheats have of earlier calls, emptied as in a process of its own."""
+    """Empties what cheats remember of earlier calls, as a new process would."""
     _times.clear()
     _last.clear()
 
 
 class Altered(torch.autograd.Function):
-    """Honest attention; its gradients pass through `alter` when the backward runs."""
+    """Honest attention, whose backward returns alter(function that computes the gradients, (q, k, v), do)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Any, alter: Any, inputs: Any = None) -> Tensor:
@@ -99,7 +108,7 @@ class Altered(torch.autograd.Function):
 
 
 class Later(Tensor):
-    """Computes when somebody reads it."""
+    """A tensor that is computed when a function of torch reads it."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,7 +192,7 @@ def looks_for_the_sampling(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> T
 
 @cheat("stack inspection", "fwd")
 def right_when_a_frame_says_that_it_is_kept(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Looks for a key among the variables of whoever samples."""
+    """Looks into the variables of the sampling function for the key that says which results are kept."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename.endswith(SAMPLING) and frame.f_locals.get("key") is not None:
@@ -320,7 +329,7 @@ def the_input_itself(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 @cheat("work moved into the forward", "bwd")
 def gradients_made_in_the_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Takes the gradient that came last: the right one is not known in time."""
+    """Computes gradients in the forward, from the do of the call before, since this call's is not known yet."""
     before = _last.get("do")
     guess = before if before is not None and before.shape == q.shape and before.dtype == q.dtype else torch.ones_like(q)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -337,7 +346,7 @@ def gradients_made_in_the_forward(q: Tensor, k: Tensor, v: Tensor, **options: An
 
 @cheat("work moved into the forward", "bwd")
 def a_forward_that_does_much_more(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Repeats its forward forty times, in place of what could be made ready there: a busy machine hides a dozen."""
+    """Repeats its forward forty times, as if it prepared the backward; on a busy machine a dozen would not show."""
     for _ in range(40 if trains(q) else 0):
         honest(q.detach(), k.detach(), v.detach(), **options)
     return honest(q, k, v, **options)
@@ -348,7 +357,7 @@ def a_forward_that_does_much_more(q: Tensor, k: Tensor, v: Tensor, **options: An
 
 @cheat("the clock's own events", "fwd", devices=("cuda",))
 def starts_the_clock_again(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Finds every event that a dictionary or a tuple holds, and records the last start anew when its work is done."""
+    """Finds the clock's events among Python's objects, and records the start again when its work is done."""
     o = honest(q, k, v, **options)
     if timed():
         for holder in gc.get_objects(generation=0):
@@ -360,7 +369,7 @@ def starts_the_clock_again(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> T
 
 
 def replaces(owner: Callable[[], Any], name: str, other: Callable[..., Any]) -> Row:
-    """A row that puts another function in a judge's place when it is called."""
+    """A row that replaces the attribute `name` of owner(), a part of the harness or of torch, when it is called."""
 
     def row(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         setattr(owner(), name, other)

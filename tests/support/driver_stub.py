@@ -1,6 +1,6 @@
-"""Triton's own launcher without a GPU: kernels are compiled, loaded and launched, into a stub of the CUDA driver.
+"""A stub of the CUDA driver: without a GPU, Triton compiles, loads and launches kernels, and the stub records launches.
 
-In a process without TRITON_INTERPRET, and of its own: what stands for the CUDA driver stays so.
+It needs a process of its own, without TRITON_INTERPRET, since it replaces the driver for good. `launches.py` uses it.
 """
 
 import ctypes
@@ -22,17 +22,17 @@ Launch = tuple[str, tuple[int, int], int | None, tuple[bytes, ...]]  # kernel, g
 
 
 def parameters(ptx: str) -> list[int]:
-    """Bytes of each parameter that a kernel declares."""
+    """The number of bytes of each parameter that a kernel's PTX declares."""
     head = ptx[ptx.index(".entry") :]
     found = re.findall(r"\.param\s+(?:\.align \d+\s+)?\.(\w+)[^,)]*?_param_\d+(?:\[(\d+)\])?", head[: head.index("{")])
     return [WIDTHS[width] * int(length or 1) for width, length in found]
 
 
 class Stub:
-    """Triton's active driver, of a GPU of `capability` (80 or 90), which records launches while `recording`."""
+    """Replaces Triton's driver by one for a GPU of `capability` (80 or 90), which records launches in `launches`."""
 
     def __init__(self, capability: int):
-        self.folder = tempfile.TemporaryDirectory()  # as long as this lives: launchers are linked with what is in it
+        self.folder = tempfile.TemporaryDirectory()  # kept, since launchers are linked with the library in it
         library = Path(self.folder.name, "libcuda.so.1")
         include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
         source = Path(__file__).with_suffix(".c")
@@ -66,7 +66,7 @@ class Stub:
         )
 
     def launches(self, call: Callable[[], Any]) -> list[Launch]:
-        """The launches of `call`."""
+        """The kernels that call() launches, in order."""
         self.recorded = []
         self.library.stub_set(self.capability, self._observer)
         call()

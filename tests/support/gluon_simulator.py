@@ -1,16 +1,20 @@
-"""Runs the Gluon kernels of `flash_gluon` on a CPU: their Python, with NumPy-like stand-ins for what Gluon gives.
+"""Simulates the Gluon kernels of `flash_gluon` on a CPU: their Python source runs with stand-ins for Gluon's functions.
 
-Each partition of each CTA is a thread. Everything asynchronous is done as late, and memory that a copy will fill is
-spoilt as early, as the rules allow, so that a wait or a release in the wrong place shows as NaN, a wrong sum, an
-error, or a deadlock (reported once all wait for one another):
+Tests call `with simulated():`, in which the row runs on CPU tensors. A kernel that calls another function of Gluon
+needs a stand-in in `gl`, `mbarrier`, `tma` or `kernels`.
+
+Each partition (warp group) of each CTA is a thread. The simulation does everything asynchronous as late as the rules of
+the hardware allow, and fills memory that a copy will write with NaN as early as they allow. So a missing wait or
+release shows as NaN, a wrong sum, an error, or a deadlock, which is reported once all threads wait for one another:
 - a bulk load fills its target with NaN when it is issued, and with data a while later;
-- a matmul reads its operands when it is waited for, and they must be what they were when it was issued;
-- a bulk store reads its source when it is waited for, and writes at the end; an addition lands when a semaphore is
-  released, by its own partition or one that a named barrier has told of it; so do zeros;
+- a matmul reads its operands when it is waited for, and they must not have changed since it was issued;
+- a bulk store reads its source when it is waited for, and writes at the end of the kernel;
+- an addition to dq, and zeros for it, land when a semaphore is released by the same partition, or by one that has met
+  it at a named barrier;
 - shared memory that was written by ordinary stores and not fenced cannot be an operand;
-- memory that torch hands out begins as NaN; in a fixed order a CTA adds to a tile of dq that it has acquired, and
-  stores one that no other has come to.
-Not simulated: layouts, registers, what 128 threads do apart from one another.
+- memory from torch.empty begins as NaN;
+- in the deterministic mode a CTA adds only to a tile of dq that it has acquired, and stores only where it is the first.
+Layouts, registers, and differences between the 128 threads of a partition are not simulated.
 """
 
 import ast
@@ -35,26 +39,32 @@ import torch
 from torch import Tensor
 
 SOURCES = Path(__file__).parents[2] / "lmsys" / "attention" / "flash_gluon"
-LANDINGS_S: tuple[float | None, ...] = (0.0, 0.002, 0.02)  # after which a load lands; None: once it is waited for
+# Delays after which a load lands, one of which is drawn for each; None: it lands once it is waited for.
+LANDINGS_S: tuple[float | None, ...] = (0.0, 0.002, 0.02)
 
-here = threading.local()  # the partition that this thread is
+here = threading.local()  # the state of the partition that runs in this thread: see `_enter`
 
 
 class Deadlock(AssertionError):
-    pass
+    """All threads wait, or another partition has failed."""
 
 
 class Machine:
-    """One lock for all. Whoever changes anything wakes those whose wait is over."""
+    """The state that all threads of a kernel share: one lock, and the threads that wait for conditions.
+
+    Every change happens in `change`, which wakes the threads whose condition has become true.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.failure: BaseException | None = None
-        self.late: list[tuple[Any, ...]] = []  # stores that nobody waited for: they land when the kernel ends
-        self.busy = 0  # threads that wait for nothing, and loads under way: without one nothing changes any more
+        self.late: list[tuple[Any, ...]] = []  # bulk stores, which land when the kernel ends
+        self.busy = 0  # threads that do not wait, and loads in flight; at 0 nothing changes any more: a deadlock
+        # (condition, lock that the waiting thread holds twice, what it waits for)
         self.waiting: list[tuple[Callable[[], bool], threading.Lock, str]] = []
 
     def await_(self, condition: Callable[[], bool], what: str) -> None:
+        """Returns once the condition is true. Deadlock if another partition fails, or nothing can change any more."""
         while True:
             with self.lock:
                 if self.failure is not None:
@@ -69,15 +79,18 @@ class Machine:
 
     @contextmanager
     def change(self) -> Iterator[None]:
+        """A context for changes that threads may wait for."""
         with self.lock:
             yield
             self._wake()
 
     def works(self, number: int = 1) -> None:
+        """More threads or loads are busy."""
         with self.lock:
             self.busy += number
 
     def rests(self) -> None:
+        """A thread or load is no longer busy. If it was the last one, and threads wait, that is a deadlock."""
         with self.lock:
             self.busy -= 1
             if self.busy == 0 and self.waiting and self.failure is None:
@@ -94,11 +107,11 @@ class Machine:
 
 
 class Barrier:
-    """An mbarrier."""
+    """An mbarrier: its phase ends once all arrivals have come and all expected bytes have landed."""
 
     def __init__(self) -> None:
         self.count = self.pending = self.bytes = self.phase = self.waiting = 0
-        self.late: list[Callable[[], None]] = []  # loads that land once somebody waits
+        self.late: list[Callable[[], None]] = []  # loads that land once a thread waits
 
     def arrive(self, count: int = 1, expect: int = 0) -> None:
         with here.machine.change():
@@ -119,11 +132,15 @@ class Barrier:
 
 @dataclass
 class Shared:
-    """A view of shared memory; `written` is common to all views of one allocation."""
+    """A view of shared memory.
+
+    unfenced  views that were written by ordinary stores and not fenced; one list for all views of an allocation
+    together  the view is one contiguous stretch of the hardware's memory
+    """
 
     data: Tensor
     unfenced: list[Tensor]
-    together: bool = True  # one stretch of memory
+    together: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -137,7 +154,7 @@ class Shared:
         return self._view(self.data[int(i)])
 
     def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
-        """Tiles lie in memory as panels of columns, 128 bytes wide."""
+        """A part of the view. The hardware stores tiles as panels of columns, 128 bytes wide, so it may lie apart."""
         one_panel = self.data.shape[-1] * self.data.element_size() <= 128
         return self._view(self.data.narrow(dim, start, length), dim == 0 and one_panel)
 
@@ -158,13 +175,14 @@ class Shared:
         return self.data.clone()
 
     def operand(self) -> Tensor:
+        """A float32 copy, as an operand of a matmul or the source of a bulk store. AssertionError if not fenced."""
         for other in self.unfenced:
             assert not _overlap(self.data, other), "written by ordinary stores and not fenced"
         return self.data.float().clone()
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    """The first byte and the last."""
+    """The first and the last byte of x in its storage."""
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     return x.storage_offset() * x.element_size(), (x.storage_offset() + last + 1) * x.element_size() - 1
 
@@ -176,7 +194,7 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
 
 @dataclass
 class Token:
-    """A matmul under way."""
+    """An asynchronous matmul that was issued. `run` computes it when it is waited for."""
 
     a: Any
     b: Shared
@@ -191,13 +209,13 @@ class Token:
 
     def run(self) -> None:
         a, b = self._operands()
-        for now, before in zip((a, b), self.seen, strict=True):  # memory nobody wrote is NaN, and stays so
+        for now, before in zip((a, b), self.seen, strict=True):  # unwritten memory is NaN, and NaN is equal here
             assert torch.equal(now.nan_to_num(1e9), before.nan_to_num(1e9)), "an operand changed under a matmul"
         self.result = a @ b if self.acc is None else self.acc + a @ b
 
 
 class Word(Tensor):
-    """A scalar of a kernel: an address becomes a pointer, bits another type."""
+    """A scalar of a kernel. `to` can also turn an address into a pointer, and bits into another type."""
 
     def to(self, what: Any, bitcast: bool = False) -> Any:  # type: ignore[override]
         if isinstance(what, Pointer):
@@ -212,7 +230,7 @@ def word(x: Any, dtype: torch.dtype | None = None) -> Word:
 
 @dataclass
 class Pointer:
-    """Into the memory of this process, `offset` elements after `address`."""
+    """A pointer into the memory of this process, `offset` elements after `address`."""
 
     address: int
     dtype: torch.dtype
@@ -230,13 +248,15 @@ class Pointer:
 
 
 class Descriptor:
+    """A tensor descriptor: x in blocks of this shape."""
+
     def __init__(self, x: Tensor, block: list[int]):
         self.x, self.block, self.dtype, self.layout = x, block, x.dtype, None
         nbytes = x.element_size() * torch.Size(block).numel()
         self.block_type = SimpleNamespace(shape=block, nbytes=nbytes)
 
     def parts(self, coord: list[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Where a block lies in the tensor, and the part of the block that does; empty outside."""
+        """(slices of the tensor, slices of the block): the part of the block at `coord` that is inside the tensor."""
         inside, kept = [], []
         for start, size, length in zip(map(int, coord), self.block, self.x.shape, strict=True):
             assert start >= 0
@@ -248,12 +268,17 @@ class Descriptor:
 
 @dataclass
 class Cta:
+    """A thread block.
+
+    named     by number of a named barrier: [threads that have arrived, times that it was completed, additions to
+              memory that the arrived partitions know of]
+    acquired  by semaphore of an acquired tile of dq: how many CTAs have added before; None without a fixed order
+    """
+
     machine: Machine
     program: int
     grid: int
-    # number: [threads that have come, times completed, additions to memory that those who came know of]
     named: dict[int, list[Any]] = field(default_factory=dict)
-    # how many have come before, by place of the semaphore: of the acquired tiles of dq; None: there is no fixed order
     acquired: dict[int, int] | None = field(default_factory=dict)
 
 
@@ -349,7 +374,7 @@ def _matmul(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool
     assert is_async
     token = Token(a, b, acc if use_acc else None)
     here.matmuls.append(token)
-    time.sleep(random.choice((0, 0, 0.001)))  # others may come in between
+    time.sleep(random.choice((0, 0, 0.001)))  # lets other threads run in between
     return token
 
 
@@ -419,6 +444,8 @@ def _atomic_add(pointer: Pointer, x: Any, mask: Any = None) -> Tensor:
 
 @dataclass(eq=False)
 class Addition:
+    """64 x 64 numbers that a partition has added to dq, or stored there, but that may not have landed yet."""
+
     pointer: Pointer
     numbers: Tensor
     stores: bool = False
@@ -426,16 +453,16 @@ class Addition:
 
 
 def _exp2_by_fmas(x: Tensor) -> Tensor:
-    """All eight as the kernel computes the last one."""
+    """2 ** x, computed for all numbers as `exp2_of_eight` computes one of eight."""
     x = x.clamp(min=-127)
     t = x - x.round()
     return torch.where(x > -127, torch.exp2(x.round()), 0) * (1 + t * (0.69336860 + t * (0.24221784 + t * 0.05459282)))
 
 
 def _add_registers(pointer: Pointer, x: Tensor, stores: bool = False) -> None:
-    """Lands at once or, as others may see it, when a semaphore is released; at the latest when the partition ends."""
-    time.sleep(random.uniform(0, 0.002))  # so that the order of additions is one of many
-    acquired, tile = here.cta.acquired, int(pointer.offset) // (2 * 4096)  # of both consumers
+    """Adds x. It lands at once, or when a semaphore is released, or at the latest when the partition ends."""
+    time.sleep(random.uniform(0, 0.002))  # so that CTAs add in many orders
+    acquired, tile = here.cta.acquired, int(pointer.offset) // (2 * 4096)  # a tile of dq has a part of each consumer
     assert acquired is None or tile in acquired, "added or stored before the tile was acquired"
     numbers = x.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(4096)
     here.added.append(Addition(pointer, numbers, stores))
@@ -466,7 +493,7 @@ def _finish_additions() -> None:
 
 
 def _clear(pointer: Pointer) -> None:
-    """Lands when a semaphore is released, after its warps have met; before, the memory holds NaN."""
+    """Zeros that land when a semaphore is released after a `_thread_barrier`; until then the memory holds NaN."""
     start = int(pointer.offset)
     with here.machine.change():
         pointer.window(start + 4096)[start:].fill_(float("nan"))
@@ -490,7 +517,7 @@ def _semaphore_release(semaphore: Pointer) -> None:
 
 
 def _semaphore_wait(semaphore: Pointer, expected: Any, first: int) -> None:
-    here.cta.acquired = None  # this CTA releases what it has not acquired
+    here.cta.acquired = None  # not the deterministic mode: this CTA releases semaphores that it has not acquired
     _await_value(semaphore, expected)
     _let_add(first)
 
@@ -512,6 +539,7 @@ def _semaphore_acquire(semaphore: Pointer, expected: Any, first: int) -> None:
 
 
 def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
+    """gl.warp_specialize: runs each function, a partition of this CTA, in a thread, and checks how they end."""
     machine, cta = here.machine, here.cta
 
     def partition(function: Any, arguments: tuple[Any, ...]) -> None:
@@ -549,7 +577,7 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
 def _enter(machine: Machine, cta: Cta) -> None:
     here.machine, here.cta = machine, cta
     here.matmuls, here.stores, here.writes, here.stored, here.added = [], [], [], [], []
-    here.cleared, here.met = [], []  # zeros that warps have written, apart from one another; that all of them have
+    here.cleared, here.met = [], []  # zeros written before, and after, the warps have met at a thread barrier
 
 
 class _Constant(int):
@@ -606,20 +634,20 @@ def _hide_outside(x: Tensor, others: Tensor, first: Tensor, length: Tensor, hidd
 
 
 def kernels(module: str) -> dict[str, Any]:
-    """The names that the source of `module` defines, over the stand-ins."""
+    """The names that a module of flash_gluon, such as "forward", defines when it runs with the stand-ins."""
     stand_ins = {
         "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit), "gl": gl, "mbarrier": mbarrier, "tma": tma,
         "fence_async_shared": _fence, "warpgroup_mma": _matmul, "warpgroup_mma_wait": _wait_matmuls,
         "triton": SimpleNamespace(jit=_jit, language=gl), "tl": gl, "range": _ranged, "namedtuple": namedtuple,
     }  # fmt: skip
     _run_source("hopper", stand_ins)
-    stand_ins |= {  # in assembly
+    stand_ins |= {  # for functions in inline assembly
         "named_barrier": _named_barrier,
         "semaphore_release": _semaphore_release,
         "semaphore_acquire": _semaphore_acquire,
         "semaphore_wait": _semaphore_wait,
         "clear": _clear,
-        "gdc_wait": lambda: None,  # kernels do not run beside one another
+        "gdc_wait": lambda: None,  # here kernels run one after another
         "gdc_launch_dependents": lambda: None,
         "add_registers": _add_registers,
         "store_registers": _store_registers,
@@ -628,7 +656,7 @@ def kernels(module: str) -> dict[str, Any]:
         "scale_rows": lambda x, factor: x * factor[:, None],
         "widen": lambda x, dtype: x.float(),
     }
-    after = {"intervals": {"hide_outside": _hide_outside}}  # in assembly, too
+    after = {"intervals": {"hide_outside": _hide_outside}}  # this one is in assembly, too
     before = {"forward": ("intervals",), "backward": ("intervals", "dq", "backward_steps")}
     for name in (*before.get(module, ()), module):
         _run_source(name, stand_ins)
@@ -637,7 +665,7 @@ def kernels(module: str) -> dict[str, Any]:
 
 
 class _Values(ast.NodeTransformer):
-    """x += y makes a new value in a kernel, but would change the tensor that stands in for it."""
+    """Turns x += y into x = x + y: a kernel makes a new value, but a tensor would be changed in place."""
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
         assert isinstance(node.target, ast.Name)
@@ -652,14 +680,14 @@ def _run_source(module: str, names: dict[str, Any]) -> None:
 
 @cache
 def _compiled(text: str, path: str) -> CodeType:
-    """The source without its imports."""
+    """The source as code, without its imports."""
     tree = ast.parse(text)
     tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
     return compile(ast.fix_missing_locations(_Values().visit(tree)), path, "exec")
 
 
 def launch(kernel: Callable[..., None], grid: int, at_once: int, *args: Any, **constants: Any) -> None:
-    """All CTAs, `at_once` at a time, started in order."""
+    """Runs a kernel: all CTAs of the grid, started in order, `at_once` at a time. Raises what a partition raised."""
     machine, numbers = Machine(), itertools.count()
     args = tuple(word(x) if type(x) in (int, float) else x for x in args)
 
@@ -689,11 +717,11 @@ def _unwritten(*args: Any, make: Callable[..., Tensor] = torch.empty, **options:
     return made.fill_(float("nan")) if made.is_floating_point() else made
 
 
-PROCESSORS = 6
+PROCESSORS = 6  # multiprocessors of the simulated GPU
 
 
 class Kernel:
-    """In the place of `lmsys.attention.flash_gluon.launch.Kernel`."""
+    """Replaces `lmsys.attention.flash_gluon.launch.Kernel`."""
 
     def __init__(
         self, function: Any, tensors: list[Tensor], blocks: list[list[int]], others: list[Any], **options: Any
@@ -711,7 +739,7 @@ class Kernel:
 
 @contextmanager
 def plans_taken(launcher: str) -> Iterator[list[Any]]:
-    """The plans with which `_Forward` or `_Backward` is made meanwhile; nothing runs."""
+    """A context in which no kernel runs: the list has the plans that `launcher`, _Forward or _Backward, is given."""
     from lmsys.attention.flash_gluon import launch as product
 
     taken: list[Any] = []
@@ -726,9 +754,9 @@ def plans_taken(launcher: str) -> Iterator[list[Any]]:
 
 @contextmanager
 def on_one_core() -> Iterator[None]:
-    """One interpreter lock lets one thread run at a time: on several cores they would wait for one another's wake-up.
+    """A context in which all threads run on one core; workers of xdist have different ones.
 
-    Workers of xdist take one each. A thread runs where the one that starts it does.
+    The interpreter lock lets only one thread run at a time. On several cores each switch would have to wake a core.
     """
     cores = os.sched_getaffinity(0)
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -741,7 +769,7 @@ def on_one_core() -> Iterator[None]:
 
 @contextmanager
 def simulated() -> Iterator[None]:
-    """Within, `flash_gluon` runs on CPU tensors, on a GPU of PROCESSORS multiprocessors."""
+    """A context in which `flash_gluon` runs on CPU tensors, on a simulated GPU of PROCESSORS multiprocessors."""
     from lmsys.attention.flash_gluon import launch as product
 
     with ExitStack() as patches:

@@ -1,4 +1,4 @@
-"""Kernels of Triton for `python -m dev.targets`: their own inputs, no GPU."""
+"""Kernels of Triton, and functions that launch them on inputs of their own: targets for tests of `dev.targets`."""
 
 import os
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-GIVEN = [  # fewer and fewer stages: the first do not fit a card with little shared memory
+GIVEN = [  # fewer and fewer stages: the first do not fit cards with little shared memory
     triton.Config({"ROWS": 64, "COLUMNS": 64}, num_warps=4, num_stages=stages) for stages in (9, 3, 2)
 ]
 
@@ -48,7 +48,7 @@ def ends_the_compiler(x_ptr):
 
 
 def end(*_, **__):
-    """As LLVM does where it knows no instruction."""
+    """Ends the process as LLVM does if it has no instruction for something."""
     os.write(2, b"some lines of a module\nLLVM ERROR: Cannot select: intrinsic\n")
     os.abort()
 

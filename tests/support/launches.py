@@ -1,10 +1,9 @@
-"""Launches the Triton and Gluon kernels into a stub of the driver, directly and by Triton's own ways.
+"""Compares two ways of launching kernels, `DirectKernel` and Triton's own, by launches into a stub of the CUDA driver.
 
-`python -m tests.support.launches 90` (a GPU with TMA; 80: one without) prints a JSON line for each launch: the
-kernel, whether both ways gave it one grid, one stream and the same bytes for each of its parameters, how many bytes
-those are, and how many descriptors are kept by then, at most how many. Successive calls differ in length, layout and
-address, and come back to addresses that they had before. It must run without TRITON_INTERPRET, so the tests start it
-in a process of its own.
+`python -m tests.support.launches 90` (a GPU with TMA; 80: one without) prints a JSON line for each launch: the kernel,
+whether both ways passed the same grid, stream and bytes of parameters, the number of these bytes, the number of
+descriptors kept by then, and the limit of that number. Successive calls differ in length, layout and address, and come
+back to earlier addresses. It must run without TRITON_INTERPRET, so the tests start it in a process of its own.
 """
 
 import ctypes
@@ -42,7 +41,7 @@ def main(capability: int) -> None:
     launch.MAX_DESCRIPTORS = MAX_DESCRIPTORS
 
     class Both:
-        """In the place of `Kernel`: launches each call in both ways."""
+        """Replaces `Kernel`: launches each call in both ways, and prints a line."""
 
         def __init__(self, *args: Any, **options: Any):
             self.ways = launch.DirectKernel(*args, **options), launch.PublicKernel(*args, **options)
@@ -59,7 +58,7 @@ def main(capability: int) -> None:
         for transposed in (False, True):
             for length in LENGTHS:
                 attend(*case, length, transposed)
-    for dtype in (torch.bfloat16, torch.float32):  # one shape and one place, in two dtypes
+    for dtype in (torch.bfloat16, torch.float32):  # the same shape and address in two dtypes
         q, k, v = (memory[i].view(dtype)[: memory[i].numel()].view(BATCH, HEADS, max(LENGTHS), 64) for i in range(3))
         flash_triton._forward(q, k, v, True, 0.125, TILE)
     attend(*CASES[0], LENGTHS[0], False, Pattern(True, 7))
@@ -67,7 +66,7 @@ def main(capability: int) -> None:
     attend(*CASES[0], LENGTHS[0], False, several, torch.randn(BATCH, LENGTHS[0], HEADS).mT)
     many, few = Pattern(True, offset=150), Pattern(True, 7, 31, key_lengths=torch.tensor([40, 33]), softcap=2.0)
     ends = Pattern(True, 7, torch.tensor([36, 29]), key_lengths=torch.tensor([40, 33]))
-    for pattern in (many, few, ends):  # keys in parts, and in one
+    for pattern in (many, few, ends):  # decoding: keys in several parts, and in one part
         for length in (160, 153):
             q, k, v = (
                 torch.randn(BATCH, heads, length, 64)[:, :, :keys] for heads, keys in ((4, 3), (2, 160), (2, 160))
@@ -78,7 +77,8 @@ def main(capability: int) -> None:
         parts = tuple(torch.empty(BATCH, length, HEADS, 256) for _ in range(3))
         fused_triton.turn(heads, parts, *torch.randn(2, length, 128), HEADS, backward=False)
     if capability == 90:
-        gluon(stub)  # without TMA the next would take less of shared memory
+        gluon(stub)
+        # Only with TMA does the next tile exceed shared memory.
         print(json.dumps({"kernel": "too large", "same": too_large() == too_large() != ""}))
 
 
@@ -87,7 +87,7 @@ def gluon(stub: Stub) -> None:
     kernel = flash_gluon.Kernel
 
     class Both:
-        """In the place of its `Kernel`: an address is for Triton's own way a tensor that begins there."""
+        """Replaces its `Kernel`. Triton's own way is given a tensor in place of an address."""
 
         def __init__(self, function: Any, tensors: list[Tensor], blocks: list[list[int]], others: list[Any], **options):
             self.direct = kernel(function, tensors, blocks, others, **options)
@@ -113,11 +113,12 @@ def gluon(stub: Stub) -> None:
 
 
 def begins_at(address: int, dtype: torch.dtype) -> Tensor:
+    """A tensor of one element at this address."""
     return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
 
 
 def too_large() -> str:
-    """Triton's message about a tile that no GPU has room for."""
+    """The message of Triton's error about a tile that is too large for any GPU; "" if there is none."""
     q = torch.zeros(1, 1, 128, 128, dtype=torch.bfloat16)
     try:
         flash_triton._forward(q, q, q, True, 0.125, Tile(128, 128, 4, 6))
@@ -139,6 +140,8 @@ def attend(
     pattern: Pattern | None = None,
     dlse: Tensor | None = None,
 ) -> None:
+    """A forward and a backward of flash_triton, on tensors that begin at the same addresses in every call."""
+
     def placed(i: int, heads: int) -> Tensor:
         place = memory[i].view(dtype)
         if transposed:

@@ -1,4 +1,4 @@
-"""A kernel that writes where nothing is its own."""
+"""A Triton kernel that writes outside of all allocated memory."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,8 @@
-"""Patterns of attention that hypothesis draws for a row, and what they mean, spelled out pair by pair."""
+"""Patterns of attention that hypothesis draws for a row, and which keys they let a query see, pair by pair.
+
+`patterned` draws a case with options, `make_pattern` its tensors; `spelled` is a slow, independent definition that
+results are compared with. A new option is added to EXAMPLES, `patterned`, `make_pattern` and `spelled`.
+"""
 
 import random
 from collections.abc import Sequence
@@ -14,8 +18,8 @@ from lmsys.attention.contract import DTYPES
 from lmsys.attention.pattern import OPTIONS
 from tests.support.attention_rows import Row, cases
 
-FLAGS = "bias", "alibi", "sinks", "return_lse"
-EXAMPLES: dict[str, Any] = {
+FLAGS = "bias", "alibi", "sinks", "return_lse"  # options that hide no key, and are True in a case
+EXAMPLES: dict[str, Any] = {  # by option: a value in a case
     "window": 5,
     "offset": 3,
     "softcap": 2.0,
@@ -31,7 +35,7 @@ def taken(row: Row) -> list[str]:
 
 @st.composite
 def patterned(draw: st.DrawFn, row: Row, **fixed: Any) -> AttentionCase:
-    """A case of one or more options; `fixed` fields, of which an option is one, are not drawn."""
+    """A case with one or more options that the row knows. The fields in `fixed`, perhaps options, are not drawn."""
     case = draw(cases(row, **fixed))
     free = [name for name in taken(row) if name not in fixed]
     given = draw(st.sets(st.sampled_from(free), min_size=0 if case.options else 1)) if free else set()
@@ -58,10 +62,7 @@ def patterned(draw: st.DrawFn, row: Row, **fixed: Any) -> AttentionCase:
 
 
 def make_pattern(case: AttentionCase, seed: int) -> Pattern:
-    """The case's pattern with documents, lengths, offsets and a mask drawn by `seed`.
-
-    Half of the documents have as many queries as keys, where the case has as many.
-    """
+    """The case's pattern, with tensors drawn by `seed`: documents, lengths, offsets, a mask, a bias and so on."""
     documents = lengths = None
     chance = random.Random(seed)
     if case.documents:
@@ -91,20 +92,20 @@ def make_pattern(case: AttentionCase, seed: int) -> Pattern:
 
 
 def drawn_bias(case: AttentionCase, seed: int) -> Tensor:
-    """A bias of some shape, in the case's dtype or in float32."""
+    """A bias of one of SHAPES, in the case's dtype or in float32, by the seed."""
     generator = torch.Generator().manual_seed(seed)
     bias = torch.randn(SHAPES[seed % len(SHAPES)](case), generator=generator)
     return bias.to(case.device, DTYPES[case.dtype] if seed % 2 else torch.float32)
 
 
 def divided(tokens: int, parts: int, chance: random.Random) -> list[int]:
-    """So many lengths, of 1 at least, that add up to `tokens`."""
+    """`parts` lengths, each at least 1, that add up to `tokens`."""
     edges = [0, *sorted(chance.sample(range(1, tokens), parts - 1)), tokens]
     return [end - start for start, end in zip(edges, edges[1:], strict=False)]
 
 
 def document_lengths(tokens: int, seed: int) -> list[int]:
-    """Lengths that add up to `tokens`: each of one token, or one over the whole, or any."""
+    """Lengths of documents that add up to `tokens`: all of one token, one document alone, or any."""
     chance = random.Random(seed)
     longest = chance.choice([1, 3, 20, tokens])
     lengths: list[int] = []
@@ -113,7 +114,7 @@ def document_lengths(tokens: int, seed: int) -> list[int]:
     return lengths
 
 
-SHAPES = (  # of masks that broadcast to (B, H, Q, K)
+SHAPES = (  # shapes that broadcast to (B, H, Q, K), for masks and biases
     lambda case: (case.batch, case.heads, case.queries, case.keys),
     lambda case: (case.batch, 1, case.queries, case.keys),
     lambda case: (case.queries, case.keys),
@@ -123,7 +124,7 @@ SHAPES = (  # of masks that broadcast to (B, H, Q, K)
 
 
 def drawn_mask(case: AttentionCase, seed: int) -> Tensor:
-    """A mask of some shape and density; a query in four sees nothing where queries have rows of their own."""
+    """A mask of one of SHAPES, with one of three densities, by the seed. One row of the mask in four sees nothing."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(SHAPES[seed % len(SHAPES)](case), generator=generator) < (0.1, 0.5, 0.9)[seed % 3]
     blind = torch.rand(*mask.shape[:-1], 1, generator=generator) < 0.25
@@ -131,7 +132,7 @@ def drawn_mask(case: AttentionCase, seed: int) -> Tensor:
 
 
 def spelled(pattern: Pattern, case: AttentionCase) -> Tensor:
-    """(B, H, Q, K): where a query sees a key, in the words of `attention`'s docstring."""
+    """(B, H, Q, K), boolean: True where a query sees a key, decided for each pair as `attention`'s docstring says."""
     shape = case.batch, case.heads, case.queries, case.keys
     at, query_document = places(pattern, case)  # (B, Q, 1)
     key, key_document, start = torch.arange(case.keys), 0, 0
@@ -155,7 +156,7 @@ def spelled(pattern: Pattern, case: AttentionCase) -> Tensor:
 
 
 def places(pattern: Pattern, case: AttentionCase) -> tuple[Tensor, Tensor]:
-    """Where each query stands among the keys, and the number of its document, (B, Q, 1)."""
+    """The position of each query among the keys, and the number of its document, (B, Q, 1) both."""
     offsets = pattern.offset.tolist() if isinstance(pattern.offset, Tensor) else [pattern.offset] * case.batch
     found = []
     for b, offset in enumerate(offsets):
@@ -171,7 +172,7 @@ def places(pattern: Pattern, case: AttentionCase) -> tuple[Tensor, Tensor]:
 
 
 def document_of(token: int, lengths: Sequence[int]) -> tuple[int, int]:
-    """The number of the document that a token belongs to, and its first token."""
+    """(number of the document that a token belongs to, the document's first token)."""
     start = 0
     for number, length in enumerate(lengths):
         if token < start + length:

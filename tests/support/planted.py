@@ -1,7 +1,7 @@
-"""Runs of attention against a folder of earlier rows, and rows that were given a known slowdown, for tests of verdicts.
+"""Rows with a known slowdown, and runs that compare them with a folder of earlier rows, for tests of verdicts.
 
-A planted row takes a share longer than the row it calls: a loop that does nothing, in a kernel behind it on a GPU, else
-in Python. The earlier folder has the same rows without it.
+A planted row takes a known share longer than the row that it calls: by an idle loop, in a kernel after it on a GPU,
+else in Python. The earlier folder has the same rows without the loop. SOURCE is the text of the rows' file.
 """
 
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ def planted_{number}(q, k, v, *, causal=False, scale=None):
 
 
 def plant(folder: Path, share: float) -> Path:
-    """A file with rows that take that share longer."""
+    """Writes planted.py into the folder, with rows that take `share` longer, and returns the folder."""
     folder.mkdir(exist_ok=True)
     rows = (ROW.format(number=number) for number in range(NUM_ROWS))
     (folder / "planted.py").write_text("".join([SOURCE.format(share=share), *rows]))
@@ -94,7 +94,11 @@ PLANTED = ",".join(f"planted.py:planted_{number}" for number in range(NUM_ROWS))
 def session(
     device: str, seconds: float, margin: float = MARGIN_IN_TURNS, against: str = "", **axes: str
 ) -> Iterator[Session]:
-    """A run of attention in this process's folder, whose rows run in fresh processes, with its cases selected."""
+    """A session of the benchmark of attention with all its cases selected, whose rows run in processes of their own.
+
+    against  a folder of earlier rows, as in --against
+    axes     values of the benchmark's axes, as texts
+    """
     checkout = Checkout(against) if against else None
     texts = {f"--{name.replace('_', '-')}": text for name, text in axes.items()}
     settings = Settings(device=device, seconds_per_row=seconds)

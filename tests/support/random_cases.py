@@ -1,11 +1,12 @@
-"""Random calls of `attention()`, each by every row that can and by auto, held to the float64 oracle.
+"""Random calls of `attention()`, each by every row that supports it and by auto, judged by the float64 oracle.
 
-A case is its number. On a GPU 2,000 of them would compile for hours, so that
+`tests/attention/test_random_cases.py` runs `judge_all`. A case is drawn by its number alone. On a GPU 2,000 cases would
+compile for hours. So they compile less:
 
-- cases that torch.compile runs are of CLASSES shapes, options and layouts, and asked of auto and of two rows;
-- rows that compile for each shape are asked of one case in RARELY;
-- `flash_triton` takes its first tile in place of the fastest, and what `flash_torch` compiles for each shape of a tile
-  runs as it is written, but in one case of RARELY.
+- Cases under torch.compile have only CLASSES different shapes, options and layouts, and are run by auto and two rows.
+- Rows that compile for each shape run one case in RARELY.
+- `flash_triton` takes its first tile instead of the fastest. The part of `flash_torch` that is compiled for each shape
+  of a tile runs uncompiled, except in one case in RARELY.
 """
 
 import os
@@ -31,8 +32,8 @@ from tests.support.patterns import document_lengths, drawn_bias, drawn_mask
 
 SEED = int(os.environ.get("LMSYS_RANDOM_SEED", "0"))
 CONTEXTS = {"cpu": ("eager", "autocast", "checkpoint"), "cuda": ("eager", "compile", "autocast", "graph", "checkpoint")}
-CLASSES = 24
-RARELY = 100
+CLASSES = 24  # kinds of cases under torch.compile
+RARELY = 100  # one case in so many compiles for its shape
 COMPILING = [row.name for row in ATTENTION.values() if AttentionTraits.of(row).compiles] + ["flash_attn_4"]
 NO_OPTIONS = {name: value for name, value in attention.__kwdefaults__.items() if name not in ("scale", "impl")}
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -40,7 +41,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class Judged:
-    """The outcome of calls: faults, each in a line, and how many calls there were, by context and row."""
+    """The outcome of calls: their faults, a line each, and the number of calls by (context, row)."""
 
     faults: list[str] = field(default_factory=list)
     asked: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -54,11 +55,15 @@ class Judged:
 
 
 def context_of(number: int, device: str) -> str:
+    """The context, one of CONTEXTS, in which a case is run."""
     return random.Random(f"{SEED} {number} context").choice(CONTEXTS[device])
 
 
 def tasks(numbers: list[int], device: str) -> list[list[int]]:
-    """The cases that a process does one after another: alone, but all that one compiled call serves, which go first."""
+    """The numbers, divided into tasks of a process each: cases of a class, which share a compiled call, stay together.
+
+    These come first; every other case is a task of its own.
+    """
     alone, classes = [], dict[int, list[int]]()
     for number in numbers:
         if context_of(number, device) == "compile":
@@ -69,11 +74,11 @@ def tasks(numbers: list[int], device: str) -> list[list[int]]:
 
 
 def drawn(number: int, device: str) -> tuple[AttentionCase, dict[str, Any], str]:
-    """A case without its options, the options, and how its inputs lie."""
+    """(case without options, options of `attention`, layout of its inputs in memory) of a number."""
     kind = f"class {number % CLASSES}" if context_of(number, device) == "compile" else number
     chance = random.Random(f"{SEED} {kind}")
     seed = chance.randrange(2**20)
-    longest = 1500 if device == "cuda" else 36  # an interpreter is slow
+    longest = 1500 if device == "cuda" else 36  # on a CPU Triton's interpreter is slow
     group, kv_heads = chance.choice([1, 1, 2, 4]), chance.choice([1, 2, 3] if device == "cuda" else [1])
     queries = chance.choice([1, 2, chance.randint(1, longest), chance.randint(1, longest), min(128, longest)])
     keys = queries if chance.random() < 0.6 else chance.randint(1, longest)
@@ -105,7 +110,7 @@ def drawn(number: int, device: str) -> tuple[AttentionCase, dict[str, Any], str]
         entries = [chance.randint(-queries, keys) for _ in range(case.batch)]
         options["offset"] = chance.choice([chance.randint(1, keys + 2), "end", torch.tensor(entries, device=device)])
     others = {"softcap": chance.choice([1.0, 30.0, 1e5]), "alibi": torch.rand(case.heads, device=device)}
-    if context_of(number, device) != "compile":  # for these flash rows are no operators
+    if context_of(number, device) != "compile":  # with these options flash rows break the graph
         others |= {"bias": drawn_bias(case, seed), "sinks": torch.randn(case.heads, device=device), "return_lse": True}
     drawn_others = chance.choice([[], [], [chance.choice([*others])], [name for name in others if name != "bias"]])
     options |= {name: others[name] for name in drawn_others}
@@ -113,7 +118,7 @@ def drawn(number: int, device: str) -> tuple[AttentionCase, dict[str, Any], str]
 
 
 def rows_of(number: int, context: str, case: AttentionCase, pattern: Pattern, inputs: Inputs) -> Iterator[str]:
-    """Auto, and the rows that can run the case and are asked to."""
+    """The rows that are to run the case: auto, and those that support it, as far as the context allows."""
     can = case_of(inputs.q, inputs.k, inputs.v, pattern, grad=case.grad)
     rows = [name for name, row in ATTENTION.items() if row.why_not(can) is None]
     if context in ("compile", "graph") or case.device == "cpu" or number % RARELY:
@@ -124,6 +129,8 @@ def rows_of(number: int, context: str, case: AttentionCase, pattern: Pattern, in
 
 
 def in_context(context: str, impl: str, options: dict[str, Any], case: AttentionCase, number: int) -> Call:
+    """A function (q, k, v) -> o that calls `attention` in a context."""
+
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, impl=impl, **options)
 
@@ -131,7 +138,7 @@ def in_context(context: str, impl: str, options: dict[str, Any], case: Attention
         return compile_for(call, (SEED, number % CLASSES, impl))
     if context == "checkpoint" and case.grad:
         return partial(checkpoint, call, use_reentrant=False)
-    if context == "autocast":  # of its own dtype: then nothing is cast
+    if context == "autocast":  # to the case's own dtype, so that nothing is cast
         kind = getattr(torch, case.dtype if case.dtype != "float32" else "bfloat16")
         return torch.autocast(case.device, dtype=kind, enabled=case.dtype != "float32")(call)
     return call
@@ -169,7 +176,7 @@ def outputs(call: Call, case: AttentionCase, inputs: Inputs, context: str) -> di
 
 
 def judge_all(device: str, numbers: list[int]) -> Judged:
-    """Runs in a process of its own where `device` is a GPU."""
+    """The outcome of these cases. For a GPU it is called in a process of its own, whose state it changes."""
     found = Judged()
     if device == "cuda":
         poison(setattr)  # as in the process of the tests
@@ -181,7 +188,7 @@ def judge_all(device: str, numbers: list[int]) -> Judged:
 
 
 def judge(number: int, device: str, found: Judged) -> None:
-    """Adds what the rows have made of a case."""
+    """Runs a case by its rows, and adds the calls and faults to `found`."""
     (case, options, memory), context = drawn(number, device), context_of(number, device)
     inputs = make_inputs(case, number, memory=memory)
     pattern = checked_pattern(inputs.q, inputs.k, **(NO_OPTIONS | options))

@@ -1,10 +1,10 @@
-"""Compiles the Triton kernels for any card, with or without a GPU, and reads what came out.
+"""Compiles the Triton kernels of attention for any card, with or without a GPU, and counts instructions of binaries.
 
 `python -m tests.support.sass` prints one JSON line for each kernel: registers, spills (LDL, STL), tensor-core
-instructions (HMMA; HGMMA, and the DEPBAR that wait for them; UTCHMMA), bulk tensor loads (UTMALDG), and of its loops
+instructions (HMMA; HGMMA, and the DEPBAR that wait for them; UTCHMMA), bulk tensor loads (UTMALDG), and in its loops
 the spills and asynchronous copies (LDGSTS). Arguments choose cards (`sm_86`; else sm_90), dtypes (else bfloat16),
-head dimensions (`128`) and masks (`causal`). `--table` prints the table of docs/flash_triton.md in place of lines. It
-must run without TRITON_INTERPRET, so the tests start it in a process of its own.
+head dimensions (`128`) and masks (`causal`). `--table` prints the table of docs/flash_triton.md instead. It must run
+without TRITON_INTERPRET, so the tests start it in a process of its own.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f
 TILED_BY_QUERIES = {"fwd": ("q", "o"), "dq": ("q", "o", "do", "dq"), "dkdv": ("q", "do")}
 
 
-MASKS = {  # the last two: of patterns
+MASKS = {  # by name: the arguments that kernels are given of a pattern; the last two are patterns
     "full": (),
     "causal": (),
     "bounds": flash_triton.EXTENT[:3],
@@ -38,12 +38,12 @@ MASKS = {  # the last two: of patterns
 }
 POINTERS = {**dict.fromkeys(("first_ptr", "end_ptr", "position_ptr"), "*i32"), "spoilt_ptr": "*i1"}
 DECODING = (64, 1), (64, 16), (128, 1), (128, 16), (256, 1)  # head_dim, queries
-TMA = 90, 100  # architectures on which kernels move tiles by it
+TMA = 90, 100  # architectures on which kernels move tiles by TMA
 SHARED = {arch: CARDS[f"sm_{arch}"].block_bytes for arch in (80, 86, 89, 90, 100, 120)}
-PRODUCT = "HMMA", "HGMMA", "UTCHMMA"  # of floating-point numbers, on tensor cores
+PRODUCT = "HMMA", "HGMMA", "UTCHMMA"  # matmuls of floating-point numbers on tensor cores
 MNEMONICS = {name: name for name in (*PRODUCT, "UTMALDG", "LDL", "STL")} | {"waits": r"WARPGROUP\.DEPBAR"}
-PRODUCTS = {"fwd": 2, "dq": 3, "dkdv": 4}  # of a pair of tiles
-HMMA_MACS = 16 * 8 * 16  # multiplications with additions of an instruction
+PRODUCTS = {"fwd": 2, "dq": 3, "dkdv": 4}  # matmuls of a kernel for a pair of tiles
+HMMA_MACS = 16 * 8 * 16  # multiply-adds of one instruction
 
 
 def compile_kernel(
@@ -57,7 +57,10 @@ def compile_kernel(
     arch: int = 90,
     clean: bool = False,
 ) -> Any:
-    """The compiled kernel, as `flash_triton` launches it with G = 1; `extent` names what it is given of a pattern."""
+    """The compiled kernel, as `flash_triton` launches it with G = 1.
+
+    `extent`: its arguments for a pattern. `clean`: the kernel that computes again what NaN has reached.
+    """
     kernel = flash_triton.AGAIN[name] if clean else KERNELS[name]
     constants = {
         "BLOCK_Q": tile.block_q,
@@ -84,7 +87,7 @@ def compile_kernel(
 
 
 def tiles(dtype: torch.dtype, block: list[int], arch: int) -> Any:
-    """The type of an argument whose tiles have that shape: a descriptor, or `Strided`."""
+    """The type of an argument whose tiles have the shape `block`: a descriptor, or `Strided`."""
     name = TRITON_NAMES[dtype]
     return f"tensordesc<{name}{block}>" if arch in TMA else Strided(f"*{name}", *4 * ["i32"], "constexpr")
 
@@ -92,7 +95,7 @@ def tiles(dtype: torch.dtype, block: list[int], arch: int) -> Any:
 def compiled(
     kernel: Any, types: dict[str, Any], constants: dict[str, Any], head_dim: int, warps: int, stages: int, arch: int
 ) -> Any:
-    """A kernel compiled for `arch`; arguments that have neither a type nor a value are int32."""
+    """The kernel compiled for `arch`. Arguments that have neither a type nor a constant value are int32."""
     types |= dict.fromkeys(constants, "constexpr")
     signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
     values = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
@@ -104,9 +107,9 @@ def compiled(
 
 
 def compile_decoding(dtype: torch.dtype, head_dim: int, queries: int, arch: int = 90) -> Any:
-    """`_split_keys_kernel` as `decode` launches it on a GPU as large as an H200, but for its shared memory.
+    """`_split_keys_kernel` as `decode` launches it on a GPU with 132 multiprocessors and the shared memory of `arch`.
 
-    Four heads are a group, and caches have lengths of their own.
+    Heads are in groups of four, and each batch entry has a key length.
     """
     kernel, gpu = flash_triton_decode._split_keys_kernel, (132, SHARED[arch])
     plan = flash_triton_decode.plan_of(64, 4, queries, 32_768, head_dim, dtype, gpu)
@@ -121,13 +124,13 @@ def compile_decoding(dtype: torch.dtype, head_dim: int, queries: int, arch: int 
 
 
 def resources(kernel: Any, sass: str | None = None) -> dict[str, int]:
-    """Registers a thread, shared memory in bytes, and counts of the instructions that tell a good build."""
+    """Registers of a thread, shared memory in bytes, and counts of the instructions in MNEMONICS."""
     counts = count(MNEMONICS, disassembled(kernel) if sass is None else sass)
     return {"registers": registers_of(kernel), "shared": kernel.metadata.shared, **counts}
 
 
 def in_loops(sass: str) -> dict[str, int]:
-    """Spills in all loops together, and of the shortest one with products these and the asynchronous copies."""
+    """Spills in all loops together; products and asynchronous copies in the shortest loop that has products."""
 
     every = list(loops(sass))
     main = min((loop for loop in every if number(loop, *PRODUCT) > 1), key=len, default=[])
@@ -136,13 +139,13 @@ def in_loops(sass: str) -> dict[str, int]:
 
 
 def counted(kernel: Any) -> dict[str, int]:
-    """All that a line says of a binary."""
+    """All counts of a binary that a line has."""
     sass = disassembled(kernel)
     return resources(kernel, sass) | in_loops(sass)
 
 
 def why_not(arch: int, mask: str) -> str | None:
-    """Why the row refuses there what is compiled, such as a pattern on a card for which Triton cannot compile it."""
+    """None, or why the row refuses a mask on a card, such as a pattern that Triton cannot compile for it."""
     few = int(mask[1:]) if mask.startswith("Q") else 4096
     case = AttentionCase(1, 4, 1, few, 4096, 64, "bfloat16", mask != "full", device="cuda", capability=divmod(arch, 10))
     options: dict[str, dict[str, Any]] = {"bounds": {"window": 64}, "alibi": {"alibi": True}}
@@ -161,7 +164,7 @@ def lines(arch: int, dtype_name: str, head_dims: list[int], masks: list[str]) ->
         needed = PRODUCTS[name] * tile.block_q * tile.block_k * head_dim // HMMA_MACS // tile.num_warps
         size = {"tile": f"{tile.block_q} × {tile.block_k}, {tile.num_warps}, {tile.num_stages}", "needed": needed}
         yield {"kernel": name, "head_dim": head_dim, "mask": mask, **card, **size, **counted(kernel)}
-        if name != "fwd" and mask == "bounds":  # the launch that follows, with the tile that was timed without it
+        if name != "fwd" and mask == "bounds":  # the second launch, which has the same tile
             kernel = compile_kernel(name, dtype, head_dim, False, tile, "ieee", MASKS[mask], arch, clean=True)
             yield {"kernel": f"clean {name}", "head_dim": head_dim, "mask": mask, **card, **size, **counted(kernel)}
     for head_dim, queries in DECODING:

@@ -1,10 +1,10 @@
-"""Compiles the kernels of `flash_gluon` for sm_90a, with or without a GPU, and reads what came out.
+"""Compiles the kernels of `flash_gluon` for sm_90a, with or without a GPU, and counts instructions of their binaries.
 
-`python -m tests.support.sass_gluon` prints one JSON line for each kernel, with `every` for each that a plan launches,
-with 64 or 128 for those of that head dimension.
-Beside the counts of `tests.support.sass`: reductions by TMA (UTMAREDG) and from registers (REDG), stores of 16
-bytes (STG), bulk stores (UTMASTG), barriers, fences that reach other CTAs, and `hazards`: writes to a register from
-which a matmul still reads its operand A. It must run without TRITON_INTERPRET.
+`python -m tests.support.sass_gluon` prints one JSON line for each kernel; with `every` for each kernel that any plan
+launches; with 64 or 128 only for that head dimension. Tests compare the counts with what is expected.
+Beside the counts of `tests.support.sass` there are reductions by TMA (UTMAREDG) and from registers (REDG), stores of 16
+bytes (STG), bulk stores (UTMASTG), barriers, fences that reach other CTAs, and counts of faults of the compiler:
+`hazards`, `reused` and `restarts`. It must run without TRITON_INTERPRET.
 """
 
 import json
@@ -101,10 +101,10 @@ def read(kernel: Any) -> dict[str, int]:
 
 
 def restarts(ttgir: str) -> int:
-    """Loops over tiles, inside of another one, that begin at a constant.
+    """How many loops over tiles, inside of another loop, begin at a constant: a fault of the compiler.
 
-    Triton 3.6.0 once took a counter for the constant that it began as, which the outer loop carried on: the steps of
-    each head began at 0, and their barriers waited for ever.
+    Triton 3.6.0 once replaced a counter, which the outer loop carries on, by the constant that it began with. The steps
+    of each head then began at 0, and their barriers waited for ever.
     """
     open_at: list[int] = []  # indentations of the loops that a line is in
     found = 0
@@ -119,10 +119,10 @@ def restarts(ttgir: str) -> int:
 
 
 def reused(ptx: str) -> int:
-    """Places in shared memory where a barrier is made and something else too: another one, or what an atomic returns.
+    """How many barriers share their place in shared memory with another barrier, or with what an atomic returns.
 
-    Triton gives the memory of a barrier that nobody waits at to others, without mbarrier.inval: forwards then hung, or
-    left tiles out, where processes took turns on a GPU.
+    Triton reuses the memory of a barrier that no thread waits at, without mbarrier.inval. Forwards then hung, or left
+    tiles out, if processes took turns on a GPU.
     """
     offsets = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
     made = [offsets[name] for name in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)]
@@ -132,10 +132,11 @@ def reused(ptx: str) -> int:
 
 
 def hazards(sass: str) -> int:
-    """Writes to registers of a matmul's operand A before a wait has retired it, in the order of the text.
+    """How many instructions write to a register of a matmul's operand A before a wait has retired the matmul.
 
     Matmuls retire in order of their groups, and a `DEPBAR` with n leaves the last n groups in flight. A group ends at
-    the matmul that carries `gsb0`. Branches are not followed: text between a matmul and its wait runs straight.
+    the matmul that carries `gsb0`. The text is read in order, without branches: there are none between a matmul and its
+    wait.
     """
     in_flight: list[set[int]] = []
     group: set[int] = set()
@@ -160,11 +161,12 @@ def hazards(sass: str) -> int:
 
 
 def main(dtypes: list[str], every: bool, head_dims: list[int]) -> None:
-    """One of each kernel by head_dim and mask, of the backward in both orders, of the forward also for short sequences.
+    """Prints a line for each kernel by head_dim and mask.
 
-    Each backward has the plan that the row takes, causal also with grouped heads in both orders. Also the forwards
-    under a pattern; with head_dim 128 a backward under one, and a grouped and ragged backward in both orders.
-    `every`: of each plan and candidate, ragged and grouped too.
+    There are forwards by the plans for long and for short sequences, and under a pattern. There are backwards by the
+    plan for long sequences, default and deterministic, causal ones also with grouped heads. With head_dim 128 there are
+    also a backward under a pattern, and grouped and ragged ones. `every`: for all plans and candidates, also ragged and
+    grouped.
     """
     for dtype_name in dtypes:
         dtype = getattr(torch, dtype_name)

@@ -1,8 +1,9 @@
-"""Counts the instructions of a backward of `flash_gluon`: `python -m tests.support.sass_loops [wide by_query]`.
+"""Counts the instructions of `flash_gluon`'s backward by kind: `python -m tests.support.sass_loops [wide by_query]`.
 
-A JSON line for each head dimension and mask: instructions by kind that a warp issues for a tile of keys and one of
-queries, the shorter loop of the two consumers. Code for masks, around which most tiles branch, is counted as well.
-A path of a cubin in place of the fields of a plan reads another kernel's, such as FlashAttention-4's.
+Arguments are fields of a plan. It prints a JSON line for each head dimension and mask: the instructions that a warp
+issues for a tile of keys and one of queries, in the shorter loop of the two consumers. Code for masks, around which
+most tiles branch, is counted as well. With the path of a cubin instead, it reads another kernel, such as
+FlashAttention-4's.
 """
 
 import json
@@ -19,16 +20,17 @@ from dev.targets.binary import TOOLS, disassembled, loops
 from lmsys.attention.flash_gluon.plans import BackwardPlan, backward_plan
 from tests.support.sass_gluon import backward
 
-MATMULS = 16  # at least so many are in a loop that is a main one
-LENGTH = 4096  # of keys, whose plan is read
+MATMULS = 16  # the main loop has at least so many
+LENGTH = 4096  # the number of keys for which a plan is chosen
 
 
 def main_loop(sass: str) -> list[str]:
-    """The shortest run of instructions from a label to a branch back to it that has matmuls."""
+    """The instructions of the shortest loop that has MATMULS matmuls."""
     return min((loop for loop in loops(sass) if sum("HGMMA" in one for one in loop) >= MATMULS), key=len)
 
 
 def kinds(loop: list[str]) -> Counter[str]:
+    """How many instructions a loop has, by opcode."""
     return Counter(re.sub(r"^@!?U?P\w+\s+", "", one).split()[0].split(".")[0] for one in loop)
 
 

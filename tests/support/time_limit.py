@@ -1,4 +1,4 @@
-"""A limit for work on a GPU that may hang. No exception reaches a thread that waits for the GPU."""
+"""A time limit for work on a GPU that may hang. It ends the process, since exceptions reach no thread that waits."""
 
 import os
 import sys
@@ -6,12 +6,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LIMIT_S = 20.0  # for what takes milliseconds
+LIMIT_S = 20.0  # for work that takes milliseconds
 
 
 @contextmanager
 def time_limit(what: str, limit_s: float = LIMIT_S) -> Iterator[None]:
-    """If the GPU hangs, prints `what` and ends the process."""
+    """A context that prints `what` and ends the process if it takes longer than `limit_s`."""
 
     def give_up() -> None:
         print(f"no end after {limit_s:g} s: {what}", file=sys.__stderr__, flush=True)

@@ -1,4 +1,4 @@
-"""Triton's interpreter for tests."""
+"""Makes Triton's interpreter quicker for tests."""
 
 from dataclasses import replace
 
@@ -6,6 +6,6 @@ from triton.runtime import interpreter
 
 
 def trust_indices() -> None:
-    """Sums and products of indices are not made again in 64 bits: memory of tests is small."""
+    """Turns off the check of indices for overflow, which computes them again in 64 bits: tests need little memory."""
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)

@@ -1,8 +1,8 @@
 """A process that takes turns on a GPU with others: python -m tests.support.turns SECONDS FOLDER PROCESSES.
 
-The GPU interrupts kernels anywhere to let another process go on. What flash_gluon's plans write one after another must
-be, bit for bit, what each wrote alone. Ends with 1 where it found a fault. FOLDER: empty, where the processes find one
-another.
+The GPU interrupts kernels anywhere to let another process run. The results of flash_gluon's plans must then be, bit for
+bit, those of the same process running alone. The exit code is 1 if they differ. FOLDER is an empty folder, in which the
+PROCESSES processes wait for one another.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from torch import Tensor
 from lmsys.attention.flash_gluon import launch as flash_gluon
 from tests.support.time_limit import time_limit
 
-CALLS = 40
+CALLS = 40  # of one plan, before the GPU is waited for
 WIDTH = 2048  # heads x head_dim
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 Call = Callable[[], tuple[Tensor, ...]]
@@ -32,7 +32,7 @@ def inputs(head_dim: int, length: int, batch: int) -> list[Tensor]:
 
 
 def calls() -> dict[str, Call]:
-    """Each plan's forward, a backward of fixed order, and one of no order that is exact in any, by name."""
+    """By name: forwards of all plans, deterministic backwards, and default backwards of `whole_numbers`."""
     found: dict[str, Call] = {}
     for head_dim, causal, length in itertools.product((64, 128), (False, True), LENGTHS):
         q, k, v, do = inputs(head_dim, length, batch=max(1, 4096 // length))
@@ -48,7 +48,7 @@ def calls() -> dict[str, Call]:
 
 
 def whole_numbers(like: tuple[Tensor, ...], arguments: tuple[bool, float]) -> Call:
-    """Equal weights of a power of two, and an output that is said to be zero: sums are exact."""
+    """A default backward on inputs for which sums are exact in any order: equal weights, and o given as zero."""
     q, k, v, o, lse, do = (torch.zeros_like(x) for x in like)
     for x in (k, v, do):
         x.random_(-1, 2)
@@ -57,7 +57,7 @@ def whole_numbers(like: tuple[Tensor, ...], arguments: tuple[bool, float]) -> Ca
 
 
 def main(seconds: float, folder: Path, processes: int) -> None:
-    flash_gluon.FEW_WAVES = 0  # causal heads in groups, which clear dq for those after them, though there are few
+    flash_gluon.FEW_WAVES = 0  # so that even few causal heads go in groups, whose CTAs zero dq for later heads
     alone = {}
     with open(folder / "lock", "w") as lock, time_limit("alone", 120.0 * processes):
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,7 @@
-"""Attention that is right, and attention that is wrong, each in a way of its own."""
+"""Attention rows for tests of `lmsys check`: some right ones, and wrong ones in WRONG, each with a known mistake.
+
+A new wrong row has the decorator `wrong`, or is an entry in WRONG.
+"""
 
 import logging
 import os
@@ -11,12 +14,13 @@ from torch import Tensor
 
 from lmsys.attention.contract import repeat_heads
 
-WRONG: dict[str, tuple[str, Callable[..., Tensor]]] = {}  # by name: a part of what is to be said, and the function
+WRONG: dict[str, tuple[str, Callable[..., Tensor]]] = {}  # by name: (a part of the message expected, the row)
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, visible: Any = None
 ) -> Tensor:
+    """Right attention. `visible` (Q, K) replaces the causal mask."""
     k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
     if causal and visible is None:
         visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -27,6 +31,8 @@ def attend(
 
 
 def wrong(told: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """A decorator that puts a row into WRONG, with a part of the message expected."""
+
     def keep(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         WRONG[function.__name__] = told, function
         return function
@@ -44,12 +50,12 @@ def without_a_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def warns(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     warnings.warn("it is right", stacklevel=1)
-    logging.getLogger("torch.utils.cpp_extension").warning("it is right")  # as where CUDA finds no GPU
+    logging.getLogger("torch.utils.cpp_extension").warning("it is right")  # as torch does if CUDA finds no GPU
     return attend(q, k, v, causal=causal, scale=scale)
 
 
 def unshifted(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """Right for ordinary scores: it subtracts no maximum."""
+    """Right for ordinary scores, wrong for extreme ones: it subtracts no maximum."""
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     weights = (scores.masked_fill(~visible, -torch.inf) if causal else scores).exp()
@@ -57,19 +63,19 @@ def unshifted(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: f
 
 
 def of_a_course(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """(B, S, D), with the default scale."""
+    """Right; CS336's signature, on (B, S, D) with the default scale."""
     return attend(q[:, None], k[:, None], v[:, None], causal=is_causal)[:, 0]
 
 
 def any_order(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """Right, and each time with the keys in an order of chance."""
+    """Right, but with the keys in a random order, so that repeated calls differ in their bits."""
     order = torch.randperm(k.shape[2])
     visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()[:, order]
     return attend(q, k[:, :, order], v[:, :, order], causal=causal, scale=scale, visible=visible)
 
 
 def by_batch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """Right, and with the keys from the other end for a batch of 1."""
+    """Right, but with the keys in reverse for a batch of 1, so that its bits differ from those in a larger batch."""
     k, v = (x.flip(2) if len(q) == 1 else x for x in (k, v))
     visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
     return attend(q, k, v, causal=causal, scale=scale, visible=visible.flip(1) if len(q) == 1 else visible)
@@ -94,6 +100,8 @@ def no_tail(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: flo
 
 
 def masked(of: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A row whose causal mask is of(i, j), from the indices of queries and keys."""
+
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         i, j = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
         return attend(q, k, v, causal=causal, scale=scale, visible=of(i, j))
@@ -157,6 +165,8 @@ def of_another_dtype(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, s
 
 
 def with_backward(fault: str) -> Callable[..., Tensor]:
+    """A row whose backward lacks "delta", or the "scale" in dk."""
+
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
@@ -193,7 +203,7 @@ def dies(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float 
 
 
 def scaled_at(place: Any) -> Callable[..., Tensor]:
-    """Right but for one place, whose results are half as large again."""
+    """A row that is right except at `place`, an index of o, where it is 1.5 times too large or more."""
 
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         o = attend(q, k, v, causal=causal, scale=scale)
@@ -218,7 +228,11 @@ def rounded_early(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scal
 
 
 def online(fault: str = "", tile: int = 64, low: torch.dtype | None = None) -> Callable[..., Tensor]:
-    """An online softmax over tiles of keys, in plain PyTorch, with a mistake in it."""
+    """A row by an online softmax over tiles of keys, in plain PyTorch.
+
+    fault  the mistake in it; "": none
+    low    a dtype that P is rounded to, with the fault "low" also v
+    """
 
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
@@ -265,14 +279,14 @@ WRONG["bottom_right_by_tiles"] = "the causal mask is aligned to the bottom right
 def bottom_right_with_more_nan(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """Its rows that see nothing have NaN, and so have others."""
+    """Queries that see nothing have NaN, and so have some others."""
     o = online("bottom right")(q, k, v, causal=causal, scale=scale)
     return o if not o.isnan().any() else o.masked_fill(torch.arange(q.shape[2])[:, None] % 7 == 0, torch.nan)
 
 
 @wrong("off by one at the diagonal: a query does not see its own key")
 def blind_first(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """Its first query sees nothing, and has NaN."""
+    """The first query sees nothing, and has NaN."""
     if not causal:
         return attend(q, k, v, scale=scale)
     k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
