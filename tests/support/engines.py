@@ -1,4 +1,7 @@
-"""Stand-ins for copy engines on CPUs: an exchange and an all-gather that gloo carries."""
+"""Stand-ins for copy engines on CPUs: `EnginesOverGloo` is their transport, with collectives of gloo.
+
+Tests put it in place of `CopyEngines` by `ranks.stand_in`.
+"""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -14,9 +17,9 @@ from lmsys.parallel.overlapped import Bucket, Collectives
 
 
 class ExchangeOverGloo:
-    """An `Exchange` whose means come with the wait, and no earlier.
+    """An `Exchange` whose means arrive when they are waited for, and no earlier.
 
-    Gradients that are elsewhere than their means it spoils, once they are sent.
+    After sending, it overwrites gradients with NaN, if they are not stored where their means will be.
     """
 
     def __init__(self, buckets: Sequence[Bucket], group: Any):
@@ -33,7 +36,7 @@ class ExchangeOverGloo:
         for x, view in zip(gradients, bucket.layout.views(packed), strict=True):
             view.copy_(x)
             if x.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
-                x.view(-1).fill_(torch.nan)  # which a gradient that is not contiguous refuses
+                x.view(-1).fill_(torch.nan)  # `view` raises if a gradient is not contiguous, as it must be
         flat.fill_(torch.nan)
         pending = all_reduce_mean(packed, self.group)
 
@@ -46,7 +49,7 @@ class ExchangeOverGloo:
 
 
 class AllGatherOverGloo:
-    """An `AllGather` whose parameters come with the wait, and no earlier."""
+    """An `AllGather` whose parameters arrive when they are waited for, and no earlier."""
 
     def __init__(self, flats: Sequence[Tensor], group: Any):
         self.flats, self.group = flats, group
@@ -62,7 +65,7 @@ class AllGatherOverGloo:
 
 
 class EnginesOverGloo(CopyEngines):
-    """A transport for ranks on CPUs: its flow is that of `CopyEngines`."""
+    """`CopyEngines` for ranks on CPUs: only the exchange and the all-gather are other ones."""
 
     __init__ = Collectives.__init__  # it looks for no GPUs
 

@@ -1,4 +1,7 @@
-"""Strategies that are right, and do harm on the second rank, in a backward's end."""
+"""Strategies that compute the right result, but harm the process of rank 1 in finish_gradient_synchronization().
+
+Tests of the harness measure them. TOLD has a part of the reason that each record must have.
+"""
 
 import ctypes
 import os
@@ -16,6 +19,8 @@ from lmsys.parallel.baselines import Naive
 
 
 class Faulty(Naive):
+    """`Naive`, with a `harm` on rank 1."""
+
     def harm(self) -> None:
         raise NotImplementedError
 
@@ -67,7 +72,7 @@ class DestroysTheGroup(Faulty):
 
 
 class LeaksMemory(Faulty):
-    """Eats memory until there is none, of which it allows itself a little."""
+    """Allocates memory until there is none; it first limits itself to 1 GiB more."""
 
     def harm(self) -> None:
         status = Path("/proc/self/status").read_text().split()
@@ -84,7 +89,7 @@ TOLD = {
     "Exits": "SystemExit",
     "Hangs": "did not answer within",
     "Stops": "rank 1 was stopped (SIGSTOP) for 3 s, in ",
-    "LeavesDtype": "rank",  # its neighbour gets twice the bytes that it expects, and dies first
+    "LeavesDtype": "rank",  # the other rank receives twice the bytes that it expects, and dies first
     "LeavesThreads": "number of threads",
     "DestroysTheGroup": "rank 1 failed in ",
     "LeaksMemory": "rank 1 failed in ",

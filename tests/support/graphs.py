@@ -1,4 +1,9 @@
-"""Modules as graphs of calls, and ways of training them: on ranks, and on one process. Ranks import it."""
+"""Random modules as graphs of calls, and ways to train them: with a strategy on ranks, and plainly on one process.
+
+`tests/parallel/test_graphs.py` draws a `Graph` and some WAYS, and compares what `play` sees on ranks with what
+`play_alone` sees. Ranks import this file. A new way of training is a method of `Player` between `step` and
+`others_are_odd`; a way that not every strategy supports is a method after it.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -18,7 +23,7 @@ from lmsys.training.optimizer import clip_grad_norm
 from tests.support.ranks import error_of, on_first, stand_in
 
 WIDTH, EXAMPLES = 4, 3
-BLOCKS = "mlp deep frozen half lstm complex mixed normed spare branch".split()  # not all train "batch-norm", "sparse"
+BLOCKS = "mlp deep frozen half lstm complex mixed normed spare branch".split()  # strategies refuse some others
 HOLDERS = "list reversed zipped nested attributes dict sequential".split()
 RETURNS = "tensor pair dict object deep-object nothing stored".split()
 OPS = (
@@ -40,12 +45,18 @@ OPS = (
 
 @dataclass(frozen=True)
 class Call:
-    """A step of a forward: what `op` makes of the values at `sources` by `block`, behind those that are there."""
+    """A step of a forward: `op` computes a new value, which is appended to the values.
+
+    op       one of OPS
+    block    the number of the block that it calls
+    sources  indices of the values that it reads
+    returns  one of RETURNS: the container in which the block returns its result
+    """
 
     op: str
     block: int = 0
     sources: tuple[int, ...] = (-1,)
-    returns: str = "tensor"  # of the block
+    returns: str = "tensor"
 
 
 Program = tuple[Call, ...]
@@ -53,15 +64,15 @@ Program = tuple[Call, ...]
 
 @dataclass(frozen=True)
 class Graph:
-    """Blocks, how the module holds them, and the programs that its forwards run in turn."""
+    """A module: its blocks, how it holds them (one of HOLDERS), and the programs that its forwards run in turn."""
 
     programs: tuple[Program, ...]
     blocks: tuple[str, ...] = ("mlp",) * 3
     holder: str = "list"
     tied: bool = False
-    outside: bool = True  # a first and a last layer that are in no block
-    returns: str = "tensor"  # of the module
-    prepared: str = ""  # what is done to it before it is wrapped: "compiled", "eval", "meta"
+    outside: bool = True  # it has a first and a last layer outside of blocks
+    returns: str = "tensor"  # one of RETURNS: the container in which the module returns its result
+    prepared: str = ""  # what is done before it is wrapped: "compiled", "eval", "meta"
     optimizer: str = "sgd"
 
 
@@ -71,16 +82,16 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-2}),
     "grouped": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.3}),
 }
-MAX_NORM = 0.3
+MAX_NORM = 0.3  # gradients are clipped to it
 
 
 def groups_of(name: str, p: nn.Parameter) -> dict[str, Any]:
-    """The groups of "grouped": no decay for biases, another learning rate for what lies outside of blocks."""
+    """The options of a parameter for "grouped": no decay for biases, another learning rate outside of blocks."""
     return ({} if p.dim() > 1 else {"weight_decay": 0.0}) | ({} if "block" in name else {"lr": 0.1})
 
 
 class Kept:
-    """A container that torch does not know."""
+    """A container that torch does not know, and that hides its attributes."""
 
     __slots__ = ("value",)
 
@@ -89,13 +100,15 @@ class Kept:
 
 
 class Seen:
-    """Another, whose attributes one can see."""
+    """A container that torch does not know, with ordinary attributes."""
 
     def __init__(self, value: Any):
         self.value = value
 
 
 class Block(nn.Module):
+    """(B, WIDTH) -> (B, WIDTH), of a kind in BLOCKS, or "batch-norm" or "sparse"."""
+
     def __init__(self, kind: str):
         super().__init__()
         self.kind = kind
@@ -134,7 +147,7 @@ class Block(nn.Module):
         if self.kind == "deep":
             y = self.more(y)
         if self.kind == "branch":
-            y = y * (self.gate.square() / self.gate.square().sum())  # of no input
+            y = y * (self.gate.square() / self.gate.square().sum())  # a branch that depends on no input
         return x + y
 
     def forward(self, x: Any, returns: str = "tensor") -> Any:
@@ -171,7 +184,7 @@ def _taken(held: Any) -> Tensor:
 
 
 class Boom(torch.autograd.Function):
-    """The identity. Its backward raises where it was asked to."""
+    """The identity. Its backward raises ArithmeticError while `armed`."""
 
     armed = False
 
@@ -187,6 +200,8 @@ class Boom(torch.autograd.Function):
 
 
 class Net(nn.Module):
+    """The module of a graph: x (B, WIDTH) -> (B, WIDTH), in a container of `graph.returns`."""
+
     def __init__(self, graph: Graph):
         super().__init__()
         self.graph, self.turn = graph, 0
@@ -276,9 +291,12 @@ class Net(nn.Module):
 
 @dataclass
 class Player:
-    """A model, wrapped or plain, that is trained in some ways; `seen` is what these let one see.
+    """A model, wrapped by a strategy or plain, that is trained in some ways.
 
-    ranks  whose batches it trains on: its own, or a plain one on those of all
+    ranks  the ranks whose batches it trains on: its own, or for a plain model all
+    wrap   wraps another module in the same way
+    seen   what can be seen from outside, such as state dicts and norms, in order
+    drawn  how many batches were drawn
     """
 
     model: nn.Module
@@ -333,7 +351,7 @@ class Player:
         return [_taken(self.model(x, rank)) for rank, x in zip(self.ranks, batch, strict=True)]
 
     def mean(self, of_each: Sequence[Tensor]) -> Tensor:
-        if not all(y.requires_grad for y in of_each):  # torch says so on ranks of their own, while others wait for them
+        if not all(y.requires_grad for y in of_each):  # torch would raise on one rank alone, while others wait for it
             raise RuntimeError("nothing that is trained has made the loss of a rank")
         return torch.stack([(y - 1).square().mean() for y in of_each]).mean()
 
@@ -418,7 +436,7 @@ class Player:
             assert not y.requires_grad
 
     def look(self) -> None:
-        """A forward that no backward follows, whose graph stays."""
+        """A forward without a backward, whose graph is kept."""
         self.kept = self.loss()
 
     def late_look(self) -> None:
@@ -457,7 +475,7 @@ class Player:
         self.update()
 
     def ask_for_inputs_gradients(self) -> None:
-        """Between a backward and its step."""
+        """Computes gradients of inputs alone, between a backward and its step."""
         self.gradients()
         batch = [x.requires_grad_() for x in self.batch()]
         torch.autograd.grad(sum(y.sum() for y in self.outputs(batch)), batch)
@@ -469,7 +487,7 @@ class Player:
         self.step()
 
     def _backward_that_fails(self, loss: Tensor, armed: bool = True) -> None:
-        """A backward in which an exception comes, on the ranks where it is armed."""
+        """A backward that raises an exception on ranks where it is armed."""
         Boom.armed = armed
         with suppress(ArithmeticError):
             loss.backward()
@@ -504,12 +522,12 @@ class Player:
         self.apply()
 
     def _clip(self) -> None:
-        """By the norm of the whole."""
+        """Clips by the norm of all gradients, and sees it."""
         norm = clip_grad_norm(self.model.parameters() if self.is_plain else self.model, MAX_NORM)
-        self.see(norm=norm.to(self.dtype))  # whatever the first parameter's is
+        self.see(norm=norm.to(self.dtype))  # its own dtype is that of the first parameter
 
     def scale(self) -> None:
-        """Under GradScaler: rank 1 has an inf at first."""
+        """Two steps under GradScaler. In the first one rank 1 has an inf."""
         scaler = torch.amp.GradScaler(device().type, init_scale=64.0)
         for factor in (torch.inf, 1.0):
             batch = zip(self.ranks, self.batch(), strict=True)
@@ -525,7 +543,7 @@ class Player:
         self.see(scale=torch.tensor(scaler.get_scale()))
 
     def others_are_odd(self) -> None:
-        """From here on: what not every strategy takes."""
+        """A mark, not a way: the methods below are ways that not every strategy supports."""
 
     def forget_finish(self) -> None:
         self.loss().backward()
@@ -573,7 +591,7 @@ class Player:
         self.step()
 
     def fail_on_one_rank(self) -> None:
-        """An exception in a backward of rank 0, of which the other knows nothing."""
+        """An exception in a backward of rank 0 alone."""
         self._backward_that_fails(self.loss(), armed=0 in self.ranks)
         self.update()
 
@@ -587,7 +605,7 @@ class Player:
         self.step()
 
     def freeze_parts(self) -> None:
-        """The parameters that the wrapper says it has."""
+        """Freezes the first of the parameters that the wrapper, not the module, has."""
         for p in [*self.model.parameters()][:1]:
             p.requires_grad_(False)
         self.step()
@@ -616,7 +634,7 @@ class Player:
         return Player(model, self.ranks, self.dtype, self.wrap, self.seen, self.drawn)
 
     def gan(self) -> None:
-        """Two wrappers, one behind the other, that are trained in turn."""
+        """Two wrapped models, a generator and a critic of its outputs, that are trained in turn."""
         critic = self._other()
         for _ in range(2):
             made = self.outputs(self.batch())
@@ -630,7 +648,7 @@ class Player:
         critic.see(**critic.whole())
 
     def teach(self) -> None:
-        """A teacher that is not trained, and a student."""
+        """A student that learns the outputs of a teacher, which is not trained."""
         teacher = self._other()
         batch = self.batch()
         with torch.no_grad():
@@ -640,6 +658,7 @@ class Player:
         self.update()
 
 
+# The ways that every strategy supports: the methods from `step` to `others_are_odd`.
 WAYS = [name for name in vars(Player) if not name.startswith("_")]
 WAYS = WAYS[WAYS.index("step") : WAYS.index("others_are_odd")]
 
@@ -653,6 +672,7 @@ def prepare(net: Net) -> Net:
     return net.train(net.graph.prepared != "eval")
 
 
+# The error that a strategy may raise on a rank for a block that is called twice.
 TWICE = "RuntimeError: a second gradient of one parameter in a backward, whose first is on its way: checkpoint what"
 
 
@@ -661,12 +681,12 @@ def ops_of(graph: Graph) -> set[str]:
 
 
 class RaisedApart(Exception):
-    """Stands for what was raised on a rank whose peer calls other blocks, and may wait for it: both end."""
+    """Raised on a rank for TWICE, if the other rank calls other blocks and may wait for it: both ranks then end."""
 
 
 @on_first(2)
 def play(group: Any, strategy: str, graph: Graph, ways: Sequence[str]) -> list[dict[str, Tensor]] | str:
-    """On a rank of two: what is seen, or what was raised. `RaisedApart` where the other may not raise it."""
+    """On a rank of two: what the player sees, or the error as a text. `RaisedApart` if it may be this rank's alone."""
     rank = dist.get_rank()
     torch.manual_seed(1 + rank)
     seen: list[dict[str, Tensor]] = []

@@ -1,4 +1,9 @@
-"""Operations of users on a module, done to wrapped ones on ranks and to a plain one on one process. Ranks import it."""
+"""What users do to a module: operations on a wrapped module on ranks, and on a plain one on one process.
+
+`tests/parallel` runs programs of OPERATIONS by `play` and compares what is seen with `play_alone`, single operations of
+ONE_BY_ONE by `do`, and checkpoints between strategies by `save_checkpoint` and `load_checkpoint`. Ranks import this
+file. A new operation is a method of `Player` and its name in OPERATIONS, or a function in ONE_BY_ONE.
+"""
 
 import copy
 import io
@@ -26,9 +31,11 @@ LR = 0.05
 
 @dataclass
 class Player:
-    """A model, wrapped or plain, that a program of operations is played on; `seen` is what they let one see.
+    """A model, wrapped by a strategy or plain, on which a program of operations is done.
 
-    ranks  whose batches it trains on: its own, or a plain one on those of all
+    ranks  the ranks whose batches it trains on: its own, or for a plain model all
+    seen   what can be seen from outside, such as state dicts and gradients, in order
+    saved  the state dict that `save` has written
     """
 
     model: nn.Module
@@ -74,10 +81,10 @@ class Player:
         self.optimizer.zero_grad()
 
     def late_step(self) -> None:
-        """A forward between the gradients and the step: what it has gathered is old after that."""
+        """A forward between the gradients and the step: the parameters that it gathered are outdated afterwards."""
         self.backward()
         if isinstance(self.model, Fsdp):
-            self.model.finish_gradient_synchronization()  # of nothing: gradients stay as they are
+            self.model.finish_gradient_synchronization()  # there is nothing to do: gradients stay as they are
         self.look()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -91,7 +98,7 @@ class Player:
         self.step()
 
     def gradients(self) -> None:
-        """Those that this rank has, at the module's own parameters: whole, or of fsdp once they are shown whole."""
+        """Sees the gradients that this rank has at the module's own parameters; those of fsdp after `unshard`."""
         self.backward()
         if isinstance(self.model, Fsdp):
             parts = {name: p.grad for name, p in self.module.named_parameters() if p.requires_grad}
@@ -111,18 +118,18 @@ class Player:
         self.model.train()
 
     def look(self) -> None:
-        """A forward that no backward follows."""
+        """A forward without a backward."""
         self.see(forward=self.model(self.batch[0, 0]))
 
     def read(self) -> None:
-        """The module's own parameters, whichever way one comes by them."""
+        """Sees the module's own parameters, by named_parameters() and by state_dict()."""
         if isinstance(self.model, Fsdp):
             self.model.unshard()
         self.see(**dict(self.module.named_parameters()))
         self.see(**self.module.state_dict())
 
     def step_while_shown(self) -> None:
-        """Values that were shown before the step are not shown any more after it."""
+        """A step after `unshard`: parameters that were whole before the step are sharded again after it."""
         if isinstance(self.model, Fsdp):
             self.model.unshard()
         self.backward()
@@ -173,7 +180,7 @@ OPERATIONS = (
 
 @on_first(2)
 def play(group: Any, strategy: str, program: Sequence[str]) -> list[dict[str, Tensor]] | str:
-    """On a rank of two: what is seen, or what was raised."""
+    """On a rank of two: what the player sees, or the error as a text."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
     seen: list[dict[str, Tensor]] = []
@@ -183,7 +190,7 @@ def play(group: Any, strategy: str, program: Sequence[str]) -> list[dict[str, Te
 
 
 def deferred() -> Any:
-    """A context in which what ZeRO-1 gathers arrives no earlier than somebody waits for it."""
+    """A context in which parameters that ZeRO-1 gathers arrive only when they are waited for."""
 
     def late(gather: Any) -> Any:
         def begins(self: FlatBuffer, rank: int, group: Any) -> Pending:
@@ -209,7 +216,7 @@ def _ones() -> Tensor:
     return torch.ones(1, WIDTH, device=device())
 
 
-# One operation each, after a step; what is returned is a text, the same on both ranks.
+# Single operations, done after a step. Each returns a text that is equal on both ranks.
 
 
 def _sum_of_parameters(wrapper: nn.Module, _: Any) -> str:
@@ -287,7 +294,7 @@ def _stepped(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     wrapper.finish_gradient_synchronization()
     optimizer.step()
     after = wrapper.full_state_dict()["last.weight"]
-    same = _same(wrapper, after)  # which all ranks ask: on a GPU one whose parameter was replaced is not told yet
+    same = _same(wrapper, after)  # on all ranks: on a GPU a replaced parameter may not have been noticed yet
     return same if not torch.equal(before, after) else "nothing was trained"
 
 
@@ -324,7 +331,7 @@ def _removed_on_one_rank(wrapper: nn.Module, rank: int) -> str:
 
 
 def _two_steps(wrapper: nn.Module) -> str:
-    """On GPUs the second refuses what has changed."""
+    """Two steps. On GPUs a changed module is only refused in the second."""
     optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=LR)
     _stepped(wrapper, optimizer)
     return _stepped(wrapper, optimizer)
@@ -361,7 +368,7 @@ ONE_BY_ONE: dict[str, Operation] = {
 
 @on_first(2)
 def do(group: Any, strategy: str, operation: str) -> str:
-    """On a rank of two: what an operation says just after a step, or what it raises."""
+    """On a rank of two: the text that an operation returns just after a step, or its error as a text."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
     found: list[str] = []
@@ -377,7 +384,7 @@ def do(group: Any, strategy: str, operation: str) -> str:
 
 
 def save_checkpoint(strategy: str, world_size: int, folder: str) -> dict[str, Tensor]:
-    """On a rank: what was saved, whole."""
+    """On a rank: saves a model, and returns its whole state dict."""
     group, rank = group_of(world_size), dist.get_rank()
     if rank >= world_size:
         return {}
@@ -388,7 +395,7 @@ def save_checkpoint(strategy: str, world_size: int, folder: str) -> dict[str, Te
 
 
 def load_checkpoint(strategy: str, world_size: int, folder: str) -> dict[str, Tensor]:
-    """On a rank: what was loaded into a model of other weights, whole."""
+    """On a rank: loads the checkpoint into a model with other weights, and returns its whole state dict."""
     group, rank = group_of(world_size), dist.get_rank()
     if rank >= world_size:
         return {}
@@ -409,7 +416,7 @@ def _built(strategy: str, group: Any) -> nn.Module:
 
 
 def _state_of(model: nn.Module, strategy: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(what is saved, the same whole)"""
+    """(the state dict that is saved, perhaps sharded; the whole state dict)"""
     if strategy == "plain":
         state = model.state_dict()
         return state, {name: x.clone() for name, x in state.items()}

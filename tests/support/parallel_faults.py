@@ -1,4 +1,7 @@
-"""Faults seeded into data-parallel strategies, whichever way their buckets travel. Ranks import it."""
+"""Faults seeded into data-parallel strategies, for collectives and for copy engines. Ranks import this file.
+
+Tests train by `train_with`, and must find the result wrong. A new fault is a function in FAULTS or FAULTS_OF_SHARDS.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +20,8 @@ from tests.support import engines
 from tests.support.engines import ExchangeOverGloo
 from tests.support.ranks import Recipe, Training, train, use
 
-Fault = Callable[[bool], Any]  # told whether by copy engines: it is then seeded into what they do, from the second step
+# A fault: from True for copy engines, False for collectives, to a context in which the strategies have the fault.
+Fault = Callable[[bool], Any]
 
 
 def _summed(by_engines: bool) -> Any:
@@ -67,7 +71,7 @@ def _buffers_left(_: bool) -> Any:
 
 
 def _twice(by_engines: bool) -> Any:
-    """A weight that stands in two places is summed twice."""
+    """Square weights, among them a tied one, are summed over ranks once more."""
 
     def sends_twice(send: Any) -> Any:
         def sends(self: Any, bucket: Any, *args: Any) -> Pending:
@@ -114,5 +118,6 @@ FAULTS_OF_SHARDS: dict[str, Fault] = {"parameters of one bucket left as they wer
 
 
 def train_with(fault: str, recipe: Recipe, training: Training, seed: int) -> dict[str, Tensor] | None:
+    """On a rank: `train` with a fault, by its name."""
     with (FAULTS | FAULTS_OF_SHARDS)[fault](training.strategy.startswith("copy_engine")):
         return train(recipe, training, seed)

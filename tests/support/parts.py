@@ -1,6 +1,8 @@
-"""Trainings on two ranks by what takes gradients, optimizers and their state for whole; and on one process.
+"""Trainings with code that expects whole gradients, optimizers and optimizer states: on two ranks, and on one process.
 
-Ranks import it.
+Such code is clipping, gradient scaling, schedules, param groups, and checkpoints of optimizers. `tests/parallel` runs
+each function here with a strategy on ranks, by `on_two`, and with "alone" or "exact" on one process, and compares the
+results. Ranks import this file.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +31,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 @dataclass
 class Trained:
-    """A model and its optimizer; `ranks`: whose batches it trains on."""
+    """A model and its optimizer, and the ranks whose batches it trains on."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -60,7 +62,10 @@ class Trained:
 
 
 def made(strategy: str, cls: Any = torch.optim.SGD, recipe: Recipe = RECIPE, seed: int = 0, **options: Any) -> Trained:
-    """On a rank, or on one process, of all batches: "alone", or in float64 "exact"."""
+    """A model and its optimizer `cls`, for a strategy on this rank.
+
+    "alone" is a plain model on one process that trains on the batches of all ranks; "exact" is that in float64.
+    """
     torch.manual_seed(seed)
     net, options = Net(recipe), {"lr": 0.1, **({} if cls in (torch.optim.SGD, Plain) else {"eps": 1e-2}), **options}
     if strategy in ("alone", "exact"):
@@ -73,13 +78,13 @@ def made(strategy: str, cls: Any = torch.optim.SGD, recipe: Recipe = RECIPE, see
 
 
 def by_hand(net: nn.Module, groups: Any) -> Any:
-    """One group of each parameter."""
+    """The net's parameters, or with `groups` a param group for each of them."""
     if groups is None:
         return net.parameters()
     return [{"params": [p], **groups(name, p)} for name, p in net.named_parameters()]
 
 
-# What is done: gives what is seen.
+# Trainings, each of which returns what can be compared.
 
 
 def clipped(strategy: str) -> tuple[Tensor, State]:
@@ -93,7 +98,7 @@ def clipped(strategy: str) -> tuple[Tensor, State]:
 
 
 def scaled(strategy: str) -> tuple[list[float], State]:
-    """The second step has an inf, in the gradients of one block."""
+    """Three steps under GradScaler; in the second one block's gradients are infinite. (scales, weights)."""
     it, scales = made(strategy, AdamW), []
     scaler = torch.amp.GradScaler(next(it.model.parameters()).device.type, init_scale=1024.0)
     for step in range(3):
@@ -125,19 +130,19 @@ def refused_norms(strategy: str) -> list[str]:
 
 @on_first(2)
 def on_two(_: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """On a rank: what the function gives, or the error that it raises."""
+    """On a rank of two: the function's result, or its error as a text."""
     found: list[Any] = []
     told = error_of(lambda: found.append(function(*args)))
     return found[0] if found else told
 
 
 def decayed(name: str, p: nn.Parameter) -> dict[str, Any]:
-    """Biases are not decayed; the last layer has another learning rate."""
+    """The options of a parameter's group: no decay for biases, another learning rate for the last layer."""
     return ({"weight_decay": 0.0} if p.dim() < 2 else {}) | ({"lr": 0.03} if name.startswith("last") else {})
 
 
 def in_groups(strategy: str) -> State:
-    """With a schedule, which goes through groups."""
+    """Three steps with param groups and a schedule, which changes their options."""
     it = made(strategy, AdamW, weight_decay=0.5, groups=decayed, betas=(0.8, 0.9))
     schedule = torch.optim.lr_scheduler.LambdaLR(it.optimizer, lambda step: 0.5**step)
     for step in range(3):
@@ -147,7 +152,7 @@ def in_groups(strategy: str) -> State:
 
 
 def by_a_tensor_of_rates(strategy: str) -> State:
-    """torch's AdamW with a learning rate that is a tensor, of which ours says that it takes none."""
+    """torch's AdamW with a tensor as the learning rate; our AdamW refuses one."""
     it = made(strategy, torch.optim.AdamW, lr=torch.tensor(0.1), foreach=False)
     for step in range(3):
         it.step(step)
@@ -159,7 +164,7 @@ def by_a_tensor_of_rates(strategy: str) -> State:
 
 
 def with_batches_run_out(strategy: str) -> State:
-    """Rank 1 has no batch in the last two steps: it goes on with one whose loss counts nothing."""
+    """Rank 1 has no batch in the last two steps: its loss is multiplied by 0 there."""
     it = made(strategy, AdamW)
     for step in range(4):
         factors = [0.0 if rank == 1 and step > 1 else 1.0 for rank in it.ranks]
@@ -173,7 +178,7 @@ def with_batches_run_out(strategy: str) -> State:
 
 
 def with_a_late_group(strategy: str) -> State:
-    """An optimizer of the last layer, which takes the other parameters after a step."""
+    """An optimizer of the last layer, which gets the other parameters as a group after two steps."""
     it = made(strategy)
     net = it.model if it.is_plain else it.model.module
     last = [net.last.weight]
@@ -192,7 +197,7 @@ def with_a_late_group(strategy: str) -> State:
 
 
 class Few(nn.Module):
-    """One parameter, which one of two ranks owns."""
+    """A module with one parameter, so that one of two ranks owns none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +208,7 @@ class Few(nn.Module):
 
 
 def scaled_with_few_parameters(strategy: str) -> tuple[list[float], State]:
-    """Rank 1 has an inf in the second step."""
+    """Three steps of `Few` under GradScaler; rank 1 has an inf in the second. (scales, weights)."""
     net, ranks, scales = Few(), (0, 1), list[float]()
     net = net.double() if strategy == "exact" else net
     model: Any = net
@@ -228,7 +233,7 @@ def scaled_with_few_parameters(strategy: str) -> tuple[list[float], State]:
 
 
 class Plain(torch.optim.Optimizer):
-    """Takes no closure, but a factor; counts in its group, and keeps more than parameters have."""
+    """An unusual optimizer: `step` takes a factor, not a closure; it counts steps in its group and in extra state."""
 
     def __init__(self, params: Any, lr: float):
         super().__init__(params, {"lr": lr, "count": 0})
@@ -243,7 +248,7 @@ class Plain(torch.optim.Optimizer):
 
 
 def by_a_plain_optimizer(strategy: str) -> tuple[State, int, int]:
-    """Two steps, then one more of a second, which has the state of the first."""
+    """Two steps of `Plain`, then a step of a second one that has loaded its state. (weights, both counts)."""
     it = made(strategy, Plain)
     for step in range(2):
         it.backward(step)
@@ -258,7 +263,7 @@ def by_a_plain_optimizer(strategy: str) -> tuple[State, int, int]:
 
 
 def with_state_replaced(strategy: str) -> State:
-    """Cleared, then one that was kept."""
+    """Four steps: the optimizer's state is replaced by an empty one, then cleared, then replaced by the first one."""
     it = made(strategy, torch.optim.AdamW)
     it.step(0)
     kept = it.optimizer.state
@@ -272,7 +277,7 @@ def with_state_replaced(strategy: str) -> State:
 
 
 def with_averages(strategy: str) -> list[State]:
-    """Weights and their average change places for an evaluation, on the module itself, by copies and by `.data`."""
+    """Weights are swapped with their running average and back, on the module itself, by copies and by `.data`."""
     it = made(strategy, torch.optim.SGD, momentum=0.9)
     show, hide = (getattr(it.model, name, lambda: None) for name in ("unshard", "reshard"))
     net, seen = it.model if it.is_plain else it.model.module, []
@@ -286,7 +291,7 @@ def with_averages(strategy: str) -> list[State]:
             x.lerp_(p.detach(), 0.5)
         own = [p.detach().clone() for p in net.parameters()]
         for n, (x, p) in enumerate(zip(average, net.parameters(), strict=True)):
-            if n % 2 or "zero1" in strategy:  # whose parameters are views of flat buffers
+            if n % 2 or "zero1" in strategy:  # zero1's parameters must stay views of flat buffers
                 p.data.copy_(x)
             else:
                 p.data = x.clone()
@@ -300,7 +305,10 @@ def with_averages(strategy: str) -> list[State]:
 
 
 def refused_states(strategy: str) -> list[str]:
-    """Rank 0's state on all ranks; groups of flat parts; a whole state of other groups; torch's own state dicts."""
+    """The errors of loading optimizer states that do not fit: other groups, missing parameters, rank 0's on all ranks.
+
+    For fsdp also of torch's own state dicts, and of groups that are made of its flat parts.
+    """
     it = made(strategy, AdamW)
     it.step(0)
     sent = [it.optimizer.state_dict()]
@@ -327,14 +335,14 @@ def refused_states(strategy: str) -> list[str]:
 
 
 def refused_modules(strategy: str) -> list[str]:
-    """At construction."""
+    """The errors of wrapping modules that a strategy does not support; the last is none."""
     meta = nn.Linear(2, 2, device="meta")
     ignoring = nn.Linear(2, 2)
     ignoring._ddp_params_and_buffers_to_ignore = ["bias"]
     modules = [nn.Sequential(nn.BatchNorm1d(2)), nn.Embedding(2, 2, sparse=True), meta, ignoring]
     wrap = STRATEGIES[strategy].load()
     told = [error_of(wrap, module.to(device()) if module is not meta else meta, group_of(2)) for module in modules]
-    modules[0].eval()  # frozen, it is as every other layer
+    modules[0].eval()  # a batch norm in evaluation is supported
     return [*told, error_of(wrap, modules[0], group_of(2))]
 
 
@@ -349,7 +357,7 @@ def three_steps(strategy: str, groups: Any) -> State:
 
 
 def save(strategy: str, folder: str, groups: Any) -> State:
-    """Trains two steps and saves: the weights."""
+    """Trains two steps, saves a checkpoint, and returns the weights."""
     it = made(strategy, torch.optim.AdamW, groups=groups)
     for step in range(2):
         it.step(step)
@@ -358,7 +366,7 @@ def save(strategy: str, folder: str, groups: Any) -> State:
 
 
 def load(strategy: str, folder: str, groups: Any) -> tuple[State, State]:
-    """Another model: the weights it has loaded, and those after a third step."""
+    """Loads the checkpoint into another model: (its weights, its weights after a third step)."""
     it = made(strategy, torch.optim.AdamW, seed=1, groups=groups, lr=0.7)
     state = _state_of(it)
     dcp.load(state, checkpoint_id=folder, process_group=group_of(2))

@@ -1,4 +1,7 @@
-"""Strategies whose second rank raises in step $LMSYS_RAISE_AT: in a forward, in a gradient's hook, or in its data."""
+"""Strategies that raise on rank 1 in step $LMSYS_RAISE_AT: in a forward, in a gradient's hook, or in reading data.
+
+Tests of training look how soon all ranks end, and with which message.
+"""
 
 import os
 import time
@@ -15,7 +18,7 @@ AT = int(os.environ.get("LMSYS_RAISE_AT", "5"))
 
 
 class Fault(Exception):
-    """Raised on purpose; it says when, on the clock that all processes share."""
+    """Raised on purpose. Its message has the time, on the clock that all processes share."""
 
     def __init__(self, place: str):
         super().__init__(f"{place} at {time.monotonic():.3f} s")
@@ -26,7 +29,7 @@ def is_to_raise(step: int) -> bool:
 
 
 class Raises(Bucketed):
-    """Counts its steps, one forward and backward each."""
+    """`Bucketed`, which counts its steps; each has one forward and backward."""
 
     def __init__(self, module: nn.Module, process_group: Any = None, **options: Any):
         super().__init__(module, process_group, **options)

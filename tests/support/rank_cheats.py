@@ -1,6 +1,7 @@
-"""Strategies and collectives that cheat: right when they are checked apart, and fast or wrong when they are timed.
+"""Strategies and collectives that cheat: right in the checks before timing, but fast or wrong while they are timed.
 
-A check apart takes three steps with a strategy, and calls a collective once.
+Tests of the benchmarks measure them, and each must be recorded as wrong. The check before timing takes CHECKED_STEPS
+steps with a strategy, and calls a collective once. A new strategy derives from `Honest` and is added to CHEATS.
 """
 
 import time
@@ -14,11 +15,11 @@ from lmsys.bench import ranks
 from lmsys.parallel.collectives import Pending, all_reduce_mean
 
 CHECKED_STEPS = 3
-KEPT: dict[Any, Tensor] = {}
+KEPT: dict[Any, Tensor] = {}  # what collectives remember of earlier calls
 
 
 class Honest(nn.Module):
-    """The mean of each gradient, with torch alone; a cheat has another `later`."""
+    """An honest strategy, in plain torch. A cheat overrides `later`, which is called in steps after the checks."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -46,7 +47,7 @@ class Honest(nn.Module):
 
 
 class Idle(Honest):
-    """Computes nothing any more, and so moves no weight."""
+    """Computes nothing after the checks, so that weights stay as they are."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
         if self.calls < CHECKED_STEPS:
@@ -60,7 +61,7 @@ class Idle(Honest):
 
 
 class OwnGradients(Honest):
-    """All ranks step on those of the first, and so they agree."""
+    """All ranks step by the gradients of rank 0 alone, so their weights agree."""
 
     def later(self) -> None:
         for p in self.module.parameters():
@@ -68,7 +69,7 @@ class OwnGradients(Honest):
 
 
 class StaleGradients(Honest):
-    """Those of the step before."""
+    """All ranks step by the mean gradients of the step before."""
 
     before: list[Tensor]
 
@@ -84,6 +85,8 @@ class StaleGradients(Honest):
 
 
 class HalvedGradients(Honest):
+    """Halves the gradients after the checks."""
+
     def later(self) -> None:
         self.average()
         for p in self.module.parameters():
@@ -91,13 +94,15 @@ class HalvedGradients(Honest):
 
 
 class HalfOfTheBatch(Honest):
+    """Computes only half of the batch after the checks."""
+
     def forward(self, *inputs: Tensor) -> Tensor:
         whole = self.calls < CHECKED_STEPS
         return super().forward(*(x if whole else x[: len(x) // 2] for x in inputs))
 
 
 class Late(Honest):
-    """Takes its steps when somebody asks for its weights, and takes them right."""
+    """Takes its steps, and rightly, only when its weights are asked for, which is not timed."""
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
@@ -125,7 +130,7 @@ class Late(Honest):
 
 
 class Replacing(Honest):
-    """Puts another clock in the place of the rank's."""
+    """Replaces the clock of the rank."""
 
     def later(self) -> None:
         time.perf_counter = lambda: 0.0  # type: ignore[assignment]
@@ -137,7 +142,7 @@ CHEATS = (Idle, OwnGradients, StaleGradients, HalvedGradients, HalfOfTheBatch)
 
 
 def right_once(x: Tensor, group: Any, async_op: bool = True) -> Pending:
-    """The first result is every later one too."""
+    """Returns the first result in every later call."""
     if x.shape not in KEPT:
         all_reduce_mean(x, group, async_op=False).wait()
         KEPT[x.shape] = x.clone()
@@ -146,7 +151,7 @@ def right_once(x: Tensor, group: Any, async_op: bool = True) -> Pending:
 
 
 def silent(x: Tensor, group: Any, async_op: bool = True) -> Pending:
-    """Sends something in its first call alone."""
+    """Communicates in its first call alone."""
     if "silent" in KEPT:
         return Pending()
     KEPT["silent"] = x
@@ -154,7 +159,7 @@ def silent(x: Tensor, group: Any, async_op: bool = True) -> Pending:
 
 
 def in_bfloat16(x: Tensor, group: Any, async_op: bool = True) -> Pending:
-    """From its second call on."""
+    """Communicates in bfloat16 from its second call on."""
     if "narrow" not in KEPT:
         KEPT["narrow"] = x
         return all_reduce_mean(x, group, async_op)
@@ -165,7 +170,7 @@ def in_bfloat16(x: Tensor, group: Any, async_op: bool = True) -> Pending:
 
 
 def wrong_on_one(x: Tensor, group: Any, async_op: bool = True) -> Pending:
-    """On the last rank, from the second call on, and only in one number."""
+    """Is wrong in one number on the last rank, from its second call on."""
     pending = all_reduce_mean(x, group, async_op=False)
     pending.wait()
     if "one" in KEPT and dist.get_rank() == dist.get_world_size() - 1:

@@ -1,4 +1,8 @@
-"""Trainings that the tests of data parallelism run on ranks, and on one process to compare with. Ranks import it."""
+"""Trainings of a small model by data parallelism on ranks, and on one process to compare with. Ranks import this file.
+
+Tests draw a `Recipe` and a `Training`, run `train` on ranks, and compare by `worst_ratio`. Other helpers of tests on
+ranks are here too: `group_of`, `on_first`, `use`, `stand_in` and `error_of`.
+"""
 
 import copy
 from collections.abc import Callable
@@ -26,12 +30,12 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-2, "weight_decay": 0.0}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-2}),
 }
-GROUPS: dict[int, Any] = {}  # of this rank, by world size
+GROUPS: dict[int, Any] = {}  # this rank's process groups, by world size
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A small model: some of its weights tied, frozen, unused on some ranks or on all, in float64; with a buffer."""
+    """A small model with buffers, some of whose weights may be tied, frozen, unused on ranks, or float64 (mixed)."""
 
     width: int = 6
     layers: int = 2
@@ -44,7 +48,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Training:
-    """How a recipe is trained: strategy, optimizer, steps and microbatches of each."""
+    """How a recipe is trained: the strategy and its options, the optimizer, steps, and microbatches in each step."""
 
     strategy: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +58,7 @@ class Training:
     steps: int = 3
     microbatches: int = 1
     set_to_none: bool = True
-    recorded: bool = False  # ZeRO-1's forwards take themselves for recorded: they fetch, and steps do not
+    recorded: bool = False  # ZeRO-1 behaves as in a CUDA graph: forwards gather parameters, and steps do not
 
 
 class Block(nn.Module):
@@ -95,7 +99,7 @@ class Net(nn.Module):
 
 
 def group_of(world_size: int) -> Any:
-    """Made on first use, by all ranks at once."""
+    """The process group of the first `world_size` ranks. All ranks must call it: groups are made at the first call."""
     if not GROUPS:
         for size in range(1, dist.get_world_size() + 1):
             GROUPS[size] = dist.new_group(range(size))
@@ -103,7 +107,7 @@ def group_of(world_size: int) -> Any:
 
 
 def on_first(world_size: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For a function of ranks: the first so many run it, with their group ahead of its arguments; others give None."""
+    """A decorator of functions for ranks: the first `world_size` call it with (their group, *args); others get None."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -117,7 +121,7 @@ def on_first(world_size: int) -> Callable[[Callable[..., Any]], Callable[..., An
 
 
 def batches(recipe: Recipe, training: Training, seed: int) -> Tensor:
-    """(steps, microbatches, ranks, examples, width)"""
+    """The inputs of a training: (steps, microbatches, ranks, examples, width)."""
     generator = torch.Generator().manual_seed(seed)
     shape = (training.steps, training.microbatches, training.world_size, 4, recipe.width)
     return torch.randn(shape, generator=generator)
@@ -131,7 +135,7 @@ def build_optimizer(wrapper: Any, training: Training, group: Any) -> torch.optim
 
 
 def train(recipe: Recipe, training: Training, seed: int) -> dict[str, Tensor] | None:
-    """On a rank: the full state dict after training. Ranks beyond the world size have nothing to do."""
+    """On a rank: the full state dict after training; None on ranks beyond the training's world size."""
     group, rank = group_of(training.world_size), dist.get_rank()
     if rank >= training.world_size:
         return None
@@ -153,7 +157,7 @@ def train(recipe: Recipe, training: Training, seed: int) -> dict[str, Tensor] | 
 
 
 def train_alone(recipe: Recipe, training: Training, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same on one process, on the batch of all ranks."""
+    """The state dict after the same training on one process, on the batches of all ranks, in `dtype`."""
     torch.manual_seed(seed)
     model = Net(recipe)
     if dtype == torch.float64:
@@ -169,7 +173,7 @@ def train_alone(recipe: Recipe, training: Training, seed: int, dtype: torch.dtyp
 
 
 def worst_ratio(found: list[Any], recipe: Recipe, training: Training, seed: int) -> float:
-    """The largest error over its budget, of any tensor on any rank: at most 1 is right."""
+    """The largest error over its budget, over all tensors and ranks; at most 1 is right. `found`: results by rank."""
     exact = train_alone(recipe, training, seed, torch.float64)
     plain = train_alone(recipe, training, seed, torch.float32)
     states = [state for state in found if state is not None]
@@ -180,7 +184,7 @@ def worst_ratio(found: list[Any], recipe: Recipe, training: Training, seed: int)
 
 
 def use(*targets: tuple[Any, str, Callable[[Any], Any]]) -> Any:
-    """A context in which attributes are what `change` makes of them."""
+    """A context in which attributes are changed. Each target is (owner, name, change): the new value is change(old)."""
 
     class Changed:
         def __enter__(self) -> None:
@@ -196,18 +200,18 @@ def use(*targets: tuple[Any, str, Callable[[Any], Any]]) -> Any:
 
 
 def stand_in() -> Any:
-    """A context in which gloo carries what copy engines do, on ranks without GPUs."""
+    """A context in which strategies that need copy engines run over gloo, if ranks have no GPUs."""
     strategies = (CopyEngine, CopyEngineZero1) if device().type == "cpu" else ()
     return use(*((strategy, "over", lambda _: EnginesOverGloo) for strategy in strategies))
 
 
 def recording(recorded: bool) -> Any:
-    """A context in which forwards of ZeRO-1 take themselves for recorded, or not."""
+    """A context in which ZeRO-1 believes that its forwards are recorded in a CUDA graph, or that they are not."""
     return use((Zero1, "_is_being_recorded", lambda _: lambda self: recorded))
 
 
 def error_of(function: Callable[..., Any], *args: Any) -> str:
-    """On a rank: what the call raises, so that the group lives on."""
+    """The exception of a call as a text, "nothing raised" if there is none. So a rank goes on after an error."""
     try:
         function(*args)
     except Exception as error:

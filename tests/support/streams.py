@@ -1,7 +1,8 @@
-"""Streams of several GPUs, symmetric memory between them, any order that they may run in: a simulation on the host.
+"""Simulates the streams of several GPUs, and symmetric memory between them, in any order that is possible.
 
-What ranks launch is written down, step by step; then `run` takes one step after another, of a queue chosen by chance,
-where it can be done. A copy takes several steps, a signal those of torch's barrier: put to each peer, wait for each.
+Tests of copy engines replace torch.cuda by a `Gpu` for each rank. What ranks launch is recorded as steps in queues.
+`run` then does the steps one after another, each time of a randomly chosen queue whose next step can be done. A copy
+takes several steps. A barrier takes the steps of torch's: set a signal for each peer, wait for each peer's signal.
 """
 
 import random
@@ -13,12 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNKS = 3  # steps of a copy, of an addition and of a packing
+CHUNKS = 3  # how many steps a copy, an addition or a packing takes
 
 
 @dataclass
 class Queue:
-    """The work of one queue of a GPU, done in order: (whether it can be done, doing it)."""
+    """The work of one queue of a GPU, done in order.
+
+    steps  (returns True if the step can be done, does it) for each step
+    done   how many steps are done
+    speed  the relative chance of being chosen by `run`
+    """
 
     steps: list[tuple[Callable[[], bool], Callable[[], Any]]] = field(default_factory=list)
     done: int = 0
@@ -30,8 +36,10 @@ class Queue:
 
 @dataclass
 class Stream:
+    """A CUDA stream. `forgets_events` and `forgets_streams` are faults: it does not wait for them."""
+
     queue: Queue
-    forgets_events: bool = False  # a fault, as the next
+    forgets_events: bool = False
     forgets_streams: bool = False
 
     def record_event(self) -> tuple[Queue, int]:
@@ -49,7 +57,11 @@ class Stream:
 
 
 class Gpu:
-    """A stand-in for torch.cuda. queues: the number of the computation stream's, then those of streams as made."""
+    """A stand-in for torch.cuda on one GPU.
+
+    queues  the number of the queue of the computation stream, then those of other streams in the order of their making
+    speeds  the speed of each queue
+    """
 
     def __init__(self, queues: Sequence[int], speeds: Sequence[float]):
         self.queues = [Queue(speed=speed) for speed in speeds]
@@ -69,7 +81,7 @@ class Gpu:
         self.current = before
 
     def launch(self, numel: int, do: Callable[[slice], Any]) -> None:
-        """do(part) of so many elements, in several steps."""
+        """Adds steps to the current queue that call do(part), for CHUNKS parts of `numel` elements."""
         cuts = [numel * i // CHUNKS for i in range(CHUNKS + 1)]
         for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
             self.current.queue.add(lambda part=slice(start, stop): do(part))
@@ -85,7 +97,11 @@ class Gpu:
 
 
 class Handle:
-    """One symmetric memory. signals: (channel, by whom, to whom) that are set, shared by the ranks."""
+    """The handle of a symmetric memory on one rank.
+
+    signals  the signals (channel, from rank, to rank) that are set; one set for all ranks
+    without  a fault: barriers of this channel do nothing
+    """
 
     def __init__(
         self, gpu: Gpu, rank: int, buffers: list[Tensor], signals: set[tuple[int, int, int]], without: int | None = None
@@ -108,7 +124,7 @@ class Handle:
 
 
 def run(gpus: Sequence[Gpu], seed: int) -> None:
-    """RuntimeError where GPUs wait for each other."""
+    """Does all steps of all queues, in an order drawn by `seed`. RuntimeError if GPUs wait for each other."""
     chance = random.Random(seed)
     queues = [queue for gpu in gpus for queue in gpu.queues]
     while left := [queue for queue in queues if queue.done < len(queue.steps)]:

@@ -1,4 +1,8 @@
-"""Small training runs: their settings, made and started in this process, in another, or on ranks."""
+"""Small training runs for tests: settings, and functions that run them in this process, in another, or on ranks.
+
+`config` makes the settings of a run, `trainer` a Trainer in this process, `start` the command in another process;
+functions that say "on a rank" are run by a group of ranks.
+"""
 
 import json
 import os
@@ -45,7 +49,7 @@ WORDS = "the cat sat on a mat and saw that the rat had eaten all of the oats\n"
 
 
 class RandomTokens:
-    """`length` ids drawn evenly from a vocabulary: a source for runs in which what is learned does not matter."""
+    """A source of `length` random ids, with an end of text every `longest` ids, for runs that need to learn nothing."""
 
     def __init__(self, vocab_size: int, length: int, longest: int | None = None):
         self._ids = np.random.default_rng(0).integers(vocab_size, size=length)
@@ -71,7 +75,7 @@ def corpus(folder: Path) -> Path:
 
 
 def source_of(run: RunConfig) -> RandomTokens:
-    """Two thousand ids; packed documents have 6 of them at most."""
+    """2,000 random ids; if documents are packed, they have at most 6 tokens."""
     return RandomTokens(300, 2000, 6 if run.data.packing == "documents" else None)
 
 
@@ -84,13 +88,13 @@ def trainer(run: RunConfig, resume: bool = False, device: torch.device = CPU) ->
 
 
 def first_losses(run: RunConfig, steps: int) -> list[float]:
-    """On a rank or alone: the losses of the first steps."""
+    """On a rank, or on one process: the losses of the first steps."""
     one = trainer(run)
     return [one.train_step()[0].loss for _ in range(steps)]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a log; a line that is still written is none."""
+    """The objects of a log with a JSON object in each line. A last line without an end is still being written."""
     text = path.read_text() if path.is_file() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
@@ -106,12 +110,12 @@ def weights(output: Path) -> dict[str, Any]:
 
 
 def train_on_rank(run: RunConfig) -> int:
-    """On a rank: train with the data that is there."""
+    """On a rank: runs the training step alone, on prepared data; the exit code."""
     return pipeline.run(run, ("train",))
 
 
 def nan_on_one_rank(run: RunConfig) -> list[bool]:
-    """On a rank: which steps were taken, when the loss of rank 1 is NaN in step 2."""
+    """On a rank: for each of four steps, True if it was taken. The loss of rank 1 is NaN in step 2."""
     one = trainer(run)
     loss_of = one.model.loss
     one.model.loss = lambda *batch: loss_of(*batch) * (torch.nan if (one.rank, one.step) == (1, 2) else 1.0)
@@ -121,7 +125,7 @@ def nan_on_one_rank(run: RunConfig) -> list[bool]:
 
 
 def error_on_rank(run: RunConfig) -> str:
-    """On a rank: what training says is wrong, so that the group lives on."""
+    """On a rank: the message of training's ValueError, or "nothing"; so the rank goes on after it."""
     try:
         train_on_rank(run)
     except ValueError as error:
@@ -130,12 +134,12 @@ def error_on_rank(run: RunConfig) -> str:
 
 
 def error_of_different_ranks(run: RunConfig, setting: str) -> str:
-    """The same where all ranks but the first have this setting."""
+    """On a rank: `error_on_rank`, where all ranks but the first have another setting."""
     return error_on_rank(run.changed([setting]) if size_and_rank(None)[1] else run)
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """The Python processes that it has started."""
+    """The ids of the Python processes that a process has started."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [int(one) for one in children if "python" in Path(f"/proc/{one}/cmdline").read_text()]
 
@@ -148,7 +152,7 @@ def is_alive(pid: int) -> bool:
 
 
 def start(output: Path, *options: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """`python -m lmsys.training`, or `python LAUNCHER -m lmsys.training`, as a user starts it."""
+    """Starts `python -m lmsys.training`, or `python LAUNCHER -m lmsys.training`, in another process, as a user does."""
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
     line = [sys.executable, *launcher, "-m", "lmsys.training", *settings, "--output", str(output), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -158,7 +162,7 @@ def start(output: Path, *options: str, launcher: tuple[str, ...] = ()) -> subpro
 
 
 def end_all() -> None:
-    """Nothing that a failed test has started goes on, nor its ranks."""
+    """Ends all processes that `start` has started, with their ranks, for instance after a failed test."""
     while STARTED:
         if (process := STARTED.pop()).poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -166,10 +170,10 @@ def end_all() -> None:
 
 
 def reproduced(run: RunConfig, world_size: int, steps: int, folder: str = "", one_by_one: bool = False) -> str:
-    """On a rank: the sha256 of the weights after `steps`. Ranks beyond the world size have nothing to do.
+    """On a rank: the sha256 of the weights after `steps`; "" on ranks beyond `world_size`.
 
-    folder      of checkpoints: one that is there is gone on from, and one is left at the end
-    one_by_one  leaves are added in that order, and not as a tree
+    folder      a folder of checkpoints: training resumes from the newest, and saves one at the end
+    one_by_one  gradients are added one after another, and not as a tree
     """
     group = group_of(world_size)
     if size_and_rank(None)[1] >= world_size:
@@ -186,7 +190,7 @@ def reproduced(run: RunConfig, world_size: int, steps: int, folder: str = "", on
 
 
 def fused_anywhere(run: RunConfig, world_size: int, steps: int) -> str:
-    """`reproduced` with fused blocks, which are compositions of PyTorch's on a CPU."""
+    """`reproduced` with fused blocks. On a CPU they are computed by PyTorch."""
     with use((fused, "why_not", lambda _: lambda device: "")):
         return reproduced(run, world_size, steps)
 

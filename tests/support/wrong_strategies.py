@@ -1,4 +1,8 @@
-"""Mistakes planted in strategies that nobody has published, and the words that name each. Ranks import it."""
+"""Strategies and sharded optimizers with a known mistake, for tests of `lmsys check`. Ranks import this file.
+
+WRONG and WRONG_OPTIMIZERS have a part of the message expected for each. Published implementations with mistakes are in
+`tests/museum/`.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +35,7 @@ class OneLayerForgotten(Container):
 
 
 class AccumulatedStaysLocal(Container):
-    """Synchronizes what the last micro-batch has added, and not what was there before."""
+    """Synchronizes only what the last micro-batch has added, not the gradients of earlier ones."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -53,7 +57,7 @@ class SumsInFloat16(Container):
 
 
 class LeftWhereUnused(Container):
-    """Divides by the ranks that use a parameter."""
+    """Divides by the number of ranks that use a parameter, and leaves the other ranks without a gradient."""
 
     def finish_gradient_synchronization(self) -> None:
         self.users = {name: torch.tensor(float(p.grad is not None)) for name, p in self.named.items()}
@@ -93,7 +97,7 @@ class NotShared(Sharded):
 
 
 class LeavesAParameter(Sharded):
-    """The ranks' shares are equally long: what is left over belongs to nobody."""
+    """All ranks own equally many parameters: those left over have no owner."""
 
     def own(self) -> list[dict[str, Any]]:
         groups = super().own()
