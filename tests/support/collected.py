@@ -1,5 +1,8 @@
-"""Several commands of pytest in one process, collecting only: on stdin a JSON list of argument lists, on stdout for
-each its exit code, the ids of its tests, and what it printed."""
+"""Collects the tests of several pytest commands, without running them, in one process: `collect`.
+
+As a program, it reads a JSON list of argument lists from stdin, and writes for each its exit code, the ids of its
+tests, and its output.
+"""
 
 import contextlib
 import io
@@ -13,7 +16,7 @@ import pytest
 
 from tests.support.processes import ENVIRONMENT, PYTEST, ROOT
 
-# Nothing is run: there is no cache to keep, and no unraisable error, which pytest collects garbage for each time.
+# Without running tests no cache is needed, nor unraisable errors, for which pytest collects garbage each time.
 OPTIONS = ["--collect-only", *PYTEST[3:], "-p", "no:unraisableexception"]
 
 
@@ -27,7 +30,7 @@ class Collected:
 
 
 def collect(commands: Sequence[Sequence[object]], timeout: float = 240) -> list[dict[str, Any]]:
-    """{"code", "ids", "said"} of each command, in a process of their own."""
+    """For each command: {"code": its exit code, "ids": of its tests, "said": its output}. They share a new process."""
     texts = json.dumps([[str(word) for word in command] for command in commands])
     line = [sys.executable, "-m", "tests.support.collected"]
     done = subprocess.run(line, input=texts, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT)
@@ -36,7 +39,7 @@ def collect(commands: Sequence[Sequence[object]], timeout: float = 240) -> list[
 
 
 def strays(arguments: Sequence[str], ids: Sequence[str]) -> list[str]:
-    """The ids that `-k WORD` selects though WORD neither begins them nor is a part of them, such as a row's name."""
+    """The ids that `-k WORD` selects by accident: WORD neither begins them nor is a part of them between hyphens."""
     word = arguments[arguments.index("-k") + 1] if "-k" in arguments else ""
     if not word.replace("-", "").isidentifier():
         return []

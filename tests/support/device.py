@@ -1,4 +1,4 @@
-"""A device whose power is known at every moment, and a module in place of NVML's."""
+"""Stand-ins for a GPU's sensors: `FakeDevice`, whose power is known at every moment, and `FakeNvml`, for pynvml."""
 
 import itertools
 import time
@@ -11,9 +11,11 @@ from lmsys.measure.sensors import Reading, Sensors
 
 
 class FakeDevice(Sensors):
-    """Draws power as `curve` says, pairs of seconds and watts, again and again. Its counter moves every `period_s`.
+    """A device that draws power as `curve` says: pairs (seconds, watts), repeated for ever.
 
-    scale  what its sensor of power tells over what it draws
+    period_s  its counter of energy changes every `period_s` seconds
+    scale     the power that its sensor shows, over the power that it draws
+    clock     the time in seconds
     """
 
     why_no_joules = None
@@ -31,7 +33,7 @@ class FakeDevice(Sensors):
         self.limit_w = 700.0
 
     def used(self, at_s: float) -> float:
-        """Joules until that moment."""
+        """Joules drawn until `at_s`."""
         whole, rest = divmod(at_s, sum(seconds for seconds, _ in self.curve))
         found = whole * sum(seconds * watts for seconds, watts in self.curve)
         for seconds, watts in self.curve:
@@ -40,7 +42,7 @@ class FakeDevice(Sensors):
         return found
 
     def drawn(self, at_s: float) -> float:
-        """Watts at that moment."""
+        """Watts drawn at `at_s`."""
         rest = at_s % sum(seconds for seconds, _ in self.curve)
         ends = itertools.accumulate(seconds for seconds, _ in self.curve)
         return next((watts for end, (_, watts) in zip(ends, self.curve, strict=True) if rest < end), self.curve[-1][1])
@@ -58,7 +60,7 @@ class FakeDevice(Sensors):
         return self.others
 
     def samples(self, times: Sequence[float]) -> list[Sample]:
-        """The samples that a sampler takes at these times."""
+        """The samples that a sampler takes at these times, in seconds."""
         found = []
         for at_s in times:
             self.clock = lambda at_s=at_s: at_s
@@ -67,16 +69,16 @@ class FakeDevice(Sensors):
 
 
 class FakeNvml(SimpleNamespace):
-    """Answers as the module `pynvml` does, from its attributes: a function's name without `nvmlDeviceGet`.
+    """A stand-in for the module `pynvml`. nvmlDeviceGetX() returns the attribute X; without one it is not supported.
 
-    What has no answer is not supported.
+    Text arguments are part of the attribute's name: nvmlDeviceGetX(handle, "sm") returns X_sm.
     """
 
     NVML_SUCCESS, NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 0, "sm", "memory", 0
     NVML_FI_DEV_POWER_INSTANT = 186
 
     class NVMLError(Exception):
-        """Not supported."""
+        """Raised for what is not supported."""
 
     def __getattr__(self, name: str) -> Any:
         def asked(handle: Any, *args: Any) -> Any:

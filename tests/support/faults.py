@@ -1,6 +1,9 @@
-"""Attention rows that are right, and that do harm, at one call of theirs, to the process that runs them.
+"""Attention rows that compute the right result, but harm the process that runs them in one of their calls.
 
-$LMSYS_FAULT_CALL=3    the third call of this process does it; 0: each with a chance of one in four
+Tests of the harness measure them: each must be recorded as an error of its own, and other rows must be measured. A new
+one is a function with the decorator `fault`.
+
+$LMSYS_FAULT_CALL=3    the third call in a process does harm; 0: each call, with a chance of one in four
 """
 
 import contextlib
@@ -29,8 +32,14 @@ _random = random.SystemRandom()
 
 @dataclass(frozen=True)
 class Fault:
-    """`told`: a part of the reason in its records; `ends`: it ends its process, or is ended with it; `on_gpu`: it takes
-    one."""
+    """A harmful row.
+
+    told     a part of the reason in its records
+    harm     what it does in that call
+    ends     it ends its process, or the process has to be ended
+    outcome  the outcome in its records
+    on_gpu   it needs a GPU
+    """
 
     told: str
     harm: Callable[[], Any]
@@ -50,12 +59,14 @@ class Fault:
 
 
 def hangs_now() -> None:
-    """Leaves a file with this process's number in $LMSYS_FAULT_HANGS: the deadline is over, whatever a clock says."""
+    """Leaves a file named after this process in $LMSYS_FAULT_HANGS. The test takes the deadline to be over then."""
     if folder := os.environ.get("LMSYS_FAULT_HANGS"):
         (Path(folder) / str(os.getpid())).touch()
 
 
 def fault(told: str, **more: Any) -> Callable[[Callable[[], Any]], Callable[..., Tensor]]:
+    """A decorator of a harm: puts its `Fault` into FAULTS, and turns it into the row."""
+
     def row(harm: Callable[[], Any]) -> Callable[..., Tensor]:
         FAULTS[harm.__name__] = Fault(told, harm, **more)
         return FAULTS[harm.__name__].row(harm.__name__)
@@ -127,7 +138,7 @@ def hangs_in_python() -> None:
 @fault("deadline", ends=True)
 def hangs_in_c() -> None:
     hangs_now()
-    ctypes.PyDLL(None).pause()  # holds the interpreter
+    ctypes.PyDLL(None).pause()  # without giving up the interpreter lock
 
 
 @fault("", ends=True, outcome="oom")

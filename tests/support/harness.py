@@ -1,4 +1,7 @@
-"""A runner for tests, whose machine facts cost nothing, and a benchmark that tells what it is asked, in order."""
+"""A quick runner for tests of the harness, and `Telling`, a benchmark that records which of its hooks are called.
+
+The facts about the machine, which take seconds to measure, are made up: MACHINE.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +16,14 @@ MACHINE = {"date": "now", "gpu": None, "name": "a machine", "ceilings": CEILINGS
 
 
 def runner(**changes: Any) -> Runner:
-    """On the CPU, quick, with the machine facts above."""
+    """A runner on the CPU with 10 ms for each row, and MACHINE. `changes`: other settings."""
     found = Runner(replace(Settings(device="cpu", sweep="smoke", seconds_per_row=0.01), **changes))
     found.__dict__["machine"] = MACHINE
     return found
 
 
 def records(benchmark: Benchmark, cases: Sequence[Any], **changes: Any) -> dict[str, dict[str, Any]]:
-    """The runner's records of one group's cases, by row."""
+    """The runner's records of the cases, which are one group, by row."""
     return {one.record["impl"]: one.record for one in results(benchmark, cases, **changes)}
 
 
@@ -36,7 +39,11 @@ class Number(Case):
 
 
 class Telling(Benchmark):
-    """Adds a number to itself; `told` is what it was asked, in order, and `faults` what fails, by hook."""
+    """A benchmark of adding a number to itself.
+
+    told    the hooks that were called, with the row, in order
+    faults  by hook: the exception that it raises
+    """
 
     name = "telling"
     axes = (Axis("size", int, (1,)),)
@@ -72,7 +79,7 @@ class Telling(Benchmark):
         return {"sum": float(candidate.call(setup[0], setup[0]) != 2 * setup[0]) * 7}
 
     def redraw(self, setup: Any, seed: int) -> None:
-        if self.told[-1] != "redraw" or "redraw" in self.faults:  # of many in a row, one
+        if self.told[-1] != "redraw" or "redraw" in self.faults:  # several in succession are recorded once
             self._asked("redraw")
 
     def step(self, case: Number, candidate: Candidate, setup: Any) -> Step:

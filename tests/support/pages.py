@@ -1,4 +1,8 @@
-"""The pages that users read: their commands, links, headings and code."""
+"""Reads the pages for users, README.md, CONTRIBUTING.md and docs/: their commands, links, headings and code blocks.
+
+Tests of pages run the commands, and check that links lead somewhere. A program that pages start is added to PROGRAMS
+and `module_of`.
+"""
 
 import re
 import shlex
@@ -28,21 +32,22 @@ PROGRAMS = re.compile(
 
 
 def blocks(page: str, language: str) -> list[str]:
+    """The code blocks of a page in a language."""
     return [dedent(code) for kind, code in FENCE.findall(PAGES[page]) if kind == language]
 
 
 def spans(page: str) -> list[str]:
-    """The texts between single backticks, on one line or two."""
+    """The texts between single backticks, each as one line."""
     return [" ".join(text.split()) for text in re.findall(r"`([^`]+)`", FENCE.sub("", PAGES[page]))]
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """The words of each command in a page's shell and between its backticks: of `a && b` both, of `a > b` a."""
+    """The words of each command in a page's shell blocks and between backticks: both of `a && b`, and a of `a > b`."""
     return (words for words, _ in with_files(page))
 
 
 def with_files(page: str) -> Iterator[tuple[list[str], str]]:
-    """The same, and the file that its output is written to, or ""."""
+    """(words, file) of each command, as in `commands`; the file is the one that its output is written to, or ""."""
     lines = [line for code in blocks(page, "sh") for line in code.splitlines()]
     lines += [text for text in spans(page) if PROGRAMS.match(text)]
     for line in lines:
@@ -55,7 +60,7 @@ def with_files(page: str) -> Iterator[tuple[list[str], str]]:
 
 
 def module_of(words: list[str]) -> tuple[str, list[str]]:
-    """`python -m module arguments`, however it is started: the module and its arguments; "" for what is none."""
+    """(module, arguments) of a command, however it is started; the module is "" if tests do not check the command."""
     while re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
     program, *rest = words
@@ -78,7 +83,7 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
         or readers_own
     ):
         return "", rest
-    if program in ("nsys", "ncu"):  # in front of what they look at
+    if program in ("nsys", "ncu"):  # profilers, in front of the command that they profile
         return module_of(words[words.index("python") :])
     assert program.endswith(("python", "python3", "torchrun")) and "-m" in rest, f"{words} is no command known here"
     place = rest.index("-m")
@@ -87,13 +92,13 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
 
 
 def without(words: list[str], *options: str) -> list[str]:
-    """Without these options and their values."""
+    """The words without these options and their values."""
     kept = iter(word for word in words if not word.startswith(tuple(f"{option}=" for option in options)))
     return [word for word in kept if word not in options or not next(kept)]
 
 
 def waits_for_a_gpu(words: list[str]) -> bool:
-    """It selects a section that only the sweep of GPUs has."""
+    """True if, on this machine without a GPU, a command selects a section that only the sweep for GPUs has."""
     sweep = SWEEPS[words[words.index("--sweep") + 1] if "--sweep" in words else "default"]
     chosen = re.findall(r"\w+", words[words.index("-k") + 1]) if "-k" in words else []
     return DEVICE == "cpu" and any(one in sections(sweep["cuda"]) - sections(sweep["cpu"]) for one in chosen)
@@ -104,7 +109,7 @@ def sections(sweep: Any) -> set[str]:
 
 
 def links(page: str) -> list[tuple[str, str]]:
-    """(file in the repository, anchor) of each link that stays here."""
+    """(file in the repository, anchor) of each link of a page into the repository."""
     found = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", PAGES[page]))
     here = Path(page).parent
     split = [link.partition("#") for link in found if not link.startswith(("http://", "https://"))]
@@ -112,5 +117,6 @@ def links(page: str) -> list[tuple[str, str]]:
 
 
 def anchors(text: str) -> set[str]:
+    """The anchors of a text's headings."""
     heads = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", head).strip().lower().replace(" ", "-") for head in heads}

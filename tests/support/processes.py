@@ -1,4 +1,7 @@
-"""The benchmarks as a user starts them: pytest in a process of its own."""
+"""Starts the benchmarks as a user does, by pytest in a process of its own, and other modules that tests need apart.
+
+`run` runs pytest, `compiling` a module in which Triton compiles, and `smoke_sweep` makes one result for many tests.
+"""
 
 import fcntl
 import json
@@ -12,26 +15,26 @@ from typing import Any
 from lmsys.measure import host
 
 ROOT = Path(__file__).parents[2]
-# Strategies that the smoke sweep of the tests leaves out: others of their kind are in it.
+# Strategies that the smoke sweep of the tests leaves out, since others like them are in it.
 ALIKE = "naive flat overlapped zero1 torch_ddp torch_ddp_tuned torch_zero1 torch_fsdp2_zero2".split()
-PATIENCE_S = 600.0  # after which a test gives up on another process: no machine is so busy
-STARTUP = ROOT / "tests" / "support" / "startup"  # each interpreter that has it in its path is quicker
+PATIENCE_S = 600.0  # how long a test waits for another process, even on a busy machine
+STARTUP = ROOT / "tests" / "support" / "startup"  # in an interpreter's path it makes imports quicker
 PATH = os.pathsep.join([str(ROOT), str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
 # One thread: tiny kernels on several wait for each other when the machine is busy.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": PATH}
-ENVIRONMENT.pop("PYTEST_XDIST_WORKER", None)  # these are no workers, even if their caller is
+ENVIRONMENT.pop("PYTEST_XDIST_WORKER", None)  # the new process is no worker of xdist
 # Without a cache, and without plugins that no benchmark needs: to import them takes more than half a second.
 PYTEST = [sys.executable, *"-m pytest -q -p no:cacheprovider -p no:hypothesispytest -p no:anyio".split()]
 
 
 class Stopwatch:
-    """Seconds since it was made, and whether a limit to them may be asked: not while others have this machine."""
+    """Measures seconds since it was made, for limits that apply only if no other program keeps this machine busy."""
 
     def __init__(self) -> None:
         self._began, self._load = time.monotonic(), host.load(os.getppid())
 
     def keeps(self, seconds: float, since: float | None = None) -> bool:
-        """True while no more time has passed, since it was made or another moment, and always on a busy machine."""
+        """True if at most `seconds` have passed, since it was made or since a moment; always True on a busy machine."""
         took = time.monotonic() - (self._began if since is None else since)
         share = host.others_share(self._load, host.load(os.getppid()))
         return took < seconds or share is None or share > host.BUSY
@@ -48,7 +51,7 @@ def run(*options: object) -> subprocess.CompletedProcess[str]:
 
 
 def compiling(module: str, *words: object, **variables: str) -> list[Any]:
-    """The JSON lines that `python -m module words` prints where Triton compiles, and interprets nothing."""
+    """The JSON lines that `python -m module words` prints, in a process in which Triton compiles, not interprets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
     line = [sys.executable, "-m", module, *map(str, words)]
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -57,11 +60,11 @@ def compiling(module: str, *words: object, **variables: str) -> list[Any]:
 
 
 def smoke_sweep(folder: Path) -> Path:
-    """The result file of the smoke sweep: whoever of several processes comes first makes it, the others wait.
+    """The result file of the smoke sweep. The first of several processes makes it, and the others wait.
 
-    Models in float32 alone: a CPU takes ten times as long for bfloat16. Of compiled attention only the forward: each
-    direction compiles for seconds; of interpreted attention only the shorter shape. Of strategies one of a kind, as
-    each asks two ranks for seconds; ours are held to plain steps in tests/benchmarks/test_passes.py.
+    Some cases are left out to save time: models in bfloat16, which takes a CPU ten times as long as float32; backwards
+    of compiled attention, since each direction compiles for seconds; the longer shape of interpreted attention; and
+    strategies like others (ALIKE), since each takes two ranks seconds. tests/benchmarks/test_passes.py checks ours.
     """
     result = folder / "smoke.json"
     with (folder / "smoke.lock").open("w") as lock:

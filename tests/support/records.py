@@ -1,4 +1,8 @@
-"""Made-up records of every benchmark, by the fields that it declares, and reports of them. No result is real."""
+"""Made-up records of every benchmark, by the fields that it declares, and reports built of them. No result is real.
+
+Tests of reports make records by `record` or `of_everything`, files by `save`, and reports by `built`. A new benchmark
+is added to ALL, and the axes of its cases to ASKED.
+"""
 
 import csv
 import io
@@ -29,7 +33,7 @@ from lmsys.reports.__main__ import main
 from lmsys.reports.page import MANIFEST
 
 Record = dict[str, Any]
-EVERY_PLOT, NO_PLOT = "", r"(?!)"  # patterns
+EVERY_PLOT, NO_PLOT = "", r"(?!)"  # patterns for `built`
 ALL = (Attention, Model, Loss, Anatomy, Precision, Collectives, DataParallel, TrainingSteps, Tokenizers, Training)
 BENCHMARKS = {cls.name: cls for cls in ALL}
 MACHINE = {
@@ -42,7 +46,7 @@ MACHINE = {
 GIB = 2**30
 MODEL = {"size": "small", "context": 512, "batch": 4, "precision": "bf16", "compile": "eager", "vocab_size": 10_000}
 KEPT = {"checkpoint": "none", "residual": "wide"}
-ASKED: dict[str, Record] = {  # of a case, where a test says nothing else
+ASKED: dict[str, Record] = {  # by benchmark: the axes of a case, unless a test gives others
     "attention": {
         "batch": 2, "heads": 8, "kv_heads": 8, "queries": 1024, "keys": 1024, "head_dim": 64,
         "dtype": "bfloat16", "causal": True, "direction": "fwd",
@@ -63,16 +67,16 @@ ASKED: dict[str, Record] = {  # of a case, where a test says nothing else
         "bucket_mb": None, "epochs": 3, "train_tokens": 4096, "val_tokens": 2048, "corpus": "stdlib",
     },
 }  # fmt: skip
-OF_ROWS = {  # what the rows of one comparison may differ in
+OF_ROWS = {  # fields in which the rows of one comparison may differ
     "impl", "label", "peer", "compile", "strategy", "row", "attention", "attention_label", "attention_peer",
     "strategy_peer", "asked_bucket_mb", "bucket_mb", "comm_dtype", "sharded_optimizer", "world_size", "megabytes",
     "processes", "device", "memory_limit_bytes", "checkpoint", "residual", "model",
 }  # fmt: skip
-KIND_OF = {
+KIND_OF = {  # by benchmark: the kind of its rows, if it is not the benchmark's name
     "model": "attention", "anatomy": "attention", "training": "strategy", "data_parallel": "strategy",
     "collectives": "operation", "precision": "none", "steps": "strategy",
 }  # fmt: skip
-PHASES = {"forward": (3, 2), "backward": (4, 1), "optimizer": (2, 1)}  # peak and live, GiB
+PHASES = {"forward": (3, 2), "backward": (4, 1), "optimizer": (2, 1)}  # (peak, live) memory in GiB
 
 
 @cache
@@ -88,9 +92,10 @@ def rows_of(kind: str) -> dict[str, Record]:
 
 
 def record(benchmark: str, impl: str, seconds: float = 1e-3, outcome: str = "ok", **told: Any) -> Record:
-    """A case that took so long; rows of one comparison share the noise of its rounds, so that their ratios are exact.
+    """The record of a case of row `impl` that took `seconds`. `told` are fields with other values than usual.
 
-    What is not told is as in ASKED, and metrics are some numbers of their unit.
+    Other axes are as in ASKED, and metrics are made-up numbers. Rows of one comparison have the same noise in their
+    samples, so that their ratios are exact.
     """
     fields = fields_of(benchmark)
     kind = KIND_OF.get(benchmark, benchmark)
@@ -129,7 +134,7 @@ def part(name: str, total_s: float, backward_s: float = 0.0, **kinds: float) -> 
 
 
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "communication", "other")
-MEASURED: dict[str, Record] = {  # what metrics and lists of a timed case are, where a test says nothing else
+MEASURED: dict[str, Record] = {  # by benchmark: metrics and lists of a timed case, unless a test gives others
     "anatomy": {
         **{f"{kind}_share": share for kind, share in zip(KINDS, (0.5, 0.125, 0.25, 0.125, 0.0, 0.0, 0.0), strict=True)},
         "kernels": [{"name": "nvjet<a|b>", "kind": "matmul", "total_s": 0.024, "count": 84.0}],
@@ -192,13 +197,13 @@ def of_everything() -> list[Record]:
 
 
 def save(path: Path, records: list[Record], **machine: Any) -> Path:
-    """A result file of these records."""
+    """Writes a result file with these records, and returns its path. `machine`: changes of MACHINE."""
     path.write_text(json.dumps({"lmsys": content_of(records, **machine)}))
     return path
 
 
 def content_of(records: list[Record], **machine: Any) -> Record:
-    """Our part of such a file."""
+    """The part "lmsys" of such a file."""
     names = {one["benchmark"] for one in records} & BENCHMARKS.keys()
     fields = {name: [one.to_json() for one in fields_of(name).values()] for name in sorted(names)}
     rows = {kind: list(rows_of(kind).values()) for kind in ("attention", "strategy", "loss", "tokenizer", "operation")}
@@ -208,9 +213,9 @@ def content_of(records: list[Record], **machine: Any) -> Record:
 
 
 def built(out: Path, *arguments: object, drawn: str = NO_PLOT) -> dict[str, bytes]:
-    """The files of a report, by path, without the list of them.
+    """Builds a report in `out`, by command line arguments: its files by path, without the manifest.
 
-    drawn  matches the names of plots that are drawn, which takes most of a report's time: others are empty
+    drawn  a pattern: plots with matching names are drawn, which takes most of a report's time; others are empty
     """
     to_svg = plots.to_svg
 
@@ -224,7 +229,7 @@ def built(out: Path, *arguments: object, drawn: str = NO_PLOT) -> dict[str, byte
 
 
 def cells(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
-    """A Markdown table of the machine above, as a list of rows by column head."""
+    """A Markdown table in a report on MACHINE: for each row, the cells by column head."""
     text = files[f"tables/synthetic-gpu-{name}.md"].decode().replace("\\|", "¦").replace("\N{NO-BREAK SPACE}", " ")
     head, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
@@ -233,5 +238,5 @@ def cells(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
 
 
 def numbers(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
-    """The table's CSV."""
+    """The table's CSV file: for each row, the values by column head."""
     return list(csv.DictReader(io.StringIO(files[f"tables/synthetic-gpu-{name}.csv"].decode())))

@@ -1,4 +1,4 @@
-"""Texts that meet at every rule of how text is split, and the special tokens that lie in their way."""
+"""Random texts for tests of the tokenizer: they try every rule by which text is split, and contain special tokens."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ SPECIALS = [
     "'s",
     "l-",
 ]  # they contain and overlap each other
-# They meet at every rule of the pattern: letters, digits, blanks, contractions, wide spaces and digits, marks.
+# Pieces for every rule of the pattern: letters, digits, blanks, contractions, wide spaces and digits, marks.
 PIECES = "a b é ß 中 1 ½ ٣ ' 's 'll 't 'LL . - _ \x1c \u0301 🙂 \x00".split(" ")
 PIECES += [" ", "  ", "\n", "\t", "\r\n", "\u00a0", "\u2003", "\u3000", "\x85", *SPECIALS]
 texts = st.lists(st.sampled_from(PIECES), max_size=30).map("".join) | st.text(

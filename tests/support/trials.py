@@ -1,11 +1,11 @@
-"""Trials that end in every way. Imports no torch, so that a process of its own is quick."""
+"""Trials that end in every way, for tests of `lmsys.kernels.trial`. They import no torch, to start quickly."""
 
 import os
 import signal
 import time
 from pathlib import Path
 
-COUNT = "TRIALS_COUNTED_IN"  # a file that gets a line for each trial, with the number of its process
+COUNT = "TRIALS_COUNTED_IN"  # environment variable: a file that gets a line for each trial, with its process id
 
 
 def count() -> None:

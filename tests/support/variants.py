@@ -1,4 +1,4 @@
-"""Variants of a test, of which some run every time."""
+"""Parameters of tests of which some run always, and the others only with `-m on_request`."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,11 +1,11 @@
-"""An interpreter that tests start looks for garbage less often, and not at all as it ends.
+"""Python imports this file at startup in processes that tests start: garbage is collected less often, and not at exit.
 
-Modules make much that lives as long as they do, torch's a million objects: to look through them takes a quarter of the
-time in which they are imported.
+Importing torch makes a million objects that live as long as the process. Looking through them for garbage takes a
+quarter of the import's time.
 """
 
 import atexit
 import gc
 
-gc.set_threshold(100_000)  # of new objects, in place of 700
+gc.set_threshold(100_000)  # new objects between two collections; the default is 700
 atexit.register(gc.freeze)
