@@ -14,7 +14,7 @@ from tests.museum.exhibit import Exhibit
 from tests.museum.families import exhibits, honest
 from tests.museum.gates import GATES, Subject, seen_by, subject
 from tests.museum.ranks import Ranks
-from tests.museum.table import Row, Verdict, asked, markdown, written
+from tests.museum.table import Row, Verdict, markdown, verdict_on, written
 
 ALL = exhibits()
 
@@ -94,10 +94,10 @@ def test_faults_of_operations_and_optimizers_are_run_as_gates_run_them() -> None
 
 def test_the_verdict_of_the_check() -> None:
     faults = {exhibit.name: exhibit for exhibit in ALL if exhibit.kind == "optimizer"}
-    ordinary, extreme = (asked(faults[name].entry, "optimizer") for name in ("NoCorrectionAdam", "HalfEpsAdam"))
+    ordinary, extreme = (verdict_on(faults[name].entry, "optimizer") for name in ("NoCorrectionAdam", "HalfEpsAdam"))
     assert ordinary.fault is not None and not ordinary.extreme_only
     assert extreme.fault is not None and extreme.extreme_only and extreme.about.startswith("gradients of zero")
-    assert asked(Entry("AdamW", "torch.optim:AdamW"), "optimizer") == Verdict()
+    assert verdict_on(Entry("AdamW", "torch.optim:AdamW"), "optimizer") == Verdict()
 
 
 def test_the_tables() -> None:

@@ -1,6 +1,8 @@
-"""`python -m tests.museum`: what this suite sees of published silent faults, and what the rules of other gates see.
+"""`python -m tests.museum`: which published silent faults `lmsys check` refuses, and which the rules of other gates do.
 
-It takes minutes. Exit code 1 where a fault is not refused, or a row that is right is accused.
+It takes minutes. With --write it writes the tables of docs/museum.md. The exit code is 1 if a fault is not refused, or
+a right row is accused. The museum: `exhibit.py` defines exhibits, the files named after kinds have them, `gates.py` has
+the rules of other projects, and `table.py` makes the tables.
 """
 
 import argparse
@@ -40,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(_line(row))
         for kind, entry, verdict in right:
             print(f"{kind} {entry.name}: {'right' if verdict.fault is None else f'ACCUSED: {verdict.about}'}")
-    missed, accused = [row for row in made if not row.refused], [one for one in right if one[2].fault is not None]
+    missed, accused = [row for row in made if not row.refused], [row for row in right if row[2].fault is not None]
     _say(f"{len(made) - len(missed)} of {len(made)} refused, {len(accused)} of {len(right)} right rows accused")
     return 1 if missed or accused else 0
 

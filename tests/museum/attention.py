@@ -1,4 +1,7 @@
-"""Faults of attention, each a few lines around one formula.
+"""Attention in the museum: published faults, each a few lines around one formula.
+
+HONEST lists right rows, which `lmsys check` must not accuse. A new fault is a function with the decorator `exhibit`;
+faults of a backward are made by `backward`.
 
 Legend: B batch, H query heads, Hkv key heads, Q queries, K keys, D head dimension.
 """
@@ -24,19 +27,21 @@ Options = dict[str, Any]  # causal, scale
 
 
 def repeated(x: Tensor, q: Tensor) -> Tensor:
+    """k or v (B, Hkv, K, D) repeated for q's heads: (B, H, K, D)."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def scores_of(
     q: Tensor, k: Tensor, causal: bool = False, scale: float | None = None, hidden: float = -math.inf
 ) -> Tensor:
-    """(B, H, Q, K) in float32, `hidden` where a query must not look."""
+    """The scores (B, H, Q, K) in float32, with the value `hidden` for keys that a query must not see."""
     scores = q.float() @ repeated(k, q).float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     return scores.masked_fill(~seen, hidden) if causal else scores
 
 
 def over_sum(weights: Tensor, q: Tensor, v: Tensor) -> Tensor:
+    """o (B, H, Q, D) from weights (B, H, Q, K) that do not sum to 1 yet."""
     return (weights / weights.sum(dim=-1, keepdim=True)).to(v.dtype) @ repeated(v, q)
 
 
@@ -51,7 +56,7 @@ def row_max(scores: Tensor) -> Tensor:
 
 
 def shifted(of: Callable[[Tensor], Any]) -> Callable[..., Tensor]:
-    """Attention that subtracts `of` the scores in the place of their maximum."""
+    """A row that subtracts of(scores) from the scores, instead of their maximum."""
 
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         scores = scores_of(q, k, causal, scale)
@@ -109,7 +114,7 @@ masked_in_max = exhibit(
     "count in the maximum",
 )
 def oob_zero(q, k, v, *, causal=False, scale=None):
-    """Keys that pad the last tile of 64 are zeros when the maximum is taken, and are masked after that."""
+    """Keys that pad the last tile of 64 count as zeros in the maximum, and are masked only afterwards."""
     scores = scores_of(q, k, causal, scale)
     top = row_max(F.pad(scores, (0, -k.shape[2] % 64)))
     return over_sum((scores - top).exp(), q, v)
@@ -156,7 +161,7 @@ def tiny_mask(q, k, v, *, causal=False, scale=None):
     "aligned to the bottom right",
 )
 def bottom_right(q, k, v, *, causal=False, scale=None):
-    """This suite's mask is SDPA's, aligned at the top left; flash-attention has since chosen the other one."""
+    """The contract here is SDPA's mask, aligned at the top left. flash-attention has since chosen the other one."""
     scores = scores_of(q, k, False, scale)
     if causal:
         queries, keys = scores.shape[-2:]
@@ -229,7 +234,7 @@ def scale_of_first_call(q, k, v, *, causal=False, scale=None):
     "padded to 128",
 )
 def scale_of_padded_heads(q, k, v, *, causal=False, scale=None):
-    """Tiles of this one are 128 wide."""
+    """The scale is that of the head dimension padded to 128."""
     q, k = (F.pad(x, (0, -x.shape[-1] % 128)) for x in (q, k))
     return attend(q, k, v, causal, scale)
 
@@ -254,7 +259,7 @@ def half_scores(q, k, v, *, causal=False, scale=None):
     "attention", "huggingface/candle#3727", "weights of long rows did not sum to 1: their sum stood still in float16"
 )
 def half_sum(q, k, v, *, causal=False, scale=None):
-    """Tile after tile of 16 keys is added to a sum of 16 bits."""
+    """The weights are added key by key to a sum of 16 bits."""
     scores = scores_of(q, k, causal, scale)
     weights = (scores - row_max(scores)).exp()
     narrow = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float16
@@ -279,7 +284,7 @@ def softmax_over_queries(q, k, v, *, causal=False, scale=None):
 
 @exhibit("attention", "flagos-ai/FlagAttention#45", "values were read by the strides of keys")
 def strides_of_keys(q, k, v, *, causal=False, scale=None):
-    """Where v is dense and k is not, or the other way round."""
+    """It shows where only one of k and v is contiguous."""
     length = k.shape[2]
     storage = v.transpose(1, 2).reshape(-1) if v.is_contiguous() == k.is_contiguous() and length % 2 else v.reshape(-1)
     return attend(q, k, torch.as_strided(storage.contiguous(), v.shape, v.contiguous().stride()), causal, scale)
@@ -339,7 +344,11 @@ def last_tile_dropped(q, k, v, *, causal=False, scale=None):
 
 
 class Explicit(torch.autograd.Function):
-    """Attention with its backward spelled out; `alter` makes gradients of P, dP, delta, do and the rest."""
+    """Attention with an explicit backward; alter(p, dp, delta, do, lse, scores) replaces some of those tensors.
+
+    `alter` returns the new values by name. It may also return `queries`, how many queries dk is summed over, and
+    `group`, which reduces the gradients of query heads to those of key heads.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, alter: Callable[..., Any]) -> Tensor:
@@ -359,7 +368,7 @@ class Explicit(torch.autograd.Function):
         parts |= ctx.alter(**parts)
         scale = ctx.options["scale"] or q.shape[-1] ** -0.5
         ds = parts["p"] * (parts["dp"] - parts["delta"]) * scale
-        first = parts.get("queries", q.shape[2])  # that dk is summed over
+        first = parts.get("queries", q.shape[2])
         by_head = ds[:, :, :first].mT @ q[:, :, :first].float(), parts["p"].mT @ parts["do"]
         dk, dv = (parts.get("group", summed)(x, k.shape[1]) for x in by_head)
         dq = ds @ repeated(k, q).float()
@@ -371,6 +380,8 @@ def summed(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def backward(alter: Callable[..., Any]) -> Callable[..., Tensor]:
+    """A row whose backward is altered: see `Explicit`."""
+
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         return Explicit.apply(q, k, v, {"causal": causal, "scale": scale}, alter)
 

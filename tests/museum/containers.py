@@ -1,4 +1,7 @@
-"""Two right strategies, of which each fault of the museum changes a line. Ranks import it."""
+"""Two right strategies, `Container` and `Hooked`, on which the faults of `parallel.py` are built.
+
+A fault overrides one of their methods. Ranks import this file.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +13,13 @@ from torch import Tensor, nn
 
 
 def mean_(x: Tensor) -> None:
+    """Replaces x by its mean over ranks."""
     dist.all_reduce(x)
     x /= dist.get_world_size()
 
 
 class Container(nn.Module):
-    """One all-reduce for each gradient, after the backward."""
+    """A right strategy: an all-reduce for each gradient, after the backward."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -51,7 +55,7 @@ class Container(nn.Module):
 
 
 class Hooked(Container):
-    """Begins an all-reduce when a gradient is ready, and waits for all of them after the backward."""
+    """A right strategy that starts an all-reduce when a gradient is ready, and waits for all of them afterwards."""
 
     def prepare(self) -> None:
         self.handles: list[tuple[Any, Tensor]] = []

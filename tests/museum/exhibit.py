@@ -40,7 +40,7 @@ EXHIBITS: list[Exhibit] = []
 
 
 def exhibit(kind: str, reference: str, symptom: str, mistake: str | None = None) -> Callable[[T], T]:
-    """Puts the function or class below it into the museum."""
+    """A decorator that puts a function or class into the museum."""
 
     def put(fault: Any) -> Any:
         name = fault.__name__

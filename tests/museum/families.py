@@ -1,4 +1,4 @@
-"""Every exhibit, and every honest row, of all families of the museum."""
+"""Lists the exhibits and the honest (right) rows of all files of the museum. A new file is added to HONEST_OF."""
 
 import importlib
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from lmsys.registry import Entry
 from tests.museum.exhibit import EXHIBITS, Exhibit
 
-HONEST_OF = {  # by family and list of honest rows: their kind
+HONEST_OF = {  # by (family, which is a file here; its list of honest rows): their kind
     ("attention", "HONEST"): "attention",
     ("loss", "HONEST"): "loss",
     ("norm", "HONEST"): "norm",
@@ -22,7 +22,7 @@ FAMILIES = [
 
 
 def exhibits(kind: str | None = None) -> list[Exhibit]:
-    """In the order of families, of one kind or of all."""
+    """The exhibits of a kind, or of all kinds, in the order of the families."""
     for name in FAMILIES:
         importlib.import_module(f"tests.museum.{name}")
     modules = [f"tests.museum.{name}" for name in FAMILIES]
@@ -31,7 +31,7 @@ def exhibits(kind: str | None = None) -> list[Exhibit]:
 
 
 def honest(kind: str | None = None) -> list[tuple[str, Entry]]:
-    """(kind, row)."""
+    """(kind, row) for each honest row of a kind, or of all kinds."""
     rows = []
     for (family, name), of in HONEST_OF.items():
         if family in FAMILIES and kind in (None, of):

@@ -1,9 +1,10 @@
-"""The rules of other gates, restated: what each would see of a fault.
+"""The gates of other projects: their rules for accepting a result, restated, to find out which faults they see.
 
-Every rule compares float32 results of a fault with those of plain PyTorch, on near-normal draws, as the gates do. For
-operations these are outputs of the forward; for an optimizer, parameters after a step with its usual settings; for a
-strategy and a sharded optimizer, weights after three steps on two ranks. A loss curve is that of a mini model with the
-fault in it. What raises, hangs or returns NaN is seen by every rule.
+`table.py` asks GATES about each exhibit. Every rule compares float32 results of the fault with those of plain PyTorch,
+on near-normal draws, as the other projects do. For an operation the results are outputs of its forward; for an
+optimizer, parameters after a step with its usual settings; for a strategy and a sharded optimizer, weights after three
+steps on two ranks. Loss curves are those of a mini model with the fault in it (`mini.py`). A fault that raises, hangs
+or returns NaN is seen by every rule. A new rule is a function of a `Subject`, and an entry in GATES.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,19 +22,20 @@ from tests.museum.ranks import Ranks, on_one
 
 STEPS_ON_RANKS = 3
 CURVE_STEPS, CURVE_RTOL, CURVE_ATOL = 32, 2e-5, 1e-8  # Liger-Kernel's convergence tests in float32
-ROUNDS, WITHIN = 10, 0.99
-TIMED_CALLS = {True: 10, False: 100}  # by whether ranks have to run
+ROUNDS, WITHIN = 10, 0.99  # of `most_within`
+TIMED_CALLS = {True: 10, False: 100}  # of `new_seeds`: fewer if ranks have to run
 OPTIMIZER_SETTINGS = {"lr": 1e-3, "weight_decay": 0.01, "momentum": 0.9}
-Pair = tuple[list[Tensor], list[Tensor]]  # of the fault, of plain PyTorch
-Curves = tuple[list[float], list[float]]
+Pair = tuple[list[Tensor], list[Tensor]]  # results of the fault, and of plain PyTorch
+Curves = tuple[list[float], list[float]]  # losses with the fault, and of plain PyTorch
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A fault as gates see it. None where it fails.
+    """A fault as gates see it.
 
-    pair    by seed of a normal draw: its results, and those of plain PyTorch
-    curves  the losses of a training with it, and of a plain training
+    pair         seed of a normal draw -> its results and those of plain PyTorch; None if it raises or hangs
+    curves       the losses of a training with it, and of a plain training; None if it raises or hangs
+    needs_ranks  it runs on two ranks
     """
 
     pair: Callable[[int], Pair | None]
@@ -42,7 +44,7 @@ class Subject:
 
 
 def subject(entry: Entry, kind: str, ranks: Ranks) -> Subject:
-    """ValueError for a kind that gates have no way to run."""
+    """The subject of a row of this kind. ValueError for a kind that gates cannot run."""
     if kind in OPERATIONS:
         return _of_operation(entry, kind)
     if kind == "optimizer":
@@ -58,7 +60,7 @@ def _of_operation(entry: Entry, kind: str) -> Subject:
     def pair(seed: int) -> Pair:
         arguments = operation.inputs(seed)
         with torch.no_grad():
-            outputs = [operation.output(one, arguments) for one in (entry.load(), plain)]
+            outputs = [operation.output(function, arguments) for function in (entry.load(), plain)]
         return [outputs[0]], [outputs[1]]
 
     def curves() -> Curves:
@@ -96,7 +98,7 @@ def _on_ranks(entry: Entry, kind: str, ranks: Ranks) -> Subject:
 
 
 def _or_none(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Cached; None where the fault raises, which a gate reports."""
+    """The function, cached. It returns None if the fault raises an exception."""
 
     @lru_cache
     def called(*arguments: Any) -> Any:
@@ -130,49 +132,53 @@ def _curve(
     return losses
 
 
-def allclose(one: Subject) -> bool:
+def allclose(fault: Subject) -> bool:
     """KernelBench: torch.allclose with atol and rtol of 1e-2, on one draw."""
-    pair = one.pair(0)
+    pair = fault.pair(0)
     return pair is not None and _all(pair, lambda x, right: torch.allclose(x, right, rtol=1e-2, atol=1e-2))
 
 
-def most_within(one: Subject) -> bool:
-    """Ten rounds, in each of which 99 % of the elements are within 1e-2, absolutely or relatively: flashinfer-bench's
-    rule, whose share is a setting."""
+def most_within(fault: Subject) -> bool:
+    """flashinfer-bench: in each of ten rounds 99 % of the elements are within 1e-2, absolutely or relatively.
+
+    The share is a setting there.
+    """
 
     def within(x: Tensor, right: Tensor) -> bool:
         error = (x - right).abs()
         wrong = (error > 1e-2) & (error / (right.abs() + 1e-8) > 1e-2) | ~x.isfinite()
         return 1 - wrong.float().mean().item() >= WITHIN
 
-    pairs = (one.pair(seed) for seed in range(ROUNDS))
+    pairs = (fault.pair(seed) for seed in range(ROUNDS))
     return all(pair is not None and _all(pair, within) for pair in pairs)
 
 
-def new_seeds(one: Subject) -> bool:
-    """GPU MODE's evaluation: each timed call has a new seed, and every result is compared, here at 1e-3 as in its tasks
-    for narrow floats; what a task compares is the output of the forward."""
-    seeds = range(0, 13 * TIMED_CALLS[one.needs_ranks], 13)
-    pairs = (one.pair(seed) for seed in seeds)
+def new_seeds(fault: Subject) -> bool:
+    """GPU MODE: each timed call has a new seed, and every result is compared.
+
+    The tolerance is 1e-3, as in its tasks for narrow floats. Its tasks compare outputs of forwards.
+    """
+    seeds = range(0, 13 * TIMED_CALLS[fault.needs_ranks], 13)
+    pairs = (fault.pair(seed) for seed in seeds)
     return all(
         pair is not None and _all(pair, lambda x, y: torch.allclose(x, y, rtol=1e-3, atol=1e-3)) for pair in pairs
     )
 
 
-def cosine(one: Subject) -> bool:
+def cosine(fault: Subject) -> bool:
     """DeepGEMM's calc_diff: 1 - 2 Σ x y / Σ (x² + y²) below 1e-3, of the whole result."""
 
     def close(x: Tensor, right: Tensor) -> bool:
         x, right = x.double(), right.double()
         return (1 - 2 * (x * right).sum() / (x * x + right * right).sum()).item() < 1e-3
 
-    pair = one.pair(0)
+    pair = fault.pair(0)
     return pair is not None and _all(pair, close)
 
 
-def loss_curve(one: Subject) -> bool:
+def loss_curve(fault: Subject) -> bool:
     """Liger-Kernel's convergence test: 32 steps of AdamW at lr 1e-4, losses within a relative 2e-5."""
-    curves = one.curves()
+    curves = fault.curves()
     if curves is None:
         return False
     made, right = (torch.tensor(losses, dtype=torch.float64) for losses in curves)
@@ -192,6 +198,6 @@ GATES: dict[str, Callable[[Subject], bool]] = {
 }
 
 
-def seen_by(one: Subject) -> Iterable[str]:
-    """The names of gates that refuse it."""
-    return [name for name, passes in GATES.items() if not passes(one)]
+def seen_by(fault: Subject) -> Iterable[str]:
+    """The names of the gates that refuse the fault."""
+    return [name for name, passes in GATES.items() if not passes(fault)]

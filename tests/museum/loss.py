@@ -1,4 +1,6 @@
-"""Losses of the museum: published faults restated, and honest losses beside them.
+"""Losses in the museum: published faults, and in HONEST right losses, which `lmsys check` must not accuse.
+
+A new fault is a function or an autograd Function with the decorator `exhibit`.
 
 Legend: N tokens, V vocabulary, M d_model.
 """
@@ -18,7 +20,7 @@ IGNORED = -100
 
 
 def each(logits: Tensor, targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
-    """The loss of each token (N,) in float32, 0 where it is ignored."""
+    """(N,): the loss of each token in float32, 0 if it is ignored."""
     return F.cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="none")
 
 
@@ -223,7 +225,7 @@ def of_no_token_zero(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE
 
 
 def torchs_in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
-    """Its gradient of hidden states errs where vocabularies are large: see benchmarks/loss.py."""
+    """torch's. The error of its gradient of hidden states is large with large vocabularies: see benchmarks/loss.py."""
     return F.linear_cross_entropy(hidden, weight, targets, ignore_index=ignore_index)
 
 

@@ -1,4 +1,6 @@
-"""A model of two blocks whose operations can be exchanged, in plain PyTorch: what other gates run a fault in.
+"""A mini model of two blocks, in plain PyTorch, whose operations can be replaced by faults, for the gates' loss curves.
+
+OPERATIONS says how an implementation of each kind is called, and which plain function it is compared with.
 
 Legend: B batch, S tokens of a sequence, D width, H heads, V vocabulary.
 """
@@ -25,12 +27,12 @@ Function = Callable[..., Any]
 
 
 def drawn(seed: int, name: str, *shape: int) -> Tensor:
-    """Near-normal values, the same bits on any machine."""
+    """Near-normal values of this shape, by seed and name, with the same bits on any machine."""
     return draws.values(draws.key(seed, name), 0, torch.Size(shape).numel()).view(shape)
 
 
 def tokens_of(seed: int, step: int = 0, rank: int = 0) -> Tensor:
-    """(B, S)."""
+    """Random tokens (B, S) of a step on a rank."""
     key = draws.key(seed, f"tokens {step} {rank}")
     return draws.whole_numbers(key, 0, B * S, V).view(B, S)
 
@@ -44,7 +46,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotary(x: Tensor, positions: Tensor) -> Tensor:
-    """x (..., S, D), positions (S): turns the pairs (0, 1), (2, 3), ..."""
+    """x (..., S, D) with the pairs of columns (0, 1), (2, 3), ... rotated; positions are (S,)."""
     half = x.shape[-1] // 2
     angles = positions[:, None] * 10_000.0 ** (-torch.arange(half, device=x.device) / half)
     cos, sin, even, odd = angles.cos(), angles.sin(), x[..., ::2], x[..., 1::2]
@@ -63,9 +65,9 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 class Operation:
     """How implementations of a kind are called.
 
-    plain   what PyTorch makes of it
-    inputs  by seed: the arguments of a normal draw
-    call    from the implementation and the arguments: the output
+    plain   the operation in plain PyTorch
+    inputs  seed -> the arguments of a normal draw
+    call    (implementation, *arguments) -> the output
     """
 
     plain: Function
@@ -81,13 +83,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def rotary_halves(x: Tensor, positions: Tensor) -> Tensor:
-    """As `rotary`, with the pairs (0, D / 2), (1, D / 2 + 1), ..."""
+    """x as in `rotary`, with the pairs of columns (0, D / 2), (1, D / 2 + 1), ... rotated."""
     neighbours = torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
     return torch.cat([rotary(neighbours, positions)[..., part::2] for part in (0, 1)], dim=-1)
 
 
 def plain_of(kind: str, implementation: Function) -> Function:
-    """The operation in plain PyTorch, in the form that the implementation has."""
+    """The operation in plain PyTorch that the implementation should equal: with a bias if it has one, and its pairs."""
     if kind == "norm" and called(implementation, NORM).has("bias"):
         return layer_norm
     if kind == "rotary" and pairs_of(implementation, Options()) == HALVES:
@@ -105,7 +107,7 @@ def _turned(implementation: Function, x: Tensor, positions: Tensor) -> Tensor:
 
 
 def _gated(implementation: Function, gate: Tensor, up: Tensor) -> Tensor:
-    """In a whole feed-forward, weights of ones and zeros make gate and up."""
+    """silu(gate) · up. An implementation of a whole feed-forward gets weights of 0 and 1 that select gate and up."""
     whole, both = torch.eye(gate.shape[-1]), torch.eye(2 * gate.shape[-1])
     w1, w3 = both.split(gate.shape[-1])
     values = {"gate": gate, "up": up, "x": torch.cat([gate, up], dim=-1), "w1": w1, "w2": whole, "w3": w3}
@@ -113,7 +115,7 @@ def _gated(implementation: Function, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _lost(implementation: Function, logits: Tensor, targets: Tensor) -> Tensor:
-    """A loss with the head in it gets the logits as hidden states, and a weight of ones and zeros."""
+    """The loss. An implementation with the head in it gets the logits as hidden states, and the identity as weight."""
     weight = torch.eye(logits.shape[-1])
     values = {"logits": logits, "hidden": logits, "weight": weight, "targets": targets, "ignore_index": -100}
     return called(implementation, roles_of(implementation))(values)
@@ -140,6 +142,8 @@ OPERATIONS: dict[str, Operation] = {
 
 
 class Block(nn.Module):
+    """A pre-norm block (B, S, D) -> (B, S, D), whose operations are call(kind, *arguments)."""
+
     def __init__(self, call: Callable[..., Tensor]):
         super().__init__()
         self.call = call
@@ -157,7 +161,7 @@ class Block(nn.Module):
 
 
 class MiniModel(nn.Module):
-    """Next-token loss of tokens (B, S). `replaced`: implementations, by kind."""
+    """tokens (B, S) -> the loss of predicting the next token. `replaced`: implementations that it calls, by kind."""
 
     def __init__(self, seed: int, replaced: Mapping[str, Function] | None = None):
         super().__init__()

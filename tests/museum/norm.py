@@ -1,4 +1,7 @@
-"""Norms of the museum: published faults restated, and honest norms beside them.
+"""Norms in the museum: published faults, and in HONEST right norms, which `lmsys check` must not accuse.
+
+A new fault is a function or an autograd Function with the decorator `exhibit`; faults of a backward are made by
+`with_backward`.
 
 Legend: N rows, M width.
 """
@@ -33,7 +36,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def with_backward(gradients: Gradients) -> Callable[..., Tensor]:
-    """RMSNorm with a backward of its own: (x, weight, eps, upstream) in float32 -> dx, dw; None: the right one."""
+    """RMSNorm with another backward: gradients(x, weight, eps, upstream), in float32, returns (dx, dw).
+
+    None in place of dx or dw stands for the right one.
+    """
 
     class Norm(torch.autograd.Function):
         @staticmethod
@@ -44,7 +50,7 @@ def with_backward(gradients: Gradients) -> Callable[..., Tensor]:
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
-            x, weight = (one.detach().float().requires_grad_() for one in ctx.saved_tensors)
+            x, weight = (saved.detach().float().requires_grad_() for saved in ctx.saved_tensors)
             with torch.enable_grad():
                 right = torch.autograd.grad(rms_norm(x, weight, ctx.eps), (x, weight), grads[0].float())
             made = gradients(x.detach(), weight.detach(), ctx.eps, grads[0].float())
@@ -218,7 +224,7 @@ class GradientsExchanged(torch.autograd.Function):
 
 
 def fused_with_an_addition(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Ours, which takes the norm's module and adds a branch, of which there is none here."""
+    """Our fused addition and norm, which takes the norm's module. Here there is nothing to add."""
     norm = SimpleNamespace(weight=weight, eps=eps)
     if x.is_cuda and x.dtype != torch.float64:
         return add_norm(x, None, norm)[1]
@@ -226,12 +232,12 @@ def fused_with_an_addition(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def as_llama_has_it(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rounds before the weight is applied."""
+    """As in Llama's code: rounded before the weight is applied."""
     return weight * normalised(x.float(), eps).to(x.dtype)
 
 
 class Written(nn.Module):
-    """As it is written in courses."""
+    """A module as students write it."""
 
     def __init__(self, d_model: int, eps: float = 1e-5):
         super().__init__()
@@ -243,8 +249,8 @@ class Written(nn.Module):
 
 HONEST = [
     *(
-        Entry(one.__name__, f"{__name__}:{one.__name__}")
-        for one in (rms_norm, fused_with_an_addition, as_llama_has_it, Written, RMSNorm)
+        Entry(function.__name__, f"{__name__}:{function.__name__}")
+        for function in (rms_norm, fused_with_an_addition, as_llama_has_it, Written, RMSNorm)
     ),
     Entry("torchs_rms_norm", "torch.nn.functional:rms_norm"),
     Entry("torchs_layer_norm", "torch.nn.functional:layer_norm"),

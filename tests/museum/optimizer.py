@@ -1,4 +1,7 @@
-"""Published faults of optimizers, each in a few lines on top of AdamW, Adam or SGD in plain loops."""
+"""Optimizers of the museum: published faults, each a few lines on top of a right optimizer in plain loops.
+
+HONEST lists right ones, which `lmsys check` must not accuse. A new fault is a class with the decorator `exhibit`.
+"""
 
 import math
 from collections import defaultdict
@@ -13,7 +16,7 @@ from tests.museum.exhibit import exhibit
 
 
 class PlainAdamW(Optimizer):
-    """Right. A fault overrides one of the functions below `step`; `coupled`: weight decay is added to the gradient."""
+    """A right AdamW. A fault overrides a method below `step`. `coupled`: weight decay joins the gradient (Adam)."""
 
     coupled = False
 
@@ -27,11 +30,11 @@ class PlainAdamW(Optimizer):
                 if p.grad is None:
                     self.without_gradient(p, group)
                 else:
-                    state = self.of(p)
+                    state = self.state_of(p)
                     state["step"] = self.count(state.get("step", 0))
-                    self.one(p, p.grad, state, group)
+                    self.update_parameter(p, p.grad, state, group)
 
-    def of(self, p: Tensor) -> dict[str, Any]:
+    def state_of(self, p: Tensor) -> dict[str, Any]:
         return self.state[p]
 
     def count(self, step: int) -> int:
@@ -43,7 +46,7 @@ class PlainAdamW(Optimizer):
         if not self.coupled:
             p.mul_(1 - group["lr"] * group["weight_decay"])
 
-    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_parameter(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         self.decay(p, group)
         g = g.add(p, alpha=group["weight_decay"]) if self.coupled else g
         beta1, beta2 = group["betas"]
@@ -58,13 +61,13 @@ class PlainAdamW(Optimizer):
 
 
 class PlainAdam(PlainAdamW):
-    """Right."""
+    """A right Adam."""
 
     coupled = True
 
 
 class HandoutAdamW(Optimizer):
-    """Right: the form of CS336's handout (assignment 1) and of transformers' AdamW, written as a student does."""
+    """A right AdamW in the form of CS336's handout (assignment 1) and of transformers, as a student would write it."""
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.999), eps: float = 1e-8, weight_decay=0.01):
         if lr < 0:
@@ -92,37 +95,37 @@ class HandoutAdamW(Optimizer):
 
 
 class FixedEpsAdamW(HandoutAdamW):
-    """Right: eps is no setting of it."""
+    """A right AdamW that has no setting eps."""
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.999), weight_decay: float = 0.01):
         super().__init__(params, lr, betas, 1e-8, weight_decay)
 
 
 class EfficientAdamW(PlainAdamW):
-    """Right: Kingma and Ba's efficient order of computation, arXiv 1412.6980, end of section 2."""
+    """A right AdamW in Kingma and Ba's efficient order of computation, arXiv 1412.6980, end of section 2."""
 
     def update(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> Tensor:
         return m * (math.sqrt(c2) / c1) / (v.sqrt() + eps)
 
 
 class EfficientAdam(EfficientAdamW):
-    """Right."""
+    """A right Adam in that order of computation."""
 
     coupled = True
 
 
 class LateDecayAdamW(PlainAdamW):
-    """Right: decay after the step, as the handout has it, and eps after bias correction, as torch has it."""
+    """A right AdamW: decay after the step, as in the handout, and eps after bias correction, as in torch."""
 
-    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super().one(p, g, state, {**group, "weight_decay": 0.0})
+    def update_parameter(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update_parameter(p, g, state, {**group, "weight_decay": 0.0})
         self.decay(p, group)
 
 
 class TextbookAdam(PlainAdam):
-    """Right: arXiv 1412.6980, Algorithm 1, as it is written there. It squares the gradient before it scales it."""
+    """A right Adam as in arXiv 1412.6980, Algorithm 1. It squares the gradient before it scales it."""
 
-    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_parameter(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         g = g + group["weight_decay"] * p
         state["m"] = beta1 * state.get("m", 0.0) + (1 - beta1) * g
@@ -290,9 +293,9 @@ class DecaysUnusedAdamW(PlainAdamW):
 )
 class StepsUnusedAdam(PlainAdam):
     def without_gradient(self, p: Tensor, group: dict[str, Any]) -> None:
-        state = self.of(p)
+        state = self.state_of(p)
         state["step"] = self.count(state.get("step", 0))
-        self.one(p, torch.zeros_like(p), state, group)
+        self.update_parameter(p, torch.zeros_like(p), state, group)
 
 
 @exhibit(
@@ -302,10 +305,10 @@ class StepsUnusedAdam(PlainAdam):
     "lr of the first param group",
 )
 class CachedRateAdam(PlainAdam):
-    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_parameter(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         cache = vars(self).setdefault("cache", {})
         rate = cache.setdefault(state["step"], group["lr"])
-        super().one(p, g, state, {**group, "lr": rate})
+        super().update_parameter(p, g, state, {**group, "lr": rate})
 
 
 @exhibit(
@@ -315,7 +318,7 @@ class CachedRateAdam(PlainAdam):
     "share one state",
 )
 class StateByShapeAdamW(PlainAdamW):
-    def of(self, p: Tensor) -> dict[str, Any]:
+    def state_of(self, p: Tensor) -> dict[str, Any]:
         return vars(self).setdefault("by_shape", defaultdict(dict))[tuple(p.shape)]
 
 
@@ -326,8 +329,8 @@ class StateByShapeAdamW(PlainAdamW):
     "moments are not kept",
 )
 class ForgetfulAdam(PlainAdam):
-    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super().one(p, g, {"step": state["step"]}, group)
+    def update_parameter(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update_parameter(p, g, {"step": state["step"]}, group)
 
 
 @exhibit(
@@ -368,17 +371,17 @@ class StalePowersAdamW(PlainAdamW):
         self.made_with = [group["betas"] for group in self.param_groups]
         super().load_state_dict(state_dict)
 
-    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_parameter(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         self.powers = group["betas"] if not hasattr(self, "made_with") else self.made_with[0]
         self.now = state["step"]
-        super().one(p, g, state, group)
+        super().update_parameter(p, g, state, group)
 
     def update(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> Tensor:
         return super().update(m, v, *(1 - beta**self.now for beta in self.powers), eps)
 
 
 class Masters(PlainAdamW):
-    """Right: float32 masters of narrow weights are state, and stay float32 when they are loaded."""
+    """A right AdamW that keeps float32 master weights as state; they stay float32 when they are loaded."""
 
     def __init__(
         self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0, master_weights: bool = False, **more: Any
@@ -386,28 +389,28 @@ class Masters(PlainAdamW):
         super().__init__(params, lr, weight_decay=weight_decay, **more)
         self.keeps = master_weights
 
-    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_parameter(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not self.keeps:
-            return super().one(p, g, state, group)
+            return super().update_parameter(p, g, state, group)
         if "master" not in state:
             state["master"] = p.float()
-        super().one(state["master"], g.to(state["master"].dtype), state, group)
+        super().update_parameter(state["master"], g.to(state["master"].dtype), state, group)
         p.copy_(state["master"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         index = (p for group in self.param_groups for p in group["params"])
-        for i, p in enumerate(index):  # torch has cast them to the weights' dtype
+        for i, p in enumerate(index):  # torch has cast the state to the weights' dtype
             loaded = {name: x for name, x in state_dict["state"].get(i, {}).items() if isinstance(x, Tensor)}
             self.state[p].update({name: x.clone() for name, x in loaded.items()})
 
 
 class MastersAdamW(Masters):
-    """Right."""
+    """A right AdamW with master weights."""
 
 
 class EfficientMastersAdamW(EfficientAdamW, Masters):
-    """Right."""
+    """A right AdamW with master weights, in Kingma and Ba's order of computation."""
 
 
 @exhibit(
@@ -428,8 +431,8 @@ class CastMastersAdamW(Masters):
     "no float32 masters",
 )
 class IgnoredMastersAdamW(Masters):
-    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        PlainAdamW.one(self, p, g, state, group)
+    def update_parameter(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        PlainAdamW.update_parameter(self, p, g, state, group)
 
 
 @exhibit(
@@ -446,7 +449,7 @@ class RebuiltMastersAdamW(Masters):
 
 
 class Sgd(Optimizer):
-    """Right."""
+    """A right SGD. A fault overrides a method below `step`."""
 
     def __init__(
         self, params: Any, lr: float = 1e-3, momentum: float = 0, dampening: float = 0, weight_decay: float = 0
@@ -458,9 +461,9 @@ class Sgd(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self.one(p, p.grad, self.state[p], group)
+                    self.update_parameter(p, p.grad, self.state[p], group)
 
-    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_parameter(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         g = g.add(p, alpha=group["weight_decay"])
         if group["momentum"]:
             g = state["b"] = self.buffer(g, state.get("b"), group)
@@ -477,8 +480,8 @@ class Sgd(Optimizer):
     "changes the gradient",
 )
 class ChangesGradientSgd(Sgd):
-    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super().one(p, g.add_(p, alpha=group["weight_decay"]), state, {**group, "weight_decay": 0.0})
+    def update_parameter(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update_parameter(p, g.add_(p, alpha=group["weight_decay"]), state, {**group, "weight_decay": 0.0})
 
 
 @exhibit(
@@ -488,8 +491,8 @@ class ChangesGradientSgd(Sgd):
     "ignored where momentum is 0",
 )
 class DecayNeedsMomentumSgd(Sgd):
-    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super().one(p, g, state, group if group["momentum"] else {**group, "weight_decay": 0.0})
+    def update_parameter(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update_parameter(p, g, state, group if group["momentum"] else {**group, "weight_decay": 0.0})
 
 
 @exhibit(
@@ -510,8 +513,8 @@ class DampsFirstSgd(Sgd):
     "weight_decay is ignored",
 )
 class IgnoresDecaySgd(Sgd):
-    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super().one(p, g, state, {**group, "weight_decay": 0.0})
+    def update_parameter(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().update_parameter(p, g, state, {**group, "weight_decay": 0.0})
 
 
 class ForeachAdamW(torch.optim.AdamW):
@@ -548,13 +551,16 @@ HONEST = [
     Entry("lmsys AdamW", "lmsys.training.optimizer:AdamW"),
     *(Entry(f"torch {name}", f"torch.optim:{name}", peer=True) for name in ("AdamW", "Adam", "SGD")),
     *(
-        Entry(one.__name__, f"{__name__}:{one.__name__}", peer=True)
-        for one in (LoopAdamW, ForeachAdamW, FusedAdamW, ForeachAdam, FusedAdam, ForeachSGD)
+        Entry(function.__name__, f"{__name__}:{function.__name__}", peer=True)
+        for function in (LoopAdamW, ForeachAdamW, FusedAdamW, ForeachAdam, FusedAdam, ForeachSGD)
     ),
-    *(Entry(one.__name__, f"{__name__}:{one.__name__}") for one in (PlainAdamW, PlainAdam, MastersAdamW, Sgd)),
     *(
-        Entry(one.__name__, f"{__name__}:{one.__name__}")
-        for one in (HandoutAdamW, FixedEpsAdamW, EfficientAdamW, EfficientAdam, EfficientMastersAdamW)
+        Entry(function.__name__, f"{__name__}:{function.__name__}")
+        for function in (PlainAdamW, PlainAdam, MastersAdamW, Sgd)
     ),
-    *(Entry(one.__name__, f"{__name__}:{one.__name__}") for one in (LateDecayAdamW, TextbookAdam)),
+    *(
+        Entry(function.__name__, f"{__name__}:{function.__name__}")
+        for function in (HandoutAdamW, FixedEpsAdamW, EfficientAdamW, EfficientAdam, EfficientMastersAdamW)
+    ),
+    *(Entry(function.__name__, f"{__name__}:{function.__name__}") for function in (LateDecayAdamW, TextbookAdam)),
 ]

@@ -1,4 +1,8 @@
-"""Published faults of data-parallel strategies, beside right ones. Ranks import it."""
+"""Data-parallel strategies in the museum: published faults, each a few lines on top of a right strategy.
+
+HONEST lists right strategies, which `lmsys check` must not accuse. A new fault is a class derived from `Container` or
+`Hooked`, with the decorator `exhibit`. Ranks import this file.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,7 +90,7 @@ class BufferReused(Container):
 
 @exhibit("strategy", "pytorch/pytorch#51929", "of a checkpointed layer that is used twice one use counts", "too early")
 class FirstUse(Container):
-    """A reentrant checkpoint is a backward of its own, which calls the hook of a shared weight for each use."""
+    """Synchronizes a shared weight after its first use: reentrant checkpoints call its hook for each use."""
 
     def prepare(self) -> None:
         self.sent = set[str]()
@@ -130,7 +134,7 @@ class LastMicroBatch(Hooked):
 
 @exhibit("strategy", "pytorch/pytorch#128949", "a bucket with an unused parameter is never reduced", "last bucket")
 class WaitsForUnused(Container):
-    """Buckets of whole layers; one is sent when all of its gradients have come."""
+    """Sends a bucket, which holds whole layers, only when all of its gradients have come."""
 
     def finish_gradient_synchronization(self) -> None:
         complete = [p for name, p in self.named.items() if self.whole(name)]
@@ -146,7 +150,7 @@ class WaitsForUnused(Container):
     "strategy", "deepspeedai/DeepSpeed#2343", "gradients of one layer are added to those of another", "the same order"
 )
 class OrderOfGradients(Container):
-    """Sends gradients in the order in which they come, which is another on a rank with other data."""
+    """Sends gradients in the order in which they come; here that order differs between ranks."""
 
     def finish_gradient_synchronization(self) -> None:
         order = list(self.named.values())
@@ -199,7 +203,7 @@ class ReducesACopy(Container):
 
 @exhibit("strategy", "pytorch/pytorch#69031", "what only an earlier micro-batch uses stays local", "never synchronized")
 class OnlyTheLastBackward(Hooked):
-    """Synchronizes what the hooks of the last backward saw."""
+    """Synchronizes only gradients whose hooks ran in the last backward."""
 
 
 @exhibit("strategy", "pytorch/pytorch#53160", "a used parameter is taken for an unused one", "lost on the ranks")
@@ -213,7 +217,7 @@ class TakenForUnused(Container):
 
 @exhibit("strategy", "pytorch/pytorch#63210", "the first bucket is taken for the last", "summed")
 class FirstTakenForLast(Container):
-    """Divides when the last bucket has come, and takes the first for it."""
+    """Divides only the first bucket, which it takes for the last one."""
 
     def reduce(self, name: str, grad: Tensor) -> None:
         dist.all_reduce(grad)
@@ -223,7 +227,7 @@ class FirstTakenForLast(Container):
 
 @exhibit("strategy", "NVIDIA/TransformerEngine#3552", "of a tied weight one use is assigned, not added", "one use")
 class TiedAssigned(Container):
-    """Keeps the gradient of the last use alone, as a buffer that is written where it is to be added to."""
+    """Keeps only the gradient of the last use, as if it were written to a buffer, not added."""
 
     def forward(self, tokens: Tensor, **kwargs: Any) -> Any:
         if self.module.head.weight is not self.module.embed.weight:
@@ -264,7 +268,7 @@ class OwnersGradient(Container):
 
 @exhibit("strategy", "NVIDIA/Megatron-LM#663", "a forward reads the weights of the step before", None)
 class StaleGather(Container):
-    """The weights of the embedding arrive one step late."""
+    """Forwards read the weights of the embedding from one step before."""
 
     def prepare(self) -> None:
         self.late = self.module.embed.weight.detach().clone()

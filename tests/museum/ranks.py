@@ -1,4 +1,4 @@
-"""Trainings of the mini model on two ranks, by a strategy or with a sharded optimizer; and on one process."""
+"""Trainings of the mini model on two ranks, with a strategy or a sharded optimizer, and on one process, for gates."""
 
 from functools import lru_cache
 from typing import Any
@@ -13,13 +13,13 @@ from lmsys.registry import Entry
 from tests.museum.mini import MiniModel, tokens_of
 
 WORLD_SIZE = 2
-LIMIT_S = 60.0  # a training of milliseconds, behind the start of two processes
+LIMIT_S = 60.0  # to start two processes, and for a training of milliseconds
 SETTINGS: dict[str, dict[str, Any]] = {"SGD": {"lr": 0.1, "momentum": 0.9}, "AdamW": {"lr": 1e-4}}
 Trained = tuple[list[float], list[Tensor]]  # the loss of each step, a mean over ranks; the weights after the last
 
 
 def on_ranks(entry: Entry, kind: str, seed: int, steps: int, optimizer: str) -> Trained:
-    """Runs on a rank. kind: "strategy" or "sharded_optimizer"."""
+    """On a rank: a training with `entry`, of kind "strategy" or "sharded_optimizer". `optimizer`: a key of SETTINGS."""
     model, rank = MiniModel(seed), dist.get_rank()
     make, settings = getattr(torch.optim, optimizer), SETTINGS[optimizer]
     if kind == "strategy":
@@ -50,7 +50,7 @@ def on_ranks(entry: Entry, kind: str, seed: int, steps: int, optimizer: str) -> 
 
 @lru_cache
 def on_one(seed: int, steps: int, optimizer: str) -> Trained:
-    """The same batches on one process."""
+    """The same training on one process, on the batches of all ranks."""
     model = MiniModel(seed)
     stepper = getattr(torch.optim, optimizer)(model.parameters(), **SETTINGS[optimizer])
     losses = []
@@ -65,13 +65,13 @@ def on_one(seed: int, steps: int, optimizer: str) -> Trained:
 
 
 class Ranks:
-    """Two ranks, which start when they are first asked, and again where a training has ended them."""
+    """Two ranks. They start with the first training, and again after a training has ended them."""
 
     def __init__(self) -> None:
         self.group: WorkerGroup | None = None
 
     def train(self, entry: Entry, kind: str, seed: int, steps: int, optimizer: str) -> Trained | None:
-        """The losses and weights of rank 0; None where a rank fails, or hangs."""
+        """The losses and weights of rank 0; None if a rank fails or hangs."""
         if self.group is None or self.group.ended:
             self.group = WorkerGroup(WORLD_SIZE, timeout_s=LIMIT_S)
         try:

@@ -1,4 +1,6 @@
-"""Rotary embeddings of the museum: published faults restated, and honest ones beside them.
+"""Rotary embeddings in the museum: published faults, and in HONEST right ones, which `lmsys check` must not accuse.
+
+A new fault is a function or an autograd Function with the decorator `exhibit`.
 
 Legend: S sequence length, D head dimension.
 """
@@ -17,13 +19,13 @@ _tables: dict[int, Tensor] = {}
 
 
 def angles_of(x: Tensor, positions: Tensor, theta: float = THETA) -> Tensor:
-    """(S, D / 2) in float32."""
+    """The angles (S, D / 2) in float32."""
     steps = torch.arange(0, x.shape[-1], 2, dtype=torch.float32, device=x.device)
     return positions.float()[:, None] / theta ** (steps / x.shape[-1])
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """x (..., S, D), of which the halves are turned."""
+    """x (..., S, D) with the pairs of columns (i, i + D / 2) rotated."""
     whole, (first, second) = torch.cat([angles, angles], dim=-1), x.chunk(2, dim=-1)
     across = torch.cat([-second, first], dim=-1)
     return (x.float() * whole.cos() + across.float() * whole.sin()).to(x.dtype)
@@ -121,13 +123,13 @@ def halves(x: Tensor, positions: Tensor, theta: float = THETA) -> Tensor:
 
 
 def in_the_dtype_of_x(x: Tensor, positions: Tensor) -> Tensor:
-    """Tables are rounded, as Hugging Face's models do; angles are not."""
+    """Rounds cosines and sines to the dtype of x, as Hugging Face's models do, but not the angles."""
     whole, (first, second) = angles_of(x, positions).repeat(1, 2), x.chunk(2, dim=-1)
     return x * whole.cos().to(x.dtype) + torch.cat([-second, first], dim=-1) * whole.sin().to(x.dtype)
 
 
 def of_complex_numbers(x: Tensor, positions: Tensor) -> Tensor:
-    """Neighbours are a complex number, as Llama's first code has it."""
+    """Takes neighbouring columns as complex numbers, as Llama's first code does."""
     turns = torch.polar(torch.ones(()).to(x.device), angles_of(x, positions))
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
@@ -150,6 +152,6 @@ class Ours(nn.Module):
 
 
 HONEST = [
-    Entry(one.__name__, f"{__name__}:{one.__name__}")
-    for one in (halves, in_the_dtype_of_x, of_complex_numbers, of_tables, Ours)
+    Entry(function.__name__, f"{__name__}:{function.__name__}")
+    for function in (halves, in_the_dtype_of_x, of_complex_numbers, of_tables, Ours)
 ]

@@ -1,4 +1,7 @@
-"""Published faults of optimizers whose state is divided among ranks, beside right ones. Ranks import it."""
+"""Sharded optimizers in the museum: published faults, each a few lines on top of a right one, `Sharded`.
+
+HONEST lists right ones, which `lmsys check` must not accuse. Ranks import this file.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -74,7 +77,7 @@ class GroupsLost(Sharded):
 
 @exhibit("sharded_optimizer", "deepspeedai/DeepSpeed#2058", "a part of the parameters is trained", "no rank updates")
 class WrongPartition(Sharded):
-    """A rank's updates go to the partition of its neighbour, and those who own it overwrite them."""
+    """Each parameter is broadcast from the rank after its owner, which has not updated it."""
 
     def share(self) -> None:
         for group in self.param_groups:

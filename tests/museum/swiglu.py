@@ -1,4 +1,7 @@
-"""SwiGLU in the museum: published faults restated, and honest ones beside them."""
+"""SwiGLU in the museum: published faults, and in HONEST right ones, which `lmsys check` must not accuse.
+
+A new fault is a function with the decorator `exhibit`.
+"""
 
 from typing import Any
 
@@ -59,7 +62,7 @@ def ours_fused(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class ByHand(torch.autograd.Function):
-    """In float32, with the backward written out."""
+    """Computes in float32, with an explicit backward."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -77,4 +80,7 @@ def feed_forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
 
 
-HONEST = [Entry(one.__name__, f"{__name__}:{one.__name__}") for one in (product, ours_fused, ByHand, feed_forward)]
+HONEST = [
+    Entry(function.__name__, f"{__name__}:{function.__name__}")
+    for function in (product, ours_fused, ByHand, feed_forward)
+]

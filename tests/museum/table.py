@@ -1,4 +1,7 @@
-"""Tables of what this suite and the rules of other gates see of each exhibit, and of honest rows."""
+"""The tables of docs/museum.md: which exhibits `lmsys check` and the rules of other gates refuse, and honest rows.
+
+`__main__.py` calls `rows`, `honest_verdicts` and `markdown`.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -12,17 +15,17 @@ from tests.museum.gates import GATES, seen_by, subject
 from tests.museum.ranks import Ranks
 
 BEGIN, END = "<!-- python -m tests.museum --write -->", "<!-- the end of what it writes -->"
-PLANTED = "strategy", "sharded_optimizer", "optimizer"  # kinds of the table of planted mistakes
+PLANTED = "strategy", "sharded_optimizer", "optimizer"  # kinds in the table of planted mistakes
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer of `lmsys.check` about a row.
+    """The verdict of `lmsys check` on a row.
 
-    fault         the first one; None where every answer is right
-    about         the question that it answers
-    extreme_only  ordinary questions are all answered right: only extreme ones are not
+    fault         the first fault; None if every answer is right
+    about         the question in which it showed
+    extreme_only  it showed only with extreme inputs: all ordinary questions are answered right
     """
 
     fault: Fault | None = None
@@ -44,18 +47,21 @@ class Row:
 
     @property
     def mistake(self) -> str | None:
-        """The mistake that it was refused as; None where it has another name than it must have, or none."""
+        """The mistake that it was refused as; None if it was not named, or not as it must be."""
         mistake = None if self.verdict.fault is None else self.verdict.fault.mistake
         return mistake if mistake is not None and (self.exhibit.mistake or "") in mistake else None
 
     @property
     def new(self) -> bool:
-        """True where it was not seen before there were extreme inputs."""
+        """True if only extreme inputs show it."""
         return self.refused and self.verdict.extreme_only
 
 
-def asked(entry: Entry, kind: str) -> Verdict:
-    """Asks until an ordinary question is answered wrong; of the extreme ones until the first that is."""
+def verdict_on(entry: Entry, kind: str) -> Verdict:
+    """The verdict on a row. It asks until an ordinary question is answered wrong, or all questions are asked.
+
+    After the first extreme question that is answered wrong, no other extreme one is asked.
+    """
     extreme: Verdict | None = None
     with closing(KINDS[kind].questions(entry, Options())) as questions:  # type: ignore[type-var]
         for question in questions:
@@ -70,7 +76,10 @@ def asked(entry: Entry, kind: str) -> Verdict:
 
 
 def rows(exhibits: Sequence[Exhibit], say: Say, before_check: Callable[[], None] = lambda: None) -> list[Row]:
-    """Other gates come first: before its questions the check makes uninitialised memory NaN, which they do not."""
+    """The rows of all exhibits. `say` gets lines of progress; `before_check` is called before the first check.
+
+    Other gates are asked first, since before a check uninitialised memory is made NaN, which they do not do.
+    """
     ranks, seen = Ranks(), {}
     for exhibit in exhibits:
         say(f"other gates: {exhibit.kind} {exhibit.name}")
@@ -80,15 +89,16 @@ def rows(exhibits: Sequence[Exhibit], say: Say, before_check: Callable[[], None]
     made = []
     for exhibit in exhibits:
         say(f"lmsys.check: {exhibit.kind} {exhibit.name}")
-        made.append(Row(exhibit, asked(exhibit.entry, exhibit.kind), seen[exhibit]))
+        made.append(Row(exhibit, verdict_on(exhibit.entry, exhibit.kind), seen[exhibit]))
     return made
 
 
 def honest_verdicts(honest: Sequence[tuple[str, Entry]], say: Say) -> list[tuple[str, Entry, Verdict]]:
+    """(kind, row, verdict) for each honest row."""
     made = []
     for kind, entry in honest:
         say(f"lmsys.check: {kind} {entry.name}, which is right")
-        made.append((kind, entry, asked(entry, kind)))
+        made.append((kind, entry, verdict_on(entry, kind)))
     return made
 
 
@@ -136,8 +146,8 @@ def _planted(made: Sequence[Row]) -> str:
     ]
     named = sum(line[-1] != "no name" for line in lines)
     refused = sum(line[2] == "yes" for line in lines)
-    told = f"{refused} of {len(lines)} are refused, and {named} of them are named."
-    return f"{told}\n\n" + _table(["Kind", "Mistake", "Refused", "Named"], lines)
+    counts = f"{refused} of {len(lines)} are refused, and {named} of them are named."
+    return f"{counts}\n\n" + _table(["Kind", "Mistake", "Refused", "Named"], lines)
 
 
 def _honest(honest: Sequence[tuple[str, Entry, Verdict]]) -> str:
@@ -164,7 +174,7 @@ def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def written(page: str, text: str) -> str:
-    """The page with the text between its marks. ValueError where it has none."""
+    """The page with `text` between BEGIN and END. ValueError unless it has each of these marks once."""
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise ValueError(f"the page must have {BEGIN!r} once, and {END!r} behind it")
     return f"{page.partition(BEGIN)[0]}{BEGIN}\n\n{text}\n\n{END}{page.partition(END)[2]}"
