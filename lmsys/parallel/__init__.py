@@ -1,4 +1,8 @@
-"""The table of data-parallel strategies, in reading order. A new one is a file beside this one and a row below."""
+"""`STRATEGIES`, the table of data-parallel strategies: training and benchmarks look a strategy's class up here by name.
+
+A strategy wraps a module and averages its gradients over ranks; `wrapper.py` states the contract. The rows are in the
+order in which to read their files. A new strategy is a file in this folder and a row below.
+"""
 
 from lmsys.registry import Entry, Table
 from lmsys.traits import StrategyTraits

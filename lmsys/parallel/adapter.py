@@ -1,4 +1,8 @@
-"""Any strategy behind one contract: ours, torch's, and a container written for CS336, assignment 2, as it is."""
+"""Any strategy behind one contract: ours, torch's, and a container written for CS336, assignment 2, as it is.
+
+`lmsys.training.prepare` and `lmsys check` build strategies by `Adapter(class, module, group, **options)`, and use what
+it gives. Here is the place for another form of container.
+"""
 
 import hashlib
 import inspect
@@ -15,6 +19,9 @@ from lmsys.values import hold
 class Adapter:
     """Gives a strategy what it lacks of the contract: `make_optimizer`, `no_sync`, `full_state_dict`, a process group.
 
+    strategy  the class, or a function that makes the container
+    module    what it wraps
+    options   its keyword arguments
     ValueError for a class that cannot be called with a module, or has no finish_gradient_synchronization().
     """
 
@@ -28,7 +35,7 @@ class Adapter:
             )
         )
         self.finish = self.wrapper.finish_gradient_synchronization
-        self.can_stay_local = hasattr(self.wrapper, "no_sync")  # a step without synchronization can be asked for
+        self.can_stay_local = hasattr(self.wrapper, "no_sync")  # it has steps without synchronization
         self.no_sync: Any = getattr(self.wrapper, "no_sync", nullcontext)
         self.full_state_dict: Any = getattr(self.wrapper, "full_state_dict", module.state_dict)
 
@@ -47,7 +54,10 @@ class Adapter:
 
 
 def _arguments(strategy: Any, group: collectives.Group, options: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of the strategy: the options, and the process group where it takes one."""
+    """The keyword arguments of the strategy: the options, and the process group where it takes one.
+
+    CS336's containers take `bucket_size_mb` in place of `bucket_mb`. ValueError for options that it does not take.
+    """
     try:
         taken = inspect.signature(strategy).parameters
     except (TypeError, ValueError) as error:

@@ -1,4 +1,7 @@
-"""Strategies that the others are measured against: they do nothing, or wait for the backward to end."""
+"""Strategies that the others are measured against: `none`, `naive` and `flat` of the table in `__init__.py`.
+
+They send nothing, or begin to communicate when the backward has ended. They are the shortest examples of a strategy.
+"""
 
 import torch
 
@@ -6,7 +9,7 @@ from lmsys.parallel import buckets, collectives, structure, wrapper
 
 
 class NoSync(wrapper.Wrapper):
-    """Gradients stay each rank's own."""
+    """Sends nothing: every rank trains for itself."""
 
     synchronizes = False
 
@@ -15,7 +18,7 @@ class NoSync(wrapper.Wrapper):
 
 
 class AfterBackward(wrapper.Wrapper):
-    """Base of those that begin when the backward has ended. They fill in `_average`."""
+    """Base of the strategies that communicate only after the backward. A subclass fills in `_average`."""
 
     halves_sums = True
 
@@ -32,7 +35,7 @@ class AfterBackward(wrapper.Wrapper):
 
 
 class Naive(AfterBackward):
-    """Each gradient in turn, and the next when it is done."""
+    """One all-reduce for each gradient, one after another."""
 
     baseline = 1
 
@@ -44,7 +47,7 @@ class Naive(AfterBackward):
 
 
 class Flat(AfterBackward):
-    """One flat tensor per dtype; the gradients are views of it from then on."""
+    """One all-reduce for all gradients of a dtype: copied into a flat tensor, whose views then are the gradients."""
 
     def _average(self) -> None:
         for params in structure.by_kind(self.trainable):

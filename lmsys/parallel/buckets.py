@@ -1,7 +1,8 @@
-"""Plans buckets, in the order in which gradients become ready, and lays tensors out side by side in a flat one.
+"""Plans buckets of gradients, in the order in which they become ready, and lays tensors out in a flat one.
 
-A partition is a list of buckets, a bucket a tuple of indices into the sizes. Every index is in one bucket; buckets come
-in the order in which their last gradient is ready, which is the order in which they are sent.
+The strategies with buckets, flat_shard.py and sharded_optimizer.py call this. A bucket is a tuple of places in the list
+of sizes that was given. Every place is in one bucket; buckets come in the order in which their last gradient is ready,
+which is the order in which they are sent.
 """
 
 import math
@@ -26,16 +27,20 @@ def is_size(value: object) -> TypeGuard[float]:
 
 
 def _entries(numbers: Any, indices: Iterable[int]) -> list[int]:
+    """numbers[i] for each i of the indices."""
     return [numbers[index] for index in indices]
 
 
 def plan(
     sizes: Sequence[int], order: Sequence[int], limit: float, edge: float, kinds: Sequence[Hashable] | None = None
 ) -> list[tuple[int, ...]]:
-    """Buckets of at most `limit` bytes, the first and the last of at most `edge`, each of one kind (dtype, device).
+    """Buckets of at most `limit` bytes, the first and the last of at most `edge`, each of one kind.
 
+    sizes  bytes of each gradient
+    order  the places in `sizes`, in the order in which gradients become ready
+    kinds  of each gradient, such as (dtype, device)
     A gradient larger than its limit has a bucket of its own. ValueError for a limit that is not positive, and for an
-    order that is not a permutation of the indices.
+    order that does not have each place once.
     """
     hold(
         (limit > 0, f"a bucket must hold something: its size is {limit:g} bytes, and must be positive"),
@@ -59,7 +64,7 @@ def plan(
 
 
 def _small_tail(buckets: list[tuple[int, ...]], sizes: Sequence[int], edge: float) -> list[tuple[int, ...]]:
-    """The last bucket cut so that at most `edge` bytes, or one gradient, are left for the end."""
+    """The buckets with the last one cut in two, so that the end has at most `edge` bytes, or one gradient."""
     if not buckets or len(buckets[-1]) == 1:
         return buckets
     last = buckets[-1]
@@ -70,14 +75,14 @@ def _small_tail(buckets: list[tuple[int, ...]], sizes: Sequence[int], edge: floa
 
 
 def offsets(numels: Sequence[int], alignment: int = ALIGNMENT) -> tuple[list[int], int]:
-    """Where each tensor begins in a flat one, in elements, and how long that is."""
+    """(the element at which each tensor begins in a flat one, the flat one's length in elements)."""
     *starts, end = accumulate((-(-numel // alignment) * alignment for numel in numels), initial=0)
     return starts, end
 
 
 @dataclass(frozen=True)
 class Segmented:
-    """A bucket of `world_size` segments of `length` elements: members[rank] are the indices that rank owns."""
+    """A bucket of world_size segments of `length` elements each: members[rank] are the places that rank owns."""
 
     members: tuple[tuple[int, ...], ...]
     length: int
@@ -88,7 +93,10 @@ class Segmented:
 
 
 def share_out(numels: Sequence[int], world_size: int) -> list[list[int]]:
-    """Indices by part, the largest number first to the part that has least (Graham 1969, longest processing time)."""
+    """The places of `numels`, shared out to world_size parts of about equal sums.
+
+    The largest goes first, to the part that has least (Graham 1969, longest processing time).
+    """
     parts: list[list[int]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
     for index in sorted(range(len(numels)), key=numels.__getitem__, reverse=True):
@@ -106,11 +114,14 @@ def plan_segments(
     kinds: Sequence[Hashable] | None = None,
     loads: list[int] | None = None,
 ) -> list[Segmented]:
-    """Buckets of segments of whole tensors, each segment of about `limit` elements, or more where that saves padding.
+    """Buckets of world_size segments of whole tensors, each of about `limit` elements, or more to save padding.
 
     A bucket grows until its segments average `limit` elements and at least BALANCED of it is not padding. If it reaches
     four times that size first, it is cut where its segments were most even. The longest segment goes to the rank that
-    owns least so far: `loads`, elements by rank, goes on from earlier calls and is updated.
+    owns least so far.
+
+    loads  elements that each rank owns, from earlier calls; it is updated
+    ValueError for a limit that is not positive.
     """
     hold((limit > 0, f"a bucket must hold something: its size is {limit:g} elements, and must be positive"))
     kinds = kinds or [None] * len(numels)
@@ -127,7 +138,7 @@ def plan_segments(
 
 
 def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: int) -> int:
-    """The number of these, in order, that make the first bucket."""
+    """How many of the places in `order` make the first bucket. limit: elements of the whole bucket."""
     best, most_even, total = len(order), 0.0, 0
     for end, index in enumerate(order, start=1):
         total += numels[index]
@@ -145,6 +156,7 @@ def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: 
 
 
 def _segmented(numels: Sequence[int], indices: Sequence[int], world_size: int, loads: list[int]) -> Segmented:
+    """The bucket of these places, shared out to ranks; updates `loads`."""
     parts = [_entries(indices, part) for part in share_out(_entries(numels, indices), world_size)]
     parts.sort(key=lambda part: sum(_entries(numels, part)), reverse=True)
     ranks = sorted(range(world_size), key=loads.__getitem__)
@@ -155,14 +167,14 @@ def _segmented(numels: Sequence[int], indices: Sequence[int], world_size: int, l
     return Segmented(tuple(members), max(offsets(_entries(numels, owned))[1] for owned in members))
 
 
-PART_MULTIPLE = 8  # elements
+PART_MULTIPLE = 8  # elements: the length of a rank's part of a flat tensor is a multiple of it
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors lie in a flat one of `length` elements: the shape, strides and start of each.
+    """Where tensors lie in a flat one of `length` elements. places: the shape, strides and first element of each.
 
-    It is made once and gives the views of every step's flat tensor, since a step often waits for the host.
+    It is computed once for the flat tensors of all steps, since a step often waits for the host.
     """
 
     places: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
@@ -170,24 +182,25 @@ class Layout:
 
     @classmethod
     def of(cls, like: Sequence[Tensor]) -> "Layout":
-        """The layout of tensors like these, one behind the other."""
+        """The layout of tensors of these shapes, one behind another."""
         return cls.at(like, *offsets([x.numel() for x in like]))
 
     @classmethod
     def at(cls, like: Sequence[Tensor], starts: Sequence[int], length: int) -> "Layout":
+        """The layout of tensors of these shapes that begin at the elements `starts`."""
         contiguous = (torch.empty(x.shape, device="meta").stride() for x in like)
         return cls(tuple(zip((x.shape for x in like), contiguous, starts, strict=True)), length)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors in flat (length,)."""
+        """The tensors as views of flat (length,)."""
         return [flat.as_strided(shape, strides, start) for shape, strides, start in self.places]
 
     def part(self, world_size: int) -> int:
-        """Elements of one of world_size equal parts: where an element has 2 bytes or more, multiples of 16 bytes."""
+        """Elements of each of world_size equal parts: of 2 bytes or more each, they begin at multiples of 16 bytes."""
         return -(-self.length // (world_size * PART_MULTIPLE)) * PART_MULTIPLE
 
     def gaps(self, numel: int) -> list[slice]:
-        """The ranges that hold no tensor, in a flat one of `numel` elements, `length` or more."""
+        """The slices of a flat tensor of `numel` elements, at least `length`, that hold no tensor."""
         gaps, end = [], 0
         for shape, _, start in self.places:
             gaps.append(slice(end, start))
@@ -197,9 +210,9 @@ class Layout:
 
 @torch.no_grad()
 def pack(params: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Copies gradients into a new flat tensor of `dtype`, zero where there is none. Returns it and its views.
+    """Copies gradients into a new flat tensor of `dtype`, zeros where there is none. Returns (flat tensor, its views).
 
-    No copy where they already are views of such a tensor, as after `zero_grad(set_to_none=False)`.
+    Gradients that already are the views of such a tensor, as after `zero_grad(set_to_none=False)`, are not copied.
     """
     flat = _whole(params, layout, dtype)
     if flat is not None:
@@ -234,7 +247,7 @@ def clear_gradients(params: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def widen(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
-    """Copies gradients back from the dtype in which they were sent."""
+    """Copies gradients back from `views`, of the dtype in which they were sent, into .grad of the parameters' dtype."""
     for p in params:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
@@ -242,7 +255,7 @@ def widen(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
 
 
 def _whole(params: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor | None:
-    """The flat tensor of which all gradients are views, each in its place; None when there is no such."""
+    """The flat tensor of this layout whose views all gradients are already; None if there is none."""
     first = params[0].grad
     flat = None if first is None else first._base
     if flat is None or flat.dim() != 1 or flat.numel() != layout.length or flat.dtype != dtype:

@@ -1,5 +1,6 @@
-"""The collectives of the strategies: means and gathers that do not wait. The one file that knows backends.
+"""The collectives of the strategies: means and gathers that do not wait. Only this file tells backends apart.
 
+A function begins a collective and gives a `Pending`, whose `wait` ends it. All ranks call each in the same order.
 With NCCL a wait makes the current stream wait, not the host. A caller of `all_reduce_mean` that waits at once passes
 `async_op=False`: NCCL then works on the current stream itself, without events between two. gloo has no mean in every
 version of torch, so there it is a sum, divided once it has arrived. A group of one rank communicates nothing.
@@ -18,7 +19,7 @@ APART = (
     " are of different batches: after an exception on one rank, end all; a forward that one rank makes alone belongs"
     " under torch.no_grad()"
 )
-END, LONGEST = -1, 10_000  # a step's last number in an Agreement; how many are remembered of a step
+END, LONGEST = -1, 10_000  # in an Agreement: the number that ends a step, and how many of a step are remembered
 Group = Any  # a torch ProcessGroup, None for the default one, or `TreeSums` of either
 
 # Renamed in torch 2.13; the older names warn there.
@@ -28,9 +29,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class TreeSums:
-    """A group in which what is elsewhere a mean is a sum, over the ranks as one binary tree: (0 + 1) + (2 + 3).
+    """A process group whose "means" are sums, added over ranks as one binary tree: (0 + 1) + (2 + 3).
 
-    Its world size is a power of two. Every rank then has the same bits as one that adds the same terms in pairs.
+    Its world size is a power of two. The result has the bits of a single process that adds the same terms in pairs:
+    see `lmsys.training.reproducible`.
     """
 
     group: Any = None
@@ -43,14 +45,18 @@ def unwrapped(group: Group) -> Any:
 
 @dataclass
 class Pending:
-    """A collective under way: `wait` once, before its result is read."""
+    """A collective under way: call `wait` before its result is read; later calls do nothing.
+
+    work  what torch.distributed returned; None: there is nothing to wait for
+    then  called after that wait
+    """
 
     work: Any = None
     then: Callable[[], Any] | None = None
 
     @property
     def done(self) -> bool:
-        """True once it has been waited for."""
+        """True once `wait` has been called, or where there was nothing to wait for."""
         return self.work is None and self.then is None
 
     def wait(self) -> None:
@@ -62,7 +68,7 @@ class Pending:
 
 
 def size_and_rank(group: Group) -> tuple[int, int]:
-    """(1, 0) where no process group has been made."""
+    """(world size, this rank); (1, 0) where no process group was made."""
     ranks = unwrapped(group)
     return (dist.get_world_size(ranks), dist.get_rank(ranks)) if dist.is_initialized() else (1, 0)
 
@@ -72,7 +78,7 @@ def is_nccl(group: Group, x: Tensor) -> bool:
 
 
 def all_reduce_mean(x: Tensor, group: Group, async_op: bool = True) -> Pending:
-    """x becomes the mean over ranks."""
+    """x becomes the mean over ranks, in place; a sum in `TreeSums`."""
     world_size, _ = size_and_rank(group)
     if world_size == 1:
         return Pending()
@@ -86,9 +92,9 @@ def all_reduce_mean(x: Tensor, group: Group, async_op: bool = True) -> Pending:
 
 
 def reduce_scatter_mean(out: Tensor, x: Tensor, group: Group) -> Pending:
-    """x (world_size · n,) -> out (n,): the mean over ranks of this rank's segment."""
+    """x (world_size · n,) -> out (n,): the mean over ranks of this rank's segment; a sum in `TreeSums`."""
     world_size, _ = size_and_rank(group)
-    if x.is_complex():  # torch.distributed does so for other collectives, not for this one
+    if x.is_complex():  # for other collectives torch.distributed does this itself
         out, x = torch.view_as_real(out), torch.view_as_real(x)
     if world_size == 1:
         out.copy_(x)
@@ -105,7 +111,7 @@ def reduce_scatter_mean(out: Tensor, x: Tensor, group: Group) -> Pending:
 
 
 def _all_reduce_tree(x: Tensor, group: Any, world_size: int, async_op: bool) -> Pending:
-    """x becomes the sum: each rank adds a part of it, then all gather all parts. Two terms have one order anyway."""
+    """x becomes the sum: each rank adds one part of it, then all gather all parts. Two ranks need no tree."""
     if world_size == 2:
         return Pending(dist.all_reduce(x, group=group, async_op=async_op))
     sent = x.new_zeros(world_size * -(-x.numel() // world_size))
@@ -121,7 +127,7 @@ def _all_reduce_tree(x: Tensor, group: Any, world_size: int, async_op: bool) -> 
 
 
 def _tree(terms: Tensor) -> Tensor:
-    """(W, n) -> (n,): pairs of neighbours are added until one is left."""
+    """terms (W, n) -> their sum (n,): pairs of neighbours are added until one is left."""
     while len(terms) > 1:
         terms = terms[0::2] + terms[1::2]
     return terms[0]
@@ -137,18 +143,18 @@ def all_gather(out: Tensor, x: Tensor, group: Group) -> Pending:
 
 
 def broadcast_(x: Tensor, group: Group) -> None:
-    """x becomes that of rank 0, whatever its dtype and layout."""
+    """x becomes rank 0's, in place, whatever its dtype and layout."""
     if size_and_rank(group)[0] == 1 or not x.numel():
         return
     content = x.detach().contiguous()
     dist.broadcast(content.reshape(-1).view(torch.uint8), group=unwrapped(group), group_src=0)
     if content.data_ptr() != x.data_ptr():
         x.detach().copy_(content)
-    torch.autograd.graph.increment_version(x)  # which no collective does
+    torch.autograd.graph.increment_version(x)  # collectives do not do it
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:
-    """`value` of every rank, by rank."""
+    """The `value` of every rank, by rank, on all ranks."""
     world_size, _ = size_and_rank(group)
     if world_size == 1:
         return [value]
@@ -158,23 +164,23 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
 
 
 class Agreement:
-    """An agreement of ranks on which collective comes next, by numbers that they give them.
+    """Makes sure that all ranks begin the same collective next, so that none waits for ever. `Fsdp` uses it.
 
-    One that some ranks do not begin waits for ever, or ends the process. So ranks compare the number of each before it
-    begins, which is a small collective of its own. Once two steps in a row have had one order they follow it without.
-    A rank that leaves the order first takes part in all that others may still begin, by `blank`, called with each
-    number. Then it compares again, and so do the others, at the step's end at the latest: all are told.
+    Each collective has a number. Before one begins, ranks compare its number in a small collective of their own. Once
+    two steps in a row had the same order of numbers, ranks follow this order without comparing. A rank that leaves the
+    order first takes part in all collectives that others may still begin by it: blank(number) does that. Then it
+    compares again. The others do so too, at the step's end at the latest, and all get the error.
     """
 
     def __init__(self, group: Group, blank: Callable[[int], None]):
         self._group, self._blank = group, blank
-        # Of the order that is known, of the last step, of this one.
+        # Numbers: of the known order, of the last step, of this step.
         self._order, self._before, self._since = list[int](), list[int](), list[int]()
 
     def on(self, number: int) -> None:
-        """Called before a collective, or with a number below 0 before none.
+        """Called before the collective of this number; a number below 0 stands for no collective.
 
-        RuntimeError on all ranks unless all are about to begin the same.
+        RuntimeError on all ranks unless all have the same number.
         """
         rest = self._order[len(self._since) :]
         if len(self._since) < LONGEST:
@@ -191,7 +197,7 @@ class Agreement:
             raise RuntimeError(APART)
 
     def end(self) -> None:
-        """Called behind the last collective of a step. RuntimeError as of `on`: here ranks always compare."""
+        """Called after the last collective of a step, where ranks always compare. RuntimeError as in `on`."""
         self.on(END)
         self._order = self._since[:-1] if self._since == self._before else []
         self._before, self._since = self._since, []

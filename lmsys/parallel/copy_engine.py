@@ -1,25 +1,28 @@
 """Buckets of gradients whose all-reduces the GPUs' copy engines carry, which take no SM from the backward beside them.
 
-NCCL's kernels do take SMs: in a large model's step they cost more than the part of them that no computation hides. So
-gradients are copied from where autograd left them, and only added up by a kernel. For the GPUs of one node. NCCL
-carries the first step, by which buckets are planned.
+NCCL's kernels do take SMs: in a large model's step that costs more than the communication which no computation hides.
+So gradients are copied from where autograd left them, and a kernel only adds them up. This works for the GPUs of one
+node. NCCL carries the first step, by which buckets are planned.
 
-Each rank adds up one segment of every bucket. For each bucket, in the order in which all ranks send them:
+`CopyEngines` is the transport (see overlapped.py) of the rows `copy_engine` and `copy_engine_zero1`; `Exchange` and
+`AllGather` are the two collectives it is made of. Each rank adds up one segment of every bucket. For each bucket, in
+the order in which all ranks send them:
 
     one stream      READY    all ranks have this bucket's gradients, and a free half of their inbox
-                    copy     gradients of the peers' segments, from where autograd left them, to the peers
-                    ARRIVED  all have come
-    another         mean     of the own segment, by rank, into the own bucket
-                    copy     that, into the peers' buckets, unless all is reduced to its owner only
+                    copy     gradients of the peers' segments, from where autograd left them, into the peers' inboxes
+                    ARRIVED  all copies of this bucket have come
+    another stream  mean     of the own segment over ranks, into the own bucket
+                    copy     the mean, into the peers' buckets, unless only its owner needs it
     at the end      DONE     all buckets are whole
 
-A signal is a kernel of one warp: nothing of this waits on the host, so a CUDA graph can record it. Copies of one bucket
-run while another is added up, through the two halves of an inbox. Before it waits for a signal of its peers, every rank
-has given the same one, in the same order on all: whatever a GPU puts into one queue, no ranks wait for each other.
+READY, ARRIVED and DONE are barriers of all ranks, each a kernel of one warp: the host waits for nothing, so a CUDA
+graph can capture all of it. Copies of one bucket run while another is added up, by the two halves of an inbox. Ranks
+pass the same barriers in the same order, so they cannot wait for each other in a circle, in whatever order a GPU runs
+its queues.
 
-Buckets stay where they are from step to step: a gradient is a view of one, and overwritten by the next step's. What
+Buckets stay where they are from step to step: a gradient is a view of one, and the next step overwrites it. What
 autograd has made is held beside them until the end of the synchronization. From the second step on a rank that waits
-for another beyond the group's time limit ends with a CUDA error.
+for another longer than the group's timeout ends with a CUDA error.
 
 Source: the two halves are Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH", 4.5
 (reduce-scatter, then all-gather); the copies are those of torch's asynchronous tensor parallelism.
@@ -36,27 +39,29 @@ from torch import Tensor, nn
 from lmsys import values
 from lmsys.parallel import buckets, collectives, overlapped, sharded_optimizer, wrapper
 
-READY, ARRIVED, DONE = range(3)  # channels of a bucket's signals
-HALVES = 2
+READY, ARRIVED, DONE = range(3)  # the channels of the barriers
+HALVES = 2  # of an inbox
 Mean = Callable[[Tensor, Tensor, Tensor, int], None]
 
 
-# A part is (number of the gradient, which of its elements). Sending: parts, and where they go in a peer's memory;
-# adding: parts, what peers send of them (peers by rank, n), and where the mean goes; returning: pairs (into a peer's
-# flat tensor, from the own).
+# What is done for a bucket, in three lists. Sending: (number of a gradient, slice of it, where it goes in a peer's
+# inbox). Adding: (number of a gradient, slice of it, what peers send of it (peers by rank, n), where the mean goes).
+# Returning: (where the mean goes in a peer's flat tensor, where it is in the own).
 _Bucket = tuple[list[tuple[int, slice, Tensor]], list[tuple[int, slice, Tensor, Tensor]], list[tuple[Tensor, Tensor]]]
 
 
 class Exchange:
-    """layouts  for each bucket of length L, where gradients lie in it
-    flats    for each bucket, where its means are to be: (L,), or, without handles, this rank's segment only
-    inbox    (`inbox_bytes`,) for what peers send
-    inboxes  torch's symmetric memory of it, or what has its rank, world_size, get_buffer and barrier
-    handles  the same for each flat tensor
-    mean     mean(own, others, out, rank): out becomes the mean of own and others by rank
-    timeout_ms  how long a signal waits: then its kernel traps, and a CUDA error is raised
-    copy     copy(into, from)
-    cuda     torch.cuda, or what has its Stream, stream and current_stream
+    """The all-reduce, or reduce-scatter, of a step's buckets by copy engines.
+
+    layouts     for each bucket of length L, where gradients lie in it
+    flats       for each bucket, where its means go: (L,), or, without handles, this rank's segment alone
+    inbox       (`inbox_bytes`,) for what peers send
+    inboxes     torch's symmetric memory of the inbox, or what has its rank, world_size, get_buffer and barrier
+    handles     the same for each flat tensor; empty for a reduce-scatter
+    mean        mean(own, others, out, rank): out becomes the mean of own and others by rank
+    timeout_ms  how long a barrier waits before its kernel traps, which is a CUDA error
+    copy        copy(into, from); tests give another one
+    cuda        torch.cuda, or what has its Stream, stream and current_stream; tests give another one
     """
 
     def __init__(
@@ -86,9 +91,10 @@ class Exchange:
         self._held: list[Sequence[Tensor]] = []  # gradients that are still read
 
     def send(self, number: int, gradients: Sequence[Tensor]) -> collectives.Pending:
-        """Begins with a bucket, whose gradients the current stream makes. From 0 on, one after another.
+        """Begins the exchange of a bucket, whose gradients the current stream makes; called from bucket 0 on, in order.
 
-        gradients  as its layout has them, contiguous; elsewhere than in its flat tensor, or where they belong in it
+        gradients  in the order of the layout, contiguous; they may lie in the flat tensor, if each is in its own place
+        The wait of what is returned is `finish`.
         """
         assert number == len(self._added), f"bucket {number} after {len(self._added)} buckets"
         (sending, adding, returning), flat_gradients = self._buckets[number], [x.view(-1) for x in gradients]
@@ -111,26 +117,26 @@ class Exchange:
         return collectives.Pending(then=self.finish)
 
     def finish(self) -> None:
-        """The current stream waits for every bucket sent, and its gradients may change."""
+        """Makes the current stream wait for all buckets sent; after that gradients may change."""
         if not self._added:
             return
         with self._cuda.stream(self._outward):
             self._signal(DONE)
         self._cuda.current_stream().wait_stream(self._outward)
-        self._begin()  # events are of this step: a recording knows none of before
+        self._begin()  # a CUDA graph cannot wait for events from before its capture
 
     def _signal(self, channel: int) -> None:
         self._inboxes.barrier(channel=channel, timeout_ms=self._timeout_ms)
 
 
 class AllGather:
-    """An all-gather by copy engines: a rank copies its segment of each flat tensor (W n,) to all peers.
+    """An all-gather by copy engines: each rank copies its segment of each flat tensor (W n,) to all peers.
 
-    One stream      READY    for the first flat only: no rank reads any longer what peers had sent before
+    One stream      READY    for the first flat tensor only: no rank reads any longer what peers sent before
                     copy     the own segment, to the peers
-                    ARRIVED  all have come
+                    ARRIVED  all segments have come
 
-    Its signals are its only kernels. flats, handles, timeout_ms, copy, cuda: as in `Exchange`.
+    Barriers are its only kernels. flats, handles, timeout_ms, copy, cuda: as in `Exchange`.
     """
 
     def __init__(
@@ -154,9 +160,9 @@ class AllGather:
         self._next = 0
 
     def send(self, number: int) -> collectives.Pending:
-        """Begins to gather a flat tensor, after all that the current stream has so far. The wait ends when it is whole.
+        """Begins to gather flat tensor `number` behind the current stream's work; after the wait it is whole.
 
-        From 0 on, one after another; 0 begins anew. The own segment stays as it is until the wait.
+        Called from 0 on, in order, and from 0 again. The own segment must not change before the wait.
         """
         assert number in (0, self._next), f"flat {number}, and the next is {self._next}"
         self._next = (number + 1) % len(self._copies)
@@ -175,25 +181,25 @@ class AllGather:
 
 
 def peers_of(rank: int, world_size: int) -> list[int]:
-    """The other ranks, in the order in which this one sends to them: each rank receives from one at a time."""
+    """The other ranks, in the order in which this one sends to them, so that each receives from one at a time."""
     return [(rank + i) % world_size for i in range(1, world_size)]
 
 
 def segments_of(length: int, world_size: int) -> list[slice]:
-    """The segments of a flat tensor, by rank, in order; the last may be shorter than others, or empty."""
+    """The slices of a flat tensor of `length` elements that ranks add up, by rank; the last may be short or empty."""
     each = -(-length // (world_size * buckets.ALIGNMENT)) * buckets.ALIGNMENT
     return [slice(min(rank * each, length), min((rank + 1) * each, length)) for rank in range(world_size)]
 
 
 def inbox_bytes(layouts: Sequence[buckets.Layout], itemsizes: Sequence[int], world_size: int) -> int:
-    """The size of an inbox: each half holds every peer's segment of the largest bucket."""
+    """The size of an inbox in bytes: each half holds what every peer sends of the largest bucket."""
     pairs = zip(layouts, itemsizes, strict=True)
     longest = max(segments_of(layout.length, world_size)[0].stop * size for layout, size in pairs)
     return HALVES * (world_size - 1) * max(longest, buckets.ALIGNMENT)
 
 
 def parts_of(layout: buckets.Layout, segment: slice) -> list[tuple[int, slice, int]]:
-    """The tensors that have elements in a segment: the number of each, which elements, and where in the segment."""
+    """For each tensor with elements in a segment (its number, the slice of it, where that begins in the segment)."""
     parts = []
     for index, (shape, _, start) in enumerate(layout.places):
         first, last = max(segment.start, start), min(segment.stop, start + shape.numel())
@@ -203,7 +209,7 @@ def parts_of(layout: buckets.Layout, segment: slice) -> list[tuple[int, slice, i
 
 
 def _bucket(layout: buckets.Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int, handle: Any) -> _Bucket:
-    """half: where its half of every rank's inbox begins, in bytes."""
+    """What is done for a bucket, see `_Bucket`. half: the byte at which its half of every rank's inbox begins."""
     rank, world_size = inboxes.rank, inboxes.world_size
     peers = peers_of(rank, world_size)
     segments = segments_of(layout.length, world_size)
@@ -233,11 +239,11 @@ INSTEAD = "take bucketed or zero1, which are the same by collectives"
 
 
 class CopyEngines(overlapped.Collectives):
-    """Buckets travel through symmetric memory, which the GPUs of a node see of one another, once they are settled.
+    """The transport by copy engines, through torch's symmetric memory; before `settle` buckets travel by NCCL.
 
-    shared  how often this process has shared memory in this way. Torch numbers what ranks tell one another for that by
-            the process, not by the group: where two have other numbers, each waits for the other without end.
-    ValueError where ranks are not GPUs of one node under NCCL, each the current one.
+    shared  how often this process has shared memory so. torch numbers the messages for this by process, not by group:
+            two ranks with different numbers would wait for each other without end.
+    ValueError as in `check_gpus`.
     """
 
     shared: ClassVar[int] = 0
@@ -299,7 +305,7 @@ class CopyEngines(overlapped.Collectives):
         return AllGather(flats, [self._handle(flat) for flat in flats], self._timeout_ms())
 
     def _empty(self, length: int, dtype: torch.dtype) -> Tensor:
-        """(length,) of symmetric memory, on the current device; one element at least, for an address."""
+        """A tensor (length,) in symmetric memory of the current device, unwritten; also an empty one has an address."""
         from torch.distributed._symmetric_memory import _SymmetricMemory
 
         device = torch.device("cuda", torch.cuda.current_device())
@@ -308,13 +314,14 @@ class CopyEngines(overlapped.Collectives):
         return made if length else made[:0]
 
     def _handle(self, flat: Tensor) -> Any:
+        """torch's symmetric memory of a tensor of `_empty`. All ranks call it."""
         from torch.distributed._symmetric_memory import rendezvous
 
         CopyEngines.shared += 1
         return rendezvous(flat, self.group.group_name)
 
     def _agree(self) -> None:
-        """ValueError on all ranks, where they would wait without end."""
+        """ValueError on all ranks where they have shared memory differently often, and would wait without end."""
         shared = collectives.gather_objects(CopyEngines.shared, self.group)
         values.hold(
             (
@@ -325,7 +332,7 @@ class CopyEngines(overlapped.Collectives):
         )
 
     def _timeout_ms(self) -> int:
-        """The group's own timeout."""
+        """The process group's timeout in milliseconds."""
         backend = self.group._get_backend(torch.device("cuda", torch.cuda.current_device()))
         return round(1000 * backend.options._timeout.total_seconds())
 
@@ -337,27 +344,27 @@ def _means(bucket: overlapped.Bucket, flat: Tensor) -> list[Any]:
 
 
 class ByCopyEngines:
-    """The facts of each strategy whose buckets travel so."""
+    """The traits of each strategy whose buckets travel by copy engines."""
 
     over: type[overlapped.Collectives] = CopyEngines
     why_not_reproducible = "copy engines add by rank, and not as a tree: take bucketed or zero1"
     all_reduce_model = False  # latency and bandwidth are those of NCCL's all-reduce
-    kernels = r"^_mean_kernel$"  # signals are torch's kernels, and copies have none
+    kernels = r"^_mean_kernel$"  # barriers are torch's kernels, and copies have none
 
 
 class CopyEngine(ByCopyEngines, overlapped.Bucketed):
-    """bucket_mb, comm_dtype: as in `Bucketed`. ValueError as in `CopyEngines`."""
+    """`Bucketed` by copy engines. bucket_mb, comm_dtype: as there. ValueError as in `check_gpus`."""
 
     rivals = ("torch_ddp_tuned",)
 
 
 def copy_engine_supports(case: Any) -> str | None:
-    """None for a `case` that has a CUDA device, else why it cannot run."""
+    """None for a case on a CUDA device, else why it cannot run: `supports` of the rows."""
     return None if case.device == "cuda" else f"copy engines need GPUs; on a CPU {INSTEAD}"
 
 
 def check_gpus(module: nn.Module, group: collectives.Group) -> None:
-    """ValueError where ranks are not GPUs of one node under NCCL, each the current one. All ranks call it."""
+    """ValueError unless the ranks' parameters are on their current GPUs, of one node, under NCCL. All ranks call it."""
     values.hold(
         (
             all(collectives.is_nccl(group, p) for p in module.parameters()),

@@ -1,11 +1,14 @@
-"""Parameters side by side in a flat tensor, of which this rank keeps one of world_size equal parts; units of such.
+"""What `Fsdp` (fsdp.py) is made of: flat tensors of parameters that ranks share out, and the order of gathering them.
 
+A `FlatShard` holds parameters side by side in a flat tensor, of which this rank keeps one of world_size equal parts.
 While the whole is not gathered, the module's own parameters are `Freed`: they have their shapes, and as gradients this
-rank's parts of them, but no values. Whatever reads one is told what to call instead.
+rank's parts of them, but no values. Whatever reads one gets an error that says what to call instead.
 
-A `Walk` has units in the order in which a pass uses them: which is gathered next, and whose last use is over. Ranks
-must begin the same collectives in the same order. A rank that passes over a unit gathers it all the same, since another
-may use it. A unit that is not expected is gathered when it is asked for, which is right where all ranks do so.
+A `Unit` is the flat shards of one block, which are gathered and freed together. A `Walk` is one pass, forward or
+backward, over the units in the order in which they are expected: it gathers the next one ahead, and releases those
+whose last use is over. Ranks must begin the same collectives in the same order. A rank that skips a unit gathers it all
+the same, since another rank may use it. An unexpected unit is gathered when it is used, which is right where all ranks
+use it.
 """
 
 import weakref
@@ -24,7 +27,7 @@ from lmsys.values import hold
 class Freed(Absent):
     """A parameter that is gathered for its block's forward and backward. Its gradient is this rank's part, flat."""
 
-    home: "tuple[weakref.ref[FlatShard], slice]"  # where it is, and its part in the shard
+    home: "tuple[weakref.ref[FlatShard], slice]"  # its flat shard, and the slice of `shard` that is this rank's part
 
     @property
     def grad(self) -> Tensor | None:
@@ -40,22 +43,22 @@ class Freed(Absent):
 
     @property
     def rounded(self) -> Tensor | None:
-        _read(self)  # now it is no longer of this class
+        _read(self)  # which gathers it, so that it is no longer of this class
         return vars(self).get("rounded")
 
 
 class FlatShard:
-    """`shard` is this rank's part, `whole` the gathered tensor, without memory while it is freed.
+    """Parameters in a flat tensor: `shard` is this rank's part, `whole` the gathered tensor, without memory when freed.
 
-    params         of one dtype and device, all trained or all frozen; they become views of `whole`
-    gathered_dtype of `whole`; None: their own
-    rounded        the views are not the parameters but their attribute `rounded`, which modules read in their place.
-                   The parameters keep their dtype, and so do their gradients; their own values are NaN
-    on_read        is called when a freed parameter is read: true where it is whole then
-    number         of this one among all, by which ranks agree on collectives: 2 n gathers, 2 n + 1 reduces
+    params          of one dtype and device, all trained or all frozen; they become views of `whole`
+    gathered_dtype  of `whole`; None: that of the parameters
+    rounded         the views of `whole` become the parameters' attribute `rounded`, which modules read in their place;
+                    the parameters and their gradients keep their dtype, and their own values are NaN
+    on_read         called when a freed parameter is read; gives True where it has gathered the parameter
+    number          of this flat shard among all, by which ranks agree on collectives: 2 n gathers, 2 n + 1 reduces
 
-    Autograd refuses to go on with a tensor of another version than it has saved. So a freed parameter has another, and
-    has the former one again when it is gathered, unless the shard has changed meanwhile.
+    Autograd refuses a tensor whose version is not the one that it has saved. A freed parameter has another version, and
+    when it is gathered again its former one, unless the shard has changed meanwhile.
     """
 
     @torch.no_grad()
@@ -82,30 +85,31 @@ class FlatShard:
         self.whole = torch.empty(world_size * length, dtype=narrow or everything.dtype, device=everything.device)
         self._nbytes = self.whole.untyped_storage().nbytes()
         self._gathering: collectives.Pending | None = None
-        # Shown: in a tensor of their own, for others to read.
+        # Whole: gathered. Hidden: gathered, and a read calls on_read all the same. Shown: parameters are whole copies.
         self._is_whole, self._is_hidden, self._is_shown = False, False, False
         self._version = 0  # of the shard, when it was gathered
-        self.used = [False] * len(params)  # of which this rank has made a gradient, since the shard's was None
-        self._idle, self._behind = set[int](), set[int]()  # those no rank has used; that a step has left as they were
+        self.used = [False] * len(params)  # True: this rank has made a gradient of it since the shard's was None
+        # Places in params: of those that no rank has used since, and of those that some step has left as they were.
+        self._idle, self._behind = set[int](), set[int]()
         self._reduced: list[tuple[collectives.Pending, Tensor]] = []
         self._views, self._padding = self.layout.views(self.whole), self.layout.gaps(self.whole.numel())
         self._rounded: list[Tensor] = []
         if rounded:  # through `.data`, as below
             self._rounded = [view.data for view in self._views]
-            self._views = [p.new_full((1,) * p.dim(), torch.nan).expand(p.shape) for p in params]  # no memory of a size
-        self._stamped = self._rounded or self.params  # what autograd saves
+            self._views = [p.new_full((1,) * p.dim(), torch.nan).expand(p.shape) for p in params]  # of one element each
+        self._stamped = self._rounded or self.params  # the tensors that autograd saves
         self._homes = [(weakref.ref(self), place) for place in self._places()]
         self._point_to(self._views)
         self._release()
 
     def _places(self) -> list[slice]:
-        """Where in the shard this rank's part of each parameter is."""
+        """For each parameter the slice of the shard that is this rank's part of it; empty where it has none."""
         first, length = self._own.start, self.shard.numel()
         spans = [(start - first, start - first + shape.numel()) for shape, _, start in self.layout.places]
         return [slice(min(max(a, 0), length), min(max(b, 0), length)) for a, b in spans]
 
     def _point_to(self, views: Sequence[Tensor]) -> None:
-        """Makes the module's parameters these, through `.data`: autograd sees no write when they are filled."""
+        """Makes the parameters these views, through `.data`: autograd sees no write when `whole` is filled."""
         appear(self.params)
         for p, view in zip(self.params, views, strict=True):
             p.data = view
@@ -114,12 +118,13 @@ class FlatShard:
         leave(self.params, _read, Freed, self._homes)
 
     def hide(self) -> None:
-        """From now on a read is told to `on_read`, though the values are still here."""
+        """From now on a read of a parameter calls `on_read`, though its values are still here."""
         if self._is_whole and not self._is_hidden:
             self._leave()
             self._is_hidden = True
 
     def _release(self) -> None:
+        """Gives back the memory of `whole`; the parameters become `Freed`."""
         if self._is_whole and self._rounded:
             for p in self.params:
                 del vars(p)["rounded"]
@@ -130,16 +135,21 @@ class FlatShard:
         self._stamp(freed=1)
 
     def _stamp(self, freed: int) -> None:
+        """Sets the versions that autograd compares; freed: 1 or 0."""
         torch._C._autograd._unsafe_set_version_counter(self._stamped, [2 * self._version + freed] * len(self._stamped))
 
     def is_due(self) -> bool:
-        """True where it is to be gathered: it is neither whole nor on its way, or the shard has changed since."""
+        """True where `gather` is needed: it is neither whole nor on its way, or the shard has changed since.
+
+        ValueError where a parameter of the wrapper was frozen, or set to be trained, since then.
+        """
         if self.shard.requires_grad is not self._trained:
             raise ValueError("one of parameters() was frozen, or set to be trained, after the module was wrapped")
         return self._version != self.shard._version or not (self._is_whole or self._gathering)
 
     @torch.no_grad()
     def gather(self) -> None:
+        """Begins the all-gather of `whole`; `wait` ends it."""
         self.free()
         self.reshard()
         self.whole.untyped_storage().resize_(self._nbytes)
@@ -147,6 +157,7 @@ class FlatShard:
         self._gathering = collectives.all_gather(self.whole, self.shard.detach().to(self.whole.dtype), self.group)
 
     def wait(self) -> None:
+        """Waits for the gather that has begun, if any; then the parameters have values."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering, self._is_whole, self._is_hidden = None, True, True
@@ -167,13 +178,13 @@ class FlatShard:
     def reduce(self) -> None:
         """Begins the mean of this rank's part of the gradients."""
         self.finish_reduce()
-        appear(self.params)  # their own gradients, not what is there of the sum
+        appear(self.params)  # so that .grad is what this backward has made, not this rank's part of the sum
         self.used = [
             p.grad is not None or (used and self.shard.grad is not None)
             for p, used in zip(self.params, self.used, strict=True)
         ]
         grads = self.shard.new_empty(self.whole.numel())
-        if self._padding:  # it is part of the shards, and of their norm
+        if self._padding:  # elements between tensors are in the shards too, and count in their norm
             torch._foreach_zero_([grads[gap] for gap in self._padding])
         buckets.copy_gradients(self.params, self.layout.views(grads))
         buckets.clear_gradients(self.params)
@@ -194,15 +205,19 @@ class FlatShard:
         self._reduced.clear()
 
     def settle(self, shares: Iterable[float]) -> None:
-        """shares: of the ranks, for each parameter, that have made its gradient. The shard's is None where none has."""
+        """Notes which parameters no rank has used; with all of them the shard's gradient becomes None.
+
+        shares  for each parameter the share of ranks that have made its gradient
+        """
         self._idle = {number for number, share in enumerate(shares) if not share}
         if len(self._idle) == len(self.params):
             self.shard.grad = None
 
     def kept(self, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-        """The parts that a step must leave as they are, since no rank has used their parameters, each with a copy.
+        """What the next step must leave as it is, as no rank has used the parameter: pairs (part, copy of it).
 
-        state  the optimizer's of the shard. RuntimeError where one count of steps is not that of all used parameters.
+        Parts are of the shard and of the optimizer's tensors for it. state: the optimizer's state of the shard.
+        RuntimeError where its one count of steps would be wrong for a parameter that is used again.
         """
         if self.shard.grad is None or not (self._idle or self._behind):
             return []
@@ -220,7 +235,10 @@ class FlatShard:
 
     @torch.no_grad()
     def gathered(self, x: Tensor) -> list[Tensor]:
-        """A tensor (n,) that is laid out as the shard, whole, as views in the parameters' shapes. All ranks call it."""
+        """x (n,) of all ranks, laid out as the shard is, put together: views in the parameters' shapes.
+
+        All ranks call it.
+        """
         flat = x.new_empty(self.whole.numel())
         collectives.all_gather(flat, x.detach().contiguous(), self.group).wait()
         return self.layout.views(flat)
@@ -236,7 +254,7 @@ class FlatShard:
 
     @torch.no_grad()
     def reshard(self) -> None:
-        """Ends it: what has been written meanwhile stays, unless the shard has changed."""
+        """Ends `unshard`: what was written into the parameters meanwhile stays, unless the shard has changed."""
         if self._is_shown:
             if self._version == self.shard._version:
                 self._write({id(p): p for p in self.params})
@@ -247,7 +265,7 @@ class FlatShard:
 
     @torch.no_grad()
     def load(self, values: Mapping[int, Tensor]) -> None:
-        """Sets this rank's part of the parameters whose values, whole and in their shapes, are here by their id."""
+        """Sets this rank's part of parameters. values: by id of the parameter its value, whole and in its shape."""
         self.reshard()
         self.free()
         self._write(values)
@@ -263,6 +281,7 @@ class FlatShard:
 
 
 def _read(p: Any) -> None:
+    """Called when a freed parameter is read: gathers it, or raises RuntimeError."""
     flat = p.home[0]()
     if flat is not None and flat.on_read():
         return
@@ -273,11 +292,12 @@ def _read(p: Any) -> None:
 
 
 class Unit:
-    """Parameters that are gathered and released together.
+    """The flat shards of one block, or of all that is in no block: they are gathered and freed together.
 
-    note    is called before each collective, with its number
-    calls   of its forward that have not ended
-    pinned  it is not released before the step: nobody can tell when its last use will be over
+    number  0 for what is in no block, then by block
+    note    called before each collective with its number, see `FlatShard`
+    calls   how many forwards of the block have begun and not ended
+    pinned  it stays whole until the optimizer's step: nobody can tell when its last use will be over
     """
 
     def __init__(self, number: int, note: Callable[[int], Any]):
@@ -294,7 +314,7 @@ class Unit:
             flat.wait()
 
     def free(self, again: bool = False) -> None:
-        """again: it will be used again soon, and is only hidden."""
+        """Frees its flat shards, unless it is pinned or in a forward. again: it is used again soon, and only hidden."""
         for flat in () if self.pinned or self.calls else self.flats:
             flat.hide() if again else flat.free()
 
@@ -309,11 +329,14 @@ class Unit:
 
 
 class Walk:
-    """order     in which units are expected, each as often as it will be used
-    release   is called with a unit whose last expected use is over: before the next is gathered, or then
-    seen      the order in which they were used
-    visits    those that a backward will come back to, in the order of the forward
-    strayed   some were not expected
+    """One pass over units, forward or backward.
+
+    order          in which units are expected, each as often as it will be used
+    release        called with a unit whose last expected use is over
+    release_first  release it before the unit after the next is gathered, not behind that
+    seen           the units in the order in which they were used
+    visits         the units that a backward will come back to, in the order of the forward
+    strayed        True once a unit was used that was not expected
     """
 
     def __init__(self, order: Iterable[Unit], release: Callable[[Unit], Any], release_first: bool = False):
@@ -326,7 +349,7 @@ class Walk:
         self._left.update(order)
 
     def enter(self, unit: Unit) -> None:
-        """Begins to gather a unit, and the one that is expected next."""
+        """Called when a use of a unit begins: begins to gather it, and the unit that is expected next."""
         _append(self.seen, unit)
         try:
             to = self.order.index(unit, max(self._at, 0))
@@ -343,11 +366,11 @@ class Walk:
         unit.free(again=bool(self._left[unit]))
 
     def end(self) -> None:
-        """Passes over all that is left."""
+        """Called at the end of the pass: gathers and releases the units that were expected and not used."""
         self._advance(len(self.order))
 
     def _advance(self, to: int) -> None:
-        """Goes on to a place in the order. Those in between are only passed over."""
+        """Goes on to a place in the order; units in between are gathered and released, for ranks that use them."""
         while self._at < min(to, len(self.order) - 1):
             before = self.order[self._at] if self._at >= 0 else None
             self._at += 1
@@ -362,6 +385,7 @@ class Walk:
                 _append(self.visits, self.order[self._at])
 
     def _pass(self, unit: Unit | None) -> None:
+        """Counts a use of the unit as over."""
         if unit is not None:
             self._left[unit] -= 1
             if not self._left[unit]:
@@ -369,6 +393,6 @@ class Walk:
 
 
 def _append(units: list[Unit], unit: Unit) -> None:
-    """Uses in a row are one."""
+    """Appends a unit, unless it is the last already: several uses in a row count as one."""
     if not units or units[-1] is not unit:
         units.append(unit)

@@ -1,10 +1,12 @@
 """Fully sharded data parallelism: a rank keeps a part of every parameter, gradient and optimizer state.
 
-The parameters of a block (an entry of a ModuleList), and those of no block, lie side by side in a flat tensor of which
-a rank keeps one of world_size equal parts, in its full precision: that is what the optimizer steps. A block that is
-called is gathered, in whatever order and however often, and the one that was called after it before is gathered while
-it computes; it is freed when its last use is over. A backward comes back to blocks in the reverse order of their
+The parameters of a block (an entry of a ModuleList), and those of no block, lie side by side in a flat tensor. Of it a
+rank keeps one of world_size equal parts, in full precision: that is what the optimizer steps. A block is gathered when
+it is called, in whatever order and however often. While it computes, the block that followed it in the last forward is
+gathered. A block is freed when its last use is over. A backward comes back to blocks in the reverse order of their
 calls: it gathers them again, and reduce-scatters their gradients while it goes on.
+
+`Fsdp` is the row `fsdp` of the table, and decides when to gather and to reduce; flat_shard.py does it.
 
 Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO"
 (1910.02054), P_os+g+p.
@@ -27,27 +29,28 @@ from lmsys.values import hold
 
 
 class Fsdp(wrapper.Wrapper):
-    """compute_dtype  of the gathered parameters, of inputs and so of the computation; None: the parameters' own
+    """Shards parameters, gradients and optimizer state over ranks; gathers the parameters of a block for its use.
 
-    Where modules read rounded copies of their parameters under autocast (`reads_rounded`, the linear layers of
-    `TransformerLM`), only those copies are gathered in compute_dtype; other parameters keep their dtype, and the
-    forward runs under autocast. Gradients then equal the unsharded ones, and are not rounded. In a model of other
-    modules all
-    is gathered in compute_dtype. A module whose attribute `reads_own_dtype` is True when it is wrapped, such as a norm
-    that computes in float32, reads its own parameters (not those of its children) as they are; its inputs are cast all
-    the same.
+    compute_dtype  dtype of the gathered parameters and of inputs, and so of the computation; None: the parameters' own
 
-    `parameters()` are the parts that this rank keeps, flat: an optimizer that works element by element steps them as it
+    Modules whose attribute `reads_rounded` is True, such as the linear layers of `TransformerLM`, read rounded copies
+    of their parameters under autocast. Where there are such, only these copies are gathered in compute_dtype; other
+    parameters keep their dtype, and the forward runs under autocast. Gradients then equal the unsharded ones and are
+    not rounded. In a model without them all is gathered in compute_dtype. A module whose attribute `reads_own_dtype` is
+    True when it is wrapped, such as a norm that computes in float32, reads its own parameters (not those of its
+    children) as they are; its inputs are cast all the same.
+
+    `parameters()` are the flat parts that this rank keeps: an optimizer that works element by element steps them as it
     would the whole. The module's own parameters keep their names and shapes, and have as gradients this rank's parts of
-    them; without values they refuse to be read, until `unshard` shows them whole. Where a forward reads them other than
-    by calling their block, they are gathered and stay until the step. Gradients are reduced in the parameters'
-    precision, in every backward: under no_sync() too, as no rank could keep them whole. A flat part that no rank has
-    used has no gradient. A parameter that no rank has used, where others of its part have been, has one of zeros, and
-    the step leaves it and its state as they were; where it is used later, an optimizer that counts steps is refused.
+    them; they have no values and refuse to be read until `unshard` shows them whole. Where a forward reads them other
+    than by calling their block, they are gathered and stay until the step. Gradients are reduced in the parameters'
+    precision after every backward: under no_sync() too, as no rank could keep them whole. A flat part that no rank has
+    used has no gradient. Where only some of its parameters were used, the others have gradients of zeros, and the step
+    leaves them and their state as they were; if they are used later, an optimizer that counts steps is refused.
 
-    A rank may leave out blocks that others call. Else ranks must call blocks in the same order: RuntimeError on all
-    where they do not, before what would wait in vain. NCCL may wait, since there a step is looked at as a whole.
-    torch.compile of the wrapper leaves it as it is; compile its blocks.
+    A rank may skip blocks that others call. Apart from that ranks must call blocks in the same order. Where they do
+    not, RuntimeError on all of them, before a collective that would wait in vain; under NCCL it may wait, as there a
+    step is checked as a whole. torch.compile of the wrapper leaves it as it is; compile its blocks.
     """
 
     zero_stage = 3
@@ -74,21 +77,21 @@ class Fsdp(wrapper.Wrapper):
         self._lay_out()
         unit_of = {p: unit for unit in self._units for flat in unit.flats for p in flat.params}
         self._unit_of = [unit_of[p] for p in self.trainable]
-        self._order = self._units[1:]  # in which forwards use blocks, as far as is known
-        self._other_order: list[flat_shard.Unit] = []  # in which one has used them
-        self._running: list[flat_shard.Unit] = []  # whose forwards have begun, each inside of the one before
+        self._order = self._units[1:]  # the order in which forwards are expected to use blocks
+        self._other_order: list[flat_shard.Unit] = []  # another order, in which a forward has used them
+        self._running: list[flat_shard.Unit] = []  # whose forwards have begun and not ended, the innermost last
         self._to_come = WeakSet[flat_shard.Walk]()  # forwards that no backward has come to
-        self._back = flat_shard.Walk((), bool)
-        self._begun = WeakSet[flat_shard.Walk]()  # those that this backward has come to
+        self._back = flat_shard.Walk((), bool)  # the backward's
+        self._begun = WeakSet[flat_shard.Walk]()  # forwards that this backward has come to
         self._to_reduce, self._reducing = set[flat_shard.Unit](), list[flat_shard.Unit]()
-        self._kept: list[tuple[Tensor, Tensor]] = []  # what a step is to leave as it was
+        self._kept: list[tuple[Tensor, Tensor]] = []  # see `FlatShard.kept`
         for block, unit in zip(structure.blocks_of(module), self._order, strict=True):
             structure.surround(
                 block, structure.weakly(self._enter_forward, unit), structure.weakly(self._leave_forward, unit)
             )
 
     def _lay_out(self, groups: structure.Parameters = ()) -> None:
-        """Lays parameters side by side, those of each group apart."""
+        """Lays the parameters of each unit side by side, those of each of the `groups` in flat tensors of their own."""
         self.unshard()
         rounded, kept = set[nn.Parameter](), structure.read_as_kept(self.module)
         if self._dtype in (torch.bfloat16, torch.float16):
@@ -107,7 +110,7 @@ class Fsdp(wrapper.Wrapper):
     def make_optimizer(
         self, optimizer_cls: Any, groups: structure.Groups | None = None, **kwargs: Any
     ) -> torch.optim.Optimizer:
-        """As any strategy's. With `groups`, ValueError where training has begun in others: they are laid out apart."""
+        """As `Wrapper.make_optimizer`; `groups` lays out parameters anew: ValueError once training has begun."""
         chosen: list[Any] = list(self.parameters())
         if groups is not None:
             hold(
@@ -144,10 +147,10 @@ class Fsdp(wrapper.Wrapper):
             for place, flat in enumerate(unit.flats):
                 yield f"{prefix}{'.' if prefix else ''}unit{unit.number}.part{place}", flat.shard
 
-    @_disable_dynamo  # compiled blocks run as such; a compiler of the whole would look into what is done around them
+    @_disable_dynamo  # a compiler of the whole would trace the gathering; compiled blocks stay compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._prepare()
-        again = structure.is_in_backward()  # checkpointed as a whole: all units stay for the backward of this
+        again = structure.is_in_backward()  # the whole is checkpointed: units stay gathered for the backward to come
         if again:
             self._enter_backward(None)
         self._begin_forward(bool if again else flat_shard.Unit.free)
@@ -164,7 +167,7 @@ class Fsdp(wrapper.Wrapper):
             self._to_come.add(walk)
             self._other_order = walk.seen if walk.strayed else self._other_order
         elif not again:
-            self._before_collective(-2)  # of no flat part: the output may be all that anybody asks for
+            self._before_collective(-2)  # no flat shard's number: ranks agree here, as nothing else may follow
             self._free()
         return output
 
@@ -188,9 +191,9 @@ class Fsdp(wrapper.Wrapper):
             self._learn()
 
     def unshard(self) -> None:
-        """Shows the module's parameters and their gradients whole, in their own dtype, as copies to be read.
+        """Shows the module's parameters and their gradients whole, in their own dtype. All ranks call it.
 
-        They are so until `reshard`, or until the optimizer's step or the next forward. All ranks call it.
+        They stay so until `reshard`, the optimizer's step or the next forward.
         """
         if self._unfinished:
             raise RuntimeError(
@@ -200,7 +203,7 @@ class Fsdp(wrapper.Wrapper):
             flat.unshard()
 
     def reshard(self) -> None:
-        """Leaves the module's parameters without values again."""
+        """Ends `unshard`: the module's parameters have no values again, and what was written into them stays."""
         for flat in self._flats():
             flat.reshard()
 
@@ -218,7 +221,7 @@ class Fsdp(wrapper.Wrapper):
         return self._state(lambda x: part.divided(x, self.group))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """ValueError for an optimizer over the module's own parameters; else what was gathered is old from now on."""
+        """ValueError for an optimizer that `Fsdp` cannot serve; else frees what is gathered: the step makes it old."""
         hold(
             (
                 not self._whole.held_by(optimizer),
@@ -247,7 +250,7 @@ class Fsdp(wrapper.Wrapper):
         self._kept = []
 
     def _state(self, of: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """By name, what `of` makes of each whole parameter, one unit after another; buffers are copied."""
+        """The state dict, with of(whole parameter) for each parameter, one flat shard at a time; buffers are copied."""
         made = dict[int, Tensor]()
         for flat in self._flats():
             made.update(zip(map(id, flat.params), map(of, flat.gathered(flat.shard)), strict=True))
@@ -271,12 +274,13 @@ class Fsdp(wrapper.Wrapper):
             yield from unit.flats
 
     def _before_collective(self, number: int) -> None:
+        """Notes the collective of this number, and has ranks agree on it; below 0: none begins."""
         self._note(number)
         if self._agreement is not None:
             self._agreement.on(number)
 
     def _blank(self, number: int) -> None:
-        """Takes part in a collective for the sake of other ranks."""
+        """Takes part in the collective of this number for the sake of other ranks, and leaves no trace of it."""
         flat = [*self._flats()][number // 2]
         if number % 2:
             collectives.reduce_scatter_mean(
@@ -299,16 +303,19 @@ class Fsdp(wrapper.Wrapper):
         self._free()
 
     def _pin(self, unit: flat_shard.Unit) -> None:
-        """Leaves a unit whole until the step, as nobody can tell when its last use will be over.
+        """Gathers a unit that stays until the step, as nobody can tell when its last use will be over.
 
-        In a backward only where that makes a graph, of which a later one reads parameters too.
+        Where no graph is recorded it does not stay, as no later backward reads it.
         """
         unit.pinned = unit.pinned or torch.is_grad_enabled()
         unit.gather()
         unit.wait()
 
     def _read(self, number: int) -> bool:
-        """True where a freed parameter is whole now, as a forward has read it other than by calling its block."""
+        """Called when a parameter of the unit is read outside of its block: gathers it in a forward or backward.
+
+        False elsewhere, where the read is refused.
+        """
         if self._walk is None and not structure.is_in_backward():
             return False
         self._pin(self._units[number])
@@ -316,8 +323,8 @@ class Fsdp(wrapper.Wrapper):
 
     def _begin_forward(self, release: Callable[[flat_shard.Unit], Any]) -> None:
         outside, *_ = self._units
-        for unit in self._running:
-            unit.calls = 0  # an exception has ended it
+        for unit in self._running:  # of a forward that an exception has ended
+            unit.calls = 0
         self._running.clear()
         self._walk = flat_shard.Walk(self._order, release, release_first=True)
         for unit in (outside, *self._order[:1]):
@@ -328,7 +335,7 @@ class Fsdp(wrapper.Wrapper):
         if structure.is_in_backward():  # checkpointed
             self._enter_backward(None)
         else:
-            for other in self._running:  # reads its parameters again after this call
+            for other in self._running:  # a block around this one reads its parameters again after this call
                 other.pinned = other.pinned or (torch.is_grad_enabled() and other is not unit)
             self._running.append(unit)
             unit.calls += 1
@@ -346,7 +353,7 @@ class Fsdp(wrapper.Wrapper):
         unit.free() if self._walk is None else self._walk.leave(unit, returns=bool(tensors))
 
     def _return_to(self, unit: flat_shard.Unit, walk: flat_shard.Walk | None, _: Tensor) -> None:
-        """Called before a backward comes to a unit; where its output is the wrapper's, before `_enter_backward` is."""
+        """Called before a backward comes to a call of a unit in the forward `walk`."""
         self._enter_backward(walk)
         self._back.enter(unit)
         self._pin(unit)
@@ -355,7 +362,7 @@ class Fsdp(wrapper.Wrapper):
         super()._enter_backward(walk)
         if walk is not None and walk not in self._begun:
             self._begun.add(walk)
-            self._back.end()  # of what came after that forward
+            self._back.end()  # the backward of a later forward is over
             self._to_come.discard(walk)
             self._back.extend(walk.visits[::-1])
             for unit in walk.visits:
@@ -392,21 +399,21 @@ class Fsdp(wrapper.Wrapper):
         self._to_reduce.add(self._unit_of[index])
 
     def _is_over(self, unit: flat_shard.Unit) -> None:
-        """Called when a backward has come to all of a unit's uses that it is known to come to."""
+        """Called when a backward has come to all uses of a unit that are known so far."""
         if unit in self._to_reduce and not any(unit in walk.visits for walk in self._to_come):
             self._reduce(unit)
         unit.free()
 
     def _reduce(self, unit: flat_shard.Unit) -> None:
-        """Sends its gradients: on every rank at the same point, whichever it has, as collectives keep one order."""
+        """Reduce-scatters a unit's gradients, at the same point on every rank, whichever gradients this rank has."""
         self._to_reduce.discard(unit)
         unit.reduce()
         self._reducing.append(unit)
-        if len(self._reducing) > 1:  # gradients that have arrived give back the memory they came in
+        if len(self._reducing) > 1:  # waiting for the one before gives back the memory that it was sent from
             self._reducing.pop(0).finish_reduce()
 
     def _learn(self) -> None:
-        """Expects units in the order of rank 0, and those that it has not used behind them."""
+        """From now on expects units in the order in which rank 0 has used them; unused ones come last."""
         order = collectives.gather_objects([unit.number for unit in self._other_order], self.group)[0]
         self._order = [self._units[number] for number in order] + [x for x in self._order if x.number not in order]
         self._other_order = []

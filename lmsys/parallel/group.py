@@ -1,11 +1,12 @@
-"""Ranks that start once and then run functions: a process each, gloo on CPUs, NCCL with one GPU each.
+"""Ranks that start once and then run functions: a process each, with gloo on CPUs, or NCCL and one GPU each.
 
     with WorkerGroup(2) as group:
         results = group.run(function, argument)    # function(argument) on every rank; results by rank
 
-Inside, torch.distributed is initialized and `device()` is the rank's. The function travels by name, so it stands at the
-top of a module that the ranks can import. Under torchrun, whose processes are the ranks already, `TorchrunGroup` is the
-same from within one of them: each calls `run` with the same function.
+Inside of the function torch.distributed is initialized, and `device()` is the rank's device. The function travels by
+name, so it must stand at the top level of a module that the ranks can import. Under torchrun the processes are ranks
+already: there each makes a `TorchrunGroup`, and calls its `run` with the same function. `lmsys train`, benchmarks and
+`lmsys check` start their ranks here.
 """
 
 import datetime
@@ -22,12 +23,12 @@ from lmsys.parallel.collectives import gather_objects
 
 BACKENDS = ("gloo", "nccl")
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
-STOPPED = "stopped"  # how a rank may fail, beside "died" and "timeout"
+STOPPED = "stopped"  # the kind of failure of a rank that SIGSTOP has stopped, beside "died" and "timeout"
 ERRORS_S = 2.0  # grace period for other ranks' errors: the first to fail is to blame
 LOCALHOST = "127.0.0.1"
-CONNECT_S = 20.0  # to the store of torchrun's agent
-LOCK_STEP_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
-GLOO_LOST = "gloo/transport"  # in its message about a connection that another rank has left
+CONNECT_S = 20.0  # seconds to connect to the store of torchrun's agent
+LOCK_STEP_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")  # of a rank whose peer is gone
+GLOO_LOST = "gloo/transport"  # in gloo's message about a connection that another rank has closed
 
 
 class WorkerError(RuntimeError):
@@ -39,9 +40,9 @@ class WorkerError(RuntimeError):
 
     @property
     def failure(self) -> tuple[str, str]:
-        """The outcome, "oom" or "error", and the reason in a line: which rank, and the line that names the kind."""
+        """(outcome, "oom" or "error"; the reason in a line: which rank, and the line that names the exception)."""
         first, *trace = str(self).strip().splitlines()
-        named = [line for line in trace if self.kind in line] or trace  # torch's advice may stand behind it
+        named = [line for line in trace if self.kind in line] or trace  # the last line may be torch's advice
         no_memory = self.kind in OUT_OF_MEMORY or processes.NO_CPU_MEMORY in str(self)
         return "oom" if no_memory else "error", " ".join([first, *named[-1:]])
 
@@ -53,7 +54,7 @@ def device() -> torch.device:
 
 
 def check_backend(backend: str, world_size: int) -> None:
-    """ValueError for a backend that this machine has not, and for more ranks than it can give GPUs."""
+    """ValueError for a backend that this machine lacks, and under NCCL for more ranks than GPUs."""
     nccl, count = backend == "nccl", torch.cuda.device_count()
     values.hold(
         (backend in BACKENDS, f"{backend=} must be one of {BACKENDS}"),
@@ -69,12 +70,13 @@ def check_backend(backend: str, world_size: int) -> None:
 class WorkerGroup:
     """world_size ranks on this machine.
 
-    backend          None: NCCL where there are as many GPUs, else gloo
+    backend          None: NCCL where there is a GPU for each rank, else gloo
     timeout_s        for every `run` and every collective
     environment      variables of the ranks besides those of this process
-    with_last_words  should this process be killed, standard error says of each rank what it was doing
-    ValueError as in `check_backend`; WorkerError when a rank raises, dies, has been stopped for $LMSYS_STOPPED_S, or is
-    not done in time: then all are ended. It says what the rank was `doing`, or else which function it ran.
+    with_last_words  if this process is killed, each rank's last activity is written to standard error
+    ValueError as in `check_backend`. WorkerError when a rank raises, dies, has been stopped for $LMSYS_STOPPED_S, or is
+    not done in time: then all ranks are ended. It says what the rank was doing (`lmsys.doing`), or which function it
+    ran.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class WorkerGroup:
         backend = ("nccl" if enough else "gloo") if backend is None else backend
         check_backend(backend, world_size)
         self.world_size, self.backend, self.timeout_s = world_size, backend, timeout_s
-        # Ranks meet in memory of this process, of which nothing is left whoever is killed.
+        # Ranks meet in a store in this process's memory: whoever is killed, no file of it is left.
         self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
         self._stopped = watchdog.Stopped(watchdog.stopped_s())
         self._doing, self._workers = list[Any](), list[processes.Worker]()
@@ -106,7 +108,7 @@ class WorkerGroup:
 
     @property
     def ended(self) -> bool:
-        """True once it was closed or a rank has failed."""
+        """True once the group was closed or a rank has failed."""
         return not self._workers
 
     @property
@@ -114,7 +116,7 @@ class WorkerGroup:
         return [worker.pid for worker in self._workers]
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """function(*args) on every rank; what each returned, by rank."""
+        """Runs function(*args) on every rank; returns the results by rank."""
         if self.ended:
             raise RuntimeError("this group has ended: a rank failed, or it was closed; start another")
         for worker, memory in zip(self._workers, self._doing, strict=True):
@@ -123,7 +125,7 @@ class WorkerGroup:
         return self._collect(self.timeout_s if timeout_s is None else timeout_s)
 
     def close(self) -> None:
-        """Ends the ranks; nothing of them is left."""
+        """Ends the ranks' processes; one that does not end by itself is killed."""
         for worker in self._workers:
             worker.send(dist.destroy_process_group)
             worker.end()
@@ -136,7 +138,7 @@ class WorkerGroup:
         self.close()
 
     def _collect(self, timeout_s: float) -> list[Any]:
-        """Waits for the answer of every rank. WorkerError, with all ranks ended, when one fails or is silent."""
+        """The ranks' results, once all have answered. WorkerError, with all ranks ended, when one fails or is late."""
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         failures: dict[int, processes.Failure] = {}
@@ -166,11 +168,11 @@ class WorkerGroup:
 
 
 class TorchrunGroup:
-    """The group that torchrun has started, seen from one of its ranks. A rank that fails ends this process's run."""
+    """The ranks that torchrun has started, seen from one of them. Where one fails, `run` raises on all."""
 
     def __init__(self, backend: str | None = None, timeout_s: float = 300.0):
         _check_environment()
-        watchdog.stopped_s()  # refused here, in a sentence
+        watchdog.stopped_s()  # ValueError here for a wrong $LMSYS_STOPPED_S, which the watchdog could not raise
         watchdog.begin()
         backend = ("nccl" if torch.cuda.is_available() else "gloo") if backend is None else backend
         check_backend(backend, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -181,7 +183,7 @@ class TorchrunGroup:
         )  # fmt: skip
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Does what `WorkerGroup.run` does; a rank that waits for a failed one ends when its collective times out."""
+        """As `WorkerGroup.run`. A rank that waits for a failed one ends when its collective times out."""
         failure, result = None, None
         try:
             result = function(*args)
@@ -200,12 +202,13 @@ class TorchrunGroup:
 
 
 def _noted(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) on a rank, noted as what the rank is doing."""
     doing.now(f"in {getattr(function, '__name__', function)}")
     return function(*args)
 
 
 def _check_environment() -> None:
-    """ValueError that names which of the variables that torchrun sets is missing, or is no number."""
+    """ValueError, with its name, where a variable that torchrun sets is missing or is no number."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         text = os.environ.get(name)
         state = "is not set" if text is None else f"is {values.shortly(text)}"
@@ -223,16 +226,20 @@ def is_lost_peer(kind: str, text: str) -> bool:
 
 
 def last_words(rank: int, file: int) -> str:
-    """A shell's command that names a rank whose launcher has gone: nobody else is left to do it."""
+    """A shell command that reports what a rank was doing when its launcher died: nobody else is left to report it.
+
+    file  number of the open file that the rank's `doing` notes are in
+    """
     return f"echo lmsys: rank {rank} has lost the process that started it, $(tr -d '\\0' </proc/self/fd/{file}) >&2;"
 
 
 def _blame(
     failures: Mapping[int, processes.Failure], silent: Sequence[int], timeout_s: float, notes: Sequence[str]
 ) -> WorkerError:
-    """The error to report: a dead rank comes first, then the first that raised something else than a lost peer.
+    """The error to report: of a dead rank first, then of the first rank that raised anything but a lost peer.
 
-    notes  what each rank was doing
+    silent  ranks that have not answered
+    notes   what each rank was doing, by rank
     """
     if not failures:
         ranks = ", ".join(f"{rank} did not answer within {timeout_s:g} s, {notes[rank]}" for rank in silent)
@@ -249,6 +256,7 @@ def _blame(
 
 
 def _initialize(backend: str, local_rank: int, timeout_s: float, **rendezvous: Any) -> None:
+    """Makes the default process group; under NCCL this rank's GPU becomes the current one."""
     gpu = torch.device("cuda", local_rank) if backend == "nccl" else None
     if gpu is not None:
         torch.cuda.set_device(gpu)
@@ -256,14 +264,15 @@ def _initialize(backend: str, local_rank: int, timeout_s: float, **rendezvous: A
 
 
 def _torchrun_store(timeout_s: float, num_nodes: int) -> dict[str, Any]:
-    """torchrun's store, under a prefix of this start: it outlives restarts, with addresses of ranks that are gone.
+    """Arguments of `init_process_group` for torchrun's store, under a prefix with the number of this start.
 
-    Restarts are counted by each node on its own, so over several nodes the store is taken as it is: there, torchrun
-    makes a new one each time with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    The store outlives a restart, with addresses of ranks that are gone. Each node counts restarts by itself, so over
+    several nodes the store is taken without a prefix: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun begin a
+    new store each time.
     """
     if num_nodes > 1:
         return {"init_method": "env://"}
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it stands by now, or the agent is gone
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the store is there, or its agent is gone
     connect_s = min(timeout_s, CONNECT_S) if agents else timeout_s
     store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=connect_s)))
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
@@ -272,7 +281,7 @@ def _torchrun_store(timeout_s: float, num_nodes: int) -> dict[str, Any]:
 
 
 def _join(backend: str, rank: int, world_size: int, port: int, timeout_s: float, file: int) -> None:
-    """The first call to a rank."""
+    """The first call to a rank: joins the process group, and shares its `doing` notes by the open file `file`."""
     doing.share(file)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     store = dist.TCPStore(LOCALHOST, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))

@@ -1,4 +1,7 @@
-"""The mean of tensors by rank in Triton: each is read once, in the order of ranks, summed in float32 or wider."""
+"""The mean of the tensors that all ranks have sent, in Triton, for the copy engines' all-reduce (copy_engine.py).
+
+Each tensor is read once. They are summed in the order of ranks, in float32 or wider, so every rank gets the same bits.
+"""
 
 import torch
 import triton
@@ -13,7 +16,7 @@ def _mean_kernel(
     OWN, OTHERS, OUT, num, between,
     RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """OUT (num,) becomes the mean of OWN and of those that begin every `between` elements from OTHERS on."""
+    """OUT (num,) becomes the mean of OWN (num,) and of the others, which begin every `between` elements in OTHERS."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < num
     total = tl.zeros((BLOCK,), WIDE)
@@ -29,7 +32,10 @@ def _mean_kernel(
 
 
 def mean_(own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
-    """out (n,), which may be own, becomes the mean of own (n,), which is `rank`'s, and of the others' (others, n)."""
+    """out (n,) becomes the mean of own (n,), the tensor of `rank`, and of others (world_size - 1, n), by rank.
+
+    out may be own.
+    """
     num = own.numel()
     wide = tl.float64 if own.dtype == torch.float64 else tl.float32
     _mean_kernel[(triton.cdiv(num, BLOCK),)](

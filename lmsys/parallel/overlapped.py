@@ -1,11 +1,12 @@
 """All-reduces that begin while the backward goes on: one per parameter or bucket, from post-accumulate-grad hooks.
 
 Ranks must begin the same collectives in the same order, whatever order their gradients come in: a bucket is sent when
-it is complete and all before it have been. The order is at first the reverse of the parameters', then, once, the one in
-which rank 0 saw gradients come in the first backward.
+it is complete and all before it have been. At first buckets are planned in the reverse order of the parameters. After
+the first backward they are planned once more, in the order in which rank 0 saw gradients come.
 
-Strategies of this kind differ in two choices: who owns what, which `_partition` and `_bucket` say, and how buckets
-travel, which `over` says. That transport makes the means the gradients of the parameters that this rank owns.
+Strategies of this kind, here and in zero1.py and copy_engine.py, differ in two choices: which parameters a bucket has
+and which rank owns them (`_partition`, `_bucket`), and by what transport buckets travel (`over`). A transport sets the
+gradients of the parameters that this rank owns to the means.
 
 Source: Li et al. 2020, "PyTorch Distributed" (arXiv 2006.15704), section 3.2.
 """
@@ -28,11 +29,12 @@ from lmsys.parallel import buckets, collectives, sharded_optimizer, wrapper
 class Bucket:
     """Gradients that travel as one.
 
-    number   of the bucket, in the order of sending
-    indices  of `params` among the parameters that are trained
-    layout   where the gradients of `params` lie side by side
-    dtype    of what travels
-    owned    those of `params` that this rank owns; `own` is where their means lie side by side
+    number   place in the order of sending
+    indices  places of `params` in `Wrapper.trainable`
+    layout   where the gradients of `params` lie in the bucket's flat tensor
+    dtype    of the flat tensor
+    owned    those of `params` that this rank owns
+    own      where the means of the gradients of `owned` lie in a flat tensor of their own
     whole    True where every rank owns all of `params`
     """
 
@@ -47,9 +49,12 @@ class Bucket:
 
 
 class Collectives:
-    """Buckets travel by all-reduces, or by reduce-scatters and all-gathers. Each step's are in memory of their own."""
+    """The transport by collectives: all-reduces, or for buckets that ranks share out reduce-scatters and all-gathers.
 
-    outside_bytes = 0  # of GPU memory that torch's allocator does not count
+    Each step's buckets are in memory of their own.
+    """
+
+    outside_bytes = 0  # bytes of GPU memory that torch's allocator does not count
 
     def __init__(self, module: nn.Module, group: collectives.Group):
         self.group, self.rank = group, collectives.size_and_rank(group)[1]
@@ -60,10 +65,10 @@ class Collectives:
         return like.new_zeros(length)
 
     def settle(self, buckets: Sequence[Bucket], buffers: Sequence[sharded_optimizer.FlatBuffer] = ()) -> None:
-        """Called when no other buckets of gradients, and no other flat buffers of parameters, will follow."""
+        """Called once these buckets of gradients, and flat buffers of parameters, are final."""
 
     def reduce(self, bucket: Bucket) -> collectives.Pending:
-        """Begins a bucket's communication: then gradients are the means, or None where this rank owns no more."""
+        """Begins a bucket's communication. After the wait `owned` have the means as gradients, other params None."""
         if not bucket.whole:
             return self._reduce_scatter(bucket)
         params = bucket.params
@@ -88,20 +93,23 @@ class Collectives:
         buckets.clear_gradients(bucket.params)
         buckets.set_gradients(bucket.owned, views)
         before, last = self._scattered
-        before.wait()  # so that its flat tensor can be used again
+        before.wait()  # so that the memory of its flat tensor can be used again
         self._scattered = last, collectives.reduce_scatter_mean(own, flat, self.group)
         return self._scattered[1]
 
     def gather(self, number: int, buffer: sharded_optimizer.FlatBuffer) -> collectives.Pending:
-        """Begins to gather one of the flat buffers: called from 0 on, one after another."""
+        """Begins to gather the flat buffer of this number: called for all of them in order, from 0 on."""
         return buffer.gather(self.rank, self.group)
 
 
 class Overlapped(wrapper.Wrapper):
-    """Gradients of one bucket travel in one call. A bucket of one gradient is that gradient, without a copy."""
+    """All-reduces each gradient by itself while the backward goes on; base of the strategies with larger buckets.
+
+    A bucket of one gradient is that gradient, without a copy. comm_dtype: as in `Bucketed`.
+    """
 
     halves_sums = True
-    over: type[Collectives] = Collectives  # how buckets travel; on one rank nothing does
+    over: type[Collectives] = Collectives  # the transport of buckets; unused on one rank
 
     def __init__(
         self, module: nn.Module, process_group: collectives.Group = None, comm_dtype: torch.dtype | None = None
@@ -112,7 +120,7 @@ class Overlapped(wrapper.Wrapper):
         )
         super().__init__(module, process_group)
         self.comm_dtype = comm_dtype
-        self._seen: list[int] | None = []  # the order of gradients, until buckets are planned by it
+        self._seen: list[int] | None = []  # the order in which gradients came; None once buckets are planned by it
         self._plan(list(reversed(range(len(self.trainable)))))
 
     @property
@@ -125,7 +133,7 @@ class Overlapped(wrapper.Wrapper):
         return [(index,) for index in order]
 
     def _bucket(self, number: int, indices: tuple[int, ...]) -> Bucket:
-        """The bucket of these parameters, and who owns them: here every rank all."""
+        """The bucket of these parameters. Here every rank owns all of them."""
         params = [self.trainable[index] for index in indices]
         layout = buckets.Layout.of(params)
         return Bucket(number, indices, params, layout, self.comm_dtype or params[0].dtype, params, layout)
@@ -137,10 +145,10 @@ class Overlapped(wrapper.Wrapper):
 
     def _begin(self) -> None:
         """Prepares for the next backward, of which nothing has been sent."""
-        self._ready: set[int] = set()
-        self._waiting = [len(bucket.indices) for bucket in self.buckets]
-        self._sent: list[collectives.Pending] = []
-        self._absent: list[int] = []
+        self._ready: set[int] = set()  # gradients that this backward has made
+        self._waiting = [len(bucket.indices) for bucket in self.buckets]  # gradients to come, by bucket
+        self._sent: list[collectives.Pending] = []  # by bucket, in order
+        self._absent: list[int] = []  # gradients that were missing when their bucket was sent
 
     def _watch(self, tensors: list[Tensor], hidden: bool) -> None:
         if hidden and not tensors and self.trainable:
@@ -151,7 +159,7 @@ class Overlapped(wrapper.Wrapper):
         super()._watch(tensors, hidden)
 
     def _begin_backward(self) -> None:
-        """Gradients of a backward before this one are means first: to add to what travels would spoil it."""
+        """First synchronizes the gradients of an earlier backward: adding to what is being sent would corrupt it."""
         if self._unfinished and self.world_size > 1:
             self._synchronize()
 
@@ -191,7 +199,7 @@ class Overlapped(wrapper.Wrapper):
         self._sent.append(self.transport.reduce(bucket))
 
     def _plan_again(self, seen: list[int]) -> None:
-        """Plans buckets in the order in which rank 0 saw gradients; those that it did not see come last."""
+        """Plans buckets in the order in which rank 0 saw gradients, its `seen`; those that it did not see come last."""
         unseen = sorted(set(range(len(self.trainable))) - set(seen), reverse=True)
         order = torch.tensor(seen + unseen, device=self.trainable[0].device)
         collectives.broadcast_(order, self.group)
@@ -200,14 +208,14 @@ class Overlapped(wrapper.Wrapper):
         self.transport.settle(self.buckets)
 
 
-SIZES = {"cpu": (2**12, 2**20, 2**22), "cuda": (2**12, 2**22, 2**26)}  # bytes
-CALLS, ROUNDS = 5, 8
+SIZES = {"cpu": (2**12, 2**20, 2**22), "cuda": (2**12, 2**22, 2**26)}  # bytes of the all-reduces that are timed
+CALLS, ROUNDS = 5, 8  # timed calls of a size in a round; rounds at most
 
 
 def latency_and_bandwidth(group: collectives.Group, device: torch.device) -> tuple[float, float]:
-    """Fits t = o + bytes / w by least squares over SIZES: o in seconds (alpha) and w in bytes/s (1 / beta).
+    """Times all-reduces and fits t = o + bytes / w over SIZES: (o in seconds, w in bytes/s). All ranks call it.
 
-    Of each size every rank keeps its least time, and the fit takes the slowest rank's. If these times do not grow with
+    Every rank keeps its least time of each size, and the fit takes the slowest rank's. If these times do not grow with
     the size, as on a busy machine, the ranks measure again, at most ROUNDS times. ValueError if they never grow.
     """
     sizes = SIZES[device.type]
@@ -224,7 +232,7 @@ def latency_and_bandwidth(group: collectives.Group, device: torch.device) -> tup
 
 
 def _seconds(x: torch.Tensor, group: collectives.Group) -> float:
-    """The least of CALLS, after one that connects."""
+    """The least time of CALLS all-reduces of x, after one that connects the ranks."""
     samples = []
     for _ in range(1 + CALLS):
         if collectives.is_nccl(group, x):
@@ -274,6 +282,7 @@ class Bucketed(Overlapped):
         return buckets.plan(sizes, order, float(self.bucket_mb) * buckets.MIB, buckets.MIB, kinds)
 
     def _best(self, total: int) -> float:
+        """MiB of a bucket that bucket_mb="auto" takes for `total` bytes of gradients."""
         if self.world_size == 1 or not total:
             return 25
         latency_s, bytes_per_s = latency_and_bandwidth(self.group, self.trainable[0].device)

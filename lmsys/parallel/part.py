@@ -1,11 +1,12 @@
-"""Tensors that are not whole on this rank: parameters without their values, and gradients of which others have parts.
+"""Tensors that are not whole on this rank: parameters without their values, and parts of gradients.
 
-Whatever reads a parameter whose values are elsewhere, or still on their way, asks its strategy first. Meanwhile it has
-another class. Its identity, its hooks and the module that holds it stay as they are, and so does its shape: a strategy
-of parts would otherwise leave freed memory to be read, or old values. What autograd and the kernels of a forward see is
-the parameter as it was made, for by then its strategy has brought it back.
+`zero1` and `fsdp` give a parameter the class `Absent` while its values are on another rank or still on their way, so
+that nobody reads freed memory or old values. Whatever reads it calls its strategy first, which brings the values back
+or raises. The parameter's identity, hooks, module and shape stay as they are. Autograd and the kernels of a forward
+never see this class: by then the values are back.
 
-What would take a part of a gradient for the whole asks all ranks, or is refused.
+A gradient of which this rank has a part has the class `Part`: what would take it for the whole, such as a norm, asks
+all ranks or is refused.
 """
 
 import copy
@@ -36,11 +37,11 @@ WITHOUT_VALUES = {
 
 
 class Absent(nn.Parameter):
-    """The class of a parameter without values. `on_read` brings them back, or raises; it is set by `leave`."""
+    """The class of a parameter without values, set by `leave` and taken back by `appear`."""
 
-    on_read: Callable[["Absent"], None]
-    present: type[nn.Parameter]  # what it is when its values are here
-    home: Any  # whatever its strategy has to know of it
+    on_read: Callable[["Absent"], None]  # called with the parameter when it is read: brings the values back, or raises
+    present: type[nn.Parameter]  # its class when its values are here
+    home: Any  # what its strategy has to know of it
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,7 +56,7 @@ class Absent(nn.Parameter):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
-        self.on_read(self)  # a copy is of the class that the original has then
+        self.on_read(self)  # after which its class is the ordinary one, and so is the copy's
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -75,7 +76,11 @@ def leave(
     kind: type[Absent] = Absent,
     homes: Sequence[Any] | None = None,
 ) -> None:
-    """From now on reading one of them calls `on_read` with it first."""
+    """Marks parameters as without values: from now on reading one calls on_read(parameter) first.
+
+    kind   the class that they get
+    homes  the attribute `home` of each
+    """
     for p, home in zip(params, homes or [None] * len(params), strict=True):
         if not isinstance(p, Absent):
             p.__dict__.update(present=type(p), home=home)
@@ -84,15 +89,15 @@ def leave(
 
 
 def appear(params: Iterable[nn.Parameter]) -> None:
-    """Their values are here: they are parameters as all others."""
+    """Takes the mark of `leave` back: the values are here, and the parameters ordinary ones again."""
     for p in params:
         if isinstance(p, Absent):
             p.__class__ = p.present
             del p.on_read, p.present, p.home
 
 
-UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # of GradScaler: it notes an inf that it has found
-STILL_PARTS = {
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # GradScaler's function, which notes where it finds an inf
+STILL_PARTS = {  # functions whose result of a part is a part, too
     Tensor.data.__get__,
     *(getattr(Tensor, name) for name in "detach flatten reshape view ravel float double __getitem__".split()),
     *(torch.cat, torch.concat, torch.flatten, torch.ravel, torch.reshape),
@@ -100,7 +105,10 @@ STILL_PARTS = {
 
 
 class Part(Tensor):
-    """A tensor as all others, but for norms, copies and GradScaler. group: of the ranks that have the other parts."""
+    """A part of a gradient: an ordinary tensor, but for norms (refused), copies and GradScaler (asks all ranks).
+
+    group  the ranks that have the other parts
+    """
 
     group: Group
 
@@ -114,9 +122,9 @@ class Part(Tensor):
                 " only measures"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            as_given = func not in (Tensor.__deepcopy__, Tensor.__reduce_ex__)  # a copy is no part of anything
+            as_given = func not in (Tensor.__deepcopy__, Tensor.__reduce_ex__)  # a copy is an ordinary tensor
             result = func(*args if as_given else (args[0].as_subclass(Tensor), *args[1:]), **(kwargs or {}))
-        if name == UNSCALE:  # what one rank has found holds for all
+        if name == UNSCALE:  # an inf on one rank counts on all
             dist.all_reduce(args[1], dist.ReduceOp.MAX, group=unwrapped(args[0][0].group))
         if func in STILL_PARTS:
             as_part(result, next(x.group for x in tree_leaves(args) if isinstance(x, Part)))
@@ -124,15 +132,15 @@ class Part(Tensor):
 
 
 def as_part(x: Tensor, group: Group) -> Tensor:
-    """x itself, which is a Part from now on."""
+    """Makes x a `Part`, in place, and returns it."""
     x.__class__, x.__dict__["group"] = Part, group
     return x
 
 
 def divided(x: Tensor, group: Group) -> Tensor:
-    """x, the same on every rank, as a DTensor divided by its first dimension, as torch's FSDP2 does.
+    """x, which is equal on all ranks, as a DTensor divided by its first dimension, as torch's FSDP2 has parameters.
 
-    This rank's part is in memory of its own. On one rank without a process group it is a copy of x.
+    This rank's part is in memory of its own. Without a process group the result is a copy of x.
     """
     world_size, rank = size_and_rank(group)
     if not dist.is_initialized():

@@ -1,4 +1,7 @@
-"""torch's own data parallelism behind the contract of our strategies: DDP, ZeroRedundancyOptimizer, FSDP2."""
+"""torch's own data parallelism behind the contract of our strategies: DDP, ZeroRedundancyOptimizer, FSDP2.
+
+These are the rows `torch_...` of the table, which ours are compared with, set up as their users would set them up.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -17,7 +20,7 @@ from lmsys.parallel import collectives, structure, traits, wrapper
 
 
 class _Peer(nn.Module):
-    """The base of torch's own strategies, whose backward itself averages gradients."""
+    """The base of torch's own strategies: their backward averages gradients by itself."""
 
     zero_stage = 0
     why_not_reproducible = "torch adds gradients in an order of its own: take a strategy of ours, such as bucketed"
@@ -35,10 +38,10 @@ class _Peer(nn.Module):
 
 
 class TorchDDP(_Peer):
-    """DistributedDataParallel as it comes."""
+    """DistributedDataParallel with its default options."""
 
     why_not_unused = "torch DDP without find_unused_parameters raises an error for a parameter without a gradient"
-    warm_ups_before_graph = 11  # its reducer takes times in the first ten steps, which no recording may
+    warm_ups_before_graph = 11  # its reducer times the first ten steps, which a CUDA graph cannot capture
 
     def __init__(self, module: nn.Module, process_group: collectives.Group = None, **options: Any):
         super().__init__()
@@ -52,19 +55,19 @@ class TorchDDP(_Peer):
         return self.ddp(*args, **kwargs)
 
     def no_sync(self) -> Any:
-        """DDP decides when a forward runs: it belongs inside, too."""
+        """As torch's: the forward must run inside too, since DDP decides there."""
         return self.ddp.no_sync()
 
 
 class TorchDDPTuned(TorchDDP):
-    """DDP with the options for a graph that is always the same; its users sweep the bucket size."""
+    """DDP with options for a model whose graph never changes. bucket_mb: MiB of a bucket, which users tune."""
 
     tuned_bucket_mb = True
     why_not_unused = ""  # a static graph finds unused parameters in the first step
     accumulates = False  # a static graph does not know backwards under no_sync(): torch ends with an assertion
 
     def __init__(self, module: nn.Module, process_group: collectives.Group = None, bucket_mb: float = 25):
-        for x in module.buffers():  # once, and not in every forward
+        for x in module.buffers():  # once; DDP would do it in every forward
             collectives.broadcast_(x, process_group)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers
@@ -75,7 +78,7 @@ class TorchDDPTuned(TorchDDP):
 
 
 class TorchZero1(TorchDDP):
-    """DDP, and an optimizer that divides its state by parameter; each rank broadcasts what it has stepped.
+    """DDP, and an optimizer that shares out parameters: each rank steps its own and broadcasts them.
 
     torch no longer maintains ZeroRedundancyOptimizer.
     """
@@ -95,7 +98,10 @@ class TorchZero1(TorchDDP):
 
 
 class TorchFSDP2(_Peer):
-    """fully_shard on every block and on the rest; `compute_dtype` of parameters, gradients reduced in float32."""
+    """fully_shard on every block and on the rest of the module.
+
+    compute_dtype  dtype of the gathered parameters, while gradients are reduced in float32; None: the parameters' own
+    """
 
     zero_stage = 3
     compute_dtype = True

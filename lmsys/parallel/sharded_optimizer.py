@@ -1,13 +1,13 @@
 """Optimizers whose state is divided among ranks: by parameter, or over the flat parts of fsdp.
 
-A `ShardedOptimizer` steps its own parameters, then all gather all of them. It works over any strategy that leaves every
-rank the mean gradients; `zero1` hands it the ownership that its own communication follows. Parameters become views of
-flat buffers of world_size equal segments, so that gathering them copies nothing. Source: Rajbhandari et al. 2020,
-"ZeRO" (arXiv 1910.02054), P_os.
+With a `ShardedOptimizer` each rank steps its own parameters, then all ranks gather all of them. It works over any
+strategy that leaves every rank the mean gradients (`train.sharded_optimizer`); `zero1` derives its own from it, and
+says which rank owns what. Parameters become views of flat buffers of world_size equal segments, so that gathering
+copies nothing. Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), P_os.
 
-`whole_state` and `flat_share` go between an optimizer's state over fsdp's flat parts and its state over whole
-parameters. Both number parameters as the optimizer of `make_optimizer` has them, in the same param groups: an
-element-wise optimizer goes on with either as if nothing had changed. `groups` are the parameters of each.
+`whole_state` and `flat_share` convert an optimizer's state dict between fsdp's flat parts and whole parameters, so that
+an element-wise optimizer goes on with either. Parameters are numbered through `groups`, which are the parameters of
+each param group. Checkpoints (`lmsys.training.training_state`) and `Fsdp` call them.
 """
 
 import copy
@@ -24,16 +24,16 @@ from torch.utils._pytree import tree_map
 from lmsys import values
 from lmsys.parallel import buckets, collectives, structure
 
-CHUNK = 2**26  # elements that one call gathers
+CHUNK = 2**26  # elements of a rank's segment that one all-gather sends, about
 
 
 @dataclass
 class FlatBuffer:
-    """A flat buffer (world_size · length,) that parameters live in, a segment for each rank's own."""
+    """A flat tensor (world_size · length,) that parameters are views of: a segment for the parameters of each rank."""
 
     flat: Tensor
     bucket: buckets.Segmented
-    owners: dict[Any, int]  # the rank of each parameter
+    owners: dict[Any, int]  # by parameter the rank that steps it
 
     def gather(self, rank: int, group: collectives.Group) -> collectives.Pending:
         length = self.bucket.length
@@ -44,7 +44,10 @@ class FlatBuffer:
 def flatten(
     params: Sequence[Tensor], bucket: buckets.Segmented, zeros: Callable[[Tensor, int], Tensor] = Tensor.new_zeros
 ) -> FlatBuffer:
-    """Moves the bucket's parameters into one buffer, made by `zeros`, each rank's own into that rank's segment."""
+    """Moves the bucket's parameters into one buffer, each into the segment of the rank that owns it.
+
+    zeros  zeros(like, length) makes the flat tensor
+    """
     owners = {params[index]: rank for rank, owned in enumerate(bucket.members) for index in owned}
     layout = layout_of(params, bucket)
     flat = zeros(params[bucket.indices[0]], layout.length)
@@ -60,7 +63,7 @@ def owners_in(buffers: Sequence[FlatBuffer]) -> dict[Tensor, int]:
 
 
 def layout_of(params: Sequence[Tensor], bucket: buckets.Segmented) -> buckets.Layout:
-    """Where each of the bucket's parameters lies in its flat buffer."""
+    """The layout of the bucket's parameters in its flat buffer."""
     starts = []
     for rank, owned in enumerate(bucket.members):
         within, _ = buckets.offsets([params[index].numel() for index in owned])
@@ -69,12 +72,13 @@ def layout_of(params: Sequence[Tensor], bucket: buckets.Segmented) -> buckets.La
 
 
 class ShardedOptimizer(Optimizer):
-    """`optimizer_cls` over the parameters that this rank owns, balanced by size; real param groups over all of them.
+    """`optimizer_cls` over the parameters that this rank owns; its param groups hold the parameters of all ranks.
 
-    params  tensors or param groups, the same on every rank
-    flat_buffers  the buffers, and who owns what in them, where a strategy has made them; else made here
-    `state_dict` is this rank's share; `full_state_dict` and `load_state_dict` go between any world sizes, and to and
-    from `optimizer_cls` itself. All ranks call the constructor, `step` and `full_state_dict`.
+    params        tensors or param groups, equal on every rank
+    flat_buffers  where a strategy has made them; None: made here, balanced by size
+    kwargs        options of `optimizer_cls`
+    `state_dict` is this rank's share. `full_state_dict` is whole, and loads at any world size and into `optimizer_cls`
+    itself; `load_state_dict` takes either. All ranks call the constructor, `step` and `full_state_dict`.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        strangers = [p for p in group["params"] if p not in self.owners]
+        strangers = [p for p in group["params"] if p not in self.owners]  # in no buffer yet
         if strangers:
             self._flatten(strangers)
         if self._local is not None:
@@ -109,6 +113,7 @@ class ShardedOptimizer(Optimizer):
             group.update(without(self._local.param_groups[-1], "params"))
 
     def _flatten(self, params: list[Tensor]) -> None:
+        """Shares out parameters to ranks, and moves them into flat buffers."""
         planned = buckets.plan_segments(
             [p.numel() for p in params], range(len(params)), CHUNK, self.world_size,
             [(p.device, p.dtype) for p in params], self._loads,
@@ -117,32 +122,33 @@ class ShardedOptimizer(Optimizer):
         self.owners = owners_in(self.flat_buffers)
 
     def _own(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The param group with this rank's parameters alone."""
         return {**group, "params": [p for p in group["params"] if self.owners[p] == self.rank]}
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Steps this rank's parameters, then waits for everybody's. It is given what `optimizer_cls` takes."""
+        """Steps this rank's parameters, then gathers all ranks'. Takes the arguments of `optimizer_cls.step`."""
         loss = self.step_own(*args, **kwargs)
         for pending in [buffer.gather(self.rank, self.group) for buffer in self.flat_buffers]:
             pending.wait()
-        torch.autograd.graph.increment_version(list(self.owners))  # which were written as parts of flat buffers
+        torch.autograd.graph.increment_version(list(self.owners))  # the gather wrote them through their flat buffers
         return loss
 
     def step_own(self, *args: Any, **kwargs: Any) -> Any:
-        """The step without the gathering: until then this rank has the old values of others' parameters."""
+        """Steps this rank's parameters without gathering the others, which keep their old values here."""
         both = list(zip(self.param_groups, self._local.param_groups, strict=True))
         for group, local in both:
-            local.update(without(group, "params"))  # schedules set it there
+            local.update(without(group, "params"))  # a schedule sets the rate in self.param_groups
         self._local.state = self.state
         loss = self._local.step(*args, **kwargs)
         for group, local in both:
-            group.update(without(local, "params"))  # an optimizer may count there
+            group.update(without(local, "params"))  # an optimizer may keep counters in its param groups
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's share: state by the parameter's number over all groups, the groups, and whose share it is."""
+        """This rank's share: state by the parameter's number over all groups; the groups say by `shard` whose it is."""
         numbers = {p: number for number, p in enumerate(chain(*(group["params"] for group in self.param_groups)))}
         groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in self.param_groups]
-        state = {numbers.get(p, p): copy.copy(x) for p, x in self.state.items()}  # a key may be no parameter
+        state = {numbers.get(p, p): copy.copy(x) for p, x in self.state.items()}  # an optimizer may have other keys
         check_share(groups, self.rank, self.world_size)
         return {"state": state, "param_groups": groups}
 
@@ -151,7 +157,7 @@ class ShardedOptimizer(Optimizer):
         return merge_shares(collectives.gather_objects(tree_map(on_cpu, self.state_dict()), self.group))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes this rank's part of a full state dict, or its own share. ValueError for another's share."""
+        """Loads this rank's part of a full state dict, or its own share. ValueError for another rank's share."""
         groups = list(map(dict, state_dict["param_groups"]))
         check_share(groups, self.rank, self.world_size)
         given_counts, here = _lengths(groups), _lengths(self.param_groups)
@@ -173,7 +179,7 @@ class ShardedOptimizer(Optimizer):
 
 
 def merge_shares(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The shares of all ranks as one state dict, as the optimizer without shards would give it."""
+    """The shares of all ranks, by rank, as the one state dict that `optimizer_cls` itself would give."""
     state: State = {}
     for share in shares:
         state |= share["state"]
@@ -184,7 +190,7 @@ def merge_shares(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_share(groups: Iterable[dict[str, Any]], rank: int, world_size: int) -> None:
-    """Param groups tell whose part they are of from now on. ValueError where they are of another rank."""
+    """Marks param groups with `shard`, [rank, world_size]. ValueError where they are marked as another rank's."""
     for group in groups:
         share = list(group.setdefault("shard", [rank, world_size]))
         values.hold(
@@ -213,9 +219,9 @@ State = dict[str, Any]
 
 
 def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any]) -> State:
-    """The state dicts of all ranks' parts of `module` as that of an optimizer over module.parameters().
+    """The state dict of an optimizer over whole parameters, from `shares`: those over all ranks' flat parts, by rank.
 
-    ValueError for those of another number of parts than the module has.
+    ValueError where they are of another number of flat parts than the module has.
     """
     flats, numbers = _laid_out(module, groups)
     held = sum(_lengths(shares[0]["param_groups"]))
@@ -230,7 +236,7 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
     for flat, params in enumerate(chain(*flats)):
         held_parts = [share["state"][flat] for share in shares if flat in share["state"]]
         for name, value in held_parts[0].items() if held_parts else ():
-            parts = [copy.deepcopy(value) for _ in params]  # a counter is added to in place
+            parts = [copy.deepcopy(value) for _ in params]  # optimizers add to a counter in place
             if _has_elements(name, value):
                 joined = torch.cat([held_part[name] for held_part in held_parts])
                 parts = [x.clone() for x in buckets.Layout.of(params).views(joined)]
@@ -240,9 +246,9 @@ def whole_state(shares: Sequence[State], module: nn.Module, groups: Sequence[Any
 
 
 def flat_share(state: State, module: nn.Module, rank: int, world_size: int, groups: Sequence[Any]) -> State:
-    """The state dict of an optimizer over module.parameters() as that over this rank's parts.
+    """The state dict of an optimizer over this rank's flat parts, from `state`: that over whole parameters.
 
-    A parameter without state, since it has never had a gradient, has zeros there.
+    A parameter that has no state, as it never had a gradient, gets zeros.
     """
     flats, numbers = _laid_out(module, groups)
     share: dict[int, State] = {}
@@ -266,12 +272,12 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int, grou
 
 
 def _has_elements(name: str, value: Any) -> bool:
-    """True for what there is of each element, such as moments; False for a counter of steps."""
+    """True for state that each element has, such as moments; False for a counter of steps."""
     return isinstance(value, Tensor) and name != "step"
 
 
 def _laid_out(module: nn.Module, groups: Sequence[Any]) -> tuple[list[list[Any]], dict[Any, int]]:
-    """(the flat parts by group, the number of each parameter)"""
+    """(by group the flat parts, each a list of its parameters; the number of each parameter)."""
     marks = list(map(set, groups))
     flats = list(chain.from_iterable(structure.flats_by_block(module, marks)))
     numbers = dict(zip(chain(*groups), count(), strict=False))
@@ -279,7 +285,7 @@ def _laid_out(module: nn.Module, groups: Sequence[Any]) -> tuple[list[list[Any]]
 
 
 def _groups(state: State, held: Sequence[Sequence[Any]]) -> list[State]:
-    """The state's groups, which hold so many. ValueError where there are others."""
+    """The state's param groups, renumbered to hold as many entries as `held` does. ValueError for another number."""
     groups, numbers = state["param_groups"], count()
     values.hold(
         (len(groups) == len(held), f"the optimizer's state is of {len(groups)} param groups, and here are {len(held)}")

@@ -1,4 +1,8 @@
-"""Strategies' view of a module: what it holds, what is gathered as one, when a forward or a backward begins."""
+"""What strategies ask of a module: the parameters it holds and their blocks, and hooks around forwards and backwards.
+
+A block is an entry of an outermost ModuleList, such as a Transformer's layer: ZeRO-1 and FSDP gather its parameters
+together. wrapper.py, zero1.py, fsdp.py, peers.py and sharded_optimizer.py call these functions.
+"""
 
 import weakref
 from collections import Counter, defaultdict
@@ -14,12 +18,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-Groups = Callable[[str, nn.Parameter], dict[str, Any]]  # what an optimizer is to do otherwise with a parameter
+Groups = Callable[[str, nn.Parameter], dict[str, Any]]  # (name, parameter) -> options of the optimizer for it alone
 Parameters = Sequence[Collection[nn.Parameter]]
 
 
 class Structure:
-    """Which modules and parameters `module` holds now, and which of them are trained."""
+    """A record of the modules and parameters that `module` holds, and of which are trained, to see later changes."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -31,7 +35,7 @@ class Structure:
         self._trained = [(p, p.requires_grad) for p in module.parameters()]
 
     def is_as_it_was(self) -> bool:
-        """Compares identities only, since it runs in every forward: some 25 µs for 200 parameters."""
+        """True where nothing has changed. It compares identities only, as it runs in every forward: 25 µs for 200."""
         for entries, before in self._held:
             if len(entries) != len(before):
                 return False
@@ -41,7 +45,7 @@ class Structure:
         return all(p.requires_grad is trained for p, trained in self._trained)
 
     def change(self) -> str:
-        """The first difference in words; empty where there is none."""
+        """The first change in words, such as "the parameter w was frozen"; empty where there is none."""
         before, now, trained = self._parameters, _parameters(self.module), dict(self._trained)
         kinds = {
             "removed": [name for name in before if name not in now],
@@ -57,7 +61,10 @@ class Structure:
 
 
 def grouped(module: nn.Module, groups: Groups | None) -> list[Any]:
-    """The trained parameters as an optimizer takes them, those of equal options in a group; None: all, in no groups."""
+    """The `params` of an optimizer: param groups of the trained parameters with equal options.
+
+    groups  None: a list of all parameters
+    """
     if groups is None:
         return list(module.parameters())
     by_options: dict[str, dict[str, Any]] = {}
@@ -69,7 +76,7 @@ def grouped(module: nn.Module, groups: Groups | None) -> list[Any]:
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """By every name: a tied one has several."""
+    """The parameters by name; a tied parameter has several names."""
     return dict(module.named_parameters(remove_duplicate=False))
 
 
@@ -78,7 +85,7 @@ _hooks: list[Any] = []
 
 
 def watch(strategy: nn.Module) -> None:
-    """From now on each step of every optimizer of this process calls `before_step` and `after_step` of the strategy."""
+    """Has the strategy's `before_step` and `after_step` called around each step of every optimizer of this process."""
     if not _hooks:
         _hooks.extend(
             (
@@ -95,7 +102,10 @@ def _tell(method: str, optimizer: Optimizer, *_: Any) -> None:
 
 
 class Among:
-    """A set of parameters, to ask whether an optimizer holds any of them; its groups are looked through once."""
+    """A set of parameters, to ask in each step whether an optimizer holds any of them.
+
+    An optimizer's param groups are looked through once, and again when their number changes.
+    """
 
     def __init__(self, params: Iterable[nn.Parameter]):
         self._ids = frozenset(map(id, params))
@@ -109,11 +119,25 @@ class Among:
         return self._known[optimizer][1]
 
 
-_PLAIN = Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device  # which hide no tensors
+_PLAIN = (
+    Tensor,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+)  # types that hold no other tensors
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The entries of the outermost ModuleLists, in order: a Transformer's layers. Of a list in a list, its entries."""
+    """The entries of the outermost ModuleLists, in order, such as a Transformer's layers.
+
+    A ModuleList among the entries is replaced by its own entries.
+    """
     blocks: list[nn.Module] = []
     for child in module.children():
         entry = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList | nn.ModuleDict)
@@ -122,7 +146,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
-    """First the parameters in no block, or in several; then each block's own. Every parameter once."""
+    """First a list of the parameters in no block or in several, then one for each block. Every parameter once."""
     blocks = blocks_of(module)
     within, holders = set[nn.Module](), Counter[nn.Parameter]()
     for block in blocks:
@@ -145,16 +169,16 @@ def flats_by_block(module: nn.Module, groups: Parameters = ()) -> list[list[list
 
 
 def read_rounded(module: nn.Module) -> set[nn.Parameter]:
-    """Float32 parameters of which a copy rounded to the autocast dtype, as their attribute `rounded`, is all that is
-    read under autocast: every module that holds one says `reads_rounded`."""
+    """Float32 parameters that are read under autocast only by a rounded copy, their attribute `rounded`: all modules
+    that hold one have the attribute `reads_rounded`."""
     readers = {child for child in module.modules() if getattr(child, "reads_rounded", False)}
     read = set(_held_by(readers)) - set(_held_by(set(module.modules()) - readers))
     return {p for p in read if p.dtype == torch.float32}
 
 
 def read_as_kept(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters that a module reads in the dtype they are kept in: one that holds them says `reads_own_dtype`, which
-    suffices where several do."""
+    """Parameters that must be read in the dtype they are kept in: at least one of the modules that hold them has the
+    attribute `reads_own_dtype`."""
     return set(_held_by(child for child in module.modules() if getattr(child, "reads_own_dtype", False)))
 
 
@@ -167,7 +191,7 @@ def by_kind(tensors: Iterable[Any], marks: Parameters = ()) -> list[list[Any]]:
 
 
 def _held_by(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """The parameters of the modules, without those of their children: by each that holds them."""
+    """The parameters of the modules without those of their children; a shared one once for each module."""
     for child in modules:
         yield from child.parameters(recurse=False)
 
@@ -175,7 +199,7 @@ def _held_by(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
 def surround(block: nn.Module, before: Callable[..., None], after: Callable[..., None] | None = None) -> None:
     """Runs before(block, args) and after(block, args, output) around the block's forward.
 
-    As hooks, which a compiler that comes later leaves out, or around what `block.compile()` has made.
+    They are hooks, which a later `block.compile()` does not trace, or stand around a block that is compiled already.
     """
     compiled = block._compiled_call_impl
     if compiled is None:
@@ -195,14 +219,14 @@ def surround(block: nn.Module, before: Callable[..., None], after: Callable[...,
 
 
 def is_in_backward() -> bool:
-    """True inside of a backward, where checkpointing runs forwards again."""
+    """True inside of a backward: a forward that runs here is one that checkpointing repeats."""
     return torch._C._current_graph_task_id() != -1
 
 
 def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
-    """The tensors of a forward's output that a backward can begin from, and whether there may be others.
+    """(the tensors of a forward's output that a backward can begin from, True where it may hold others unseen).
 
-    Looks into containers that torch knows, and one level into other objects.
+    It looks into containers that torch's pytree knows, and one level into other objects.
     """
     leaves = tree_leaves(output)
     others = [x for x in leaves if not isinstance(x, _PLAIN)]
@@ -213,13 +237,13 @@ def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
 
 
 def before_backward(tensors: Sequence[Tensor], hook: Callable[..., Any]) -> None:
-    """Calls the hook in each backward that comes to one of them, once, before what has made them."""
+    """Calls hook(gradient) once in each backward that comes to one of the tensors, before it goes on from there."""
     if tensors:
         torch.autograd.graph.register_multi_grad_hook(tensors, hook, mode="any")
 
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """A hook that calls the bound method, `first` in front of the hook's arguments, and keeps nothing alive."""
+    """A hook that calls method(*first, *its arguments), and does not keep the method's object alive."""
     owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def hook(*args: Any) -> Any:

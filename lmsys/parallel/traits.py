@@ -1,4 +1,4 @@
-"""Reasons that are traits of several strategies."""
+"""Values of traits (see `lmsys.traits.StrategyTraits`) that several strategies share: reasons, as users read them."""
 
 SURROUNDS_BLOCKS = "it waits for the parameters of a block when that is called, and fused blocks are not called"
 RESIZES_PARAMETERS = (  # why_not_graphed of strategies of stage 3

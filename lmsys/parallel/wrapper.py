@@ -1,4 +1,4 @@
-"""The contract of a strategy, and what all of them share.
+"""The contract of a strategy, and `Wrapper`, the base of ours: what all of them do alike stands here.
 
     wrapper = Strategy(module, process_group=None, **options)
     optimizer = wrapper.make_optimizer(AdamW, lr=1e-3)
@@ -10,6 +10,9 @@ Every rank has the same module; rank 0's parameters and buffers are everybody's 
 changes are each rank's own from then on. A parameter without a gradient on some ranks counts there as zero; one that
 has none on any rank keeps none, so that an optimizer leaves it alone. The mean is over ranks: ranks with equally
 large batches train as one process does on all of them.
+
+baselines.py, overlapped.py, zero1.py and fsdp.py derive from `Wrapper` and say how gradients are averaged. The training
+loop and benchmarks hold a strategy by `adapter.Adapter`, which takes torch's and users' strategies too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,21 +31,22 @@ from lmsys.values import hold
 
 
 class Wrapper(nn.Module):
-    """Base of the strategies: agreement, broadcast, hooks, `no_sync`. A strategy fills in `_synchronize`.
+    """Base of the strategies: compares the ranks' modules, broadcasts rank 0's, sets hooks. A strategy fills in
+    `_synchronize`.
 
     Facts about a strategy are class attributes: `StrategyTraits` lists them with their defaults.
     Several backwards add their gradients, also between two calls of `finish_gradient_synchronization`.
 
-    process_group  None: the default one, or a single rank where there is none
-    ValueError when ranks hold different modules, and where one of them has since replaced, added or removed a
-    parameter, or set one to be trained: `finish_gradient_synchronization` raises it on all ranks, on GPUs a step later.
-    RuntimeError for a forward or a step after a backward that was not finished, and, told as above, where ranks have
-    made different forwards.
+    process_group  None: the default group, or a single rank where no process group was made
+    ValueError when ranks hold different modules, and where a rank has since replaced, added or removed a parameter, or
+    set one to be trained. RuntimeError for a forward or a step after a backward that was not finished, and where ranks
+    have made different forwards. What ranks find out about each other `finish_gradient_synchronization` raises on all
+    of them, on GPUs one step later.
     """
 
     zero_stage = 0
     synchronizes = StrategyTraits.synchronizes
-    _walk: Any = None  # of a forward, where a strategy gathers parameters as it goes on
+    _walk: Any = None  # during a forward of Fsdp: its `flat_shard.Walk`
 
     def __init__(self, module: nn.Module, process_group: collectives.Group = None):
         super().__init__()
@@ -50,9 +54,9 @@ class Wrapper(nn.Module):
         self.world_size, self.rank = collectives.size_and_rank(process_group)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self._synchronizing, self._unfinished, self._in_backward = True, False, False
-        self._history = 0  # of what this rank has done since it last finished: the same on all
+        self._history = 0  # a hash of this rank's forwards and collectives since it last finished: equal on all ranks
         self._structure, self._change = structure.Structure(module), ""
-        self._norms = {  # that would normalize by a rank's own batch in training mode
+        self._norms = {  # batch norms, which in training mode would normalize by this rank's batch alone
             name: child
             for name, child in module.named_modules()
             if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and self.world_size > 1
@@ -78,7 +82,10 @@ class Wrapper(nn.Module):
         return output
 
     def _watch(self, tensors: list[Tensor], hidden: bool) -> None:
-        """Has `_enter_backward` called before a backward from these outputs. hidden: there may be others."""
+        """Has `_enter_backward` called before a backward that begins from `tensors`, outputs of the module.
+
+        hidden  the output may hold other tensors, which `structure.tensors_in` cannot see
+        """
         structure.before_backward(tensors, structure.weakly(self._enter_backward, self._walk))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -90,8 +97,8 @@ class Wrapper(nn.Module):
         """Called when an optimizer has stepped."""
 
     def _prepare(self) -> None:
-        """For a forward; RuntimeError where a backward was not finished."""
-        if not structure.is_in_backward():  # else checkpointing runs it again
+        """Called at the start of a forward. RuntimeError where a backward was not finished."""
+        if not structure.is_in_backward():  # else checkpointing runs the forward again
             self._refuse_unfinished()
             self._leave_backward(late=True)
 
@@ -104,6 +111,7 @@ class Wrapper(nn.Module):
             )
 
     def _look_for_changes(self) -> None:
+        """ValueError for a batch norm that is not synchronized; notes in `_change` how the module has changed."""
         alone = next((name or "the module" for name, norm in self._norms.items() if norm.training), "")
         hold(
             (
@@ -138,8 +146,8 @@ class Wrapper(nn.Module):
     ) -> torch.optim.Optimizer:
         """The optimizer that steps what this strategy trains.
 
-        groups  called with the name, in the module, of each trained parameter, and it: the options in which the
-                optimizer treats it otherwise, such as {"weight_decay": 0.0} or {}
+        groups  called as groups(name, parameter) for each trained parameter of the module; gives the options in which
+                the optimizer treats this parameter otherwise, such as {"weight_decay": 0.0} or {}
         """
         return optimizer_cls(structure.grouped(self.module, groups), **kwargs)
 
@@ -148,9 +156,9 @@ class Wrapper(nn.Module):
         return [group["params"] for group in optimizer.param_groups]
 
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's state, whole and by name, as torch.distributed.checkpoint has it of any strategy.
+        """The optimizer's state dict, whole, with parameters' names in place of numbers. All ranks call it.
 
-        As torch's `get_optimizer_state_dict`, an optimizer that has none yet gets one of zeros. All ranks call it.
+        Both is as in torch's `get_optimizer_state_dict`: an optimizer that has no state yet gets one of zeros.
         """
         from torch.distributed.checkpoint.state_dict import _init_optim_state
 
@@ -160,9 +168,9 @@ class Wrapper(nn.Module):
         return {"state": {names[number]: x for number, x in state["state"].items()}, "param_groups": groups}
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Loads such a state, also of another strategy or FSDP2. All ranks call it, with the same state.
+        """Loads what `full_optimizer_state_dict` gives, also of another strategy or FSDP2.
 
-        ValueError where it is of other parameters, or of other groups of them.
+        All ranks call it, with the same state. ValueError for a state of other parameters, or of other groups of them.
         """
         mine, given = self._names_in(optimizer), state_dict["param_groups"]
         fitting = [next((group for group in given if set(names) <= set(group["params"])), None) for names in mine]
@@ -187,11 +195,11 @@ class Wrapper(nn.Module):
         return [[names[p] for p in params] for params in self.parameters_in(optimizer)]
 
     def _whole_state(self, optimizer: Any) -> dict[str, Any]:
-        """By the number of a parameter in `parameters_in`."""
+        """The optimizer's state dict, whole; parameters have the numbers of their places in `parameters_in`."""
         return getattr(optimizer, "full_state_dict", optimizer.state_dict)()
 
     def _own_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """The part of a whole state that this rank's optimizer loads."""
+        """The state dict that this rank's optimizer loads of `state`, a whole one."""
         return state
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -199,7 +207,7 @@ class Wrapper(nn.Module):
         return self.module.state_dict()
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        """The state that torch.distributed.checkpoint saves and loads: parts are DTensors. All ranks call it."""
+        """The module's state dict for torch.distributed.checkpoint, parts as DTensors. All ranks call it."""
         return self.full_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -229,18 +237,18 @@ class Wrapper(nn.Module):
         )
 
     def _note(self, what: int) -> None:
-        """Makes it part of the history."""
+        """Adds an event, -1 or more, to this rank's history."""
         self._history = (31 * self._history + what + 1) % 4093
 
     def _enter_backward(self, walk: Any, *_: Any) -> None:
-        """Called before a backward that begins from this wrapper's output, or goes on with that of another forward."""
+        """Called when a backward comes to the output of a forward of this wrapper; `walk` is that forward's."""
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(structure.weakly(self._leave_backward))
             self._begin_backward()
 
     def _leave_backward(self, late: bool = False) -> None:
-        """Called when a backward has ended. late: by what comes next, for one that has failed: ranks are to be told."""
+        """Called when a backward has ended; `late`: by what comes next, as a backward that fails does not call it."""
         if late and self._in_backward:
             self._note(-1)
         self._in_backward = False
@@ -256,9 +264,10 @@ class Wrapper(nn.Module):
             self._gradient_is_ready(index)
 
     def _gradient_is_ready(self, index: int) -> None:
-        """Called as `_on_grad` for a gradient to be synchronized: communication may begin during the backward."""
+        """Called by `_on_grad` for a gradient to be synchronized: communication may begin during the backward."""
 
     def _synchronize(self) -> None:
+        """Makes every gradient the mean over ranks, waits for it, and calls `_conclude`."""
         raise NotImplementedError
 
     def _missing(self) -> list[int]:
@@ -266,7 +275,10 @@ class Wrapper(nn.Module):
         return [index for index, p in enumerate(self.trainable) if p.grad is None]
 
     def _use(self, missing: list[int]) -> Tensor:
-        """Mask of present gradients, 1 or 0, and the flags of `_heed`. Its mean is 0 where no rank has a gradient."""
+        """(parameters + 3,): 1 for each gradient that is here and 0 for each `missing` one, then `_flags`.
+
+        In its mean over ranks an entry of 0 says that no rank has this gradient.
+        """
         use = torch.ones(len(self.trainable) + 3, device=self.trainable[0].device, dtype=torch.float64)
         if missing:
             use[missing] = 0.0
@@ -275,14 +287,15 @@ class Wrapper(nn.Module):
         return use
 
     def _flags(self) -> tuple[float, float, float]:
-        """1 where this rank's module has changed, else 0; its history, and the square of it."""
+        """(1 where this rank's module has changed, else 0; its history; the square of it). Begins a new history."""
         history, self._history = self._history, 0
         return float(bool(self._change)), history, history**2
 
     def _conclude(self, use: Tensor, missing: list[int]) -> None:
-        """Drops gradients that no rank had, and heeds the flags.
+        """Drops gradients that no rank had, and checks the flags. The host waits only where a gradient is missing.
 
-        `use` is the mean over ranks. The host waits for it only where a gradient is missing.
+        use      the mean over ranks of what `_use` gives
+        missing  the indices of parameters without a gradient on this rank
         """
         if missing:
             for index, share in zip(missing, use[missing].tolist(), strict=True):
@@ -291,10 +304,10 @@ class Wrapper(nn.Module):
         self._heed(use[-3:])
 
     def _heed(self, flags: Tensor) -> list[float] | None:
-        """The means (3,) of `_flags`, which may have others behind them; None where they are not known yet.
+        """Checks the mean over ranks of `_flags` (3,), and gives it and what stands behind it; None: not known yet.
 
-        On a GPU they are those of the step before, for which the host does not have to wait. ValueError on all ranks at
-        once where a module has changed; RuntimeError where ranks have done different things.
+        On a GPU the flags of the step before are checked, for which the host does not have to wait. ValueError on all
+        ranks where a module has changed; RuntimeError where the variance of histories is not 0.
         """
         if flags.is_cuda:
             if torch.cuda.is_current_stream_capturing():
@@ -317,12 +330,15 @@ class Wrapper(nn.Module):
 
 
 def whole(x: Any) -> Any:
-    """A DTensor put together, which all ranks do; else x."""
+    """x, or where it is a DTensor the whole tensor: then all ranks call this."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def compared(held: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> Any:
-    """The keys of a state that are missing and unexpected, as torch tells them; RuntimeError where torch raises it."""
+    """What torch's `load_state_dict` returns for a module that holds `held`: the missing and the unexpected keys.
+
+    RuntimeError for tensors of other shapes, and with `strict` for missing and unexpected keys.
+    """
     missing, unexpected = [x for x in held if x not in state], [x for x in state if x not in held]
     wrong = []
     for name, x in held.items():
@@ -338,6 +354,7 @@ def compared(held: Mapping[str, Any], state: Mapping[str, Any], strict: bool) ->
 
 
 def _changed(changes: list[str]) -> ValueError:
+    """The error about modules that have changed. changes: by rank, in words; empty where there is none."""
     return ValueError(
         "; ".join(f"on rank {rank} {change}" for rank, change in enumerate(changes) if change)
         + ", after the module was wrapped: no gradient of it would be synchronized; wrap the module as it is now"
@@ -355,14 +372,17 @@ def check_floating(name: str, dtype: Any) -> None:
 
 
 def dense(p: Tensor) -> Tensor:
-    """The gradient of p, contiguous: collectives take no other."""
+    """The gradient of p, made contiguous in place: collectives take no other."""
     assert p.grad is not None
     p.grad = p.grad.contiguous()
     return p.grad
 
 
 def _agree(module: nn.Module, group: collectives.Group) -> None:
-    """ValueError on every rank that names the first difference between what ranks hold, or what no strategy takes."""
+    """ValueError on all ranks for a module that no strategy takes, and for the first difference between ranks' modules.
+
+    Ranks must hold parameters and buffers of equal names, shapes and dtypes, and train the same ones.
+    """
     on_meta = [name for name, x in chain(module.named_parameters(), module.named_buffers()) if x.is_meta]
     sparse = [name or "the module" for name, child in module.named_modules() if getattr(child, "sparse", False) is True]
     ignores = hasattr(module, "_ddp_params_and_buffers_to_ignore")
@@ -390,9 +410,10 @@ def _agree(module: nn.Module, group: collectives.Group) -> None:
             )
 
 
-def _words(difference: tuple[Any, ...] | None) -> str:
-    if difference is None:
+def _words(entry: tuple[Any, ...] | None) -> str:
+    """A parameter or buffer, (name, shape, dtype, whether it is trained), as a message names it."""
+    if entry is None:
         return "nothing more"
-    name, shape, dtype, trained = difference
+    name, shape, dtype, trained = entry
     kind = {None: "buffer", True: "parameter", False: "frozen parameter"}[trained]
     return f"the {kind} {name} {shape} {dtype.removeprefix('torch.')}"

@@ -2,9 +2,12 @@
 
 A bucket is a flat tensor of world_size equal segments of whole parameters, one segment for each rank. Its
 reduce-scatter begins while the backward goes on and leaves a rank the gradients of its own parameters and no others.
-After the step the parameters of one bucket after another are fetched, while the next forward begins: a block (an entry
-of a ModuleList) waits for the buckets of its own. In a forward that is recorded they are fetched a few at a time, as
-blocks come to need them.
+After the step the parameters of one bucket after another are gathered, while the next forward begins: a block (an
+entry of a ModuleList) waits for the buckets of its own parameters. A forward that is captured in a CUDA graph gathers a
+few at a time, as blocks come to need them.
+
+Gradients are sent as in overlapped.py; here stand the division into segments and the gathering. The optimizer is
+`Zero1Optimizer`, which `Zero1.make_optimizer` makes. `zero1` and `copy_engine_zero1` are the rows of the table.
 
 Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 7.
 """
@@ -21,29 +24,31 @@ from torch import Tensor, nn
 from lmsys import values
 from lmsys.parallel import buckets, collectives, copy_engine, overlapped, part, sharded_optimizer, structure, traits
 
-# Flat buffers that a recorded forward has begun to gather beyond those it has waited for. Were all begun at its start,
-# the first memset of cuBLAS in the CUDA graph would wait until the last gather is over, as traces on two H200s show. In
-# the committed runs there a step of `medium` took 31.1 ms, and takes 29.1.
+# How many flat buffers a captured forward gathers ahead of the one that it waits for. Were all begun at its start, the
+# first memset of cuBLAS in the CUDA graph would wait until the last gather is over, as traces on two H200s show. In the
+# committed runs there a step of `medium` took 31.1 ms, and takes 29.1.
 AHEAD = 2
-# MiB. Few buckets ask less of the host: on two H200s, with 28 buckets in place of 96, compiled steps of `xl` are 1.22
-# times as fast. On many ranks a bucket still needs segments that are worth a collective.
+# MiB of a bucket, and the least of a segment. Few buckets cost the host less: on two H200s, with 28 buckets in place of
+# 96, compiled steps of `xl` are 1.22 times as fast. On many ranks a segment must still be worth a collective.
 BUCKET_MB, LEAST_SEGMENT_MB = 256, 32
 
 
 def segment_mb(world_size: int) -> float:
-    """MiB of a segment by "auto"."""
+    """MiB of a segment for bucket_mb="auto"."""
     return max(LEAST_SEGMENT_MB, BUCKET_MB / world_size)
 
 
 class Zero1(overlapped.Overlapped):
-    """bucket_mb  MiB of a segment, or up to four times as many where segments come out more even; or "auto": 256
-               MiB divided by the number of ranks, and at least 32
+    """Reduces each gradient to the rank that owns its parameter; that rank steps it, then parameters are gathered.
 
-    Gradients that are means already are added to, as this rank's share, by what comes before the next step.
-    Its optimizer is that of `make_optimizer`. Parameters are whole again from the next forward on, or from `wait()`.
+    bucket_mb  MiB of a segment, or up to four times as many where segments come out more even; or "auto": 256 MiB
+               divided by the number of ranks, and at least 32
+
+    The optimizer must come from `make_optimizer`, and takes only parameters that were trained when the module was
+    wrapped (ValueError). Parameters are whole again from the next forward on, or from `wait()`. Backwards between two
+    steps add to gradients also when those have been averaged before.
     If the forward is captured in a CUDA graph, the all-gathers are captured with it, and step() no longer starts them:
     from then on any other forward and `wait()` are collective, and every rank calls them.
-    Its optimizer takes parameters that were trained when this was made, and no others (ValueError).
     """
 
     zero_stage = 2  # gradients are divided too, though the course calls this strategy ZeRO-1
@@ -55,7 +60,7 @@ class Zero1(overlapped.Overlapped):
         values.hold((buckets.is_size(bucket_mb), f'{bucket_mb=} must be a positive number of MiB, or "auto"'))
         self.bucket_mb: Any = bucket_mb
         super().__init__(module, process_group)
-        self._seen = None  # the division among ranks stays as it is
+        self._seen = None  # buckets are not planned again: the division among ranks stays as it is
         self.flat_buffers = [
             sharded_optimizer.flatten(self.trainable, segmented, self.transport.zeros) for segmented in self._segments
         ]
@@ -63,18 +68,18 @@ class Zero1(overlapped.Overlapped):
         self._gathering = [
             collectives.Pending() for _ in self.flat_buffers
         ]  # those begun, in order; at first none is needed
-        # Others' parameters are the old ones; a recorded forward fetches; gradients are means.
+        # Stale: others have stepped parameters that are not gathered yet. Recorded: a CUDA graph's replays gather.
         self._stale, self._recorded, self._are_means = False, False, False
         self._wait_in_forward()
         self.transport.settle(self.buckets, self.flat_buffers)
         self._own = [p for p, rank in self.owners.items() if rank == self.rank]
-        self._scaled: list[Tensor] = []  # means to which a backward may add
+        self._scaled: list[Tensor] = []  # gradients that were means, times the number of ranks while a backward adds
         self._trained, self.optimizers = structure.Among(self.trainable), WeakSet[Any]()
         self._address = part.address(self.trainable[0]) if self.trainable else 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorded = self.world_size > 1 and self._is_being_recorded()
-        if recorded:  # stale as when this is replayed, and still where it fails: what it has begun then never runs
+        if recorded:  # a replay finds parameters stale; a capture that fails leaves them so, as its gathers never run
             self._recorded = self._stale = True
             self._gathering = []
         else:
@@ -82,7 +87,7 @@ class Zero1(overlapped.Overlapped):
         self._wait_for(self._at_start)
         output = super().forward(*args, **kwargs)
         if recorded:
-            self._wait_for(range(len(self.flat_buffers)))  # also for blocks that it has not run
+            self._wait_for(range(len(self.flat_buffers)))  # also for blocks that this forward has not run
             self._stale = False
         return output
 
@@ -103,7 +108,7 @@ class Zero1(overlapped.Overlapped):
         self._wait_for(range(len(self.flat_buffers)))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """ValueError for an optimizer that would step parts, and for parameters that are no longer where they were."""
+        """ValueError for an optimizer not of `make_optimizer`, and for parameters that have left their buffers."""
         super().before_step(optimizer)
         if not self._trained.held_by(optimizer):
             return
@@ -120,7 +125,7 @@ class Zero1(overlapped.Overlapped):
         )
 
     def stepped(self) -> None:
-        """Called by the optimizer: this rank's parameters have moved, others' are to be gathered."""
+        """Called by the optimizer after it has stepped this rank's parameters: others' are to be gathered."""
         self._stale = True
         if not self._recorded:
             self._fetch()
@@ -132,18 +137,18 @@ class Zero1(overlapped.Overlapped):
         return bool(self.trainable) and self.trainable[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _fetch(self) -> None:
-        """Begins to gather all flat buffers, so that a forward of one rank alone asks nothing of others."""
+        """Begins to gather all flat buffers at once, so that a later forward of one rank alone begins no collective."""
         if self._stale and self.world_size > 1:
             self._gathering, self._stale = [], False
             self._begin_gathering(len(self.flat_buffers))
 
     def _begin_gathering(self, count: int) -> None:
-        """Begins, in order, until `count` flat buffers, or all, have been begun."""
+        """Begins to gather flat buffers, in order, until `count` of them, or all, have been begun."""
         for number in range(len(self._gathering), min(count, len(self.flat_buffers))):
             self._gathering.append(self.transport.gather(number, self.flat_buffers[number]))
 
     def _wait_for(self, numbers: Sequence[int], *_: Any) -> None:
-        """Waits until these flat buffers are whole; begins those that come next, where they have not been."""
+        """Waits until the flat buffers of these numbers are whole, and begins to gather those that come next."""
         count = max(numbers, default=-1) + 1
         self._begin_gathering(count)
         for number in numbers:
@@ -170,7 +175,7 @@ class Zero1(overlapped.Overlapped):
         self._scale()
 
     def _leave_backward(self, late: bool = False) -> None:
-        """Where nothing was added they are means again: one has asked for other gradients than the parameters'."""
+        """Makes gradients means again where the backward has added to none, as torch.autograd.grad of an input does."""
         super()._leave_backward(late)
         if self._scaled:
             torch._foreach_div_(self._scaled, self.world_size)
@@ -178,7 +183,7 @@ class Zero1(overlapped.Overlapped):
 
     @torch.no_grad()
     def _scale(self) -> None:
-        """Means to which gradients will be added become this rank's share of a sum that will be divided."""
+        """Multiplies gradients that are means by the number of ranks, so that the sum with new ones can be divided."""
         means = [p.grad for p in self._own if self._are_means and p.grad is not None]
         self._are_means = False
         if means:
@@ -191,9 +196,9 @@ class Zero1(overlapped.Overlapped):
         super()._on_grad(index, p)
 
     def _conclude(self, use: Tensor, missing: list[int]) -> None:
-        """Also leaves a gradient of zeros where this rank owns none of a device and dtype that others have some of.
+        """Also leaves a gradient of zeros for a device and dtype of which only other ranks have gradients.
 
-        GradScaler would else find nothing to look at here, and the ranks would not tell each other of an inf.
+        GradScaler would else find nothing to check here, and ranks would not tell each other of an inf.
         """
         super()._conclude(use, missing)
         unused = {index for index in missing if use[index] == 0}
@@ -205,7 +210,7 @@ class Zero1(overlapped.Overlapped):
     def _synchronize(self) -> None:
         self._scale()
         self._scaled = []
-        # What is still sent, for a block that was not run, must not change in the next step.
+        # A gather for a block that was not run may still be under way: what it sends must not change in the next step.
         self._wait_for([number for number, pending in enumerate(self._gathering) if not pending.done])
         super()._synchronize()
         self._are_means = True
@@ -230,7 +235,7 @@ class Zero1(overlapped.Overlapped):
 
 
 def _arrive(gathering: Sequence[collectives.Pending], others: Sequence[Sequence[nn.Parameter]], _: Any) -> None:
-    """Somebody reads a parameter whose new values are on their way. The wrapper may be gone by then."""
+    """Called when a parameter is read whose new values are on their way: waits. The wrapper may be gone by then."""
     for pending, params in zip(gathering, others, strict=True):
         pending.wait()
         part.appear(params)
@@ -244,7 +249,7 @@ def _refuse_stale(_: Any) -> None:
 
 
 class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
-    """A ShardedOptimizer whose gathering goes on while the next forward begins."""
+    """A ShardedOptimizer whose step does not wait for the gathering: the next forward does, block by block."""
 
     def __init__(self, wrapper: Zero1, optimizer_cls: Any, params: Any = None, **kwargs: Any):
         self._wrapper = ref(wrapper)
@@ -253,7 +258,7 @@ class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
         wrapper.optimizers.update((self, self._local))
 
     def _flatten(self, params: list[Tensor]) -> None:
-        self.param_groups.pop()  # the one that they came in
+        self.param_groups.pop()  # the group of `params`, which is refused
         raise ValueError(
             f"{len(params)} parameters, of {sum(p.numel() for p in params)} numbers, are none that ZeRO-1 trains: of"
             " what is unfrozen or added after wrapping no rank reduces gradients; wrap the module again"
@@ -268,7 +273,7 @@ class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
 
 
 class CopyEngineZero1(copy_engine.ByCopyEngines, Zero1):
-    """bucket_mb: as in `Zero1`, but 32 MiB of a segment by default. ValueError as in `CopyEngines`.
+    """ZeRO-1 by copy engines. bucket_mb: as in `Zero1`, by default 32 MiB of a segment. ValueError as in `CopyEngines`.
 
     Parameters live in memory that the GPUs of one node see of one another. The rank that has stepped them copies them
     to its peers. Unlike those of `Zero1`, gradients of all ranks' parameters are held until the synchronization ends.
