@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks import layouts, models
-from lmsys.bench import Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Table, bench, fields
+from lmsys.bench import Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, bench, fields
 from lmsys.config import ModelConfig
 
 ADDEND, TIMES = 0.01, 1000  # the sum is 10
@@ -24,13 +24,6 @@ WATCHED = (  # modules whose outputs are looked at
     "lm_head",
 )
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-STUDIES = Table(
-    "study",
-    [
-        Entry("accumulation", "benchmarks.bench_precision:sums"),
-        Entry("autocast", "benchmarks.bench_precision:tensors"),
-    ],
-)
 
 
 def sums(low: torch.dtype, settings: Settings) -> Record:
@@ -113,7 +106,8 @@ class Precision(Benchmark):
     fields: tuple[Field, ...] = fields.columns("dtype", fields.details("addend", "times", "sums", "tensors"))
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[Study]:
-        for study in STUDIES.values():
+        home = "benchmarks.bench_precision"
+        for study in (Entry("accumulation", f"{home}:sums"), Entry("autocast", f"{home}:tensors")):
             yield from (Study(study.name, study, settings.device, dtype) for dtype in DTYPES)
 
     def setup(self, cases: Sequence[Study], settings: Settings) -> Settings:

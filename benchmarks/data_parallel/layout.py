@@ -14,8 +14,6 @@ SIZES = [
     "peak_bytes!",
 ]
 SETTING = ["size", "batch", "context", "precision", "compile", "world_size", "checkpoint", "residual", LIMIT]
-PREDICTED = "predicted_parameters_bytes + predicted_gradients_bytes + predicted_optimizer_bytes"
-HELD_BY = '"the same bits" if how == "bits" else "not known" if how == "unknown" else how'
 RANK_KEYS = ["batch", "world_size", "impl"]
 DATA_PARALLEL: Layout = {
     "place": 70,
@@ -59,7 +57,7 @@ DATA_PARALLEL: Layout = {
                     "label": "predicted without activations",
                     "role": "detail",
                     "shown": "GiB",
-                    "of": PREDICTED,
+                    "of": "predicted_parameters_bytes + predicted_gradients_bytes + predicted_optimizer_bytes",
                 },
                 *COMPILED,
             ],
@@ -128,7 +126,12 @@ DATA_PARALLEL: Layout = {
                                 "fields",
                                 [
                                     {"name": "other", "label": "beside"},
-                                    {"name": "held", "label": "Held by", "of": HELD_BY},
+                                    {
+                                        "name": "held",
+                                        "label": "Held by",
+                                        "of": '"the same bits" if how == "bits" else'
+                                        ' "not known" if how == "unknown" else how',
+                                    },
                                 ],
                             ],
                             [

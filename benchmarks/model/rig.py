@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from benchmarks.model import cases, spots
 from benchmarks.models import LOSS_SCALE, Batch, arithmetic, build
 from lmsys import draws, testing
-from lmsys.bench import Settings, Step
+from lmsys.bench import Settings, Step, plain
 from lmsys.bench.case import verdict
 from lmsys.extremes.model import FIRST_ID, plant, planted, write_model
 from lmsys.measure import clock, memory
@@ -125,12 +125,6 @@ def _state(parameter: Tensor, rows: list[int], optimizer: Optimizer | None) -> d
 # timed call is made by the weights as they are when it is judged.
 LEARNING_RATE = 1e-12
 COLD_ROUNDS = 10  # timed steps of the warm-up study
-
-
-class WrongCall(ValueError):
-    """A graph, or an update on extreme gradients, is wrong before any timed call."""
-
-    failure = property(lambda self: ("wrong", str(self)))
 
 
 class BatchDraws(draws.Draws):
@@ -273,7 +267,7 @@ class Rig:
     def alone(self, case: cases.ModelTest) -> float:
         """Seconds of the case's first call, with nothing else live and nothing left afterwards, even where it fails.
 
-        Blocks are not compiled again, but where the gate's shape was smaller; what is compiled whole is. WrongCall
+        Blocks are not compiled again, but where the gate's shape was smaller; what is compiled whole is. NotAsPromised
         where a graph is wrong, or an update on extreme gradients.
         """
         self.clear()
@@ -292,7 +286,7 @@ class Rig:
                     self.update(case)
                     update.done(self.optimizers[case.peer])
                     if wrong := verdict(update.ratios(), "before any timed call")[1]:
-                        raise WrongCall(wrong[1])
+                        raise plain.NotAsPromised(wrong[1])
             del step  # with the memory of its graph
             if case.replayed:
                 self.loss(case).backward()
@@ -301,7 +295,7 @@ class Rig:
                 pairs = zip(self.base.parameters(), launched, strict=True)
                 worst = max(testing.norm_rms(p.grad - x) / testing.norm_rms(x) for p, x in pairs)
                 if not worst <= 4 * torch.finfo(torch.bfloat16).eps:  # additions have no fixed order
-                    raise WrongCall(f"a gradient of the graph is off by {worst:.2g} of its size")
+                    raise plain.NotAsPromised(f"a gradient of the graph is off by {worst:.2g} of its size")
             return seconds
         finally:
             self.clear()

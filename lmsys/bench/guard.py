@@ -52,7 +52,6 @@ OWNERS = (
 IGNORED = {"__dict__", "__weakref__", "__builtins__", "__cached__", "displayhook", "excepthook", "manual_seed"}
 COMPILED = "__compiled_fn_", "__resume_at_"  # what torch.compile puts into the modules of what it compiles, and removes
 KINDS: Any = types.FunctionType | types.BuiltinFunctionType | type | property | staticmethod | classmethod
-_ABSENT = object()
 
 
 class Guard:
@@ -72,7 +71,7 @@ class Guard:
         for owner, names in self._known:
             now = vars(owner)
             for name, value in names.items():
-                if now.get(name, _ABSENT) is not value:
+                if now.get(name) is not value:
                     changed.append(f"{owner.__name__}.{name}")
                     setattr(owner, name, value)
             if owner in (torch.cuda.Event, torch.cuda.Stream, torch.Tensor):  # what they inherit may not be hidden
@@ -137,13 +136,6 @@ def _set_default_device(device: torch.device) -> None:
         torch.set_default_device(device)
 
 
-def _folder() -> str:
-    try:
-        return os.getcwd()
-    except OSError:
-        return "a folder that is gone"
-
-
 PARTS = (
     Part("whether gradients are recorded", torch.is_grad_enabled, torch._C._set_grad_enabled),
     Part("torch.inference_mode", torch.is_inference_mode_enabled, lambda _: None),
@@ -167,7 +159,7 @@ PARTS = (
     Part("torch's seed", torch.initial_seed, torch.manual_seed),
     Part("the precision of float32 matmuls", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     Part("deterministic mode", deterministic.mode, deterministic.set_mode),
-    Part("the working directory", _folder, os.chdir),
+    Part("the working directory", os.getcwd, os.chdir),
     *(
         Part(f"the handler of {number.name}", partial(signal.getsignal, number), partial(signal.signal, number))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)

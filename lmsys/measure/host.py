@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-NO_LIMIT = float("inf")
 LEAST_LOAD_S = 0.2
 BUSY = 0.1  # of the CPU's time: what others take at most of a CPU that is ours
 GROUPS = (  # a control group's limit, what it holds and what of that it could drop, in cgroup 2 and in cgroup 1
@@ -17,7 +16,7 @@ GROUPS = (  # a control group's limit, what it holds and what of that it could d
 
 def available_bytes(root: Path = Path("/")) -> float:
     """The bytes that the machine, and a container's limit, still allow; infinity where that is not told."""
-    least, groups = NO_LIMIT, root / "sys/fs/cgroup"
+    least, groups = float("inf"), root / "sys/fs/cgroup"
     with suppress(OSError, KeyError):
         least = 1024.0 * int(_facts(root / "proc/meminfo")["MemAvailable:"])
     for limit, held, stat, cached in GROUPS:
