@@ -162,7 +162,7 @@ class Loss(Benchmark):
     def judge(self, case: LossTest, candidate: Candidate, setup: Setup, kept: Kept) -> Mapping[str, float]:
         return setup.inputs.judge(kept)
 
-    def repeat(self, record: Record, call: Record) -> Iterator[str]:
+    def repeat(self, record: Record, call: Record) -> Iterator[str | int]:
         yield from repeat(record, call)
 
     def step(self, case: LossTest, candidate: Candidate, setup: Setup) -> Step:

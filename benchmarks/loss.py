@@ -236,7 +236,7 @@ def std_of(weight: Tensor) -> float:
 
 
 NUM_BLOCKS, BLOCK_ROWS = 4, 16  # of each gradient
-MOST_ELEMENTS = 2**25  # of a weight that `repeat` draws again: seconds on a CPU
+MOST_ELEMENTS = 2**25  # of a weight, or hidden states, that `repeat` draws again: seconds on a CPU
 
 
 def blocks_of(inputs: Inputs, key: int) -> tuple[list[slice], list[slice]]:
@@ -306,11 +306,16 @@ def _evidence(key: int, groups: Tensor, gradient: Tensor, exact: Tensor) -> Reco
     }
 
 
-def repeat(record: Record, call: Record) -> Iterator[str]:
-    """Sentences on what is wrong with a call of a record, or could not be made again: inputs, answer and error."""
-    part, size = call["part"], record["d_model"] * record["vocab_size"]
+def repeat(record: Record, call: Record) -> Iterator[str | int]:
+    """Judges a call of a record again: its inputs are drawn and its answer is made anew.
+
+    Yields sentences on what is wrong or too large to be made again, and how many elements were judged.
+    """
+    part, size = call["part"], record["d_model"] * max(record["vocab_size"], record["tokens"])
+    if set(call["error_ratios"]) != set(OUTPUTS):
+        yield f"not proved: its errors are of {', '.join(call['error_ratios'])}, and not of {', '.join(OUTPUTS)}"
     if size > MOST_ELEMENTS:
-        yield f"not recomputed: a weight of {size:,} elements (at most {MOST_ELEMENTS:,} here)"
+        yield f"not recomputed: a weight or hidden states of {size:,} elements (at most {MOST_ELEMENTS:,} here)"
         return
     inputs = _inputs_of(record, call)
     tokens = range(len(inputs.targets))
@@ -328,6 +333,7 @@ def repeat(record: Record, call: Record) -> Iterator[str]:
     recorded = call["error_ratios"][D_HIDDEN]
     if recorded < ratio * (1 - BUDGET_RTOL):
         yield f"its error ratio {recorded:.4g} is less than that of its own row, about {ratio:.4g}"
+    yield values.numel()
 
 
 def _inputs_of(record: Record, call: Record) -> Inputs:

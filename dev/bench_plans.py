@@ -198,10 +198,10 @@ class Plans(Benchmark):
     def judge(self, case: PlanCase, candidate: Candidate, setup: Setup, kept: Kept) -> Mapping[str, float]:
         return setup[case.form].spots.judge(case.direction == "bwd", kept, rms=True)
 
-    def repeat(self, record: Record, call: Record) -> Iterator[str]:
+    def repeat(self, record: Record, call: Record) -> Iterator[str | int]:
         asked = {name: record[name] for name in ("head_dim", "length", "causal", "direction", "batch", "form")}
         backward = record["direction"] == "bwd"
-        yield from repeat(PlanCase("", OURS, "cpu", **asked).asked, backward, record["proof"], call)
+        yield from repeat(PlanCase("", OURS, "cpu", **asked).asked, backward, record["proof"], call, lambda: None)
 
     def metrics(self, case: PlanCase, record: Record, machine: Record) -> Record:
         asked = case.asked

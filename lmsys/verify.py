@@ -1,14 +1,16 @@
 """`lmsys verify RESULT.json ... [--benchmarks FOLDER] ...`: recomputes what result files say, on any machine.
 
-For every record: its seal; the statistics of its samples; every field that is a function of others; work and rates
-from its shapes; whether anything can be that fast there; and of the timed calls that were checked, the inputs, the
-oracle and the errors of the rows that it holds. The benchmarks' own code, from each FOLDER (default: benchmarks and
-dev), does that, so the same works for your own. What could not be recomputed is told. A time is not proved where its
-record holds fewer checked calls than its benchmark keeps, or parts of them. Exit code 1 where something is wrong or not
-proved, 2 for bad usage, 130 where it was interrupted (Ctrl-C). A file that takes long says on stderr how far it is.
+It checks the seal of the file and of every record; the statistics of samples; every field that is a function of others;
+work and rates from shapes; and whether anything can be that fast there. Of the timed calls that were checked, it draws
+the inputs again, and compares the recorded rows with the oracle. The benchmarks' own code, from each FOLDER (default:
+benchmarks and dev), does that, so the command verifies benchmarks of your own, too.
 
-Whoever has this code can forge a result that agrees with itself. What nobody can see from a file alone: samples that
-are all scaled alike, with everything that follows from them; facts of a machine that no rate depends on.
+A time is *not proved* where its record has no seal, holds fewer checked calls than its benchmark keeps, one call twice,
+or not all parts of a call. What was *not recomputed*, such as a head that is too large or a row that is not known here,
+is told and is no fault. Exit code 1: something is wrong or not proved; 2: bad usage; 130: interrupted (Ctrl-C). A file
+that takes long says on stderr how far it is.
+
+Whoever has this code can forge a result that agrees with itself: see NO_FILE_PROVES.
 """
 
 import importlib
@@ -26,25 +28,28 @@ from typing import Any
 from lmsys import commands
 from lmsys.bench import fields, results
 from lmsys.bench.benchmark import Benchmark
-from lmsys.bench.record import file_seal, load, seal, summarize, today
+from lmsys.bench.record import file_seal, load_file, older_file_seal, seal, summarize, today
 from lmsys.measure.machine import Limits
 from lmsys.values import shortly
 
-RTOL = 1e-9  # of what pure Python makes of the same numbers
 FOLDERS = Path("benchmarks"), Path("dev")  # of this repository
 NOT_RECOMPUTED = "not recomputed: "
 NOT_PROVED = "not proved: "
+NO_FILE_PROVES = (
+    "No file proves how long a call took, nor facts of the machine and of the run that no rate depends on, such as its"
+    " name, clocks and temperatures: a seal shows only that they were not changed without sealing them again."
+)
 TOLD_S = 5.0  # from one line on how far it is to the next
-INTERRUPTED = 128 + signal.SIGINT
 Say = Callable[[str], None]
 
 
 @dataclass
 class Recomputed:
-    """How much of a file was looked at: its records, and timed calls whose results were judged again."""
+    """How much of a file was looked at: its records, the timed calls that were judged again, and elements of these."""
 
     records: int = 0
     calls: int = 0
+    elements: int = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,12 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         benchmarks = benchmarks_in(*options.benchmarks or FOLDERS)
         wrong = [_tell(path, *verify(path, benchmarks, _say)) for path in options.results]
+        print(NO_FILE_PROVES)
     except ValueError as error:
         print(f"lmsys verify: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("lmsys verify: interrupted; what stands above is all that was verified", file=sys.stderr)
-        return INTERRUPTED
+        return 128 + signal.SIGINT
     return 1 if any(wrong) else 0
 
 
@@ -79,7 +85,8 @@ def _tell(path: Path, done: Recomputed, sentences: Sequence[str]) -> int:
         print(f"{path}: {times} {'time' if times == 1 else 'times'} {sentence}")
     unproved = sum(NOT_PROVED in one for one in untold)
     wrong = _wrong(len(untold) - unproved) + (f", {unproved} not proved" if unproved else "")
-    print(f"{path}: {done.records} records, {done.calls} timed calls judged again, {wrong}", flush=True)
+    again = f"{done.calls} timed calls judged again by {done.elements:,} elements"
+    print(f"{path}: {done.records} records, {again}, {wrong}", flush=True)
     return len(untold)
 
 
@@ -117,9 +124,9 @@ def verify(path: Path, benchmarks: Mapping[str, Benchmark], say: Say = lambda _:
 
     say  is called every few seconds with a line on how far it is. ValueError where the file is no result.
     """
-    content = load(path)
+    file = load_file(path)
+    content, sentences = file["lmsys"], list(_of_entries(file))
     records = content["records"]
-    sentences = list(_of_file(path, content))
     recomputed, began = Recomputed(len(records)), time.monotonic()
     told = began
     for done, record in enumerate(records):
@@ -133,38 +140,38 @@ def verify(path: Path, benchmarks: Mapping[str, Benchmark], say: Say = lambda _:
             )
         faults = _of_any_record(record, benchmarks.get(record["benchmark"]), content["machine"], recomputed)
         sentences += [f"{record['id']}: {fault}" for fault in faults]
-    return recomputed, sentences
+    return recomputed, [*sentences, *_of_seal(file)]
 
 
-def _of_file(path: Path, content: fields.Record) -> Iterator[str]:
+def _of_seal(file: fields.Record) -> Iterator[str]:
+    content = file["lmsys"]
     if "seal" not in content:
-        yield f"the file: {NOT_RECOMPUTED}it has no seal"
-    elif content["seal"] != file_seal(content):
-        yield "its seal is not that of its machine and its records: something was changed, added or left out"
-    ids = Counter((one["benchmark"], one["id"]) for one in content["records"])
+        yield f"the file: {NOT_RECOMPUTED}it has no seal, so nothing shows a changed machine or a record left out"
+    elif content["seal"] == older_file_seal(content):
+        yield (
+            f"the file: {NOT_RECOMPUTED}its seal is one of lmsys 0.1, which does not cover fields, layouts, rows and"
+            " pytest-benchmark's part"
+        )
+    elif content["seal"] != file_seal(file):
+        yield "its seal is not that of its content: something was changed, added or left out"
+
+
+def _of_entries(file: fields.Record) -> Iterator[str]:
+    """Where records contradict one another, or pytest-benchmark's entries, of which a file need not have any."""
+    ids = Counter((record["benchmark"], record["id"]) for record in file["lmsys"]["records"])
     yield from (f"{id}: there are {count} such records" for (_, id), count in ids.items() if count > 1)
-    records = {(one["benchmark"], one["id"]): one for one in content["records"]}
-    entries = {  # but for those of tests that are no benchmarks of ours
-        (info["benchmark"], info.get("id")): one
-        for one in results.entries_of(path)
-        if "benchmark" in (info := one["extra_info"])
-    }
-    for key, entry in entries.items():
-        if key not in records:
-            yield f"{key[1]}: pytest-benchmark has it, and no record"
+    records = {(record["benchmark"], record["id"]): record for record in file["lmsys"]["records"]}
+    for entry in file.get("benchmarks", []):
+        info = entry["extra_info"]
+        if "benchmark" not in info:
+            continue  # of a test that is no benchmark of ours
+        record = records.get((info["benchmark"], info.get("id")))
+        if record is None:
+            yield f"{info.get('id')}: pytest-benchmark has it, and no record"
             continue
-        yield from (f"{key[1]}: {one}" for one in _differences(entry["extra_info"], records[key], "pytest-benchmark"))
-        if entry["stats"].get("data", records[key].get("samples_s")) != records[key].get("samples_s"):
-            yield f"{key[1]}: pytest-benchmark has other samples"
-    if not entries or not records:
-        return
-    sampled = {key: one.get("comparison") for key, one in records.items() if one.get("samples_s")}
-    last = content["records"][-1].get("comparison")  # an interrupt leaves all of it without entries, or nothing
-    cut_short = last and not any(key in entries for key, comparison in sampled.items() if comparison == last)
-    for key, comparison in sampled.items():
-        if key not in entries:
-            cut = f"{NOT_RECOMPUTED}an interrupt left pytest-benchmark without the case"
-            yield f"{key[1]}: {cut if cut_short and comparison == last else 'pytest-benchmark has no such case'}"
+        yield from (f"{record['id']}: {fault}" for fault in _differences(info, record, "pytest-benchmark"))
+        if entry["stats"].get("data", record.get("samples_s")) != record.get("samples_s"):
+            yield f"{record['id']}: pytest-benchmark has other samples"
 
 
 def _of_any_record(
@@ -173,7 +180,7 @@ def _of_any_record(
     """As `_of_record`, also of one whose values are of other kinds than those that a run writes."""
     try:
         yield from _of_record(record, benchmark, machine, recomputed)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         yield f"it cannot be recomputed: {type(error).__name__}: {error}"
 
 
@@ -181,7 +188,7 @@ def _of_record(
     record: fields.Record, benchmark: Benchmark | None, machine: fields.Record, recomputed: Recomputed
 ) -> Iterator[str]:
     if "seal" not in record:
-        yield f"{NOT_RECOMPUTED}a record has no seal"
+        yield f"{NOT_PROVED}it has no seal, so nothing shows what was changed in it"
     elif record["seal"] != seal(record):
         yield "its seal is not that of its content"
     if samples := record.get("samples_s"):
@@ -197,13 +204,13 @@ def _of_record(
     yield from _of_benchmark(record, benchmark, machine)
     calls = record.get("proof", {}).get("calls", ())
     if samples and record["outcome"] == "ok":
-        proved = len({call["call"] for call in calls})
+        proved = min(len({call[name] for call in calls}) for name in ("call", "draw"))
         if proved < (least := min(benchmark.num_proofs, len(samples))):
             yield f"{NOT_PROVED}it holds {proved} checked calls of {len(samples)}, where a run keeps {least}"
-    if calls and type(benchmark).repeat is Benchmark.repeat:
-        yield f"{NOT_RECOMPUTED}{benchmark.name}: a record keeps no results of the calls that were checked"
+    if samples and type(benchmark).repeat is Benchmark.repeat:
+        yield f"{NOT_RECOMPUTED}{benchmark.name}: a record keeps no results of timed calls"
     for call in calls:
-        sentences = list(_of_call(record, benchmark, call))
+        sentences = list(_of_call(record, benchmark, call, recomputed))
         yield from sentences
         recomputed.calls += type(benchmark).repeat is not Benchmark.repeat and not sentences
 
@@ -217,6 +224,8 @@ def _of_benchmark(record: fields.Record, benchmark: Benchmark, machine: fields.R
     if case is None:
         yield f"{NOT_RECOMPUTED}{benchmark.name}: a record does not say all of its case, so not its work and rates"
         return
+    if benchmark.tables and not case.entry.target:
+        yield f"{NOT_RECOMPUTED}{benchmark.name}: a record's row is not known here, so not its label, nor whose it is"
     if case.id != record["id"]:
         yield f"its axes are those of {case.id}"
     rates = {name: value for name, value in benchmark.metrics(case, record, machine).items() if name in record}
@@ -228,7 +237,7 @@ def _of_benchmark(record: fields.Record, benchmark: Benchmark, machine: fields.R
             yield f"it took {record['time_s']:.3g} s, which on that machine takes at least {least_s:.3g}"
 
 
-def _of_call(record: fields.Record, benchmark: Benchmark, call: fields.Record) -> Iterator[str]:
+def _of_call(record: fields.Record, benchmark: Benchmark, call: fields.Record, recomputed: Recomputed) -> Iterator[str]:
     where, ratios = f"timed call {call['call']}", call["error_ratios"]
     if not 0 <= call["call"] < record.get("rounds", 0):
         yield f"{where} is none of its {record.get('rounds', 0)} samples"
@@ -237,10 +246,12 @@ def _of_call(record: fields.Record, benchmark: Benchmark, call: fields.Record) -
     elif max(ratios.values()) > (record.get("error_ratio") or 0.0):
         yield f"{where} has an error ratio above the record's {record.get('error_ratio')}"
     try:
-        yield from (
-            one if one.startswith(NOT_RECOMPUTED) else f"{where}: {one}" for one in benchmark.repeat(record, call)
-        )
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        for answer in benchmark.repeat(record, call):
+            if isinstance(answer, int):
+                recomputed.elements += answer
+            else:
+                yield answer if answer.startswith(NOT_RECOMPUTED) else f"{where}: {answer}"
+    except (KeyError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         yield f"{where}: its evidence cannot be read: {type(error).__name__}: {error}"
 
 
@@ -253,7 +264,7 @@ def _differences(right: Mapping[str, Any], found: Mapping[str, Any], source: str
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, float | int) and isinstance(other, float | int) and not isinstance(one, bool):
         try:
-            return math.isclose(one, other, rel_tol=RTOL)
+            return math.isclose(one, other, rel_tol=1e-9)  # pure Python on the same numbers
         except OverflowError:  # an int beyond every float
             pass
     return bool(one == other)

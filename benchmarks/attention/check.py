@@ -10,8 +10,7 @@ by which others can repeat the check on a machine without a GPU: `repeat`. Where
 
 import base64
 import random
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -157,7 +156,7 @@ NUM_HEADS, SPOT_SCORES = 2, 2**27  # of a backward: so many heads, fewer where t
 GRADIENTS = ("dq", "dk", "dv")
 LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
 MOST_SCORES = 2**25  # of a part that `repeat` makes again: seconds on a CPU
-MOST_ELEMENTS = 2**28  # of what `repeat` makes again: a file may name any size
+MOST_ELEMENTS = 2**26  # of an input that `repeat` makes again: a file may name any size
 
 
 class Spots:
@@ -225,35 +224,39 @@ def _evidence(name: str, part: Tensor, spot: Spot, oracle: Oracle, chance: rando
 
 
 def repeat(
-    case: AttentionCase, backward: bool, proof: Record, call: Record, pattern: Pattern | None = None
-) -> Iterator[str]:
-    """Sentences on what is wrong with a call of a record, or could not be made again: inputs, oracle and errors."""
-    tensors, oracles = GRADIENTS if backward else ("o",), dict[str, Oracle]()
+    case: AttentionCase, backward: bool, proof: Record, call: Record, make_pattern: Callable[[], Pattern | None]
+) -> Iterator[str | int]:
+    """Judges a call of a record again: its inputs are drawn and its oracle is made anew.
+
+    Yields sentences on what is wrong or too large to be made again, and how many elements of a part were judged.
+    """
+    size = max(case.batch, case.heads // case.kv_heads * case.queries, case.keys) * case.head_dim
+    if size > MOST_ELEMENTS:
+        yield f"not recomputed: {size:,} elements of a head (at most {MOST_ELEMENTS:,} here)"
+        return
+    pattern, tensors, oracles = make_pattern(), GRADIENTS if backward else ("o",), dict[str, Oracle]()
     extreme = extreme_of(case, proof["seed"], call["draw"], proof["generator"])
     spots = spots_of(case, backward, call["key"], extreme and extreme[0])
-    expected = {str((list(spot.units[0]), spot.rows)): spot for spot in spots}
-    missing = Counter((str((list(spot.units[0]), spot.rows)), name) for spot in spots for name in tensors)
+    expected = [(spot, name) for spot in spots for name in tensors]
     if set(call["error_ratios"]) != set(tensors):
         yield f"its errors are of {', '.join(call['error_ratios'])}, and not of {', '.join(tensors)}"
-    for part in call["parts"]:
-        rows = None if part["rows"] is None else slice(*part["rows"])
-        spot = expected.get(place := str((part["unit"], rows)))
-        if spot is None or not missing[place, part["tensor"]]:
-            yield f"its part {part['unit']}, rows {part['rows']}, is not one that its key says, or is there twice"
+    if len(call["parts"]) != len(expected):
+        yield f"not proved: it has {len(call['parts'])} parts, where its key says {len(expected)}"
+    for (spot, name), part in zip(expected, call["parts"], strict=False):
+        rows = part["rows"] if part["rows"] is None else slice(*part["rows"])
+        if (part["unit"], rows, part["tensor"]) != (list(spot.units[0]), spot.rows, name):
+            yield f"not proved: {part['tensor']} of {part['unit']}, rows {part['rows']}, is not what its key says"
             continue
-        missing[place, part["tensor"]] -= 1
         scores = case.heads // case.kv_heads * (case.queries if rows is None else rows.stop - rows.start) * case.keys
         if scores > MOST_SCORES:
-            yield f"not recomputed: {part['tensor']} of a head with {scores:,} scores (at most {MOST_SCORES:,} here)"
+            yield f"not recomputed: {name} of a head with {scores:,} scores (at most {MOST_SCORES:,} here)"
             continue
-        if place not in oracles:
-            oracles[place] = _oracle(case, proof, call["draw"], spot, backward, pattern)
-        yield from _differences(case, part, oracles[place], call["error_ratios"][part["tensor"]])
-    if left := missing.total():
-        yield f"not proved: {left} of the {len(tensors) * len(spots)} parts that its key says are not there"
+        if str(spot) not in oracles:
+            oracles[str(spot)] = _oracle(case, proof, call["draw"], spot, backward, pattern)
+        yield from _differences(case, part, oracles[str(spot)], call["error_ratios"][name])
 
 
-def _differences(case: AttentionCase, part: Record, oracle: Oracle, ratio: float) -> Iterator[str]:
+def _differences(case: AttentionCase, part: Record, oracle: Oracle, ratio: float) -> Iterator[str | int]:
     name, (group, row) = part["tensor"], part["at"]
     values = torch.frombuffer(bytearray(base64.b64decode(part["values"])), dtype=contract.DTYPES[case.dtype])
     reference = oracle.reference[name][0, group, row]
@@ -267,6 +270,7 @@ def _differences(case: AttentionCase, part: Record, oracle: Oracle, ratio: float
         yield f"{name}: its budget should be at most about {oracle.budget[name]:.3g}, and it says {part['budget']:.3g}"
     if ratio < (row_ratio := part["error"] / part["budget"]) * (1 - ERROR_RTOL):
         yield f"{name}: its error ratio {ratio:.4g} is less than that of its own row, {row_ratio:.4g}"
+    yield values.numel()
 
 
 def _oracle(

@@ -16,6 +16,7 @@ import torch
 from lmsys import registry, traits
 from lmsys.attention import Documents, Pattern
 from lmsys.measure import clock, compare
+from lmsys.values import hold
 
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap"  # the axes, in the order of their fields
 MEDIAN, SIGMA = 64, 1.3  # of mixed documents: sequences are so many times as long as the median of them
@@ -56,7 +57,12 @@ def make(
 
 
 def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float, float]:
-    """(pairs of a query and a key that it sees, keys that some query sees) of a head, on average over the batch."""
+    """(pairs of a query and a key that it sees, keys that some query sees) of a head, on average over the batch.
+
+    ValueError for sizes that no run has: a forged result may name any, and memory would be taken for them.
+    """
+    # So many positions take some GiB.
+    hold((batch * max(queries, keys) <= 2**26, f"{batch} x {queries} x {keys} is too large for a pattern"))
     bounds = make(batch, queries, keys, "cpu", **options).bounds(queries, keys, torch.device("cpu"))
     pairs, seen_by = ((interval.end - interval.first).clamp(min=0).long() for interval in (bounds, bounds.of_keys))
     return pairs.sum(1).double().mean().item(), (seen_by > 0).sum(1).double().mean().item()

@@ -187,8 +187,11 @@ class Benchmark:
         entry = known[0] if known else Entry(record["impl"], "", record["label"], record["peer"])
         return self.case_type(record["section"], entry, record["device"], **asked_for)
 
-    def repeat(self, record: Record, call: Record) -> Iterable[str]:
-        """Yields sentences on what is wrong with a call of a record's proof, on any machine; `call` is its evidence."""
+    def repeat(self, record: Record, call: Record) -> Iterable[str | int]:
+        """Judges a call of a record's proof again, on any machine; `call` is its evidence.
+
+        Yields a sentence for each thing that is wrong, and numbers of elements that were recomputed.
+        """
         return ()
 
     def turns(self, cases: Cases) -> Iterable[Cases]:

@@ -314,7 +314,7 @@ def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: list[dict[st
         benchmarks[:] = [entry for entry, is_ours in zip(benchmarks, known, strict=True) if not is_ours]
 
 
-@pytest.hookimpl(optionalhook=True)
+@pytest.hookimpl(optionalhook=True, trylast=True)  # the seal is of what other plugins have written, too
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
     if SESSION in config.stash:
         machine = config.stash[SESSION].runner.machine  # $LMSYS_COMMIT goes before what git says

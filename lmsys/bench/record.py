@@ -7,8 +7,9 @@ A result file is pytest-benchmark's JSON with a top-level key
     layouts  for each benchmark that says it, how a report shows them (`lmsys.reports.layout`); older files have none
     rows     for each table of rows their names, labels and traits, in the table's order
 
-The seal of a record is the SHA-256 of all else in it. It finds what was changed by accident or without care; whoever
-seals again is found by `lmsys verify` only where the rest contradicts itself, or the oracle.
+The seal of a record is the SHA-256 of all else in it, and the seal of a file that of all else in the file. Seals find
+what was changed by accident or without care; whoever seals again is found by `lmsys verify` only where the rest
+contradicts itself, or the oracle.
 
 While a run lasts, the same content is appended to a journal, `<result>.partial`: a JSON line with all but the records,
 then one for each record.
@@ -67,13 +68,19 @@ def seal(record: fields.Record) -> str:
     return _digest({name: value for name, value in record.items() if name != "seal"})
 
 
-def file_seal(content: fields.Record) -> str:
-    """SHA-256, in hexadecimal, of a file's machine and the seals of its records, in their order."""
+def file_seal(file: fields.Record) -> str:
+    """SHA-256, in hexadecimal, of a whole result file, pytest-benchmark's part included, without this seal."""
+    ours = {name: value for name, value in file["lmsys"].items() if name != "seal"}
+    return _digest(json.loads(json.dumps(file | {"lmsys": ours})))  # as a reader will find it
+
+
+def older_file_seal(content: fields.Record) -> str:
+    """The seal of files of lmsys 0.1: of the machine and the seals of the records, in their order."""
     return _digest([content["machine"], [record.get("seal") for record in content["records"]]])
 
 
 def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def summarize(samples_s: Sequence[float]) -> fields.Record:
@@ -143,6 +150,14 @@ def load(path: Path) -> fields.Record:
 
     ValueError, with the path, for a file that is absent, not JSON, not ours, or of a later schema.
     """
+    return dict(load_file(path)["lmsys"])
+
+
+def load_file(path: Path) -> fields.Record:
+    """A whole result file: what `load` returns under "lmsys", and pytest-benchmark's entries under "benchmarks".
+
+    A journal has "lmsys" alone. ValueError as of `load`, also for entries that pytest-benchmark does not write.
+    """
     path = Path(path)
     journal = path.with_name(path.name + ".partial")
     if journal.is_file() and not (path.is_file() and path.stat().st_size):
@@ -164,12 +179,13 @@ def load(path: Path) -> fields.Record:
     )
     ours.setdefault("layouts", {})
     try:
+        validate.check_shape("benchmarks", content.get("benchmarks", []), validate.ENTRIES)
         validate.check_content(ours)
         for record in ours["records"]:
             check_record(record)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return ours
+    return dict(content)
 
 
 def _from_journal(text: str) -> fields.Record:

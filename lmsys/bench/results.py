@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from lmsys.bench import record, validate, verdict
+from lmsys.bench import record, verdict
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Grid, Record, Sweep, declared, grouped
-from lmsys.files import cache_folder, read_text, replacing, write_json
+from lmsys.files import cache_folder, replacing, write_json
 from lmsys.values import hold
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from lmsys.bench.checkout import Checkout
     from lmsys.bench.runner import Runner
 
-IN_MINUTES_S = 150.0  # what is left is told in seconds below that: a minute is too coarse
 MARGIN_IN_TURNS = 0.02  # of a case and the same as it was, which took turns
 ASKED = {"head_dim": "--head-dim", "dtype": "--dtype"}  # of a case, and `lmsys.check` alike
 DONE = ("ok", "oom", "unsupported")  # what --resume takes over; wrong and error are run again
@@ -271,7 +270,8 @@ class Session:
                 self.runner.machine["ceilings_moved"] = self.moved
             self.runner.machine["took_s"] = self._took
         output_json["benchmarks"] = [*self.carried_entries, *output_json["benchmarks"]]
-        output_json["lmsys"] = self.content | {"seal": record.file_seal(self.content)}
+        output_json["lmsys"] = self.content
+        output_json["lmsys"]["seal"] = record.file_seal(output_json)
 
     @property
     def content(self) -> Record:
@@ -431,7 +431,8 @@ def time_left(took: Mapping[str, float], cases: Mapping[str, int], usual: Mappin
     pace = pace_of(took, usual)
     mean = sum(took.values()) / max(1, sum(cases[name] for name in took))
     left = sum(pace * usual[name] if name in usual else mean * cases[name] for name in to_do)
-    text = f", about {left / 60:.0f} min left" if left >= IN_MINUTES_S else f", about {left:.0f} s left"
+    # Below 150 s a minute is too coarse.
+    text = f", about {left / 60:.0f} min left" if left >= 150 else f", about {left:.0f} s left"
     return text if to_do <= usual.keys() else text + doubt
 
 
@@ -445,23 +446,7 @@ def read_results(path: Path) -> Iterator[tuple[Record, list[Record]]]:
     """(our part, pytest-benchmark's entries) of a result file, then of the journal of a killed run that resumed it."""
     journal = path.with_name(path.name + ".partial")
     if (path.suffix != ".partial" and path.is_file() and path.stat().st_size) or not journal.is_file():
-        yield record.load(path), entries_of(path)
+        file = record.load_file(path)
+        yield file["lmsys"], file.get("benchmarks", [])
     if journal.is_file():
         yield record.load(journal), []
-
-
-def entries_of(path: Path) -> list[Record]:
-    """pytest-benchmark's entries in a result file that `record.load` reads; a journal has none.
-
-    ValueError, with the path, where they are not what pytest-benchmark writes.
-    """
-    if path.suffix == ".partial" or not (path.is_file() and path.stat().st_size):
-        return []
-    content = json.loads(read_text(path)).get("benchmarks", [])
-    try:
-        validate.check_shape(
-            "benchmarks", content, [{"extra_info": {"benchmark?": validate.TEXT, "id?": validate.TEXT}, "stats": {}}]
-        )
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return list(content)

@@ -127,6 +127,7 @@ def matching(pattern: str, right: str) -> Callable[[str, Any], Any]:
     return check
 
 
+ENTRIES: Shape = [{"extra_info": {"benchmark?": TEXT, "id?": TEXT}, "stats": {}}]  # pytest-benchmark's
 NAME = matching(r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _")
 CONTENT: Shape = {  # of a file; a layout is checked further when it is drawn
     "fields": {"*": [{"name": NAME, "role?": matching("|".join(ROLES), f"one of {', '.join(ROLES)}"), "*": TEXT}]},

@@ -222,12 +222,12 @@ def test_a_record_can_be_verified_and_a_changed_one_is_refused(precision: str) -
         calls = one["proof"]["calls"]
         assert len(calls) >= 2 and all(call["error_ratios"].keys() == set(OUTPUTS) for call in calls)
         for call in calls:
-            assert not list(Loss().repeat(one, call))
+            assert list(Loss().repeat(one, call)) == [one["d_model"]]  # elements, and no sentence
             assert "off by" in next(iter(Loss().repeat(one, call | {"draw": call["draw"] + 1})))
             part = call["part"] | {"error": 2 * call["part"]["error"] + 1e-9}
-            (complaint,) = Loss().repeat(one, call | {"part": part})
+            complaint, _ = Loss().repeat(one, call | {"part": part})
             assert "its recorded values are off by" in complaint
-            (complaint,) = Loss().repeat(one, call | {"error_ratios": dict.fromkeys(OUTPUTS, 1e-9)})
+            complaint, _ = Loss().repeat(one, call | {"error_ratios": dict.fromkeys(OUTPUTS, 1e-9)})
             assert "less than that of its own row" in complaint
         assert "not recomputed" in next(iter(Loss().repeat(one | {"vocab_size": 10**8}, calls[0])))
 
