@@ -31,8 +31,6 @@ from lmsys.traits import StrategyTraits
 
 # By backend: passes of each row, which the rows take in turns. A GPU's clock moves, so rows are compared within a pass.
 PASSES = {"gloo": 2, "nccl": 3}
-# By backend: sizes of buckets in MiB, of which a tuned row takes the fastest.
-TUNED_MB = {"gloo": (1, 25), "nccl": (10, 25, 100, 400)}
 # Asked for after the timed steps, the weights may take as long as these steps and so many seconds more.
 LATE_S = 0.05
 
@@ -212,7 +210,10 @@ class DataParallel(ParallelBenchmark):
         if candidate.outcome != "ok" or not settings.timed:
             return
         if case.traits.tuned_bucket_mb:
-            sized = [replace(case, asked_bucket_mb=mb) for mb in TUNED_MB[case.backend]]
+            # Sizes of buckets in MiB, of which a tuned row takes the fastest.
+            sized = [
+                replace(case, asked_bucket_mb=mb) for mb in ((1, 25) if case.backend == "gloo" else (10, 25, 100, 400))
+            ]
             asked = Pass(seed=settings.seed, draw=settings.seed, key=0, steps=4)  # nothing is judged: any key does
             case = min(sized, key=lambda case: max(sum(rank.samples) for rank in ask(case, take_pass, asked)))
         candidate.state = Row(case, ask(case, inspect, settings.seed))

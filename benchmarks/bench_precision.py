@@ -106,8 +106,10 @@ class Precision(Benchmark):
     fields: tuple[Field, ...] = fields.columns("dtype", fields.details("addend", "times", "sums", "tensors"))
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[Study]:
-        home = "benchmarks.bench_precision"
-        for study in (Entry("accumulation", f"{home}:sums"), Entry("autocast", f"{home}:tensors")):
+        for study in (
+            Entry("accumulation", "benchmarks.bench_precision:sums"),
+            Entry("autocast", "benchmarks.bench_precision:tensors"),
+        ):
             yield from (Study(study.name, study, settings.device, dtype) for dtype in DTYPES)
 
     def setup(self, cases: Sequence[Study], settings: Settings) -> Settings:

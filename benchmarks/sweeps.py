@@ -257,21 +257,6 @@ TARGETS = tuple(
     )
     for size, batch in (("small", 16), ("medium", 8), ("xl", 4))
 )
-PARALLEL_FULL = (
-    *TARGETS,
-    TARGETS[-1].but(
-        "narrow",
-        strategy=("none", "bucketed"),
-        bucket_mb=(25,),
-        comm_dtype=("float32", "bfloat16"),
-        compile=("compiled",),
-    ),
-    BUCKETS,
-    BUCKETS.but("sharded", strategy=("none", "overlapped"), sharded_optimizer=(False, True)),
-    # Rows with copy engines are left out: in one process they work in groups of one size only.
-    PARALLEL.but("scaling", world_size=(1, 2, 4, 8), strategy=("none", "bucketed", "zero1", "fsdp")),
-)
-
 # Training steps of large models, each row alone, on two ranks or more. batch: that of each rank; checkpoint: what the
 # backward computes again, such as "attention*12,matmuls*22" for 12 blocks of one level and 22 of another. "8b" has the
 # levels that just fit: Llama's layers keep more, so it has another. "large" has smaller sizes too, and levels of which
@@ -395,7 +380,20 @@ FULL = {
     ),
     "loss": (Grid("vocabularies", vocab_size=(10_000, 32_000, 50_257, 128_000)),),
     "collectives": (COLLECTIVES.but("sizes", world_size=(2, 4, 8)),),
-    "data_parallel": PARALLEL_FULL,
+    "data_parallel": (
+        *TARGETS,
+        TARGETS[-1].but(
+            "narrow",
+            strategy=("none", "bucketed"),
+            bucket_mb=(25,),
+            comm_dtype=("float32", "bfloat16"),
+            compile=("compiled",),
+        ),
+        BUCKETS,
+        BUCKETS.but("sharded", strategy=("none", "overlapped"), sharded_optimizer=(False, True)),
+        # Rows with copy engines are left out: in one process they work in groups of one size only.
+        PARALLEL.but("scaling", world_size=(1, 2, 4, 8), strategy=("none", "bucketed", "zero1", "fsdp")),
+    ),
     "tokenizer": (Grid("corpus", text_bytes=None, vocab_size=10_000),),
 }
 ANATOMY_FULL = ANATOMY.but(size=("small", "medium", "xl"), context=(512, 1024))

@@ -14,7 +14,6 @@ OWN_TIME = 'number(1000.0 * total_s) + (f" / {number(1000.0 * backward_s)}" if b
 SCORES = "num_layers * batch * num_heads * context * context"
 KINDS = ["matmul", "attention", "elementwise", "reduction", "copy", "communication", "other"]
 MEASURED = ["parameters", "gradients", "optimizer", "activations"]
-HELD_BYTES = [f"-{way}{name}_bytes" for name in MEASURED for way in ("", "predicted_")]
 GIB = 2**30
 DEVIATION = (
     'f"{{number({0}_bytes / {1})}} / {{number(predicted_{0}_bytes / {1})}} '
@@ -70,7 +69,14 @@ TIME_GOES = [
                 [
                     "listing",
                     ANATOMY_KEYS,
-                    ["time_s", "*", *(f"-{kind}_share" for kind in KINDS), "-held_bytes", "-peak_bytes", *HELD_BYTES],
+                    [
+                        "time_s",
+                        "*",
+                        *(f"-{kind}_share" for kind in KINDS),
+                        "-held_bytes",
+                        "-peak_bytes",
+                        *(f"-{way}{name}_bytes" for name in MEASURED for way in ("", "predicted_")),
+                    ],
                     "anatomy-clocks",
                     "Profiled against clocked",
                     "Time of one call: clocked as in the tables of models, with the gaps in which a GPU waits for its"

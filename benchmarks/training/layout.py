@@ -2,13 +2,6 @@
 
 from benchmarks.layouts import COMPILED, WORDS, Layout
 
-CURVE = {"unit": "nats", "label": "Loss by step", "about": "The loss over the global batch by step, with one attention"}
-DIFFERENCE = {
-    "unit": "nats",
-    "label": "Loss beside the reference",
-    "about": "How far the loss of a step is from that of naive attention in one process, for each strategy with the"
-    " attention row that is farthest; where there is no point it is equal",
-}
 ENDED = '("" if valid_loss is None else f"{valid_loss:.4f}") + f" ({curve_difference:.1e})"'
 SAME = ["attention", "comparison"]
 TRAINING: Layout = {
@@ -128,7 +121,19 @@ TRAINING: Layout = {
                         ],
                         [
                             ["points", "step", "height", "curve_losses", "curve_steps"],
-                            ["fields", [{"name": "step"}, {"name": "curve_losses", **CURVE, "of": "abs(height or 0)"}]],
+                            [
+                                "fields",
+                                [
+                                    {"name": "step"},
+                                    {
+                                        "name": "curve_losses",
+                                        "unit": "nats",
+                                        "label": "Loss by step",
+                                        "about": "The loss over the global batch by step, with one attention",
+                                        "of": "abs(height or 0)",
+                                    },
+                                ],
+                            ],
                             ["one_of_each", ["row", "step"]],
                             ["lines", ["curve_losses"], "step", "row", "curves"],
                         ],
@@ -138,7 +143,15 @@ TRAINING: Layout = {
                                 "fields",
                                 [
                                     {"name": "step"},
-                                    {"name": "curve_differences", **DIFFERENCE, "of": "abs(height or 0)"},
+                                    {
+                                        "name": "curve_differences",
+                                        "unit": "nats",
+                                        "label": "Loss beside the reference",
+                                        "about": "How far the loss of a step is from that of naive attention in one"
+                                        " process, for each strategy with the attention row that is farthest; where"
+                                        " there is no point it is equal",
+                                        "of": "abs(height or 0)",
+                                    },
                                 ],
                             ],
                             ["one_of_each", ["row", "step"], "curve_differences"],
