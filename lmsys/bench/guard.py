@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.backends import cuda
 
 from lmsys import deterministic
 from lmsys.measure.compare import Lost
@@ -136,7 +137,19 @@ def _set_default_device(device: torch.device) -> None:
         torch.set_default_device(device)
 
 
+def _set_cpus(cpus: set[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):  # those that were started meanwhile have the row's
+        os.sched_setaffinity(int(thread), cpus)
+
+
+def _shorten(length: Callable[[], int], pop: Callable[[], Any], right: int) -> None:
+    while length() > right:
+        pop()
+
+
 PARTS = (
+    Part("the CPUs that it may use", partial(os.sched_getaffinity, 0), _set_cpus),
+    Part("its niceness", partial(os.getpriority, os.PRIO_PROCESS, 0), partial(os.setpriority, os.PRIO_PROCESS, 0)),
     Part("whether gradients are recorded", torch.is_grad_enabled, torch._C._set_grad_enabled),
     Part("torch.inference_mode", torch.is_inference_mode_enabled, lambda _: None),
     Part("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
@@ -155,8 +168,44 @@ PARTS = (
         lambda stream: stream and torch.cuda.set_stream(stream),
     ),
     Part("whether garbage is collected", gc.isenabled, lambda enabled: (gc.disable, gc.enable)[enabled]()),
+    Part("when garbage is collected", gc.get_threshold, lambda thresholds: gc.set_threshold(*thresholds)),
+    Part(
+        "callbacks of the garbage collector",
+        lambda: list(gc.callbacks),
+        partial(operator.setitem, gc.callbacks, slice(None)),
+    ),
+    Part("a hook of sys.setprofile", lambda: [sys.getprofile()], lambda hooks: sys.setprofile(*hooks)),
+    Part("a hook of sys.settrace", lambda: [sys.gettrace()], lambda hooks: sys.settrace(*hooks)),
+    *(
+        Part(
+            f"a timer of signal.{name}",
+            partial(lambda which: signal.getitimer(which)[0] > 0, which),  # it runs
+            partial(lambda which, _: signal.setitimer(which, 0.0), which),
+        )
+        for name, which in (("ITIMER_REAL", 0), ("ITIMER_VIRTUAL", 1), ("ITIMER_PROF", 2))
+    ),
     Part("torch's default device", lambda: torch.empty(0).device, _set_default_device),
     Part("torch's seed", torch.initial_seed, torch.manual_seed),
+    *(
+        Part(f"a torch_{kind} mode", length, partial(_shorten, length, pop))
+        for kind, length, pop in (
+            ("function", torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack),
+            ("dispatch", torch._C._len_torch_dispatch_stack, partial(torch._C._pop_torch_dispatch_stack, None)),
+        )
+    ),
+    *(
+        Part(f"whether {kind} SDPA is allowed", get, put)
+        for kind, get, put in (
+            ("flash", cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+            ("memory-efficient", cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+            ("math", cuda.math_sdp_enabled, cuda.enable_math_sdp),
+            ("cuDNN", cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+        )
+    ),
+    Part("the order of SDPA's kernels", torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    Part("whether oneDNN is used", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    Part("whether tiny numbers are flushed to zero", lambda: sys.float_info.min / 2 == 0.0, torch.set_flush_denormal),
+    Part("anomaly detection", torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     Part("the precision of float32 matmuls", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     Part("deterministic mode", deterministic.mode, deterministic.set_mode),
     Part("the working directory", os.getcwd, os.chdir),

@@ -1,8 +1,14 @@
 """The guard remembers what judges and measures, and puts it back where a row has replaced it."""
 
+import gc
 import math
 import operator
+import os
+import signal
+import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +17,7 @@ import torch
 from lmsys import testing
 from lmsys.attention.naive import naive
 from lmsys.bench import trial
-from lmsys.bench.guard import Guard
+from lmsys.bench.guard import PARTS, Guard, State
 from lmsys.measure import clock, compare
 from lmsys.training import optimizer
 
@@ -66,3 +72,91 @@ def test_torch_may_wrap_the_step_of_an_optimizer(monkeypatch: pytest.MonkeyPatch
     guard = Guard()
     optimizer.AdamW([torch.ones(1, requires_grad=True)])
     assert guard.mend() == []
+
+
+class Seen(torch.overrides.TorchFunctionMode):
+    """A mode that changes nothing but how long a call takes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatched(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def ignored(*_: Any) -> None: ...
+
+
+# What a row, or the file that it stands in, may do to a process that its neighbours run in, and how a reader knows it.
+LEAKS: dict[str, Callable[[], Any]] = {
+    "the CPUs that it may use": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
+    "torch's number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "when garbage is collected": lambda: gc.set_threshold(1),
+    "callbacks of the garbage collector": lambda: gc.callbacks.append(ignored),
+    "whether garbage is collected": gc.disable,
+    "a hook of sys.setprofile": lambda: sys.setprofile(ignored),
+    "a hook of sys.settrace": lambda: sys.settrace(ignored),
+    "a timer of signal.ITIMER_VIRTUAL": lambda: signal.setitimer(signal.ITIMER_VIRTUAL, 1000.0),
+    "a timer of signal.ITIMER_PROF": lambda: signal.setitimer(signal.ITIMER_PROF, 1000.0),
+    "a torch_function mode": lambda: Seen().__enter__(),
+    "a torch_dispatch mode": lambda: Dispatched().__enter__(),
+    "whether flash SDPA is allowed": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "whether memory-efficient SDPA is allowed": lambda: torch.backends.cuda.enable_mem_efficient_sdp(False),
+    "whether math SDPA is allowed": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "whether cuDNN SDPA is allowed": lambda: torch.backends.cuda.enable_cudnn_sdp(False),
+    "the order of SDPA's kernels": lambda: torch._C._set_sdp_priority_order([0, 1, 2, 3, 4]),
+    "whether oneDNN is used": lambda: torch._C._set_mkldnn_enabled(False),
+    "whether tiny numbers are flushed to zero": lambda: torch.set_flush_denormal(True),
+    "anomaly detection": lambda: torch.set_anomaly_enabled(True),
+    "the precision of float32 matmuls": lambda: torch.set_float32_matmul_precision("medium"),
+    "deterministic mode": lambda: torch.use_deterministic_algorithms(True),
+}
+
+
+@pytest.fixture
+def state() -> Iterator[State]:
+    state = State()
+    yield state
+    state.mend()
+    state.close()
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_what_a_row_leaves_changed_in_its_process_is_told_and_put_back(name: str, state: State) -> None:
+    (part,) = [part for part in PARTS if part.name == name]
+    before = part.get()
+    LEAKS[name]()
+    assert (state.mend() or "").startswith(f"it leaves changed: {name}")
+    assert part.get() == before and state.mend() is None
+
+
+def test_threads_that_a_row_has_started_may_use_all_cpus_again(state: State) -> None:
+    """They have the CPUs of whoever started them: a pool of OpenMP's would stay on one."""
+    if len(cpus := os.sched_getaffinity(0)) < 2:
+        pytest.skip("this process may use one CPU: another machine is needed to see threads pinned")
+    os.sched_setaffinity(0, {min(cpus)})
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    assert os.sched_getaffinity(thread.native_id or 0) == {min(cpus)}
+    told = state.mend()
+    assert told and "the CPUs" in told and os.sched_getaffinity(thread.native_id or 0) == cpus
+    end.set()
+    thread.join()
+
+
+def test_what_cannot_be_put_back_ends_the_process(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Niceness, where nobody may lower it: the worker ends, and the others run again in a fresh one."""
+    (niceness,) = [part for part in state._parts if part.name == "its niceness"]
+    state._parts[niceness] -= 1  # as if the row had raised it
+
+    def refuse(*_: int) -> None:
+        raise PermissionError("only root may")
+
+    changed = type(niceness)(niceness.name, niceness.get, refuse)
+    state._parts = {changed: state._parts[niceness]}
+    with pytest.raises(compare.Lost, match=r"it leaves changed: its niceness \(-?\d+, now -?\d+\)"):
+        state.mend()
+    state._parts = {}
