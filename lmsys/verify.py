@@ -28,7 +28,7 @@ from typing import Any
 from lmsys import commands
 from lmsys.bench import fields, results
 from lmsys.bench.benchmark import Benchmark
-from lmsys.bench.record import file_seal, load_file, older_file_seal, seal, summarize, today
+from lmsys.bench.record import load_file, older_file_seal, others_seal, seal, summarize, today
 from lmsys.measure.machine import Limits
 from lmsys.values import shortly
 
@@ -152,8 +152,14 @@ def _of_seal(file: fields.Record) -> Iterator[str]:
             f"the file: {NOT_RECOMPUTED}its seal is one of lmsys 0.1, which does not cover fields, layouts, rows and"
             " pytest-benchmark's part"
         )
-    elif content["seal"] != file_seal(file):
+    elif content["seal"] != seal(content):
         yield "its seal is not that of its content: something was changed, added or left out"
+    elif content.get("others") != others_seal(file):
+        yield (
+            "pytest-benchmark's part is not the one that was sealed"
+            if file.get("benchmarks")
+            else f"the file: {NOT_RECOMPUTED}it is kept without pytest-benchmark's entries"
+        )
 
 
 def _of_entries(file: fields.Record) -> Iterator[str]:

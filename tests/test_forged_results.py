@@ -16,9 +16,9 @@ import pytest
 
 from benchmarks.bench_loss import Loss
 from lmsys import verify
-from lmsys.bench.record import file_seal, load, older_file_seal, seal
+from lmsys.bench.record import load, older_file_seal, others_seal, seal
 from tests.benchmarks.test_bench_loss import records as loss_records
-from tests.test_verify import Content, entry, records, seal_again
+from tests.test_verify import Content, entry, records, seal_again, seal_file
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "data" / "attention_h200.json"
@@ -199,7 +199,7 @@ def samples_that_no_machine_reaches(content: Content) -> None:
 @forger("attention", "not proved: it has no seal", seals=False)
 def seal_of_a_record_left_out(content: Content) -> None:
     del records(content)[0]["seal"]
-    content["lmsys"]["seal"] = file_seal(content)
+    seal_file(content)
 
 
 @forger("attention", "not proved: it has no seal", seals=False)
@@ -225,17 +225,17 @@ def field_told_otherwise(content: Content) -> None:
     content["lmsys"]["fields"]["attention"][-1]["about"] = "something else"
 
 
-@forger("attention", "its seal is not that of its content", seals=False)
+@forger("attention", "pytest-benchmark's part is not the one that was sealed", seals=False)
 def processor_of_pytest_benchmark_changed(content: Content) -> None:
     content["machine_info"]["processor"] = "another"
 
 
-@forger("attention", "its seal is not that of its content", seals=False)
+@forger("attention", "pytest-benchmark's part is not the one that was sealed", seals=False)
 def commit_of_pytest_benchmark_changed(content: Content) -> None:
     content["commit_info"]["id"] = "0" * 40
 
 
-@forger("attention", "its seal is not that of its content", seals=False)
+@forger("attention", "pytest-benchmark's part is not the one that was sealed", seals=False)
 def statistics_of_pytest_benchmark_changed(content: Content) -> None:
     content["benchmarks"][0]["stats"]["median"] /= 2
 
@@ -369,10 +369,17 @@ def test_every_field_of_a_record_is_sealed(honest: dict[str, Content]) -> None:
 def test_every_part_of_a_file_is_sealed(honest: dict[str, Content]) -> None:
     content = honest["attention"]
     for name in content.keys() - {"lmsys"}:
-        assert file_seal(content | {name: "changed"}) != content["lmsys"]["seal"], name
+        assert others_seal(content | {name: "changed"}) != content["lmsys"]["others"], name
     for name in content["lmsys"].keys() - {"seal"}:
-        changed = content | {"lmsys": content["lmsys"] | {name: "changed"}}
-        assert file_seal(changed) != content["lmsys"]["seal"], name
+        assert seal(content["lmsys"] | {name: "changed"}) != content["lmsys"]["seal"], name
+
+
+def test_a_file_may_be_kept_without_the_entries_of_pytest_benchmark(
+    honest: dict[str, Content], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest["attention"]["benchmarks"] = []
+    code, said = verified(honest["attention"], tmp_path, capsys)
+    assert code == 0 and "it is kept without pytest-benchmark's entries" in said
 
 
 def test_an_older_seal_passes_and_it_is_told_what_it_leaves_out(

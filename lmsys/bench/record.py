@@ -7,9 +7,10 @@ A result file is pytest-benchmark's JSON with a top-level key
     layouts  for each benchmark that says it, how a report shows them (`lmsys.reports.layout`); older files have none
     rows     for each table of rows their names, labels and traits, in the table's order
 
-The seal of a record is the SHA-256 of all else in it, and the seal of a file that of all else in the file. Seals find
-what was changed by accident or without care; whoever seals again is found by `lmsys verify` only where the rest
-contradicts itself, or the oracle.
+The seal of a record is the SHA-256 of all else in it, and the seal of a file that of all else in this key, where
+"others" is the SHA-256 of pytest-benchmark's part: a file may be kept without its entries. Seals find what was changed
+by accident or without care; whoever seals again is found by `lmsys verify` only where the rest contradicts itself, or
+the oracle.
 
 While a run lasts, the same content is appended to a journal, `<result>.partial`: a JSON line with all but the records,
 then one for each record.
@@ -64,14 +65,14 @@ def today(record: fields.Record) -> fields.Record:
 
 
 def seal(record: fields.Record) -> str:
-    """SHA-256, in hexadecimal, of a record without its seal, as JSON with its keys in order."""
+    """SHA-256, in hexadecimal, of the JSON, keys in order, of a record or of all under "lmsys", without its seal."""
     return _digest({name: value for name, value in record.items() if name != "seal"})
 
 
-def file_seal(file: fields.Record) -> str:
-    """SHA-256, in hexadecimal, of a whole result file, pytest-benchmark's part included, without this seal."""
-    ours = {name: value for name, value in file["lmsys"].items() if name != "seal"}
-    return _digest(json.loads(json.dumps(file | {"lmsys": ours})))  # as a reader will find it
+def others_seal(file: fields.Record) -> str:
+    """SHA-256, in hexadecimal, of pytest-benchmark's part of a result file: all but what lies under "lmsys"."""
+    others = {name: value for name, value in file.items() if name != "lmsys"}
+    return _digest(json.loads(json.dumps(others)))  # as a reader will find it
 
 
 def older_file_seal(content: fields.Record) -> str:

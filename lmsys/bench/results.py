@@ -270,8 +270,8 @@ class Session:
                 self.runner.machine["ceilings_moved"] = self.moved
             self.runner.machine["took_s"] = self._took
         output_json["benchmarks"] = [*self.carried_entries, *output_json["benchmarks"]]
-        output_json["lmsys"] = self.content
-        output_json["lmsys"]["seal"] = record.file_seal(output_json)
+        content = self.content | {"others": record.others_seal(output_json)}
+        output_json["lmsys"] = content | {"seal": record.seal(content)}
 
     @property
     def content(self) -> Record:

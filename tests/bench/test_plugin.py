@@ -218,7 +218,8 @@ def test_wide_tables_are_for_those_who_ask(folder: Path) -> None:
     assert len(record.load(saved)["records"]) == 4  # `lmsys report --before` takes it as it is
     for path in (saved, folder / "out.json"):
         content = json.loads(path.read_text())
-        assert content["lmsys"]["seal"] == record.file_seal(content), "of all that pytest-benchmark has written, too"
+        assert content["lmsys"]["seal"] == record.seal(content["lmsys"])
+        assert content["lmsys"]["others"] == record.others_seal(content), "of all that pytest-benchmark has written"
     compared = run(folder, *both, "last.json", "--benchmark-compare").stdout
     assert "test_matmul[default-16-float32-mine] (NOW)" in compared and "(0001_" in compared, compared
     assert "matmul: 4 of 4 that ran" in compared and "test_plain (NOW)" in compared, compared

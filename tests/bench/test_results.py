@@ -202,7 +202,7 @@ def test_whoever_ends_the_last_measurement_of_ceilings_loses_no_record(fault: Ba
     session.benchmarks["attention"], session._cases["attention", "a"] = Telling(), None
     content: dict[str, Any] = {"benchmarks": []}
     session.complete(content)
-    assert content["lmsys"]["records"] == [ONE] and content["lmsys"]["seal"] == record.file_seal(content)
+    assert content["lmsys"]["records"] == [ONE] and content["lmsys"]["seal"] == record.seal(content["lmsys"])
     (sentence,) = content["lmsys"]["machine"]["ceilings_moved"]
     assert sentence.startswith("ceilings were not measured again") and sentence.endswith(told)
     assert any(sentence in line for line in session.summary())
