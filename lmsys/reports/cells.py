@@ -1,6 +1,9 @@
-"""Cells of tables: what a case's place says, the notes below, what more is known of it, and speedups over other cases.
+"""Texts of table cells, with footnotes and details; and the speedups that some of them show.
 
-Speedups are of rounds that were sampled together, and their means geometric.
+`cell` makes the text of one field of one case, and numbers the footnotes that it needs in a `Notes`, which `below`
+turns into lines; `detail` is what a reader gets who points at the cell. Speedups are added to a view by `compared` (the
+steps `over` and `over_bases`), before `tables` and `plots` draw it: medians of the ratios of rounds that were sampled
+together. Their means are geometric. `tables`, `versus`, `answers`, `against` and `terminal` call these functions.
 """
 
 import math
@@ -16,26 +19,30 @@ from lmsys.reports import views, words
 SPEEDUP = "speedup"
 
 
-def bases_of(view: views.View, otherwise: Iterable[str] = ()) -> list[str]:
-    """The rows that speeds are relative to, of those timed here: the user's choice, else those that the table names."""
+def baselines_of(view: views.View, fallbacks: Iterable[str] = ()) -> list[str]:
+    """The rows that speedups are over, of those timed in this view.
+
+    These are the row that the user asked for by --baseline; else the rows with the trait `baseline` in their table, the
+    greatest first, and then the `fallbacks`.
+    """
     preferred = {name: row["baseline"] for name, row in view.table().items() if row.get("baseline")}
-    names = [view.wanted] if view.wanted else sorted(preferred, key=preferred.__getitem__, reverse=True) + [*otherwise]
+    names = [view.wanted] if view.wanted else sorted(preferred, key=preferred.__getitem__, reverse=True) + [*fallbacks]
     timed = view.only("time_s is not None").column("impl")
     return [name for name in dict.fromkeys(names) if name in timed]
 
 
-def base_of(view: views.View, otherwise: Iterable[str] = ()) -> str | None:
-    """The first of these, None without any."""
-    return next(iter(bases_of(view, otherwise)), None)
+def baseline_of(view: views.View, fallbacks: Iterable[str] = ()) -> str | None:
+    """The first of `baselines_of`; None without any."""
+    return next(iter(baselines_of(view, fallbacks)), None)
 
 
 def beside(view: views.View, base: str | None, axis: str = "impl", same: Sequence[str] = ()) -> views.View:
-    """Adds, as `beside`, the case that has `base` on an axis and is alike on the axes `same`, else on all others.
+    """Adds the field `beside`: the case of the base that a case is compared with, None where it was not run.
 
-    None where that was not run.
+    That case has the value `base` on `axis`, and the case's own values on the axes `same`, by default on all others.
     """
-    same = same or [name for name in view.axes() if name not in (axis, "label", "peer")]
-    bases = view.having(axis, [base]).by(same)
+    same = same or [name for name in view.axes() if name not in (axis, *views.OF_THE_ROW)]
+    bases = view.having(axis, [base]).index(same)
     return view.adding(lambda case: {"beside": bases.get(views.key_of(case, same))})
 
 
@@ -47,16 +54,16 @@ def compared(
     medians: bool = False,
     name: str = SPEEDUP,
 ) -> views.View:
-    """Adds the speedup, as the field `name`, over what is `beside` each case.
+    """Adds the field `name`: the speedup of each case over the case of `base` that `beside` finds for it.
 
-    Of cases that were not sampled together there is none, or with `medians` the ratio of their medians. `remark` says
-    why a timed case has none, or that its speedup is such a ratio while others' are not.
+    It is None for cases that were not sampled together with the base; with `medians` it then is the ratio of the two
+    medians. The field `remark`, a footnote, says why a timed case has no speedup, or that it alone has such a ratio.
     """
     view, label = beside(view, base, axis, same), view.text(axis, base)
     for case in view.cases:
         other = case["beside"]
         case[name] = other and verdict.ratio_of(case, other)
-        case["remark"] = "" if base is None or case["time_s"] is None else _no_base(label, other)
+        case["remark"] = "" if base is None or case["time_s"] is None else _why_no_ratio(label, other)
     paired = any(case[name] for case in view.cases if case[axis] != base)
     for case in view.cases if medians else ():
         if case["beside"] and case[name] is None and case["time_s"] and not case["remark"]:
@@ -73,8 +80,11 @@ def compared(
     return replace(view.with_fields([field]), base=base)
 
 
-def _no_base(label: str, base: fields.Record | None) -> str:
-    """Why nothing has a speedup over this case of the base, None where it was not run; "" where it was timed."""
+def _why_no_ratio(label: str, base: fields.Record | None) -> str:
+    """Why there is no speedup over this case of the base, whose label is given; "" where the base was timed.
+
+    `base` is None where it was not run.
+    """
     if base is None:
         return f"{label} was not run here"
     if base["time_s"] is not None:
@@ -84,18 +94,18 @@ def _no_base(label: str, base: fields.Record | None) -> str:
 
 
 def is_compared(view: views.View) -> bool:
-    """True where more than the base itself has a speedup."""
+    """True where any row besides the base has a speedup."""
     return any(case[SPEEDUP] is not None and case["impl"] != view.base for case in view.cases)
 
 
 def geometric_mean(values: Iterable[float | None]) -> tuple[float, int]:
-    """The geometric mean of the values that there are, NaN of none, and how many."""
+    """The geometric mean of the values that are not None, NaN without any, and their number."""
     known = list(filter(None, values))
     return (statistics.geometric_mean(known) if known else math.nan), len(known)
 
 
 def mean_text(values: Iterable[float | None]) -> str:
-    """The geometric mean as tables show it, with how many it is of."""
+    """The geometric mean as tables show it, with the number of values: "1.23 (6)"; "" without any."""
     mean, count = geometric_mean(values)
     return f"{words.number(mean)} ({count})" if count else ""
 
@@ -110,7 +120,7 @@ STEADY = 0.2  # of the median: how far the samples of a steady case spread at mo
 UNSTEADY = f"Unsteady: from p20 to p80 its samples spread over more than {STEADY:.0%} of the median."
 SAME_BITS = {None: "", True: "the same bits each time", False: "bits vary"}
 
-STATE = (  # what is told of the machine: field, label, unit
+STATE = (  # of the machine while a case was sampled: field, label, unit
     ("sm_clock_mhz", "SM clock", "MHz"),
     ("memory_clock_mhz", "memory clock", "MHz"),
     ("cpu_clock_mhz", "CPU clock", "MHz"),
@@ -118,23 +128,26 @@ STATE = (  # what is told of the machine: field, label, unit
     ("temperature_c", "temperature", "°C"),
 )
 
-Notes = dict[str, int]  # the reasons that stand below a table, each once, by number
+Notes = dict[str, int]  # the footnotes of a table, each with its number
 
 
 def mark(notes: Notes, text: str) -> str:
-    """The superscript that refers to this reason."""
+    """Adds a footnote, unless it is there already; the superscript that refers to it."""
     text = textwrap.shorten(text, 160, placeholder=" …")
     return str(notes.setdefault(text, len(notes) + 1)).translate(SUPERSCRIPT)
 
 
 def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
-    """The notes below these rows: the reasons, and what a dash means where there is one."""
+    """The lines below a table with these rows: its footnotes, and the meaning of a dash if a cell has one."""
     lines = [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in notes.items()]
     return lines + [f"{NOT_RUN} not run."] * any(NOT_RUN in text for text in chain.from_iterable(rows))
 
 
 def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, ending: bool = True) -> str:
-    """A field of one case (None: not run); with `ending` also how the case ended, if without a number."""
+    """The text of a cell: a field of a case, which is None where it was not run, with marks of footnotes.
+
+    With `ending` the cell also tells how the case ended, where that was not well.
+    """
     if case is None:
         return NOT_RUN
     text, reason = shown(view, name, case), case["reason"] or ""
@@ -158,7 +171,7 @@ def cell(view: views.View, name: str, case: fields.Record | None, notes: Notes, 
 
 
 def above_ceiling(name: str, case: fields.Record) -> str:
-    """The note on a rate that is above what was measured as this machine's best; empty for others."""
+    """The footnote on a rate, or a share of a ceiling, above what this machine reached at its best; "" for others."""
     share = RATED.get(name, name)
     if share not in CEILINGS or (case.get(share) or 0.0) <= 1:
         return ""
@@ -166,7 +179,7 @@ def above_ceiling(name: str, case: fields.Record) -> str:
 
 
 def shown(view: views.View, name: str, case: fields.Record) -> str:
-    """A field's value as tables show it: of axes all digits, of metrics three."""
+    """A field's value as tables show it: an axis with all its digits, a metric with three."""
     field, value = view.fields[name], case[name]
     if value is None or field.role == "axis" or not isinstance(value, (int, float)):
         return view.text(name, value)
@@ -179,10 +192,7 @@ def shown(view: views.View, name: str, case: fields.Record) -> str:
 
 
 def detail(view: views.View, case: fields.Record | None) -> str:
-    """The facts behind a figure: its rounds, spread, error, the state of the machine, and the run that it is from.
-
-    Empty for no figure.
-    """
+    """The facts behind a timed figure: its rounds, spread, error, the state of the machine, and its run; else ""."""
     if case is None or case["time_s"] is None:
         return ""
     time, spread = view.fields["time_s"], words.spread_of(case)

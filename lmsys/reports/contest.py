@@ -1,4 +1,10 @@
-"""Who is fastest in a setting: which run decides it there, by how much, and who was faster elsewhere."""
+"""Which row is fastest in each setting, such as each dtype and direction: the answers that a page begins with.
+
+`answers.questions` makes a `Question` of what a layout says under "fastest", or of a benchmark's axes.
+`Question.settings` sorts the timed cases into settings, and `Question.answer` gives the facts of a setting's line,
+which `answers.fastest_of` writes as a table. A `Contest` compares the rows of one setting. Rows count as compared where
+they "took turns": they were sampled together, round by round, in one run. `verdict.fastest` says which row wins.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,29 +15,31 @@ from operator import itemgetter
 from lmsys.bench import fields, verdict
 from lmsys.reports import cells, expressions, load, words
 
-Rows = Sequence[fields.Record]  # cases that took turns
+Rows = Sequence[fields.Record]  # cases that took turns, one for each row
 TIME = fields.Field("time_s", "s", "time", shown="ms")
 ROW = itemgetter("impl")
-NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
-# The facts of a line where no two rows, one of them somebody else's, were undisturbed.
+NARROW = "bfloat16", "bf16"  # the precision that most readers ask for
+# Facts that a line does not state where all comparisons were disturbed: the machine may have been busy or slowed.
 UNSETTLED = dict.fromkeys(("row", "called", "over", "speedup", "next", "lead", "mfu")) | {"fastest": 0}
 
 
 @dataclass(frozen=True)
 class Question:
-    """Who is fastest, among cases that were sampled together; a line of the table for each value of `keys`.
+    """Which row of a benchmark is fastest? The answer is a table with a line for each setting.
 
-    bases    names of rows that the fastest one is compared with: the first that was timed, else the next fastest
-    contends expression that is true of the cases that do the work in question
-    about    what is said of the words of its lines
-    kind     the table that the rows are in
-    way      the field that says how a row was run, where its ways are compared, too, and the fastest is named
-    told     of `keys` those that a line tells also where all lines have one value, and other cases another
-    mfu      a column tells it
-    of_ours  a line may name the fastest of our own rows alone; else somebody else's must be among them
-    values   expressions that give fields of the cases other values, such as those that older files mean
-    before   rows that come before the `bases` where a case passes the test that stands beside them
-    words    how values of fields are read
+    word      ends the name of the table's file
+    keys      the fields whose values make a setting, each with its label
+    bases     rows that the fastest one is compared with: the first that was timed, else the next fastest row
+    contends  an expression that is true of the cases that do the work in question
+    about     a sentence for the caption: what words of the lines mean
+    kind      the table of rows that explains their names, as in a result file's "rows"
+    way       a field that says how a row was run, such as `compile`: each way counts as a row of its own; "" for none
+    told      keys that a line tells even if all lines have one value of them, provided that other cases have another
+    mfu       True: a column has the MFU
+    of_ours   True: a line may compare rows of this project alone; else one of them must be a peer, somebody else's
+    values    expressions that replace values of fields, such as a default that older files leave out
+    before    rows that go before the `bases`, each with an expression; it counts where a case of the setting passes
+    words     by field the words for its values, in reading order
     """
 
     benchmark: str
@@ -51,13 +59,13 @@ class Question:
     words: Mapping[str, Mapping[object, str]] = field(default_factory=dict)
 
     def enough(self, rows: Rows) -> bool:
-        """True of rows that took turns of which a line may name the fastest: of ours alone the fastest may be slow."""
+        """True where a line may name the fastest of these rows: two at least and a peer, as ours alone may be slow."""
         return len(set(map(ROW, rows))) > 1 and (self.of_ours or any(case.get("peer") for case in rows))
 
     def settings(self, machine: load.Machine) -> dict[tuple[object, ...], list[fields.Record]]:
-        """The timed cases by the values of the keys, in reading order; a row that was wrong in a section is left out.
+        """The timed cases of each setting, with the `values` of the question; settings are in reading order.
 
-        They have the `values` of the question.
+        A row that was wrong in any case of a section is left out in all of the section.
         """
         cases = [case for case in machine.records if case["benchmark"] == self.benchmark]
         cases = list(filter(partial(expressions.value_of, self.contends), cases))
@@ -70,21 +78,24 @@ class Question:
         return {key: settings[key] for key in sorted(settings, key=partial(reading_order, self.words))}
 
     def answer(self, machine: load.Machine, cases: Sequence[fields.Record]) -> fields.Record:
-        """The facts of a setting's line; none where no rows that took turns are enough."""
+        """The facts of a setting's line, as in `Contest.line`, and `disturbed`: "all", "some" or None of the cases.
+
+        {} where no comparison has `enough` rows.
+        """
         comparisons = fields.grouped((str(case["comparison"]), case) for case in cases)
         settled = list(filter(self.enough, comparisons.values()))
         if not settled:
             return {}
         bases = [name for name, test in self.before.items() if any(map(partial(expressions.value_of, test), cases))]
         deciders = verdict.deciding(settled, self.enough)
-        decisive = Contest(machine, deciders or settled, bases + list(self.bases), self.way).of_one_run()
+        decisive = Contest(machine, deciders or settled, bases + list(self.bases), self.way).of_best_run()
         flags = [bool(case.get("disturbed")) for case in chain.from_iterable(settled)]
         disturbed = "all" if all(flags) else "some" if any(flags) else None
         return {"disturbed": disturbed} | decisive.line(cases) | ({} if deciders else UNSETTLED)
 
 
 def reading_order(words: Mapping[str, Mapping[object, str]], key: Sequence[object]) -> list[tuple[int, float, str]]:
-    """Sorts into reading order: a narrow precision first, words as these list them, numbers by size."""
+    """A key that sorts settings: the precision that most readers ask for first, words as listed, numbers by size."""
     known = list(chain.from_iterable(words.values()))
     places = []
     for value in key:
@@ -95,11 +106,10 @@ def reading_order(words: Mapping[str, Mapping[object, str]], key: Sequence[objec
 
 @dataclass(frozen=True)
 class Contest:
-    """Comparisons of one setting.
+    """The comparisons of one setting.
 
-    comparisons  cases that took turns, a list for each shape and run
-    bases        names that the fastest row is compared with: the first that was timed, else the next fastest
-    way          the field that says how a row was run, where its ways are compared, too; else empty
+    comparisons  for each shape and run the cases that took turns
+    bases, way   as in `Question`
     """
 
     machine: load.Machine
@@ -111,17 +121,19 @@ class Contest:
     def cases(self) -> list[fields.Record]:
         return list(chain.from_iterable(self.comparisons))
 
-    def of_one_run(self) -> "Contest":
-        """The comparisons of one run, by these criteria in order: it measured the most preferred base; it has most rows
-        that win a shape in any run; most shapes in which all of these took turns; most rows; it is the latest.
+    def of_best_run(self) -> "Contest":
+        """The comparisons of one run alone: of that which can name the fastest row most reliably (`rank`).
 
-        A run without what a user would otherwise take, or without rows that won elsewhere, may lack the fastest.
+        A run without the row that a user would otherwise take, or without rows that won elsewhere, may lack the
+        fastest.
         """
         shapes = fields.grouped(zip(map(_shape, self.cases), self.cases, strict=True))
         winners = {self.run_as(min(cases, key=verdict.time_of)) for cases in shapes.values()}
         runs = fields.grouped((rows[0]["run"], rows) for rows in self.comparisons)
 
-        def worth(run: int) -> tuple[int, int, int, int, int]:
+        def rank(run: int) -> tuple[int, int, int, int, int]:
+            """How early its first base stands among the bases; how many rows it has that win a shape in any run; in how
+            many shapes all of these took turns; how many rows it has; how late it is. The first difference decides."""
             cases = list(chain.from_iterable(runs[run]))
             names = set(chain.from_iterable(map(_names, cases)))
             place = next((at for at, base in enumerate(self.bases) if base in names), len(self.bases))
@@ -129,14 +141,28 @@ class Contest:
             together = sum(winners.issubset(map(self.run_as, comparison)) for comparison in runs[run])
             return -place, len(rows & winners), together, len(rows), run
 
-        return replace(self, comparisons=runs[max(runs, key=worth)])
+        return replace(self, comparisons=runs[max(runs, key=rank)])
 
     def run_as(self, case: fields.Record) -> tuple[str, ...]:
-        """A case's row, and the way in which it was run where ways are compared."""
+        """The case's row, and the way in which it was run where a `way` counts."""
         return (case["impl"], str(case.get(self.way))) if self.way else (case["impl"],)
 
     def line(self, others: Sequence[fields.Record]) -> fields.Record:
-        """The fastest row, its speed over a base and over the next; `others`: cases of the setting in all runs."""
+        """The facts of the setting's line. `others`: the setting's cases in all runs.
+
+        row, called           the fastest row, by its name and as readers see it; under `way`, how it was run
+        fastest, comparisons  in how many comparisons no other row was faster, of how many
+        rows                  how many rows took turns
+        over, speedup         the base, and the fastest row's geometric mean speedup over it
+        next, lead            the next fastest row, and the speedup over it
+        time_s, RATE          of the fastest row in the shape that took it longest, `shape`; `measured`: both in words
+        mfu, disturbed        the highest MFU of the fastest row; see `answer`
+        run, date, commit     the run that decides, by its place in `Machine.runs`
+        unsteady              True where samples of the fastest row or of the base spread far
+        rivals                rows that took less time for a shape in another run
+        standing              by row its speed as a share of the fastest row's, from 0 to 1
+        details, over_as, ... texts for the table
+        """
         winner = verdict.fastest(self.comparisons)
         best = best_of([[case for case in rows if case["impl"] == winner.row] for rows in self.comparisons], winner.row)
         run, speed, figures = best[0]["run"], self._speed(winner.row), self._figures(best)
@@ -177,15 +203,16 @@ class Contest:
         return facts
 
     def _as(self, name: str | None, best: Sequence[fields.Record]) -> str:
-        """A row's name, and how it was run where that is one way."""
+        """The name of a row, and how it was run if its best cases agree in that; "" for None."""
         ways = {self.run_as(case)[1:] for case in best}
         return ", ".join((name, *(ways.pop() if len(ways) == 1 else ()))) if name else ""
 
     def ratios(self, ours: str, theirs: str) -> list[float | None]:
+        """The speed of one row over another in each comparison; None where one of them took no turns."""
         return [ratio_of_best(rows, ours, theirs) for rows in self.comparisons]
 
     def _speed(self, row: str) -> fields.Record:
-        """The speed over the first base that took turns with the row, and over the next: the fastest other one."""
+        """The row's speed over the first base that took turns with it, and over the next: the fastest other row."""
         rows = set(map(ROW, self.cases))
         means = {name: cells.geometric_mean(self.ratios(row, name)) for name in rows.union(self.bases) - {row}}
         speeds = {name: (-count, mean) for name, (mean, count) in means.items() if count}
@@ -196,16 +223,17 @@ class Contest:
         return {"over": base, "speedup": speeds[base][1], "next": following, "lead": speeds[following][1]}
 
     def _rivals(self, best: Sequence[fields.Record], others: Sequence[fields.Record]) -> list[str]:
-        """Rows that took no turns with the fastest, and in another run less time for the same shape."""
+        """Rows that took no turns with the fastest row, and in another run took less time for one of its shapes."""
         times = dict(zip(map(_shape, best), map(verdict.time_of, best), strict=True))
         elsewhere = [case for case in others if case["run"] != best[0]["run"]]
         faster = [case for case in elsewhere if verdict.time_of(case) * verdict.NEAR < times.get(_shape(case), 0)]
         return sorted(map(", ".join, set(map(self.run_as, faster)).difference(map(self.run_as, self.cases))))
 
     def _figures(self, best: Sequence[fields.Record]) -> fields.Record:
-        """Time and rate of a row in the case that takes it longest; `measured`: the two in words; `shape`: which case.
+        """Time and rate of a row in the case that takes it longest; `measured`: both in words; `shape`: that case's
+        axes.
 
-        The rate is the first that its benchmark declares; without one there is no word for it.
+        The rate is the first that the benchmark declares; without one its word is empty.
         """
         case, shown, sizes = max(best, key=verdict.time_of), [TIME], list[str]()
         for known in self.machine.fields[case["benchmark"]].values():
@@ -219,7 +247,7 @@ class Contest:
 
 
 def best_of(comparisons: Sequence[Rows], name: str | None) -> list[fields.Record]:
-    """The fastest case of a row in each comparison that has it; none where the row is None."""
+    """The fastest case of a row or strategy in each comparison that has it; [] for None."""
     best = []
     for rows in comparisons:
         cases = [case for case in rows if name and name in _names(case)]
@@ -229,17 +257,17 @@ def best_of(comparisons: Sequence[Rows], name: str | None) -> list[fields.Record
 
 
 def ratio_of_best(rows: Rows, ours: str, theirs: str) -> float | None:
-    """The ratio of two rows or strategies, theirs over ours, by the fastest case of each, such as the best size of
-    buckets; None without."""
+    """The time of `theirs` over that of `ours`, two rows or strategies, each by its fastest case, such as its best size
+    of buckets; None where one of them has no case."""
     pair = best_of([rows], ours) + best_of([rows], theirs)
     return verdict.ratio_of(pair[0], pair[1]) if len(pair) == 2 else None
 
 
 def _names(case: fields.Record) -> tuple[str, str]:
-    """By these a base may name a case: a strategy is several rows, such as one for each size of buckets."""
+    """The names by which a base may mean a case: a strategy is several rows, such as one for each size of buckets."""
     return case["impl"], case.get("strategy") or ""
 
 
 def _shape(case: fields.Record) -> str:
-    """The comparison without its date."""
+    """The name of the case's comparison without the date of its run."""
     return str(case["comparison"]).partition(" ")[0]

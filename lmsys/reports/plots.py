@@ -239,7 +239,7 @@ def bars(
     times: there the axis is logarithmic.
     """
     field, groups = view.fields[metric], view.values(axis)
-    last = _with_heights(view.of(list(view.by([by, axis]).values())), metric)  # of several cases of one place
+    last = _with_heights(view.of(list(view.index([by, axis]).values())), metric)  # of several cases of one place
     heights = last.only("drawn").column("drawn")
     if not heights:
         return None
@@ -249,7 +249,9 @@ def bars(
     axes, width = canvas(3.0), 0.84 / len(rows)
     for at, value in enumerate(rows):
         style, offset = view.style(by, value), (at - (len(rows) - 1) / 2) * width
-        cases = {groups.index(place) + offset: case for (place,), case in last.having(by, [value]).by([axis]).items()}
+        cases = {
+            groups.index(place) + offset: case for (place,), case in last.having(by, [value]).index([axis]).items()
+        }
         axes.bar(  # without a height it has no bar, but a colour in the legend
             list(cases),
             [case["drawn"] or math.nan for case in cases.values()],
@@ -289,7 +291,7 @@ def heat_map(view: views.View, settings: Sequence[str]) -> items.Plot | None:
     heads = [", ".join(part.texts(settings, part.first)) for part in parts]
     axes = canvas(0.25 * len(rows) + (2.0 if crowded(heads) else 0.8))
     speeds = np.full((len(rows), len(heads)), math.nan)
-    cases = [part.by(["impl"]) for part in parts]
+    cases = [part.index(["impl"]) for part in parts]
     for y, x in np.ndindex(speeds.shape):
         case = cases[x].get((rows[y],))
         speed = case and case[cells.SPEEDUP]

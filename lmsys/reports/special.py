@@ -93,7 +93,7 @@ def times_by_size(view: views.View) -> items.Items:
 
 def _speeds(whole: views.View, part: views.View, axis: str) -> items.Table | None:
     """Speedups over the first word of an axis, such as eager, or over a row of the table, else over somebody else's."""
-    base = cells.base_of(part, part.only("peer").column("impl")) if axis == "impl" else next(iter(part.words[axis]))
+    base = cells.baseline_of(part, part.only("peer").column("impl")) if axis == "impl" else next(iter(part.words[axis]))
     part = cells.compared(part, base, axis, medians=True).only(lambda case: case[axis] != base)
     return _grid(whole, part, cells.SPEEDUP, axis, f"speedup-over-{base}")
 

@@ -26,7 +26,7 @@ STEPS: dict[str, Any] = {
     "quiet": views.View.quiet,
     "read_as": views.View.read_as,
     "rivals": versus.rivals,
-    "said_also": views.View.said_also,
+    "said_also": views.View.remarked,
     "same_bits": versus.same_bits,
     "silent": views.View.silent,
     "styled": views.View.styled,
@@ -95,7 +95,7 @@ def picked(view: views.View, place: int, stem: str, heading: str) -> list[views.
 @step
 def facets(view: views.View, names: Sequence[str], others: Sequence[str] = (), stem: bool = True) -> list[views.View]:
     """Parts by these fields, and by axes that tell apart what the others do not; `stem`: files say their names."""
-    axes = view.telling(view.chosen(names), others)
+    axes = view.identifying(view.chosen(names), others)
     ends = [f"{name * stem}{{{name}}}" for name in axes]
     return view.cut("-".join(ends), ", ".join(f"{name} {{{name}}}" for name in axes), tail=True)
 
@@ -112,13 +112,13 @@ def last_of(view: views.View, name: str) -> views.View:
 @step
 def unfolded(view: views.View, name: str, declared: Sequence[Mapping[str, Any]]) -> views.View:
     """A case for each line of a list that the cases hold, with fields of these lines."""
-    return fields(view.opened(lambda case: case[name] or ()), declared)
+    return fields(view.expanded(lambda case: case[name] or ()), declared)
 
 
 @step
 def matched(view: views.View, name: str, axis: str, of: str, same: Sequence[str]) -> views.View:
     """Adds the case that has this case's value of the field `of` on an axis, and is alike on the axes `same`."""
-    known, names = view.by([axis] + list(same)), [of] + list(same)
+    known, names = view.index([axis] + list(same)), [of] + list(same)
     return view.adding(lambda case: {name: known.get(views.key_of(case, names))})
 
 
@@ -136,7 +136,7 @@ def fields(view: views.View, declared: Sequence[Mapping[str, Any]]) -> views.Vie
 def computed(view: views.View, **texts: str) -> views.View:
     """Gives declared fields other values."""
     for name, text in texts.items():
-        view = view.called([name], of=partial(expressions.value_of, text))
+        view = view.redeclared([name], of=partial(expressions.value_of, text))
     return view
 
 
@@ -171,7 +171,7 @@ def traits(view: views.View, row: str, trait: str) -> views.View:
 def over(view: views.View, base: str = "", axis: str = "impl", otherwise: str = "", **options: Any) -> views.View:
     """Adds speedups over a base: that of the name, else the row that the table says; `otherwise` "peer": else somebody
     else's; "any": else any row, somebody else's first."""
-    return cells.compared(view, base or cells.base_of(view, _others(view, otherwise)), axis, **options)
+    return cells.compared(view, base or cells.baseline_of(view, _others(view, otherwise)), axis, **options)
 
 
 def _others(view: views.View, otherwise: str) -> list[str]:
@@ -209,7 +209,7 @@ def points(view: views.View, step: str, value: str, values: str, at: str = "") -
         places = (case[at] or ()) if at else count(1)
         return [{step: x, value: y} for x, y in zip(places, case[values] or (), strict=False)]
 
-    return view.opened(line)
+    return view.expanded(line)
 
 
 @step
@@ -219,13 +219,13 @@ def pairs(view: views.View, name: str, other: str, how: str) -> views.View:
     def lines(case: Record) -> list[Record]:
         return [{other: row, how: word} for row, word in ({case["impl"]: "itself"} | case[name]).items()]
 
-    return view.only(name).opened(lines)
+    return view.only(name).expanded(lines)
 
 
 @step
 def melted(view: views.View, what: str, value: str, **names: str) -> views.View:
     """A case for each of several fields, with its word and its value."""
-    return view.opened(lambda case: [{what: word, value: case[name]} for name, word in names.items()])
+    return view.expanded(lambda case: [{what: word, value: case[name]} for name, word in names.items()])
 
 
 @step
@@ -242,7 +242,7 @@ def products(view: views.View, names: Sequence[Sequence[str]]) -> views.View:
         known = {a * b for a, b in view.distinct(pair) if type(a) is type(b) is int}
         if len(known) == 1 and view.varies(pair[0]):
             constant.append(f"{'·'.join(pair)} = {known.pop():,}")
-    return replace(view, also=", ".join(constant))
+    return replace(view, remark=", ".join(constant))
 
 
 @step
@@ -284,7 +284,7 @@ def over_bases(
     view: views.View, keys: Steps, title: str, same: Steps = (), otherwise: str = "", shares: bool = False
 ) -> items.Table | None:
     """All metrics, with the speed over each base; with `shares` also the peak of memory beside that of the base."""
-    metrics, bases = view.metrics(), cells.bases_of(view, _others(view, otherwise))
+    metrics, bases = view.metrics(), cells.baselines_of(view, _others(view, otherwise))
     for base in bases:
         view = cells.compared(view, base, name=f"speedup_over_{base}", same=same)
         share = {"name": f"peak_of_{base}", "label": f"peak, share of {view.text('impl', base)}", "shown": "%"}

@@ -46,8 +46,8 @@ def pivot(
     field, is_speedup = view.fields[metric], metric == cells.SPEEDUP
     if metric != "time_s" and not view.has(metric) or is_speedup and not cells.is_compared(view):
         return None
-    rows = view.telling(view.chosen(rows), (columns, inside)) or ["section"]
-    cases = view.by(rows + [columns, inside] if inside else rows + [columns])
+    rows = view.identifying(view.chosen(rows), (columns, inside)) or ["section"]
+    cases = view.index(rows + [columns, inside] if inside else rows + [columns])
     view, left_out = _with_something(view, columns)
     heads = view.values(columns)
     inner: list[views.Key] = [(value,) for value in view.values(inside)] if inside else [()]
@@ -195,7 +195,7 @@ def listing(
     """Rows: cases; columns: what tells them apart, then metrics, of which the first says how a case ended."""
     if not view.cases:
         return None
-    keys, metrics, notes = view.telling(view.chosen(keys)), view.chosen(metrics), cells.Notes()
+    keys, metrics, notes = view.identifying(view.chosen(keys)), view.chosen(metrics), cells.Notes()
     shown = list(map(view.fields.__getitem__, metrics))
     rows, best, details = list[list[str]](), dict[Place, fields.Record](), dict[Place, str]()
     clocked = list(filter(words.is_clocked, shown))

@@ -49,7 +49,7 @@ def lines(
 
 
 def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
-    telling = set(views.UNSAID) | {"impl"}  # these, and what varies in a comparison, tell rows apart
+    telling = set(views.NOT_IN_CAPTIONS) | {"impl"}  # these, and what varies in a comparison, tell rows apart
     for part in view.groups(["comparison"]).values():
         telling.update(filter(part.varies, view.axes()))
     axes = [name for name in view.axes() if name not in telling]
@@ -90,7 +90,7 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> list[list[str
 
     A row of an earlier state, `ROW@COMMIT`, follows today's, over which its speed is.
     """
-    names, lines = part.telling(["impl"]), list[list[str]]()
+    names, lines = part.identifying(["impl"]), list[list[str]]()
     contenders = part.only("time_s and contends").cases
     rows = {_words(part, case, names): case for case in part.cases}
     today = {}

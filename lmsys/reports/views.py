@@ -1,6 +1,9 @@
-"""Some cases of one benchmark on one machine: typed by their declared fields, cut by axes, put into words and styled.
+"""`View`: some cases of one benchmark on one machine, and how to read, label and colour them.
 
-A row has one colour and one label in every plot of a report.
+A case is one record of a result file, a dict by field name. `view_of` makes the view of all cases of a benchmark, for
+`__main__` (the page) and `terminal` (a run's summary). `layout` and `steps` then derive views from views: fewer cases,
+other fields, other words. `tables` and `plots` draw a view. A view is never changed: each method returns a new one.
+A method that layouts may name is also listed in `steps.STEPS`; add one in both places.
 """
 
 import re
@@ -17,12 +20,13 @@ from lmsys.reports.words import Style
 
 OPTIONAL = re.compile(r"\[([^][]*\{(\w+)\}[^][]*)\]")
 LIMIT = "memory_limit_bytes"
-UNSAID = ("section", "label", "peer", "device")  # axes that captions leave out
-Key = tuple[Any, ...]
+OF_THE_ROW = ("label", "peer")  # axes that follow from a case's row: they tell no two cases of a row apart
+NOT_IN_CAPTIONS = ("section", *OF_THE_ROW, "device")
+Key = tuple[Any, ...]  # values of some fields, in the order in which the fields were named
 
 
 def key_of(case: Record, names: Iterable[str]) -> Key:
-    """The values that a case has of some fields."""
+    """The values of these fields in a case."""
     return tuple(map(case.__getitem__, names))
 
 
@@ -34,7 +38,10 @@ class Fields(dict[str, Field]):
 
 
 def view_of(machine: load.Machine, benchmark: str, baseline: str | None = None) -> "View":
-    """All cases of a benchmark. InputError for a record that has something else where a number is declared."""
+    """The view of all cases of a benchmark; `baseline`: the row that the user wants speeds to be relative to.
+
+    InputError for a record whose value is not of its declared kind, such as a text in place of a number.
+    """
     fields = Fields(machine.fields[benchmark])
     declared = {name: declaration.to_json() for name, declaration in fields.items()}
     cases = [dict.fromkeys(fields) | case for case in machine.records if case["benchmark"] == benchmark]
@@ -52,12 +59,15 @@ def view_of(machine: load.Machine, benchmark: str, baseline: str | None = None) 
 class View:
     """Some cases, and how to read them.
 
-    fields    how each field is read, by name
-    words     how values are read, by field, in reading order
-    styles    how rows look, by field, in reading order
-    wanted    the row that the user wants speeds to be relative to; `base` is the one that they are relative to
-    stem      begins the names of files, and `tail` ends them
-    heading   what all the cases have in common; it says the fields `said`, and `also` is what captions say besides
+    fields    the declaration of each field, by name
+    words     by field the words for its values, in the order in which tables and legends list them (reading order)
+    styles    by field the look of its values, in reading order
+    wanted    the row that the user wants speeds to be relative to; None: the table of rows decides
+    base      the row that the speedups of these cases are relative to; None before speedups are added
+    stem      begins the names of the files of this view's tables and plots; `tail` ends them
+    heading   what the cases have in common, in words
+    untold    fields that captions leave out, since the heading or the drawing tells them
+    remark    a sentence that captions end in
     """
 
     machine: load.Machine
@@ -71,16 +81,16 @@ class View:
     stem: str = ""
     tail: str = ""
     heading: str = ""
-    said: tuple[str, ...] = ()
-    also: str = ""
+    untold: tuple[str, ...] = ()
+    remark: str = ""
 
     @property
     def first(self) -> Record:
-        """The first case, which stands for what all have alike; empty without cases."""
+        """The first case, to read what all cases have alike; {} without cases."""
         return self.cases[0] if self.cases else {}
 
     def of(self, cases: Sequence[Record]) -> "View":
-        """The view with other cases."""
+        """The same view of these cases."""
         return replace(self, cases=cases)
 
     def column(self, name: str) -> list[Any]:
@@ -97,29 +107,29 @@ class View:
         return self.of([case for case in self.cases if case[name] in values])
 
     def ordered(self, *names: str) -> "View":
-        """The cases in the reading order of these fields."""
+        """The cases sorted by these fields (names as in `chosen`), each in its reading order."""
         chosen = self.chosen(names)
         return self.of(sorted(self.cases, key=lambda case: [self.place(name, case[name]) for name in chosen]))
 
     def groups(self, names: Sequence[str]) -> "dict[Key, View]":
-        """The cases by the values of some fields, in order of appearance."""
+        """A view for each combination of values of these fields, in order of appearance."""
         groups = grouped((key_of(case, names), case) for case in self.cases)
         return {key: self.of(cases) for key, cases in groups.items()}
 
-    def by(self, names: Sequence[str]) -> dict[Key, Record]:
-        """The case that has these values of some fields; the last of several."""
+    def index(self, names: Sequence[str]) -> dict[Key, Record]:
+        """The cases by their values of these fields; of several cases with the same values, the last."""
         return {key_of(case, names): case for case in self.cases}
 
     def adding(self, facts: Callable[[Record], Record]) -> "View":
-        """The cases, each with what a function makes of it."""
+        """The cases, each with the fields that `facts` returns for it."""
         return self.of([case | facts(case) for case in self.cases])
 
     def with_facts(self, **facts: Any) -> "View":
-        """The cases, each with these facts."""
+        """The cases, each with these fields."""
         return self.of([case | facts for case in self.cases])
 
-    def opened(self, lines: Callable[[Record], Iterable[Record]]) -> "View":
-        """A case for each line that a function makes of a case: the case with what the line says."""
+    def expanded(self, lines: Callable[[Record], Iterable[Record]]) -> "View":
+        """Puts several cases in place of each: for each record that `lines` returns for it, a copy with its fields."""
         return self.of([case | line for case in self.cases for line in lines(case)])
 
     def named_in(self, text: str) -> list[str]:
@@ -127,42 +137,44 @@ class View:
         return list(filter(self.fields.__contains__, words.NAMES.findall(text)))
 
     def cut(self, stem: str, heading: str, tail: bool = False) -> "list[View]":
-        """The cases by the fields that stand in braces and by memory limit, each part named by their values.
+        """Splits the view by the fields that the two templates name in braces, and by memory limit.
 
-        The names of files get `stem` behind what they begin with, or with `tail` at their end. What stands in brackets
-        is left out unless the field in it varies.
+        `cut("loss-N{tokens}", "{section}[, {precision}]")` makes a view for each section, precision and number of
+        tokens. `heading` goes before each part's heading, filled with the words for its values, and `stem` behind the
+        beginning of its file names (with `tail` at their end), filled with the stored values. A part of a template in
+        brackets is left out where the field in it does not vary.
         """
         stem, heading = (OPTIONAL.sub(lambda part: part[1] * self.varies(part[2]), text) for text in (stem, heading))
         in_heading = self.named_in(heading)
-        limits = [] if LIMIT in self.said else [LIMIT]
+        limits = [] if LIMIT in self.untold else [LIMIT]
         parts = []
         for part in self.groups(in_heading + self.named_in(stem) + limits).values():
             limit = part.text(LIMIT, part.first[LIMIT]) if limits else ""
             heads = words.filled(heading, part.constants(in_heading)), limit and f"memory limit {limit}", self.heading
-            part = replace(part, heading=", ".join(filter(None, heads)), said=self.said + tuple(in_heading + limits))
             ends = words.filled(stem, part.first), limit.replace(" ", "").lower()
             end = "".join(f"-{text}" for text in ends if text)
+            part = replace(part, heading=", ".join(filter(None, heads)), untold=self.untold + (*in_heading, *limits))
             parts.append(replace(part, tail=self.tail + end) if tail else replace(part, stem=self.stem + end))
         return parts
 
     def file(self, word: str = "") -> str:
-        """The stem of a file's name."""
+        """The name, without its ending, of a file that `word` distinguishes from others of this view."""
         return load.file_name("-".join(filter(None, [self.stem, word])) + self.tail)
 
     def named(self, stem: str) -> "View":
-        """Names of files begin with this, too, in which names in braces are what the first case has."""
+        """Adds to the beginning of file names; names in braces stand for the values of the first case."""
         return replace(self, stem=f"{self.stem}-{words.filled(stem, self.first)}")
 
     def silent(self, *names: str) -> "View":
-        """Captions say nothing of these fields."""
-        return replace(self, said=self.said + names)
+        """Captions leave these fields out."""
+        return replace(self, untold=self.untold + names)
 
-    def said_also(self, text: str) -> "View":
-        """Captions say besides what an expression gives for the first case."""
-        return replace(self, also=expressions.value_of(text, self.first)) if self.cases else self
+    def remarked(self, text: str) -> "View":
+        """Captions end in the value of an expression for the first case."""
+        return replace(self, remark=expressions.value_of(text, self.first)) if self.cases else self
 
     def checked(self, numbers: Sequence[str] = (), words: Sequence[str] = ()) -> "View":
-        """The view, unchanged. InputError for a case in which one of these fields is missing, or something else."""
+        """The view itself. InputError for a case in which one of `numbers` is no number, or one of `words` no text."""
         kinds = dict.fromkeys(words, (str,)) | dict.fromkeys(numbers, (int, float))
         for case in self.cases:
             for name, kind in kinds.items():
@@ -172,11 +184,11 @@ class View:
         return self
 
     def read_as(self, name: str, words: Any) -> "View":
-        """Gives the values of a field words, in reading order: a mapping, or pairs."""
+        """Sets the words for a field's values, in reading order: {value: word}, or pairs of these."""
         return replace(self, words={**self.words, name: dict(words)})
 
-    def called(self, names: Iterable[str], **changes: Any) -> "View":
-        """Declares some fields otherwise."""
+    def redeclared(self, names: Iterable[str], **changes: Any) -> "View":
+        """Changes the declarations of these fields; `changes` are attributes of `Field`."""
         return self.with_fields([self.fields[name].called(**changes) for name in names])
 
     def labelled(self, **labels: str) -> "View":
@@ -184,11 +196,11 @@ class View:
         return self.with_fields([self.fields[name].called(label=label) for name, label in labels.items()])
 
     def quiet(self, *names: str) -> "View":
-        """Makes these fields details, which neither captions nor keys of tables tell."""
-        return self.called(self.fields.keys() & names, role="detail")
+        """Makes axes details: neither captions nor the key columns of tables show them."""
+        return self.redeclared(self.fields.keys() & names, role="detail")
 
     def with_fields(self, fields: Iterable[Field]) -> "View":
-        """Adds declarations. One with `of` is a function of the others; None where a case lacks what it needs."""
+        """Adds fields. One with `of` is computed for each case; None where the case lacks what `of` needs."""
         known, cases = Fields(self.fields), list(map(dict, self.cases))
         for declared in fields:
             known[declared.name] = declared
@@ -197,15 +209,16 @@ class View:
         return replace(self, fields=known, cases=cases)
 
     def styled(self, name: str = "impl", row: str = "", label: str = "") -> "View":
-        """Gives each value of a field a look, by the row of a table that the field `row` names."""
+        """Gives each value of the field `name` a colour and a marker: those of the row that the field `row` names."""
         row = row or name
         looks = words.styles_of(self.cases, name, row, label, self.table(row))
         return replace(self, styles={**self.styles, name: looks})
 
     def table(self, row: str = "impl") -> Mapping[Any, Record]:
-        """The table that the values of a field are rows of: that of its name, else the one that has most of them.
+        """The rows, by name, of the table that holds the values of a field, with their traits.
 
-        Where no table has any, it is the words for the field's values.
+        That is the table of the field's or the benchmark's name if there is one, else the one with most of the values;
+        where no table has any, the words for the field's values, without traits.
         """
         tables, values = self.machine.rows, set(self.column(row))
         named = {kind: table for kind, table in tables.items() if kind in (row, self.benchmark)}
@@ -220,9 +233,11 @@ class View:
         return [words.head_of(self.fields[name]) for name in names]
 
     def has(self, name: str) -> bool:
+        """True where any case has a value of the field, be it 0 or empty."""
         return self.column(name).count(None) < len(self.cases)
 
     def has_any(self, name: str) -> bool:
+        """True where any case has a value of the field other than 0 and empty."""
         return any(self.column(name))
 
     def varies(self, name: str) -> bool:
@@ -232,7 +247,7 @@ class View:
         return [name for name, field in self.fields.items() if field.role == "axis" and self.has(name)]
 
     def metrics(self) -> list[str]:
-        """The fields to show: those that were measured, and the time, whose place says how a case ended."""
+        """The metrics that were measured, and always the time: its cell tells how a case ended."""
         names = [name for name in self.fields if name == "time_s" or self.has(name)]
         return [name for name in names if self.fields[name].role == "metric"]
 
@@ -247,7 +262,7 @@ class View:
         "a~b" a, unless all cases have b of it
         """
         known = {name.strip("-?!+|") for name in names}
-        axes = [name for name in self.axes() if name not in {"section", "label", "peer"} | known]
+        axes = [name for name in self.axes() if name not in {"section", *OF_THE_ROW} | known]
         metrics = [name for name in self.metrics() if name not in known]
         several = {"*": metrics, "@": axes, "@?": list(filter(self.varies, axes))}
         tests = {"?": self.varies, "!": self.has, "+": self.has_any, "|": lambda _: not chosen}
@@ -265,35 +280,35 @@ class View:
         return chosen
 
     def filled(self, text: str) -> str:
-        """The text with what all cases have alike in place of fields in braces, and with the number of {lines}."""
+        """The text, in which {name} stands for a value that all cases have alike, and {lines} for how many they are."""
         return words.filled(text, {"lines": len(self.cases), **self.constants(self.named_in(text))})
 
     def distinct(self, names: Sequence[str]) -> list[Key]:
-        """The values that some fields have together, in order of appearance."""
+        """Each combination of values of these fields once, in order of appearance."""
         return list(self.groups(names))
 
     def values(self, name: str) -> list[Any]:
-        """The values of a field, in reading order; words that have none, in order of appearance."""
+        """Each value of a field once, in reading order; texts outside of it in order of appearance."""
         return sorted(dict.fromkeys(map(itemgetter(name), self.cases)), key=lambda value: self.place(name, value)[:2])
 
-    def telling(self, names: Sequence[str], others: Sequence[str] = ()) -> list[str]:
-        """These fields, and those axes without which, and without the `others`, cases would fall together."""
-        telling = list(names)
+    def identifying(self, names: Sequence[str], others: Sequence[str] = ()) -> list[str]:
+        """`names`, and every axis without which two cases would agree in all of these and of `others`."""
+        identifying = list(names)
         for name in self.axes():
-            known = telling + list(filter(None, others))
-            if name not in ("label", "peer") and len(self.distinct(known)) < len(self.distinct(known + [name])):
-                telling.append(name)
-        return telling
+            known = identifying + list(filter(None, others))
+            if name not in OF_THE_ROW and len(self.distinct(known)) < len(self.distinct(known + [name])):
+                identifying.append(name)
+        return identifying
 
     def place(self, name: str, value: Any) -> tuple[int, float, str]:
-        """Where a value stands in reading order: as its style or its words do, else by size, else by the alphabet."""
+        """A key that sorts values into reading order: as styles or words list them, then by size, then by alphabet."""
         known = list(self.styles.get(name) or self.words.get(name, {}))
         if value in known:
             return 0, known.index(value), ""
         return (1, value, "") if isinstance(value, (int, float)) else (2, 0, str(value or ""))
 
     def text(self, name: str, value: Any) -> str:
-        """A value as it is read."""
+        """A value as readers see it: its label, its word, or the number with its unit."""
         if value is None:
             return ""
         if value in self.styles.get(name, ()):
@@ -306,15 +321,15 @@ class View:
         return f"{words.exact(value * factor)} {unit}".strip()
 
     def texts(self, names: Iterable[str], case: Record) -> list[str]:
-        """The values that a case has of some fields, as they are read."""
+        """The values of these fields in a case, as readers see them."""
         return [self.text(name, case[name]) for name in names]
 
     def constants(self, names: Iterable[str]) -> dict[str, str]:
-        """Those of these fields that all cases have alike, as they are read."""
+        """The values that all cases have alike, as readers see them, by field."""
         return {name: self.text(name, self.first[name]) for name in names if not self.varies(name)}
 
     def style(self, name: str, value: Any) -> Style:
-        """A value's look, with its label in these cases: of "auto: A" and "auto: B" it is "auto: A or B"."""
+        """The look of a value. Its label is that of these cases: of "auto: A" and "auto: B" it is "auto: A or B"."""
         style, part = self.styles[name][value], self.having(name, [value])
         labels = list(filter(None, part.column(style.said_by)))
         if name == "impl" and not labels:
@@ -327,16 +342,17 @@ class View:
         return words.sentence(self.heading)
 
     def caption(self, about: str, clocked: bool = False) -> str:
-        """The caption, in lines: what is shown, every axis that is held or a range of numbers, and how it was timed.
+        """The caption of a table or plot, in lines: what is shown, what is held constant, and how it was timed.
 
-        Words that vary stand in the table or plot itself.
+        `about` says what is shown; `clocked` asks for the line on timing. An axis with several numbers is told as a
+        range. Words that vary are not told: they stand in the table or plot itself.
         """
         held = []
         for name in self.axes():
             values = self.values(name)
             is_range = all(type(value) in (int, float) and value not in self.words.get(name, ()) for value in values)
-            if name not in self.said + UNSAID and (is_range or len(values) == 1):
-                texts = self.text(name, values[0]), self.text(name, values[-1])
-                held.append(f"{words.label_of(self.fields[name])} {words.span(texts)}")
-        facts = words.sentence("; ".join(filter(None, [self.heading, ", ".join(held), self.also])))
+            if name not in self.untold + NOT_IN_CAPTIONS and (is_range or len(values) == 1):
+                ends = self.text(name, values[0]), self.text(name, values[-1])
+                held.append(f"{words.label_of(self.fields[name])} {words.span(ends)}")
+        facts = words.sentence("; ".join(filter(None, [self.heading, ", ".join(held), self.remark])))
         return f"{self.filled(about)}.\n{facts}.\n{words.timing(self.cases) if clocked else ''}".strip()

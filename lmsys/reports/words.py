@@ -51,7 +51,6 @@ CLOCKS = {
     "cuda_event_steps": "CUDA events, one call after another",
     "perf_counter": "wall clock",
 }
-TIMED_BY = ("clock", "rounds", "sm_clock_mhz", "power_w")
 VALUES: Mapping[
     str, Mapping[Any, str]
 ] = {  # how values of fields are read, by field, in reading order; layouts have more
@@ -140,7 +139,10 @@ def spread_of(case: Record) -> float | None:
 def timing(cases: Sequence[Record]) -> str:
     """How the timed cases were timed, and how far their samples spread."""
     timed = [case for case in cases if case.get("time_s") is not None]
-    known = {name: sorted({case[name] for case in timed if case.get(name)}) for name in TIMED_BY}
+    known = {
+        name: sorted({case[name] for case in timed if case.get(name)})
+        for name in ("clock", "rounds", "sm_clock_mhz", "power_w")
+    }
     facts = [CLOCKS.get(clock, clock) for clock in known["clock"]]
     facts += [f"at least {fewest} rounds" for fewest in known["rounds"][:1]]
     for name, label, unit in (("sm_clock_mhz", "SM clock", "MHz"), ("power_w", "power", "W")):
