@@ -67,8 +67,11 @@ class Question:
 
         A row that was wrong in any case of a section is left out in all of the section.
         """
-        cases = [case for case in machine.records if case["benchmark"] == self.benchmark]
-        cases = list(filter(partial(expressions.value_of, self.contends), cases))
+        cases = [
+            case
+            for case in machine.records
+            if case["benchmark"] == self.benchmark and expressions.value_of(self.contends, case)
+        ]
         wrong = {(case["section"], case["impl"]) for case in cases if case["outcome"] in verdict.FAILED}
         settings: dict[tuple[object, ...], list[fields.Record]] = {}
         for case in cases:

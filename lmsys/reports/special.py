@@ -1,13 +1,15 @@
-"""Steps of layouts that are special: sizes by ways of running a model, timelines, a fitted line, labels of rows.
+"""Steps of layouts that serve one benchmark each, such as tables of model sizes, timelines and a fitted line.
 
-WAYS are the axes that say how a model is run. Each table of sizes holds all of them constant but one, and its file is
-named by those.
+They are called as those of `steps` are, and a benchmark's own step is added here. WAYS are the axes that say how a
+model is run. A table of sizes holds all of these constant but one, and the constant ones name its file.
 """
 
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
+from typing import Any
 
 from matplotlib.ticker import FuncFormatter
 
@@ -26,24 +28,82 @@ COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}
 
 
 @step
+def least(view: views.View, name: str, of: str, by: str, among: str) -> views.View:
+    """Adds the field `name`: the least value of `of` in cases that pass `among` and share this case's value of `by`."""
+    groups = view.only(f"{among} and {of}").groups([by])
+    known = {key: min(part.column(of)) for (key,), part in groups.items()}
+    return view.adding(lambda case: {name: known.get(case[by])})
+
+
+@step
+def greatest(view: views.View, name: str, of: str) -> views.View:
+    """Adds the field `name`: the greatest value of the field `of`; 0 where no case has any."""
+    return view.with_facts(**{name: max(filter(None, view.column(of)), default=0)})
+
+
+@step
+def pairs(view: views.View, name: str, other: str, how: str) -> views.View:
+    """Puts a case in place of each entry, {row: word}, of the mapping `name` that cases hold, and one for the row
+    itself.
+
+    They have the row in the field `other` and the word in the field `how`.
+    """
+
+    def entries(case: Record) -> list[Record]:
+        return [{other: row, how: word} for row, word in ({case["impl"]: "itself"} | case[name]).items()]
+
+    return view.only(name).expanded(entries)
+
+
+@step
+def repeated(view: views.View, **facts: Any) -> views.View:
+    """The cases twice: first with these fields in place of their own, then as they are."""
+    return view.of(list(view.with_facts(**facts).cases) + list(view.cases))
+
+
+@step
+def products(view: views.View, names: Sequence[Sequence[str]]) -> views.View:
+    """Captions tell the product of each pair of fields that is constant while the first of the two varies."""
+    constant = []
+    for pair in names:
+        known = {a * b for a, b in view.distinct(pair) if type(a) is type(b) is int}
+        if len(known) == 1 and view.varies(pair[0]):
+            constant.append(f"{'·'.join(pair)} = {known.pop():,}")
+    return replace(view, remark=", ".join(constant))
+
+
+@step
+def peak(view: views.View, dtype: str) -> views.View:
+    """Adds `peak`, the rate of these runs' best matmul in the dtype that a field names, TFLOP/s, and `peak_text`."""
+    rate = (view.machine.ceiling(view.cases, view.first[dtype]) or 0.0) / 1e12 or None
+    return view.with_facts(peak=rate, peak_text=rate and f"matmul {words.number(rate)} TFLOP/s")
+
+
+# Steps for models
+
+
+@step
 def one_shape(view: views.View, name: str, shape: Sequence[str], ways: Sequence[str]) -> views.View:
-    """Adds whether there is one shape alone, run in several of these ways: a table of each way would have one line."""
+    """Adds the field `name`: True where there is one shape alone, run in several of these ways.
+
+    A table of each way would then have one line.
+    """
     return view.with_facts(**{name: len(view.distinct(shape)) == 1 and any(map(view.varies, ways))})
 
 
 @step
 def each_way(view: views.View) -> list[views.View]:
-    """The cases of each way of running, named by what they have alike."""
+    """Splits the view by all WAYS; headings and file names tell those that the view varies."""
     return [_named(part, part) for part in view.groups(WAYS).values()]
 
 
-def _but(view: views.View, axis: str) -> list[views.View]:
-    """The cases that differ in no other way than this."""
+def _varying(view: views.View, axis: str) -> list[views.View]:
+    """Splits the view by all WAYS but this one."""
     return list(view.groups([name for name in WAYS if name != axis]).values())
 
 
 def _named(whole: views.View, part: views.View) -> views.View:
-    """The part, whose files are named by the ways it holds constant; its heading names those that the whole varies."""
+    """The part, with the WAYS it holds constant in its file names, and those that the whole varies in its heading."""
     stem, heading = list[str](), list[str]()
     for name in WAYS:
         if not part.varies(name):
@@ -55,16 +115,16 @@ def _named(whole: views.View, part: views.View) -> views.View:
 def _grid(
     whole: views.View, part: views.View, metric: str, inside: str = "compile", word: str = ""
 ) -> items.Table | None:
-    """Rows: contexts; columns: sizes."""
+    """A table of a metric: a line for each context, a column for each size, in a cell the values of `inside`."""
     return tables.pivot(_named(whole, part), metric, ["context", "batch?"], "size", inside, word)
 
 
 @step
 def by_size(view: views.View, metrics: Sequence[str], drawn: Sequence[str] = ()) -> items.Items:
-    """Tables of each metric, and of some also plots by context: a line for each size and way of compiling."""
+    """Tables of each metric by size; of the metrics `drawn` also plots against context, a line for each size."""
     figures: items.Items = []
     for metric in view.chosen(metrics):
-        for part in _but(view, "compile"):
+        for part in _varying(view, "compile"):
             figures.append(_grid(view, part, metric))
             named = joined(_named(view, part), "line", ["size", "compile?"]).styled("line", row="size")
             facets = named.cut("B{batch}", "batch {batch}", tail=True) if part.varies("batch") else [named]
@@ -74,25 +134,26 @@ def by_size(view: views.View, metrics: Sequence[str], drawn: Sequence[str] = ())
 
 @step
 def joined(view: views.View, name: str, names: Sequence[str]) -> views.View:
-    """Adds the words of several fields as one."""
+    """Adds the field `name`: the words for several fields' values, joined by commas."""
     names = view.chosen(names)
     return view.with_fields([Field(name, role="detail", of=lambda case: ", ".join(view.texts(names, case)))])
 
 
 @step
 def times_by_size(view: views.View) -> items.Items:
-    """The times and speedups of every part in which one way varies alone; then the times of all other cases."""
-    varied = [(axis, part) for axis in WAYS for part in _but(view, axis) if part.varies(axis)]
+    """Tables of times and speedups of every part in which one of WAYS alone varies; then times of all other cases."""
+    varied = [(axis, part) for axis in WAYS for part in _varying(view, axis) if part.varies(axis)]
     seen, figures = set[str](), list[items.Table | items.Plot | None]()
     for axis, part in varied:
         seen.update(part.column("id"))
         figures += [_grid(view, part, "time_s", axis), _speeds(view, part, axis)]
-    others = _but(view.only(lambda case: case["id"] not in seen), "compile")
+    others = _varying(view.only(lambda case: case["id"] not in seen), "compile")
     return figures + [_grid(view, part, "time_s") for part in others]
 
 
 def _speeds(whole: views.View, part: views.View, axis: str) -> items.Table | None:
-    """Speedups over the first word of an axis, such as eager, or over a row of the table, else over somebody else's."""
+    """A table of speedups over the first word of the axis, such as eager; for the axis `impl` over the baseline row,
+    else over a peer."""
     base = cells.baseline_of(part, part.only("peer").column("impl")) if axis == "impl" else next(iter(part.words[axis]))
     part = cells.compared(part, base, axis, medians=True).only(lambda case: case[axis] != base)
     return _grid(whole, part, cells.SPEEDUP, axis, f"speedup-over-{base}")
@@ -102,7 +163,7 @@ def _speeds(whole: views.View, part: views.View, axis: str) -> items.Table | Non
 def best(
     view: views.View, of: str, mode: str, by: str, keys: Sequence[str], metrics: Sequence[str], title: str
 ) -> items.Table | None:
-    """The case with most of a field, of each value of `by`: in the last of the modes that was timed."""
+    """A table of the case with most of the field `of` for each value of `by`, in the last mode that was timed."""
     most = one_of_each(last_of(view.only(of), mode), [by], of)
     return tables.listing(
         most, view.chosen(keys), view.chosen(metrics), "best", title, about=f"Of all that was timed, by {by}"
@@ -111,9 +172,10 @@ def best(
 
 @step
 def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
-    """Our cases beside those of somebody else's model, in the way of running it that is its fastest; none without one.
+    """Our cases, with their speedup over somebody else's model, run in that of `ways` which is fastest for it.
 
-    Adds the speedup, and as `theirs`, `their_label` and `their_about` what captions say of that model.
+    Adds what captions say of that model: `theirs`, `their_label`, `their_about` and `peers`. No view without such a
+    model.
     """
     peers = view.only("peer").column("impl")
     if not peers:
@@ -132,9 +194,10 @@ def beside_fastest(view: views.View, ways: Sequence[str]) -> list[views.View]:
 def predicted(
     view: views.View, metric: str, expected: str, asks: Sequence[str], title: str, about: str
 ) -> items.Table | None:
-    """A metric as measured and as predicted; under a memory limit, and in sections that ask it, also what was to fit.
+    """A table of a metric as measured and as predicted in the field `expected`.
 
-    Where a section asks, the room is that of the machine.
+    Under a memory limit, and in the sections `asks`, which ask what fits the machine's memory, it also tells which
+    cases were predicted to fit, and which did.
     """
     limit = view.first["memory_limit_bytes"]
     room = limit or min(run.get("memory_bytes") or 0 for run in view.machine.runs_of(view.cases))
@@ -157,7 +220,7 @@ def predicted(
 
 @step
 def memory_timeline(view: views.View, about: str) -> items.Plot | None:
-    """Memory in use in the course of a call, a colour for each phase; None where none was recorded."""
+    """A plot of the memory in use during a call, a colour for each phase; None where it was not recorded."""
     case, phases = view.first, view.first["timeline"] or ()
     points = [point for phase in phases for point in phase["points"]]
     if len(points) < 2:
@@ -183,7 +246,7 @@ def memory_timeline(view: views.View, about: str) -> items.Plot | None:
 
 @step
 def overlap(view: views.View, about: str) -> list[items.Plot]:
-    """Draws when a step computes and when it communicates, a pair of lanes for each row of the first batch."""
+    """A plot of when a training step computes and when it communicates: two lanes for each row of the first batch."""
     traced = view.only(lambda case: "communication" in map(itemgetter(0), case["timeline"] or ()))
     for part in traced.cut("", "batch {batch}"):
         axes = plots.canvas(0.45 * len(part.cases) + 0.6)
@@ -199,7 +262,7 @@ def overlap(view: views.View, about: str) -> list[items.Plot]:
 
 @step
 def with_held(view: views.View) -> views.View:
-    """Puts what was held before a call before its phases; those of a case that was not opened have no peaks."""
+    """Adds the memory held before a call as its first phase; gives cases without a profile phases without peaks."""
 
     def held_and_phases(case: Record) -> Record:
         names = PHASES if case["mode"] == "step" else ("forward",)
@@ -211,9 +274,9 @@ def with_held(view: views.View) -> views.View:
 
 @step
 def latency_and_bandwidth(view: views.View, names: Sequence[str]) -> views.View:
-    """A case for each value of some fields: the latency and bandwidth of the line through its times by bytes.
+    """One case for each combination of values of these fields, with `latency_s` and `bytes_per_s` fitted to its times.
 
-    None where fewer than two sizes were timed, or the larger takes no longer.
+    No case where fewer than two sizes were timed, or the larger takes no longer.
     """
     cases = []
     for part in view.groups(names).values():
@@ -228,7 +291,7 @@ def latency_and_bandwidth(view: views.View, names: Sequence[str]) -> views.View:
 
 @step
 def row_labels(view: views.View, plain: str) -> views.View:
-    """Adds, as `called`, a strategy's name, the size of its buckets, and what blocks keep where that is not `plain`."""
+    """Adds the field `called`: a strategy, the size of its buckets, and its checkpointing where that is not `plain`."""
 
     def called(case: Record) -> Record:
         extra = case["impl"].removeprefix(case["strategy"])

@@ -1,4 +1,9 @@
-"""Tables of cases: their cells with outcomes and footnotes, the best of each line, and the data of their CSV."""
+"""Tables of a view: `pivot`, `listing` and `endings`, which are steps of layouts, and helpers of other tables.
+
+`pivot` spreads one metric over lines and columns, `listing` has a line for each case with all its metrics, `endings`
+counts how cases ended. Each returns an `items.Table`: texts of cells from `cells`, the best of each line marked, and
+the data of its CSV. `steps` calls them with a layout's arguments; `answers`, `versus` and `special` use the helpers.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,20 +15,20 @@ from lmsys.reports import cells, expressions, items, load, views, words
 
 ENDINGS = ("timed", "verified, untimed", *words.MEANINGS.values())
 LEFT_OUT = "Left out, as no case of it could run"
-Place = tuple[int, int]  # of a cell: row and column
-SPREAD = ["mean_s", "std_s", "p20_s", "p80_s", "rounds"]  # stand beside a time in its CSV
-Line = Sequence[fields.Record | None]  # cases beside one another, None where one was not run
+Place = tuple[int, int]  # a cell's line and column
+SPREAD = ["mean_s", "std_s", "p20_s", "p80_s", "rounds"]  # fields that a CSV has beside the time
+Line = Sequence[fields.Record | None]  # the cases of a table's line, None where one was not run
 
 
 def data_of(view: views.View, names: Sequence[str]) -> list[fields.Record]:
-    """A line for each case: its axes, how it ended, and these fields."""
+    """The data of a CSV: of each case the declared axes, how it ended, and these fields."""
     declared = replace(view, fields=views.Fields(view.machine.fields[view.benchmark])).axes()
-    shown = [name for name in declared if name not in ("label", "peer")] + ["outcome"] + list(names)
+    shown = [name for name in declared if name not in views.OF_THE_ROW] + ["outcome"] + list(names)
     return lines_of(view.cases, shown)
 
 
 def lines_of(cases: Iterable[fields.Record], names: Sequence[str]) -> list[fields.Record]:
-    """A line for each case, of these fields alone; None where a case does not have one."""
+    """These fields alone of each case; None where a case does not have one."""
     return [dict(zip(names, map(case.get, names), strict=True)) for case in cases]
 
 
@@ -37,18 +42,24 @@ def pivot(
     about: str = "",
     data: Sequence[str] = (),
 ) -> items.Table | None:
-    """A metric; rows: the values of some fields, columns: those of another, in a cell: those of `inside`, as a / b.
+    """A table of one metric.
 
-    An axis that is none of these, but tells cases apart, is one more field of the rows. None without a number to show,
-    unless it is the table of times, which says how cases ended. `data` are the fields of the CSV where the metric is
-    text.
+    rows     fields, as in `View.chosen`: a line for each combination of their values, and of those of every other axis
+             that is needed to tell cases apart
+    columns  a field: a column for each of its values
+    inside   a field: a cell has the metric for each of its values, as a / b
+    word     ends the file's name; by default the metric's word in `words.FILES`
+    about    the caption's first sentence; by default what the metric's declaration says
+    data     fields of the CSV, by default the metric
+
+    None without a number to show, except for the time, whose cells also tell how cases ended.
     """
     field, is_speedup = view.fields[metric], metric == cells.SPEEDUP
     if metric != "time_s" and not view.has(metric) or is_speedup and not cells.is_compared(view):
         return None
     rows = view.identifying(view.chosen(rows), (columns, inside)) or ["section"]
     cases = view.index(rows + [columns, inside] if inside else rows + [columns])
-    view, left_out = _with_something(view, columns)
+    view, left_out = _without_unsupported(view, columns)
     heads = view.values(columns)
     inner: list[views.Key] = [(value,) for value in view.values(inside)] if inside else [()]
     is_single, clocked, notes = len(inner) == 1, words.is_clocked(field), cells.Notes()
@@ -96,12 +107,15 @@ def pivot(
 
 
 def ratios_of(view: views.View) -> list[float]:
-    """The speedups that count in a mean."""
+    """The speedups that count in a mean: those of undisturbed cases, or all where each was disturbed."""
     return view.of(verdict.undisturbed(view.only(cells.SPEEDUP).cases)).column(cells.SPEEDUP)
 
 
 def _answer(view: views.View, field: fields.Field, winners: Sequence[fields.Record], lines: int) -> str:
-    """Which row is the best in most lines of a table, and its figures there; of ours alone the best may be slow."""
+    """A sentence: which row is the best in most lines of a table, and its figures there.
+
+    "" where a benchmark with a layout has no peer, somebody else's row: the best of ours alone may be slow.
+    """
     if not winners or view.machine.layouts.get(view.benchmark) and not view.has_any("peer"):
         return ""
     part = view.of(winners)
@@ -115,8 +129,8 @@ def _answer(view: views.View, field: fields.Field, winners: Sequence[fields.Reco
     return answer + ", disturbed" * part.has_any("disturbed")
 
 
-def _with_something(view: views.View, columns: str) -> tuple[views.View, list[str]]:
-    """The cases without columns that say of every cell that it is not supported, and a note on those."""
+def _without_unsupported(view: views.View, columns: str) -> tuple[views.View, list[str]]:
+    """The view without the rows that support none of its cases, and a note that names them, if rows are columns."""
     tried = view.only("outcome != 'unsupported'").values(columns)
     without = [row for row in view.values(columns) if row not in tried]
     if columns != "impl" or not without or not tried:
@@ -126,9 +140,10 @@ def _with_something(view: views.View, columns: str) -> tuple[views.View, list[st
 
 
 def _best(view: views.View, field: fields.Field, line: Line) -> list[fields.Record]:
-    """The cases with the best value among those that were sampled together, as `_group` marks the others.
+    """The cases with the best value of a field, among those of a line that were sampled together with its base.
 
-    None where no value is better than another. Cases that do not what the benchmark asks for are no rivals of others.
+    [] where nothing says whether more or less is better. Cases that do not do the benchmark's whole work (`contending`)
+    do not count beside cases that do.
     """
     timed = [case for case in line if case and case["time_s"] and case.get(field.name) is not None]
     base = _base(view, timed)
@@ -142,19 +157,22 @@ def _best(view: views.View, field: fields.Field, line: Line) -> list[fields.Reco
 
 
 def contending(machine: load.Machine, cases: Sequence[fields.Record]) -> Sequence[fields.Record]:
-    """The cases that do what their benchmark asks who is fastest in; all of them where none does."""
+    """The cases that pass the expression `contends` of their layout's "fastest"; all cases where none does."""
     tests = {name: layout.get("fastest", {}).get("contends", "True") for name, layout in machine.layouts.items()}
     return [case for case in cases if expressions.value_of(tests.get(case["benchmark"], "True"), case)] or cases
 
 
 def value_head(view: views.View, name: str, value: Any) -> str:
-    """The head of a column: a number says of what it is, and so does a yes or no."""
+    """The head of a column for a field's value; a number, and a yes or no, stands behind the field's label."""
     is_bare = isinstance(value, int | float) and value not in view.words.get(name, ())
     return f"{words.label_of(view.fields[name])} " * is_bare + view.text(name, value)
 
 
 def _group(view: views.View, metric: str, group: Line, beside: Line, notes: cells.Notes) -> str:
-    """One cell, of one case or of several. Marked is what was not sampled together with those beside it."""
+    """The text of one cell, for one case or several, as a / b.
+
+    A footnote marks a case that was not sampled together with the base among the cases `beside` it.
+    """
     timed = [case for case in beside if case and case["time_s"] is not None]
     base, texts = _base(view, timed), []
     for case in group:
@@ -169,17 +187,18 @@ def _group(view: views.View, metric: str, group: Line, beside: Line, notes: cell
 
 
 def _base(view: views.View, timed: Sequence[fields.Record]) -> fields.Record | None:
-    """The case that others have to be sampled with: that of the base, else the first."""
+    """The case that others have to be sampled together with: that of the view's base, else the first; None of none."""
     bases = view.of(timed).having("impl", [view.base]).cases or timed
     return bases[0] if bases else None
 
 
 def about_of(field: fields.Field) -> str:
-    """A field in words, with its unit."""
+    """A sentence on a field for a caption, with its unit."""
     return ", ".join(filter(None, [field.about or words.sentence(words.label_of(field)), words.unit_of(field)[0]]))
 
 
 def titled(head: str, view: views.View) -> str:
+    """The title of a table or plot: its head, and what its cases have in common."""
     return " · ".join(filter(None, [head, view.title]))
 
 
@@ -192,7 +211,13 @@ def listing(
     about: str = "",
     data: Sequence[str] = (),
 ) -> items.Table | None:
-    """Rows: cases; columns: what tells them apart, then metrics, of which the first says how a case ended."""
+    """A table with a line for each case; None without cases.
+
+    keys     fields of the first columns, as in `View.chosen`, and every other axis that is needed to tell cases apart
+    metrics  fields of the other columns; the cell of the first also tells how a case ended
+    word     ends the file's name; `title`, `about`: the title, and the caption's first sentence
+    data     fields of the CSV, by default the metrics
+    """
     if not view.cases:
         return None
     keys, metrics, notes = view.identifying(view.chosen(keys)), view.chosen(metrics), cells.Notes()
@@ -213,7 +238,7 @@ def listing(
                 best[view.cases.index(case), column] = case
     answered = len(keys) + shown.index(clocked[0]) if clocked else None
     winners = [case for (_, column), case in best.items() if column == answered]
-    abouts = [_told(words.sentence(words.label_of(field)), field.about) for field in shown if field.about]
+    abouts = [_explained(words.sentence(words.label_of(field)), field.about) for field in shown if field.about]
     is_time = "time_s" in metrics or "mean_s" in metrics
     return items.Table(
         name=view.file(view.filled(word)),
@@ -231,12 +256,13 @@ def listing(
     )
 
 
-def _told(label: str, about: str) -> str:
+def _explained(label: str, about: str) -> str:
+    """What a label means: "Label: about", without the label twice."""
     return about if about.startswith(f"{label}:") else f"{label}: {words.inside_a_sentence(about)}"
 
 
 def endings(view: views.View, *keys: str, word: str, title: str) -> items.Table:
-    """How the cases of each row ended."""
+    """A table of how many cases ended in which way, for each combination of values of these fields."""
     chosen, heads = view.chosen(keys), ("cases", *ENDINGS)
     data, rows = list[fields.Record](), list[list[str]]()
     for key, part in view.groups(chosen).items():

@@ -49,11 +49,11 @@ def lines(
 
 
 def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
-    telling = set(views.NOT_IN_CAPTIONS) | {"impl"}  # these, and what varies in a comparison, tell rows apart
+    of_rows = set(views.NOT_IN_CAPTIONS) | {"impl"}  # axes in which the rows of one comparison may differ
     for part in view.groups(["comparison"]).values():
-        telling.update(filter(part.varies, view.axes()))
-    axes = [name for name in view.axes() if name not in telling]
-    axes.sort(key=lambda name: (type(view.first[name]) in SIZES, -len(view.values(name))))
+        of_rows.update(filter(part.varies, view.axes()))
+    asked = [name for name in view.axes() if name not in of_rows]
+    axes = sorted(asked, key=lambda name: (type(view.first[name]) in SIZES, -len(view.values(name))))
     words_of_axes = ["section"] + [name for name in axes if type(view.first[name]) not in SIZES]
     questions = view.ordered(*axes).groups(["comparison"] if every else words_of_axes).values()
     parts = [max(part.groups(["comparison"]).values(), key=_size) for part in questions][: None if every else MOST]

@@ -1,4 +1,8 @@
-"""Tables that hold rows beside others: strategies beside their rivals, means of speedups, and whose bits come again."""
+"""Three tables that are steps of layouts, listed in `steps.STEPS`: `rivals`, `means` and `same_bits`.
+
+They show strategies beside their rivals, geometric means of speedups, and which rows give the same bits again. Each is
+given a view and the layout's arguments, and returns a table, or None where there is nothing to show.
+"""
 
 from collections.abc import Sequence
 
@@ -11,12 +15,13 @@ ASIDE = " Disturbed cases count only where a row has no others."
 def rivals(
     view: views.View, settings: Sequence[str], names: tuple[str, str], word: str, title: str
 ) -> items.Table | None:
-    """How much faster than its rivals, as the table names them, each strategy is: rows: settings; columns: pairs that
-    were timed.
+    """How much faster each strategy is than its rivals, which its trait `rivals` names.
 
-    `names` are templates of a row's name; last, geometric means of those rows whose names end alike.
+    A line for each combination of values of the fields `settings`, a column for each pair that was timed. `names` are
+    templates of the beginning and the end of a line's name; below are geometric means of the lines whose names end
+    alike.
     """
-    data, alike = list[fields.Record](), dict[str, list[fields.Record]]()
+    data, by_end = list[fields.Record](), dict[str, list[fields.Record]]()
     pairs: dict[str, tuple[str, str]] = {}
     for ours, row in view.table("strategy").items():
         pairs |= {f"{ours} / {theirs}": (ours, theirs) for theirs in row.get("rivals") or ()}
@@ -25,14 +30,14 @@ def rivals(
         if any(ratios.values()):
             start, end = (words.filled(text, part.first) for text in names)
             data.append({"training": start + end} | ratios)
-            alike.setdefault(end, []).append(ratios)
+            by_end.setdefault(end, []).append(ratios)
     heads = list(filter(view.of(data).has_any, pairs))
     if not heads:
         return None
     rows = []
     for line in data:
         rows.append([line["training"]] + [words.number(line[head]) if line[head] else "" for head in heads])
-    for end, lines in alike.items():
+    for end, lines in by_end.items():
         rows.append([f"geometric mean, {end}"] + [cells.mean_text(view.of(lines).column(head)) for head in heads])
     return items.Table(
         name=view.file(words.filled(word, view.first)),
@@ -47,7 +52,8 @@ def rivals(
 
 
 def means(view: views.View, row: str, column: str, word: str, title: str) -> items.Table | None:
-    """Geometric means of the speedups by two fields, with how many each is of; None without any."""
+    """Geometric means of the speedups, each with its number of speedups: a line for each value of the field `row`, a
+    column for each of the field `column`."""
     compared = view.only(cells.SPEEDUP)
     if not compared.cases:
         return None
@@ -74,11 +80,12 @@ ABOUT_BITS = (
     "Same bits. Repeated: whether several calls on the same inputs gave the same bits; alone: whether an element of "
     "the batch gave the same bits without the others. No: the tensors that did not. In brackets: cases"
 )
+# By the head of a column: the field that answers its question, and the key of `same_bits` with tensors that differ.
 QUESTIONS = {"repeated": (fields.REPEATABLE.name, "differ"), "alone": (fields.BATCH_INVARIANT.name, "alone")}
 
 
 def _flat(case: fields.Record) -> fields.Record:
-    """Columns that the CSV has beside the table: how the bits of a case differ."""
+    """The fields of a case that only the CSV has: how its bits differ."""
     differ, alone = case["same_bits"]["differ"], case["same_bits"]["alone"]
     return {
         "calls": case["same_bits"]["calls"],
@@ -89,7 +96,8 @@ def _flat(case: fields.Record) -> fields.Record:
 
 
 def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "True"),)) -> items.Table | None:
-    """A line for each row, of what was called again; `by`: the heads of columns, and tests of the cases of each."""
+    """A line for each row that was called again on the same inputs. `by`: groups of columns, each with its head and an
+    expression that its cases pass."""
     view = view.only("outcome == 'ok' and same_bits").ordered("impl")
     view = view.with_fields([fields.REPEATABLE, fields.BATCH_INVARIANT]).adding(_flat)
     notes, columns = cells.Notes(), dict[str, list[str]]()
@@ -117,7 +125,11 @@ def same_bits(view: views.View, word: str, by: Sequence[Sequence[str]] = (("", "
 
 
 def _cell(view: views.View, answer: str, tensors: str, notes: cells.Notes) -> str:
-    """yes (12), or no: dq (3 of 12); notes say by how much, and what failed. Empty where no case was asked."""
+    """The text of a cell: "yes (12)", "no: dq (3 of 12)" or "" where nobody asked. Footnotes say by how much tensors
+    differ, and why a call failed.
+
+    `answer` and `tensors` are the entries of QUESTIONS.
+    """
     unknown, good, bad = (view.having(answer, [value]).cases for value in (None, True, False))
     failures = dict.fromkeys(case["same_bits"].get("failure") for case in unknown)
     untold = "".join(cells.mark(notes, f"Not known of all cases: {why}.") for why in failures if why)
