@@ -47,7 +47,10 @@ def main(
     output: Path = Path("site"),
     program: str = "",
 ) -> int:
-    """Build the report; the exit code. `results` and `output` are taken where the arguments name none."""
+    """Runs the command; its exit code. `results` and `output` count where the arguments name none.
+
+    `program` is the name in messages; by default that of the command.
+    """
     parser = command_parser("report", program)
     for group, options_of in ((parser, OPTIONS), (parser.add_argument_group("two runs of one machine"), OF_TWO_RUNS)):
         for name, more in options_of.items():
@@ -69,6 +72,7 @@ def main(
 
 
 def _compare(options: argparse.Namespace) -> int:
+    """Compares two runs, or the two states of one; exit code 1 where a case is slower or broken."""
     hold((not options.baseline and not options.single_file, "--baseline and --single-file are of one run's report"))
     comparison = (
         against.read_both([options.before], options.results, options.margin or MARGIN, options.anyway)
@@ -81,7 +85,11 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_file: bool = False) -> Path:
-    """Report these result files into the folder `out`; the path of the page. InputError says what cannot be used."""
+    """Writes the report of these result files into the folder `out`; the path of its page.
+
+    `baseline`: the row that speeds are relative to; `single_file`: the page holds its plots. InputError says what of
+    these cannot be used.
+    """
     if not paths:
         raise load.InputError("nothing to report: name the result files")
     machines = load.read(paths)

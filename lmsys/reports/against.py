@@ -1,4 +1,9 @@
-"""A run against an earlier one: the verdict on each case in a terminal, and a page that shows the two side by side."""
+"""Compares a run with an earlier one, for `lmsys report --before`: a verdict on each case, and a page with both runs.
+
+`__main__` calls `read_both` for two result files, or `read_one` for a file of a sweep with --against, in which each row
+took turns with itself as it was; then `write` for the page. `in_turns` and `block_and_chapters` give an ordinary report
+of such a file the same tables. `lmsys.bench.changes` computes intervals and verdicts.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +29,8 @@ from lmsys.bench.changes import (
 from lmsys.reports import cells, items, load, page, words
 from lmsys.values import hold
 
-DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # of a run: with another, times are of something else
-FACTS = ("date", "commit", "driver", "command")  # of a run
+DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # facts of a run: runs that differ in one are not compared
+FACTS = ("date", "commit", "driver", "command")  # facts of a run that the table of the two runs has
 COLUMNS = ["case", "row", "before", "after", "time after / before", "95 %", "beside", "verdict"]
 MEANINGS = {
     BROKEN: "right before, and not after",
@@ -41,7 +46,8 @@ MEANINGS = {
 class Compared:
     """Two runs of one machine, "before" and "after", and the changes of the cases that both have.
 
-    in_turns  they are one run, in which each row took turns with itself as it was
+    margin    a change of a smaller share of the time is none
+    in_turns  True: they are one run, in which each row took turns with itself as it was
     """
 
     sides: Mapping[str, load.Machine]
@@ -51,7 +57,7 @@ class Compared:
 
 
 def read_both(old: Sequence[Path], new: Sequence[Path], margin: float, anyway: bool) -> Compared:
-    """ValueError where the runs are of two machines or versions, unless `anyway`, and where they share no case."""
+    """Compares two runs. ValueError where they are of two machines or versions, unless `anyway`, or share no case."""
     before, after = machine_of(old), machine_of(new)
     why = "" if anyway else why_not(before, after)
     hold((not why, f"{why}: measure both alike, or ask for --anyway"))
@@ -61,7 +67,7 @@ def read_both(old: Sequence[Path], new: Sequence[Path], margin: float, anyway: b
 
 
 def read_one(path: Path, margin: float | None) -> Compared:
-    """ValueError where the run is none that measured rows as they were."""
+    """Compares the two states of the code that one run measured. ValueError where the run is not of --against."""
     pair = in_turns(machine_of([path]), margin)
     if pair is None:
         raise load.InputError(f"{path}: it has no rows as they were: name the run after, too")
@@ -70,7 +76,7 @@ def read_one(path: Path, margin: float | None) -> Compared:
 
 
 def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | None:
-    """The verdicts of a run that measured rows as they were beside those of today; None of any other."""
+    """Compares rows of today with the same rows as they were, in a run of --against; None for any other run."""
     earlier = [case for case in machine.records if case["against"]]
     if not earlier:
         return None
@@ -85,6 +91,7 @@ def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | N
 
 
 def machine_of(paths: Sequence[Path]) -> load.Machine:
+    """The machine of these result files; ValueError where they are of several."""
     machines = load.read(paths)
     titles = " and ".join(machine.title for machine in machines)
     of_one = f"{', '.join(map(str, paths))}: a run of one machine is compared, and these are {titles}"
@@ -93,7 +100,7 @@ def machine_of(paths: Sequence[Path]) -> load.Machine:
 
 
 def why_not(before: load.Machine, after: load.Machine) -> str:
-    """Why the two cannot be compared, if they cannot."""
+    """The reason why the two runs cannot be compared; "" where they can."""
     if before.title != after.title:
         return f"before ran on {before.title}, after on {after.title}"
     for name in DECIDE:
@@ -109,7 +116,7 @@ def why_not(before: load.Machine, after: load.Machine) -> str:
 
 
 def of_one_side(pair: Compared) -> Iterator[str]:
-    """Lines that say how many cases only one of the runs has."""
+    """Yields a line for each run that has cases which the other lacks: how many, and the first."""
     only = of_one_run(*(side.records for side in pair.sides.values()))
     for run, cases in zip(pair.sides, only, strict=True):
         if cases:
@@ -118,14 +125,14 @@ def of_one_side(pair: Compared) -> Iterator[str]:
 
 
 def write(pair: Compared, out: Path) -> Path:
-    """Writes the page of both runs; its path."""
+    """Writes the page of both runs into a folder; the path of the page."""
     answers, chapters = block_and_chapters(pair)
     records = [{"run": name} | case for name, side in pair.sides.items() for case in side.records]
     return page.write(out, [(pair.sides["after"], answers, chapters)], items.csv_of(records), list(of_one_side(pair)))
 
 
 def block_and_chapters(pair: Compared) -> tuple[items.Block, list[items.Chapter]]:
-    """The verdicts in numbers, then what changed, the largest first, and all cases."""
+    """A block with the numbers of verdicts and the two runs; chapters with what changed, then with all cases."""
     slug = pair.sides["after"].slug
     source = " ".join(f"{name.title()}: {side.about(side.records)}" for name, side in pair.sides.items())
     counts = counts_of(pair.changes).items()

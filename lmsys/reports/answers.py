@@ -1,7 +1,8 @@
-"""The answers that the page begins with: the fastest row of each question, what was wrong, and what could not run.
+"""What the page begins with: for each question a table of the fastest rows, then what was wrong, and what did not run.
 
-Behind them stands one table of all training steps: their model FLOP utilisation, beside what of the large matmul each
-reaches.
+`__main__.build` calls `answers` for the first block, and `step_chapters` for one table of all training steps: their
+model FLOP utilisation (MFU), and their shares of the large matmuls that the machine reached. `contest` decides who is
+fastest. A question is declared by a layout, under "fastest" (`contest.Question`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +14,8 @@ from lmsys.bench import fields, verdict
 from lmsys.reports import cells, items, load, plots, tables, views, words
 from lmsys.reports.contest import Question, reading_order
 
-FEW = 4  # rows: a comparison of fewer says so
-# The facts of a line that its CSV leaves out.
+FEW = 4  # a line tells how many rows took turns where they are fewer
+# Facts of `Contest.line` that the CSV leaves out.
 INNER = "details", "run", "named", "unsteady", "rivals", "over_as", "next_as", "measured", "standing"
 ABOUT = (
     "The rows of a line took turns in one run; (of 2 rows) says that only two did. 1.5 × NAME means 1.5 times as fast"
@@ -34,14 +35,14 @@ WAYS = {
     "eager": "PyTorch's own kernels, one after another",
 }
 COLUMNS = ["setting", "fastest row", "time", "rate", "speed", "over the next fastest", "MFU", "run"]
-OPTIONAL = {"over the next fastest", "MFU"}  # left out where no line has any
+OPTIONAL = {"over the next fastest", "MFU"}  # columns that a table leaves out where all lines are empty there
 ABOUT_MFU = " MFU is that of the fastest row, in the shape where it is highest."
-LINE_IN = 0.29  # height of a setting and its dots
+LINE_IN = 0.29  # height of a plot's strip for one setting, in inches
 STANDING = (
     "Speed of each row as a share of the speed of the fastest one, %, by rounds in which both took turns; over several"
     " shapes, the geometric mean. Further right is faster."
 )
-KEYS = {  # of a training step, and the heads of their columns
+KEYS = {  # fields that say what a training step was, and the heads of their columns
     "size": "model",
     "context": "context",
     "batch": "batch",
@@ -51,8 +52,8 @@ KEYS = {  # of a training step, and the heads of their columns
     "checkpoint": "checkpoint",
     "residual": "residual",
 }
-BY = "num_parameters", *KEYS, "benchmark", "impl"  # lines stand in this order
-PLAIN = {"checkpoint": "none", "residual": "wide", "compile": "eager", "world_size": 1}  # of a case that does not say
+BY = "num_parameters", *KEYS, "benchmark", "impl"  # fields that the table of training steps is sorted by
+PLAIN = {"checkpoint": "none", "residual": "wide", "compile": "eager", "world_size": 1}  # where a case lacks the field
 SHARES = {
     "mfu": "MFU",
     "matmul_ceiling_fraction": "Short ceiling",
@@ -66,7 +67,7 @@ STEP_FIELDS = {
     "time_s": fields.Field("time_s", "s", "Time", shown="ms"),
     **{name: fields.Field(name, label=label, shown="%") for name, label in SHARES.items()},
 }
-MOST_LINES = 24  # of an answer: of more settings, numbers count as shapes, over which a line is the mean
+MOST_LINES = 24  # of a table; with more settings, sizes are shapes, over which a line is the mean, and no settings
 ABOUT_STEPS = (
     "The arithmetic of a training step by the formula over its median time, as a share of three rates. MFU: of the peak"
     " that the device's maker states. Short ceiling: of a large matmul of this run, which is over before the device is"
@@ -76,15 +77,16 @@ ABOUT_STEPS = (
 
 
 def answers(machine: load.Machine) -> items.Block:
+    """The first block of a machine's part of the page."""
     with load.drawn_by_layout(" or ".join(machine.layouts)):
         fastest = list(map(partial(fastest_of, machine), questions(machine)))
     return items.Block("", fastest + [_wrong(machine)], [_not_run(machine)])
 
 
 def questions(machine: load.Machine) -> Iterator[Question]:
-    """That of each layout that asks one, in its words, and one for each benchmark without a layout.
+    """The question that each layout asks under "fastest", and one for each benchmark without a layout.
 
-    That is who is fastest in each setting: settings are the axes in which the benchmark's cases differ.
+    The latter asks who is fastest in each setting; its settings are the axes in which the benchmark's cases differ.
     """
     for name in machine.benchmarks:
         if name in machine.layouts:
@@ -110,7 +112,7 @@ def questions(machine: load.Machine) -> Iterator[Question]:
 
 
 def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
-    """A line for each setting, with the row that is fastest there; None where no rows are enough."""
+    """A line for each setting, with the row that is fastest there; None where no setting has enough rows."""
     settings, lines = question.settings(machine), list[fields.Record]()
     for key, cases in settings.items():
         facts = question.answer(machine, cases)
@@ -126,7 +128,7 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     marks, named, texts = cells.Notes(), set[str](), list[list[str]]()
     for head, line in zip(heads, lines, strict=True):
         mfu = f"{words.number(100 * line['mfu'])}\N{NO-BREAK SPACE}%" if question.mfu and line["mfu"] else ""
-        texts.append([head] + _answer(line, marks) + [mfu, runs[line["run"]]])
+        texts.append([head] + _texts(line, marks) + [mfu, runs[line["run"]]])
         named.update(line["named"])
     columns = dict(zip(COLUMNS, zip(*texts, strict=True), strict=True))
     columns = {head: column for head, column in columns.items() if any(column) or head not in OPTIONAL}
@@ -154,7 +156,7 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
 
 
 def _shown(question: Question, lines: Sequence[fields.Record], settings: Sequence[Sequence[object]]) -> list[str]:
-    """The keys that lines tell: those that vary among them, or else the first; and some that vary among all cases."""
+    """The keys that lines tell: those in which lines differ, or the first; also keys `told` in which cases differ."""
     shown = [name for name in question.keys if len({line[name] for line in lines}) > 1] or list(question.keys)[:1]
     for name, values in zip(question.keys, zip(*settings, strict=True), strict=True):
         if name in question.told and name not in shown and len(set(values)) > 1:
@@ -163,7 +165,7 @@ def _shown(question: Question, lines: Sequence[fields.Record], settings: Sequenc
 
 
 def _setting(question: Question, line: fields.Record, names: Sequence[str]) -> str:
-    """A line's setting as the report has it; a number says of what it is."""
+    """A line's setting in words; a number stands behind its key's label."""
     texts = []
     for name in names:
         head = f"{question.keys[name]}\N{NO-BREAK SPACE}" if type(line[name]) in (int, float) else ""
@@ -171,12 +173,12 @@ def _setting(question: Question, line: fields.Record, names: Sequence[str]) -> s
     return ", ".join(filter(None, texts))
 
 
-def _answer(line: fields.Record, notes: cells.Notes) -> list[str]:
-    """The row, its time and rate, its speed over the base, and over the next where that is another, in words."""
+def _texts(line: fields.Record, notes: cells.Notes) -> list[str]:
+    """The texts of a line: the row, its time and rate, its speed over the base, and over the next row, if another."""
     disturbed = ", all of them disturbed" * (line["disturbed"] == "all")
     if line["disturbed"] == "some":
         disturbed = cells.mark(notes, DISTURBED)
-    if not line["fastest"]:  # each was slower than another, as may be where samples spread
+    if not line["fastest"]:  # each row was slower than another one, as may be where samples spread
         return [f"not settled{disturbed}", "", "", "", ""]
     row = line["called"] + f" (of {line['rows']} rows)" * (line["rows"] < FEW) + disturbed
     if line["rivals"]:
@@ -194,9 +196,9 @@ def _times(speed: float | None, name: str) -> str:
 def standing(
     machine: load.Machine, lines: Sequence[fields.Record], heads: Sequence[str], title: str, name: str, kind: str
 ) -> items.Plot | None:
-    """A strip of dots for each setting, a dot for each row; None where nobody stands beside the fastest.
+    """A plot with a strip for each setting, and on it a dot for each row at its share of the fastest row's speed.
 
-    `kind`: the table of the rows' looks.
+    `heads` are the settings in words, `kind` is the table that has the rows' colours. None where there is one row only.
     """
     rows = set[str]().union(*map(itemgetter("standing"), lines))
     if len(rows) < 2:
@@ -217,7 +219,7 @@ def standing(
 
 
 def _wrong(machine: load.Machine) -> items.Table:
-    """Rows that were wrong or failed, with the first reason of each; a line that says so where there are none."""
+    """A table of rows that were wrong or failed, with the first reason of each; one line that says so if none did."""
     columns, rows, runs = ["row", "how", "in", "cases", "the first of them"], list[list[str]](), list[int]()
     for (outcome, impl, benchmark), cases in verdict.failed(machine.records).items():
         where, first = benchmark.replace("_", " "), str(cases[0]["reason"] or "")
@@ -238,7 +240,7 @@ def _wrong(machine: load.Machine) -> items.Table:
 
 
 def _right(machine: load.Machine) -> list[str]:
-    """For each dtype that a benchmark is asked for, the rows that were right in all of its cases."""
+    """A sentence for each dtype of each benchmark with an axis `dtype`: the rows that were right in all its cases."""
     axes = {name for name, known in machine.fields.items() if "dtype" in known and known["dtype"].role == "axis"}
     asked = [case for case in machine.records if case["benchmark"] in axes and case.get("dtype")]
     by_dtype, lines = fields.grouped(((case["benchmark"], str(case["dtype"])), case) for case in asked), list[str]()
@@ -252,7 +254,7 @@ def _right(machine: load.Machine) -> list[str]:
 
 
 def _not_run(machine: load.Machine) -> items.Table | None:
-    """Each reason once, with the rows that it holds for, and those of them that other runs of this machine have."""
+    """A table of the reasons why rows could not run, with the rows, and those of them that ran in another run."""
     lines = []
     for reason, rows in verdict.not_run(machine.records).items():
         of = [case for case in machine.records if case["impl"] in rows]
@@ -267,6 +269,7 @@ def _not_run(machine: load.Machine) -> items.Table | None:
 def _listed(
     machine: load.Machine, word: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> items.Table:
+    """A table of texts alone."""
     return items.Table(
         name=f"{machine.slug}-{word}",
         title=title,
@@ -280,9 +283,9 @@ def _listed(
 
 
 def step_chapters(machine: load.Machine) -> list[items.Chapter]:
-    """A chapter that is one table: a line for each timed step of any benchmark, models by size.
+    """A chapter with one table: a line for each timed training step of any benchmark, models by size.
 
-    None where no step has a share.
+    [] where no step has one of SHARES.
     """
     cases = []
     for case in machine.records:

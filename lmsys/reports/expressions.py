@@ -1,7 +1,9 @@
-"""Expressions over the fields of a case, such as "held_bytes + peak_bytes": text, so that layouts travel in files.
+"""Expressions over the fields of a case, such as "held_bytes + peak_bytes", which layouts hold as texts.
 
-A name is a field's value, None where the case has none. There are numbers and texts, f-strings, arithmetic,
-comparisons, `and`, `or`, `not`, `a if b else c`, `field["key"]`, and calls of FUNCTIONS: nothing else of Python.
+`value_of` evaluates one for a case; steps of layouts and `contest.Question` call it. A name stands for a field's value,
+None where the case has none. An expression may have numbers and texts, f-strings, arithmetic, comparisons, `and`,
+`or`, `not`, `a if b else c`, `field["key"]`, and calls of FUNCTIONS. All else is refused, since anybody may write a
+result file. Add a function to FUNCTIONS, an operator to OPERATORS.
 """
 
 import ast
@@ -15,7 +17,7 @@ from lmsys.reports import load, words
 from lmsys.values import shortly
 
 MOST_CHARACTERS = 1000
-FORMAT = r"[+,]{0,2}(\.\d)?[feg%]?"  # of numbers: a longer one could fill the memory
+FORMAT = r"[+,]{0,2}(\.\d)?[feg%]?"  # of numbers; a wider one, such as {x:999999999}, could fill the memory
 
 
 def product(a: Any, b: Any) -> Any:

@@ -1,4 +1,8 @@
-"""Texts that the templates of the page make of blocks, tables, plots and runs; the templates escape them."""
+"""Functions that the templates of the page call: FILTERS by name, and `Figures` for what one page shows.
+
+`page.html` hands a `Figures` to the templates, which draw blocks, tables, plots and runs. The functions return plain
+texts; the templates escape them. A new function is used in a template once FILTERS has it.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,35 +13,37 @@ from lmsys.bench.fields import Record
 from lmsys.reports import cells, load, tables, words
 from lmsys.reports.items import Block, Plot, Table
 
-BRIEF = 80  # characters: what is no longer is said again rather than linked to
+BRIEF = 80  # characters: a caption of at most so many is repeated, a longer one is a link to where it was shown
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one page; with `single_file` plots stand in the page, and no link leads out of it."""
+    """What a page has shown so far. `single_file`: plots stand in the page, and it links to no other file."""
 
     single_file: bool
     _shown: set[str] = field(default_factory=set, init=False)
-    _explained: dict[str, str] = field(default_factory=dict, init=False)  # where the page says what a figure shows
+    _explained: dict[str, str] = field(
+        default_factory=dict, init=False
+    )  # by caption, the anchor of the figure that has it
 
     def is_new(self, anchor: str) -> bool:
-        """True of the first of those figures that a page shows twice."""
+        """True at the first call with this anchor: a page may show a figure twice, but an id only once."""
         is_new = anchor not in self._shown
         self._shown.add(anchor)
         return is_new
 
     def caption(self, caption: str, anchor: str) -> tuple[str, str, str]:
-        """Splits the caption of a figure: what it shows, where the page has said that, and what is held constant."""
+        """Splits a caption into: what is shown; the anchor of an earlier figure with these words, or ""; the rest."""
         about, _, held = caption.partition("\n")
         first = self._explained.setdefault(about, anchor)
         return about, first if first != anchor and len(about) > BRIEF else "", held
 
     def parts(self, block: Block) -> list[list[Table | Plot]]:
-        """The first table and the first plot of a block, then all else; none says again what another says."""
+        """The first table and plot of a block, then all others, without sentences that stand above in the block."""
         known = set[str]()
         first = tables_of(block.lead)[:1] + plots_of(block.lead)[:1]
         more = [item for item in block.items if item not in first]
-        return [[_said_once(item, block.title, known) for item in items] for items in (first, more)]
+        return [[_without_repeats(item, block.title, known) for item in items] for items in (first, more)]
 
 
 def tables_of(items: Iterable[Table | Plot | None]) -> list[Any]:
@@ -49,17 +55,17 @@ def plots_of(items: Iterable[Table | Plot | None]) -> list[Any]:
 
 
 def brief(item: Table | Plot) -> str:
-    """The title without what the heading above it already says."""
+    """The figure's title up to the first " · ": the rest repeats the heading above."""
     return item.title.partition(" · ")[0]
 
 
 def names(items: Iterable[Table | Plot]) -> str:
-    """The subjects of these figures."""
+    """The subjects of these figures, each once, joined by commas."""
     return ", ".join(dict.fromkeys([words.inside_a_sentence(brief(item).partition(",")[0]) for item in items]))
 
 
-def _said_once(item: Table | Plot, heading: str, known: set[str]) -> Table | Plot:
-    """The figure without what its block's heading or a figure above it says of its cases."""
+def _without_repeats(item: Table | Plot, heading: str, known: set[str]) -> Table | Plot:
+    """The figure without sentences that its block's heading or a figure above it has; adds its own to `known`."""
     about, *held = item.caption.splitlines() or [""]
     lines = [line for line in held if line not in known]
     if isinstance(item, Table):
@@ -74,14 +80,14 @@ def _said_once(item: Table | Plot, heading: str, known: set[str]) -> Table | Plo
 
 
 def marks(table: Table) -> list[str]:
-    """The notes that cells refer to."""
+    """The footnotes of a table: the notes that begin with a number."""
     return [note for note in table.notes if note[0] in cells.SUPERSCRIPTS]
 
 
 def lines(table: Table) -> Iterator[tuple[Sequence[str], str, list[tuple[str, str, str, str]]]]:
-    """The rows of a table: their keys, the details that all cells share, and head, text, kind and details of each cell.
+    """For each line of a table: the texts of its keys, the details that all its cells share, and its other cells.
 
-    Rows sampled together share most details. The best of a row, and what was wrong, are told apart by their kind.
+    A cell is (head of its column, text, kind, details of its own). The kind, a CSS class, is "best", "wrong" or "".
     """
     for row, texts in enumerate(table.rows):
         details = [table.details.get((row, column), "") for column in range(len(texts))]
@@ -111,7 +117,7 @@ SETTINGS = {  # of a machine: label and unit
 
 
 def runs_of(machine: load.Machine) -> tuple[str, str]:
-    """The runs in a line: how many, when, of which commits; and the command where it is one."""
+    """A sentence on the number, dates, commits and cases of the runs; and their command, "" where they have several."""
     days = sorted({str(run.get("date") or "undated")[:10] for run in machine.runs})
     commits = dict.fromkeys(str(run.get("commit") or "unknown")[:10] for run in machine.runs)
     count = f"{len(machine.runs)} runs" if len(machine.runs) > 1 else "One run"
@@ -121,7 +127,7 @@ def runs_of(machine: load.Machine) -> tuple[str, str]:
 
 
 def facts_of(runs: Sequence[Record]) -> tuple[Mapping[str, str], Mapping[str, list[str]]]:
-    """The facts that the runs behind a machine's figures have in common, and by name those that they have not."""
+    """The facts that all these runs have in common, by name; and for each other fact its text in each run."""
     facts = list(map(_of_run, runs))
     common, differing = dict[str, str](), dict[str, list[str]]()
     for name in dict.fromkeys(chain.from_iterable(facts)):
@@ -134,7 +140,7 @@ def facts_of(runs: Sequence[Record]) -> tuple[Mapping[str, str], Mapping[str, li
 
 
 def _of_run(run: Record) -> dict[str, str]:
-    """Facts by name, of those that are known."""
+    """The known facts of a run, as texts, by name."""
     ceilings, sustained, settings = (run.get(name) or {} for name in ("ceilings", "sustained", "settings"))
     short, memory, copy = load.matmul_rates(run), run.get("memory_bytes"), ceilings.get("copy_bytes_per_s")
     facts = {name: run.get(name) for name in FACTS}

@@ -1,4 +1,7 @@
-"""The parts of a report as data: tables and plots with their files, and the blocks and chapters that hold them."""
+"""What a report consists of, as data: `Table` and `Plot` with their files, `Block` and `Chapter` that hold them.
+
+`tables`, `plots`, `versus`, `special`, `answers` and `against` make these objects; `page` and the templates read them.
+"""
 
 import csv
 import io
@@ -13,12 +16,16 @@ from lmsys.reports.load import Machine
 
 @dataclass(frozen=True)
 class Table:
-    """A table as it is read (`columns`, `rows` of text, `notes` below) and as numbers (`data`, SI units, by field).
+    """A table as texts (`columns`, `rows`, `notes` below) and as numbers (`data` in SI units, by field).
 
-    The first `keys` columns say what a row is; `name` is the stem of its files, `source` where its numbers are from.
-    `best` are the places, row and column, of the best of those in its row that were sampled together; `details` says
-    more of some places. `runs` are the runs of its lines, each with its command; `plot` draws what it answers, and
-    `answer` says it in a line.
+    name     begins the names of its files
+    keys     how many of the first columns say what a line is; the others hold figures
+    source   where its numbers are from: machine, versions, commits, dates
+    best     the places, (line, column), of the best figure of each line among those that were sampled together
+    details  by place what a reader sees who points at the figure
+    runs     the runs of its lines, each with its command
+    plot     a drawing of the same figures
+    answer   a sentence that sums the table up, for a chapter that is folded
     """
 
     name: str
@@ -55,7 +62,7 @@ def _plain(text: str) -> str:
 
 
 def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """Every field that is no list and no object, in order of appearance."""
+    """The records as CSV: every field that is a list or an object in no record, in order of appearance."""
     names = dict.fromkeys(name for record in records for name in record)
     lists = {name for record in records for name, value in record.items() if isinstance(value, list | dict)}
     file = io.StringIO()
@@ -68,7 +75,7 @@ def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _no_formula(value: Any) -> Any:
-    """A word of a result file that begins as a formula gets a quote: a spreadsheet would run it."""
+    """Puts a quote before a text that begins as a formula, which a spreadsheet would run."""
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
@@ -95,7 +102,7 @@ Items = list[Table | Plot | None]
 
 @dataclass(frozen=True)
 class Block:
-    """Tables and plots of one subject; `lead` comes first, and its first table and plot are read at once."""
+    """Tables and plots of one subject. The page shows the first table and plot of `lead`, and folds all others."""
 
     title: str
     lead: Sequence[Table | Plot | None]

@@ -1,38 +1,42 @@
-"""The one renderer: from the layout that a benchmark declares, and its result file carries, to chapters of a page.
+"""Draws the chapters of a benchmark by the layout that it declares, and its result file carries: `chapters`.
 
-A layout is plain data:
+`__main__.build` calls `chapters` with the view of all cases of a benchmark. A layout is plain data, so that it travels
+in result files; `Benchmark.layout` declares one:
 
     {"prepare": [STEP, ...],
      "chapters": [{"title": "Loss: {section}", "blocks": [BLOCK, ...]}]}
-    BLOCK = {"of": [STEP, ...], "lead": [ITEM, ...], "more": [ITEM, ...]}
+    BLOCK = {"title": "Loss", "of": [STEP, ...], "lead": [ITEM, ...], "more": [ITEM, ...]}, or
+            {"of": [STEP, ...], "blocks": [BLOCK, ...]}
 
-A STEP is a name of `lmsys.reports.steps` and its arguments, such as ["only", "time_s is not None"]: it makes a view of
-a view, or several, such as one for each value of a field. An ITEM is a list of steps of which the last makes tables or
-plots, such as ["pivot", ["time_s"], ["batch"]]. A chapter is drawn for each value of the fields that stand in braces in
-its title, and a block for each view that its steps make. Beside "chapters" there may be:
+A STEP is the name of a function of `lmsys.reports.steps` and its arguments, such as ["only", "time_s is not None"]. It
+makes a view of a view, or several, such as one for each value of a field. An ITEM is a list of steps of which the last
+makes tables or plots, such as ["pivot", ["time_s"], ["batch"]]. A chapter is drawn for each combination of values of
+the fields that stand in braces in its title, and a block for each view that its steps make. Of the items of a block the
+page shows the first of "lead", and folds "more". Beside "chapters" there may be:
 
-    "place"    a number: benchmarks stand on the page in this order
-    "words"    {FIELD: {VALUE: words}}: how values of fields are read, in reading order
-    "letters"  what letters mean, at the end of the answers
+    "place"    a number: the page has the benchmarks in this order
+    "words"    {FIELD: {VALUE: word}}: the words for values of fields, in reading order
+    "letters"  a sentence at the end of the answers: what letters mean
     "fastest"  the question that the page answers first (`lmsys.reports.contest.Question`)
 
-What a name in a list of fields may look like says `View.chosen`; an expression, `lmsys.reports.expressions`.
+`View.chosen` says how lists name fields, and `lmsys.reports.expressions` what an expression may be. `of_any` is the
+layout of benchmarks that declare none.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lmsys.reports import items, load, steps, views, words
-from lmsys.reports import special as special  # which declares steps, too
+from lmsys.reports import special as special  # imported so that its steps are in `steps.STEPS`
 from lmsys.values import choice
 
 Layout = Mapping[str, Any]
 
 
 def chapters(view: views.View) -> list[items.Chapter]:
-    """All that a report has of a benchmark, by its layout, or by its fields alone; and the energy, if it was measured.
+    """The chapters of a benchmark by its layout, or by its fields alone; and one of the energy, if it was measured.
 
-    InputError where the layout is none.
+    InputError for a layout that cannot be drawn.
     """
     layouts = [view.machine.layouts.get(view.benchmark) or of_any(view.benchmark)]
     if view.has("energy_j"):
@@ -43,6 +47,7 @@ def chapters(view: views.View) -> list[items.Chapter]:
 
 
 def _chapters(view: views.View, layout: Layout) -> Iterator[items.Chapter]:
+    """Yields the chapters of one layout; a chapter with nothing to draw says so."""
     (view,) = steps.applied(view, layout.get("prepare", ()))
     for declared in layout["chapters"]:
         names = words.NAMES.findall(declared["title"])
@@ -56,6 +61,7 @@ def _chapters(view: views.View, layout: Layout) -> Iterator[items.Chapter]:
 
 
 def _blocks(view: views.View, declared: Layout) -> Iterator[items.Block]:
+    """Yields a block for each view that the declared block's steps make, or the blocks inside of it."""
     for name in declared:
         choice(name, ("title", "of", "lead", "more", "blocks"), f"{name!r} in a block: ")
     for part in steps.applied(view, declared.get("of", ())):
@@ -68,9 +74,9 @@ def _blocks(view: views.View, declared: Layout) -> Iterator[items.Block]:
 
 
 def of_any(name: str) -> Layout:
-    """The layout of a benchmark that declares none: a block for each grid, by the fields that it declares.
+    """The layout of a benchmark that declares none: a block for each section, with all metrics of its fields.
 
-    There is a table of each metric, rows of the table side by side; of one row there is a table of all metrics.
+    Of several rows there is a table of each metric, with the rows side by side; of one row there is one table.
     """
     return {
         "prepare": [["ordered", "section", "@", "impl"]],
@@ -94,7 +100,7 @@ def of_any(name: str) -> Layout:
 
 
 def of_energy(name: str, labels: Mapping[str, str]) -> Layout:
-    """The energy of a call and of a token: a table for each grid."""
+    """The layout of a chapter on energy: of a call and of a token, a table for each section. `labels` by field."""
     return {
         "prepare": [["labelled", labels]],
         "chapters": [

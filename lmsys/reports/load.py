@@ -1,5 +1,8 @@
-"""Result files as one: their records by machine, how fields are read, the tables that rows come from, and
-the origin of each figure: its run, the run's command, and what names of rows mean.
+"""Reads result files as one result: `read` takes paths and returns a `Machine` for each machine that they are from.
+
+A `Machine` has its records, the declarations of their fields, the tables that rows come from, and the runs that records
+are from, with their commits and commands. `__main__` and `against` call `read`; `terminal` makes the `Machine` of the
+current run by `by_name` and `machines_of`. All else in `lmsys.reports` is given a `Machine` and opens no result file.
 """
 
 import hashlib
@@ -16,13 +19,13 @@ from lmsys.bench import record
 from lmsys.bench.fields import COMMON, IDENTITY, Field, Record, grouped
 from lmsys.reports.words import VALUES
 
-# What makes two runs runs of one machine. Versions, driver, commit and the host of a GPU may differ between runs:
-# captions name them.
+# Runs that agree in these facts are of one machine. Versions, driver, commit and the host of a GPU may differ: captions
+# name them.
 HARDWARE = ("name", "device", "gpu", "gpu_count", "capability")
-LAST = 1000  # place on the page of a benchmark that says none
+LAST = 1000  # the place on the page of a benchmark whose layout states none
 LONGEST_NAME = 120  # of a file, in characters
 FACTS = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "triton", "python": "Python"}
-EVERYWHERE = [one.name for one in COMMON]  # in each record
+EVERYWHERE = [field.name for field in COMMON]  # names of fields that each record has
 Fields = dict[str, dict[str, Field]]  # by benchmark and name, in declared order
 Rows = dict[str, dict[str, Record]]  # by kind of table and name, in the table's order
 Run = tuple[str, str]  # its date, and its machine's facts as JSON
@@ -34,7 +37,7 @@ class InputError(ValueError):
 
 @contextmanager
 def drawn_by_layout(benchmark: str) -> Iterator[None]:
-    """InputError, with the benchmark, for whatever else fails meanwhile: a layout may say anything."""
+    """Turns what a layout makes fail into an InputError with the benchmark: a file may have any layout."""
     try:
         yield
     except InputError:
@@ -49,9 +52,11 @@ class Machine:
 
     slug     its name in file names
     title    its name on the page
-    runs     the machine facts of each run, oldest first; a record's "run" counts into it
-    records  in an order that does not depend on how they were split over files
-    layouts  how each benchmark is shown, of those that say it (`lmsys.reports.layout`)
+    runs     the machine facts of each run, oldest first; a record's "run" is an index into it
+    records  its cases, in an order that does not depend on how they were split over files
+    fields   the declarations of fields, by benchmark and name
+    rows     the rows of each table, by kind of table and name, with their traits
+    layouts  by benchmark its layout (`lmsys.reports.layout`), if it declares one
     """
 
     slug: str
@@ -64,12 +69,12 @@ class Machine:
 
     @property
     def benchmarks(self) -> list[str]:
-        """Those of the records, if their fields are declared, by the place that their layout says, then by name."""
+        """The records' benchmarks, if their fields are declared, sorted by the place in its layout, then by name."""
         names = {str(case["benchmark"]) for case in self.records} & self.fields.keys()
         return sorted(names, key=lambda name: (self.layouts.get(name, {}).get("place", LAST), name))
 
     def words_of(self, *benchmarks: str) -> dict[str, Mapping[Any, str]]:
-        """How values of fields are read, by field, in reading order: everywhere, and by the layouts of benchmarks."""
+        """By field the words for its values, in reading order: `words.VALUES`, and those of these layouts."""
         words = dict(VALUES)
         for name in benchmarks:
             for field_name, words_of_layout in self.layouts.get(name, {}).get("words", {}).items():
@@ -77,7 +82,7 @@ class Machine:
         return words
 
     def called(self, case: Record) -> str:
-        """A case's row by its name as one types it, with what it stood for: "auto: flash_gluon"."""
+        """The name of a case's row as one types it; of a row that chose another, with that: "auto: flash_gluon"."""
         impl, label = str(case["impl"]), str(case.get("label") or "")
         if not label.startswith(f"{impl}: "):
             return impl
@@ -86,7 +91,7 @@ class Machine:
         return f"{impl}: {names.get(stood_for, stood_for)}"
 
     def runs_of(self, cases: Iterable[Record]) -> list[Record]:
-        """The runs that these cases come from."""
+        """The machine facts of the runs that these cases come from."""
         return [self.runs[run] for run in sorted({case["run"] for case in cases})]
 
     def run_of(self, case: Record) -> str:
@@ -94,7 +99,7 @@ class Machine:
         return run_told(self.runs[case["run"]])
 
     def about(self, cases: Iterable[Record]) -> str:
-        """Machine, versions, commits and dates of these cases, in one sentence that says no version twice."""
+        """A sentence with machine, versions, commits and dates of these cases, each version once."""
         dates = dict[str, list[str]]()
         for run in self.runs_of(cases):
             cores = [f"{run['cores']} CPU cores"] if run.get("device") == "cuda" and run.get("cores") else []
@@ -104,16 +109,15 @@ class Machine:
         return f"{self.title}; {'; also '.join(parts)}."
 
     def ceiling(self, cases: Iterable[Record], dtype: str) -> float | None:
-        """The best matmul that these cases' runs have measured in a dtype, FLOP/s."""
+        """The rate of the best matmul that these cases' runs measured in a dtype, FLOP/s; None where none did."""
         return max(filter(None, (matmul_rates(run).get(dtype) for run in self.runs_of(cases))), default=None)
 
 
 def read(paths: Iterable[Path]) -> list[Machine]:
-    """The machines of many files, as one result.
+    """The machines of these result files.
 
-    For a case that several hold, the run of the latest date wins, whatever the order of the files.
-
-    InputError, with the file, for one that is absent, not ours or of a later version, and when there are no records.
+    Of a case that several files hold, the run of the latest date counts, whatever the order of the files. InputError
+    with the path for a file that is absent, not a result or of a later version; InputError where there are no records.
     """
     paths, fields, rows, layouts = list(paths), Fields(), Rows(), dict[str, Record]()
     cases: dict[tuple[object, ...], tuple[str, Run, Record]] = {}
@@ -125,8 +129,8 @@ def read(paths: Iterable[Path]) -> list[Machine]:
             fields.setdefault(benchmark, {}).update(declared)
         layouts |= result["layouts"]
         for kind, table in result["rows"].items():
-            before = rows.get(kind, {})  # a file says less of rows that it has no cases of
-            # In the order of the later.
+            before = rows.get(kind, {})
+            # In the order of the later file, which has fewer traits of rows of which it has no case.
             rows[kind] = table | before | {name: before.get(name, {}) | row for name, row in table.items()}
         hardware = hardware_of(machine)
         run = str(machine.get("date") or ""), json.dumps(machine, sort_keys=True)
@@ -138,13 +142,13 @@ def read(paths: Iterable[Path]) -> list[Machine]:
 
 
 def hardware_of(machine: Mapping[str, Any]) -> str:
-    """The facts by which runs are of one machine, as JSON."""
+    """The facts in which runs of one machine agree, as JSON."""
     cores = None if machine.get("device") == "cuda" else machine.get("cores")
     return json.dumps([machine.get(key) for key in HARDWARE] + [cores])
 
 
 def _load(path: Path) -> Record:
-    """A result file, by name."""
+    """A result file's content, as `by_name` gives it; InputError with the path."""
     try:
         return by_name(record.load(path))
     except (AttributeError, KeyError, TypeError) as error:
@@ -156,7 +160,7 @@ def _load(path: Path) -> Record:
 
 
 def by_name(result: Record) -> Record:
-    """A result with its fields and rows by their names, where a file has lists of them."""
+    """The content of a result file, with fields and rows by name in place of lists."""
     fields = {
         name: {field["name"]: Field(**field) for field in declared} for name, declared in result["fields"].items()
     }
@@ -167,7 +171,7 @@ def by_name(result: Record) -> Record:
 def machines_of(
     cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: Rows, layouts: Mapping[str, Record]
 ) -> Iterator[Machine]:
-    """`cases`: of each its hardware, which makes one machine, its run and its record."""
+    """Sorts cases by machine. `cases`: of each its hardware (`hardware_of`), its run and its record."""
     taken: Counter[str] = Counter()
     for _, of_machine in sorted(grouped((hardware, (run, case)) for hardware, run, case in cases).items()):
         runs = sorted({run for run, _ in of_machine})
@@ -196,7 +200,7 @@ def matmul_rates(run: Mapping[str, Any]) -> dict[str, float]:
 
 
 def title_of(machine: Mapping[str, Any]) -> str:
-    """The machine's name on a page."""
+    """The name of a machine on a page: "2 × NAME" of GPUs, "NAME, 8 cores" of a CPU."""
     name, count = str(machine.get("name") or "unnamed machine"), machine.get("gpu_count") or 1
     if machine.get("device") == "cuda":
         return f"{count} × {name}" if count > 1 else name
@@ -204,6 +208,7 @@ def title_of(machine: Mapping[str, Any]) -> str:
 
 
 def run_told(run: Record) -> str:
+    """A run in words: its date to the minute, and its commit."""
     return f"run of {str(run.get('date') or 'no date')[:16].replace('T', ' ')}, {commit_of(run)}"
 
 
@@ -211,7 +216,7 @@ def commit_of(run: Mapping[str, Any]) -> str:
     return f"commit {str(run.get('commit') or 'unknown')[:10]}" + (" with local changes" if run.get("dirty") else "")
 
 
-DAY, MINUTE, SECOND = 10, 16, 19  # a date's characters up to these
+DAY, MINUTE, SECOND = 10, 16, 19  # how many characters of an ISO 8601 date reach up to these
 
 
 def run_names(machine: Machine, runs: Iterable[int]) -> dict[int, str]:
@@ -233,7 +238,7 @@ def commands(machine: Machine, runs: Iterable[int]) -> dict[int, tuple[str, str]
 
 
 def legend(machine: Machine, kind: str, names: Iterable[str]) -> list[str]:
-    """Explains these rows as their table does: ours in one sentence, others' in another, in the table's order."""
+    """Sentences that explain names of rows by the labels in their table: one on our rows, one on others' rows."""
     table, names = machine.rows.get(kind, {}), set(names)
     rows: dict[str, list[str]] = {"Our rows": [], "Others’ rows": []}
     for name in list(filter(names.__contains__, table)) + sorted(names - table.keys()):

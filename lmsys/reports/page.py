@@ -1,8 +1,9 @@
-"""The page: answers, then chapters, as HTML, with its tables and plots in files beside it.
+"""Writes the page, index.html, and the files of its tables and plots beside it: `write`, for `__main__` and `against`.
 
-The folder of these files is written again and again, and no file that this did not write is touched. `manifest.json`
-names what was written. Files beside it that others made stay as they are; one that stands where a file is to be
-written, and a link in its place or in a folder's, are refused.
+`fill` replaces an earlier report in the folder and touches no file that a report did not write: `manifest.json` names
+those that one did. It refuses a file of somebody else's where one is to be written, and links. `html` makes the page
+of machines, blocks and chapters by `templates/page.html`. `lmsys.leaderboard` and `lmsys.course` make pages of
+their own by `render` and `fill`. The looks are in page.css, what a click does in page.js.
 """
 
 import base64
@@ -22,26 +23,27 @@ from lmsys.values import hold
 
 MANIFEST = "manifest.json"
 ADVICE = "remove it, or name another folder"
+# The names that files of a report may have, with at most one folder.
 NAME = r"([\w-]{1,100}/)?[\w-]{1,200}\.(html|md|csv|svg)"
 FOLDER = Path(__file__).parent
 CSS, SCRIPT = ((FOLDER / name).read_text() for name in ("page.css", "page.js"))
-# Whatever a result file says, and wherever it gets: the page loads its own plots alone, and runs its own script alone.
+# A text of a result file can do no harm, wherever it stands: the page loads its own plots and runs its own script only.
 _HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = (
     f"default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; font-src data:; script-src 'sha256-{_HASH}'"
 )
-MOST_OPEN = 3  # chapters of a page that are read at once; of more, each is a line with its answer
+MOST_OPEN = 3  # chapters: a page with more shows each as a line, with its answer, that opens at a click
 
 
 def _template(name: str) -> str:
-    """The text of a template. A line that is indented goes on the one before, so that a page has no layout of ours."""
+    """The text of a template, without the line breaks and spaces that only indent it."""
     text = (FOLDER / "templates" / name).read_text()
     return re.sub(r"\n +", " ", re.sub(r"(?<=[>}])\n +|\n +(?=[<{])", "", text))
 
 
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FunctionLoader(_template),
-    autoescape=True,  # the one place where text is made safe: whatever a result file says is text
+    autoescape=True,  # the one place where texts of result files are escaped
     undefined=jinja2.StrictUndefined,
     keep_trailing_newline=True,
 )
@@ -51,7 +53,12 @@ TEMPLATES.filters |= figures.FILTERS
 def write(
     out: Path, parts: Sequence[items.Part], records_csv: str, notes: Sequence[str], single_file: bool = False
 ) -> Path:
-    """Fill a folder in place of an earlier report; the path of its page. InputError if it cannot be written."""
+    """Fills a folder, in place of an earlier report; the path of the page. InputError if it cannot be written.
+
+    parts        of each machine its answers and chapters
+    records_csv  the text of tables/records.csv: all cases
+    notes        sentences for the head of the page
+    """
     files = {"index.html": html(parts, notes, single_file), "tables/records.csv": records_csv}
     for _, answers, chapters in parts:
         for block in chain([answers], chain.from_iterable(chapter.blocks for chapter in chapters)):
@@ -65,9 +72,9 @@ def write(
 
 
 def html(parts: Sequence[items.Part], notes: Sequence[str], single_file: bool = False) -> str:
-    """The page: every machine's answers, a contents list, then every machine with its facts and chapters.
+    """The page's text: answers of every machine, a contents list, then facts and chapters of every machine.
 
-    `single_file`: plots stand in the page, not in files beside it, and it links to no file.
+    `single_file`: plots stand in the page, and it links to no other file.
     """
     machines = [machine for machine, _, _ in parts]
     runs = chain.from_iterable(machine.runs for machine in machines)
@@ -80,20 +87,20 @@ def html(parts: Sequence[items.Part], notes: Sequence[str], single_file: bool = 
         is_short=sum(len(chapters) for _, _, chapters in parts) <= MOST_OPEN,
         letters=dict.fromkeys(layout["letters"] for layout in shown if "letters" in layout),
         rows=sorted({str(case["impl"]) for machine in machines for case in machine.records}),
-        # What a figure says of its run stands for several runs that began in the same minute.
+        # By the words that details of a figure have for its run, which several runs of one minute may share.
         commands=grouped((load.run_told(run), str(run["command"])) for run in runs if run.get("command")),
     )
 
 
 def render(name: str, **values: object) -> str:
-    """A page of the template `name`, in our style; its values are escaped."""
+    """The text of a page by the template of this name; values are escaped."""
     return TEMPLATES.get_template(name).render(policy=POLICY, css=CSS, script=SCRIPT, **values)
 
 
 def fill(out: Path, files: Mapping[str, str]) -> None:
-    """Make `out` hold these files, by relative name, and none of those written there before.
+    """Writes these files, texts by relative name, into the folder `out`, and removes others of an earlier report.
 
-    ValueError, before anything is changed, where that would touch what is somebody else's; OSError where it fails.
+    ValueError, before anything is changed, where that would touch a file of somebody else's; OSError where it fails.
     """
     for name in files:
         hold((re.fullmatch(NAME, name), f"a file {name[:80]!r} cannot be written: its name must match {NAME}"))
@@ -108,7 +115,7 @@ def fill(out: Path, files: Mapping[str, str]) -> None:
         is_free = name in before or name == MANIFEST or not path.exists()
         hold((is_free, f"{path} is there, and this did not write it: {ADVICE}"))
     out.mkdir(parents=True, exist_ok=True)
-    _note(out, before | files.keys())  # before they are there: what an interrupted run leaves is known, too
+    _note(out, before | files.keys())  # first, so that files which an interrupted run leaves are known as ours
     for name, text in files.items():
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text(text, encoding="utf-8")
@@ -118,11 +125,12 @@ def fill(out: Path, files: Mapping[str, str]) -> None:
 
 
 def _note(out: Path, names: Iterable[str]) -> None:
+    """Writes the manifest."""
     (out / MANIFEST).write_text(json.dumps({"files": sorted(names)}, indent=1) + "\n")
 
 
 def _written(out: Path) -> set[str]:
-    """The names of what was written there before."""
+    """The names in the folder's manifest, set() without one; ValueError for a manifest that no report wrote."""
     path = out / MANIFEST
     if not path.exists():
         return set()

@@ -1,4 +1,9 @@
-"""Drawing views in one style: a look for each row, and as SVG text that is the same for the same cases."""
+"""Plots of a view: `lines`, `bars` and `heat_map`, which are steps of layouts, and helpers of other plots.
+
+Each returns an `items.Plot`, an SVG text with title and caption, or None where there is too little to draw. The same
+cases give the same bytes. `canvas` makes axes in the style of all plots, `drawn` turns them into an `items.Plot`;
+`special` and `answers` draw their own plots between these two. Colours of rows come from the view's `styles`.
+"""
 
 import io
 import math
@@ -34,7 +39,7 @@ RC = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a dollar sign of a result file is a dollar sign
 }
-DARK = {  # paper, ink, black and grid where the reader's paper is dark, and rows that LIFT alone leaves too dark
+DARK = {  # colours on a dark page: paper, ink, black and grid, and rows that LIFT alone would leave too dark
     "#ffffff": "#111827",
     INK: "#e5e7eb",
     "#000000": "#e5e7eb",
@@ -44,23 +49,23 @@ DARK = {  # paper, ink, black and grid where the reader's paper is dark, and row
     "#442255": "#765e83",
     "#552222": "#835e5e",
 }
-FULL_COLOUR = 4.0  # the ratio from which a heat map's colour says no more, the same in every plot
-ON_COLOUR = "#1f2937"  # text on its cells, which stay pale where the reader's paper is dark
-LIFT = 0.25  # of white in the colours of the other rows there: a row keeps its hue
-MOST_DOTS = 40  # of a line
+FULL_COLOUR = 4.0  # the speedup, or its inverse, from which on a heat map's colour stays the same
+ON_COLOUR = "#1f2937"  # text on a heat map's cells, which stay pale on a dark page
+LIFT = 0.25  # the share of white that colours of other rows get on a dark page, so that a row keeps its hue
+MOST_DOTS = 40  # a line with more points has no markers
 APART = " Points of one place come from several runs: not comparable within a few per cent."
-MOST_PLACES = 6  # on an axis that counts, such as one of steps; a shorter one is of places that were chosen
+MOST_PLACES = 6  # labels of an axis with even steps; an axis with no more values has a label for each
 
 
 def canvas(height_in: float) -> Any:
-    """Axes in our style, of a figure so high without its legend."""
+    """matplotlib's axes in the style of all plots; the height, in inches, is without title and legend."""
     matplotlib.rcdefaults()  # a matplotlibrc of the user's must not change the bytes
     matplotlib.rcParams.update(RC)
     return Figure(figsize=(WIDTH_IN, 0.3 + height_in), layout="constrained").add_subplot()
 
 
 def to_svg(axes: Any, name: str, title: str) -> str:
-    """The drawing with its title, in which " · " begins a line, and its legend: the same bytes for the same drawing."""
+    """The SVG text of a drawing, with legend and title, in which " · " begins a line; `name` makes ids unique."""
     axes.figure.suptitle(title.replace(" · ", "\n"), x=0.01, ha="left", fontsize=10)
     add_legend(axes)
     file = io.StringIO()
@@ -91,32 +96,32 @@ def add_legend(axes: Any) -> None:
 
 
 def crowded(labels: Sequence[str]) -> bool:
-    """True where labels of places side by side would run into one another unless they are slanted."""
+    """True where labels side by side on an x axis would overlap unless they are slanted."""
     return len(labels) * max(map(len, labels), default=0) > 45
 
 
 def add_places(axes: Any, labels: Sequence[str]) -> None:
-    """Names for the places 0, 1, ... of the x axis."""
+    """Labels the x axis at 0, 1, ..."""
     slanted = crowded(labels)
     axes.set_xticks(range(len(labels)), labels, rotation=45 if slanted else 0, ha="right" if slanted else "center")
     axes.set_xlim(-0.5, len(labels) - 0.5)  # bars without a height would not widen it to the words in their places
 
 
 def short(length: float, _: object = None) -> str:
-    """A length for an axis: 512, 1,000, and powers of two as 1k, 64k."""
+    """The label of a length on an axis: 512, 1,000, and powers of two as 1k, 64k."""
     is_power = length >= 1024 and length % 1 == 0 and int(length).bit_count() == 1
     return f"{length / 1024:g}k" if is_power else f"{length:,.10g}"
 
 
 def plain(value: float, _: object = None) -> str:
-    """A number on an axis: 0.05, 500, 5,000, and 10k from there on."""
+    """The label of a number on an axis: 0.05, 500, 5,000, and from there on 10k."""
     return f"{value:,.10g}" if value < 10_000 else f"{value / 1000:,.10g}k"
 
 
 def scale_values(axes: Any, values: Sequence[float], log: bool, room: float) -> None:
-    """The y axis for these values: from zero with room above them, or logarithmic.
+    """Scales the y axis for these values: from 0 to `room` times the greatest, or logarithmic.
 
-    A logarithmic one has as many steps between the decades as the range has room for.
+    A logarithmic axis has as many labels between the decades as about six in all allow.
     """
     if not log:
         axes.set_ylim(0, room * max(values))
@@ -132,13 +137,13 @@ def scale_values(axes: Any, values: Sequence[float], log: bool, room: float) -> 
 
 
 def drawn(view: views.View, axes: Any, head: str, word: str, caption: str) -> items.Plot:
-    """The drawing on these axes, as a plot of the view."""
+    """The plot that is drawn on these axes; `head` begins its title, and `word` ends its file's name."""
     name, title = view.file(word), tables.titled(head, view)
     return items.Plot(name, title, caption, to_svg(axes, name, title))
 
 
 def _with_heights(view: views.View, metric: str) -> views.View:
-    """Adds, as `drawn`, the metric in the unit that readers see; None where it is not above zero."""
+    """Adds the field `drawn`: the metric in the unit that readers see, None where it is not above zero."""
     field = view.fields[metric].called(name="drawn")
     _, factor = words.unit_of(field)
     return view.with_fields([field.called(of=lambda case: case[metric] * factor if case[metric] > 0 else None)])
@@ -153,11 +158,13 @@ def lines(
     xlabel: str = "",
     ceilings: Mapping[str, Any] | None = None,
 ) -> items.Plot | None:
-    """A metric against an axis, a line for each value of `by`; None where none has two points.
+    """A plot of a metric against an axis, a line for each value of `by`; None where no line has two points.
 
-    ceilings  by metric the words and the height of a line, or the fields that say them
+    word      ends the file's name; by default the metric's word in `words.FILES`
+    xlabel    by default the axis' label
+    ceilings  by metric the (words, height) of a dotted line that no point should be above, or fields that hold them
 
-    Rates and shares are drawn from zero, and so is what is of one order of magnitude.
+    The y axis begins at zero for rates, shares, and values within one order of magnitude, else it is logarithmic.
     """
     field, (unit, _) = view.fields[metric], words.unit_of(view.fields[metric])
     positive = _with_heights(view, metric).only("drawn")
@@ -190,7 +197,7 @@ def lines(
 
 
 def _add_ceiling(axes: Any, text: str, height: float, above: int) -> None:
-    """A line at a height that nothing should be above, with its words."""
+    """Draws a dotted line at a height, with its words, and how many points are `above` it."""
     axes.axhline(height, **CEILING)
     if text and above:
         text += f", {above} figures above it"
@@ -206,7 +213,7 @@ def _add_ceiling(axes: Any, text: str, height: float, above: int) -> None:
 
 
 def _scale_places(axes: Any, places: Sequence[float]) -> None:
-    """The x axis for these numbers: by powers of two, or even where there are many at even steps."""
+    """Scales the x axis for these numbers: by powers of two, or linearly where many stand at even steps."""
     counted = len(places) > MOST_PLACES and len({b - a for a, b in pairwise(places)}) == 1
     if places[0] > 0 and not counted:
         axes.set_xscale("log", base=2)
@@ -223,7 +230,7 @@ def _caption(view: views.View, field: Field, axis: str, by: str, about: str) -> 
 
 
 def _lost(view: views.View, axis: str, by: str) -> str:
-    """Where a line has no point because the case ran out of memory."""
+    """A sentence on the points that lines lack because their cases ran out of memory; "" without any."""
     facts = []
     for (value,), part in view.only("outcome == 'oom'").ordered(by, axis).groups([by]).items():
         facts.append(f"{view.text(by, value)} at {', '.join(part.text(axis, place) for place in part.values(axis))}")
@@ -233,10 +240,10 @@ def _lost(view: views.View, axis: str, by: str) -> str:
 def bars(
     view: views.View, metric: str, axis: str, by: str = "impl", word: str = "", head: str = "", about: str = ""
 ) -> items.Plot | None:
-    """A group of bars for each value of an axis, a bar for each value of `by`; None without bars.
+    """A plot with a group of bars for each value of an axis, a bar for each value of `by`; None without a bar.
 
-    Where a case has no such figure stands its outcome's word. From zero, but where figures differ by more than ten
-    times: there the axis is logarithmic.
+    A word in place of a bar says how its case ended. The y axis begins at zero, or is logarithmic where bars differ by
+    ten times or more. `word`, `head`, `about` replace the metric's own in file name, title and caption.
     """
     field, groups = view.fields[metric], view.values(axis)
     last = _with_heights(view.of(list(view.index([by, axis]).values())), metric)  # of several cases of one place
@@ -280,9 +287,9 @@ def bars(
 
 
 def heat_map(view: views.View, settings: Sequence[str]) -> items.Plot | None:
-    """Speedups over the base: a row for each row of the table, a column for each setting of some axes.
+    """A heat map of speedups over the base: a line for each row, a column for each combination of values of `settings`.
 
-    None where nothing is compared. A row without any speedup is there too: its words say why.
+    None where no row has a speedup. A cell without one says how its case ended.
     """
     if not cells.is_compared(view):
         return None

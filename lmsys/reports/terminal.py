@@ -1,8 +1,8 @@
-"""A run's answers in a terminal: for each question its rows, the fastest first, by the figures and words of the page.
+"""The summary in the terminal at the end of a run: `lines`, which the pytest plugin prints.
 
-A question is a section's, and what the words of a case ask, such as its direction, dtype and mask; numbers are its
-sizes, of which the largest is shown where all would be too many. What could not run is left out: the run tells the
-reasons below.
+For each setting it lists the rows that ran, the fastest first, in the words of the page. A setting is a section with
+values of axes that are words, such as direction, dtype and mask. Axes that are numbers are sizes; where all sizes would
+be too many lines, the largest is shown. Rows that could not run are left out: the plugin prints the reasons below.
 """
 
 import json
@@ -13,11 +13,11 @@ from textwrap import wrap
 from lmsys.bench import fields, verdict
 from lmsys.reports import cells, load, tables, views, words
 
-MOST = 20  # lines of a benchmark
-NARROW = 18  # characters that a setting keeps in a narrow terminal
+MOST = 20  # lines of a benchmark at most, unless `every` case is asked for
+NARROW = 18  # characters that a setting has at least, in a narrow terminal
 SHARES = {"mfu": "MFU %"} | {name: f"{ceiling.removeprefix('large ')} %" for name, ceiling in cells.CEILINGS.items()}
 HEADS = SHARES | {fields.ERROR.name: "error"}
-SIZES = int, float
+SIZES = int, float  # types of values that are sizes
 ABOUT = (
     "The fastest row comes first; of many sizes the largest is shown that was not disturbed, if any (pytest -v shows "
     "all). Speed is over the fastest other row, of somebody else's if any took turns, by rounds; level: by medians the "
@@ -29,11 +29,11 @@ ABOUT = (
 def lines(
     result: fields.Record, every: bool, contends: Callable[[fields.Record], bool], width: int = 0
 ) -> Iterator[str]:
-    """A table of each benchmark that was timed.
+    """Yields the lines of a table for each benchmark of which a case was timed.
 
     result    machine, fields, rows and records, as in a result file
     every     all cases that ran, in place of MOST lines of a benchmark
-    contends  true of rows that do the same work as the others of their comparison
+    contends  returns True for a case of a row that does the same work as the others of its comparison
     width     characters of a line; by default those of this terminal
     """
     width = width or shutil.get_terminal_size((100, 24)).columns
@@ -49,6 +49,7 @@ def lines(
 
 
 def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
+    """Yields the lines of a benchmark's table; `every`: of all its comparisons, else of the largest of each setting."""
     of_rows = set(views.NOT_IN_CAPTIONS) | {"impl"}  # axes in which the rows of one comparison may differ
     for part in view.groups(["comparison"]).values():
         of_rows.update(filter(part.varies, view.axes()))
@@ -71,12 +72,13 @@ def _table(view: views.View, width: int, every: bool) -> Iterator[str]:
 
 
 def _size(part: views.View) -> tuple[bool, float]:
-    """Sorts what was disturbed throughout before the rest, and each by time."""
+    """A key that sorts comparisons by the least time of a row, behind those of which all cases were disturbed."""
     timed = verdict.undisturbed(part.only("time_s").cases)
     return any(not case["disturbed"] for case in timed), min(map(verdict.time_of, timed), default=0.0)
 
 
 def _words(part: views.View, case: fields.Record, names: Iterable[str]) -> str:
+    """A case's values of these fields, joined by commas; a number stands behind its label."""
     texts = []
     for name in names:
         value = case[name]
@@ -86,9 +88,9 @@ def _words(part: views.View, case: fields.Record, names: Iterable[str]) -> str:
 
 
 def _lines(part: views.View, figures: Sequence[str], most: int) -> list[list[str]]:
-    """A line for each row, the fastest first: name, figures, speed over another, and whether it is right or why not.
+    """The cells of a line for each row, the fastest first: name, figures, speed over another row, and how it ended.
 
-    A row of an earlier state, `ROW@COMMIT`, follows today's, over which its speed is.
+    A row of an earlier state of the code, `ROW@COMMIT`, follows that of today, and its speed is over that.
     """
     names, lines = part.identifying(["impl"]), list[list[str]]()
     contenders = part.only("time_s and contends").cases
@@ -98,7 +100,7 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> list[list[str
         today[case["id"]] = rows.get(_words(part, case | {"impl": case["impl"].partition("@")[0]}, names), case)
 
     def place(case: fields.Record) -> tuple[object, ...]:
-        """Last what has no time; before it what does other work, and what was disturbed; each by its time."""
+        """A key that sorts by time; at the end disturbed rows, rows that do other work, and rows without a time."""
         now = today[case["id"]]
         return not now["time_s"], not now["contends"], bool(now["disturbed"]), now["time_s"] or 0.0, case is not now
 
@@ -122,7 +124,8 @@ def _lines(part: views.View, figures: Sequence[str], most: int) -> list[list[str
 
 
 def _aligned(groups: Sequence[tuple[str, Sequence[Sequence[str]]]], width: int) -> Iterator[str]:
-    """Lines of that width, of settings and their rows. A setting has as many as its rows, and is cut there."""
+    """Yields aligned lines of at most `width` characters: each setting, broken into as many lines as it has rows, and
+    beside it the cells of its rows."""
     columns = zip(*(line for _, rows in groups for line in rows), strict=True)
     row, *wide, _ = (max(map(len, column)) for column in columns)
     free = width - row - sum(wide) - len(wide) - len("    disturbed")

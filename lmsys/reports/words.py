@@ -1,4 +1,10 @@
-"""Numbers, units and how cases were timed, in words; and the look of rows, one in every plot of a report."""
+"""How a report writes numbers, units, labels and timing, and the colour and marker of each row.
+
+A field is stored in an SI unit and shown in the unit that its declaration names: `unit_of` converts, nothing else does.
+`styles_of` gives a row the same look in every plot. All other modules of reports call these functions with values,
+declarations (`lmsys.bench.fields.Field`) and records; they return texts. Words for values that a benchmark alone has go
+into its layout, those of all benchmarks into the constants below.
+"""
 
 import math
 import re
@@ -25,12 +31,11 @@ PREFIXES = {
 RATIOS = {"%": ("%", 100.0), "x": ("×", 1.0), "×": ("×", 1.0)}  # as fields without a unit are shown
 NAMES = re.compile(r"\{(\w+)\}")
 UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")
-CLOCKED = (
-    "time_s mean_s speedup mfu matmul_ceiling_fraction sustained_ceiling_fraction".split()
-)  # come from samples, as all rates do
+# Fields that follow from the samples, as all rates do.
+CLOCKED = "time_s mean_s speedup mfu matmul_ceiling_fraction sustained_ceiling_fraction".split()
 OUTCOMES = {"oom": "OOM", "unsupported": "n/a", "wrong": "wrong", "error": "error"}  # as tables and plots show them
 MEANINGS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong result", "error": "error"}
-FILES = {  # how names of files call a field; others by their own names
+FILES = {  # a field's word in the names of files, where that is not the field's name
     "time_s": "time",
     "mean_s": "spread",
     "flops_per_s": "tflops",
@@ -51,9 +56,8 @@ CLOCKS = {
     "cuda_event_steps": "CUDA events, one call after another",
     "perf_counter": "wall clock",
 }
-VALUES: Mapping[
-    str, Mapping[Any, str]
-] = {  # how values of fields are read, by field, in reading order; layouts have more
+# By field the words for its values, in the order in which tables and legends list them; layouts add to these.
+VALUES: Mapping[str, Mapping[Any, str]] = {
     "causal": {True: "causal", False: "not causal"},
     "deterministic": {True: "deterministic"},
     "direction": {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"},
@@ -76,28 +80,29 @@ def number(value: float) -> str:
 
 
 def exact(value: object) -> str:
-    """A number with all its digits: 0.05, 500, 16,384. Anything else as it is."""
+    """A number with all its digits: 0.05, 500, 16,384. Any other value as text."""
     return f"{value:,.10g}" if isinstance(value, int | float) else str(value)
 
 
 def sentence(text: str) -> str:
+    """The text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
 def inside_a_sentence(text: str) -> str:
-    """With a small first letter, unless it begins with an abbreviation."""
+    """The text with a small first letter, unless it begins with an abbreviation."""
     return text if text[1:2].isupper() else text[:1].lower() + text[1:]
 
 
 def filled(text: str, values: Mapping[str, Any]) -> str:
-    """The text with what stands for each name in braces; braces around anything else stay as they are."""
+    """The text with the value of each name in braces; a name without a value stays as it is, with its braces."""
     return NAMES.sub(lambda match: str(values.get(match[1], match[0])), text)
 
 
 def unit_of(field: Field) -> tuple[str, float]:
-    """The unit that readers see, and what the stored value is multiplied by.
+    """The unit that readers see, and the factor from the stored value to it.
 
-    The one place where units are converted. A unit that nobody knows is left as it is stored.
+    A field whose `shown` is neither a known ratio nor its unit with a known prefix is shown as it is stored.
     """
     if field.shown in RATIOS:
         return RATIOS[field.shown]
@@ -112,6 +117,7 @@ def scaled(field: Field, value: Any) -> float:
 
 
 def label_of(field: Field) -> str:
+    """The label of a field, by default its name without the unit."""
     return field.label or UNITS_IN_NAMES.sub("", field.name).replace("_", " ")
 
 
@@ -121,23 +127,23 @@ def head_of(field: Field) -> str:
 
 
 def is_clocked(field: Field) -> bool:
-    """True where a field follows from the samples, so that it compares only with what was sampled beside it."""
+    """True for a field that follows from the samples: only rows that were sampled together can be compared by it."""
     return field.name in CLOCKED or field.unit.endswith("/s")
 
 
 def span(texts: Sequence[str]) -> str:
-    """Joins the first and the last where they differ."""
+    """The first and the last text as a range, "2 to 8"; one text where they are equal."""
     return " to ".join(dict.fromkeys([texts[0], texts[-1]]))
 
 
 def spread_of(case: Record) -> float | None:
-    """The distance from p20 to p80 as a share of the median; None where one of them is not known."""
+    """The distance from p20 to p80 of a case's samples as a share of their median; None where one is not known."""
     low, high, median = map(case.get, ("p20_s", "p80_s", "time_s"))
     return (high - low) / median if median and low is not None and high is not None else None
 
 
 def timing(cases: Sequence[Record]) -> str:
-    """How the timed cases were timed, and how far their samples spread."""
+    """A sentence on how these cases were timed, and how far their samples spread; "" where none was timed."""
     timed = [case for case in cases if case.get("time_s") is not None]
     known = {
         name: sorted({case[name] for case in timed if case.get(name)})
@@ -156,9 +162,11 @@ def timing(cases: Sequence[Record]) -> str:
 
 @dataclass(frozen=True)
 class Style:
-    """The look of one value of a field: dashed and hatched is what is not ours.
+    """The look of one value of a field, such as a row.
 
-    label  its name in legends and tables, as one types it; where cases say their own, in the field `said_by`, that
+    label    its name in legends and tables
+    dashed   True for peers, somebody else's rows: their lines are dashed and their bars hatched
+    said_by  a field in which cases have another label for it; "" for none
     """
 
     label: str
@@ -168,6 +176,7 @@ class Style:
     said_by: str = ""
 
     def line(self) -> dict[str, Any]:
+        """Keyword arguments of matplotlib's `plot`."""
         return {
             "label": self.label,
             "color": self.color,
@@ -179,9 +188,10 @@ class Style:
 def styles_of(
     cases: Iterable[Record], name: str, row: str, label: str, table: Mapping[str, Record]
 ) -> dict[Any, Style]:
-    """A style for each value of the field `name`, in reading order: that of the table, with peers last.
+    """A style for each value of the field `name`, in reading order: the table's order, peers last.
 
-    The field `row` says which row of the table it is: several values of one row are lighter shades of its colour.
+    The field `row` has the name of the table's row whose colour and marker the value gets; several values of one row
+    are lighter shades of its colour. `label` becomes `Style.said_by`.
     """
     first = {case[name]: case for case in cases}
     rows = {value: str(case[row]) for value, case in first.items()}
@@ -198,10 +208,10 @@ def styles_of(
 
 
 def lighter(color: str, share: float) -> str:
-    """The colour mixed with as much white."""
+    """The colour, as #rrggbb, mixed with a share of white, from 0 to 1."""
     return "#" + bytes(round(channel + share * (255 - channel)) for channel in bytes.fromhex(color[1:])).hex()
 
 
 def _natural(value: Any) -> list[tuple[int, Any]]:
-    """Numbers inside of a name in their own order: 25MiB before 100MiB."""
+    """A key that sorts numbers inside of names by size: 25MiB before 100MiB."""
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", str(value))]
