@@ -1,4 +1,9 @@
-"""Settles what must stand before a kernel is imported, and tells the harness's plugin about this repository."""
+"""pytest's configuration for this repository: tests and benchmarks alike.
+
+It sets environment variables that must stand before Triton or CUDA start, tells the plugin `lmsys.bench.plugin` this
+repository's options and sweeps, and leaves out tests that a plain run does not run: those with the marks of HOW.
+Helpers and fixtures of tests alone are in tests/conftest.py.
+"""
 
 import gc
 import os
@@ -28,38 +33,39 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets what processes need before their first matmul, which is long before their first deterministic case."""
-    axis = [one for one in NAMED if one.name == "deterministic"]
-    with suppress(ValueError):  # cases are collected from the same texts, which tells it
+    """For --deterministic, sets cuBLAS's workspace now: a process reads the variable before its first matmul."""
+    axis = [axis for axis in NAMED if axis.name == "deterministic"]
+    with suppress(ValueError):  # a wrong value is told when cases are collected from the same texts
         if any(given_axes(axis, texts(config)).get("deterministic", ())):
             os.environ.setdefault(*CUBLAS_WORKSPACE)
 
 
 def pytest_unconfigure() -> None:
-    """An interpreter that ends looks for garbage, in what torch holds for half a second."""
+    """Ends half a second earlier: objects that torch holds are no longer searched for garbage."""
     gc.freeze()
 
 
 def pytest_lmsys_sweeps() -> Mapping[str, Mapping[str, Sweep]]:
+    """The sweeps that --sweep names."""
     from benchmarks.sweeps import SWEEPS
 
     return SWEEPS
 
 
-LEFT_OUT = pytest.StashKey[dict[str, int]]()  # how many tests by their mark
-HOW = {
+LEFT_OUT = pytest.StashKey[dict[str, int]]()  # by mark the number of tests that were left out
+HOW = {  # by mark what its tests need, and how to run them
     "gpu": "which need a GPU: {} (python -m pytest -m gpu, where there is one)",
     "long": "which compile, or start many processes: {} (python3 -m nox -s long, as CI does)",
     "on_request": "which take minutes: {} (python -m pytest -m on_request)",
     "browser": "which open pages in a browser: {} (python3 -m nox -s browser)",
 }
 
-ASKED = "on_request", "long", "browser"  # the marks of what runs only with -m
+ASKED = "on_request", "long", "browser"  # marks of tests that run only where -m names the mark
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what a plain run does not run. Where -m names the mark, what needs a GPU is skipped."""
+    """Deselects tests with a mark of ASKED, and with `gpu` where there is none; with -m gpu the latter are skipped."""
     has_gpu, asked = torch.cuda.is_available(), config.option.markexpr or ""
     left_out: dict[str, list[pytest.Item]] = {mark: [] for mark in HOW}
     for item in items:
@@ -76,19 +82,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of xdist tells the process that prints the summary, which collects nothing."""
+    """In a worker of xdist, passes the counts on to the process that prints the summary."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, {})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Each worker has collected all; one that died says nothing."""
+    """Takes the counts of any worker of xdist: each has collected all tests. One that died has sent none."""
     if left_out := getattr(node, "workeroutput", {}).get("left_out"):
         node.config.stash[LEFT_OUT] = left_out
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Prints how many tests were left out by each mark, and how to run them."""
     for mark, count in config.stash.get(LEFT_OUT, {}).items():
         if count:
             terminalreporter.write_line(f"tests left out, {HOW[mark].format(f'{count:,}')}")

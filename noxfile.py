@@ -2,12 +2,12 @@
 # requires-python = ">=3.11"
 # dependencies = ["nox>=2025.2.9"]
 # ///
-"""Sessions: lint, tests, bench. On request: long, gpu, newest, tritons, fuzz, commands, browser, report,
-docs, site, package.
+"""What a change must pass, as sessions of nox: `python3 -m nox` runs lint, tests and bench.
 
-Each wraps lines of docs/install.md.
-
-`python3 -m nox -s bench -- --sweep full` hands what follows `--` to the wrapped command.
+On request, by `python3 -m nox -s NAME`, run: long, gpu, newest, tritons, fuzz, commands, browser, report, docs, site,
+package. Each session makes a virtual environment and runs commands that docs/install.md explains, so that they also run
+without nox. `python3 -m nox -s bench -- --sweep full` passes what follows `--` to the command. A new session is a
+function here; .ci/run says which of them continuous integration runs.
 """
 
 import argparse
@@ -25,16 +25,16 @@ nox.options.default_venv_backend = "virtualenv"  # pip and its settings, also wh
 nox.options.reuse_venv = "yes"
 
 TORCH = "torch==2.13.0"
-TRITON = "triton==3.6.0"  # for a torch that brings none, as CPU builds: there its interpreter runs the kernels
-TRITONS = list(dict.fromkeys(re.findall(r'"([\d.]+)"', Path("lmsys/kernels/tritons.py").read_text())))  # each once
+TRITON = "triton==3.6.0"  # installed beside a CPU build of torch, which brings none: its interpreter runs the kernels
+TRITONS = list(dict.fromkeys(re.findall(r'"([\d.]+)"', Path("lmsys/kernels/tritons.py").read_text())))  # versions
 SITE = Path("reports/site")
-WORKERS = str(min(8, 1 + (os.cpu_count() or 1)))  # of tests: one more than processors, for a test waits now and then
-NOTHING_TO_BUILD = 3  # what flash_cuda's build exits with; its row then says why, and the others are tested
+WORKERS = str(min(8, 1 + (os.cpu_count() or 1)))  # processes that run tests: one may wait while others compute
+NOTHING_TO_BUILD = 3  # exit code of flash_cuda's build without a compiler: its row then says why, others are tested
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 
 def install(session: nox.Session, group: str) -> None:
-    """torch first, so that its build decides whether triton has to be added; then the project and a group."""
+    """Installs torch, Triton where this build of torch has none, then the project with a dependency group."""
     session.install(TORCH)
     lookup = "import importlib.util, sys; print(sys.platform, importlib.util.find_spec('triton'))"
     found = session.run_install("python", "-c", lookup, silent=True)
@@ -45,7 +45,7 @@ def install(session: nox.Session, group: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, layout, types."""
+    """Checks style, format and types."""
     session.install(*nox.project.dependency_groups(PROJECT, "lint"))
     session.run("python", "-m", "ruff", "check", ".")
     session.run("python", "-m", "ruff", "format", "--check", ".")
@@ -54,9 +54,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The laws, for every row that this machine can run."""
+    """Runs all tests but the long ones, for every row that this machine can run."""
     install(session, "test")
-    # A file's tests stay together: what they share is made once. conftest.py has the longest files begin first.
+    # A file's tests stay in one process: what they share is made once. tests/conftest.py orders files, longest first.
     # Tests start hundreds of interpreters, which need not all compile the same modules.
     env = {"PYTHONDONTWRITEBYTECODE": ""}
     pytest = "python", "-m", "pytest", "-n", WORKERS, "--dist", "loadfile", "--no-loadscope-reorder"
@@ -65,14 +65,14 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def long(session: nox.Session) -> None:
-    """The laws that compile for a CPU or start many processes, which CI asks beside the others."""
+    """Runs the tests that compile for a CPU or start many processes; CI runs them beside the others."""
     install(session, "test")
     session.run("python", "-m", "pytest", "-n", WORKERS, "-m", "long", *session.posargs)
 
 
 @nox.session(default=False)
 def gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device, and before them the CUDA C++ kernels, compiled once and side by side."""
+    """Runs the tests that need a CUDA device, after it has compiled the CUDA C++ kernels once, in parallel."""
     install(session, "test")
     session.run("python", "-m", "lmsys.attention.flash_cuda", success_codes=[0, NOTHING_TO_BUILD])
     session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs)
@@ -80,7 +80,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def newest(session: nox.Session) -> None:
-    """README's environment: whichever torch, Triton and numpy pip brings today, and no row that refuses them."""
+    """Tests with the versions of torch, Triton and numpy that pip installs today, as README's commands do."""
     session.install("--upgrade", "-e", ".[bench]", *nox.project.dependency_groups(PROJECT, "test"))
     session.run("lmsys")
     session.run("lmsys", "check", "flash_triton")
@@ -91,34 +91,34 @@ def newest(session: nox.Session) -> None:
 @nox.session(default=False)
 @nox.parametrize("triton", TRITONS)
 def tritons(session: nox.Session, triton: str) -> None:
-    """Asks a version of Triton all that needs no GPU: simulation, SASS, launches, exact numbers."""
+    """Runs the tests of a version of Triton that need no GPU: simulation, SASS, launches, exact numbers."""
     session.install(TORCH)
     session.install("-e", ".", *nox.project.dependency_groups(PROJECT, "test"))
     session.install("--no-deps", f"triton=={triton}")  # whichever a CUDA build of this torch asks for
     tests = "tests/kernels", "tests/attention/test_gluon_kernels.py", "tests/attention/test_sass.py"
     pytest = "python", "-m", "pytest", "-n", "2", "--dist", "loadfile"
     session.run(*pytest, *(session.posargs or tests))
-    if not session.posargs:  # what the suite leaves out
+    if not session.posargs:  # the tests of these files that a plain run leaves out
         session.run(*pytest, "-m", "on_request or long", *tests)
 
 
 @nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
-    """100,000 spoiled files for each reader of a file: a result or a ValueError, and no other file is touched."""
+    """Gives each reader of files 100,000 damaged ones: it must return a result or raise ValueError, nothing else."""
     install(session, "test")
     session.run("python", "-m", "pytest", "-n", "2", "tests/fuzz", *session.posargs, env={"LMSYS_FUZZ": "100000"})
 
 
 @nox.session(default=False)
 def commands(session: nox.Session) -> None:
-    """Every command of the pages, run in order, small."""
+    """Runs every command of README and docs, in order, with small sizes."""
     install(session, "test")
     session.run("python", "-m", "pytest", "-n", "2", "-m", "on_request", "tests/test_commands.py", *session.posargs)
 
 
 @nox.session(default=False)
 def browser(session: nox.Session) -> None:
-    """The published page in Chromium: the one that is installed, else one that Playwright brings."""
+    """Tests the published page in the Chromium that is installed, else in one that Playwright installs."""
     install(session, "browser")
     if not (shutil.which("chromium") or shutil.which("google-chrome")):
         session.run("python", "-m", "playwright", "install", "chromium")
@@ -127,7 +127,7 @@ def browser(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure, then build the report of what was measured."""
+    """Runs the benchmarks, then builds the report of their result."""
     install(session, "bench")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--benchmark-json", type=Path, default=Path("out/bench.json"))
@@ -136,28 +136,28 @@ def bench(session: nox.Session) -> None:
     result.parent.mkdir(parents=True, exist_ok=True)
     try:
         session.run("python", "-m", "pytest", "benchmarks", "--benchmark-only", f"--benchmark-json={result}", *options)
-    finally:  # a row that is wrong fails the run, and stands on the page
+    finally:  # also where a wrong row has failed the run: the page shows it
         if result.is_file():
             build(session, result.with_suffix(""), str(result))
 
 
 @nox.session(default=False)
 def report(session: nox.Session) -> None:
-    """Rebuild the report from the result files given, without torch."""
+    """Builds the report of the result files that follow `--`, by default of the committed ones, without torch."""
     session.install(*nox.project.dependency_groups(PROJECT, "report"))
     build(session, SITE, *session.posargs)
 
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """The pages of docs/ as a site, in out/docs; a link that leads nowhere is an error."""
+    """Builds docs/ as a site in out/docs; a broken link is an error."""
     session.install(*nox.project.dependency_groups(PROJECT, "docs"))
     build_docs(session)
 
 
 @nox.session(default=False)
 def site(session: nox.Session) -> None:
-    """The same site, with the reports of the committed runs in out/docs/published: what GitHub Pages shows."""
+    """Builds the site that GitHub Pages shows: docs/, and in out/docs/published the reports of the committed runs."""
     session.install(*nox.project.dependency_groups(PROJECT, "docs", "report"))
     build_docs(session)
     session.run("python", "-m", "reports", "-o", "out/docs/published")
@@ -167,7 +167,7 @@ def site(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def package(session: nox.Session) -> None:
-    """The wheel, in out/dist, and the same by way of git: each checks, measures and reports in an empty folder."""
+    """Builds the wheel in out/dist; it, and an install by git, must check, measure and report in an empty folder."""
     session.install(TORCH, "build")
     root, dist = Path.cwd(), Path("out/dist").resolve()
     shutil.rmtree(dist, ignore_errors=True)
@@ -186,11 +186,13 @@ def package(session: nox.Session) -> None:
 
 
 def build_docs(session: nox.Session) -> None:
+    """Builds docs/ as a site in out/docs."""
     session.run("python", "-m", "mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 def build(session: nox.Session, folder: Path, *arguments: str) -> None:
-    if session.run("python", "-m", "reports", "-o", str(folder), *arguments):  # not so with --install-only
+    """Builds the report of these result files in a folder, and tells where its page is."""
+    if session.run("python", "-m", "reports", "-o", str(folder), *arguments):  # None with --install-only
         session.log(f"report: {(folder / 'index.html').resolve()}")
 
 
