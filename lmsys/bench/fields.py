@@ -121,6 +121,20 @@ def positive(text: str) -> int:
 
 
 ROLES = ("axis", "metric", "outcome", "detail")
+PREFIXES = {  # of units, and what they multiply by
+    "u": 1e-6,
+    "µ": 1e-6,
+    "m": 1e-3,
+    "": 1.0,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+}
+RATIOS = {"%": ("%", 100.0), "x": ("×", 1.0), "×": ("×", 1.0)}  # units of ratios, as readers see them, and factors
 Record = dict[str, Any]
 
 
@@ -142,7 +156,8 @@ class Field:
     role    axis: what was asked; metric: a number that is shown; outcome: how the case ended; detail: the rest, such as
             lists that a drawing reads
     about   a sentence for captions: what the number is
-    shown   the unit that readers see, such as ms, GiB, TFLOP/s or %; the stored one when empty
+    shown   the unit that readers see: the stored one with a prefix, such as ms, GiB or TFLOP/s, or one of RATIOS, as %;
+            the stored one when empty
     of      a function of the finished record that gives the value; it may raise KeyError, TypeError or
             ZeroDivisionError where the record lacks what it needs, and the field is then None
     """
@@ -156,7 +171,14 @@ class Field:
     of: Callable[[Record], Any] | None = None
 
     def __post_init__(self) -> None:
-        hold((self.role in ROLES, f"field {self.name!r}: role={self.role!r} must be one of {', '.join(ROLES)}"))
+        shown = [prefix + self.unit for prefix in PREFIXES if self.unit] + list(RATIOS)
+        hold(
+            (self.role in ROLES, f"field {self.name!r}: role={self.role!r} must be one of {', '.join(ROLES)}"),
+            (
+                self.shown in ("", *shown),
+                f"field {self.name!r}: shown={self.shown!r} must be one of {', '.join(shown)}",
+            ),
+        )
 
     def called(self, **changes: Any) -> "Field":
         """A copy with other words."""

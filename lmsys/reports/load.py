@@ -25,7 +25,6 @@ HARDWARE = ("name", "device", "gpu", "gpu_count", "capability")
 LAST = 1000  # the place on the page of a benchmark whose layout states none
 LONGEST_NAME = 120  # of a file, in characters
 FACTS = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "triton", "python": "Python"}
-EVERYWHERE = [field.name for field in COMMON]  # names of fields that each record has
 Fields = dict[str, dict[str, Field]]  # by benchmark and name, in declared order
 Rows = dict[str, dict[str, Record]]  # by kind of table and name, in the table's order
 Run = tuple[str, str]  # its date, and its machine's facts as JSON
@@ -156,7 +155,8 @@ def _load(path: Path) -> Record:
             f"{path}: not a result of this bench: its fields or rows are not what they should be"
         ) from error
     except ValueError as error:
-        raise InputError(" ".join(str(error).split())) from error
+        message = " ".join(str(error).split())
+        raise InputError(message if message.startswith(str(path)) else f"{path}: {message}") from error
 
 
 def by_name(result: Record) -> Record:
@@ -181,7 +181,8 @@ def machines_of(
         taken[slug] += 1
         slug += f"-{taken[slug]}" if taken[slug] > 1 else ""
         records = [
-            {**dict.fromkeys(EVERYWHERE), **case, "machine": slug, "run": runs.index(run)} for run, case in of_machine
+            {**dict.fromkeys(field.name for field in COMMON), **case, "machine": slug, "run": runs.index(run)}
+            for run, case in of_machine
         ]
         records.sort(key=lambda line: [str(line.get(name)) for name in IDENTITY])
         yield Machine(slug, title, facts, records, fields, rows, layouts)

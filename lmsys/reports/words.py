@@ -13,22 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmsys.bench.fields import Field, Record
+from lmsys.bench.fields import PREFIXES, RATIOS, Field, Record
 
-PREFIXES = {
-    "u": 1e-6,
-    "µ": 1e-6,
-    "m": 1e-3,
-    "": 1.0,
-    "k": 1e3,
-    "M": 1e6,
-    "G": 1e9,
-    "T": 1e12,
-    "Ki": 2**10,
-    "Mi": 2**20,
-    "Gi": 2**30,
-}
-RATIOS = {"%": ("%", 100.0), "x": ("×", 1.0), "×": ("×", 1.0)}  # as fields without a unit are shown
 NAMES = re.compile(r"\{(\w+)\}")
 UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")
 # Fields that follow from the samples, as all rates do.
@@ -100,15 +86,11 @@ def filled(text: str, values: Mapping[str, Any]) -> str:
 
 
 def unit_of(field: Field) -> tuple[str, float]:
-    """The unit that readers see, and the factor from the stored value to it.
-
-    A field whose `shown` is neither a known ratio nor its unit with a known prefix is shown as it is stored.
-    """
+    """The unit that readers see, and the factor from the stored value to it."""
     if field.shown in RATIOS:
         return RATIOS[field.shown]
-    prefix = field.shown.removesuffix(field.unit)
-    known = field.unit and field.shown.endswith(field.unit) and prefix in PREFIXES
-    return (field.shown, 1 / PREFIXES[prefix]) if known else (field.unit, 1.0)
+    shown = field.shown or field.unit
+    return shown, 1 / PREFIXES[shown.removesuffix(field.unit)]
 
 
 def scaled(field: Field, value: Any) -> float:

@@ -172,6 +172,10 @@ WRONG_FACTS = [
             RESULT | {"fields": {"attention": [{"name": "x", "role": "hero"}]}},
             "fields.attention[0].role: must be one of axis, metric, outcome, detail; got 'hero'",
         ),
+        (
+            RESULT | {"fields": {"attention": [{"name": "x_s", "unit": "s", "shown": "parsecs"}]}},
+            "result.json: field 'x_s': shown='parsecs' must be one of us, µs, ms, s,",
+        ),
         (RESULT | {"rows": {"attention": [{"label": "x"}]}}, "rows.attention[0]={'label': 'x'} has no 'name'"),
         (RESULT, "nothing to report"),
         (RESULT | {"fields": {}, "records": [naive(1)]}, "'attention', and nothing declares their fields"),

@@ -84,12 +84,18 @@ def read_machine(settings: list[dict[str, Any]]) -> Any:
         (Field("mfu", shown="%"), 0.5, "mfu, %", 50),
         (Field("times", shown="x"), 1.5, "times, ×", 1.5),
         (Field("tokens_per_s", "tokens/s", "Rate"), 7.0, "Rate, tokens/s", 7),
-        (Field("far", "s", shown="parsecs"), 7.0, "far, s", 7),
     ],
 )
 def test_units_are_those_that_readers_see(field: Field, stored: float, head: str, shown: float) -> None:
     assert head_of(field) == head and scaled(field, stored) == pytest.approx(shown)
     assert math.isnan(scaled(field, None))
+
+
+@pytest.mark.parametrize(("unit", "shown"), [("s", "parsecs"), ("B", "mibs"), ("", "ms"), ("s", "Hs")])
+def test_a_unit_that_nobody_can_convert_to_is_an_error_where_it_is_declared(unit: str, shown: str) -> None:
+    """With what would be right; no column would say that its numbers are in another unit."""
+    with pytest.raises(ValueError, match=f"field 'far': shown='{shown}' must be one of .*{unit or '%'}"):
+        Field("far", unit, shown=shown)
 
 
 @pytest.mark.parametrize(
