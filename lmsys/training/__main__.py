@@ -1,8 +1,10 @@
 """From text to a trained model: `lmsys train [STEP] [--config FILE.json]`.
 
-Without a step all of them: tokenizer, tokenize, train, evaluate, generate. Alone, as ranks of torchrun, or with ranks
-of its own (--ranks 2). Exit codes: 0 done; 2 a setting or input that is wrong; 3 the loss was not finite for too long;
-1 anything else; 130 (Ctrl-C) and 143 (SIGTERM): interrupted, and a checkpoint was written.
+Without STEP all steps run: tokenizer, tokenize, train, evaluate, generate (pipeline.py). The command runs in one
+process, as a rank of torchrun, or starts ranks of its own (--ranks 2). Settings are those of config.py.
+
+Exit codes: 0 done; 2 a setting or input is wrong; 3 the loss was not finite for too long; 1 anything else; 130 (Ctrl-C)
+and 143 (SIGTERM): interrupted, and a checkpoint was written.
 """
 
 import argparse
@@ -29,10 +31,10 @@ from lmsys.parallel.group import ERRORS_S, TorchrunGroup, WorkerError, WorkerGro
 from lmsys.training import checkpoint, loop, pipeline
 from lmsys.training.config import RunConfig
 
-TIMEOUT_S = 1800.0  # for a collective: ranks wait so long for one that makes a tokenizer
-FOREVER_S = 20 * 86_400.0
+TIMEOUT_S = 1800.0  # of a collective: ranks wait so long for the one that makes a tokenizer
+FOREVER_S = 20 * 86_400.0  # for a whole training
 BAD_INPUT, NONFINITE, FAILED = 2, 3, 1
-SHORT = {  # options for some settings, and the word for their value
+SHORT = {  # options of their own for some settings: (setting, what stands for its value in the help)
     "attention": ("model.attention", "ROW"),
     "strategy": ("train.strategy", "ROW"),
     "output": ("output", "DIR"),
@@ -63,7 +65,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_config(arguments: argparse.Namespace) -> RunConfig:
-    """The file's settings, then the size's, then those of the command line, of which the last holds."""
+    """The config: the file's settings, over them the size's, then those of the command line; the last one holds.
+
+    ValueError, with the file, for what is wrong in it.
+    """
     config = RunConfig()
     if arguments.config is not None:
         text = files.read_text(arguments.config)
@@ -76,6 +81,7 @@ def read_config(arguments: argparse.Namespace) -> RunConfig:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Runs the command and returns its exit code; what went wrong is a line on standard error."""
     given = parser().parse_args(arguments)
     try:
         config = read_config(given)
@@ -105,11 +111,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int | None) -> int:
+    """Runs the pipeline here, as a rank of torchrun, or on `ranks` new ones; the exit code."""
     if watchdog.under_torchrun():
         values.hold((ranks is None, "--ranks starts processes of its own; torchrun has started them already"))
         joined = TorchrunGroup(_backend(config), TIMEOUT_S)
         code = pipeline.run(config, steps, skip_data)
-        joined.close()  # not after an error: others wait in it
+        joined.close()  # not after an error: other ranks still wait in a collective
         return code
     if ranks is None:
         return pipeline.run(config, steps, skip_data)
@@ -122,25 +129,26 @@ def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int
 
 
 def _backend(config: RunConfig) -> str | None:
-    """gloo where the config asks for the CPU; else as there are GPUs."""
+    """The backend of torch.distributed for the config's device; None: NCCL where there are GPUs, else gloo."""
     return {"cpu": "gloo", "cuda": "nccl"}.get(config.train.device or "")
 
 
 def _pass_on(group: WorkerGroup, received: list[int], number: int, _: object) -> None:
-    """Sends SIGTERM to the ranks: they save and end, and this process with them."""
+    """A handler of signals that sends SIGTERM to the ranks: they save and end, and this process with them."""
     received.append(number)
     for pid in group.pids:
         os.kill(pid, signal.SIGTERM)
 
 
 def _failed(code: int, message: str) -> int:
+    """Prints why the command fails; returns the exit code."""
     rank = f"rank {os.environ['RANK']} failed {doing.last()}: " if watchdog.under_torchrun() else ""
     print(f"lmsys train: {rank}{message}", file=sys.stderr)
     return code
 
 
 def _leave(code: int) -> None:
-    """Ends a rank of torchrun: one that has failed at once, since its group cannot be left while others wait in it."""
+    """Ends a rank of torchrun. One that has failed exits at once: its process group cannot end while others wait."""
     if code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
         watchdog.said()
         sys.stdout.flush()

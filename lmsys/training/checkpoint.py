@@ -5,7 +5,9 @@ share and one for each rank's own part, under names that no earlier save has use
 last, when all that it names is on the disk, so a save that is killed at any moment leaves the earlier checkpoints as
 they were. All ranks write to one folder. Loading unpickles tensors and plain values only (`weights_only`).
 
-For a loop of your own `save_checkpoint` writes model, optimizer and the number of steps in one file, without checksums.
+The training loop calls `save`; the pipeline calls `newest`, which gives a `Checkpoint`. What is in the parts is decided
+in training_state.py. For a loop of your own `save_checkpoint` writes model, optimizer and the number of steps in one
+file, without checksums.
 """
 
 import hashlib
@@ -30,7 +32,7 @@ _MANIFEST = re.compile(r"step-(\d{8,})\.json")
 _WRITTEN = re.compile(
     r"step-(\d{8,})(-(shared|rank-\d+)-[0-9a-f]{8}\.pt(\.[0-9a-f]{8}\.tmp)?|\.json\.[0-9a-f]{8}\.tmp)"
 )
-_FORMAT = 1
+_FORMAT = 1  # of manifests: raise it when older versions could not read a new one
 
 
 class SaveError(OSError):
@@ -39,7 +41,12 @@ class SaveError(OSError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A saved one. `facts` is what the saver said of it (such as the model's config), in plain JSON."""
+    """A saved checkpoint, as its manifest describes it.
+
+    world_size  how many ranks saved it
+    facts       what `save` was given about it, such as the model's config, as JSON has it
+    files       by part, "shared" or "rank-0", its "file", "bytes" and "sha256"
+    """
 
     manifest: Path
     step: int
@@ -55,7 +62,7 @@ class Checkpoint:
         return load_state(self._verified("shared"), *keys)
 
     def own(self, rank: int, *keys: str) -> State:
-        """The part of a rank, of those that saved: at another world size, ask for all. Errors as in `shared`."""
+        """The part of one of the ranks that saved. At another world size read all of them. Errors as in `shared`."""
         values.hold(
             (0 <= rank < self.world_size, f"{self.manifest}: saved by {self.world_size} ranks, has no part of {rank=}")
         )
@@ -67,7 +74,7 @@ class Checkpoint:
             raise ValueError(f"{self.manifest}: saved with {name}={saved!r}; this run has {expected!r}")
 
     def differences(self, **facts: Any) -> Iterator[tuple[str, Any, Any]]:
-        """(its name, as it was saved, as given) of each fact, and in it of each field, that is not as given."""
+        """(name, saved, given) of each fact, and of each field in a fact, that is not as given."""
         for name, expected in facts.items():
             expected, saved = json.loads(json.dumps(expected)), self.facts.get(name)
             if not isinstance(saved, dict) or not isinstance(expected, dict):
@@ -79,11 +86,12 @@ class Checkpoint:
                     yield f"{name}.{key}", saved.get(key), expected.get(key)
 
     def verify(self) -> None:
-        """ValueError, with the file, unless each is there with its length and SHA-256."""
+        """ValueError, with the file, unless every file is there with its length and SHA-256."""
         for name in self.files:
             self._verified(name)
 
     def _verified(self, name: str) -> Path:
+        """The file of a part. ValueError unless it is as it was saved."""
         values.hold((name in self.files, f"{self.manifest}: names no file of {name!r}"))
         entry = self.files[name]
         path = self.manifest.with_name(entry["file"])
@@ -108,12 +116,13 @@ def save(
     world_size: int = 1,
     gather: Callable[[Any], list[Any]] = lambda mine: [mine],
 ) -> Path:
-    """Save on every rank at once; returns the manifest's path when the checkpoint is whole and on the disk.
+    """Saves a checkpoint; returns its manifest's path when all is on the disk. All ranks call it.
 
-    shared   of rank 0 alone: others' is not looked at
+    shared   what all ranks have in common: rank 0's is saved
     own      this rank's part
-    keep     how many checkpoints stay, this and the latest before it; None: all
-    gather   every rank's value in the order of ranks, as `all_gather_object` gives it
+    facts    about the checkpoint, for `Checkpoint.require`
+    keep     how many checkpoints stay, this one and the latest before it; None: all
+    gather   gives the values of all ranks, by rank, as `all_gather_object` does
 
     SaveError on every rank when one of them fails, as with a full disk; ValueError for keep < 1 or step < 0.
     """
@@ -145,9 +154,9 @@ def save(
 
 
 def newest(folder: Path, verified: bool = True) -> Checkpoint | None:
-    """The whole checkpoint of the highest step, or None. One that is torn is passed over with a warning.
+    """The checkpoint of the highest step in a folder, or None. One that is damaged is passed over with a warning.
 
-    verified  every file is read; else its manifest alone is
+    verified  True: all its files are read; False: its manifest alone
     """
     for manifest in _manifests(Path(folder)).values():
         try:
@@ -191,7 +200,7 @@ def read(manifest: Path) -> Checkpoint:
 
 
 def _write_parts(folder: Path, step: int, parts: Mapping[str, State], written: dict[str, dict[str, Any]]) -> None:
-    """Writes each part to a file, which `written` names before there is anything of it, for who removes it."""
+    """Writes each part to a file. `written` gets its name first, so that a file of a failed save can be removed."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, state in parts.items():
         path = folder / f"step-{step:08}-{name}-{secrets.token_hex(4)}.pt"
@@ -202,7 +211,8 @@ def _write_parts(folder: Path, step: int, parts: Mapping[str, State], written: d
 
 
 def _commit(manifest: Path, content: Mapping[str, Any]) -> None:
-    _sync_folder(manifest.parent)  # the names of the parts, before that of the manifest
+    """Writes the manifest, with its own SHA-256."""
+    _sync_folder(manifest.parent)  # the names of the parts are on the disk before that of the manifest
     files.write_json(manifest, {**content, "sha256": _digest(content)})
     _sync_folder(manifest.parent)
 
@@ -220,7 +230,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _failure_of(function: Callable[..., None], *arguments: Any) -> str | None:
-    """Calls the function, and says what failed: the other ranks wait to hear of it."""
+    """Calls the function; returns what failed as text, which the other ranks wait for, or None."""
     try:
         function(*arguments)
     except Exception as error:
@@ -233,10 +243,11 @@ def _failure_of(function: Callable[..., None], *arguments: Any) -> str | None:
 
 
 def _tidy(folder: Path, step: int, keep: int | None) -> None:
-    """Remove the checkpoints beyond `keep`, and parts that no manifest names, such as those of killed saves.
+    """Removes the checkpoints beyond `keep`, and parts that no manifest names, such as those of killed saves.
 
-    Later steps stay and do not count: they are there when a run has gone back behind them, as behind a torn one. So
-    does what no save can have written: files with other names, and manifests that cannot be read, with their parts.
+    Checkpoints of later steps stay and do not count: they are there when a run has gone back to an earlier one, as from
+    a damaged one. Files with names that no save writes stay too, and so do manifests that cannot be read, with their
+    parts.
     """
     named, unknown, count = set[str](), set[int](), 0
     for saved_step, manifest in _manifests(folder).items():
@@ -257,7 +268,7 @@ def _tidy(folder: Path, step: int, keep: int | None) -> None:
 
 
 def _manifests(folder: Path) -> dict[int, Path]:
-    """Sorts checkpoints by step, the highest first. A folder of such a name is none."""
+    """The manifests in a folder by step, the highest first."""
     by_step = {}
     for path in folder.glob("step-*.json"):
         match = _MANIFEST.fullmatch(path.name)
@@ -272,8 +283,8 @@ File = str | os.PathLike[str] | IO[bytes]
 def save_checkpoint(model: torch.nn.Module, optimizer: Optimizer, iteration: int, out: File) -> None:
     """Saves a dictionary of `model`, `optimizer` (their state dicts) and `iteration` to a path or a binary file.
 
-    A path's folder is made. The file is there whole or, as before, not at all. ValueError unless iteration is a whole
-    number from 0 on.
+    A path's folder is made, and its file is replaced only once the new one is whole. ValueError unless iteration is a
+    whole number from 0 on.
     """
     state = {
         "model": model.state_dict(),
@@ -307,7 +318,7 @@ def load_state(path: Path | IO[bytes], *keys: str) -> dict[str, Any]:
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a pickle that is wrong, almost any
+    except Exception as error:  # a wrong pickle raises almost any kind
         raise ValueError(
             f"{path}: must hold tensors and plain values alone; loading it gives {type(error).__name__}"
         ) from error

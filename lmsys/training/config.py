@@ -1,4 +1,8 @@
-"""Every setting of a training run, in plain values: frozen, checked, and JSON there and back. Imports no torch."""
+"""Every setting of a training run, in plain values: frozen, checked, and JSON there and back. Imports no torch.
+
+`lmsys train` reads a `RunConfig` from --config and --set; pipeline.py and loop.py act on it. A new setting is a field
+here and a line in its class's docstring: the command line, the JSON and the checks of types follow from its annotation.
+"""
 
 import json
 import re
@@ -33,13 +37,13 @@ class DataConfig(strict_json.Checked):
     corpus        stdlib, tinystories, or the path of a text file
     valid         a text file to evaluate on; None: what the corpus holds out
     folder        where corpora are kept; None: `corpora` in $LMSYS_CACHE_DIR
-    url           where tinystories is downloaded from; valid_url: the part to evaluate on. A file is kept by the name
-                  that its URL ends in
-    sha256        expected SHA-256 of the file at `url` (valid_sha256: at `valid_url`); None: any is taken
-    tokenizer     the folder of one that is there; None: one is trained on the corpus, of model.vocab_size tokens
-    processes     of tokenizing, on each rank; None: a rank's share of the cores
-    packing       none: a sequence is running text, in which a token sees all before it, of other documents too;
-                  documents: a token sees its own document alone, as if that were trained apart
+    url           where tinystories is downloaded from; valid_url: the part to evaluate on. A file is kept under the
+                  name that its URL ends in
+    sha256        expected SHA-256 of the file at `url` (valid_sha256: at `valid_url`); None: any file is taken
+    tokenizer     the folder of a tokenizer; None: one of model.vocab_size tokens is trained on the corpus
+    processes     processes that tokenize, on each rank; None: a rank's share of the cores
+    packing       none: a sequence is running text, in which a token attends to all before it, other documents included;
+                  documents: a token attends to its own document alone
     """
 
     corpus: PathText = "stdlib"
@@ -71,28 +75,30 @@ class DataConfig(strict_json.Checked):
 class TrainConfig(strict_json.Checked):
     """How the model is trained.
 
-    batch_size        sequences of a step, over all ranks and micro-batches: the same curve for any number of ranks
+    batch_size        sequences of a step, over all ranks and micro-batches: any number of ranks has the same loss curve
     micro_batch_size  sequences that a rank holds at once
-    reproducible      the same weights, bit for bit, on any number of ranks and under any strategy of ours; the batch is
-                      then so many `leaves`, a power of two, in place of micro-batches, on 1, leaves/2 or leaves ranks
-    lr, min_lr        the cosine schedule's largest and last
-    warmup_steps      from 0 to lr; None: 20, or half of the steps where these are fewer than 40
-    undecayed         parts of the names of parameters that weight decay leaves alone, such as ln|embeddings; None: none
-    clip_norm         of the gradient; 0: it is not clipped
+    reproducible      the same weights, bit for bit, on any number of ranks and under any strategy of ours. The batch is
+                      then divided into `leaves`, a power of two, in place of micro-batches, and runs on 1, leaves / 2
+                      or leaves ranks
+    lr, min_lr        the largest and the last learning rate of the cosine schedule
+    warmup_steps      steps from a rate of 0 to lr; None: 20, or half of the steps where these are fewer than 40
+    undecayed         parameters without weight decay: parts of their names, such as ln|embeddings; None: all decay
+    clip_norm         the norm that gradients are clipped to; 0: they are not clipped
     precision         fp32, or bf16 by autocast
-    compile           the blocks by torch.compile, several to a graph where the strategy is none
-    fused             the blocks by kernels of lmsys.model.fused in place of a compiler, on CUDA; best with graph; not
-                      with activation checkpointing, nor with strategies whose ranks step a part of the parameters
-    graph             forward, backward and synchronization replayed as one CUDA graph, so that no kernel waits for the
+    compile           compile the blocks by torch.compile, several to a graph where the strategy is none
+    fused             run the blocks by the kernels of lmsys.model.fused, without a compiler, on CUDA; best with graph;
+                      not with activation checkpointing, nor with strategies whose ranks step a part of the parameters
+    graph             replay forward, backward and synchronization as one CUDA graph, so that no kernel waits for the
                       host to launch it; not with packed documents, nor with strategies that shard parameters
     strategy          a row of `lmsys.parallel.STRATEGIES`, or path.py:Class
-    bucket_mb         MiB of a bucket where the strategy has them; None: its own choice
-    sharded_optimizer the optimizer's state divided among ranks, over a strategy that all-reduces
+    bucket_mb         MiB of a bucket, for strategies that have buckets; None: the strategy's own choice
+    sharded_optimizer share out the optimizer's state to ranks, with a strategy that all-reduces gradients
     device            cpu or cuda; None: cuda where there is one
-    memory_gib        of a rank, for model.checkpoint_blocks=fit; None: 90 % of its GPU's
-    threads           of a rank on a CPU; those of a small model wait for each other; None: as torch has them
-    max_nonfinite     steps in a row whose loss or gradient is not finite that are skipped; one more ends the run
-    max_seconds       wall time of a speedrun; None: until all steps are done
+    memory_gib        memory of a rank in GiB, for model.checkpoint_blocks=fit; None: 90 % of its GPU's
+    threads           CPU threads of a rank; many threads of a small model wait for each other; None: torch's default
+    max_nonfinite     steps in a row that are skipped as their loss or gradient is not finite; one more ends the run
+    max_seconds       wall time after which a speedrun ends; None: all steps are done
+    log_interval      steps between lines for the reader
     """
 
     steps: values.Count = 400
@@ -140,7 +146,7 @@ class TrainConfig(strict_json.Checked):
 
     @property
     def warmup(self) -> int:
-        """The steps from a rate of 0 to lr."""
+        """How many steps the learning rate takes from 0 to lr."""
         return min(20, self.steps // 2) if self.warmup_steps is None else self.warmup_steps
 
     @property
@@ -149,7 +155,7 @@ class TrainConfig(strict_json.Checked):
         return self.batch_size // self.leaves if self.reproducible else self.micro_batch_size
 
     def accumulation(self, world_size: int) -> int:
-        """Micro-batches of a rank in a step. ValueError where they do not come out even."""
+        """Micro-batches of a rank in a step. ValueError where the batch cannot be divided evenly among ranks."""
         if self.reproducible:
             fit = sorted({1, max(1, self.leaves // 2), self.leaves})
             values.hold(
@@ -173,7 +179,12 @@ class TrainConfig(strict_json.Checked):
 
 @dataclass(frozen=True)
 class EvaluateConfig(strict_json.Checked):
-    """windows: how many pieces of the held-out text, the same each time; interval: steps between; <= 0: at the end."""
+    """How the model is evaluated on held-out text.
+
+    interval    steps between evaluations; <= 0: only at the end
+    windows     sequences of the held-out text, the same ones each time
+    batch_size  sequences of a forward
+    """
 
     interval: int = 100
     windows: values.Count = 64
@@ -182,10 +193,10 @@ class EvaluateConfig(strict_json.Checked):
 
 @dataclass(frozen=True)
 class CheckpointConfig(strict_json.Checked):
-    """How often the state is saved, so that an interrupted run goes on.
+    """How often the state is saved, so that an interrupted run can go on.
 
-    interval  steps between; <= 0: only at the end, where there always is one
-    keep      so many stay, the latest; None: all
+    interval  steps between checkpoints; the end always has one; <= 0: only the end has
+    keep      how many of the latest checkpoints stay; None: all
     """
 
     interval: int = 100
@@ -194,7 +205,10 @@ class CheckpointConfig(strict_json.Checked):
 
 @dataclass(frozen=True)
 class GenerateConfig(strict_json.Checked):
-    """A sample of what follows `prompt`, as in `lmsys.training.generation.Sampling`."""
+    """The sample that a run prints: `max_new_tokens` behind `prompt`.
+
+    temperature, top_k and top_p are those of `lmsys.training.generation.Sampling`.
+    """
 
     prompt: str = "def "
     max_new_tokens: values.Natural = 100
@@ -206,7 +220,7 @@ class GenerateConfig(strict_json.Checked):
 
 @dataclass(frozen=True)
 class RunConfig(strict_json.Checked):
-    """output: the folder of the tokenizer, tokens, checkpoints and log of this run.
+    """All settings of a run. output: its folder, for tokenizer, tokens, checkpoints and log.
 
     Trust a config as you trust code: its strategy may be a file of Python that is run, and its folders are written to.
     """
@@ -226,11 +240,14 @@ class RunConfig(strict_json.Checked):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Settings that are not given have their defaults. ValueError with the JSON path of what is wrong."""
+        """The config that JSON text describes; settings that it lacks have their defaults.
+
+        ValueError with the JSON path of what is wrong.
+        """
         return strict_json.overlay(cls(), strict_json.parse_json(text))
 
     def changed(self, settings: list[str]) -> "RunConfig":
-        """The config with settings as on the command line, `train.lr=3e-4`; later ones win."""
+        """A copy with other settings, given as on the command line: "train.lr=3e-4". Later ones win."""
         merged: dict[str, object] = {}
         for setting in settings:
             _merge(merged, strict_json.parse_setting(self, setting))
@@ -247,6 +264,7 @@ def file_of(url: str) -> str:
 
 
 def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
+    """Adds the settings of `more`, a nested dict, to `into`."""
     for key, value in more.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             _merge(into[key], value)

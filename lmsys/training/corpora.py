@@ -1,4 +1,8 @@
-"""Texts to train on: the standard library of the running Python, TinyStories, or any text file. Imports no torch."""
+"""Texts to train on: the standard library of the running Python, TinyStories, or any text file. Imports no torch.
+
+The pipeline calls `corpus_of(config.data)` and gets a `Corpus`: a text to train on and another to evaluate on. A new
+corpus is a function like `stdlib`, and a name in `corpus_of`.
+"""
 
 import hashlib
 import http.client
@@ -18,15 +22,15 @@ from lmsys import files, values
 from lmsys.tokenizer import chunks, pretokens
 from lmsys.training.config import DataConfig, file_of
 
-END_OF_TEXT = "<|endoftext|>"  # stands between documents; a special token of a tokenizer for them
-HELD_OUT = 20  # one file of so many is for validation
+END_OF_TEXT = "<|endoftext|>"  # the special token between documents
+HELD_OUT = 20  # one in so many documents is held out for validation
 
 Progress = Callable[[str, int, int], None]  # (work, how much of it is done, of how much)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text to train on, and other text to evaluate on."""
+    """Text to train on, and other text to evaluate on: parts of files, in order."""
 
     train: tuple[chunks.Chunk, ...]
     valid: tuple[chunks.Chunk, ...]
@@ -37,7 +41,7 @@ class Corpus:
 
 
 def make_folder(folder: Path, setting: str) -> None:
-    """Makes the folder that a setting names, where it is missing. ValueError where files cannot be written in it."""
+    """Makes a folder where it is missing. ValueError, with the setting that named it, where it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()
@@ -48,9 +52,10 @@ def make_folder(folder: Path, setting: str) -> None:
 
 
 def stdlib(folder: Path | None = None) -> Corpus:
-    """The modules of the running Python's standard library, tests included, about 30 MB; made where it is not there.
+    """The modules of the running Python's standard library, tests included: about 30 MB. A first call writes the files.
 
-    A document is a module that is UTF-8. Every 20th, in order of names, is for validation.
+    A document is a module that is UTF-8. Every 20th, in order of names, is for validation. folder: where the files are;
+    None: `corpora` in $LMSYS_CACHE_DIR.
     """
     folder = Path(folder or files.cache_folder() / "corpora")
     paths = [folder / f"stdlib-{python_version()}-{part}.txt" for part in ("train", "valid")]
@@ -69,10 +74,10 @@ def stdlib(folder: Path | None = None) -> Corpus:
 def tinystories(
     folder: Path | None = None, settings: DataConfig | None = None, progress: Progress = lambda *_: None
 ) -> Corpus:
-    """TinyStories, as GPT-4 wrote it (Eldan & Li 2023, arXiv 2305.07759), 2.2 GB; downloaded where it is not there.
+    """TinyStories, as GPT-4 wrote it (Eldan & Li 2023, arXiv 2305.07759), 2.2 GB; missing files are downloaded.
 
-    The settings name the URLs of its two files, and their checksums where they are known beforehand. A checksum holds
-    for a file that is there already, too; beside a file stands what it was when it came.
+    The settings name the URLs of its two files, and may give their SHA-256. A file that is there already is held to it,
+    too: the SHA-256 that a file had when it came is kept beside it.
     """
     folder, settings = Path(folder or files.cache_folder() / "corpora"), settings or DataConfig()
     train = _download_once(settings.url, folder, settings.sha256, progress)
@@ -81,7 +86,7 @@ def tinystories(
 
 
 def text_file(path: Path, valid: Path | None = None) -> Corpus:
-    """A file of UTF-8 and another one to evaluate on; without one, the last twentieth of the first.
+    """A UTF-8 file to train on and another to evaluate on; without another, the last twentieth of the first.
 
     ValueError for a file that is absent, empty or too short to be divided.
     """
@@ -113,13 +118,13 @@ def corpus_of(settings: DataConfig, progress: Progress = lambda *_: None) -> Cor
 
 
 def _download_once(url: str, folder: Path, sha256: str | None, progress: Progress) -> Path:
-    """ValueError for a file that is there and has another checksum than it is to have."""
+    """The path of the file of `url` in `folder`, downloaded where it is missing. ValueError for another SHA-256."""
     path = folder / file_of(url)
     note = path.with_name(path.name + ".sha256")
     if not path.is_file():
         make_folder(folder, "data.folder")
         with ExitStack() as ending:
-            ending.callback(files.claim(path))  # which removes what a download that was killed has left
+            ending.callback(files.claim(path))  # `claim` removes what a killed download has left
             note.write_text(download(url, path, sha256=sha256, progress=progress))
     elif sha256 is not None:
         if not note.is_file() or note.stat().st_mtime < path.stat().st_mtime:  # the file came in another way
@@ -135,6 +140,7 @@ def _download_once(url: str, folder: Path, sha256: str | None, progress: Progres
 
 
 def _stdlib_documents() -> Iterator[str]:
+    """The text of each module, in order of their paths."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if "site-packages" in path.parts or "dist-packages" in path.parts:
             continue
@@ -146,8 +152,8 @@ def _stdlib_documents() -> Iterator[str]:
             yield text
 
 
-PIECE_BYTES = 1 << 20  # read at once
-SILENCE_S = 30.0  # of a server, after which a try ends
+PIECE_BYTES = 1 << 20  # bytes of a download that are read at once
+SILENCE_S = 30.0  # a try ends when the server sends nothing for so long
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # before each further try
 CUT = (urllib.error.URLError, http.client.HTTPException, ssl.SSLError, ConnectionError, TimeoutError)
 
@@ -160,11 +166,11 @@ def download(
     progress: Progress = lambda *_: None,
     pauses_s: tuple[float, ...] = PAUSES_S,
 ) -> str:
-    """Fetch `url` into `path`, which is there whole or not at all, and return its SHA-256.
+    """Downloads `url` to `path`, which is there whole or not at all, and returns its SHA-256.
 
-    A cut or refused connection, a silent server and one that is busy are asked again after each of `pauses_s`, for the
-    whole file. ConnectionError when the last try fails too; ValueError for a SHA-256 that is not `sha256`, and for a
-    URL that the server does not have.
+    After a cut or refused connection, and where the server is silent or busy, the whole file is asked for again, after
+    each of `pauses_s`. ConnectionError when the last try fails too; ValueError for a SHA-256 other than `sha256`, and
+    for a URL that the server does not have.
     """
     for pause_s in (*pauses_s, None):
         try:
@@ -180,6 +186,7 @@ def download(
 
 
 def _fetch(url: str, path: Path, sha256: str | None, progress: Progress) -> str:
+    """One try of `download`."""
     content = hashlib.sha256()
     with urllib.request.urlopen(url, timeout=SILENCE_S) as reply, files.replacing(path) as file:
         length = int(reply.headers.get("Content-Length", 0))

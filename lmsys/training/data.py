@@ -1,9 +1,13 @@
-"""Text files into files of token ids, and which of these stand in which batch: a function of the step, not a state.
+"""Text files become files of token ids, and these become batches.
 
-A file of ids is a .npy array, which is memory mapped, with a .json beside it that says whose they are. With several
-ranks each makes a shard of its share of the text, in parallel; the shards in order are what one rank makes alone.
+`tokenize_files` writes ids as a .npy array, which is memory mapped, with a .json beside it about the tokenizer they are
+of. With several ranks each writes a shard for its share of the text, in parallel; the shards in order are what one rank
+writes alone. `Batches` gives the training loop the inputs and targets of a step: they depend on the step's number
+alone, so there is no state to save. `fixed_windows` gives the sequences to evaluate on.
+
 Imports no torch: batches are numpy arrays, which `torch.from_numpy` takes as they are.
-Legend: B sequences of a micro-batch, S context length, N windows of a source.
+Legend: B sequences of a micro-batch, S context length, N windows of a source. A window is S + 1 ids: a sequence's
+inputs, and its targets, which are the inputs moved on by one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +27,7 @@ from lmsys.training.corpora import END_OF_TEXT
 def encode_files(
     tokenizer: Tokenizer, files: Sequence[Path | chunks.Chunk], processes: int = 1
 ) -> Iterator[np.ndarray]:
-    """The ids of the files' text, one file behind another, in pieces; each process holds a chunk of text at a time.
+    """The ids of the files' text, one file after another, in arrays; each process holds one chunk of text at a time.
 
     ValueError for a file that is absent or not UTF-8.
     """
@@ -43,10 +47,10 @@ def tokenize_files(
     rank: int = 0,
     world_size: int = 1,
 ) -> Path:
-    """Write the ids to `output`, NAME.npy, or as one of several ranks to its shard NAME-00001-of-00004.npy.
+    """Writes the ids to `output`, NAME.npy, or as one of several ranks to its shard NAME-00001-of-00004.npy.
 
-    uint16, or uint32 for more than 65,536 tokens. The file appears when it is whole. Returns its path.
-    ValueError: no text, a file that is absent or not UTF-8, `rank` outside the world.
+    Ids are uint16, or uint32 for more than 65,536 tokens. The file appears when it is whole. Returns its path.
+    ValueError: no text, a file that is absent or not UTF-8, a rank outside of 0 to world_size - 1.
     """
     values.whole("rank", rank, least=0, most=world_size - 1)
     parts = [chunks.whole(file) for file in files]
@@ -54,7 +58,7 @@ def tokenize_files(
         raise chunks.no_text(parts)
     share = chunks.split(parts, pretokens.Pretokenizer(tokenizer.special_tokens), world_size)[rank]
     path = shards(Path(output), world_size)[rank]
-    path.with_suffix(".json").unlink(missing_ok=True)  # an array without it is of nobody's making
+    path.with_suffix(".json").unlink(missing_ok=True)  # until the new array is whole, nothing may describe it
     with replacing(path) as file:
         count = _write_array(file, encode_files(tokenizer, share, processes), tokenizer.dtype)
     facts = {
@@ -68,12 +72,12 @@ def tokenize_files(
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """The id that ends a document; None: the tokenizer has no special token for it."""
+    """The id that ends a document; None where the tokenizer has no special token for it."""
     return tokenizer.encode(END_OF_TEXT)[0] if END_OF_TEXT in tokenizer.special_tokens else None
 
 
 def read_end_of_text(path: Path) -> int:
-    """The id that ends a document in a file of tokens. ValueError where the facts beside the file know none."""
+    """The id that ends a document in a file of ids. ValueError where the .json beside the file names none."""
     facts_file = Path(path).with_suffix(".json")
     facts = strict_json.read_json(facts_file, vocab_size=int) if facts_file.is_file() else {"vocab_size": 0}
     number: Any = facts.get("end_of_text")
@@ -93,7 +97,7 @@ def read_end_of_text(path: Path) -> int:
 
 
 def shards(output: Path, world_size: int) -> list[Path]:
-    """The files that `world_size` ranks write for `output`."""
+    """The files that world_size ranks write for `output`, by rank."""
     names = [f"{output.stem}-{rank:05}-of-{world_size:05}" for rank in range(world_size)]
     return [output] if world_size == 1 else [output.with_stem(name) for name in names]
 
@@ -101,13 +105,13 @@ def shards(output: Path, world_size: int) -> list[Path]:
 def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
     """The ids of one file, memory mapped.
 
-    Signed ids are read once to see that none is less than 0, and an array of other making, with no .json beside it, to
-    see that each is in the vocabulary. ValueError for what is no array of ids, is not whole, or is not of `tokenizer`.
+    ValueError for what is no array of ids, is not whole, or is not of `tokenizer`. For this signed ids are read once,
+    as none may be less than 0; so is an array that has no .json beside it, as each id must be in the vocabulary.
     """
     path = Path(path)
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # of a file that holds none, numpy raises almost any
+    except Exception as error:  # numpy raises almost any kind for a file that holds no array
         cause = getattr(error, "strerror", None) or error
         raise ValueError(values.shortened(f"{path}: cannot be read as an array of token ids: {cause}")) from error
     values.hold((isinstance(ids, np.ndarray), f"{path}: must be an array, a .npy; it is an archive of several"))
@@ -137,7 +141,7 @@ def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
 
 
 def _write_array(file: BinaryIO, pieces: Iterator[np.ndarray], dtype: np.dtype) -> int:
-    """A one-dimensional .npy whose length is known at the end: numpy leaves room in the header for it."""
+    """Writes a one-dimensional .npy and returns its length, which numpy's header has room for until it is known."""
 
     def write_header(count: int) -> None:
         file.seek(0)
@@ -155,7 +159,7 @@ def _write_array(file: BinaryIO, pieces: Iterator[np.ndarray], dtype: np.dtype) 
 
 
 class Source(Protocol):
-    """A row of token ids."""
+    """What batches are read from: a sequence of token ids, such as `TokenFiles`."""
 
     def __len__(self) -> int: ...
 
@@ -164,11 +168,11 @@ class Source(Protocol):
         """The id that ends each document. ValueError where it is not known."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Ids start to stop - 1, int64."""
+        """The ids from `start` to `stop` - 1, int64."""
 
 
 class TokenFiles:
-    """The ids of .npy files, one behind another, read from disk as they are asked for."""
+    """The ids of .npy files, one after another, read from disk when asked for. ValueError as in `open_tokens`."""
 
     def __init__(self, paths: Sequence[Path], tokenizer: Tokenizer | None = None):
         values.hold((paths, "no token files are given"))
@@ -199,12 +203,13 @@ class Batches:
     """A rank's batches: windows of context_length + 1 ids that share their borders, in an order drawn from `seed`.
 
     Every epoch takes each of the N windows once, in an order and from a first token of its own. A step's global batch
-    is batch_size · world_size · accumulation windows; one rank that accumulates as many times sees the same. Ranks
-    take turns at micro-batches; with `neighbours` each has its own side by side.
+    is batch_size · world_size · accumulation windows, and the same windows for one rank that accumulates more often.
 
-    With `end_of_text` documents are packed: behind that id there is no target, and a sequence that begins or ends
-    inside of a document has a piece of it, which is a document here.
-    ValueError for sizes below 1, a rank outside the world, a source with less than one window.
+    accumulation  micro-batches of a rank in a step
+    neighbours    a rank's micro-batches are neighbours in the global batch; else ranks take turns at them
+    end_of_text   documents are packed: no target follows this id, and a sequence that begins or ends inside of a
+                  document has a piece of it, which counts as a document; None: they are not
+    ValueError for sizes below 1, a rank outside of 0 to world_size - 1, a source with less than one window.
     """
 
     source: Source
@@ -245,9 +250,10 @@ class Batches:
         return _divided(np.stack(windows), self.end_of_text)
 
     def weight(self, step: int, micro: int = 0) -> float:
-        """Targets of a micro-batch over their mean in the micro-batches of the step, those of all ranks.
+        """The factor of a micro-batch's mean loss: its targets over the mean of targets per micro-batch of the step.
 
-        By it the mean of the means of micro-batches is the mean over all targets of the step, however these are shared.
+        With it the mean over micro-batches of all ranks is the mean over all targets of the step, however these are
+        spread.
         """
         first = self._place(step, micro)
         if self.end_of_text is None:
@@ -257,7 +263,7 @@ class Batches:
         return float(mine * (self.global_batch // self.batch_size) / max(1, total))
 
     def _place(self, step: int, micro: int) -> int:
-        """The first sequence of a micro-batch, of those of the step."""
+        """The number, within the step, of a micro-batch's first sequence. ValueError for a number out of range."""
         values.hold(
             (
                 step >= 0 and 0 <= micro < self.accumulation,
@@ -268,7 +274,7 @@ class Batches:
         return turn * self.batch_size
 
     def window(self, index: int) -> np.ndarray:
-        """The ids of sequence `index` of all steps, (S + 1,)."""
+        """The ids (S + 1,) of window `index`, counted over all steps."""
         epoch, place = divmod(index, self.num_windows)
         first, order = _epoch_order(self.seed, epoch, self.num_windows, (len(self.source) - 1) % self.context_length)
         start = first + int(order[place]) * self.context_length
@@ -277,21 +283,21 @@ class Batches:
 
 @lru_cache(maxsize=4)
 def _epoch_order(seed: int, epoch: int, num_windows: int, slack: int) -> tuple[int, np.ndarray]:
-    """The first token, 0 to `slack`, and the order of the windows."""
+    """(the first token of an epoch, 0 to `slack`; the order of its windows)."""
     generator = np.random.default_rng((seed, epoch))
     return int(generator.integers(slack + 1)), generator.permutation(num_windows)
 
 
 @lru_cache(maxsize=2)
 def _num_targets(batches: Batches, step: int) -> np.ndarray:
-    """Targets of each sequence of a step. Each rank reads them all, so that none has to ask the others."""
+    """How many targets each sequence of a step has. Each rank reads all of them, so that ranks need not communicate."""
     first = step * batches.global_batch
     windows = (batches.window(index) for index in range(first, first + batches.global_batch))
     return np.array([np.count_nonzero(window[:-1] != batches.end_of_text) for window in windows])
 
 
 def _divided(windows: np.ndarray, end_of_text: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of windows (B, S + 1). Behind an end of text another document begins, which it cannot know."""
+    """Inputs and targets (B, S) of windows (B, S + 1); what follows an end of text is no target (IGNORED)."""
     inputs, targets = windows[:, :-1], windows[:, 1:]
     return inputs, targets if end_of_text is None else np.where(inputs == end_of_text, config.IGNORED, targets)
 
@@ -301,8 +307,7 @@ def fixed_windows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets, (count, S) int64, spread evenly over the source: what a model is evaluated on.
 
-    Fewer where the source has fewer windows; with `end_of_text` of packed documents, as in `Batches`. ValueError when
-    it has none.
+    There are fewer where the source has fewer windows; ValueError where it has none. end_of_text: as in `Batches`.
     """
     num_windows = (len(source) - 1) // context_length
     values.hold(

@@ -1,4 +1,7 @@
-"""How well a model predicts a fixed set of text, and the least that it must beat."""
+"""How well a model predicts a fixed set of text, and a unigram model, which it must beat.
+
+The training loop and the pipeline's step `evaluate` call `evaluate` with the windows of `data.fixed_windows`.
+"""
 
 import math
 from collections.abc import Callable
@@ -14,7 +17,7 @@ from lmsys.attention import Documents
 from lmsys.training.data import Source
 
 Windows = tuple[np.ndarray, np.ndarray]  # inputs and targets, (count, S), as of `data.fixed_windows`
-_READ = 1 << 20  # tokens of a source that are read at once
+_READ = 1 << 20  # tokens of a source that `unigram` reads at once
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Evaluation:
 
 
 def model_inputs(inputs: np.ndarray, targets: np.ndarray, device: torch.device) -> tuple[object, ...]:
-    """Arguments of a model's loss: (tokens, targets), and the documents where sequences have more than one.
+    """The arguments of a model's loss: (tokens, targets), or (tokens, targets, documents) where documents are packed.
 
     inputs, targets  (B, S) int64; a document ends where a token has no target, as in `lmsys.training.data`
     """
@@ -51,9 +54,10 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     loss_of: Callable[..., Tensor] | None = None,
 ) -> Evaluation:
-    """The loss over all targets of the windows, each counting the same whatever `batch_size`.
+    """The mean loss over all targets of the windows; `batch_size`, sequences of a forward, does not change it.
 
-    loss_of  (inputs, targets), or with the documents behind these, -> the mean loss; None: `model.loss`
+    autocast  makes the context of a forward
+    loss_of   called with the arguments of `model_inputs`, gives the mean loss; None: `model.loss`
     The model is left in the mode, training or not, in which it came. ValueError for no windows, windows without a
     target, or batch_size < 1.
     """
@@ -69,7 +73,7 @@ def evaluate(
         for first in range(0, len(inputs), batch_size):
             some = slice(first, first + batch_size)
             count = _count(targets[some])
-            if count:  # else a mean of nothing
+            if count:  # else the mean loss is not defined
                 with autocast():
                     loss = (loss_of or model.loss)(*model_inputs(inputs[some], targets[some], device))
                 total += loss.item() * count
@@ -79,11 +83,12 @@ def evaluate(
 
 
 def _count(targets: np.ndarray) -> int:
+    """How many targets are not IGNORED."""
     return int(np.count_nonzero(targets != config.IGNORED))
 
 
 def unigram(source: Source, windows: Windows, vocab_size: int) -> Evaluation:
-    """The loss of a model that knows how often each id stands in `source`, each counted once more, and nothing else."""
+    """The loss on the windows of a model that knows only how often each id occurs in `source`, counted once more."""
     counts = np.ones(vocab_size)
     for start in range(0, len(source), _READ):
         counts += np.bincount(source.read(start, min(start + _READ, len(source))), minlength=vocab_size)

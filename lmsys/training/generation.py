@@ -1,4 +1,6 @@
-"""Text from a model, token by token: keys and values of earlier tokens are kept, so that a step reads one token a row.
+"""Tokens from a model, one after another: keys and values of earlier tokens are kept, so that a step reads one token.
+
+The pipeline's step `generate`, and users, call `generate`; `Sampling` says how a token is drawn.
 
 Sources: Holtzman et al. 2020 (top-p, arXiv 1904.09751); Fan et al. 2018 (top-k, 1805.04833).
 Legend: B prompts, S sequence length, H query heads, Hkv key/value heads, D head dimension, V ids.
@@ -22,9 +24,9 @@ from lmsys.model import TransformerLM, functions
 class Sampling(strict_json.Checked):
     """How the next token is drawn from the logits.
 
-    temperature   what the logits are divided by; 0 takes the most likely token
-    top_k         only so many of the most likely; None: all
-    top_p         only the fewest of the most likely whose probabilities add up to this; 1: all
+    temperature   what the logits are divided by; 0: the most likely token is taken
+    top_k         a token is one of the k most likely; None: of all
+    top_p         a token is one of the fewest most likely whose probabilities add up to top_p; 1: of all
     """
 
     temperature: values.Amount = 1.0
@@ -32,7 +34,7 @@ class Sampling(strict_json.Checked):
     top_p: values.Share = 1.0
 
     def probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (B, V) -> (probabilities (B, V), float64, the likeliest first; the ids that they belong to).
+        """Logits (B, V) -> (probabilities (B, V) in float64, the most likely first; the ids (B, V) of these).
 
         Among equally likely ids the lower comes first.
         """
@@ -40,7 +42,7 @@ class Sampling(strict_json.Checked):
         if self.temperature == 0:
             ordered[:, 1:] = -torch.inf
         else:
-            ordered = (ordered - ordered[:, :1]) / self.temperature  # the largest to 0, so that none overflows
+            ordered = (ordered - ordered[:, :1]) / self.temperature  # the largest is 0, so that none overflows
         if self.top_k is not None:
             ordered[:, self.top_k :] = -torch.inf
         kept = torch.softmax(ordered, dim=-1)
@@ -49,18 +51,21 @@ class Sampling(strict_json.Checked):
         return kept / kept.sum(dim=-1, keepdim=True), ids
 
     def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Logits (B, V) and a number of [0, 1) for each row (B) -> ids (B)."""
+        """Draws an id for each row: logits (B, V) and random numbers of [0, 1) (B) -> ids (B)."""
         probabilities, ids = self.probabilities(logits)
         place = torch.searchsorted(probabilities.cumsum(dim=-1), uniform[:, None].to(probabilities), right=True)
-        last = (probabilities > 0).sum(dim=-1, keepdim=True) - 1  # the sum may fall short of 1 by rounding
+        last = (probabilities > 0).sum(dim=-1, keepdim=True) - 1  # by rounding the sum may be less than a draw
         return ids.gather(1, torch.minimum(place, last))[:, 0]
 
 
 class Cache:
     """Keys and values of every layer, (B, Hkv, S, D) each, and the last position of each row.
 
-    The prompts are read first, side by side with padding behind them: no token sees what stands behind it, so padding
-    changes nothing, and later tokens are written over it. After that, one token of each row is read at a time.
+    The prompts are read first, together, with padding behind the shorter ones. No token attends to what stands behind
+    it, so padding changes nothing, and later tokens are written over it. After that one token of each row is read at a
+    time. `TransformerLM.hidden` takes the cache.
+
+    capacity  tokens of a row that there is memory for
     """
 
     def __init__(self, num_layers: int, capacity: int):
@@ -69,17 +74,17 @@ class Cache:
         self._positions: Tensor | None = None
 
     def attend(self, of_model: Callable[[], Any]) -> list[Any]:
-        """The function each layer attends with; `of_model` gives the model's own, for the prompts."""
+        """By layer the function that it attends with. of_model: gives the model's own, which reads the prompts."""
         read = partial(self._read_prompts, of_model()) if self._positions is None else self._read_token
         return [partial(read, index) for index in range(len(self._kept))]
 
     def at(self, positions: Tensor) -> Tensor:
-        """Where the next token of each row stands: (B) -> (B, 1), as the model takes it."""
+        """Sets the positions of the tokens that are read next: (B) -> (B, 1), as the model takes them."""
         self._positions, self._lengths = positions, positions + 1
         return positions[:, None]
 
     def _read_prompts(self, row: Any, index: int, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-        room = self._capacity - k.shape[2]  # of tokens to come, behind those of the prompts
+        room = self._capacity - k.shape[2]  # memory for tokens to come
         self._kept[index] = pad(k, (0, 0, 0, room)), pad(v, (0, 0, 0, room))
         return row(q, k, v, causal=causal)
 
@@ -103,12 +108,14 @@ def generate(
     use_cache: bool = True,
     vocab_size: int | None = None,
 ) -> list[list[int]]:
-    """Continues each prompt by at most `max_new_tokens` ids, without `stop`, which ends a row.
+    """The new ids of each prompt, at most `max_new_tokens`.
 
-    Row i draws with seed + i, so it does not depend on the other rows. The prompts are read with the model's attention
-    row, later tokens with the fastest that reads caches of different lengths; without the cache every step reads
-    everything with the model's row. Ids from `vocab_size` on are not drawn: a tokenizer may have fewer than the model.
-    Compiled blocks run uncompiled.
+    stop        the id that ends a row; it is not in the result. None: no id does
+    seed        row i draws with seed + i, so it does not depend on the other rows
+    use_cache   False: every step reads all tokens again, with the model's own attention row
+    vocab_size  only ids below it are drawn, as a tokenizer may have fewer than the model; None: all
+    The prompts are read with the model's attention row, later tokens with the fastest row that reads caches of
+    different lengths. Compiled blocks run uncompiled.
     ValueError: no prompt, an empty one, ids outside the vocabulary, more tokens than the model's context.
     """
     sampling = sampling or Sampling()
@@ -143,7 +150,7 @@ def generate(
 
 
 def _next_logits(model: TransformerLM, tokens: Tensor, lengths: Tensor, cache: Cache | None, first: bool) -> Tensor:
-    """Logits (B, V) of what follows the first `lengths` (B) of the tokens (B, S)."""
+    """Logits (B, V) of the next token of each row, whose first `lengths` (B) of `tokens` (B, S) are known."""
     last = lengths - 1
     if cache is not None and not first:
         return model.lm_head(model.hidden(tokens.gather(1, last[:, None]), cache.at(last), cache)[:, 0])

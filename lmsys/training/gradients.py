@@ -1,8 +1,11 @@
 """The gradients of a training step: of all micro-batches of a rank, synchronized with those of the other ranks.
 
+The training loop calls `Gradients` or `ReplayedGradients`; benchmarks, and `prepare.Prepared.gradients`, call
+`backward_of` and `GraphedGradients`. All leave gradients in `.grad` and return the loss.
+
 Forward and backward may be one CUDA graph. A step of a small model, or on a slow host, takes the GPU less time than the
-host needs to launch its kernels. Recorded once, it is replayed at the GPU's own pace. The optimizer stays outside, so
-that learning rate, clipping and loss scaling are free to change from step to step.
+host needs to launch its kernels. Captured once, the step is replayed at the GPU's own pace. The optimizer stays
+outside, so that learning rate, clipping and loss scaling are free to change from step to step.
 
 Source: Gray 2019, "Getting Started with CUDA Graphs" (developer.nvidia.com/blog/cuda-graphs).
 """
@@ -21,21 +24,21 @@ from lmsys.parallel import adapter, buckets
 from lmsys.training.reproducible import Tree
 from lmsys.values import hold
 
-WARM_UPS = 3  # calls before the recording: what compiles, tunes or allocates for good on first use does it there
+WARM_UPS = 3  # calls before the capture: in them, first uses compile, tune and allocate what stays
 
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """That of all recordings on a device, which is the current one."""
+    """The stream that all graphs of the current device are captured on. device: its number."""
     return torch.cuda.Stream()
 
 
 @contextmanager
 def on_capture_stream() -> Iterator[torch.cuda.Stream]:
-    """Makes the stream that graphs are captured on current: after the work that the current one has, before its next.
+    """Makes the stream that graphs are captured on the current one, in order with the work around it.
 
-    Needed by what keeps its stream: torch's DDP makes the nodes that accumulate gradients in its constructor, on the
-    current stream, and a capture may not wait for the default one.
+    What keeps the stream that it was made on must be made here: torch's DDP creates the nodes that accumulate gradients
+    in its constructor, and a capture may not wait for the default stream.
     """
     stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
@@ -45,14 +48,14 @@ def on_capture_stream() -> Iterator[torch.cuda.Stream]:
 
 
 def warm_ups_of(wrapper: Any) -> int:
-    """Calls before a recording of the steps of this strategy."""
+    """How many calls must come before a step under this strategy is captured. wrapper: an `Adapter`'s."""
     return getattr(wrapper, "warm_ups_before_graph", WARM_UPS)
 
 
 def backward_of(loss_of: Callable[..., Tensor], finish: Callable[[], None] | None = None) -> Callable[..., Tensor]:
-    """A function that computes `loss_of(*inputs)` and its backward, and gives the loss.
+    """A function that computes loss_of(*inputs) and its backward, and returns the loss, detached.
 
-    finish  called after the backward: the end of a synchronization of gradients
+    finish  called after the backward, such as a strategy's finish_gradient_synchronization
     """
 
     def compute(*inputs: Tensor) -> Tensor:
@@ -70,18 +73,18 @@ def _kind(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 class GraphedGradients:
-    """`compute(*inputs)`, such as `backward_of` a loss, recorded on the first call and replayed on every later one.
+    """`compute(*inputs)`, such as `backward_of` a loss, captured on the first call and replayed on every later one.
 
-    `compute` takes CUDA tensors, leaves gradients in `.grad` and gives a scalar; it must do the same work on each call,
-    in kernels alone, so without a look at a value (`.item()`, boolean masks) and without random numbers of the host. A
-    call copies its inputs to those of the recording, whose shapes and dtypes they must have (ValueError), and leaves
-    the gradients in `.grad` of the `parameters` in place of what was there: the same tensors every time, and the loss
-    likewise. Their memory, and that of everything between, belongs to the graph until it is dropped.
+    `compute` takes CUDA tensors, leaves gradients in `.grad` and returns a scalar. It must do the same work on each
+    call, in kernels alone: it may not read a value (`.item()`, boolean masks) or draw random numbers on the host. A
+    call copies its inputs into those of the capture, whose shapes and dtypes they must have (ValueError), and sets
+    `.grad` of the `parameters`. The gradients are the same tensors every time, and so is the loss. Their memory, and
+    that of everything between, belongs to the graph until it is dropped.
 
-    NCCL's collectives are recorded too: those begun before a call must have been waited for by then, those begun inside
-    by its end, and every rank records, and replays, where the others do.
+    NCCL's collectives are captured too. Those begun before a call must have been waited for by then, those begun inside
+    by its end, and all ranks must capture and replay together.
 
-    warm_ups  calls before the recording, which leave nothing but gradients behind
+    warm_ups  calls of `compute` before the capture, which leave nothing but gradients behind
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class GraphedGradients:
         self._read: set[RoundedWeights] = set()
 
     def record(self, *inputs: Tensor) -> None:
-        """Records, where that has not been done: otherwise part of the first call."""
+        """Captures the graph, unless that has been done; the first call does it by itself."""
         if self._graph is not None:
             return
         on_cuda = all(x.is_cuda for x in inputs)
@@ -104,14 +107,14 @@ class GraphedGradients:
                 self._compute()
         buckets.clear_gradients(self._parameters)
         graph = torch.cuda.CUDAGraph()
-        # The stream has cuBLAS's workspace by now. NCCL's watchdog, a thread of its own, asks for events meanwhile.
+        # The warm-ups have made cuBLAS's workspace. Thread-local: NCCL's watchdog thread queries events meanwhile.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), recorded() as self._read:
             self._loss = self._compute()
         self._gradients = [p.grad for p in self._parameters]
         self._graph = graph
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """The loss, as of the recording: it is overwritten by the next call."""
+        """Replays the graph; returns the loss, which the next call overwrites."""
         self.record(*inputs)
         given, recorded = list(map(_kind, inputs)), list(map(_kind, self._inputs))
         if given != recorded:
@@ -134,9 +137,9 @@ class Gradients:
     """Forward and backward of micro-batches under a strategy, which leave the mean over the global batch in `.grad`.
 
     loss_of  the loss of a micro-batch under the strategy
-    divisor  of that loss
-    tree     the parameters whose gradients are added in pairs of micro-batches, as ranks would add theirs; None: each
-              backward adds to the gradients that are there
+    divisor  what that loss is divided by before its backward
+    tree     parameters whose gradients are added in pairs of micro-batches, as ranks would add theirs, for a
+             reproducible training on one rank; None: each backward adds to the gradients that are there
     """
 
     def __init__(
@@ -150,7 +153,11 @@ class Gradients:
         self._tree = None if tree is None else list(tree)
 
     def __call__(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> Tensor:
-        """The mean of the losses. `batches`: the arguments of the model's loss, by micro-batch; `weights`: theirs."""
+        """The mean of the losses of micro-batches, after the backward of each.
+
+        batches  by micro-batch the arguments of `loss_of`
+        weights  by micro-batch the factor of its loss
+        """
         add = self._accumulate if self._tree is None else self._add_in_pairs
         return torch.stack(add(batches, weights)).mean()
 
@@ -165,7 +172,7 @@ class Gradients:
         return losses
 
     def _add_in_pairs(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> list[Tensor]:
-        """Like `_accumulate`, on one rank alone: gradients are added as a tree adds those of ranks."""
+        """Like `_accumulate`, but gradients are added in pairs, as `Tree` does: for one rank alone."""
         losses, sums, parameters = [], Tree(), self._tree or []
         for inputs, weight in zip(batches, weights, strict=True):
             losses.append(self._backward(inputs, weight))
@@ -185,9 +192,9 @@ class Gradients:
 
 
 class ReplayedGradients:
-    """`Gradients` as one CUDA graph, which the first call records: see `GraphedGradients`.
+    """`Gradients` as one CUDA graph, which the first call captures: see `GraphedGradients`.
 
-    A micro-batch is (tokens, targets), and its weight is 1: ValueError for another. Drop it before the process group
+    A micro-batch is (tokens, targets); ValueError for a weight other than 1. Drop this object before the process group
     ends.
     """
 

@@ -1,4 +1,7 @@
-"""The log of a run: it has a line of JSON for every step and evaluation, and prints one now and then."""
+"""The log of a run, log.jsonl, with a line for every step and evaluation, and lines on progress for the reader.
+
+The training loop writes both. docs/training.md reads log.jsonl into other tools.
+"""
 
 import json
 import math
@@ -10,11 +13,11 @@ from lmsys import files
 
 
 class JsonLines:
-    """A file with a JSON object a line, each with its `step`. JSON has no such numbers, so NaN and infinities are the
-    strings "NaN", "Infinity" and "-Infinity", which float() reads.
+    """A file with a JSON object in each line, which has a `step`. NaN and infinities, which JSON lacks, are the strings
+    "NaN", "Infinity" and "-Infinity", which float() reads.
 
-    Begins with what it holds up to `step`: a run that is resumed writes later steps anew. The lines of these, and what
-    is no such line, go to the end of a file beside it, NAME.replaced.
+    A file that is there keeps its lines up to `step`: a run that is resumed from there writes later steps anew. Lines
+    of later steps, and lines that are no such objects, are moved to the end of a file beside it, NAME.replaced.
     """
 
     def __init__(self, path: Path, step: int):
@@ -42,13 +45,14 @@ class JsonLines:
 
 
 def _line(facts: dict[str, Any]) -> str:
+    """The line of JSON for these facts."""
     odd = {name: json.dumps(x) for name, x in facts.items() if isinstance(x, float) and not math.isfinite(x)}
     return json.dumps(facts | odd) + "\n"
 
 
 def _facts_until(step: int, line: str) -> dict[str, Any] | None:
-    """None for a line of a later step, and for what is none: the run can go on without it. Earlier versions of this
-    package wrote NaN without quotes."""
+    """The facts of a line of a step up to `step`; None for other lines, without which the run can go on. Earlier
+    versions of this package wrote NaN without quotes, which is read as well."""
     try:
         facts = json.loads(line)
         return facts if float(facts["step"]) <= step else None
@@ -57,7 +61,11 @@ def _facts_until(step: int, line: str) -> dict[str, Any] | None:
 
 
 class Progress:
-    """The line for the reader: tokens/s since the last one, MFU where the device's peak is known, loss, time left."""
+    """Makes lines for the reader: loss, tokens/s and MFU since the line before, and the time left.
+
+    step, steps       the step that is done, and the last one
+    peak_flops_per_s  of all ranks together; None: not known, and lines have no MFU
+    """
 
     def __init__(
         self, step: int, steps: int, tokens_per_step: int, flops_per_step: float, peak_flops_per_s: float | None
@@ -74,5 +82,5 @@ class Progress:
         return f"step {step:,}/{self._steps:,}  loss {loss:.4f}  lr {lr:.2e}  {rate}  ETA {left // 60}:{left % 60:02}"
 
     def mfu(self, between: str, step_s: float) -> str:
-        """The share of the peak that a step of `step_s` reaches, behind `between`; nothing where no peak is known."""
+        """The text `between` and the MFU of a step that takes `step_s` seconds; "" where no peak is known."""
         return "" if self._peak is None else f"{between}MFU {100 * self._flops / step_s / self._peak:.1f} %"

@@ -1,7 +1,9 @@
-"""The training loop: micro-batches, strategy, clipping, schedule, a step that is left out when it is not finite; saves.
+"""The training loop. The pipeline makes a `Trainer` on every rank, and calls `fit`.
 
-A step is a function of the weights, the optimizer's state and its number, so a run that is resumed from a checkpoint
-equals one that was not interrupted. Loss and the wish to stop are agreed among ranks in one small all-reduce a step.
+A step computes the gradients of its micro-batches under the strategy, clips them, sets the learning rate, and steps the
+optimizer unless loss or gradient is not finite. `fit` also logs, evaluates, saves and stops. A step depends only on the
+weights, the optimizer's state and the step's number, so a run that is resumed from a checkpoint equals one that was not
+interrupted. Ranks agree on the loss and on whether to stop in one small all-reduce a step.
 """
 
 import math
@@ -36,7 +38,7 @@ from lmsys.training import (
 )
 from lmsys.training.config import RunConfig
 
-RUNTIME_FIELDS = "attention", "checkpoint_blocks", "residual"  # of a model config: how it is computed, not what it is
+RUNTIME_FIELDS = "attention", "checkpoint_blocks", "residual"  # a model's fields that a resumed run may change
 Say = Callable[[str], None]
 
 
@@ -48,13 +50,19 @@ def facts_of(config: RunConfig) -> dict[str, Any]:
         "batch_size": train.batch_size,
         "seed": train.seed,
         "undecayed": train.undecayed,  # the optimizer numbers parameters by group
-        "packing": packing if packing == "documents" else None,  # a checkpoint from before it has none
+        "packing": packing if packing == "documents" else None,  # checkpoints from before this setting have none
     }
 
 
 @dataclass(frozen=True)
 class Step:
-    """loss: mean over the global batch; norm: of the gradient before clipping; taken: whether weights have moved."""
+    """What a step has done.
+
+    loss   mean over the global batch
+    norm   of the gradient before clipping
+    lr     the learning rate
+    taken  False where loss or norm were not finite, and weights have not changed
+    """
 
     loss: float
     norm: float
@@ -78,11 +86,13 @@ class Outcome:
 
 
 class Trainer:
-    """A model in training on this rank, of as many as torch.distributed has, or alone.
+    """A model in training on this rank.
 
-    group   of the ranks that train; None: all
-    saved   the checkpoint to go on from; None: from the beginning
-    facts   what a checkpoint must have been saved with, beside `facts_of`: such as the tokenizer
+    source   the token ids to train on
+    windows  what it is evaluated on
+    saved    the checkpoint to go on from; None: from the beginning
+    facts    what a checkpoint must have been saved with, beside `facts_of`: such as the tokenizer
+    group    the ranks that train; None: all, or this process alone
     ValueError for a checkpoint of another run, a batch that ranks cannot share evenly, a strategy that cannot do this.
     """
 
@@ -100,7 +110,7 @@ class Trainer:
         self.config, self.windows, self.device, self.group = config, windows, device, group
         self.world_size, self.rank = collectives.size_and_rank(group)
         plan = possible.plan(config, device, group)
-        self._divided = plan.traits.shards_gradients and self.world_size > 1  # a rank has a part of the gradients
+        self._divided = plan.traits.shards_gradients and self.world_size > 1  # this rank has parts of the gradients
         self.batches = data.Batches(
             source, config.model.context_length, plan.batch_size, train.seed, self.rank, self.world_size,
             plan.micro_batches, train.reproducible and not plan.traits.sums_each_backward,
@@ -132,10 +142,11 @@ class Trainer:
             self._resume(saved, shared)
 
     def _resume(self, saved: checkpoint.Checkpoint, shared: dict[str, Any]) -> None:
+        """Restores optimizer, progress and random numbers; weights were loaded before the strategy wrapped them."""
         settings = [{name: group[name] for name in self._settings} for group in self.optimizer.param_groups]
         training_state.restore_optimizer(self.strategy, self.optimizer, saved, shared, self.rank, self.world_size)
         for group, of_this_run in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(of_this_run)  # it has those with which it was saved
+            group.update(of_this_run)  # the state dict has brought the settings of the run that saved it
         self.step, progress = saved.step, shared["progress"]
         self.skipped, self.in_a_row, self.seconds = progress["skipped"], progress["in_a_row"], progress["seconds"]
         if self.rank < saved.world_size:
@@ -143,7 +154,7 @@ class Trainer:
 
     @property
     def schedule(self) -> dict[str, float]:
-        """The settings of the learning rate, and what they give next."""
+        """The settings of the learning rate, and the rate of the next step, by name."""
         train = self.config.train
         return {
             "train.steps": train.steps,
@@ -156,7 +167,10 @@ class Trainer:
         }
 
     def train_step(self, stop: int = 0) -> tuple[Step, int]:
-        """One step, and the largest `stop` of any rank."""
+        """Takes one step; returns it and the largest `stop` of any rank.
+
+        stop  0, or why this rank asks to stop: the number of a signal, or _TIME
+        """
         train, lr = self.config.train, self.schedule["the rate of the next step"]
         optimizer.set_lr(self.optimizer, lr)
         micros = range(self.batches.accumulation)
@@ -178,7 +192,7 @@ class Trainer:
         return Step(mean, norm, lr, taken), stop
 
     def _gradient_norm(self) -> Tensor:
-        """The norm of the gradient of all ranks; in a reproducible training to the last bit, whoever has which part."""
+        """The norm of all ranks' gradients; in a reproducible training bitwise equal for any number of ranks."""
         if not self.config.train.reproducible:
             return optimizer.whole_norm(self._parameters, self.group, self._divided)
         grads = [p.grad for p in self._parameters if p.grad is not None]
@@ -189,9 +203,10 @@ class Trainer:
         return evaluation.model_inputs(*self.batches.batch(step, micro), self.device)
 
     def _agree(self, loss: Tensor, stop: int) -> tuple[float, int]:
+        """(mean over ranks of the loss, the largest `stop` of any rank)."""
         if self.world_size == 1:
             return loss.item(), stop
-        sums = torch.zeros(1 + _TIME, dtype=torch.float64, device=self.device)  # the loss, and who asks for which stop
+        sums = torch.zeros(1 + _TIME, dtype=torch.float64, device=self.device)  # the loss; ranks that ask, by stop
         sums[0] = loss.double() / self.world_size
         if stop:
             sums[stop] = 1.0
@@ -200,13 +215,14 @@ class Trainer:
         return mean, max((number for number, count in enumerate(stops, start=1) if count), default=0)
 
     def evaluate(self) -> evaluation.Evaluation:
-        """Evaluates the same windows on every rank: no collective of a strategy is left alone."""
-        # The strategy's forward, as some gather parameters in it.
+        """Evaluates the same windows on every rank. All ranks call it."""
+        # By the strategy's forward, since some strategies gather parameters in it.
         return evaluation.evaluate(
             self.model, self.windows, self.config.evaluate.batch_size, self.autocast, self.strategy
         )
 
     def save(self, folder: Path) -> Path:
+        """Saves a checkpoint, and returns its manifest. All ranks call it."""
         shared, of_rank = training_state.capture(self.strategy, self.optimizer, self.rank)
         shared["progress"] = {"skipped": self.skipped, "in_a_row": self.in_a_row, "seconds": self.seconds}
         of_rank["rng"] = training_state.rng_state(self.device)
@@ -217,8 +233,11 @@ class Trainer:
         )  # fmt: skip
 
     def fit(self, folder: Path, log: log.JsonLines | None = None, say: Say = lambda _: None) -> Outcome:
-        """Train to the end, or until a signal or the time that a speedrun has; the last step is always saved.
+        """Trains until all steps are done, a signal comes or max_seconds are over; the last step is always saved.
 
+        folder  of the checkpoints
+        log     where a line for every step is written; None: nowhere
+        say     called with each line for the reader
         NonFiniteError when more steps in a row than allowed were not finite: the last good checkpoint stays.
         """
         train, began, before = self.config.train, time.perf_counter(), self.seconds
@@ -247,7 +266,7 @@ class Trainer:
         return Outcome(self.step, why, valid, self.seconds)
 
     def progress(self) -> log.Progress:
-        """The line for the reader, from this step on."""
+        """Makes the lines on progress for the reader, measured from this step on."""
         config = self.config
         tokens = config.train.batch_size * config.model.context_length
         gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
@@ -258,6 +277,7 @@ class Trainer:
         )  # fmt: skip
 
     def _tell(self, step: Step, write: Callable[..., None], say: Say, progress: log.Progress) -> None:
+        """Logs a step. NonFiniteError when too many in a row were not finite."""
         write(
             step=self.step,
             loss=step.loss,
@@ -277,7 +297,7 @@ class Trainer:
             say(progress.line(self.step, step.loss, step.lr))
 
     def _where(self) -> str:
-        """The first module whose output is not finite, on the last batch; of one process."""
+        """Names, for an error, the first module whose output is not finite on the last batch; "" on several ranks."""
         if self.world_size > 1:
             return ""
         batch = self._batch(self.step - 1, self.batches.accumulation - 1)
@@ -292,7 +312,7 @@ class Trainer:
         return valid
 
 
-_TIME = 64  # above the numbers of signals, and none of them
+_TIME = 64  # the `stop` of a speedrun whose time is over: larger than the number of any signal
 
 
 def _due(step: int, interval: int) -> bool:

@@ -1,5 +1,6 @@
 """AdamW, a cosine schedule with warm-up, and clipping by the global norm. On CUDA none of them waits for the device.
 
+The training loop, benchmarks and loops of your own call them. The kernel of AdamW is in optimizer_triton.py.
 Schedule and clipping are those of CS336, assignment 1 (section 4, "Training a Transformer LM").
 """
 
@@ -20,7 +21,7 @@ from lmsys.parallel import collectives, structure, wrapper
 from lmsys.values import finite, hold
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-OTHER_ALGORITHMS = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False}  # in a param group of torch
+OTHER_ALGORITHMS = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False}  # not AdamW in a torch group
 
 
 class AdamW(Optimizer):
@@ -29,18 +30,17 @@ class AdamW(Optimizer):
         m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²
         p = p - lr weight_decay p - lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + eps)
 
-    Parameters of one group, device and dtype are stepped at once. On CUDA: float32 ones by the kernel of
-    optimizer_triton.py, where triton is installed and they, their state and their gradients are contiguous, else and in
-    other dtypes by torch's fused kernel; off CUDA by torch's function of many tensors at once. torch's and ours differ
-    in rounding alone. State is as in torch, so state dicts go both ways: `step` (float32 scalar, beside a CUDA
-    parameter, else on the CPU), `exp_avg` and `exp_avg_sq` (as the parameter). The lists that the kernels take are kept
+    Parameters of one group, device and dtype are stepped at once. On CUDA float32 ones are stepped by the kernel of
+    optimizer_triton.py, if triton is installed and they, their state and their gradients are contiguous; all others by
+    torch's fused kernel. Off CUDA torch's function of many tensors at once steps them. torch's kernels and ours differ
+    in rounding alone. State is as in torch, so state dicts go both ways: `step` (float32 scalar, on CUDA beside its
+    parameter, else on the CPU), `exp_avg` and `exp_avg_sq` (like the parameter). The lists that kernels take are kept
     until other parameters have gradients: change state in place or by `load_state_dict`.
 
-    `grad_factor`, a scalar tensor that `scale_gradients` sets, holds for one step, which is on gradients times it: they
-    themselves stay as they are.
-
-    `rounded`, copies of parameters as `lmsys.model.linear.RoundedWeights`, are written by the kernel of
-    optimizer_triton.py in the same pass, but not under `GradScaler`.
+    grad_factor  a scalar tensor that `scale_gradients` sets: the next step, and no other, multiplies gradients by it as
+                 it reads them, and leaves them as they are
+    rounded      `lmsys.model.linear.RoundedWeights`: copies of parameters that our kernel writes in the same pass, but
+                 not under `GradScaler`
 
     `torch.amp.GradScaler` leaves unscaling and the skipped step to the kernel when all parameters are on CUDA.
     ValueError: a negative, NaN or infinite lr, eps or weight_decay, a beta outside [0, 1), a gradient that is sparse
@@ -58,7 +58,7 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        self._plans: dict[int, tuple[list[Tensor], list[_Bundle]]] = {}  # by param group: for what, and it
+        self._plans: dict[int, tuple[list[Tensor], list[_Bundle]]] = {}  # by param group: (tensors, their bundles)
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         _validate(**defaults)
         super().__init__(params, defaults)
@@ -80,28 +80,28 @@ class AdamW(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler asks: does `step` heed the `grad_scale` and `found_inf` that it sets on the optimizer?"""
+        """GradScaler reads it: True where `step` acts on the `grad_scale` and `found_inf` that it sets."""
         return all(p.is_cuda for group in self.param_groups for p in group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns what `closure` returned."""
+        """Updates every parameter that has a gradient; returns what `closure` returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), self.grad_factor
         self.grad_factor = None
-        plans = list(map(self._plan, range(len(self.param_groups))))  # all, before any parameter changes
-        with torch._C.DisableTorchFunctionSubclass():  # gradients are `Part`s under some strategies
+        plans = list(map(self._plan, range(len(self.param_groups))))  # what is wrong raises before any change
+        with torch._C.DisableTorchFunctionSubclass():  # under some strategies gradients are of the class `Part`
             for group, bundles in zip(self.param_groups, plans, strict=True):
                 for bundle in bundles:
                     _step(bundle, group, self.rounded, *scaling)
         return loss
 
     def _plan(self, index: int) -> "list[_Bundle]":
-        """The bundles of a param group, the same ones while the same of its parameters have gradients, and the same
-        state. ValueError for options that have become wrong."""
+        """The bundles of param group `index`, kept while the same parameters have gradients and their state is the same
+        tensors. ValueError for wrong options, and for gradients that AdamW does not take."""
         group = self.param_groups[index]
         _validate(**group)
         live = [p for p in group["params"] if p.grad is not None]
@@ -129,6 +129,7 @@ class AdamW(Optimizer):
         return bundles
 
     def _with_state(self, live: list[Tensor]) -> list[Any]:
+        """The parameters and the tensors of their state."""
         return live + [x for p in live for x in self.state.get(p, {}).values()]
 
 
@@ -140,7 +141,7 @@ class _Bundle:
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     steps: list[Tensor]
-    kernel: Any = None  # the FusedAdamW of optimizer_triton.py that has stepped it before
+    kernel: Any = None  # the FusedAdamW of optimizer_triton.py, from the first step on
 
     def grads(self, factor: Tensor | None = None) -> list[Tensor]:
         """The gradients, or copies of them times a factor."""
@@ -149,6 +150,7 @@ class _Bundle:
 
 
 def _step(bundle: _Bundle, group: dict[str, Any], rounded: Any, *scaling: Tensor | None) -> None:
+    """Steps a bundle with a param group's options. scaling: grad_scale, found_inf and grad_factor."""
     device, on_cuda = bundle.params[0].device, bundle.params[0].is_cuda
     moved = [None if x is None else x.to(device, non_blocking=on_cuda) for x in scaling]
     lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs
@@ -171,7 +173,7 @@ def _triton_step(
 
     bundle.kernel = bundle.kernel or FusedAdamW(bundle.params)
     lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs, bundle.steps
-    follows = rounded is not None and found_inf is None  # the host does not know whether a step is taken
+    follows = rounded is not None and found_inf is None  # else the host does not know whether the step is skipped
     copies = [rounded.of(p) if follows else None for p in bundle.params]
     bundle.kernel.step(lists, copies, group, grad_scale, found_inf, factor)
     if follows:
@@ -221,9 +223,9 @@ def cosine_schedule(step: int, *, max_lr: float, min_lr: float, warmup_steps: in
 
 
 def undecayed(module: nn.Module, parts: str) -> structure.Groups:
-    """`groups` for make_optimizer: no weight decay for parameters whose names have one of the parts, divided by |.
+    """The `groups` of make_optimizer that take weight decay from parameters whose names contain one of `parts`.
 
-    ValueError for a part that no name has.
+    parts  divided by |, such as "ln|embeddings". ValueError for a part that no name contains.
     """
     names = "\n".join(dict(module.named_parameters()))
     for text in parts.split("|"):
@@ -236,7 +238,7 @@ def undecayed(module: nn.Module, parts: str) -> structure.Groups:
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Give `lr` to every param group, as in `set_lr(optimizer, cosine_schedule(step, ...))` before each step."""
+    """Sets the rate of every param group: `set_lr(optimizer, cosine_schedule(step, ...))` before each step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -245,15 +247,15 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 def clip_grad_norm(
     parameters: wrapper.Wrapper | Tensor | Iterable[Tensor], max_norm: float, eps: float = 1e-6
 ) -> Tensor:
-    """Scale all gradients in place by min(1, max_norm / (norm + eps)); returns norm, a scalar tensor.
+    """Scales all gradients in place by min(1, max_norm / (norm + eps)); returns norm, a scalar tensor.
 
     Under a strategy that leaves each rank a part of the gradients, such as `Zero1` and `Fsdp`, give the wrapper itself:
-    norm is that of the whole, on every rank the same. All ranks call it.
+    then norm is that of the whole gradient, equal on all ranks. All ranks call it.
 
     norm is the L2 norm of all gradients as one vector, before clipping, on the first one's device and in at least
-    float32 (so the norm of float16 gradients cannot overflow); 0 when there are none. The host does not wait, hence
-    does not look: with a norm of NaN every gradient becomes NaN, with an infinite one the finite gradients become 0
-    and the infinite ones NaN. Ask the returned norm whether to step. `max_norm=math.inf` only measures.
+    float32, so that the norm of float16 gradients cannot overflow; 0 when there are none. The host does not wait for
+    it: with a norm of NaN every gradient becomes NaN, with an infinite one the finite gradients become 0 and the
+    infinite ones NaN. Look at the returned norm before you step. `max_norm=math.inf` only measures.
 
     ValueError: a negative or NaN max_norm or eps.
     """
@@ -269,7 +271,7 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The norm of `clip_grad_norm`: of all gradients as one vector; 0 when there are none."""
+    """The L2 norm of all gradients as one vector, as in `clip_grad_norm`; 0 when there are none."""
     bundles = structure.by_kind(p.grad for p in parameters if p.grad is not None)
     if not bundles:
         return torch.zeros(())
@@ -281,7 +283,7 @@ def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def whole_norm(parameters: Sequence[Tensor], group: collectives.Group, divided: bool) -> Tensor:
-    """The norm of all gradients as one vector, on every rank the same; `divided`: a rank has a part of each."""
+    """The L2 norm of all gradients as one vector, equal on all ranks; `divided`: this rank has only parts of them."""
     if not divided:
         return grad_norm(parameters)
     with torch._C.DisableTorchFunctionSubclass():  # which refuses the norm of a part
@@ -297,8 +299,8 @@ def clip_factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
 
 
 def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
-    """Makes the next step one on gradients times `factor`: `AdamW` multiplies them as it reads them, which saves a pass
-    over all of them; those of another optimizer are multiplied in place."""
+    """Multiplies gradients by `factor` for the next step. `AdamW` does so as it reads them, which saves a pass over all
+    of them; the gradients of another optimizer are multiplied in place."""
     if isinstance(optimizer, AdamW):
         optimizer.grad_factor = factor
     else:
@@ -307,5 +309,6 @@ def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
 
 @torch.no_grad()
 def _multiply(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiplies the parameters' gradients in place."""
     for grads in structure.by_kind(p.grad for p in parameters if p.grad is not None):
         torch._foreach_mul_(grads, factor.to(grads[0]))

@@ -1,8 +1,9 @@
-"""One AdamW step of many float32 tensors in Triton, and the sums behind `exact_norm`: any number of tensors a launch.
+"""One AdamW step of many float32 tensors in Triton, for `optimizer.AdamW`, and the sums of `reproducible.exact_norm`.
 
-A program owns a block of elements of one tensor, which it finds by a table of addresses. Of a step, one kernel counts
-and one updates everything; that one moves 28 bytes for each parameter, which is its time. Its arithmetic is float32
-with IEEE division and square root; the bias corrections 1 - βᵗ, in which float32 would cancel, are made in float64.
+A launch takes any number of tensors. A program owns a block of elements of one tensor, which it finds by a table of
+addresses. A step is two kernels: one counts the step and computes rates, the other updates everything. The second moves
+28 bytes for each parameter, which is what its time goes into. Its arithmetic is float32 with IEEE division and square
+root; the bias corrections 1 - βᵗ, in which float32 would cancel, are computed in float64.
 """
 
 import math
@@ -22,7 +23,7 @@ from lmsys.measure.profile import register_kernels
 BLOCK, NUM_WARPS = 1024, 4  # 8 elements a thread; measured: 3.80 of the H200's 4.8 TB/s, 2048 elements 3.72, 4096 3.40
 SQUARES_BLOCK = 4096
 P, G, M, V, COPY, STEP = (tl.constexpr(row) for row in range(6))  # rows of the table of addresses
-COPIES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+COPIES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # dtypes of the rounded copies of parameters
 
 register_kernels(r"^_adamw_(rates_)?kernel$", "elementwise")
 register_kernels(r"^_whole_squares_kernel$", "reduction")
@@ -110,7 +111,10 @@ def _adamw_kernel(
 
 
 class FusedAdamW:
-    """The tables for one list of contiguous float32 tensors on one device, whose shapes do not change."""
+    """The AdamW step of one list of contiguous float32 tensors on one device, whose shapes do not change.
+
+    It holds the tables that the kernels read: the size of each tensor, its blocks, and addresses.
+    """
 
     def __init__(self, params: list[Tensor]) -> None:
         device = params[0].device
@@ -129,9 +133,13 @@ class FusedAdamW:
         found_inf: Any,
         factor: Any,
     ) -> None:
-        """`lists`: parameters, gradients, exp_avgs, exp_avg_sqs and step counters. The host does not wait.
+        """Updates everything in place. The host does not wait.
 
-        copies  of parameters, of one narrow dtype and contiguous, which are written as well; None for one without
+        lists             parameters, gradients, exp_avgs, exp_avg_sqs and step counters
+        copies            by parameter a contiguous copy, all of one narrow dtype, that is written as well; or None
+        group             the param group, with lr, betas, eps and weight_decay
+        scale, found_inf  GradScaler's scalar tensors, or None
+        factor            of gradients as they are read, a scalar tensor or None
         """
         *updated, counters = lists
         written = [copy for copy in copies if copy is not None]
@@ -153,8 +161,9 @@ class FusedAdamW:
         torch.autograd.graph.increment_version([*chain(*lists), *written])  # as torch's kernels do
 
     def _locate(self, addresses: list[int]) -> None:
-        """Gradients move from step to step: their addresses follow, from pinned memory that the copy still reads when
-        this returns, and that torch's allocator does not give out again before."""
+        """Writes the table of addresses anew where they have changed, as gradients' do from step to step.
+
+        The copy may still read pinned memory when this returns; torch's allocator does not reuse that before."""
         if addresses == self._addresses:
             return
         self._addresses, self._aligned = addresses, reduce(or_, addresses[: -len(self.sizes)]) % 16 == 0
@@ -179,7 +188,11 @@ def _whole_squares_kernel(ADDRESSES, SIZES, OWNERS, CHUNKS, SCALES, SUMS, BLOCK:
 
 
 def whole_squares(tensors: Sequence[Tensor], scales: Tensor) -> Tensor:
-    """(2,) int64: see `exact_norm`. `tensors`: float32 and contiguous; `scales`: (2,) float64, on their device."""
+    """The sums (2,) int64 that `lmsys.training.reproducible._whole_squares` describes.
+
+    tensors  float32 and contiguous
+    scales   (2,) float64, on their device
+    """
     device = scales.device
     sizes, owners, chunks = chunks_of(tuple(x.numel() for x in tensors), SQUARES_BLOCK, device)
     sums = torch.zeros(2, dtype=torch.int64, device=device)
@@ -194,7 +207,10 @@ def whole_squares(tensors: Sequence[Tensor], scales: Tensor) -> Tensor:
 
 @lru_cache(16)
 def chunks_of(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(elements by tensor, the tensor by chunk, the number of a chunk in its tensor by chunk), on the device."""
+    """Tables of the chunks of `block` elements that tensors of these `sizes` have, on the device.
+
+    They are (elements of each tensor, each chunk's tensor, each chunk's number within its tensor).
+    """
     elements = torch.tensor(sizes)
     counts = (elements + block - 1) // block
     owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)

@@ -1,11 +1,14 @@
-"""From text to a trained model, in steps that each leave their result in the run's folder. Runs on every rank.
+"""From text to a trained model, in steps that each leave their result in the run's folder.
+
+`lmsys train` calls `run` on every rank. A step is a function of a `RunContext`; its name is in STEPS, and `_take` calls
+it.
 
     OUTPUT/tokenizer/      vocab.json, merges.txt
     OUTPUT/tokens/         train.npy, valid.npy, or a shard of each for every rank that made them; made.json
     OUTPUT/checkpoints/    the latest ones
     OUTPUT/log.jsonl       a line for every step and evaluation; config.json: the settings of the last start
 
-A result that is there and was made of the same settings is taken as it is, so an interrupted run goes on where it was.
+A result that is there, and was made with the same settings, is taken as it is: so an interrupted run goes on.
 """
 
 import signal
@@ -28,16 +31,19 @@ DATA_STEPS = ("tokenizer", "tokenize")
 WRITERS = (*DATA_STEPS, "train")  # steps that write in the output
 STEPS = (*WRITERS, "evaluate", "generate")
 FOLDERS, FILES = ("tokenizer", "tokens", "checkpoints"), ("log.jsonl", "log.jsonl.replaced", "config.json")
-OF_A_RANK = ("train.threads", "data.processes")  # settings that each machine may have for itself
+OF_A_RANK = ("train.threads", "data.processes")  # settings that may differ between ranks
 
 
 def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> int:
-    """The exit code: 0, or 128 + the number of the signal that training was interrupted by."""
+    """Runs the steps, and returns the exit code: 0, or 128 + the number of the signal that interrupted training.
+
+    skip_data  take tokenizer and tokens as they are. ValueError for settings that cannot be, before any work.
+    """
     doing.now(doing.AT_FIRST)
     world_size, rank = collectives.size_and_rank(None)
     context = RunContext(config, rank, world_size)
     _agree(config, steps, skip_data)
-    config.train.accumulation(world_size)  # what cannot be is refused here, not after the data has been made
+    config.train.accumulation(world_size)  # a ValueError comes here, not after the data has been made
     STRATEGIES.select([config.train.strategy])
     if "train" in steps:
         possible.plan(config, context.device)
@@ -55,7 +61,7 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
 
 
 def _check_folder(folder: Path) -> None:
-    """ValueError where something stands in the way of what a run writes in its folder."""
+    """ValueError where a file is in the place of a folder that a run writes, or a folder in that of a file."""
     corpora.make_folder(folder, "output")
     for name in FOLDERS:
         path = folder / name
@@ -66,15 +72,16 @@ def _check_folder(folder: Path) -> None:
 
 
 def _take(context: RunContext, steps: list[str], alone: bool) -> int:
+    """Runs the steps in order; the exit code. alone: the only step that was asked for does its work anew."""
     if "train" in steps:
         saved = checkpoint.newest(context.checkpoints, verified=False)
         if saved is not None:
-            saved.require(**loop.facts_of(context.config))  # before the data that it was made of is replaced
+            saved.require(**loop.facts_of(context.config))  # before its data would be replaced
     if "tokenizer" in steps:
         doing.now("in 'tokenizer'")
         make_tokenizer(context, anew=alone)
     if "generate" in steps:
-        _prompt(context, context.tokenizer())  # one that is too long is refused here, not after the training
+        _prompt(context, context.tokenizer())  # too long a prompt is refused here, not after the training
     if "tokenize" in steps:
         doing.now("in 'tokenize'")
         make_tokens(context, anew=alone)
@@ -109,7 +116,7 @@ def _agree(config: RunConfig, steps: tuple[str, ...], skip_data: bool) -> None:
 
 
 def make_tokenizer(context: RunContext, anew: bool) -> None:
-    """Trained by rank 0 on the training text, unless a folder of one is given."""
+    """Rank 0 trains a tokenizer on the training text, unless settings name one. anew: also where one is there."""
     if context.config.data.tokenizer is not None or context.rank != 0:
         return context.wait()
     corpus, vocab_size = context.corpus(), context.config.model.vocab_size
@@ -127,16 +134,16 @@ def make_tokenizer(context: RunContext, anew: bool) -> None:
                 f"{context.config.folder}: holds a training on other text: name another --output for this",
             )
         )
-        record.unlink(missing_ok=True)  # it would speak for half of a save that is killed
+        record.unlink(missing_ok=True)  # a save that is killed half-way must not count as made
         tokenizer.save(record.parent)
         files.write_json(record, made)
     context.wait()
 
 
 def make_tokens(context: RunContext, anew: bool) -> None:
-    """Each rank tokenizes its share of the text."""
+    """Each rank tokenizes its share of the text. anew: also where the tokens are there."""
     if context.rank == 0:
-        context.corpus()  # made or downloaded by one
+        context.corpus()  # one rank makes or downloads it
     context.wait()
     corpus, tokenizer, folder = context.corpus(), context.tokenizer(), context.config.folder / "tokens"
     made = {"tokenizer": tokenizer.fingerprint, "text": [_facts(corpus.train), _facts(corpus.valid)]}
@@ -149,7 +156,7 @@ def make_tokens(context: RunContext, anew: bool) -> None:
     context.wait()  # all have read made.json
     if context.rank == 0:
         (folder / "made.json").unlink(missing_ok=True)
-    context.wait()  # it is gone before a part of it is another's
+    context.wait()  # it is gone before any shard is written over
     for part, texts in (("train", corpus.train), ("valid", corpus.valid)):
         data.tokenize_files(
             tokenizer, texts, folder / f"{part}.npy",
@@ -162,10 +169,10 @@ def make_tokens(context: RunContext, anew: bool) -> None:
 
 
 def train_model(context: RunContext) -> loop.Outcome:
-    """Trains on, from the newest whole checkpoint where there is one."""
+    """Trains to the end, from the newest checkpoint if there is one; how it ended."""
     config, tokenizer = context.config, context.tokenizer()
     source, windows = _data(context, tokenizer)
-    # Looked for by rank 0: finding it reads every file.
+    # Rank 0 alone looks for it, as that reads every file.
     saved = checkpoint.newest(context.checkpoints) if context.rank == 0 else None
     (manifest, *_) = collectives.gather_objects(saved and saved.manifest, None)
     if context.rank > 0 and manifest is not None:
@@ -174,7 +181,7 @@ def train_model(context: RunContext) -> loop.Outcome:
     if saved is not None:
         done = "; all steps are done: name another --output to train anew" if trainer.step >= config.train.steps else ""
         context.say(f"going on from {saved.manifest}, step {trainer.step:,}{done}")
-        # The rate may jump where a run goes on with other steps than it had.
+        # The learning rate jumps where a run goes on with another number of steps.
         changed = [
             f"{name.removeprefix('schedule.')} was {values.shortly(was)} and is {now}"
             for name, was, now in saved.differences(schedule=trainer.schedule)
@@ -196,7 +203,7 @@ def train_model(context: RunContext) -> loop.Outcome:
 
 
 def evaluate_model(context: RunContext) -> None:
-    """The newest checkpoint's loss on the fixed windows, and that of a model that knows frequencies alone."""
+    """Prints the newest checkpoint's loss on the held-out windows, and that of a unigram model."""
     config, tokenizer = context.config, context.tokenizer()
     source, windows = _data(context, tokenizer)
     model, step = _trained(context, tokenizer)
@@ -223,6 +230,7 @@ def print_sample(context: RunContext) -> None:
 
 
 def _prompt(context: RunContext, tokenizer: Tokenizer) -> list[int]:
+    """The ids of generate.prompt; an end of text where it is empty. ValueError where it is too long."""
     prompt, most = context.config.generate.prompt, context.config.model.context_length
     ids = tokenizer.encode(prompt or corpora.END_OF_TEXT)
     values.hold(
@@ -235,6 +243,7 @@ def _prompt(context: RunContext, tokenizer: Tokenizer) -> list[int]:
 
 
 def _tell_outcome(context: RunContext, trainer: loop.Trainer, outcome: loop.Outcome) -> None:
+    """Prints how a training ended that a signal or its time has stopped."""
     if outcome.why.startswith("SIG"):
         context.say(
             f"interrupted by {outcome.why}; saved at step {outcome.step:,}: the same command goes on from there"
@@ -248,6 +257,7 @@ def _tell_outcome(context: RunContext, trainer: loop.Trainer, outcome: loop.Outc
 
 
 def _trained(context: RunContext, tokenizer: Tokenizer) -> tuple[TransformerLM, int]:
+    """(the model of the newest checkpoint, its step). ValueError where there is none, or it is of another run."""
     saved = checkpoint.newest(context.checkpoints)
     if saved is None:
         raise ValueError(f"{context.checkpoints}: there is no checkpoint; train first")
@@ -258,7 +268,7 @@ def _trained(context: RunContext, tokenizer: Tokenizer) -> tuple[TransformerLM, 
 
 
 def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, evaluation.Windows]:
-    """The tokens to train on, and the windows to evaluate on."""
+    """(the tokens to train on, the windows to evaluate on). ValueError where they have not been made."""
     folder, config = context.config.folder / "tokens", context.config
     made = _read(folder / "made.json") or {}
     values.hold((made, f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data"))
@@ -271,11 +281,12 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, e
 
 
 def _facts(text: tuple[chunks.Chunk, ...]) -> list[Any]:
+    """What made.json says of a text: [path, start, stop] of each part."""
     return [[str(chunk.path), chunk.start, chunk.stop] for chunk in text]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The facts that a step wrote last, or None where it has not come to its end."""
+    """The content of a made.json, which a step writes last; None where the step has not come to its end."""
     try:
         facts = strict_json.read_json(path)
     except ValueError:

@@ -1,4 +1,8 @@
-"""How a training runs here, by its settings and the machine alone; one that cannot is refused before any work."""
+"""Decides how a training runs here, from its settings and the machine alone, and refuses one that cannot run.
+
+The pipeline calls `plan` before any work, and the training loop acts on the `Plan`. A setting that does not go with
+another, or with a strategy's traits, is refused in `_check_strategy`.
+"""
 
 from typing import Any, NamedTuple
 
@@ -15,13 +19,13 @@ from lmsys.training.config import RunConfig
 
 
 class Plan(NamedTuple):
-    """Settings of a training, as they are carried out on this device and these ranks.
+    """How a training runs on this device and these ranks.
 
-    model          the model's config, with the levels of checkpointing that fit
-    execution      how it is run
-    traits         the facts of its strategy
+    model          the model's config, where it says "fit" with the levels of checkpointing that fit
+    execution      strategy, precision, blocks: what `prepare` takes
+    traits         those of the strategy
     batch_size     sequences of a micro-batch
-    micro_batches  of a rank in a step
+    micro_batches  how many a rank has in a step
     """
 
     model: ModelConfig
@@ -32,7 +36,7 @@ class Plan(NamedTuple):
 
 
 def plan(config: RunConfig, device: torch.device, group: collectives.Group = None) -> Plan:
-    """Reads no data and makes no model. All ranks call it.
+    """The plan of a training with these settings. It reads no data and makes no model. All ranks call it.
 
     ValueError with the setting and the reason where `device` or the ranks cannot train so.
     """
@@ -57,10 +61,11 @@ def _execution(
     if traits.compute_dtype and train.precision == "bf16" and not train.reproducible:
         options["compute_dtype"] = torch.bfloat16
     blocks = "fused" if train.fused else "compiled" if train.compile else "eager"
-    one_a_graph = train.reproducible or traits.synchronizes  # other graphs add in other orders; strategies hook blocks
+    # Graphs of several blocks add in another order, and leave strategies no place for hooks between blocks.
+    one_a_graph = train.reproducible or traits.synchronizes
     compiler = {
         "together": 1 if one_a_graph else BLOCKS_PER_GRAPH,
-        "fullgraph": config.data.packing != "documents",  # graphs end at attention on documents
+        "fullgraph": config.data.packing != "documents",  # attention on packed documents breaks a graph
     }
     return prepare.Execution(
         row, options, train.precision, blocks, compiler, train.graph, train.sharded_optimizer, train.reproducible, group
@@ -70,6 +75,7 @@ def _execution(
 def _check_strategy(
     config: RunConfig, row: registry.Entry, traits: StrategyTraits, device: torch.device, world_size: int
 ) -> None:
+    """ValueError where settings do not go with the strategy, the device or each other."""
     train, packing, name = config.train, config.data.packing, f"strategy {row.name!r}"
     not_fused = fused.why_not(device) or traits.why_not_fused
     values.hold(
@@ -106,7 +112,7 @@ def _check_strategy(
 
 
 def check_accumulation(config: RunConfig, world_size: int, able: bool) -> None:
-    """ValueError where ranks would accumulate micro-batches, and the strategy is not `able` to."""
+    """ValueError where ranks would have to accumulate micro-batches, and the strategy is not `able` to."""
     train = config.train
     values.hold(
         (
@@ -120,7 +126,7 @@ def check_accumulation(config: RunConfig, world_size: int, able: bool) -> None:
 def _fitted(
     config: RunConfig, execution: prepare.Execution, batch_size: int, micro_batches: int, device: torch.device
 ) -> ModelConfig:
-    """The model's config, where it says "fit" with the levels that fit.
+    """The model's config; checkpoint_blocks="fit" is replaced by the levels that fit.
 
     All ranks call it, and get the same. ValueError where nothing fits, or the device's memory is not known.
     """
@@ -144,7 +150,7 @@ def _fitted(
 
 
 def check_attention(config: RunConfig, batch_size: int, device: torch.device) -> None:
-    """ValueError, with the rows that can, where model.attention cannot train here, or not on packed documents."""
+    """ValueError, with the rows that can, where model.attention cannot train with these settings on this device."""
     model, train, packed = config.model, config.train, config.data.packing == "documents"
     case = transformer.attention_case(
         model, batch_size, model.context_length, "bfloat16" if train.precision == "bf16" else "float32", device,
@@ -163,6 +169,7 @@ def check_attention(config: RunConfig, batch_size: int, device: torch.device) ->
 
 
 def _why_no_attention(row: registry.Entry, case: AttentionCase) -> str | None:
+    """Why the row cannot train on the case; None: it can."""
     reason = row.why_not(case)
     if reason or not case.documents:
         return reason
@@ -174,13 +181,13 @@ def _why_no_attention(row: registry.Entry, case: AttentionCase) -> str | None:
         return str(error)
 
 
-LONG = 100  # bytes of a token, on average over a text, that none has
+LONG = 100  # more bytes than the tokens of any text have on average
 
 
 def check_text(config: RunConfig, corpus: corpora.Corpus, tokenizer: Tokenizer | None = None) -> None:
-    """ValueError where the text to train on, or for validation, has less than a sequence.
+    """ValueError where the text to train on, or that for validation, is shorter than a sequence.
 
-    Without a tokenizer it is known by the bytes, of which each token has one or more.
+    Without a tokenizer bytes are counted, of which each token has one or more.
     """
     least, unit = config.model.context_length + 1, "tokens" if tokenizer else "bytes"
     for part, files in (("to train on", corpus.train), ("for validation", corpus.valid)):

@@ -1,13 +1,13 @@
-"""A model is made ready for its first step, in this order, by training and by benchmarks alike.
+"""`prepare` makes a model ready for its first step, for the training loop and for benchmarks alike, in this order:
 
-    1 weights    are float32, in blocks that keep for the backward what the model's config says, or what is `fitted`
-    2 blocks     are compiled, or run by fused kernels: before a strategy, which may surround each of them
-    3 strategy   wraps the loss; on the stream of captures where a graph is to come, since torch's DDP keeps its stream
-    4 optimizer  is the strategy's own, or a sharded one; ours also writes the rounded weights of fused blocks
-    5 forward    is under autocast, as the precision says
-    6 gradients  of forward, backward and synchronization, call by call or as one CUDA graph
+    1 weights    are float32; blocks keep for the backward what the model's config says, or what `fitted` has chosen
+    2 blocks     are compiled, or run by fused kernels, before a strategy sets hooks around them
+    3 strategy   wraps the loss; on the stream of captures if a CUDA graph is to come, as torch's DDP keeps its stream
+    4 optimizer  is made by the strategy, or is a sharded one; ours also writes the rounded weights of fused blocks
+    5 forward    runs under autocast, as the precision says
+    6 gradients  come from forward, backward and synchronization, call by call or as one CUDA graph
 
-`--against` measures earlier states of the code by this file as it is today: what it names, they have.
+`--against` measures earlier states of the code by this file as it is today: it may use only what those states have too.
 """
 
 from collections.abc import Callable
@@ -27,22 +27,23 @@ from lmsys.registry import Entry
 from lmsys.training import gradients, optimizer
 from lmsys.traits import StrategyTraits
 
-MEMORY_SHARE = 0.9  # of a GPU's: the rest is for libraries, fragments and what the prediction leaves out
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of the other precisions matmuls read float32
+MEMORY_SHARE = 0.9  # of a GPU's memory; the rest is for libraries, fragments and what the prediction leaves out
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # with the other precisions matmuls read float32
 
 
 @dataclass(frozen=True)
 class Execution:
     """How a model is run in training.
 
-    strategy   a row of `lmsys.parallel.STRATEGIES`, which is built with `options`
-    precision  fp32, tf32, bf16 or fp16
-    blocks     eager, compiled or fused
-    compiler   arguments of `TransformerLM.compile_blocks`
-    graph      a step is to be replayed as one CUDA graph
-    sharded_optimizer  its state is divided among ranks, over a strategy that all-reduces
-    tree_sums  ranks add gradients in an order that all numbers of ranks share: `lmsys.training.reproducible`
-    group      the ranks that train; None: all
+    strategy           a row of `lmsys.parallel.STRATEGIES`
+    options            arguments of the strategy
+    precision          fp32, tf32, bf16 or fp16
+    blocks             eager, compiled or fused
+    compiler           arguments of `TransformerLM.compile_blocks`
+    graph              True: a step will be replayed as one CUDA graph
+    sharded_optimizer  True: ranks share out the optimizer's state, under a strategy that all-reduces
+    tree_sums          True: gradients are added in one order for any number of ranks: `lmsys.training.reproducible`
+    group              the ranks that train; None: all
     """
 
     strategy: Entry
@@ -59,10 +60,12 @@ class Execution:
 def fitted(
     config: ModelConfig, execution: Execution, batch: int, memory: float, accumulates: bool = False
 ) -> ModelConfig:
-    """The config with the levels of checkpointing that the least `memory` of any rank, in bytes, allows.
+    """The config with the levels of checkpointing that fit into the memory of every rank.
 
-    All ranks call it, and get the same. `accumulates`: gradients of earlier micro-batches are there in a backward.
-    ValueError where nothing fits.
+    batch        sequences of a micro-batch
+    memory       bytes of this rank; the least of all ranks counts
+    accumulates  gradients of earlier micro-batches are held during a backward
+    All ranks call it, and get the same config. ValueError where nothing fits.
     """
     traits, group = StrategyTraits.of(execution.strategy), execution.group
     stage = max(traits.zero_stage or 0, int(execution.sharded_optimizer))
@@ -74,15 +77,15 @@ def fitted(
 
 
 def gpu_memory() -> float:
-    """Bytes that a model may take of this process's GPU."""
+    """Bytes that a training may take of this process's GPU."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     return MEMORY_SHARE * torch.cuda.get_per_process_memory_fraction() * gpu.total_memory
 
 
 class Prepared(NamedTuple):
-    """A model's loss under its strategy, the optimizer, and what makes the context of a forward.
+    """A prepared model: the strategy around its loss, the optimizer, and what makes the context of a forward.
 
-    Nothing of it refers to itself: a graph with NCCL's calls inside must go before the process group does.
+    It must not refer to itself: a CUDA graph with NCCL's calls has to be freed before the process group ends.
     """
 
     strategy: adapter.Adapter
@@ -90,11 +93,12 @@ class Prepared(NamedTuple):
     autocast: Callable[[], torch.autocast]
 
     def loss(self, *inputs: Any) -> Tensor:
+        """The model's loss under the strategy and autocast."""
         with self.autocast():
             return self.strategy(*inputs)
 
     def gradients(self, graph: bool = False) -> Callable[..., Tensor]:
-        """A function that leaves the mean gradients of all ranks and gives the loss; `graph`: replayed from then on."""
+        """A function that sets gradients to the mean of all ranks' and returns the loss; `graph`: as one CUDA graph."""
         compute = gradients.backward_of(self.loss, self.strategy.finish)
         if not graph:
             return compute
@@ -106,7 +110,7 @@ class Prepared(NamedTuple):
 def prepare(model: Any, execution: Execution, optimizer_cls: Any = optimizer.AdamW, **options: Any) -> Prepared:
     """Makes a `TransformerLM`, or another model with its methods, ready for its first step.
 
-    options  of the optimizer; `groups` among them is as in `lmsys.parallel.structure.grouped`
+    options  of the optimizer; among them `groups`, as in `Wrapper.make_optimizer`
     ValueError for options that the strategy does not take, and blocks that cannot be fused.
     """
     device = next(model.parameters()).device
@@ -126,7 +130,7 @@ def prepare(model: Any, execution: Execution, optimizer_cls: Any = optimizer.Ada
 
 
 def run_blocks(model: Any, blocks: str, **compiler: Any) -> None:
-    """Has the model run its blocks eager, compiled or fused from now on."""
+    """Makes the model run its blocks compiled or fused from now on; "eager" changes nothing."""
     if blocks == "fused":
         model.fuse_blocks()
     elif blocks == "compiled":

@@ -1,16 +1,17 @@
 """One training, bit for bit, on any number of ranks and under any strategy.
 
-Floating-point addition has no order that all numbers of ranks share, so the sums of a step are given one here:
+Floating-point sums depend on their order, and ranks add in an order of their own. With train.reproducible the training
+loop uses this module to fix the order of all sums of a step:
 
     leaves  The batch is a fixed number of leaves, each a fixed set of sequences, and so of one shape everywhere. The
             loss of each is divided by their number before its backward.
-    tree    Leaves are added as one binary tree: (0 + 1) + (2 + 3). A rank adds those of its own, then
-            `collectives.TreeSums` adds ranks. Where every backward is summed over ranks, ranks come first: a rank then
-            has every world_size-th leaf.
-    norm    The squares of a gradient are summed as whole numbers, whose sum has no order (`exact_norm`).
-    kernels Deterministic ones, and on a CPU one thread a rank. An element of AdamW's update depends on itself alone.
+    tree    Leaves are added as one binary tree: (0 + 1) + (2 + 3). A rank adds its own leaves, then
+            `collectives.TreeSums` adds over ranks. A strategy that sums every backward over ranks adds over ranks
+            first: there a rank has every world_size-th leaf.
+    norm    The squares of gradients are summed as whole numbers, for which the order does not matter (`exact_norm`).
+    kernels They are deterministic, and on a CPU a rank has one thread. AdamW updates each element by itself.
 
-Within a way to execute (eager, compiled; this device, these versions) the weights then depend on nothing else.
+The weights then depend only on the settings, the device, the versions, and on whether blocks are compiled.
 
 Source for the norm: Demmel & Nguyen 2013, "Fast Reproducible Floating-Point Summation", whose bins are two here.
 """
@@ -27,12 +28,12 @@ from lmsys.deterministic import deterministic_mode
 from lmsys.parallel.collectives import Group, size_and_rank
 from lmsys.training.optimizer import HAS_TRITON
 
-BITS = 62  # of a sum of whole numbers, so that none overflows
+BITS = 62  # of a sum of whole numbers: int64 does not overflow
 
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """`deterministic_mode`, and on a CPU one thread."""
+    """Inside, torch is in its deterministic mode, and on a CPU has one thread."""
     threads = torch.get_num_threads()
     with deterministic_mode():
         if device.type == "cpu":
@@ -47,28 +48,29 @@ class Tree:
     """Adds lists of gradients in pairs, pairs in pairs, and so on, in the order in which they come."""
 
     def __init__(self) -> None:
-        self._sums: list[tuple[int, list[Tensor | None]]] = []  # (of how many leaves, the sum)
+        self._sums: list[tuple[int, list[Tensor | None]]] = []  # (how many leaves, their sum)
 
     def add(self, gradients: list[Tensor | None]) -> None:
         count = 1
         while self._sums and self._sums[-1][0] == count:
             _, before = self._sums.pop()
-            both = zip(before, gradients, strict=True)  # None of a parameter that no rank has used
+            both = zip(before, gradients, strict=True)  # None: the parameter was not used
             gradients, count = [b if a is None else a if b is None else a + b for a, b in both], 2 * count
         self._sums.append((count, gradients))
 
     @property
     def total(self) -> list[Tensor | None]:
+        """The sum of all lists; their number must be a power of two."""
         ((_, gradients),) = self._sums
         return gradients
 
 
 def exact_norm(gradients: Sequence[Tensor], count: int, group: Group = None, divided: bool = False) -> float:
-    """The Euclidean norm of all gradients together, whatever the order, and whichever rank has which.
+    """The L2 norm of all gradients as one vector, bitwise equal for any order and any division among ranks.
 
-    count    elements of the whole gradient on all ranks, at least
-    divided  ranks of `group` have parts of it: their sums are added
-    inf where a gradient is not finite. A square is cut to 2^(-124) count^2 of the largest.
+    count    elements of the whole gradient on all ranks, or more
+    divided  True: the ranks of `group` have parts of it, and their sums are added
+    inf where a gradient is not finite. Each square is rounded down to a multiple of 2^(-124) count^2 of the largest.
     """
     gradients = [x for x in gradients if x.numel()]
     device = gradients[0].device if gradients else torch.device("cpu")
@@ -109,7 +111,7 @@ def _whole_squares(gradients: Sequence[Tensor], scales: Tensor) -> Tensor:
 
 
 def weights_sha256(state: Mapping[str, Tensor]) -> str:
-    """The sha256 of the names and values of a state dict."""
+    """The SHA-256 of the names and values of a state dict, in hexadecimal digits."""
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(name.encode())

@@ -1,4 +1,4 @@
-"""The context of each step of a run: its settings, this rank, and the text and the tokenizer that these name."""
+"""The context of each step of the pipeline: settings, this rank, and the text and the tokenizer that settings name."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ DOWNLOAD_LINES_S = 5.0  # between lines on a download
 
 @dataclass(frozen=True)
 class RunContext:
-    """The settings and the rank of a step, and where it reads and writes."""
+    """The settings and the rank of a step of the pipeline, and where it reads and writes."""
 
     config: RunConfig
     rank: int
@@ -33,12 +33,14 @@ class RunContext:
 
     @property
     def processes(self) -> int:
+        """How many processes this rank may tokenize in."""
         return self.config.data.processes or max(
             1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         )
 
     @property
     def device(self) -> torch.device:
+        """This rank's device. ValueError for a setting that names none of this machine."""
         if torch.distributed.is_initialized():
             return group.device()
         name = self.config.train.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,11 +50,11 @@ class RunContext:
 
     @property
     def autocast(self) -> Callable[[], torch.autocast]:
-        """Attention rows that train in bfloat16 may not know float32."""
+        """Makes the context of a forward, as in training: an attention row may take no other dtype."""
         return partial(prepare.autocast, self.config.train.precision, self.device.type)
 
     def say(self, text: str) -> None:
-        """On rank 0; with escapes for characters that the terminal does not have."""
+        """Prints a line on rank 0, with escapes for characters that the terminal does not have."""
         if self.rank == 0:
             encoding = sys.stdout.encoding or "utf-8"
             print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
@@ -63,7 +65,7 @@ class RunContext:
             torch.distributed.barrier()
 
     def corpus(self) -> corpora.Corpus:
-        """The text that the settings name, made or downloaded where it is not there."""
+        """The text that the settings name, made or downloaded where it is missing, with lines on the progress."""
         last_line_s = time.monotonic()
 
         def tell(what: str, done: int, total: int) -> None:

@@ -1,6 +1,6 @@
-"""Batches of random windows, as in nanoGPT: each start is drawn anew, so windows overlap and repeat.
+"""Batches of random windows, as in nanoGPT, for a loop of your own: starts are drawn anew, so windows repeat.
 
-`lmsys.training.data.Batches` is what the training loop takes: every window once in an epoch, as a function of the step.
+The training loop of this package takes `lmsys.training.data.Batches` instead, which has every window once in an epoch.
 Legend: B sequences, S context length.
 """
 

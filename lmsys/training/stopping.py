@@ -1,4 +1,4 @@
-"""The wish to stop: SIGTERM and Ctrl-C, kept until a step is done."""
+"""Signals that stop a training, SIGTERM and Ctrl-C, are kept until the step is done. `Trainer.fit` uses this."""
 
 import os
 import signal
@@ -6,16 +6,17 @@ import threading
 import time
 from typing import Any, Self
 
-AGAIN_S = 0.5  # signals closer together are one wish: torchrun and a terminal each pass one on
-ENDED_S = 5.0  # for a process to end by itself after a second signal
+AGAIN_S = 0.5  # signals closer together count as one: torchrun and a terminal may each send one
+ENDED_S = 5.0  # how long a process may take to end by itself after a second signal
 TWICE = b"lmsys.training: told to end twice, and its step does not: ended at once; what was saved before stands\n"
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C, kept until the step is done; what is ignored stays so. A second one, later, ends at once.
+    """Inside of `with`, SIGTERM and Ctrl-C set `seen`, the signal's number, and no more; a second one raises.
 
-    Python runs handlers between two of its own instructions, which a rank that waits for a stopped one never reaches:
-    a thread reads the signals, too, and ends such a process some seconds after the second.
+    A signal that is ignored stays ignored. The second signal raises KeyboardInterrupt. Python runs handlers between two
+    of its own instructions, which a rank never reaches while it waits in a collective for a stopped rank: so a thread
+    reads the signals, too, and ends such a process ENDED_S after the second.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        """Reads until the other end is closed. A step that does not end when told twice ends with its process."""
+        """A thread: reads signals' numbers until the pipe is closed; ends a process that hangs after a second one."""
         first, first_at_s = 0, 0.0
         while number := os.read(self._numbers, 1):
             now = time.monotonic()

@@ -1,4 +1,8 @@
-"""The state of a training that a checkpoint holds: the model, the optimizer under a strategy, random numbers."""
+"""The state of a training that a checkpoint holds: the model, the optimizer under a strategy, random numbers.
+
+The training loop calls `capture` to save, and `restore_optimizer` and `set_rng_state` to resume. A strategy that
+numbers optimizer state in a way of its own is handled here.
+"""
 
 import torch
 from torch.optim import Optimizer
@@ -14,7 +18,7 @@ def optimizer_layout(strategy: adapter.Adapter) -> str:
 
 def capture(strategy: adapter.Adapter, optimizer: Optimizer, rank: int) -> tuple[State, State]:
     """(the state that rank 0 saves for all, the state that this rank saves). All ranks call it."""
-    # Of lmsys.model.Loss, which strategies wrap.
+    # Strategies wrap lmsys.model.Loss, in which the model is the attribute `model`.
     shared: State = {"model": {name.removeprefix("model."): x for name, x in strategy.full_state_dict().items()}}
     if isinstance(optimizer, sharded_optimizer.ShardedOptimizer) or optimizer_layout(strategy) == "flat":
         return shared, {"optimizer": optimizer.state_dict()}
@@ -26,9 +30,9 @@ def capture(strategy: adapter.Adapter, optimizer: Optimizer, rank: int) -> tuple
 def restore_optimizer(
     strategy: adapter.Adapter, optimizer: Optimizer, saved: Checkpoint, shared: State, rank: int, world_size: int
 ) -> None:
-    """The optimizer's state of a checkpoint, saved by any number of ranks under any strategy.
+    """Loads the optimizer's state from a checkpoint, saved by any number of ranks under any strategy.
 
-    shared  what the checkpoint has in common for all ranks
+    shared  the checkpoint's part that all ranks have in common
     """
     flat, was_flat = optimizer_layout(strategy) == "flat", saved.facts.get("optimizer") == "flat"
     if flat and was_flat and saved.world_size == world_size:
@@ -51,7 +55,7 @@ def restore_optimizer(
 
 
 def rng_state(device: str | torch.device = "cpu") -> State:
-    """torch's random numbers, of the CPU and, for a CUDA device, of that."""
+    """The states of torch's generators: of the CPU, and of a CUDA `device`."""
     state = {"cpu": torch.get_rng_state()}
     if torch.device(device).type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -59,6 +63,7 @@ def rng_state(device: str | torch.device = "cpu") -> State:
 
 
 def set_rng_state(state: State, device: str | torch.device = "cpu") -> None:
+    """Restores what `rng_state` has given."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.device(device).type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
