@@ -1,4 +1,4 @@
-"""The Transformer language model. `transformer.py` first; what it is made of stands beside it."""
+"""The Transformer language model. Begin with `transformer.py`; the other files are what it calls."""
 
 from lmsys.model.transformer import BLOCKS_PER_GRAPH, Loss, TransformerLM
 

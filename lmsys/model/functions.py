@@ -1,4 +1,4 @@
-"""Activation and softmax as functions of tensors, and checks of ids from outside: tokens, class indices, positions."""
+"""SiLU and softmax as functions of tensors, and checks of ids that users give: tokens, class indices, positions."""
 
 import torch
 from torch import Tensor
@@ -19,14 +19,17 @@ def softmax(x: Tensor, dim: int) -> Tensor:
     return torch.softmax(x, dim)
 
 
-Shape = tuple[int | str, ...]
+Shape = tuple[int | str, ...]  # a text stands for any size
 
 
 def check_ids(name: str, x: object, kind: str, shapes: list[Shape] | None, below: int, but: int | None = None) -> None:
-    """ValueError for anything but whole numbers from 0 to below - 1, or `but`, of one of these shapes; None: of any.
+    """ValueError unless x is an integer tensor of one of the shapes, with values from 0 to below - 1, or `but`.
 
-    A name in a shape stands for any size; `kind` says in a message what the numbers are. Their values are looked at on
-    a CPU only: a GPU would have to be waited for, and neither a compiler nor torch.func can read them.
+    name    of the argument, for messages
+    kind    what the numbers are, in the plural, for messages
+    shapes  the shapes that are right; None: any
+    Values are checked on a CPU only: the host would have to wait for a GPU, and neither a compiler nor torch.func can
+    read them.
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor of {kind}; got {values.shortly(x)}")
@@ -43,11 +46,12 @@ def check_ids(name: str, x: object, kind: str, shapes: list[Shape] | None, below
 
 
 def check_range(name: str, kind: str, low: int, high: int, below: int, but: int | None = None) -> None:
-    """ValueError, with the one at fault, where the least or the greatest of some ids is not in 0 to below - 1."""
+    """ValueError, with the wrong id, unless ids from `low` to `high` all lie in 0 to below - 1."""
     if low < 0 or high >= below:
         other = "" if but is None else f", or {but}"
         raise ValueError(f"{name} must be {kind} from 0 to {below - 1}{other}; got {low if low < 0 else high}")
 
 
 def _fits(shape: torch.Size, asked: Shape) -> bool:
+    """True where a tensor's shape is one that was asked for."""
     return len(shape) == len(asked) and all(isinstance(n, str) or n == m for n, m in zip(asked, shape, strict=True))

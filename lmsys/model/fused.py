@@ -1,14 +1,17 @@
-"""Blocks whose additions, norms and products are one kernel each, forward and backward, without a compiler.
+"""Transformer blocks in which everything between two matmuls is one kernel, forward and backward, without a compiler.
+
+`TransformerLM.fuse_blocks` makes the model call `run` in place of its blocks. The kernels are in fused_triton.py.
 
 A block ends in an addition, and the next one begins with a norm of the sum. Here both are one function: it reads the
-residual stream and the branch once, and writes the sum and what the matmuls behind read. Its backward writes the
-gradient of the stream in both precisions, for the stream in its own and for the branch in that of the matmuls, where
-autograd and a compiler need a pass for each. Recorded as a CUDA graph, such a step needs no compiler.
+residual stream and the branch (the output of attention or feed-forward) once, and writes the sum and the norm that the
+next matmuls read. Its backward writes the gradient of the sum twice, in the stream's dtype and in the matmuls' dtype
+for the branch, where autograd and a compiler need a pass for each. Captured as a CUDA graph, such a step needs no
+compiler.
 
-Queries and keys are rotated where their projection has written them. Under autocast one matmul writes gate and value of
-SwiGLU side by side, and its backward writes their gradients so, for one matmul each behind it.
+Queries and keys are rotated in place, where their projection has written them. Under autocast one matmul writes gate
+and value of SwiGLU side by side, and the backward of SwiGLU writes their gradients side by side, for one matmul each.
 
-On a CPU, in float64 and without Triton, the same functions are compositions of PyTorch's.
+On a CPU, in float64 and without Triton, the same functions are made of PyTorch's.
 Legend: B batch, S sequence length, M d_model, F d_ff.
 """
 
@@ -26,16 +29,17 @@ from lmsys.model import functions, linear
 
 
 def kernels() -> Any:
-    """The kernels of blocks, in Triton, which is imported when the first of them runs."""
+    """The module of the kernels. It imports Triton, so it is imported when the first kernel runs."""
     from lmsys.model import fused_triton
 
     return fused_triton
 
 
 def add_norm(x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-    """x + branch (..., M), or x where there is no branch, and the `RMSNorm` of it, in the dtype that matmuls read.
+    """(x + branch, its RMSNorm in the dtype that matmuls read), each (..., M); the sum is x where branch is None.
 
-    x may be wider than the branch: the sum has x's dtype. Differentiable once.
+    norm  an `RMSNorm` of transformer.py
+    The sum has x's dtype, which may be wider than the branch's. Differentiable once.
     """
     if torch.compiler.is_compiling() or is_plain(x):
         total = x if branch is None else x + branch
@@ -45,8 +49,9 @@ def add_norm(x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tenso
 
 
 def swiglu(halves: Tensor) -> Tensor:
-    """silu(gate) · value (..., F) of gate and value side by side (..., 2 F), computed in float32 at least.
-    Differentiable once."""
+    """silu(gate) · value (..., F), from gate and value side by side in `halves` (..., 2 F).
+
+    Kernels compute in float32. Differentiable once."""
     if torch.compiler.is_compiling() or is_plain(halves):
         gate, value = halves.chunk(2, dim=-1)
         return functions.silu(gate) * value
@@ -54,14 +59,14 @@ def swiglu(halves: Tensor) -> Tensor:
 
 
 def why_not(device: torch.device) -> str:
-    """Why blocks are not run by the kernels on this device, but by plain PyTorch; empty: they are."""
+    """Why the kernels cannot run on this device, for an error; empty: they can."""
     if device.type != "cuda":
         return f"fused blocks are kernels for a CUDA device, and this is {device.type}"
     return "" if HAS_TRITON else "fused blocks are kernels in Triton: pip install triton"
 
 
 def check_levels(config: ModelConfig) -> None:
-    """ValueError where the blocks of this model are to keep less than fused blocks do."""
+    """ValueError for a model with activation checkpointing: fused blocks keep all that their backward reads."""
     values.hold(
         (
             all(group.level == "none" for group in config.groups),
@@ -71,9 +76,14 @@ def check_levels(config: ModelConfig) -> None:
 
 
 def run(layers: list[Any], last: Any, x: Tensor, attend: list[Any], rope: Any, positions: Any) -> Tensor:
-    """Blocks in a row and the norm behind them: x (B, S, M) -> (B, S, M), in the dtype that matmuls read.
+    """All blocks and the last norm: x (B, S, M) -> (B, S, M), in the dtype that matmuls read.
 
-    The blocks are not called as modules, nor are their attention, their first feed-forward layers and, on CUDA, norms.
+    layers           the `Block`s
+    last             the `RMSNorm` behind them
+    attend           for each block the function of its attention row
+    rope, positions  as in `Attention.mix`
+    Blocks are not called as modules, so their hooks do not run; nor do those of their attention, of w1 and w3 and, on
+    CUDA, of their norms.
     """
     branch = None
     for layer, attend_here in zip(layers, attend, strict=True):

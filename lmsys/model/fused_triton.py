@@ -1,6 +1,8 @@
-"""A block between its matmuls, in Triton: addition and norm, rotation of queries and keys, SwiGLU's product.
+"""The kernels of fused.py and rotary.py in Triton: addition and norm, rotation of queries and keys, SwiGLU's product.
 
-Each reads and writes an element once, forward and backward. Legend: T tokens, M d_model, F d_ff.
+Each reads and writes an element once, forward and backward. Device kernels and their launchers stand together, in this
+order. `..._options` choose the tile of a kernel by the width of a row; tests compile the kernels with them.
+Legend: T tokens, M d_model, F d_ff, B batch, S sequence length, H query heads, Hkv key/value heads, D head dimension.
 """
 
 from functools import cache
@@ -15,9 +17,9 @@ from lmsys.kernels.launch import launch
 from lmsys.measure.profile import register_kernels
 
 SWIGLU_BLOCK = 4096  # elements of a program of SwiGLU, at most
-NORM_BLOCK = 1024  # elements of a norm's backward at once, in rows, where a row is not longer
-WARPS = 32  # of a multiprocessor that a norm's backward fills: as many programs sum the weight's gradient as there are
-SUM_COLUMNS = 16  # of these sums, which a program adds up
+NORM_BLOCK = 1024  # elements of a norm's backward at once: whole rows, one at least
+WARPS = 32  # warps of a multiprocessor that a norm's backward fills; each of its programs sums a part of d_weight
+SUM_COLUMNS = 16  # columns of these partial sums that a program of _sum_rows_kernel adds up
 ROTATION_BLOCK = 2048  # elements of a tile: 16 for each of 128 threads, two loads of 16 bytes in half precision
 
 register_kernels(r"^_(add_norm|swiglu)_(forward|backward)_kernel$|^_(sum_rows|rotate)_kernel$", "elementwise")
@@ -106,7 +108,7 @@ def _swiglu_backward_kernel(D_PRODUCT, HALVES, D_HALVES, F: tl.constexpr, BLOCK:
 
 
 def norm_options(width: int) -> dict[str, int]:
-    """A row in one tile, of about 8 elements a thread."""
+    """Constants and warps of the forward for rows of `width`: a row is one tile, of about 8 elements a thread."""
     block = triton.next_power_of_2(width)
     return {"M": width, "BLOCK_M": block, "num_warps": max(1, min(16, block // 256))}
 
@@ -114,9 +116,12 @@ def norm_options(width: int) -> dict[str, int]:
 def add_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (T, M), branch (T, M) or None, weight (M) in float32 -> x + branch in x's dtype, which is x itself without one;
-    that over its root mean square, times weight, in `dtype`; and one over the root mean square (T) in float32. All are
-    contiguous."""
+    """x (T, M), branch (T, M) or None, weight (M) in float32 -> (total, normalised, rstd); all are contiguous.
+
+    total       x + branch in x's dtype; without a branch x itself
+    normalised  total over its root mean square, times weight, in `dtype`
+    rstd        one over the root mean square, (T) in float32
+    """
     total = x if branch is None else torch.empty_like(x)
     normalised = torch.empty_like(x, dtype=dtype)
     rstd = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -128,8 +133,11 @@ def add_norm(
 def add_norm_backward(
     d_normalised: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """-> dx (T, M) in the dtype of `total`; the same in `dtype`, that of the branch, or None for none; d_weight (M) in
-    float32."""
+    """-> (dx (T, M) in the dtype of `total`, the gradient of the branch, d_weight (M) in float32).
+
+    d_total  the gradient of the sum itself, or None
+    dtype    of the branch, whose gradient is dx in this dtype; None: there is no branch, and no gradient of it
+    """
     dx = torch.empty_like(total)
     both = dtype not in (None, total.dtype)
     d_branch = torch.empty_like(total, dtype=dtype) if both else dx
@@ -144,14 +152,14 @@ def add_norm_backward(
 
 
 def norm_backward_options(width: int) -> dict[str, int]:
-    """How the backward of a norm runs for rows of so many channels: constants, and the compiler's."""
+    """Constants and warps of the backward for rows of `width`."""
     block = triton.next_power_of_2(width)
     at_once = max(1, NORM_BLOCK // block)
     return {"M": width, "BLOCK_M": block, "ROWS": at_once, "num_warps": min(16, at_once * block // 256)}
 
 
 def _sum_rows(parts: Tensor) -> Tensor:
-    """(P, M) -> (M), in one order: of all rows at once, which takes far less than a sum of PyTorch's."""
+    """The sum of parts (P, M) over rows: (M), in an order that is always the same. Much faster than torch.sum here."""
     num_rows, width = parts.shape
     rows = triton.next_power_of_2(num_rows)
     total = parts.new_empty(width)
@@ -162,19 +170,20 @@ def _sum_rows(parts: Tensor) -> Tensor:
 
 
 def swiglu(halves: Tensor) -> Tensor:
-    """(..., 2 F) -> (..., F): gate · sigmoid(gate) · value of the two halves of each row, computed in float32.
-    Contiguous. 16 bytes are moved at once where they divide rows of F."""
+    """halves (..., 2 F), gate and value -> gate · sigmoid(gate) · value (..., F), computed in float32.
+
+    Contiguous. Loads are 16 bytes wide where a row of F is a multiple of that."""
     assert halves.shape[-1] % 2 == 0
     return _launch_swiglu(_swiglu_forward_kernel, halves, halves.new_empty(*halves.shape[:-1], halves.shape[-1] // 2))
 
 
 def swiglu_backward(d_product: Tensor, halves: Tensor) -> Tensor:
-    """The gradient of `halves`, from that of the product."""
+    """The gradient of `halves` (..., 2 F), from that of the product (..., F)."""
     return _launch_swiglu(_swiglu_backward_kernel, d_product, halves, torch.empty_like(halves))
 
 
 def _launch_swiglu(kernel: Any, *tensors: Tensor) -> Tensor:
-    """The last of the tensors, which the kernel writes."""
+    """Runs a kernel on tensors (..., F) and (..., 2 F), of which it writes the last; returns that."""
     width = min(x.shape[-1] for x in tensors)  # of the product
     options = swiglu_options(width)
     num_rows, parts = tensors[-1].numel() // tensors[-1].shape[-1], triton.cdiv(width, options["BLOCK"])
@@ -183,7 +192,7 @@ def _launch_swiglu(kernel: Any, *tensors: Tensor) -> Tensor:
 
 
 def swiglu_options(width: int) -> dict[str, int]:
-    """How SwiGLU's kernels run for rows of so many products: constants, and the compiler's."""
+    """Constants and warps of SwiGLU's kernels for rows of F = `width`."""
     block = min(SWIGLU_BLOCK, triton.next_power_of_2(width))
     return {"F": width, "BLOCK": block, "num_warps": max(1, block // 512)}
 
@@ -219,7 +228,7 @@ def _rotate_kernel(
 
 @cache
 def _blocks(total: int, head_dim: int) -> tuple[int, int, int]:
-    """Heads and dimensions of a tile, and tiles of a token's heads."""
+    """(heads of a tile, dimensions of a tile, tiles of a token) for `total` heads of a token."""
     block_d = triton.next_power_of_2(head_dim)
     block_h = max(1, min(triton.next_power_of_2(total), ROTATION_BLOCK // block_d))
     return block_h, block_d, triton.cdiv(total, block_h)
@@ -228,9 +237,12 @@ def _blocks(total: int, head_dim: int) -> tuple[int, int, int]:
 def turn(
     heads: Tensor, parts: tuple[Tensor, ...] | None, cos: Tensor, sin: Tensor, num_heads: int, *, backward: bool
 ) -> None:
-    """heads (B, S, H + 2 Hkv, D) into parts q (B, S, H, D), k and v (B, S, Hkv, D); `backward`: parts into heads, each
-    pair turned back. Without parts q and k are turned within heads, and v stays as it is. cos and sin (S, D / 2) or
-    (B, S, D / 2) in float32 or float64. All are contiguous.
+    """Rotates pairs of q and k: heads (B, S, H + 2 Hkv, D) -> parts q (B, S, H, D), k and v (B, S, Hkv, D), written.
+
+    parts     None: q and k are turned within heads, and v stays as it is
+    cos, sin  (S, D / 2) or (B, S, D / 2), in float32 or float64
+    backward  parts -> heads, each pair turned back
+    All are contiguous.
     """
     batch, length, total, head_dim = heads.shape
     kv_heads, in_place = (total - num_heads) // 2, parts is None

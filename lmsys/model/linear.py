@@ -1,15 +1,16 @@
-"""x Wᵀ under autocast, with weight gradients that no rounding to the narrow dtype has touched, and copies of weights.
+"""x Wᵀ under autocast with float32 weight gradients, and copies of weights in the narrow dtype that are kept.
 
-Autocast turns the weights W (O, M) and the input x into copies of a narrow dtype, multiplies those, rounds the weight's
-gradient to the narrow dtype too, and widens it again. A matmul unit adds up in float32 anyway: here it writes that
-sum, which is more exact, moves fewer bytes and needs no kernel to widen it. And as each weight is copied in any case,
-several weights that read one input are copied side by side, for one matmul in place of several.
+Autocast casts the weights W (O, M) and the input x to a narrow dtype, multiplies those, rounds the weight's gradient to
+the narrow dtype too, and widens it again. The GPU's matmul units add up in float32 anyway: `linear` has them write that
+sum, which is more exact, moves fewer bytes and needs no kernel to widen it. As each weight is copied in any case,
+several weights that multiply one input are copied side by side, for one matmul in place of several. The layers of
+transformer.py, and loss.py, call it.
 
-A weight may have such a copy beside it, as its attribute `rounded`: then that is read, and nothing is cast. Copies that
-lie side by side in memory are read as one. The gradient is the weight's all the same, in float32. An optimizer writes
-the copies in the pass that steps the weights. A copy that is kept is made again only where its weight is no longer what
-it was made of: its version, which every change in place counts up, and its address say so. A change through `.data` is
-counted by nothing, and must be followed by `torch.autograd.graph.increment_version`.
+`RoundedWeights` keeps such copies, as the weights' attribute `rounded`: then a copy is read, and nothing is cast.
+Copies that lie side by side in memory are read as one tensor. The gradient is that of the weight all the same, in
+float32. `lmsys.training.optimizer.AdamW` writes the copies in the pass that steps the weights. Otherwise a copy is made
+again when its weight has changed, which its version, counted up by every change in place, and its address show. A
+change through `.data` is counted by nothing, and must be followed by `torch.autograd.graph.increment_version`.
 
 Legend: T tokens, M input features, O output features.
 """
@@ -28,8 +29,8 @@ from lmsys.autograd import is_transformed, once_differentiable
 def linear(x: Tensor, *weights: Tensor) -> Tensor:
     """x (..., M), weights (O1, M), (O2, M), ... -> (..., O1 + O2 + ...): each x Wᵀ, side by side. Differentiable once.
 
-    Where autocast would cast float32 weights: one matmul in the autocast dtype, and float32 weight gradients, of which
-    those of one call are rows of one tensor. Elsewhere `F.linear` for each weight, in the dtype that it is given.
+    Where autocast would cast float32 weights, it is one matmul in the autocast dtype; weight gradients are float32, and
+    those of one call are rows of one tensor. Elsewhere it is `F.linear` for each weight, in the dtype that it is given.
     """
     dtype = None if x.dtype == torch.float64 else _cast_to(weights)  # autocast, too, leaves float64 alone
     if dtype is not None and not is_transformed():
@@ -45,26 +46,26 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The copy of that dtype which is kept beside a weight, where there is one, else the weight itself."""
+    """The copy of a weight in that dtype, where one is kept; else the weight itself."""
     copy = getattr(weight, "rounded", None)
     return copy if copy is not None and copy.dtype == dtype else weight
 
 
 def _cast_to(weights: Sequence[Tensor]) -> torch.dtype | None:
-    """The narrow dtype to which autocast would cast these, if all are float32, or None."""
+    """The narrow dtype that autocast would cast these weights to; None: it would not, or not all are float32."""
     device = weights[0].device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
     return dtype if dtype.itemsize < 4 and all(t.dtype == torch.float32 for t in weights) else None
 
 
 class _NarrowLinear(torch.autograd.Function):
-    """`sources` have the values of the weights: themselves, or their copies."""
+    """`linear` of several weights in the dtype `dtype`. sources: the weights themselves, or their kept copies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, sources: list[Tensor], *weights: Tensor) -> Tensor:
         narrow, weight = x.reshape(-1, x.shape[-1]).to(dtype), _side_by_side(sources, dtype)  # (T, M), (O, M)
         needs_x, _, _, *needs_weights = ctx.needs_input_grad
-        kept = sources if all(w.dtype == dtype for w in sources) else [weight]  # copies are there anyway
+        kept = sources if all(w.dtype == dtype for w in sources) else [weight]  # kept copies need no more memory
         ctx.save_for_backward(narrow if any(needs_weights) else None, *(kept if needs_x else ()))
         ctx.wide, ctx.rows = x.dtype, [len(w) for w in weights]
         return (narrow @ weight.mT).view(*x.shape[:-1], len(weight))
@@ -80,14 +81,14 @@ class _NarrowLinear(torch.autograd.Function):
             weight = _side_by_side(kept, grad.dtype)
             dx = (grad @ weight).to(ctx.wide).view(*grads[0].shape[:-1], weight.shape[-1])
         if any(needs_weights):
-            # Float32 sums of narrow factors, on CUDA rounded nowhere on the way.
+            # Float32 sums of products of narrow factors: on CUDA nothing is rounded before they are summed.
             wide = torch.mm(grad.mT, narrow, out_dtype=torch.float32) if grad.is_cuda else (grad.mT @ narrow).float()
             d_weights = wide.split(ctx.rows)
         return dx, None, None, *(d if need else None for d, need in zip(d_weights, needs_weights, strict=True))
 
 
 def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """One copy of all rows. A compiler fuses cast and copy by itself; without one, `out` makes them one pass."""
+    """The rows of all weights as one tensor of that dtype. A compiler fuses cast and copy; else `out` does both."""
     if len(weights) == 1:
         return weights[0].to(dtype)
     if torch.compiler.is_compiling():
@@ -99,7 +100,7 @@ def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _follow_each_other(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """True for contiguous tensors of that dtype in one memory, each of which begins where the one before ends."""
+    """True where contiguous tensors of that dtype lie in one storage, each from the end of the one before."""
     if not all(w.dtype == dtype and w.is_contiguous() for w in weights):
         return False
     for before, after in pairwise(weights):
@@ -114,7 +115,7 @@ _recordings: list[set["RoundedWeights"]] = []
 
 @contextmanager
 def recorded() -> Iterator[set["RoundedWeights"]]:
-    """Collects the copies that are read inside. What replays a recording of that has to `refresh` them before."""
+    """Inside, collects the `RoundedWeights` that are read. Each replay of a CUDA graph must `refresh` them first."""
     read: set[RoundedWeights] = set()
     _recordings.append(read)
     try:
@@ -124,9 +125,9 @@ def recorded() -> Iterator[set["RoundedWeights"]]:
 
 
 class RoundedWeights:
-    """Copies of the weights of `layers`; those of one group lie side by side, as one matmul reads them.
+    """Copies of the weights of `layers`; the copies of one inner list lie side by side, as one matmul reads them.
 
-    A copy of this object, or one that is read from a file, has the layers and begins without copies of their weights.
+    A copy of this object, or one that is unpickled, has the layers and begins without copies of their weights.
     """
 
     def __init__(self, layers: Sequence[Sequence[nn.Module]]):
@@ -135,7 +136,7 @@ class RoundedWeights:
         self._copies: list[Tensor] = []
         self._numbers: dict[int, int] = {}  # by id of the weight
         self._made_of: list[tuple[int, int] | None] = []  # version and address
-        self._shown = False
+        self._shown = False  # weights have their copies as `rounded`
 
     def __getstate__(self) -> dict[str, Any]:
         return {"layers": self._layers}
@@ -145,13 +146,13 @@ class RoundedWeights:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Inside, weights have their copies as `rounded`, which `lmsys.model.linear` reads; under autocast alone."""
+        """Inside and under autocast, weights have their copies as the attribute `rounded`, which `linear` reads."""
         groups = [] if self._shown else [[layer.weight for layer in group] for group in self._layers]
         weights = list(chain(*groups))
         dtype = _cast_to(weights) if weights else None
         counted = all(isinstance(weight, nn.Parameter) and not weight.is_inference() for weight in weights)
         if dtype is None or not counted:
-            yield  # nothing is cast, or a weight does not count its changes
+            yield  # nothing is cast, or changes of a weight are not counted
             return
         if not self._are_of(weights, dtype):
             self._weights, self._copies = weights, []
@@ -171,10 +172,10 @@ class RoundedWeights:
         finally:
             self._shown = False
             for weight in weights:
-                vars(weight).pop("rounded", None)  # a layer may share it with another
+                vars(weight).pop("rounded", None)  # a weight that two layers share is there twice
 
     def refresh(self) -> None:
-        """Makes those copies again whose weights have changed."""
+        """Copies again the weights that have changed."""
         now = [(weight._version, weight.data_ptr()) for weight in self._weights]
         stale = [number for number, made_of in enumerate(self._made_of) if made_of != now[number]]
         if not stale:
@@ -182,7 +183,7 @@ class RoundedWeights:
         with torch.no_grad():
             torch._foreach_copy_([self._copies[i] for i in stale], [self._weights[i] for i in stale])
         if self._weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # nothing has been copied yet
+            return  # a capture has copied nothing yet: a replay will
         for number in stale:
             self._made_of[number] = now[number]
 
@@ -192,13 +193,14 @@ class RoundedWeights:
         return None if number is None else self._copies[number]
 
     def follow(self, weights: Iterable[Tensor]) -> None:
-        """Says that the copies of these weights, which have changed, have been written with them."""
+        """Called by an optimizer that has stepped these weights and written their copies: notes that they are equal."""
         for weight in weights:
             number = self._numbers.get(id(weight))
             if number is not None:
                 self._made_of[number] = weight._version, weight.data_ptr()
 
     def _are_of(self, weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
+        """True where the copies are of these weights, in that dtype and on their devices."""
         return len(weights) == len(self._weights) and all(
             weight is other and copy.dtype == dtype and copy.device == weight.device
             for weight, other, copy in zip(weights, self._weights, self._copies, strict=True)

@@ -1,12 +1,12 @@
-"""Cross-entropy, and that of a language model's head without the logits of the whole batch.
+"""Cross-entropy, and cross-entropy of a language model's head without the logits of the whole batch.
 
-The head and the loss are one function here: for a chunk of tokens it makes the logits, their loss and, in the same
-pass and the same memory, their gradient, and forgets them. Nothing of size tokens x vocabulary is ever held, and no
-matmul is made twice. The idea: Wijmans et al. 2024, "Cut Your Losses" (arXiv 2411.09009); Hsu et al. 2024, "Liger
-Kernel" (arXiv 2410.10989).
+`TransformerLM.loss` calls `linear_cross_entropy`, which is head and loss in one function. For each chunk of tokens it
+computes the logits, their loss and, in the same pass and the same memory, their gradient, and drops them. Nothing of
+size tokens x vocabulary is ever held, and no matmul is done twice. The idea: Wijmans et al. 2024, "Cut Your Losses"
+(arXiv 2411.09009); Hsu et al. 2024, "Liger Kernel" (arXiv 2410.10989).
 
-From the logits on, a kernel of ours does it on CUDA (`loss_triton.py`); plain PyTorch does on a CPU, in float64, and
-where Triton is not installed.
+On CUDA the kernel of `loss_triton.py` turns logits into losses and gradients; on a CPU, in float64 and without Triton
+plain PyTorch does. An option of the loss is a field of `LossOptions`, and is computed in both places.
 
 Legend: N tokens, C tokens of a chunk, V vocabulary, M d_model.
 """
@@ -23,11 +23,11 @@ from lmsys.config import IGNORED
 from lmsys.kernels import HAS_TRITON
 from lmsys.model import functions, linear
 
-CHUNK_LOGITS = 2**28  # at once: 512 MiB in bfloat16
-CHUNK_MULTIPLE = 128  # tokens: tiles of matmuls come out even
-MOST_SOFTCAP = 1e30
+CHUNK_LOGITS = 2**28  # logits held at once: 512 MiB in bfloat16
+CHUNK_MULTIPLE = 128  # tokens of a chunk: a multiple, for whole tiles of matmuls
+MOST_SOFTCAP = 1e30  # the least softcap is one over it
 REDUCTIONS = "mean", "sum", "none"
-STRIDE_MULTIPLE = 16  # logits: rows begin where wide loads and matmuls like them to
+STRIDE_MULTIPLE = 16  # logits from row to row: a multiple, for wide loads and matmuls
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def cross_entropy(
 ) -> Any:
     """The mean of -log softmax(logits)[target]: logits (..., V), targets (...) of class indices -> a scalar.
 
-    Targets of `ignore_index` count for nothing. The dtype is that of the logits, at least float32. ValueError when the
-    shapes do not fit, and on a CPU for other targets outside 0 to V - 1. The other options are those of
-    `linear_cross_entropy`, which makes the logits, too, and holds only some of them at once.
+    Targets of `ignore_index` count for nothing. The result has the dtype of the logits, at least float32. ValueError
+    when shapes do not fit, and on a CPU for other targets outside 0 to V - 1. All options are as in
+    `linear_cross_entropy`, which computes the logits too, and holds only some of them at once.
     """
     values.hold((logits.dim() >= 1, "logits (..., V) must have at least one dimension; got a scalar"))
     options = LossOptions(reduction, label_smoothing, z_loss, softcap, ignore_index)
@@ -113,19 +113,19 @@ def linear_cross_entropy(
 ) -> Any:
     """The mean over tokens of cross_entropy(hidden weightᵀ, targets): a scalar in float32, differentiable once.
 
-    hidden (..., M), weight (V, M), targets (...) of class indices, those of `ignore_index` left out. Matmuls run in the
-    autocast dtype when autocast is on, else in hidden's; the loss in float32. `chunk`: tokens at once, by default as
-    many as keep the logits at about CHUNK_LOGITS, in even shares. ValueError when the shapes do not fit, and on a
-    CPU for any other target outside 0 to V - 1; on a GPU, which would have to be waited for, such a target gives NaN.
+    hidden (..., M), weight (V, M), targets (...) of class indices. Matmuls run in the autocast dtype when autocast is
+    on, else in hidden's; the loss is computed in float32. ValueError when shapes do not fit, and on a CPU for targets
+    outside 0 to V - 1 other than `ignore_index`; on a GPU, which the host does not wait for, such a target gives NaN.
 
-    The other options are those of `LossOptions`, and these:
+    chunk          tokens at once; None: as many as keep the logits at about CHUNK_LOGITS, in even shares
+    token_weights  (...) factors of the tokens' losses. The mean is the weighted sum over the sum of the weights of
+                   tokens that count. torch's weights of classes are token_weights=class_weights[targets]
+    return_z_loss  True: the result is (loss, z), where z is the part of the loss that `z_loss` adds, reduced in the
+                   same way, without a gradient
+    The other options are those of `LossOptions`.
 
-    token_weights  (...) factors of the tokens' losses. The mean is their weighted sum over the sum of the weights of
-                   the tokens that count, as torch's is of weights of classes: for these, class_weights[targets]
-    return_z_loss  (loss, z): z is the part of the loss that `z_loss` adds, reduced alike, without a gradient
-
-    With reduction "none", or weights that need a gradient themselves, the gradients are made in the backward, from
-    logits that are computed again: a matmul more. Without, they are made in the forward.
+    Gradients are computed in the forward. With reduction "none", or weights that need a gradient themselves, they are
+    computed in the backward, from logits that are computed again: one matmul more.
     """
     values.hold(
         (
@@ -164,7 +164,10 @@ def linear_cross_entropy(
 
 
 def counts_of(token_weights: Tensor | None, targets: Tensor, options: LossOptions, dtype: torch.dtype) -> Tensor:
-    """By how much each token counts, in the targets' shape: 0 where it is ignored, else its weight or 1."""
+    """By how much each token counts, in the targets' shape: 0 where it is ignored, else its weight or 1.
+
+    ValueError for weights of another shape, device or kind.
+    """
     counted, x, shape = targets != options.ignore_index, token_weights, tuple(targets.shape)
     if x is None:
         return counted.to(dtype)
@@ -178,7 +181,7 @@ def counts_of(token_weights: Tensor | None, targets: Tensor, options: LossOption
 
 
 def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
-    """The losses of tokens (N,), reduced as `counts` (...) has it; or their weighted sum, of which the mean is wanted.
+    """Losses (N,) of tokens, weighted by `counts` (...) and reduced; a scalar is the weighted sum already.
 
     Where no token counts, or the weights add up to 0, the mean is NaN and its gradients are 0, as in torch.
     """
@@ -192,15 +195,17 @@ def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
 
 
 def _even_chunk(tokens: int, vocabulary: int) -> int:
-    """The tokens of a chunk, where as few as CHUNK_LOGITS allows share them evenly."""
+    """Tokens of a chunk, when the fewest chunks that CHUNK_LOGITS allows share all tokens evenly."""
     chunk = max(1, math.ceil(tokens / max(1, math.ceil(tokens * vocabulary / CHUNK_LOGITS))))
     return chunk if chunk <= CHUNK_MULTIPLE else math.ceil(chunk / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The losses of tokens (N,), or with `at_once` their sum with the factors (N,), and beside it the z-losses (N,).
+    """(the losses of tokens (N,), or with `at_once` their sum with the factors (N,); the z-losses (N,)).
 
-    With `at_once` the forward makes the gradients where they are `recorded`; else the backward does.
+    source    the values of the weight, or their copy in a narrow dtype
+    at_once   the forward computes the gradients, if they are `recorded`; else the backward does
+    recorded  autograd records the call
     """
 
     @staticmethod
@@ -223,12 +228,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses, z_losses, *gradients = _walk(needs, shares, hidden, weight, source, targets, *ctx.how)
         ctx.save_for_backward(*((top, *gradients) if at_once else (hidden, weight, source, targets)))
         ctx.mark_non_differentiable(z_losses)
-        return (losses * factors).sum() if at_once else losses, z_losses  # autocast would narrow a product of vectors
+        return (losses * factors).sum() if at_once else losses, z_losses  # no dot: autocast would cast its inputs
 
     @staticmethod
     @autograd.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # Only here do 1 / N and a loss scale meet the gradients: before, float16 would round the small ones to zero.
+        # The factor 1 / N and the loss scale come last: earlier, float16 would round small gradients to zero.
         if grads[0].dim():
             shares, factor = _shares(grads[0])
             _, _, *gradients = _walk(ctx.needs_input_grad[:2], shares, *ctx.saved_tensors, *ctx.how)
@@ -249,7 +254,10 @@ def _walk(
     chunk: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Losses and z-losses (N,), and the gradients of losses · factors that are needed, of hidden and of the weight."""
+    """Goes through the tokens by chunks: (losses (N,), z-losses (N,), d_hidden, d_weight).
+
+    needs  which of the two gradients, those of the sum of losses · factors, to compute; the others are None
+    """
     with torch.autocast(hidden.device.type, enabled=False):
         operand = source.detach().to(dtype)  # (V, M)
         losses, lses = factors.new_zeros(2, len(hidden))
@@ -270,13 +278,13 @@ def _walk(
 
 
 def _shares(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors over the largest, and that one: gradients in float16 have the size that they have without factors."""
+    """(the factors over the largest, the largest): so gradients in float16 keep the size they have without factors."""
     top = nn.functional.pad(factors.abs(), (0, 1), value=torch.finfo(torch.float32).tiny).amax()
     return factors / top, top
 
 
 def _rows(num_rows: int, width: int, like: Tensor) -> Tensor:
-    """(num_rows, width) in the dtype of `like`, each row from a multiple of STRIDE_MULTIPLE on.
+    """An unwritten tensor (num_rows, width) in the dtype of `like`; rows begin at multiples of STRIDE_MULTIPLE.
 
     Between the rows there are zeros: bfloat16 products of oneDNN with AMX read on there, and zero times what was in
     fresh memory may be NaN (https://github.com/uxlfoundation/oneDNN/issues/5717).
@@ -297,10 +305,10 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _times(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient · factor, multiplied in the wider dtype of the two: in place, unless the graph is to be used again.
+    """gradient · factor, in place unless the graph will be used again, since a second d_weight needs much memory.
 
-    A second gradient of the weight would be the most that a backward needs. The query is the one by which
-    torch.compile decides whether it may write over what a forward has saved.
+    The product is computed in the wider dtype of the two. By the same query torch.compile decides whether a backward
+    may write over what its forward has saved.
     """
     again = torch._C._autograd._get_current_graph_task_keep_graph()
     return torch.mul(gradient, factor[None], out=torch.empty_like(gradient) if again else gradient)
@@ -309,8 +317,10 @@ def _times(gradient: Tensor, factor: Tensor) -> Tensor:
 def _replace_by_gradient(
     logits: Tensor, labels: Tensor, factors: Tensor, options: LossOptions, gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """The cross-entropy and the log-sum-exp of each row (C,), 0 where it is ignored; with `gradient`, in the place of
-    the logits (C, V) that of the sum of losses · factors (C,), z-losses in them."""
+    """(the cross-entropy, the log-sum-exp) of each row (C,), 0 where it is ignored.
+
+    With `gradient` the logits (C, V) become the gradient of the sum of losses · factors (C,), which includes z-losses.
+    """
     if logits.is_cuda and logits.dtype != torch.float64 and HAS_TRITON:
         from lmsys.model.loss_triton import replace_by_gradient
 

@@ -1,11 +1,11 @@
-"""The softmax of a row of logits in Triton: its loss, and its gradient in the place of the logits.
+"""The loss of rows of logits in Triton, with the gradient in the place of the logits: the kernel of loss.py on CUDA.
 
-A program owns a row. One of up to TILE logits is read once, and stays in registers: as one tile, or as a large and a
-small one, where two leave fewer places unused. Over a longer row the program walks twice. Soft cap, label smoothing,
-z-loss and factors of the gradients are made on the way; what is None costs nothing.
-The first pass finds the maximum and the sum; each lane keeps both for itself, so that warps meet once a row and not
-once a tile. The second writes the gradient, from the end of the row to its beginning: what was read last lies in the L2
-cache still, so memory sees about one read and one write of a logit.
+A program owns a row. A row of up to TILE logits is read once, and stays in registers: as one tile, or as a large and a
+small tile, where two have fewer unused elements. A longer row is read twice. The first pass finds the maximum and the
+sum; each lane keeps both for itself, so that warps communicate once a row and not once a tile. The second pass writes
+the gradient, from the end of the row to its beginning: what was read last is still in the L2 cache, so memory sees
+about one read and one write of a logit. Soft cap, label smoothing, z-loss and factors of the gradients are applied on
+the way; an option that is None costs nothing.
 
 Legend: C rows, V vocabulary.
 """
@@ -19,11 +19,11 @@ from lmsys.attention.flash_triton_kernels import _tanh
 from lmsys.measure.profile import register_kernels
 from lmsys.model.loss import LossOptions
 
-TILE = 2**14  # logits of a row at once
+TILE = 2**14  # the most logits of a tile
 SMALLEST_TILE = 2**9
-HELD_PER_THREAD, PASSED_PER_THREAD = 32, 16  # logits, of a row that is read once (of its first tile) and twice
-# Of a thread that holds logits. The compiler would take up to 128, and half as many rows would be under way. Rows of
-# 16,384 take 0.73 of the time on one H200, although some numbers spill; rows of 10,000 take 0.79, and none spills.
+HELD_PER_THREAD, PASSED_PER_THREAD = 32, 16  # logits of a tile per thread: of the first tile of a row read once; twice
+# Registers of a thread of a row read once. The compiler would take up to 128, and half as many rows would run at once.
+# Rows of 16,384 take 0.73 of the time on one H200, although some registers spill; rows of 10,000 take 0.79, without.
 MAX_REGISTERS = 64
 NUM_STAGES = 1  # stages of the loads: with more they go through shared memory
 LOWEST = tl.constexpr(-3e38)  # finite: a lane that sees nothing but -inf must not take the difference of two
@@ -134,7 +134,7 @@ def _cross_entropy_kernel(
 
 
 def row_options(vocabulary: int, vector: int) -> dict[str, int]:
-    """How the kernel runs for rows of so many logits, of which `vector` are 16 bytes: constants, and the compiler's."""
+    """Constants, warps and registers of the kernel for rows of `vocabulary` logits. vector: logits in 16 bytes."""
     one_read = vocabulary <= TILE
     tile, rest = _tiles(vocabulary) if one_read else (TILE, 0)
     num_warps = max(1, tile // (32 * (HELD_PER_THREAD if one_read else PASSED_PER_THREAD)))
@@ -144,7 +144,7 @@ def row_options(vocabulary: int, vector: int) -> dict[str, int]:
 
 
 def _tiles(vocabulary: int) -> tuple[int, int]:
-    """The sizes of one tile or two, powers of two, that hold a row; one where two would be as large together."""
+    """(BLOCK, REST): powers of two that together hold a row; REST is 0 where a second tile would save nothing."""
     whole = max(SMALLEST_TILE, triton.next_power_of_2(vocabulary))
     first = whole // 2
     rest = max(SMALLEST_TILE, triton.next_power_of_2(max(1, vocabulary - first)))
@@ -154,11 +154,12 @@ def _tiles(vocabulary: int) -> tuple[int, int]:
 def replace_by_gradient(
     logits: Tensor, labels: Tensor, factors: Tensor, options: LossOptions, gradient: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of each row (C,), and for a z-loss the log-sum-exp, in float32; 0 where the label is ignored.
+    """(the cross-entropy of each row (C,); for a z-loss its log-sum-exp (C,), else zeros), in float32; 0 where ignored.
 
-    With `gradient`, `logits` (C, V) become the gradient of the sum of losses · factors (C,), z-losses in them. They are
-    float32, float16 or bfloat16, of unit stride within a row; what lies between two rows is overwritten. The labels
-    (C,) are classes; a row whose label is none, and not the ignored one, becomes NaN. The factors are contiguous.
+    logits    (C, V) float32, float16 or bfloat16, of unit stride within a row; what lies between rows is overwritten
+    labels    (C,) classes; a row whose label is no class and not the ignored one becomes NaN
+    factors   (C,) contiguous
+    gradient  logits become the gradient of the sum of losses · factors, which includes z-losses
     """
     (num_rows, vocabulary), stride = logits.shape, logits.stride(0)
     losses, lses = torch.zeros(2, num_rows, dtype=torch.float32, device=logits.device)

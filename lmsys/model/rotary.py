@@ -1,8 +1,9 @@
-"""Rotary position embedding: q, k and v out of the projections side by side, q and k turned by their positions.
+"""Rotary position embedding: takes q, k and v from the projections side by side, and rotates q and k by position.
 
-On CUDA one kernel reads the projections and writes q, k and v, and one brings their gradients back together; in plain
-PyTorch, and as torch.compile fuses it, the pairs of neighbours are read a value at a time, at half the memory's speed.
-In place, the kernels read and write q and k alone, and v is never copied: attention reads all three where they lie.
+`TransformerLM` holds a `RotaryEmbedding`, and its attention layers call it. On CUDA one kernel (fused_triton.py) reads
+the projections and writes q, k and v, and one brings their gradients together again. Plain PyTorch, also as
+torch.compile fuses it, reads the pairs of neighbours a value at a time, at half the memory's speed. In place, the
+kernels read and write q and k alone, and v is never copied: attention reads all three where they lie.
 
 Source: Su et al. 2021 (arXiv 2104.09864).
 Legend: B batch, S sequence length, H query heads, Hkv key/value heads, D head dimension, N = H + 2 Hkv.
@@ -30,13 +31,14 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def _tables(self, device: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of all positions and pairs, (context_length, D / 2) each."""
         head_dim, context_length, theta = self._sizes
         frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
         angles = torch.arange(context_length, dtype=torch.float64, device=device)[:, None] * frequencies  # (S, D / 2)
         return angles.cos().float().to(dtype), angles.sin().float().to(dtype)
 
     def _apply(self, *args: Any, **options: Any) -> Any:
-        """Makes the tables anew when torch moves the module: no state dict holds them, and `to_empty` moves nothing."""
+        """Computes the tables anew when torch moves the module: no state dict has them, and `to_empty` copies none."""
         super()._apply(*args, **options)
         self.cos, self.sin = self._tables(self.cos.device, self.cos.dtype)  # type: ignore[has-type]
         return self
@@ -47,9 +49,10 @@ class RotaryEmbedding(nn.Module):
         """projected (B, S, N D), positions (S) or (B, S), by default 0 ... S - 1 -> q (B, S, H, D) and k, v
         (B, S, Hkv, D), each in memory of its own, of projected's dtype.
 
-        `in_place`: eager kernels write q and k over projected, of which q, k and v are parts then, and gradients that
-        lie side by side are turned back where they lie. Nobody else may read these tensors afterwards; autograd refuses
-        a backward that needs projected as it was. ValueError on a CPU for positions outside the context.
+        in_place  eager kernels write q and k over projected, and q, k and v are views of it; gradients that lie side by
+                  side are turned back in place, too. Nobody else may read these tensors afterwards; autograd refuses a
+                  backward that needs projected as it was
+        ValueError on a CPU for positions outside the context.
         """
         if positions is not None:
             functions.check_ids("positions", positions, "positions in the context", None, len(self.cos))
@@ -64,7 +67,7 @@ class RotaryEmbedding(nn.Module):
         return _turn(q, cos, sin), _turn(k, cos, sin), v.contiguous()  # a view would keep all of `projected`
 
     def rotate(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """One tensor turned: x (..., S, D), and positions that broadcast to (..., S), by default 0 ... S - 1.
+        """Rotates one tensor: x (..., S, D), and positions that broadcast to (..., S), by default 0 ... S - 1.
 
         The result has x's shape and dtype. ValueError for shapes that do not fit, and on a CPU for positions outside
         the context.
@@ -82,6 +85,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (..., D) with its pairs of neighbours rotated, in PyTorch; cos and sin broadcast to (..., D / 2)."""
     even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
 
@@ -109,14 +113,14 @@ def _like_heads(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) ->
 
 
 class _RotateInPlace(torch.autograd.Function):
-    """Gradients that lie side by side, as some attention rows leave them, are turned back in place as well."""
+    """The rotation in place, also of gradients that lie side by side, as some attention rows leave them."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         heads = heads.detach().contiguous()
         fused.kernels().turn(heads, None, cos.contiguous(), sin.contiguous(), num_heads, backward=False)
-        torch.autograd.graph.increment_version(heads)  # a kernel's writes are counted by nothing
+        torch.autograd.graph.increment_version(heads)  # autograd does not see what a kernel writes
         kv_heads = (heads.shape[2] - num_heads) // 2
         return heads.split([num_heads, kv_heads, kv_heads], dim=2)
 
@@ -141,7 +145,10 @@ rotate_backward = custom_op.define(
 
 
 class _Rotate(torch.autograd.Function):
-    """Stays out of the registered operators: in compiled code each call of one costs the host about 15 us."""
+    """The rotation into new tensors.
+
+    It is not registered as the operators' autograd: in compiled code each call would cost the host about 15 us.
+    """
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,8 @@
-"""Selective activation checkpointing: a block in pieces, each of which keeps its inputs and is run again later.
+"""Selective activation checkpointing: runs a block in pieces, each of which keeps its inputs and is run again later.
 
-Each piece ends in matmuls and the attention row is in none, so that neither is computed again. As the cuts are between
-modules rather than between operators, any row does, whatever it launches.
+`Block.forward` calls it for the levels "matmuls" and "attention" of `lmsys.checkpointing`. Each piece ends in matmuls,
+and the attention row is in no piece, so that neither is computed again. As the cuts are between modules and not between
+operators, any attention row can be used, whatever kernels it launches.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,10 @@ MATMUL = torch.ops.aten.mm.default
 
 
 def run_selectively(block: Any, level: str, x: Tensor, *attend: Any) -> Tensor:
-    """A `Block` of (x, *attend) that keeps what `level` says: "matmuls" or "attention" of `lmsys.checkpointing`."""
+    """The output of a `Block`, which keeps for its backward what `level` says, "matmuls" or "attention".
+
+    attend  the arguments of `Attention.mix` behind the projections
+    """
     attn, ffn = block.attn, block.ffn
 
     def up(x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,7 +40,7 @@ def run_selectively(block: Any, level: str, x: Tensor, *attend: Any) -> Tensor:
 
 
 def run_again(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    """function(*inputs), which keeps its inputs and is run again in the backward; a model draws no random numbers."""
+    """function(*inputs), which keeps its inputs alone and runs again in the backward; it may draw no random numbers."""
     if torch.compiler.is_compiling():
         options.setdefault("context_fn", _saved_nothing)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
@@ -51,18 +55,18 @@ def _up_to_matmuls(function: Callable[..., Any], *inputs: Tensor) -> Any:
     )
 
 
-# A compiler keeps of the results that it may not compute again those that the backward reads. Left to itself, torch
-# 2.11 also keeps what an autograd.Function computes; a policy it asks about every operator.
+# Contexts for compiled code: a compiler keeps the results of the operators that are listed, if a backward reads them.
+# Without a list torch 2.11 also keeps what an autograd.Function computes.
 _saved_matmuls = partial(create_selective_checkpoint_contexts, [MATMUL])
 _saved_nothing = partial(create_selective_checkpoint_contexts, [])
 
 
 class _WithoutMatmuls(torch.utils._python_dispatch.TorchDispatchMode):
-    """Leaves matmuls out. Autograd by itself would stop before the last one, but not before that of a Function."""
+    """Skips matmuls in the second run: torch itself stops before the last one, but not before that of a Function."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (
-            args[0].new_empty(args[0].shape[0], args[1].shape[1])  # nobody reads it
+            args[0].new_empty(args[0].shape[0], args[1].shape[1])  # nothing reads the result
             if func is MATMUL
             else func(*args, **(kwargs or {}))
         )

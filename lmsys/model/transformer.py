@@ -1,7 +1,8 @@
 """A Transformer language model, from token ids to logits and loss: pre-norm, RMSNorm, RoPE, SwiGLU, no biases.
 
-Read from bottom to top it is TransformerLM -> Block -> Attention, FeedForward -> RMSNorm, Linear, Embedding. Parameter
-names are those of CS336, so checkpoints travel. Parameters are float32; matmuls run in lower precision under autocast.
+Read from bottom to top it is TransformerLM -> Block -> Attention, FeedForward -> RMSNorm, Linear, Embedding. The config
+is `lmsys.config.ModelConfig`. Training, benchmarks and generation call `loss`, `hidden` and `forward`. Parameter names
+are those of CS336, so its checkpoints load. Parameters are float32; matmuls run in lower precision under autocast.
 
 Sources: Vaswani et al. 2017 (arXiv 1706.03762); Zhang & Sennrich 2019 (RMSNorm, 1910.07467); Shazeer 2020 (SwiGLU,
 2002.05202).
@@ -22,14 +23,14 @@ from lmsys.measure.profile import part
 from lmsys.model import functions, fused, linear, rotary, selective
 from lmsys.model.loss import linear_cross_entropy
 
-# Blocks of a compiled graph, where none needs to be a module: more gain little and compile for longer.
+# For `compile_blocks(together=...)` where no block must stay a module: larger graphs gain little and compile longer.
 BLOCKS_PER_GRAPH = 4
 
 
 class Linear(nn.Linear):
     """y = x Wᵀ, W (out, in) drawn from a normal of variance 2 / (in + out), cut off at three standard deviations."""
 
-    reads_rounded = True  # under autocast, in the weight's place: see `linear`
+    reads_rounded = True  # under autocast it reads the weight's copy `rounded`, if there is one: see linear.py
 
     def __init__(self, in_features: int, out_features: int, **factory: Any):
         super().__init__(in_features, out_features, bias=False, **factory)
@@ -43,7 +44,10 @@ class Linear(nn.Linear):
 
 
 class SideBySide(nn.Module):
-    """Linear layers that read one input, in one matmul: (..., the features of all). A module, so that hooks see it."""
+    """Several linear layers of one input in one matmul: x (..., M) -> (..., the features of all layers).
+
+    It is a module so that hooks see the call.
+    """
 
     def forward(self, x: Tensor, *layers: Linear) -> Tensor:
         return linear.linear(x, *(layer.weight for layer in layers))
@@ -57,14 +61,15 @@ class Embedding(nn.Embedding):
 
 
 def _wide(x: Tensor) -> Tensor:
+    """x in float32, or in float64 if it is that."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class RMSNorm(nn.RMSNorm):
     """x / rms(x) · weight over the last dimension, in float32 at least.
 
-    The result has the dtype that the matmuls behind it read, so that they share one cast, and one tensor kept for
-    their backward, where autocast would make three.
+    The result has the dtype that the next matmuls read: so they share one cast, and keep one tensor for their backward,
+    where autocast would make three.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +110,11 @@ class Attention(nn.Module):
         rope: rotary.RotaryEmbedding | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """`attend` is a row's function; `rope` turns queries and keys by positions (S) or (B, S), None leaves them."""
+        """Attention of x (B, S, M).
+
+        attend     the function of an attention row
+        rope       rotates queries and keys by `positions` (S) or (B, S), by default 0 ... S - 1; None: no rotation
+        """
         return self.mix(self.project(x), attend, rope, positions)
 
     def project(self, x: Tensor) -> Tensor:
@@ -121,8 +130,8 @@ class Attention(nn.Module):
         positions: Tensor | None,
         in_place: bool = False,
     ) -> Tensor:
-        """The rest of it, from what `project` gives; `in_place` as in `RotaryEmbedding`."""
-        with part("rotation"):  # (B, S, H, D), (B, S, Hkv, D) twice
+        """The attention from what `project` gives: (B, S, M). in_place: as in `RotaryEmbedding`."""
+        with part("rotation"):  # q (B, S, H, D), k and v (B, S, Hkv, D)
             q, k, v = (
                 projected.unflatten(-1, (-1, self.head_dim)).split(
                     (self.num_heads, self.kv_heads, self.kv_heads), dim=-2
@@ -146,7 +155,11 @@ def attention_case(
     grad: bool,
     documents: bool = False,
 ) -> contract.AttentionCase:
-    """The case that a model makes for its attention row, of `batch` sequences of `length` tokens."""
+    """The case of a model's attention, by which a row says whether it can run: `batch` sequences of `length` tokens.
+
+    grad       gradients are needed
+    documents  documents are packed
+    """
     return contract.AttentionCase(
         batch,
         config.num_heads,
@@ -181,7 +194,7 @@ class FeedForward(nn.Module):
             return self.w1(x), self.w3(x)
 
     def down(self, gate: Tensor, value: Tensor) -> Tensor:
-        """The rest of it, from what `up` gives."""
+        """W2 (silu(gate) · value), from what `up` gives: (..., M)."""
         with part("feed-forward"):
             return self.w2(functions.silu(gate) * value)
 
@@ -204,7 +217,10 @@ class Block(nn.Module):
         positions: Tensor | None = None,
         level: str = "none",
     ) -> Tensor:
-        """`level` says what is kept for the backward: "none", "matmuls" or "attention" of `lmsys.checkpointing`."""
+        """The block of x (B, S, M); attend, rope and positions as in `Attention`.
+
+        level  what is kept for the backward, "none", "matmuls" or "attention": see `lmsys.checkpointing`
+        """
         if level != "none":
             return selective.run_selectively(self, level, x, attend, rope, positions)
         x = x + self.attn(self.ln1(x), attend, rope, positions)
@@ -212,14 +228,14 @@ class Block(nn.Module):
 
 
 def _run(layers: list[Block], x: Tensor, attend: list[Any], *rest: Any) -> Tensor:
-    """Several blocks in a row: compile_blocks makes one graph of it, where it takes more than one block."""
+    """Runs several blocks in a row: `compile_blocks(together=2)` and more compile this function."""
     for layer, attend_here in zip(layers, attend, strict=True):
         x = layer(x, attend_here, *rest)
     return x
 
 
 class TransformerLM(nn.Module):
-    """Token ids (B, S) -> logits (B, S, V); `loss` gives the mean cross-entropy without holding them."""
+    """Token ids (B, S) -> logits (B, S, V); `loss` gives the mean cross-entropy without holding all logits."""
 
     def __init__(self, config: ModelConfig, device: Any = None, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -236,12 +252,12 @@ class TransformerLM(nn.Module):
         self.rounded: linear.RoundedWeights | None = None
 
     def compile_blocks(self, together: int = 1, **options: Any) -> "TransformerLM":
-        """Compile `together` blocks as one graph: as blocks share their code, all later graphs of a size are free.
+        """Compiles `together` blocks as one graph. Blocks share their code, so it is compiled once.
 
-        1: each block in place, still a module that hooks and wrappers may surround. More: the host enters fewer graphs,
-        and a block's last addition is part of the next one's norm; nothing may be hooked between the blocks of a graph.
-        `options` are torch.compile's. Unless they say otherwise, compiled code does not check shapes that its guards
-        have checked. ValueError for less than one block.
+        With 1 each block is compiled in place, and is still a module that hooks and wrappers may surround. With more
+        the host enters fewer graphs, and a block's last addition is fused with the next one's norm; then no hook may
+        stand between the blocks of a graph. `options` are torch.compile's. Unless they say otherwise, compiled code
+        does not check shapes that its guards have checked. Returns the model. ValueError for less than one block.
         """
         values.whole("together", together, least=1)
         if "backend" not in options and "mode" not in options:
@@ -255,13 +271,13 @@ class TransformerLM(nn.Module):
         return self
 
     def fuse_blocks(self) -> "TransformerLM":
-        """Run blocks by the kernels of `lmsys.model.fused`, without a compiler; to be recorded as a CUDA graph.
+        """Runs blocks by the kernels of fused.py, with no compiler, best in a CUDA graph. Returns the model.
 
-        Under autocast matmuls read copies of their weights, `rounded`, which are made anew where weights have changed:
-        `AdamW` writes them as it steps, once its attribute `rounded` is that of the model.
+        Under autocast matmuls read kept copies of their weights, `rounded` (see linear.py). `AdamW` writes them as it
+        steps, if its attribute `rounded` is set to that of the model.
 
-        Blocks are then no modules that could be hooked or wrapped, and keep what their backward reads. ValueError with
-        checkpointing.
+        Hooks and wrappers of blocks are not called then, and blocks keep all that their backward reads: ValueError with
+        activation checkpointing.
         """
         fused.check_levels(self.config)
         self._fused = True
@@ -281,19 +297,17 @@ class TransformerLM(nn.Module):
     ) -> Tensor:
         """The hidden states that the head reads: tokens (B, S) and positions (S) or (B, S) -> (B, S, M).
 
-        `documents` packed into the sequences have the states that each would have alone: a token sees its own document,
-        and positions begin anew in each, unless they are given.
-
-        `cache` gives each layer a function to attend with, which may know keys and values of earlier tokens: see
-        `lmsys.training.generation`.
-
+        documents  packed into the sequences: a token attends to its own document alone, and positions begin anew in
+                   each document, unless they are given
+        cache      gives each layer the function that it attends with, which may have keys and values of earlier tokens:
+                   see `lmsys.training.generation.Cache`
         ValueError for a sequence longer than the context, documents that do not fill the sequences, and on a CPU for
         ids outside the vocabulary and positions outside the context; on CUDA such an id stops the process with a
         device-side assertion.
         """
         self._check(tokens, positions, documents)
         x = self.token_embeddings(tokens)
-        if self.config.residual == "narrow":  # and so it stays, as blocks add what matmuls give
+        if self.config.residual == "narrow":  # blocks then keep this dtype, as they add outputs of matmuls
             x = x.to(linear.matmul_dtype(x))
         positions = documents.positions if documents is not None and positions is None else positions
         attend = (
@@ -324,11 +338,11 @@ class TransformerLM(nn.Module):
         documents: Documents | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Mean cross-entropy of the targets (B, S) that are not IGNORED, in float32."""
+        """Mean cross-entropy of the targets (B, S) that are not `lmsys.config.IGNORED`: a scalar in float32."""
         return self.loss_of(self.hidden(tokens, positions, documents=documents), targets)
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The loss from the states that `hidden` has made.
+        """The loss from the states (B, S, M) that `hidden` gives.
 
         ValueError for targets that are not class indices (B, S).
         """
@@ -337,21 +351,25 @@ class TransformerLM(nn.Module):
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Does what torch does, also with a dict of a wrapped or compiled model (prefixes `module.`, `_orig_mod.`)."""
+        """As torch's, also for the dict of a wrapped or compiled model (prefixes `module.`, `_orig_mod.`).
+
+        ValueError for a dict that does not fit.
+        """
         plain = {key.removeprefix("module.").replace("_orig_mod.", ""): value for key, value in state_dict.items()}
         try:
             loaded = super().load_state_dict(plain, strict=strict, assign=assign)
         except RuntimeError as error:
             raise ValueError(f"the state dict does not fit {self.config}: {error}") from error
-        if self.rope.cos.is_meta:  # where `assign` has brought the weights to a device
+        if self.rope.cos.is_meta:  # `assign` brings weights to a device, but not the tables of `rope`
             self.rope.to_empty(device=self.lm_head.weight.device)
         return loaded
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, and what `torch.save` writes, is not compiled, as is torch's way with modules."""
+        """A copy, and what `torch.save` writes, is not compiled, as with torch's modules."""
         return super().__getstate__() | {"_run": _run}
 
     def _blocks(self, x: Tensor, group: checkpointing.Group, attend: list[Any], positions: Tensor | None) -> Tensor:
+        """Runs the blocks of a group."""
         layers = list(self.layers)
         for start in range(group.first, group.stop, self._together):
             some = slice(start, min(start + self._together, group.stop))
@@ -359,9 +377,11 @@ class TransformerLM(nn.Module):
         return x
 
     def _rounded_shown(self) -> AbstractContextManager[None]:
+        """The context in which matmuls read copies of weights, if the model has any."""
         return nullcontext() if self.rounded is None or torch.compiler.is_compiling() else self.rounded.shown()
 
     def _check(self, tokens: Tensor, positions: Tensor | None, documents: Documents | None) -> None:
+        """ValueError as in `hidden`."""
         functions.check_ids("tokens", tokens, "token ids", [("B", "S")], self.config.vocab_size)
         batch, length = tokens.shape
         if length > self.config.context_length:
@@ -379,7 +399,7 @@ class TransformerLM(nn.Module):
             )  # fmt: skip
 
     def _attend(self, x: Tensor, documents: Documents | None = None) -> Any:
-        """The row's function for this shape, dtype and mode, looked up outside of compiled blocks."""
+        """The attention row's function for states x (B, S, M). It is looked up here, outside of compiled blocks."""
         batch, length, _ = x.shape
         case = attention_case(
             self.config, batch, length, contract.DTYPE_NAMES[linear.matmul_dtype(x)], x.device,
@@ -393,7 +413,7 @@ class TransformerLM(nn.Module):
 
 
 class Loss(nn.Module):
-    """The model's loss as a forward, which is what strategies wrap."""
+    """A module whose forward is the model's loss: strategies wrap this one."""
 
     def __init__(self, model: TransformerLM):
         super().__init__()
