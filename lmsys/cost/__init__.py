@@ -1,1 +1,4 @@
-"""Costs on paper, from shapes: operations, memory, communication. Imports no torch."""
+"""Costs computed from shapes alone: operations, memory, communication. Imports no torch.
+
+Benchmarks, reports and training call these functions; each file also has answers to the questions of CS336.
+"""

@@ -1,8 +1,9 @@
-"""Over how many devices one feed-forward layer can be spread before it waits for communication. No torch.
+"""Times of collectives, and how many devices one feed-forward layer can use before it waits for them. No torch.
 
-The layer is y = (f(x W1) * (x W2)) W3, x (B, D), W1 and W2 (D, F), W3 (F, D), in 16 bits. A device computes C FLOP/s
-and sends W bytes/s at once. Only matmuls count: 6·B·D·F operations forward, 12·B·D·F backward. A collective is
-a ring's (`BUS_FACTORS`), its bytes those of the whole tensor.
+Strategies choose buckets by the fit of latency and bandwidth; benchmarks and reports call it too, and `bus_factor`.
+`Layer` answers questions of CS336 on paper: y = (f(x W1) * (x W2)) W3, x (B, D), W1 and W2 (D, F), W3 (F, D), in 16
+bits. A device computes C FLOP/s and sends W bytes/s at once. Only matmuls count: 6·B·D·F operations forward, 12·B·D·F
+backward. A collective is a ring's (`BUS_FACTORS`), its bytes those of the whole tensor.
 
     data      the batch is divided; backward: gradients of the three weights are all-reduced
     fsdp      weights are divided too; forward and backward: all-gathered; backward: gradients are reduce-scattered
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 from lmsys.values import hold, one_of
 
-ELEMENT = 2  # bytes
+ELEMENT = 2  # bytes of an element
 FLOPS = {"forward": 6, "backward": 12}  # times B·D·F: three matmuls, and in the backward two for each
 WEIGHT_COLLECTIVES: dict[str, dict[str, tuple[str, ...]]] = {
     "data": {"forward": (), "backward": ("all_reduce",)},
@@ -28,7 +29,9 @@ KINDS = (*WEIGHT_COLLECTIVES, "tensor")
 
 
 def fit_latency_bandwidth(sizes: Sequence[float], times_s: Sequence[float]) -> tuple[float, float]:
-    """(o in seconds, w in bytes/s) of t = o + bytes / w: least squares of relative errors, o at least 1 us.
+    """Fits t = o + bytes / w by least squares of relative errors: (o in seconds, at least 1 us; w in bytes/s).
+
+    sizes, times_s  bytes of each collective, and its seconds
 
     ValueError for fewer than two sizes, or for times that do not grow with size.
     """
@@ -54,7 +57,7 @@ def ddp_overhead(total_bytes: float, num_buckets: float, latency_s: float, bytes
 
 
 def optimal_bucket_bytes(total_bytes: float, latency_s: float, bytes_per_s: float) -> float:
-    """The bucket that makes `ddp_overhead` least: B = sqrt(s o w), where its two terms are equal."""
+    """The bytes of a bucket for which `ddp_overhead` is least: sqrt(s o w), where its two terms are equal."""
     return math.sqrt(total_bytes * latency_s * bytes_per_s)
 
 
@@ -75,18 +78,18 @@ def bus_factor(operation: str, world_size: int) -> float:
 
 
 def ring_seconds(operation: str, total_bytes: float, world_size: int, bytes_per_s: float) -> float:
-    """The time of a collective in a ring, (n - 1) / n · S / W; an all-reduce is a reduce-scatter and an all-gather."""
+    """Seconds of a collective in a ring: (n - 1) / n · S / W, twice that for an all-reduce."""
     return bus_factor(operation, world_size) * total_bytes / bytes_per_s
 
 
 def circulating_all_reduce_seconds(total_bytes: float, world_size: int, bytes_per_s: float) -> float:
-    """The time of an all-reduce that passes each rank's whole tensor round the ring: n - 1 steps of S bytes."""
+    """Seconds of an all-reduce that passes each rank's whole tensor round the ring: n - 1 steps of S bytes."""
     return (world_size - 1) * total_bytes / bytes_per_s
 
 
 @dataclass(frozen=True)
 class Layer:
-    """tokens B, d_model D, d_ff F; flops_per_s C and bytes_per_s W of each device."""
+    """The feed-forward layer above. tokens B, d_model D, d_ff F; flops_per_s C and bytes_per_s W are of each device."""
 
     tokens: float
     d_model: float
@@ -100,7 +103,7 @@ class Layer:
         return flops / devices / self.flops_per_s
 
     def communication_seconds(self, kind: str, direction: str, devices: int) -> float:
-        """Over `devices` of one kind of parallelism. ValueError for another than those of KINDS and FLOPS."""
+        """Seconds of communication over `devices`. kind: one of KINDS, direction: of FLOPS; ValueError for others."""
         one_of("kind", kind, KINDS)
         one_of("direction", direction, FLOPS)
         if kind == "tensor":
@@ -118,16 +121,17 @@ class Layer:
         return 1 + self.compute_seconds(direction, 1) / per_device if per_device else float("inf")
 
     def mesh_seconds(self, fsdp: float, tensor: float) -> tuple[float, float]:
-        """Times of a forward over fsdp x tensor devices: all-gathers along one axis, the all-reduce along the other."""
+        """(seconds of all-gathers, seconds of the all-reduce) of a forward over fsdp x tensor devices."""
         weights = 3 * self.d_model * self.d_ff * ELEMENT / tensor
         outputs = self.tokens / fsdp * self.d_model * ELEMENT
         return (fsdp - 1) / fsdp * weights / self.bytes_per_s, 2 * (tensor - 1) / tensor * outputs / self.bytes_per_s
 
     def largest_mesh(self, overlapped: bool) -> tuple[float, float]:
-        """(fsdp, tensor), not rounded, of the largest fsdp x tensor that a forward keeps busy.
+        """(fsdp, tensor), not rounded: the most devices on which a forward computes at least as long as it sends.
 
-        Overlapped, each axis has its own limit. Where they share the links, 3F (fsdp - 1) + 2B (tensor - 1) <= 3BF W/C,
-        and the product is largest where both terms of 3F fsdp + 2B tensor are equal, or at an axis of one device.
+        overlapped  True: both kinds of communication run at once, and each axis has its own limit. False: they share
+                    the links, so that 3F (fsdp - 1) + 2B (tensor - 1) <= 3BF W/C; the product is largest where both
+                    terms of 3F fsdp + 2B tensor are equal, or at an axis of one device
         """
         if overlapped:
             return self.most_devices("fsdp", "forward"), self.most_devices("tensor", "forward")

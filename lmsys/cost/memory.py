@@ -2,8 +2,9 @@
 
 python -m lmsys.cost.memory --size medium --context 1024 --batch 8 --precision bf16
 
-Imports no torch. Legend: N tokens (B·S), M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V
-vocabulary.
+`fit` chooses what blocks keep for their backward, for training and benchmarks. A level is described in
+`lmsys.checkpointing`; what a block of it keeps is in `kept_bytes`. Imports no torch.
+Legend: N tokens (B·S), M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V vocabulary.
 """
 
 import argparse
@@ -17,16 +18,16 @@ from lmsys.config import RESIDUALS, SIZES, ModelConfig, model_config
 from lmsys.cost.operations import block_matrices, model_flops, model_parameters
 
 MATMUL_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # bytes of an element that a matmul reads
-WIDE = 4  # parameters, gradients, optimizer state, the residual stream unless it is narrow
+WIDE = 4  # bytes of an element of parameters, gradients, optimizer state, and of the residual stream unless narrow
 
 
 @dataclass(frozen=True)
 class Footprint:
     """Bytes on a device.
 
-    parameters   where they are divided, its part, and the gathered ones of the embeddings, the head and two blocks
-    activations  what is live between forward and backward beside the rest, the head's gradient included
-    recomputed   what the backward of a block that is run again adds to these at most
+    parameters   in stage 3 the device's part, and gathered ones: those of the embeddings, the head and two blocks
+    activations  what the forward leaves for the backward, and the head's gradient
+    recomputed   the most that the backward of a block adds to these by running it again
     """
 
     parameters: int
@@ -37,17 +38,20 @@ class Footprint:
 
     @property
     def peak(self) -> int:
-        """The peak of a step: the backward frees activations as it makes gradients, so the larger of the two counts."""
+        """The peak of a step: a backward frees activations as it makes gradients, so the larger of them counts."""
         return self.parameters + self.optimizer + max(self.gradients, self.activations + self.recomputed)
 
 
 def training_memory(
     config: ModelConfig, batch: int, context: int, precision: str, world_size: int = 1, stage: int = 0
 ) -> Footprint:
-    """AdamW in float32, blocks in eager mode, an attention row that keeps q, k, v, o and the log-sum-exp.
+    """The memory of a training step with AdamW in float32 and eager blocks.
 
-    `precision` is of MATMUL_BYTES, with autocast for the half ones; ValueError for another. `world_size` and `stage`
-    are those of `zero_memory`; in stage 3 what matmuls read is gathered in the precision's dtype.
+    The attention row keeps q, k, v, o and the log-sum-exp.
+
+    batch, context     sequences, and tokens of each
+    precision          of MATMUL_BYTES, bf16 and fp16 by autocast; ValueError for another
+    world_size, stage  as in `zero_memory`; in stage 3 what matmuls read is gathered in the precision's dtype
     """
     values.one_of("precision", precision, MATMUL_BYTES)
     count, tokens = model_parameters(config), batch * context
@@ -70,12 +74,13 @@ def fit(
     stage: int = 0,
     gradients_stay: bool = False,
 ) -> ModelConfig:
-    """The config whose blocks compute the least again of those whose predicted peak is at most `memory` bytes.
+    """The config with the levels of checkpointing that recompute least and have a peak of at most `memory` bytes.
 
-    Its blocks have one level or two neighbours of `lmsys.checkpointing.LEVELS`; those that keep more come last, as
-    their backward begins while all the others' activations are held. `gradients_stay`: there are gradients before a
-    backward, those of earlier micro-batches or a strategy's buffers of them. The rest is as for `training_memory`.
-    ValueError where not even the level "whole" fits.
+    Its blocks have one level or two neighbours of `lmsys.checkpointing.LEVELS`. Blocks that keep more come last: while
+    their backward runs, all the others' activations are held anyway.
+
+    gradients_stay  gradients are held before a backward, those of earlier micro-batches or a strategy's buffers of them
+    The other arguments are those of `training_memory`. ValueError where not even the level "whole" fits.
     """
 
     def chosen(levels: Sequence[str]) -> tuple[ModelConfig, int]:
@@ -96,10 +101,11 @@ def fit(
 
 
 def zero_memory(num_parameters: int, world_size: int, stage: int) -> dict[str, float]:
-    """Bytes on each device of float32 parameters, gradients and AdamW's two moments.
+    """Bytes on each device of float32 parameters, gradients and AdamW's two moments, by name.
 
-    Stage 0: all on each; 1: optimizer state divided by world_size; 2: gradients too; 3: parameters too. Rajbhandari et
-    al. 2020, "ZeRO" (arXiv 1910.02054), section 5, there with 16-bit parameters and gradients. ValueError for another.
+    stage  0: every device has all; 1: optimizer state is divided by world_size; 2: gradients too; 3: parameters too
+    Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 5, there with 16-bit parameters and gradients.
+    ValueError for another stage.
     """
     values.one_of("stage", stage, range(4))
     whole = 4.0 * num_parameters
@@ -121,19 +127,20 @@ def stack_activation_bytes(num_blocks: int, d_model: int, d_ff: int, tokens: int
 
 
 def devices_needed(total_bytes: float, device_bytes: float) -> int:
-    """How many devices hold so much, if it divides evenly."""
+    """How many devices of `device_bytes` hold `total_bytes` that are divided evenly."""
     return math.ceil(total_bytes / device_bytes)
 
 
 def fsdp_bytes(num_blocks: int, d_model: int, d_ff: int, tokens: int, world_size: int) -> float:
-    """Bytes on each device, with state and every second block's activations sharded and the others not kept."""
+    """Bytes on each device of a stack: state and half of the activations, sharded; the others are recomputed."""
     state = stack_state_bytes(num_blocks, d_model, d_ff)
     return (state + stack_activation_bytes(num_blocks, d_model, d_ff, tokens) / 2) / world_size
 
 
 def _activations(config: ModelConfig, tokens: int, precision: str, world_size: int, stage: int) -> dict[str, int]:
+    """The fields `activations` and `recomputed` of a `Footprint`."""
     narrow = MATMUL_BYTES[precision]
-    after = recomputed = 0  # what the groups behind one keep, which is free when its backward begins
+    after = recomputed = 0  # after: what the groups behind this one keep, which is free when its backward begins
     for group in reversed(config.groups):
         blocks = group.stop - group.first
         runs_again, alike = (blocks, 1) if group.level == "whole" else (1, blocks)
@@ -141,20 +148,20 @@ def _activations(config: ModelConfig, tokens: int, precision: str, world_size: i
             kept_bytes(config, level, tokens, precision, world_size, stage) for level in (group.level, "none")
         )
         if group.level != "none":
-            gradients = 2 * tokens * narrow * config.d_ff  # of w1 x and w3 x, which are there with all of a block
+            gradients = 2 * tokens * narrow * config.d_ff  # of w1 x and w3 x, while all of the block is held
             recomputed = max(recomputed, runs_again * whole - kept + gradients - after)
         after += alike * kept
     last = (WIDE + narrow) * config.d_model + WIDE + 8  # ln_final: input, scale; gradient of its output; token id
-    head = WIDE * config.vocab_size * config.d_model  # its gradient is made in the forward
+    head = WIDE * config.vocab_size * config.d_model  # the head's gradient, which the forward computes
     return {"activations": after + tokens * last + head, "recomputed": recomputed}
 
 
 def kept_bytes(
     config: ModelConfig, level: str, tokens: int, precision: str, world_size: int = 1, stage: int = 0
 ) -> int:
-    """Bytes that a block of a level of `lmsys.checkpointing` keeps for its backward; the rest as in `training_memory`.
+    """Bytes that a block keeps for its backward. level: of `lmsys.checkpointing`; the rest as in `training_memory`.
 
-    Among them are the copies that autocast makes of weights whose matmuls are not made again, where they are float32.
+    Among them are autocast's copies of float32 weights whose matmuls are not recomputed.
     """
     narrow = MATMUL_BYTES[precision]
     casts = narrow < WIDE and not _gathers(world_size, stage)
@@ -163,7 +170,7 @@ def kept_bytes(
     attention = narrow * (2 * heads + 2 * kv_heads) * head_dim + WIDE * heads  # with the log-sum-exp
     projection = narrow * config.d_model
     each, weights = {
-        # Of each norm its input, in float32 always, its output and 1 / rms; w1 x, its silu, w3 x, their product.
+        # For each of two norms its input, always in float32, its output and 1 / rms; w1 x, silu, w3 x, their product.
         "none": (
             2 * (WIDE * config.d_model + projection + WIDE) + attention + 4 * narrow * config.d_ff,
             block_matrices(config),
@@ -176,12 +183,12 @@ def kept_bytes(
 
 
 def _gathers(world_size: int, stage: int) -> bool:
-    """True where the weights of matmuls are gathered in the precision's dtype."""
+    """True where ranks gather the weights of matmuls in the precision's dtype: then autocast copies none."""
     return stage == 3 and world_size > 1
 
 
 def again_flops(config: ModelConfig, level: str, tokens: int, context: int) -> float:
-    """Operations of the matmuls that a step makes again where all blocks have this level; w2's too in whole blocks."""
+    """Operations of the matmuls that a step recomputes if all blocks have this level; of whole blocks also w2's."""
     width = config.d_model
     forward = 2 * block_matrices(config) + 2 * context * width  # with causal attention, as in `model_flops`
     of_a_token = {"none": 0, "matmuls": 0, "attention": 4 * width * config.d_ff, "whole": forward}[level]
@@ -189,7 +196,8 @@ def again_flops(config: ModelConfig, level: str, tokens: int, context: int) -> f
 
 
 def table(config: ModelConfig, batch: int, precision: str, world_size: int = 1, stage: int = 0) -> str:
-    """A line for each level: what a block keeps, the peak of a step, both in GiB, and what is computed again."""
+    """A table in Markdown, a line for each level: what a block keeps, the peak of a step, both in GiB, and what is
+    recomputed."""
     context = config.context_length
     step = model_flops(config, tokens=batch * context, context=context, mode="step")
     lines = ["| level | a block keeps, GiB | peak, GiB | matmuls again, % of a step |", "|---|---:|---:|---:|"]

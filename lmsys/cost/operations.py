@@ -1,5 +1,7 @@
 """Work from shapes: operations and bytes of attention, parameters and operations of a model. No torch.
 
+Benchmarks turn times into rates by these, and the training loop into MFU.
+
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension; M d_model, F d_ff, L layers,
 V vocabulary size, S sequence length.
 """
@@ -9,12 +11,12 @@ from lmsys.values import one_of
 
 DIRECTIONS = ("fwd", "bwd", "fwdbwd")
 FLOPS_OF_FORWARD = {"fwd": 1.0, "bwd": 2.5, "fwdbwd": 3.5}  # a backward does five matmuls where the forward does two
-FLOPS_OF_STEP = {"forward": 1 / 3, "train_forward": 1 / 3, "backward": 2 / 3, "step": 1.0}
+FLOPS_OF_STEP = {"forward": 1 / 3, "train_forward": 1 / 3, "backward": 2 / 3, "step": 1.0}  # share of a step, by mode
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def attention_pairs(queries: int, keys: int, causal: bool) -> float:
-    """How many (query, key) pairs count as work, for one head.
+    """How many (query, key) pairs of one head count as work.
 
     All Q·K without a mask. Causal and Q == K: half of them, Q·K / 2, as FlashAttention and the papers after
     it count (the diagonal adds another Q / 2). Causal and Q != K: exactly the pairs with key j <= query i.
@@ -38,10 +40,10 @@ def attention_flops(
     direction: str,
     pairs: float | None = None,
 ) -> float:
-    """Operations of the two matmuls: forward 4·B·H·D for each pair, backward 2.5 times that, both 3.5 times.
+    """Operations of attention's matmuls: forward 4·B·H·D for each pair, backward 2.5 times that, both 3.5 times.
 
-    `pairs` are those of a head that are visible under more than a causal mask, all of them counted. Recomputing scores
-    in the backward is not counted as work, nor is the softmax. ValueError for an unknown direction.
+    pairs  (query, key) pairs of a head, where a mask other than the causal one hides some; None: `attention_pairs`
+    Neither the softmax nor recomputing scores in the backward counts as work. ValueError for an unknown direction.
     """
     forward = 4 * batch * heads * head_dim * (attention_pairs(queries, keys, causal) if pairs is None else pairs)
     return forward * FLOPS_OF_FORWARD[one_of("direction", direction, DIRECTIONS)]
@@ -50,10 +52,10 @@ def attention_flops(
 def attention_bytes(
     batch: int, heads: int, kv_heads: int, queries: int, keys: int, head_dim: int, *, dtype: str, direction: str
 ) -> int:
-    """The least that must move: each input read once, each output written once.
+    """The fewest bytes that attention must move: each input is read once, each output written once.
 
     fwd reads q, k, v and writes o; bwd reads q, k, v, do and writes dq, dk, dv; fwdbwd writes o as well. What a
-    row saves between the two is its own affair and not counted.
+    row saves for its backward is not counted.
     """
     query_side = batch * heads * queries * head_dim  # q, o, do, dq
     key_side = batch * kv_heads * keys * head_dim  # k, v, dk, dv
