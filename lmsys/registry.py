@@ -54,7 +54,9 @@ def _load_file(path: str) -> Any:
     try:
         return _imported(file)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{path!r} does not load: {type(error).__name__}: {error}{place_of(error)}") from error
+        raise ValueError(
+            f"{path!r} does not load: {type(error).__name__}: {message_of(error)}{place_of(error)}"
+        ) from error
 
 
 def _imported(file: Path) -> Any:
@@ -81,6 +83,15 @@ def folders_of(file: Path) -> list[Path]:
 
 def _is_package(folder: Path) -> bool:
     return (folder / "__init__.py").is_file()
+
+
+def message_of(error: BaseException) -> str:
+    """The message of a user's exception in characters that can be written anywhere, also where its `str` fails."""
+    try:
+        message = str(error).strip()
+    except Exception:
+        message = ""
+    return message.encode(errors="backslashreplace").decode() or "no message"
 
 
 def place_of(error: BaseException) -> str:

@@ -84,7 +84,10 @@ def _check_all(options: question.Options, kinds: Sequence[str], as_json: bool) -
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, processes.ProcessError) else f"it raises {type(error).__name__}: {error}"
+    """A line: of a process that an implementation has ended, the last of its traceback."""
+    if isinstance(error, processes.ProcessError):
+        return error.failure[1]
+    return f"it raises {type(error).__name__}: {registry.message_of(error)}"
 
 
 if __name__ == "__main__":

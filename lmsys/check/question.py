@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.registry import place_of
+from lmsys.registry import message_of, place_of
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Fault:
     @classmethod
     def raised(cls, error: Exception, backward: bool = False) -> "Fault":
         """The fault of an implementation that raises an exception: its type, its first line, and where in its file."""
-        lines = str(error).strip().splitlines() or ["no message"]
-        text = f"  {'its backward' if backward else 'it'} raises {type(error).__name__}: {lines[0]}{place_of(error)}"
+        line = message_of(error).splitlines()[0]
+        text = f"  {'its backward' if backward else 'it'} raises {type(error).__name__}: {line}{place_of(error)}"
         return cls(text, raises=True, backward=backward)
 
     @classmethod

@@ -101,7 +101,7 @@ def train(entry: registry.Entry, trial: Trial, number: int, options: Mapping[str
         recorder.fail(error)
         if not recorder.others_end(OTHERS_S):
             raise
-        text = (str(error).strip().partition("\n")[0] or "no message") + registry.place_of(error)
+        text = registry.message_of(error).partition("\n")[0] + registry.place_of(error)
         return Result(failure=Failure(dist.get_rank(group), type(error).__name__, text, doing.last()))
 
 

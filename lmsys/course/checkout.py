@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lmsys.check import laptop
-from lmsys.registry import folders_of, load_target, place_of
+from lmsys.registry import folders_of, load_target, message_of, place_of
 
 ADAPTERS = Path("tests", "adapters.py")
 
@@ -76,7 +76,7 @@ def load() -> Any:
                 _find(error.name)
     except (Exception, SystemExit) as error:
         raise ValueError(
-            f"{ADAPTERS} does not load: {type(error).__name__}: {error}{place_of(error)}; here it is Python"
+            f"{ADAPTERS} does not load: {type(error).__name__}: {message_of(error)}{place_of(error)}; here it is Python"
             f" {sys.version.split()[0]} and torch {laptop.version('torch')}: does the checkout ask for others?"
         ) from error
     finally:

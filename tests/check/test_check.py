@@ -114,6 +114,31 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert "defines no 'nothing'" in capfd.readouterr().err
 
 
+ENDINGS = {
+    "raise KeyboardInterrupt": (1, "KeyboardInterrupt (in a worker process)"),
+    "class Mute(Exception):\n    def __str__(self): return 1 / 0\nraise Mute": (2, "Mute: no message"),
+    "raise ValueError(chr(0xD800))": (2, r"ValueError: \ud800 ("),
+}
+
+
+@pytest.mark.parametrize("code", ENDINGS)
+def test_however_a_file_ends_it_is_told_in_a_line(code: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By an exception that no `except Exception` catches, one whose message fails, one that cannot be written."""
+    (tmp_path / "mine.py").write_text(code)
+    status, line = ENDINGS[code]
+    assert main([f"{tmp_path / 'mine.py'}:f"]) == status
+    said = "".join(capfd.readouterr())
+    assert line in said and "Traceback" not in said
+
+
+def test_the_fault_of_a_row_whose_exception_has_no_message() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise OSError
+
+    assert places.Fault.raised(Mute()).text == "  it raises Mute: no message"
+
+
 def never(case: object) -> str:
     return "runs nowhere"
 
