@@ -62,11 +62,11 @@ def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
     return len(shape) <= len(whole) and all(size in (1, other) for size, other in pairs)
 
 
-def hold(*laws: tuple[object, str]) -> None:
-    """Laws, each with the sentence of the ValueError where it does not hold."""
+def hold(*laws: tuple[object, str], error: type[ValueError] = ValueError) -> None:
+    """Laws, each with the sentence of the error where it does not hold."""
     for is_held, sentence in laws:
         if not is_held:
-            raise ValueError(sentence)
+            raise error(sentence)
 
 
 def one_of(name: str, value: Any, known: Collection[Any]) -> Any:

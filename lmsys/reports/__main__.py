@@ -11,7 +11,6 @@ measured both states itself. Ends with exit code 2 and one line on stderr when s
 """
 
 import argparse
-import difflib
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from typing import Any
 from lmsys.bench.changes import MARGIN, lines
 from lmsys.commands import parser as command_parser
 from lmsys.reports import against, answers, items, layout, load, page, views
-from lmsys.values import finite, hold
+from lmsys.values import choice, finite, hold
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "results": {"nargs": "*", "type": Path, "metavar": "RESULT.json", "help": "result files, reported as one"},
@@ -87,20 +86,23 @@ def _compare(options: argparse.Namespace) -> int:
 def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_file: bool = False) -> Path:
     """Writes the report of these result files into the folder `out`; the path of its page.
 
-    `baseline`: the row that speeds are relative to; `single_file`: the page holds its plots. InputError says what of
+    `baseline`: the row that speeds are relative to; `single_file`: the page holds its plots. ValueError says what of
     these cannot be used.
     """
-    if not paths:
-        raise load.InputError("nothing to report: name the result files")
+    hold((paths, "nothing to report: name the result files"), error=load.InputError)
     machines = load.read(paths)
     records = [case for machine in machines for case in machine.records]
-    if baseline is not None and baseline not in (names := sorted({case["impl"] for case in records})):
-        near = ", ".join(difflib.get_close_matches(baseline, names, n=3) or names)
-        raise load.InputError(f"unknown baseline {baseline!r}; did you mean {near}?")
+    if baseline is not None:
+        choice(baseline, sorted({case["impl"] for case in records}), f"unknown baseline {baseline!r}: ")
     counts = Counter(case["benchmark"] for case in records)
     undeclared = [f"{counts[name]} records of {name!r}" for name in sorted(counts) if name not in machines[0].fields]
-    if len(undeclared) == len(counts):
-        raise load.InputError(f"nothing to report: {', '.join(undeclared)}, and nothing declares their fields")
+    hold(
+        (
+            len(undeclared) < len(counts),
+            f"nothing to report: {', '.join(undeclared)}, and nothing declares their fields",
+        ),
+        error=load.InputError,
+    )
     parts = []
     for measured in machines:
         changes = against.in_turns(measured)

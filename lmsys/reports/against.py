@@ -7,7 +7,6 @@ of such a file the same tables. `lmsys.bench.changes` computes intervals and ver
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
@@ -80,7 +79,7 @@ def in_turns(machine: load.Machine, margin: float | None = None) -> Compared | N
     earlier = [case for case in machine.records if case["against"]]
     if not earlier:
         return None
-    states = list(map(itemgetter("against"), earlier))
+    states = [case["against"] for case in earlier]
     commits = sorted({state["commit"] or state["name"] for state in states})
     runs = [run | {"commit": " and ".join(commits), "dirty": False} for run in machine.runs]
     records = [record.today(case) | {"against": None} for case in earlier]  # under the names of today
@@ -94,8 +93,7 @@ def machine_of(paths: Sequence[Path]) -> load.Machine:
     """The machine of these result files; ValueError where they are of several."""
     machines = load.read(paths)
     titles = " and ".join(machine.title for machine in machines)
-    of_one = f"{', '.join(map(str, paths))}: a run of one machine is compared, and these are {titles}"
-    hold((len(machines) == 1, of_one))
+    hold((len(machines) == 1, f"{', '.join(map(str, paths))}: a run of one machine is compared, these are {titles}"))
     return machines[0]
 
 
@@ -208,8 +206,10 @@ def _table(name: str, title: str, changes: Sequence[Change], source: str) -> ite
         )
         times = [words.number(1e6 * side["time_s"]) if side.get("time_s") else side["outcome"] for side in (old, new)]
         mark = cells.mark(notes, f"{words.sentence(change.disturbed)}.") if change.disturbed else ""
-        case = str(new["id"]).removesuffix(f"-{new['impl']}")
-        rows.append([case, new["impl"], *times, *change.texts, change.beside or "nothing", change.verdict + mark])
+        endings = [change.beside or "nothing", change.verdict + mark]
+        rows.append(
+            [str(new["id"]).removesuffix(f"-{new['impl']}"), new["impl"]] + times + list(change.texts) + endings
+        )
     return items.Table(
         name=name,
         title=title,

@@ -52,7 +52,6 @@ KEYS = {  # fields that say what a training step was, and the heads of their col
     "checkpoint": "checkpoint",
     "residual": "residual",
 }
-BY = "num_parameters", *KEYS, "benchmark", "impl"  # fields that the table of training steps is sorted by
 PLAIN = {"checkpoint": "none", "residual": "wide", "compile": "eager", "world_size": 1}  # where a case lacks the field
 SHARES = {
     "mfu": "MFU",
@@ -78,7 +77,7 @@ ABOUT_STEPS = (
 
 def answers(machine: load.Machine) -> items.Block:
     """The first block of a machine's part of the page."""
-    with load.drawn_by_layout(" or ".join(machine.layouts)):
+    with load.drawn_by_layout(" or ".join(machine.benchmarks), known=set[str]().union(*machine.fields.values())):
         fastest = list(map(partial(fastest_of, machine), questions(machine)))
     return items.Block("", fastest + [_wrong(machine)], [_not_run(machine)])
 
@@ -186,7 +185,7 @@ def _texts(line: fields.Record, notes: cells.Notes) -> list[str]:
     speed = _times(line["speedup"], line["over_as"])
     if speed and line["unsteady"]:
         speed += cells.mark(notes, UNSTEADY)
-    return [row, *line["measured"], speed, _times(line["lead"], line["next_as"]) * (line["next"] != line["over"])]
+    return [row] + line["measured"] + [speed, _times(line["lead"], line["next_as"]) * (line["next"] != line["over"])]
 
 
 def _times(speed: float | None, name: str) -> str:
@@ -295,9 +294,11 @@ def step_chapters(machine: load.Machine) -> list[items.Chapter]:
     if not cases:
         return []
     known = machine.words_of(*machine.layouts)
-    cases.sort(key=lambda case: reading_order(known, list(map(case.get, BY))))
+    cases.sort(
+        key=lambda case: reading_order(known, list(map(case.get, ("num_parameters", *KEYS, "benchmark", "impl"))))
+    )
     data = tables.lines_of(cases, list(STEP_FIELDS))
-    view = views.View(machine, "", views.Fields(STEP_FIELDS), data, {})
+    view = views.View(machine, "", STEP_FIELDS, data, {})
     shown, shares = list(filter(view.varies, KEYS)), list(filter(view.has, SHARES))
     rows = []
     for line in data:

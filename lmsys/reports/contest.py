@@ -170,7 +170,7 @@ class Contest:
         best = best_of([[case for case in rows if case["impl"] == winner.row] for rows in self.comparisons], winner.row)
         run, speed, figures = best[0]["run"], self._speed(winner.row), self._figures(best)
         over, following = best_of(self.comparisons, speed["over"]), best_of(self.comparisons, speed["next"])
-        called = {", ".join((self.machine.called(case), *self.run_as(case)[1:])) for case in best}
+        called = {", ".join((self.machine.called(case),) + self.run_as(case)[1:]) for case in best}
         rows = sorted(set(map(ROW, self.cases)))
         shapes = f"{winner.comparisons} shape" + "s" * (winner.comparisons != 1)
         details = [
@@ -208,7 +208,7 @@ class Contest:
     def _as(self, name: str | None, best: Sequence[fields.Record]) -> str:
         """The name of a row, and how it was run if its best cases agree in that; "" for None."""
         ways = {self.run_as(case)[1:] for case in best}
-        return ", ".join((name, *(ways.pop() if len(ways) == 1 else ()))) if name else ""
+        return ", ".join((name,) + (ways.pop() if len(ways) == 1 else ())) if name else ""
 
     def ratios(self, ours: str, theirs: str) -> list[float | None]:
         """The speed of one row over another in each comparison; None where one of them took no turns."""

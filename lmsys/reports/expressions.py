@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from lmsys.reports import load, words
-from lmsys.values import shortly
+from lmsys.values import hold, shortly
 
 MOST_CHARACTERS = 1000
 FORMAT = r"[+,]{0,2}(\.\d)?[feg%]?"  # of numbers; a wider one, such as {x:999999999}, could fill the memory
@@ -65,14 +65,20 @@ def value_of(text: str, case: Mapping[str, Any]) -> Any:
     return _value(_parsed(text), case)
 
 
+def names_in(text: str) -> list[str]:
+    """The names of fields that the expression reads."""
+    nodes = [node for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name)]
+    return [node.id for node in nodes if node.id not in FUNCTIONS]
+
+
 @cache
 def _parsed(text: str) -> ast.expr:
+    wanted = f"{shortly(text)} must be an expression of at most {MOST_CHARACTERS:,} characters"
+    hold((len(text) <= MOST_CHARACTERS, wanted), error=load.InputError)
     try:
-        if len(text) <= MOST_CHARACTERS:
-            return ast.parse(text, mode="eval").body
+        return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        pass
-    raise load.InputError(f"{shortly(text)} must be an expression of at most {MOST_CHARACTERS:,} characters")
+        raise load.InputError(wanted) from None
 
 
 def _value(node: ast.expr, case: Mapping[str, Any]) -> Any:

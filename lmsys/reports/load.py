@@ -5,11 +5,12 @@ are from, with their commits and commands. `__main__` and `against` call `read`;
 current run by `by_name` and `machines_of`. All else in `lmsys.reports` is given a `Machine` and opens no result file.
 """
 
+import difflib
 import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from lmsys.bench import record
 from lmsys.bench.fields import COMMON, IDENTITY, Field, Record, grouped
 from lmsys.reports.words import VALUES
+from lmsys.values import hold
 
 # Runs that agree in these facts are of one machine. Versions, driver, commit and the host of a GPU may differ: captions
 # name them.
@@ -34,15 +36,31 @@ class InputError(ValueError):
     """Raised when the files given cannot be reported; the message is one line that names the value."""
 
 
+class LayoutError(InputError):
+    """Raised where a layout cannot be drawn; the message names the benchmark, and the section and step if known."""
+
+
+def no_field(name: str, known: Collection[str]) -> str:
+    """A sentence on a name that is no field's: it says which of the known fields are most like it."""
+    near = difflib.get_close_matches(name, known)
+    return f"no field {name!r} is declared; did you mean {' or '.join(near or known)}?"
+
+
 @contextmanager
-def drawn_by_layout(benchmark: str) -> Iterator[None]:
-    """Turns what a layout makes fail into an InputError with the benchmark: a file may have any layout."""
+def drawn_by_layout(benchmark: str, place: str = "", known: Collection[str] | None = None) -> Iterator[None]:
+    """Turns what a layout makes fail into a LayoutError: a file may have any layout.
+
+    `place` says which part of it is drawn, and `known` are the fields that a misspelt name may have meant.
+    """
     try:
         yield
-    except InputError:
+    except LayoutError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise InputError(f"the layout of {benchmark!r} is none: {type(error).__name__}: {error}") from error
+        message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if known is not None and isinstance(error, KeyError):
+            message = no_field(str(error.args[0]), known)
+        raise LayoutError(f"the layout of {benchmark!r}{place}: {message}") from error
 
 
 @dataclass(frozen=True)
@@ -116,7 +134,7 @@ def read(paths: Iterable[Path]) -> list[Machine]:
     """The machines of these result files.
 
     Of a case that several files hold, the run of the latest date counts, whatever the order of the files. InputError
-    with the path for a file that is absent, not a result or of a later version; InputError where there are no records.
+    with the path for a file that is absent, not a result or of a later version; ValueError where there are no records.
     """
     paths, fields, rows, layouts = list(paths), Fields(), Rows(), dict[str, Record]()
     cases: dict[tuple[object, ...], tuple[str, Run, Record]] = {}
@@ -135,8 +153,8 @@ def read(paths: Iterable[Path]) -> list[Machine]:
         run = str(machine.get("date") or ""), json.dumps(machine, sort_keys=True)
         for case in result["records"]:
             cases[hardware, tuple(map(case.get, IDENTITY))] = hardware, run, case
-    if not cases:
-        raise InputError(f"nothing to report: no records in {', '.join(map(str, paths)) or 'no files'}")
+    nothing = f"nothing to report: no records in {', '.join(map(str, paths)) or 'no files'}"
+    hold((cases, nothing), error=InputError)
     return list(machines_of(list(cases.values()), fields, rows, layouts))
 
 
@@ -161,11 +179,12 @@ def _load(path: Path) -> Record:
 
 def by_name(result: Record) -> Record:
     """The content of a result file, with fields and rows by name in place of lists."""
-    fields = {
-        name: {field["name"]: Field(**field) for field in declared} for name, declared in result["fields"].items()
+    return result | {
+        "fields": {
+            name: {field["name"]: Field(**field) for field in declared} for name, declared in result["fields"].items()
+        },
+        "rows": {kind: {row["name"]: row for row in table} for kind, table in result["rows"].items()},
     }
-    rows = {kind: {row["name"]: row for row in table} for kind, table in result["rows"].items()}
-    return result | {"fields": fields, "rows": rows}
 
 
 def machines_of(

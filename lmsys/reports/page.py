@@ -104,10 +104,10 @@ def fill(out: Path, files: Mapping[str, str]) -> None:
     """
     for name in files:
         hold((re.fullmatch(NAME, name), f"a file {name[:80]!r} cannot be written: its name must match {NAME}"))
-    for folder in [out, *out.parents]:
+    for folder in [out] + list(out.parents):
         hold((folder.is_dir() or not folder.exists(), f"{str(out)!r}: {folder} is a file, and a folder is needed"))
     before = _written(out)
-    for name in [*files, *before, MANIFEST]:
+    for name in list(files) + list(before) + [MANIFEST]:
         path = out / name
         for place in {path, path.parent} - {out}:
             hold((not place.is_symlink(), f"{place} is a link, and this writes through none: {ADVICE}"))

@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any
 
 from lmsys.bench.fields import Field, Record
-from lmsys.reports import cells, expressions, items, plots, tables, versus, views, words
+from lmsys.reports import cells, expressions, items, load, plots, tables, versus, views, words
 from lmsys.values import choice
 
 Steps = Sequence[Any]
@@ -58,11 +58,12 @@ def applied(view: views.View, steps: Steps) -> list[Any]:
     """
     results: list[Any] = [view]
     for name, *args in steps:
-        step = STEPS[choice(name, STEPS, f"a step {name!r} of the layout of {view.benchmark!r}: ")]
         options = args.pop() if args and isinstance(args[-1], Mapping) else {}
         inputs, results = results, []
         for part in inputs:
-            result = step(part, *args, **options)
+            sections = ", ".join(dict.fromkeys(map(str, part.column("section"))))
+            with load.drawn_by_layout(view.benchmark, f", section {sections}, step {name!r}", part.fields):
+                result = STEPS[choice(name, STEPS)](part, *args, **options)
             results += result if isinstance(result, list) else [result]
     return results
 
@@ -145,7 +146,7 @@ def fields(view: views.View, declared: Sequence[Mapping[str, Any]]) -> views.Vie
     """
     for field in declared:
         texts = {key: words.filled(field.get(key, ""), view.first) for key in ("label", "about")}
-        of = {"of": partial(expressions.value_of, field["of"])} if "of" in field else {}
+        of = {"of": view.expression(field["of"])} if "of" in field else {}
         view = view.with_fields([Field(**dict(field) | texts | of)])
     return view
 
@@ -154,7 +155,7 @@ def fields(view: views.View, declared: Sequence[Mapping[str, Any]]) -> views.Vie
 def computed(view: views.View, **texts: str) -> views.View:
     """Replaces the values of declared fields by those of expressions."""
     for name, text in texts.items():
-        view = view.redeclared([name], of=partial(expressions.value_of, text))
+        view = view.redeclared([name], of=view.expression(text))
     return view
 
 

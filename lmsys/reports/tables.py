@@ -7,13 +7,12 @@ the data of its CSV. `steps` calls them with a layout's arguments; `answers`, `v
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from lmsys.bench import fields, verdict
 from lmsys.reports import cells, expressions, items, load, views, words
 
-ENDINGS = ("timed", "verified, untimed", *words.MEANINGS.values())
+ENDINGS = ["timed", "verified, untimed"] + list(words.MEANINGS.values())
 LEFT_OUT = "Left out, as no case of it could run"
 Place = tuple[int, int]  # a cell's line and column
 SPREAD = ["mean_s", "std_s", "p20_s", "p80_s", "rounds"]  # fields that a CSV has beside the time
@@ -22,9 +21,9 @@ Line = Sequence[fields.Record | None]  # the cases of a table's line, None where
 
 def data_of(view: views.View, names: Sequence[str]) -> list[fields.Record]:
     """The data of a CSV: of each case the declared axes, how it ended, and these fields."""
-    declared = replace(view, fields=views.Fields(view.machine.fields[view.benchmark])).axes()
-    shown = [name for name in declared if name not in views.OF_THE_ROW] + ["outcome"] + list(names)
-    return lines_of(view.cases, shown)
+    declared = view.machine.fields[view.benchmark].values()
+    axes = [field.name for field in declared if field.role == "axis" and field.name not in views.OF_THE_ROW]
+    return lines_of(view.cases, list(filter(view.has, axes)) + ["outcome"] + list(names))
 
 
 def lines_of(cases: Iterable[fields.Record], names: Sequence[str]) -> list[fields.Record]:
@@ -82,8 +81,8 @@ def pivot(
         lines.append(texts)
     footnotes = cells.below(notes, lines)
     if is_speedup and columns == "impl":
-        has_blank = any("" in line for line in lines)
-        footnotes += [f"Blank: not sampled together with {view.text('impl', view.base)}."] * has_blank
+        if any("" in line for line in lines):
+            footnotes.append(f"Blank: not sampled together with {view.text('impl', view.base)}.")
         means = [cells.mean_text(ratios_of(view.having("impl", [head]))) for head in heads]
         lines.append(["geometric mean (cells)"] + [""] * (len(rows) - 1) + means)
     title, caption = words.head_of(field), view.caption(about or about_of(field), clocked)
@@ -239,14 +238,13 @@ def listing(
     answered = len(keys) + shown.index(clocked[0]) if clocked else None
     winners = [case for (_, column), case in best.items() if column == answered]
     abouts = [_explained(words.sentence(words.label_of(field)), field.about) for field in shown if field.about]
-    is_time = "time_s" in metrics or "mean_s" in metrics
     return items.Table(
         name=view.file(view.filled(word)),
         title=titled(view.filled(title), view),
         caption=view.caption(about or ". ".join(abouts), bool(clocked)),
         columns=view.labels(keys) + view.heads(metrics),
         rows=rows,
-        data=data_of(view, list(data or metrics) + SPREAD * is_time),
+        data=data_of(view, list(data or metrics) + SPREAD * any(name in metrics for name in ("time_s", "mean_s"))),
         notes=cells.below(notes, rows),
         keys=len(keys),
         source=view.machine.about(view.cases),
@@ -263,7 +261,7 @@ def _explained(label: str, about: str) -> str:
 
 def endings(view: views.View, *keys: str, word: str, title: str) -> items.Table:
     """A table of how many cases ended in which way, for each combination of values of these fields."""
-    chosen, heads = view.chosen(keys), ("cases", *ENDINGS)
+    chosen, heads = view.chosen(keys), ["cases"] + ENDINGS
     data, rows = list[fields.Record](), list[list[str]]()
     for key, part in view.groups(chosen).items():
         counts = Counter({"cases": len(part.cases)})

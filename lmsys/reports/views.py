@@ -17,6 +17,7 @@ from lmsys.bench.fields import Field, Record, grouped
 from lmsys.bench.validate import check_value
 from lmsys.reports import expressions, load, words
 from lmsys.reports.words import Style
+from lmsys.values import hold
 
 OPTIONAL = re.compile(r"\[([^][]*\{(\w+)\}[^][]*)\]")
 LIMIT = "memory_limit_bytes"
@@ -30,27 +31,18 @@ def key_of(case: Record, names: Iterable[str]) -> Key:
     return tuple(map(case.__getitem__, names))
 
 
-class Fields(dict[str, Field]):
-    """Declared fields by name. InputError for one that is read and not declared, as in a file that was changed."""
-
-    def __missing__(self, name: str) -> Field:
-        raise load.InputError(f"the result file declares no field {name!r}, which its records' chapter reads")
-
-
 def view_of(machine: load.Machine, benchmark: str, baseline: str | None = None) -> "View":
     """The view of all cases of a benchmark; `baseline`: the row that the user wants speeds to be relative to.
 
-    InputError for a record whose value is not of its declared kind, such as a text in place of a number.
+    ValueError for a record whose value is not of its declared kind, such as a text in place of a number.
     """
-    fields = Fields(machine.fields[benchmark])
+    fields = machine.fields[benchmark]
     declared = {name: declaration.to_json() for name, declaration in fields.items()}
     cases = [dict.fromkeys(fields) | case for case in machine.records if case["benchmark"] == benchmark]
     for case in cases:
         for name, declaration in declared.items():
-            try:  # another file may have declared the field otherwise
-                check_value(f"record {case['id']!r}: {name}", case[name], declaration)
-            except ValueError as error:
-                raise load.InputError(str(error)) from None
+            # Another file may have declared the field otherwise than that which the case is from.
+            check_value(f"record {case['id']!r}: {name}", case[name], declaration)
     view = View(machine, benchmark, fields, cases, machine.words_of(benchmark), wanted=baseline, stem=machine.slug)
     return view.styled()
 
@@ -72,7 +64,7 @@ class View:
 
     machine: load.Machine
     benchmark: str
-    fields: Fields
+    fields: Mapping[str, Field]
     cases: Sequence[Record]
     words: Mapping[str, Mapping[Any, str]]
     styles: Mapping[str, Mapping[Any, Style]] = field(default_factory=dict)
@@ -99,8 +91,14 @@ class View:
 
     def only(self, test: Callable[[Record], Any] | str) -> "View":
         """The cases that pass a test: a function, or an expression (`lmsys.reports.expressions`)."""
-        passes = test if callable(test) else partial(expressions.value_of, test)
-        return self.of(list(filter(passes, self.cases)))
+        return self.of(list(filter(test if callable(test) else self.expression(test), self.cases)))
+
+    def expression(self, text: str) -> Callable[[Record], Any]:
+        """The function of a case that an expression is; ValueError for a name that no field of the cases has."""
+        known = self.fields.keys() | self.first.keys()
+        for name in expressions.names_in(text):
+            hold((name in known or not self.cases, f"in {text!r}: {load.no_field(name, known)}"))
+        return partial(expressions.value_of, text)
 
     def having(self, name: str, values: Iterable[Any]) -> "View":
         """The cases that have one of these values of a field."""
@@ -132,28 +130,26 @@ class View:
         """Puts several cases in place of each: for each record that `lines` returns for it, a copy with its fields."""
         return self.of([case | line for case in self.cases for line in lines(case)])
 
-    def named_in(self, text: str) -> list[str]:
-        """The fields that stand in a text in braces."""
-        return list(filter(self.fields.__contains__, words.NAMES.findall(text)))
-
     def cut(self, stem: str, heading: str, tail: bool = False) -> "list[View]":
         """Splits the view by the fields that the two templates name in braces, and by memory limit.
 
         `cut("loss-N{tokens}", "{section}[, {precision}]")` makes a view for each section, precision and number of
         tokens. `heading` goes before each part's heading, filled with the words for its values, and `stem` behind the
         beginning of its file names (with `tail` at their end), filled with the stored values. A part of a template in
-        brackets is left out where the field in it does not vary.
+        brackets is left out where the field in it does not vary. KeyError for a name that is no field's.
         """
         stem, heading = (OPTIONAL.sub(lambda part: part[1] * self.varies(part[2]), text) for text in (stem, heading))
-        in_heading = self.named_in(heading)
+        in_stem, in_heading = words.NAMES.findall(stem), words.NAMES.findall(heading)
         limits = [] if LIMIT in self.untold else [LIMIT]
         parts = []
-        for part in self.groups(in_heading + self.named_in(stem) + limits).values():
+        for part in self.groups(in_heading + in_stem + limits).values():
             limit = part.text(LIMIT, part.first[LIMIT]) if limits else ""
             heads = words.filled(heading, part.constants(in_heading)), limit and f"memory limit {limit}", self.heading
             ends = words.filled(stem, part.first), limit.replace(" ", "").lower()
             end = "".join(f"-{text}" for text in ends if text)
-            part = replace(part, heading=", ".join(filter(None, heads)), untold=self.untold + (*in_heading, *limits))
+            part = replace(
+                part, heading=", ".join(filter(None, heads)), untold=self.untold + tuple(in_heading + limits)
+            )
             parts.append(replace(part, tail=self.tail + end) if tail else replace(part, stem=self.stem + end))
         return parts
 
@@ -171,16 +167,15 @@ class View:
 
     def remarked(self, text: str) -> "View":
         """Captions end in the value of an expression for the first case."""
-        return replace(self, remark=expressions.value_of(text, self.first)) if self.cases else self
+        return replace(self, remark=self.expression(text)(self.first)) if self.cases else self
 
     def checked(self, numbers: Sequence[str] = (), words: Sequence[str] = ()) -> "View":
-        """The view itself. InputError for a case in which one of `numbers` is no number, or one of `words` no text."""
+        """The view itself. ValueError for a case in which one of `numbers` is no number, or one of `words` no text."""
         kinds = dict.fromkeys(words, (str,)) | dict.fromkeys(numbers, (int, float))
         for case in self.cases:
             for name, kind in kinds.items():
-                if not isinstance(case.get(name), kind):
-                    needed = f"is not what a record of {self.benchmark!r} needs"
-                    raise load.InputError(f"record {case['id']!r}: {name}={case.get(name)!r} {needed}")
+                fault = f"record {case['id']!r}: {name}={case.get(name)!r} is not what its chapter needs"
+                hold((isinstance(case.get(name), kind), fault))
         return self
 
     def read_as(self, name: str, words: Any) -> "View":
@@ -201,7 +196,7 @@ class View:
 
     def with_fields(self, fields: Iterable[Field]) -> "View":
         """Adds fields. One with `of` is computed for each case; None where the case lacks what `of` needs."""
-        known, cases = Fields(self.fields), list(map(dict, self.cases))
+        known, cases = dict(self.fields), list(map(dict, self.cases))
         for declared in fields:
             known[declared.name] = declared
             for case in cases if declared.of else ():
@@ -281,7 +276,8 @@ class View:
 
     def filled(self, text: str) -> str:
         """The text, in which {name} stands for a value that all cases have alike, and {lines} for how many they are."""
-        return words.filled(text, {"lines": len(self.cases), **self.constants(self.named_in(text))})
+        names = filter(self.fields.__contains__, words.NAMES.findall(text))
+        return words.filled(text, {"lines": len(self.cases), **self.constants(names)})
 
     def distinct(self, names: Sequence[str]) -> list[Key]:
         """Each combination of values of these fields once, in order of appearance."""
@@ -335,7 +331,7 @@ class View:
         if name == "impl" and not labels:
             labels = list(map(self.machine.called, part.cases))
         first, *others = dict.fromkeys(labels) or [style.label]
-        return replace(style, label=" or ".join([first, *(label.removeprefix(f"{value}: ") for label in others)]))
+        return replace(style, label=" or ".join([first] + [label.removeprefix(f"{value}: ") for label in others]))
 
     @property
     def title(self) -> str:

@@ -186,7 +186,10 @@ WRONG_FACTS = [
         ),
         (RESULT | {"rows": {"attention": [{"name": "x", "label": "x", "color": "red"}]}}, "color such as #2563eb"),
         (RESULT | {"rows": {"attention": [{"name": "x", "label": "x", "rivals": 3}]}}, "rows.attention[0].rivals=3"),
-        (RESULT | {"fields": {"attention": []}, "records": [naive(1)]}, "declares no field"),
+        (
+            RESULT | {"fields": {"attention": []}, "records": [naive(1)]},
+            "no field 'section' is declared",
+        ),
     ],
 )
 def test_unusable_results_are_one_clear_line(
