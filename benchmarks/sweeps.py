@@ -257,6 +257,7 @@ TARGETS = tuple(
     )
     for size, batch in (("small", 16), ("medium", 8), ("xl", 4))
 )
+
 # Training steps of large models, each row alone, on two ranks or more. batch: that of each rank; checkpoint: what the
 # backward computes again, such as "attention*12,matmuls*22" for 12 blocks of one level and 22 of another. "8b" has the
 # levels that just fit: Llama's layers keep more, so it has another. "large" has smaller sizes too, and levels of which

@@ -1,4 +1,7 @@
-"""The declarations of a benchmark; the runner alone owns the order. Imports no torch.
+"""The base class of all benchmarks: what a benchmark declares, and the hooks that the runner calls. Imports no torch.
+
+To write a benchmark, subclass `Benchmark`, override hooks, and end the file with a test that `bench` makes. The runner
+(`lmsys.bench.runner`, `lmsys.bench.trial`) calls the hooks, and alone decides their order.
 
 class Matmul(Benchmark):
     name = "matmul"
@@ -6,7 +9,7 @@ class Matmul(Benchmark):
     fields = (*axes_("size"), TIME, ...)
     def cases(self, grid, settings): ...            # what is run, and what it is compared with
     def setup(self, cases, settings): ...           # inputs, which all candidates of a group share
-    def redraw(self, setup, draw): ...              # new inputs, before every timed call
+    def redraw(self, setup, draw): ...              # new inputs, before every timed call; `draw` is their seed
     def step(self, case, candidate, setup): ...     # what is timed
     def errors(self, setup, result): ...            # of a call, timed or not, over their budgets, by tensor
 
@@ -36,9 +39,17 @@ DEFAULT_ROUNDS = 10
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure, in plain values. deadline_s: for what may compile, and a run on ranks; nvtx: calls in ranges, for
-    a profiler, in place of timed ones; energy: each case's, in a pass of its own; sustained: what the machine reaches
-    under its power limit, too; checks_files: rows from files are asked the quick part of `lmsys check` first."""
+    """How to measure, in plain values.
+
+    seconds_per_row  for how long each row of a comparison is sampled
+    min_rounds       samples of each row at least
+    timed            False: rows are checked and not timed
+    deadline_s       seconds after which a call that may compile, or a run on ranks, is ended
+    nvtx             each case is called in NVTX ranges, for a profiler, instead of being timed
+    energy           the energy of each case's calls is measured, in a pass of its own
+    sustained        what the machine reaches under its power limit is measured, too
+    checks_files     rows from files are first asked the quick part of `lmsys check`
+    """
 
     device: str = "cpu"
     sweep: str = "default"
@@ -60,7 +71,7 @@ Collected = tuple[dict[str, Case], dict[tuple[str, str], Record]]  # cases by id
 
 
 class Tools(Protocol):
-    """The part of the runner that hooks of a benchmark use."""
+    """The part of the runner that a benchmark's hooks may use."""
 
     settings: Settings
     say: Callable[[str], None]
@@ -75,10 +86,14 @@ class Tools(Protocol):
 
 
 class Benchmark:
-    """The base: what every benchmark can leave as it is.
+    """The base class. Its hooks do what most benchmarks need.
 
+    In hooks, `setup` is what `setup` has returned for a group, and a `Candidate` is a row on its way.
+
+    name            names the benchmark in records, results and sweeps
     case_type       the class of its cases, by which a case is made again from a record
-    tables          the tables that its rows come from, by their kind
+    tables          the tables that its rows come from, by their kind, such as "attention"
+    axes, fields    what it varies, and the fields of its records beside `fields.COMMON`
     layout          how a report shows it, beside its fields (`lmsys.reports.layout`); empty: by its fields alone
     clock           "device": each call alone, its device time; "loop": the pace of a loop, for calls with more launches
                     than a device queues; "host": wall time
@@ -101,7 +116,7 @@ class Benchmark:
     num_proofs = 0
 
     def __reduce__(self) -> Any:
-        """In another process it is that process's own: there is one of a class, which keeps what its hooks keep."""
+        """Unpickles to the one instance of the class that the other process has, with what its hooks keep there."""
         cls = type(self)
         return _benchmark, (cls.__module__, getattr(sys.modules[cls.__module__], "__file__", ""), cls.__qualname__)
 
@@ -110,7 +125,7 @@ class Benchmark:
         raise NotImplementedError
 
     def rows_of(self, case: Any) -> Mapping[str, Entry]:
-        """The rows that a case is about, by their kind."""
+        """The rows that a case is about, by the kind of their table."""
         return dict.fromkeys(self.tables or ("row",), case.entry)
 
     def why_not(self, case: Any) -> str | None:
@@ -118,7 +133,7 @@ class Benchmark:
         return case.entry.why_not(case)
 
     def no_sample(self, case: Any) -> Failure | None:
-        """Why what its candidate can do otherwise is not done in this case."""
+        """None, or why this case is not timed, although its candidate is checked and may be timed in other cases."""
 
     def key(self, case: Any) -> Hashable:
         """Cases with one key share a candidate: it is opened and checked once for all of them."""
@@ -133,29 +148,30 @@ class Benchmark:
         return nullcontext()
 
     def setup(self, cases: Cases, settings: Settings) -> Any:
-        """Makes all that the candidates of a group share. A failure here is one of the group."""
+        """Makes all that the candidates of a group share, such as inputs. If it fails, the whole group fails."""
 
     def open(self, candidate: Candidate, setup: Any) -> None:
-        """Makes `candidate.call`, and calls it once, which compiles and tunes; nothing but the setup is live."""
+        """Makes `candidate.call` and calls it once, which compiles and tunes. Only the setup is in memory then."""
         candidate.call = candidate.entry.load()
 
     def check(self, candidate: Candidate, setup: Any) -> Mapping[str, float]:
-        """Errors over their budgets by tensor, at most 1 where it is right; {} for nothing to check.
+        """The candidate's errors over their budgets, by tensor: at most 1 if it is right; {} for nothing to check.
 
-        By default those of one call as it is timed.
+        By default the errors of one call, made as it will be timed.
         """
         step = self.step(candidate.case, candidate, setup) if judges_calls(self) else None
         return self.errors(setup, step.run(step.prepare())) if step else {}
 
     def errors(self, setup: Any, result: Any) -> Mapping[str, float]:
-        """Errors over their budgets of what a call returned, before timing and of timed calls: {} for nothing to check.
+        """Errors over their budgets, by tensor, of what a call returned; {} if there is nothing to check.
 
-        `check` and `judge` are for benchmarks that need more than the setup and the result.
+        It judges calls before timing and timed ones. Benchmarks that need more than the setup and the result override
+        `check` and `judge` instead.
         """
         return {}
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Tools) -> None:
-        """Judges each; overridden where checks share what does not fit twice."""
+        """Judges every candidate; overridden where checks share something that does not fit in memory twice."""
         for candidate in candidates:
             if ratios := candidate.attempt(self.check, candidate, setup):
                 candidate.judge(ratios)
@@ -165,18 +181,18 @@ class Benchmark:
         and before a timed call is judged. See `lmsys.draws`."""
 
     def judge(self, case: Any, candidate: Candidate, setup: Any, kept: Kept) -> Mapping[str, float]:
-        """Errors over their budgets of what was kept of a timed call, whose inputs are drawn again: the copies that
-        `Step.keep` has made, without one copies of all tensors that the call returned.
+        """Errors over their budgets, by tensor, of a timed call; {} if it is not checked.
 
-        {} for a call that is not checked: a row without any is checked once more after timing, on new inputs. What
-        `repeat` needs goes into `kept.evidence`.
+        The call's inputs have been drawn again. `kept.result` holds the copies that `Step.keep` has made, by default
+        all tensors that the call returned. What `repeat` will need goes into `kept.evidence`. A row without a checked
+        call is checked once more after timing, on new inputs.
         """
         return self.errors(setup, kept.result)
 
     def case_of(self, record: Record) -> Any:
-        """The case that a record is about, made again; None where the record does not hold all of `case_type`.
+        """The case that a record is about, made again; None if the record lacks a field of `case_type`.
 
-        It may be without a field that has a default: records were made before the field was.
+        A field with a default may be missing, because records may be older than the field.
         """
         axes = fields(self.case_type)[len(fields(Case)) :]
         if self.case_type is Case or any(axis.name not in record and axis.default is MISSING for axis in axes):
@@ -199,14 +215,15 @@ class Benchmark:
         return grouped((case.id if self.streams else case.comparison, case) for case in cases).values()
 
     def step(self, case: Any, candidate: Candidate, setup: Any) -> Step:
-        """The call that is timed. It may run alone here first: what runs out of memory then is `oom`."""
+        """The call that is timed. The hook may run it once, alone: if that runs out of memory, the case is `oom`."""
         raise NotImplementedError
 
     def outputs(self, candidate: Candidate, setup: Any, element: int | None = None) -> Mapping[str, Any]:
-        """All tensors that a call returns on the inputs as they stand, by name: whether their bits come again is in the
-        record (`lmsys.bench.findings`), of benchmarks that override this.
+        """All tensors that a call returns on the inputs as they stand, by name.
 
-        With `element`, where `batch_of` says more than 1: of a batch that holds only this element of the whole one.
+        Benchmarks that override this get `same_bits` in their records: whether these tensors repeat bit for bit
+        (`lmsys.bench.findings`). With `element`, the batch holds this element of the whole batch alone; that is asked
+        only if `batch_of` says more than 1.
         """
         return {}
 
@@ -223,25 +240,25 @@ class Benchmark:
         return runner.clocks[self.clock].name
 
     def inspect(self, case: Any, candidate: Candidate, setup: Any) -> Record:
-        """Fields that need a run of their own, after timing: memory."""
+        """Fields of the record that need a run of their own after timing, such as peak memory."""
         return {}
 
     def least_work(self, case: Any) -> tuple[float, str, float] | None:
-        """(operations, their dtype, bytes read that are in no cache) of every right row at least; None: unknown."""
+        """(operations, their dtype, bytes read from outside of caches) that every right row needs; None if unknown."""
 
     def tokens(self, case: Any) -> int | None:
-        """The tokens that a call works on, by which its energy is told; None where there are none."""
+        """The number of tokens that a call works on, for the energy of a token; None if it works on none."""
 
     def metrics(self, case: Any, record: Record, machine: Record) -> Record:
         """Work and rates, from shapes and the record's time, which is missing where nothing was timed."""
         return {}
 
 
-CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}  # of `lmsys.bench.ranks.times`
+CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}  # how records call the clock of `ranks.times`
 
 
 class OnRanks(Benchmark):
-    """A benchmark whose rows run on ranks alone; its cases say the `backend` of theirs."""
+    """A benchmark whose rows run on ranks alone; its cases have a `backend`, "gloo" or "nccl"."""
 
     opens = False
 
@@ -251,7 +268,7 @@ class OnRanks(Benchmark):
 
 @cache
 def _benchmark(module: str, file: str, name: str) -> Benchmark:
-    """Makes a benchmark of a module that another process has imported by whatever name."""
+    """The instance of a benchmark whose module another process has imported, under whatever name."""
     try:
         home = importlib.import_module(module)
     except ModuleNotFoundError:
@@ -263,7 +280,7 @@ def _benchmark(module: str, file: str, name: str) -> Benchmark:
 
 
 def judges_calls(benchmark: Benchmark) -> bool:
-    """True where results of calls are judged."""
+    """True if the benchmark overrides a hook that judges results of calls."""
     return (type(benchmark).judge, type(benchmark).errors) != (Benchmark.judge, Benchmark.errors)
 
 

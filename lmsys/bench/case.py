@@ -1,4 +1,8 @@
-"""Cases of a benchmark, the rows on their way through the runner, and what was measured. Imports no torch."""
+"""Cases of a benchmark, the rows on their way through the runner, and what was measured. Imports no torch.
+
+A benchmark subclasses `Case` with its axes as fields. `lmsys.bench.trial` makes a `Candidate` per row and a
+`Measurement` per case, and hands both to the benchmark's hooks.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,9 +18,12 @@ from lmsys.registry import Entry
 class Case:
     """One test, in plain values: a row and the axes that a subclass adds as fields.
 
-    group       what is set up together; its cases run one after another
-    comparison  what is sampled together, and has ratios
-    id          the test's id, which is the key of the history
+    section     the name of the grid that the case is of, which begins its id
+    entry       the row, as its table has it
+    device      "cpu" or "cuda"
+    group       cases with equal groups share inputs, and run one after another
+    comparison  cases with equal comparisons are sampled together, so that their times have ratios
+    id          the test's id, by which a record is found again
     """
 
     section: str
@@ -60,10 +67,14 @@ class Case:
 class Candidate:
     """A row on its way through the runner.
 
-    case   the first of its cases
-    call   what `open` made of it; `state`: whatever else a benchmark keeps of it
-    notes  fields of its records, found on the way
-    watch  runs its calls so that what they leave behind, and a hang, is theirs: the result, or how it failed
+    case         the first of its cases
+    outcome, reason  "ok" so far, or how it failed and why
+    error_ratio  its largest error over its budget so far; None before a check
+    call         the callable that `Benchmark.open` has made; `state`: whatever else a benchmark keeps of the row
+    compile_s    seconds of the first call
+    interpreted  True if the first call ran kernels in Triton's interpreter
+    notes        fields that all its records get
+    watch        runs one of its calls under the heartbeat: (result, None) or (None, how it failed)
     """
 
     case: Any
@@ -85,7 +96,7 @@ class Candidate:
         self.outcome, self.reason = outcome, reason
 
     def judge(self, ratios: Mapping[str, float], judged_as: str = "") -> None:
-        """Takes errors over their budgets, by tensor: above 1, or no number, is wrong."""
+        """Judges errors over their budgets, by tensor: one above 1, or NaN, makes the candidate wrong."""
         self.error_ratio, wrong = verdict(ratios, judged_as)
         if wrong:
             self.failed(*wrong)
@@ -106,7 +117,14 @@ class Candidate:
 
 @dataclass
 class Measurement:
-    """The findings about one case. `record`: the fields that `inspect` found; `kept`: the timed calls to be checked."""
+    """The findings about one case.
+
+    samples  seconds of each timed call; None if it was not timed
+    failure  how its timed calls failed, if they did
+    record   more fields of its record, such as those of `Benchmark.inspect`
+    kept     timed calls that are still to be checked
+    proof    evidence of those that were checked, for the record
+    """
 
     samples: list[float] | None = None
     failure: Failure | None = None
@@ -116,7 +134,7 @@ class Measurement:
 
 
 def verdict(ratios: Mapping[str, float], judged_as: str = "") -> tuple[float | None, Failure | None]:
-    """The worst of errors over their budgets, None where it is no number, and what is wrong if anything is."""
+    """(the worst of errors over their budgets, None if it is no number; the failure if it is above 1 or no number)."""
     name, ratio = max(ratios.items(), key=lambda item: item[1] if not math.isnan(item[1]) else math.inf)
     worst = ratio if math.isfinite(ratio) else None
     if ratio <= 1:

@@ -1,15 +1,18 @@
 """Two runs of the same cases compared: which became faster or slower, which did not, and which nobody can tell.
 
-Rows of one run took turns, rows of two runs did not, and the clock of a machine moves from run to run. So a row is
-compared by its ratio, round by round, to an anchor: a row of somebody else's that ran beside it both times. Without one
-there is no verdict: beside a row of ours nobody could say which of the two has changed.
+`lmsys report --before` calls `compare`, a run with --against `compare_in_turns`, and a run with --repeat
+`spreads_between`. Each gives a verdict per case (VERDICTS).
 
-A row that took turns with itself as it was (`--against` of a sweep) needs no anchor: round by round its own ratio is
+Rows of one run take turns, rows of two runs do not, and the clock of a machine moves from run to run. So a row is
+compared by its ratio, round by round, to an *anchor*: a peer, somebody else's row, that ran beside it in both runs.
+Without an anchor there is no verdict: of two rows of ours nobody could say which one has changed.
+
+A row that took turns with its own earlier state (--against) needs no anchor: the ratio of the two, round by round, is
 the change.
 
-A change is an estimate and its error from ranks, which a few slow rounds do not move. Source: Hodges and Lehmann 1963,
-"Estimates of Location Based on Rank Tests"; intervals by inverting the rank test of Mann and Whitney, or where the two
-took turns that of Wilcoxon. Rounds that follow one another resemble one another, which widens the error.
+A change is an estimate with an error, both from ranks, which a few slow rounds do not move. Source: Hodges and Lehmann
+1963, "Estimates of Location Based on Rank Tests"; intervals invert the rank test of Mann and Whitney or, for rows that
+took turns, that of Wilcoxon. Neighbouring rounds resemble one another, which widens the error.
 """
 
 import math
@@ -25,20 +28,20 @@ import numpy as np
 from lmsys.bench import fields, record
 
 Z = NormalDist().inv_cdf(0.975)  # of a two-sided interval of 95 %
-FEWEST = 5  # rounds; of fewer nothing is said
-MOST = 1000  # rounds; all pairs of them are looked at
-MOST_ALIKE = 0.9  # neighbouring rounds, as correlation
+FEWEST = 5  # with fewer rounds there is no estimate
+MOST = 1000  # rounds that count: all pairs of them are compared
+MOST_ALIKE = 0.9  # the correlation of neighbouring rounds counts as this at most
 
 
 @dataclass(frozen=True)
 class Shift:
-    """The natural logarithm of new over old: an estimate, and its standard error."""
+    """An estimate of the natural logarithm of new time over old, and its standard error."""
 
     estimate: float
     error: float
 
     def widened(self, error: float) -> "Shift":
-        """With another error, independent of its own."""
+        """A copy whose error includes another, independent one."""
         return Shift(self.estimate, math.hypot(self.error, error))
 
     @property
@@ -47,7 +50,7 @@ class Shift:
         return self.estimate - Z * self.error, self.estimate + Z * self.error
 
     def p_beyond(self, margin: float) -> float:
-        """The chance of an estimate so far from zero, or farther, on either side, if the true one is the margin."""
+        """The chance of an estimate at least this far from zero, on either side, if the true shift is the margin."""
         if self.error == 0:
             return 0.0 if abs(self.estimate) > margin else 1.0
         near, far = ((sign * margin - abs(self.estimate)) / self.error for sign in (1, -1))
@@ -77,7 +80,10 @@ def paired(differences: Sequence[float]) -> Shift | None:
 
 
 def _shift(candidates: np.ndarray, variance: float, alike: float) -> Shift:
-    """Their median, and half of what lies between the two that the rank test does not tell from it, by its variance."""
+    """The median of all candidate shifts, with an error from the interval that the rank test leaves around it.
+
+    variance  of the test's statistic; alike: the correlation of neighbouring rounds, which widens the error
+    """
     ordered = np.sort(candidates)
     place = max(0, math.floor(len(ordered) / 2 - Z * math.sqrt(variance)))
     error = float(ordered[-1 - place] - ordered[place]) / (2 * Z)
@@ -93,7 +99,7 @@ def _alike(values: np.ndarray) -> float:
 
 
 def discoveries(p_values: Sequence[float], rate: float) -> list[bool]:
-    """Which of many tests count, so that at most that share of them is expected to be false.
+    """For each of many tests, whether it counts as a discovery, so that at most `rate` of those are expected false.
 
     Source: Benjamini and Hochberg 1995, "Controlling the False Discovery Rate".
     """
@@ -115,7 +121,10 @@ Pair = tuple[fields.Record, fields.Record]
 
 @dataclass(frozen=True)
 class Change:
-    """One case in two runs. `shift` is None where too few rounds were timed; `beside`: the anchor, "" without one."""
+    """One case in two runs: its records, the verdict, the anchor's row ("" without one), and how far the time moved.
+
+    shift  None if too few rounds were timed
+    """
 
     old: fields.Record
     new: fields.Record
@@ -139,7 +148,7 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """New time over old, as its anchor was in both."""
+        """New time over old, each relative to the anchor; None if too few rounds were timed."""
         return _exponential(self.shift.estimate) if self.shift else None
 
     @property
@@ -159,8 +168,8 @@ def compare(old: Iterable[fields.Record], new: Iterable[fields.Record], margin: 
 
     margin  a change of less than this share is none
 
-    Records that `--repeat` measured know what estimates of two runs of one commit differ by, as a standard deviation;
-    of these and of what is usual in their benchmark the most counts.
+    Records that `--repeat` measured hold by how much estimates of two runs of one commit differ, as a standard
+    deviation. The largest of these two and of what is usual in the benchmark widens the error.
     """
     old, new = list(old), list(new)
     usual = _usual(old + new)
@@ -179,7 +188,7 @@ def compare_in_turns(records: Iterable[fields.Record], margin: float | None = No
 
 
 def in_turns(records: Iterable[fields.Record]) -> list[Pair]:
-    """Rows as they were, each with the same today, which took turns with it."""
+    """Pairs (earlier record, today's record) of rows that took turns with their own earlier state."""
     records = list(records)
     now = {(*_key(case), case.get("comparison")): case for case in records if not case.get("against")}
     keys = [(case, (*_key(record.today(case)), case.get("comparison"))) for case in records if case.get("against")]
@@ -230,7 +239,10 @@ def of_them_disturbed(count: int) -> str:
 
 
 def _judged(changes: Iterable[Change], margin: float) -> list[Change]:
-    """Those that say something, with their verdicts, the most important first; among so many some differ by chance."""
+    """The changes that say something, with verdicts, the most important first.
+
+    Among many cases some differ by chance: verdicts of "faster" and "slower" allow for that (`discoveries`).
+    """
     edge, pending, judged = math.log1p(margin), list[tuple[Change, Shift]](), list[Change]()
     for change in changes:
         if change.beside and change.shift:
@@ -260,7 +272,7 @@ def spreads_between(runs: Sequence[Iterable[fields.Record]]) -> dict[str, float]
 
 
 def _shifts(runs: Sequence[Iterable[fields.Record]]) -> dict[str, list[float]]:
-    """By how much each run differs from the one before, by a case's id."""
+    """By case id, by how much its estimate differs from each run to the next."""
     known = list(map(list, runs))
     if any(case.get("against") for case in chain.from_iterable(known)):
         estimates = _estimates(starmap(_change, chain.from_iterable(map(in_turns, known))))
@@ -270,12 +282,12 @@ def _shifts(runs: Sequence[Iterable[fields.Record]]) -> dict[str, list[float]]:
 
 
 def _estimates(changes: Iterable[Change]) -> dict[str, list[float]]:
-    """By the id of a case, of those that have one."""
+    """By case id, the estimates of the changes that have one."""
     return fields.grouped((change.new["id"], change.shift.estimate) for change in changes if change.shift)
 
 
 def _usual(records: Sequence[fields.Record]) -> dict[str, float]:
-    """The median, by benchmark, of what cases that were measured repeatedly differ by."""
+    """By benchmark, the median of by how much repeatedly measured cases differ between runs."""
     spreads = fields.grouped(
         (case["benchmark"], float(case["between_runs"])) for case in records if case.get("between_runs")
     )
@@ -294,7 +306,7 @@ def _weight(change: Change) -> tuple[int, float, str]:
 
 
 def _by_key(records: Iterable[fields.Record]) -> dict[Key, fields.Record]:
-    """Records of rows as they were are left out: they are of no run of their own."""
+    """Today's records by their identity; earlier rows of --against are left out."""
     return {_key(case): case for case in records if not case.get("against")}
 
 
@@ -305,7 +317,10 @@ def _key(case: fields.Record) -> Key:
 def _pairs(
     old: Iterable[fields.Record], new: Iterable[fields.Record]
 ) -> list[tuple[fields.Record, fields.Record, Pair | None]]:
-    """Each case of both runs, with its anchor: of the peers that took turns with it both times the steadiest."""
+    """(old record, new record, anchor) of each case that both runs have.
+
+    The anchor is the steadiest peer that took turns with the case in both runs, or None.
+    """
     before = _by_key(old)
     both = [(before[key], after) for key, after in _by_key(new).items() if key in before]
     of_peers = sorted(
@@ -322,7 +337,7 @@ def _other(pair: Pair, peers: Sequence[Pair]) -> Pair | None:
 
 
 def _together(pair: Pair) -> Key:
-    """The key of those that took turns with it in both runs; () where nobody did."""
+    """The comparison of the pair in both runs, which rows that took turns with it share; () if it ran alone."""
     names = tuple(side.get("comparison") for side in pair)
     return names if all(names) and not any(side.get("alone") for side in pair) else ()
 
@@ -332,13 +347,16 @@ def _is_timed(pair: Pair) -> bool:
 
 
 def _unsteadiness(case: fields.Record) -> float:
-    """How far its own samples spread, as a share. Ratios to the row that is judged would favour lucky ones."""
+    """The median distance of its samples from their median, as a share.
+
+    It looks at the anchor's own samples: ratios to the judged row would favour anchors that vary with it by luck.
+    """
     middle = median(case["samples_s"])
     return median(abs(sample - middle) for sample in case["samples_s"]) / middle
 
 
 def _change(old: fields.Record, new: fields.Record, anchor: Pair | None = None, between_runs: float = 0.0) -> Change:
-    """A case in both runs; the verdict is open unless it was right in one of the two alone."""
+    """The change of a case; its verdict stays open, unless the case was right in only one of the two runs."""
     was, now = (case["outcome"] == "ok" for case in (old, new))
     if was != now:
         return Change(old, new, BROKEN if was else MENDED)
@@ -348,7 +366,7 @@ def _change(old: fields.Record, new: fields.Record, anchor: Pair | None = None, 
 
 
 def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, between_runs: float) -> Shift | None:
-    """By rounds that took turns with the row as it was, else by ratios to the anchor, else by the times alone."""
+    """The shift by rounds in turns with the earlier row, else by ratios to the anchor, else by times alone."""
     if old.get("against"):
         shift, between_runs = paired(_ratios(new, old)), max(_spreads(old, new))
     elif anchor:
@@ -367,7 +385,7 @@ def _logarithms(case: fields.Record) -> list[float]:
 
 
 def _ratios(ours: fields.Record, theirs: fields.Record) -> list[float]:
-    """Round by round: they began together, and the faster row may have more rounds."""
+    """Logarithms of our time over theirs, round by round; surplus rounds of the faster row are left out."""
     return [a - b for a, b in zip(_logarithms(ours), _logarithms(theirs), strict=False)]
 
 

@@ -1,7 +1,8 @@
-"""An earlier state of the code: a folder that imports like the repository of today, and holds earlier rows.
+"""--against: a temporary folder that imports like today's repository, and holds the rows of an earlier state.
 
-The bench and its judges are today's, the oracle among them; all else is as it was. So two states are measured by one
-clock and held to one budget, and any state will do whose rows can still be imported. Imports no torch.
+The bench and the oracle in it are today's; only ROWS are the earlier state's, but for JUDGES. So one clock and one
+budget measure both states, and any state will do whose rows can still be imported. `lmsys.bench.paired` runs a worker
+from the folder. Imports no torch.
 """
 
 import shutil
@@ -23,11 +24,11 @@ JUDGES = "attention/contract.py", "attention/naive.py", "parallel/group.py", "tr
 
 
 class Checkout:
-    """The folder that a worker imports from.
+    """The folder that a worker of the earlier state imports from; `close` removes it.
 
-    name            short, as in the row `flash_triton@1a2b3c4d5e`
-    commit          whole; "" of a folder, whose state no number tells
-    working_folder  in place of the one that this process works in
+    name            a short name, as in the row `flash_triton@1a2b3c4d5e`
+    commit          the whole hash; "" for a folder
+    working_folder  the folder that stands for the one that this process works in
     """
 
     def __init__(self, text: str):

@@ -2,7 +2,8 @@
 
 Axes are read off the command line; every bad value is a ValueError that says what would be right. A field is declared
 once, where the record is made, and travels with the results. The report builder reads these declarations, so a new
-metric is a line in a benchmark and then a column. Imports no torch.
+metric is a line in a benchmark and then a column. Fields that every record has, or that several benchmarks share, are
+declared at the end of this file. Imports no torch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 from lmsys.values import choice, hold
 
 Parse = Callable[[str], Any]
-OPTION = "lmsys_option_of_axis"  # begins the names under which pytest keeps axes' own options
+OPTION = "lmsys_option_of_axis"  # prefix of the names under which pytest keeps the values of axes' options
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,10 @@ class Axis:
 
 
 class Grid(dict[str, Any]):
-    """A section of a sweep: a name, which begins its ids, and values for axes. `given`: those of the command line."""
+    """A section of a sweep: a name, which begins the ids of its cases, and the values of each axis.
+
+    given  the names of the axes whose values are those of the command line
+    """
 
     def __init__(self, name: str, given: frozenset[str] = frozenset(), **values: Any):
         super().__init__(values)
@@ -71,10 +75,10 @@ class Grid(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Sweep:
-    """Named grids for each benchmark, by its name, and for how many seconds each row of a comparison is sampled.
+    """The grids of each benchmark, by its name, and for how many seconds each row of a comparison is sampled.
 
-    sustained  whether what the machine sustains is measured, too, which takes seconds
-    took_s     seconds of groups in one run of it, anywhere: by them a first run elsewhere tells how long the rest takes
+    sustained  True: the rate that the machine sustains is measured, too, which takes seconds
+    took_s     seconds of each group in one run of this sweep, on any machine, for estimates of the time left
     """
 
     seconds_per_row: float = 0.2
@@ -91,7 +95,7 @@ def add_axis_options(parser: Any, axes: Iterable[Axis]) -> None:
 
 
 def given_axes(axes: Iterable[Axis], texts: Mapping[str, str]) -> dict[str, Any]:
-    """Values by axis, of the texts by option (`--length`) or by axis name; two options of one axis add up."""
+    """Values by axis, parsed from the texts by option (`--length`) or axis name; two options of one axis add up."""
     given: dict[str, Any] = {}
     asked = [(axis, key) for axis in axes for key in (axis.option, axis.name) if key and key in texts]
     for axis, key in asked:
@@ -281,10 +285,9 @@ def _batch_invariant(differ: Record, elements: list[int], alone: Record, **_: An
     return False if alone else True if elements and not differ else None
 
 
-# What every record has, whatever was measured.
-# Asking a case again replaces its answer; asking it under a memory limit is another question.
+# Of two records that agree in these fields, the later replaces the earlier; under another memory limit it does not.
 IDENTITY = ("benchmark", "section", "id", "memory_limit_bytes")
-COMMON = columns(
+COMMON = columns(  # the fields of every record, whatever was measured
     details("id", "benchmark"),
     "section impl device",
     Field("label", role="axis", about="How tables and plots call the row"),
@@ -298,7 +301,7 @@ COMMON = columns(
     Field("std_s", "s", "standard deviation", "detail", shown="ms"),
     [Field(name, "s", role="detail", shown="ms") for name in ("p20_s", "p80_s", "min_s")],
     Field("rounds", role="detail"),
-    # Conditions while it was sampled.
+    # Conditions on the machine while the case was sampled.
     Field("sm_clock_mhz", "MHz", "SM clock", "detail"),
     Field("memory_clock_mhz", "MHz", "memory clock", "detail"),
     Field("cpu_clock_mhz", "MHz", "CPU clock", "detail"),

@@ -1,17 +1,20 @@
-"""Findings about a row beside its samples: which code ran, whether its bits come again, the energy of its calls.
+"""Findings about a row beside its samples: which code ran, whether its results repeat bit for bit, its calls' energy.
+
+`lmsys.bench.trial` calls these functions and puts what they return into the record:
 
     "proof": {"generator", "seed", "source": {"name", "sha256"}, "kernels": {name: hash}, "calls": [...]}
     "same_bits": {"calls", "differ": {tensor: largest difference}, "elements", "alone": {tensor: ...}, "failure"}
 
-The proof is for others to check. Each of its calls is a timed one that was checked: its number among the samples, the
-draw of its inputs, the key of the parts that were looked at, the errors over their budgets, and what its benchmark left
-as evidence. Kernels that Triton's interpreter runs are noticed here, too: they are verified, and never timed.
+The proof lets others check the times (`lmsys verify`). Each of its calls is a timed call that was checked: its number
+among the samples, the draw of its inputs, the key that says which parts of its result were judged, the errors over
+their budgets, and the evidence that its benchmark left. Kernels that Triton's interpreter runs are noticed here, too:
+such rows are verified, and never timed.
 
-`differ` has the tensors whose bits were not those of the first call. The `elements` of the batch were called alone, and
-of what repeats `alone` has the tensors that then had other bits; without elements nobody has asked. A row that does not
-repeat is not wrong.
+`differ` has the tensors whose bits differed from the first call's. The `elements` of the batch were then called alone;
+`alone` has the tensors, of those that repeat, whose bits then differed. Without elements it was not asked. A row that
+does not repeat is not wrong.
 
-Energy is measured on request: behind a case's samples and its memory, alone on the device.
+Energy is measured on request (--energy), after a case's samples and its memory, with nothing else on the device.
 """
 
 import hashlib
@@ -35,7 +38,7 @@ OF_OTHERS = "energy is measured of calls that the bench's own process makes agai
 
 
 def source_of(entry: Entry) -> fields.Record:
-    """The name and SHA-256 of the file that a row's implementation stands in; {} where it is in none."""
+    """{"name", "sha256"} of the file that a row's implementation stands in; {} if there is no such file."""
     try:
         path = Path(inspect.getsourcefile(inspect.unwrap(entry.load())) or "")
         return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
@@ -45,7 +48,7 @@ def source_of(entry: Entry) -> fields.Record:
 
 @contextmanager
 def loaded_kernels() -> Iterator[dict[str, str]]:
-    """Names and hashes, by Triton, of the kernels that are loaded meanwhile: each is once in a process."""
+    """Within: a dict that gets the name and Triton's hash of each kernel when the process first loads it."""
     hashes: dict[str, str] = {}
 
     def note(module: Any, function: Any, name: str, group: Any, hash: str) -> None:
@@ -63,7 +66,7 @@ def loaded_kernels() -> Iterator[dict[str, str]]:
 
 @contextmanager
 def interpreted_kernels() -> Iterator[list[Any]]:
-    """A list that grows by every kernel that Triton's interpreter runs meanwhile, wherever it is defined."""
+    """Within: a list that gets every kernel that Triton's interpreter runs."""
     launched: list[Any] = []
     with ExitStack() as stack:
         if importlib.util.find_spec("triton"):
@@ -80,7 +83,10 @@ def interpreted_kernels() -> Iterator[list[Any]]:
 
 
 def same_bits(benchmark: Benchmark, candidate: Candidate, setup: Any, seconds: float) -> fields.Record:
-    """The record's field, on the inputs as they stand. What fails here costs this finding only: `failure` says why."""
+    """The record's field `same_bits`, on the inputs as they stand; more calls while `seconds` are left.
+
+    A failure costs this finding alone, and stands in its `failure`.
+    """
     record: fields.Record = {"calls": 0, "differ": {}, "elements": [], "alone": {}, "failure": None}
     call = partial(benchmark.outputs, candidate, setup)
     again, failure = candidate.watched(repeats.repeated, call, seconds)
@@ -109,7 +115,11 @@ def energy_fields(
     impossible: Callable[[float], Failure | None],
     tokens: int | None,
 ) -> fields.Record:
-    """The fields on the energy of a step's calls, or on why there is none. tokens: that a call works on."""
+    """The record's fields on the energy of a step's calls, or `energy_note`, which says why there is none.
+
+    impossible  says why calls cannot take so few seconds each, or None
+    tokens      how many tokens a call works on, for the energy of a token
+    """
     if why_not := runner.sensors.why_no_joules:
         return {"energy_note": why_not}
 

@@ -1,8 +1,9 @@
-"""Holds fast what judges and measures, and the state of a process that all its rows share: no row may change it.
+"""Protects the functions that judge and measure, and the process's state that all rows share, from being changed.
 
-A row runs in the process that judges it, so Python lets it replace any function. What stood in the judges' places
-before the first row's file was imported is remembered, compared after each row has run, and put back; so is a process's
-own state, such as torch's default dtype. What this cannot see is in docs/threats.md.
+A row runs in the process that judges it, so Python lets it replace any function. `Guard` remembers the functions that
+judge and measure before the first row's file is imported; it compares them after each row has run, and puts them back.
+`State` does the same for the process's own state, such as torch's default dtype, after each call of a row. To protect
+one more piece of state, add a `Part` to PARTS. What neither can see is in docs/threats.md.
 """
 
 import builtins
@@ -29,8 +30,8 @@ from torch.backends import cuda
 from lmsys import deterministic
 from lmsys.measure.compare import Lost
 
-PACKAGES = "lmsys", "benchmarks", "dev"
-OWNERS = (
+PACKAGES = "lmsys", "benchmarks", "dev"  # all of their functions and classes are remembered
+OWNERS = (  # of other modules and classes, these
     builtins,
     json,
     math,
@@ -51,12 +52,15 @@ OWNERS = (
     torch.profiler,
 )
 IGNORED = {"__dict__", "__weakref__", "__builtins__", "__cached__", "displayhook", "excepthook", "manual_seed"}
-COMPILED = "__compiled_fn_", "__resume_at_"  # what torch.compile puts into the modules of what it compiles, and removes
+COMPILED = "__compiled_fn_", "__resume_at_"  # names that torch.compile adds to modules that it compiles, and removes
 KINDS: Any = types.FunctionType | types.BuiltinFunctionType | type | property | staticmethod | classmethod
 
 
 class Guard:
-    """Remembers, when made, the functions and classes that each owner holds, and the code of our own functions."""
+    """Remembers, when made, the functions and classes that each owner holds, and the code of our own functions.
+
+    An *owner* is a module or a class.
+    """
 
     def __init__(self) -> None:
         for cls in _classes(_modules()):  # torch replaces `step` of an optimizer's class when it makes the first one
@@ -67,7 +71,7 @@ class Guard:
         self._code = [(f, f.__code__, f.__defaults__) for f in functions.values()]
 
     def mend(self) -> list[str]:
-        """The names that stand for something else by now, which are put back."""
+        """Puts back what has been replaced. Returns the names, such as `time.perf_counter`, that were replaced."""
         changed = []
         for owner, names in self._known:
             now = vars(owner)
@@ -105,13 +109,13 @@ def _names(owner: Any) -> dict[str, Any]:
 
 
 def _function(value: Any) -> types.FunctionType | None:
-    """The function of ours that it is or holds."""
+    """The function of ours that the value is, or that a property or method holds; None if there is none."""
     value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     return value if isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] in PACKAGES else None
 
 
 OUTPUTS = {1: "stdout", 2: "stderr"}
-PLAIN = bool | int | str | torch.dtype | torch.device
+PLAIN = bool | int | str | torch.dtype | torch.device  # values that a message can show
 # Variables that compilers and profilers add for themselves begin so.
 OF_COMPILERS = ("TORCH", "_TORCH", "TRITON_CACHE_", "CUDA_MODULE_LOADING", "KINETO_")
 
@@ -124,7 +128,12 @@ class Changed(RuntimeError):
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of state that `get` reads and `put` puts back; `name` is how a reader knows it."""
+    """A piece of the process's state.
+
+    name  how messages call it, as in "it leaves changed: NAME"
+    get   reads it; a value of None means that it is not known, and it is then left alone
+    put   puts back a value that `get` has returned
+    """
 
     name: str
     get: Callable[[], Any]
@@ -138,7 +147,7 @@ def _set_default_device(device: torch.device) -> None:
 
 
 def _set_cpus(cpus: set[int]) -> None:
-    for thread in os.listdir("/proc/self/task"):  # those that were started meanwhile have the row's
+    for thread in os.listdir("/proc/self/task"):  # a thread has the CPUs of the thread that started it
         os.sched_setaffinity(int(thread), cpus)
 
 
@@ -217,7 +226,7 @@ PARTS = (
 
 
 class State:
-    """The process as it is when this is made; `close` it."""
+    """The process's state when this is made: PARTS, environment variables, and stdout and stderr. Must be closed."""
 
     def __init__(self) -> None:
         self._parts = {part: _read(part) for part in PARTS}
@@ -226,7 +235,10 @@ class State:
         self._files = {number: (os.dup(number), file) for number in OUTPUTS if (file := _file(number))}
 
     def mend(self) -> str | None:
-        """Puts back what has changed, and tells it in a sentence. Raises Lost where it cannot. It takes some 30 us."""
+        """Puts back what has changed. Returns a sentence that names it, or None. It takes some 20 us.
+
+        Raises Lost, which ends the worker, if something cannot be put back.
+        """
         changes = [*self._mend_parts(), *self._mend_variables(), *self._mend_outputs()]
         return f"it leaves changed: {'; '.join(changes)}" if changes else None
 

@@ -1,4 +1,7 @@
-"""The instruments of a run, made on first use: clocks, sensors, the machine and its limits, the guard, ranks."""
+"""The instruments of a run, made on first use: clocks, sensors, the machine and its limits, the guard, ranks.
+
+`lmsys.bench.runner.Runner` is a subclass, and each trial reads its instruments from there.
+"""
 
 import json
 import os
@@ -19,11 +22,12 @@ from lmsys.values import hold
 
 
 class Instruments:
-    """ValueError for a memory limit that is more than the GPU has.
+    """All instruments of one process. ValueError for a memory limit that is more than the GPU has.
 
-    say        tells the user what is going on
-    heartbeat  of a worker whose parent watches
-    turns      with the worker that measures the same rows as they were
+    say        called with each line for the user
+    heartbeat  the heartbeat of a worker that its parent watches; None: nobody watches
+    turns      with --against, the turns that this worker takes with the one that measures the earlier code
+    kernels    names and hashes of the Triton kernels that a row has loaded, by the row's target
     """
 
     def __init__(
@@ -38,7 +42,7 @@ class Instruments:
             memory.cap_gpu_memory(self.settings.memory_limit_bytes)
 
     def ready(self) -> fields.Record:
-        """Makes what is made once, before a row runs: nothing may differ for the first of them. The machine."""
+        """Makes all instruments before the first row runs, so that no row differs by them. Returns the machine."""
         if "guard" in vars(self):
             return self.machine
         if "machine" not in vars(self) and self.settings.timed:
@@ -64,13 +68,13 @@ class Instruments:
         return facts
 
     def ceilings(self) -> fields.Record:
-        """Each for as long as two rows, so that a quick look is quick."""
+        """What the machine reaches now: `machine.measure_ceilings`, for as long as two rows are sampled."""
         return machine.measure_ceilings(self.settings.device, 2 * self.settings.seconds_per_row)
 
     def rated(self, benchmark: Benchmark, case: Case, record: fields.Record) -> fields.Record:
-        """The record with its rates as shares of what the machine reaches by now, and all that follows from it, sealed.
+        """The record with its rates, their shares of the machine's ceilings, and all derived fields; sealed.
 
-        ValueError for a field that nobody has declared.
+        ValueError for a field that neither the benchmark nor `fields.COMMON` declares.
         """
         record, known = (
             record | benchmark.metrics(case, record, self.machine),
@@ -99,7 +103,7 @@ class Instruments:
         return sensors_of(self.settings.device)
 
     def conditions(self) -> Conditions:
-        """The conditions on the device from now on, which the clocks know, too."""
+        """Conditions on the device from now on; clocks ask them for other programs when times cannot be right."""
         now = Conditions(self.settings.device, self.sensors, self.parent)
         for clock in self.clocks.values():
             clock.others = now.strangers
@@ -112,7 +116,7 @@ class Instruments:
 
     @cached_property
     def ranks(self) -> Ranks:
-        """Processes for what several do together."""
+        """The ranks on which collectives and data parallelism are measured."""
         seconds = self.settings.deadline_s
         return Ranks(
             self.settings.memory_limit_bytes,

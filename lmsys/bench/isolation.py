@@ -1,10 +1,11 @@
 """Rows in a process of their own: one that crashes or hangs costs its own cases, and the others are sampled again.
 
-    Isolated(settings)          # has what a Runner has, and this process runs no row and makes no CUDA context
+    Isolated(settings)          # has the methods of a Runner; this process runs no row and makes no CUDA context
 
-A worker runs group after group. When it dies, or is late by its own heartbeat, the row that was at work then has
-failed, and the rest of its group is run again in a fresh worker, side by side. Where nobody can be blamed, such as when
-memory is eaten, each row of the group runs alone first, and those that fail alone have failed.
+`lmsys.bench.results.Session` uses it unless --no-isolation is given. A worker process runs group after group. When it
+dies, or misses the deadline in its heartbeat (`lmsys.bench.watch`), the row that was at work has failed, and the rest
+of its group runs again, side by side, in a fresh worker. If no row can be blamed, as when memory ran out, each row of
+the group first runs alone, and those that fail alone have failed.
 """
 
 import faulthandler
@@ -28,8 +29,8 @@ from lmsys.bench.checkout import Checkout
 from lmsys.measure import host, turns
 from lmsys.processes import DIED, Told, Worker, answered, tell
 
-Line = tuple[int, bool]  # to the worker that it takes turns with: an open file's number, and whether it goes first
-_runner: Any = None  # in a worker: what does the work
+Line = tuple[int, bool]  # a socket's file number, to the worker that this one takes turns with; it goes first if True
+_runner: Any = None  # in a worker: its Runner
 _turns: turns.Turns = turns.ALONE
 
 
@@ -41,7 +42,13 @@ class Begun:
 
 
 def begin(shared: int, trace: int, settings: Settings, machine: fields.Record | None, line: Line | None) -> None:
-    """First of all in a worker: what is to be said should a row crash, and the judges as they are."""
+    """Called first in a worker: prepares traces of crashes, and makes the worker's runner.
+
+    shared   number of the shared file that heartbeats go to
+    trace    number of the file that faulthandler writes to
+    machine  facts of the machine, if they were measured before
+    line     to the other worker of --against, if there is one
+    """
     global _runner, _turns
     faulthandler.enable(file=trace)
     faulthandler.register(signal.SIGUSR1, file=trace)
@@ -55,9 +62,10 @@ def begin(shared: int, trace: int, settings: Settings, machine: fields.Record | 
 
 
 def answer(path: list[str], pickled: bytes) -> None:
-    """In a worker: tells what a method of its runner returns, of `run` each result.
+    """Called in a worker: sends back what a method of its runner returns; of `run`, each result as it comes.
 
-    A benchmark in the arguments comes first: where its module is, its cases are found.
+    path     the parent's `sys.path`, from which benchmarks are imported
+    pickled  (the method's name, its arguments); a benchmark comes first, so that its module is imported before cases
     """
     sys.path[:] = path
     name, args = pickle.loads(pickled)
@@ -73,8 +81,8 @@ def answer(path: list[str], pickled: bytes) -> None:
 
 
 POLL_S = 0.1
-QUIET_S = 20.0  # without a line for the user
-MOST_HELD = 0.9  # of the memory that was there when a worker started
+QUIET_S = 20.0  # after so long without a line for the user, a line says which row is at work
+MOST_HELD = 0.9  # of the memory that was free when a worker started: a worker that holds more is ended as "oom"
 ROOT = Path(__file__).parents[2]
 
 
@@ -91,9 +99,9 @@ class Ended(RuntimeError):
 
 
 class Isolated:
-    """Does what `Runner` does, in a worker that lives until a row ends it.
+    """A `Runner` in a worker process, which lives until a row ends it.
 
-    checkout  an earlier state of the code, whose rows the worker runs
+    checkout  an earlier state of the code, whose rows the worker runs instead of today's
     """
 
     def __init__(
@@ -101,19 +109,19 @@ class Isolated:
     ):
         self.settings, self.checkout = settings, checkout
         self._say, self._said_s = say, time.monotonic()
-        self.rows = list[list[str]]()  # the ids of the cases of each candidate of the group that is run
-        self.line: Line | None = None  # of a worker of two
+        self.rows = list[list[str]]()  # the case ids of each candidate of the group that is running
+        self.line: Line | None = None  # to the other worker of --against
         self._worker: Worker | None = None
-        self._reading: Generator[Any, None, None] = (None for _ in "")  # of the last answer; at first there is none
+        self._reading: Generator[Any, None, None] = (None for _ in "")  # the last answer; an empty one at first
         self._machine: fields.Record | None = None
-        self._has_files = False  # of the user's, which the worker has imported
+        self._has_files = False  # True once a worker has imported a file of the user's
 
     def say(self, text: str) -> None:
         self._said_s = time.monotonic()
         self._say(text)
 
     def collect(self, benchmark: Benchmark, grids: Sequence[fields.Grid], texts: Mapping[str, str]) -> Collected:
-        """ValueError also where a file of the user's ends or holds up the process that imports it."""
+        """As `Runner.collect`. ValueError, too, if a user's file ends or hangs the process that imports it."""
         self._has_files |= any(".py" in text for text in texts.values())
         try:
             return self.ask("collect", benchmark, grids, texts)
@@ -124,7 +132,7 @@ class Isolated:
             ) from None
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
-        """The results of a group, whatever its rows do to their worker."""
+        """Yields the results of a group, whatever its rows do to their worker."""
         group = Group(self, benchmark, cases)
         while group.left:
             try:
@@ -144,7 +152,7 @@ class Isolated:
         return self.ready()
 
     def close(self, grace_s: float = 2.0) -> None:
-        """Ends the worker, which has so long to do it by itself: what runs next runs in a fresh one."""
+        """Ends the worker, which gets `grace_s` seconds to end by itself. The next call starts a fresh one."""
         if self._worker is not None:
             self._worker.close(grace_s)
             self._memory.close()
@@ -153,7 +161,7 @@ class Isolated:
         self._worker = None
 
     def ask(self, name: str, *args: Any) -> Any:
-        """Returns what this method of the worker's runner returns."""
+        """Returns what the method `name` of the worker's runner returns."""
         (answer,) = filter(None, self.stream(name, *args))
         return answer
 
@@ -175,9 +183,10 @@ class Isolated:
         return self.checkout.path(sys.path) if self.checkout else [str(folder) for folder in sys.path]
 
     def stream(self, name: str, *args: Any) -> Iterator[Any]:
-        """Yields what the worker tells of this method, and None now and then, while it tells nothing.
+        """Yields the messages that the worker sends while it runs the method `name`, and None while none comes.
 
-        Raises Ended when the worker is gone."""
+        Raises Ended when the worker is gone.
+        """
         self._reading.close()  # and its worker, where an interrupt fell before the answer's end
         worker = self._worker or self._start()
         self._reading = self._answers(worker, answer, self._path(), pickle.dumps((name, args)))
@@ -209,9 +218,9 @@ class Isolated:
                 self.close(0.0)
 
     def _look_at(self, worker: Worker) -> None:
-        """Ended, and the worker with it, where it is late or holds more memory than there is.
+        """Raises Ended if the worker has missed its deadline or holds more memory than it may.
 
-        Where nothing was said for a while, it says who is at work.
+        After a while without a line for the user, says which row is at work.
         """
         if (held := host.resident_bytes(worker.pid)) > self._most_bytes:
             raise Ended(f"it held {held / 2**30:.1f} GiB of memory", outcome="oom")
@@ -230,7 +239,7 @@ class Isolated:
         raise Ended(f"no answer within the deadline {beat.doing}{self._place()}", row)
 
     def _ended(self, failure: Any) -> Ended | None:
-        """How a row has ended the worker; None for an exception that is the bench's own."""
+        """The Ended that says how a row has ended the worker; None for an exception of the bench's own code."""
         if failure.kind == "Lost":
             time.sleep(2 * watch.COPY_S)  # until the row that the GPU has reached is copied
         beat = watch.read_beat(self._memory)
@@ -247,17 +256,17 @@ class Isolated:
         return None
 
     def _place(self) -> str:
-        """Where the worker was, of code that is neither ours nor a library's, as far as it could write that down."""
+        """ ", at file:line in function" of the user's code that the worker was in; empty if no trace was written."""
         self._trace.seek(0)
         place = place_in(self._trace.read().decode(errors="replace"), self.checkout.folder if self.checkout else ROOT)
         return f", at {place}" if place else ""
 
 
 class Group:
-    """A group of cases, until no row ends the worker of an `Isolated` any more.
+    """A group of cases that is run again and again until no row ends its worker any more.
 
-    left   the cases without a result
-    ended  how those ended that are not to be run again
+    left   the cases without a result yet, by id
+    ended  by id, the endings of cases that are not run again: (outcome, reason, whether the worker ended)
     """
 
     def __init__(self, isolated: Isolated, benchmark: Benchmark, cases: Cases):
@@ -266,9 +275,9 @@ class Group:
         self._tried_alone, self._rows = False, list[list[str]]()
 
     def results(self, in_turns: bool = False) -> Generator[Any, None, None]:
-        """A result for each case that is left, and None now and then, while there is none; Ended where a row ends that.
+        """Yields a result for each case in `left`, and None while none comes. Raises Ended if a row ends the worker.
 
-        in_turns  with the other worker of a pair, which begins the same
+        in_turns  the worker takes turns with the other one of a pair, which runs the same group
         """
         self._rows = []
         for message in self.isolated.stream("run", self.benchmark, list(self.left.values()), self.ended, in_turns):
@@ -280,7 +289,7 @@ class Group:
             yield message
 
     def blame(self, fault: Ended) -> None:
-        """Finds out whose fault it is. RuntimeError where it is not that of a row."""
+        """Adds the cases that a fault is blamed on to `ended`. RuntimeError if the bench itself cannot run."""
         if 0 <= fault.row < len(self._rows):
             endings = dict.fromkeys(self._rows[fault.row], (fault.outcome, fault.reason, True))
         elif self._rows and not self._tried_alone:
@@ -294,7 +303,7 @@ class Group:
             self.isolated.say(f"  a row ended its process; what is left of the group runs again: {fault.reason}")
 
     def _alone(self) -> dict[str, Any]:
-        """How those end that fail alone, each in a fresh worker."""
+        """The endings of the rows that fail even alone, each in a fresh worker."""
         endings: dict[str, Any] = {}
         for ids in self._rows:
             cases = [self.left[name] for name in ids if name in self.left and name not in self.ended]
@@ -310,7 +319,11 @@ class Group:
 
 
 def place_in(trace: str, root: Path = ROOT) -> str:
-    """`file:line in function` of what a faulthandler's trace names first outside of libraries and our packages."""
+    """`file:line in function` of the innermost frame outside of libraries and our packages; empty if there is none.
+
+    trace  text that `faulthandler` has written, innermost frames first
+    root   the folder that our packages stand in
+    """
     for path, line, function in re.findall(r'^  File "(.+)", line (\d+) in (.+)$', trace, re.MULTILINE):
         ours = any(Path(path).is_relative_to(root / package) for package in ("lmsys", "benchmarks", "dev"))
         library = "site-packages" in Path(path).parts or path.startswith((sys.base_prefix, "<"))

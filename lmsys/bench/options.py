@@ -1,6 +1,7 @@
-"""The options of a run, read and checked: ValueError, with the option and its value, for what cannot be.
+"""The options of a run: their declarations, and functions that read and check them for `lmsys.bench.plugin`.
 
-Imports torch only to cap the memory of a GPU.
+A new option is an entry of OPTIONS and a use in `plugin._session`. Every refusal is a ValueError with the option and
+its value. Imports torch only to cap the memory of a GPU.
 """
 
 import os
@@ -18,8 +19,8 @@ from lmsys.bench.checkout import Checkout
 from lmsys.files import claim
 from lmsys.values import choice, finite, hold, whole
 
-LONG = "--lmsys-"
-OPTIONS: dict[str, dict[str, Any]] = {  # by their names without dashes in front
+LONG = "--lmsys-"  # prefix of the options' long names
+OPTIONS: dict[str, dict[str, Any]] = {  # by name; the rest is what argparse's add_argument takes
     "sweep": {"default": "default", "help": "a named set of sizes to run"},
     "axis": {
         "action": "append",
@@ -60,7 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # by their names without dashes in front
 
 REPLAYED = "what is replayed is already measured"
 TOGETHER = "rows are sampled side by side; --benchmark-max-time sets how long"
-REFUSED = {
+REFUSED = {  # options of pytest-benchmark that mean nothing here, and why
     "--benchmark-timer": "the clock is the device's: CUDA events on a GPU, perf_counter on a CPU",
     "--benchmark-min-time": "each sample is one call; --benchmark-max-time sets how long a row is sampled",
     "--benchmark-calibration-precision": "each sample is one call, nothing is calibrated",
@@ -91,7 +92,7 @@ def add_options(parser: pytest.Parser, prefix: str = "--") -> None:
 
 
 def as_typed(config: pytest.Config, text: str) -> str:
-    """The text, in which options have their short names, with the names that they have in this folder."""
+    """The text with options such as --sweep written as this folder knows them: some folders have long names alone."""
     if config.getoption("--axis", None) is config.getoption("lmsys_axis"):  # somebody else's is another list, or none
         return text
     return re.sub(rf"(?<![\w-])--(?=({'|'.join(OPTIONS)})\b(?!-))", LONG, text)
@@ -114,7 +115,7 @@ def refuse(config: pytest.Config, device: str) -> None:
 
 
 def check_group_by(text: str, names: Iterable[str]) -> None:
-    """ValueError for groups that pytest-benchmark cannot make of tests with these parameters: it fails over it late."""
+    """ValueError for --benchmark-group-by values that pytest-benchmark would fail over, but only at the run's end."""
     known = "group name func fullname fullfunc param".split() + [f"param:{name}" for name in names]
     for grouping in text.split(","):
         choice(grouping, known, f"--benchmark-group-by {grouping}: ")
@@ -184,7 +185,7 @@ def repeats(config: pytest.Config, on_ranks: bool) -> int:
 
 
 def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
-    """The state that --against names, unpacked until pytest ends."""
+    """The earlier state of the code that --against names, unpacked until pytest ends; None without --against."""
     text, share = config.getoption("lmsys_against"), config.getoption("lmsys_margin")
     if text is None:
         hold((share is None, f"--margin {share} is of verdicts: name what to compare by --against"))

@@ -1,8 +1,9 @@
-"""Rows of today and as they were, side by side: two workers on one machine, of which one is at work at a time.
+"""--against: today's rows beside the same rows in an earlier state of the code, in two workers that take turns.
 
-Each group runs in both at once, as two halves of one sampling: round i of a row today lies beside round i of the row as
-it was, by the same draws. Where a row ends its worker both workers end, and what is left of the group runs again in two
-fresh ones, so that whatever has a time took turns.
+Each group runs in both workers: round i of a row today is sampled right beside round i of the earlier row, on the same
+draws. If a row ends its worker, both workers end, and the rest of the group runs again in two fresh ones, so that all
+times that are compared took turns. `lmsys.bench.results.Session` uses `Paired` in place of `Isolated`; the verdicts are
+made in `lmsys.bench.changes`.
 """
 
 import socket
@@ -19,11 +20,13 @@ from lmsys.bench.checkout import Checkout
 
 
 class Paired(isolation.Isolated):
-    """Today's worker, and beside it that of an earlier state.
+    """Today's worker, and beside it the worker of an earlier state of the code.
 
-    The results of a group are those of today, then the earlier ones, by names of their own.
+    The results of a group are today's, then the earlier ones under names of their own.
 
-    state    the earlier one; against: what its records say of it
+    state    the earlier state of the code
+    earlier  the worker that runs it
+    against  {"name", "commit", "margin"} of the earlier state, for its records
     """
 
     def __init__(self, settings: Settings, say: Callable[[str], None], checkout: Checkout, against: fields.Record):
@@ -32,7 +35,7 @@ class Paired(isolation.Isolated):
         self._lines = self._joined()
 
     def collect(self, benchmark: Benchmark, grids: Sequence[fields.Grid], texts: Mapping[str, str]) -> Collected:
-        """ValueError also where today's benchmark cannot run the earlier rows."""
+        """As `Isolated.collect`. ValueError, too, if today's benchmark cannot run the earlier rows."""
         collected = super().collect(benchmark, grids, texts)
         check_rows(self.state, type(benchmark), collected[0])
         package = sys.modules[type(benchmark).__module__.partition(".")[0]]
@@ -64,7 +67,7 @@ class Paired(isolation.Isolated):
         yield from (replace(result, record=record.earlier(result.record, self.against)) for result in results[1])
 
     def _together(self, groups: Sequence[isolation.Group]) -> tuple[list[Any], list[Any]] | None:
-        """The results of both workers; None where a row has ended one of them, and is blamed for it."""
+        """(today's results, the earlier ones); None if a row has ended one of the workers and was blamed for it."""
         results: tuple[list[Any], list[Any]] = [], []
         streams = [group.results(in_turns=True) for group in groups]
         going = {0, 1}
@@ -99,14 +102,14 @@ class Paired(isolation.Isolated):
         self._lines = self._joined()
 
     def _joined(self) -> tuple[socket.socket, socket.socket]:
-        """The line between the next two workers, which this process never uses."""
+        """A pair of connected sockets for the next two workers, by which they take turns."""
         ours, theirs = socket.socketpair()
         self.line, self.earlier.line = (ours.fileno(), True), (theirs.fileno(), False)
         return ours, theirs
 
 
 def check_rows(checkout: Checkout, cls: type[Benchmark], cases: Mapping[str, Case]) -> None:
-    """ValueError for a row that stands in the file of its benchmark, which is today's on both sides."""
+    """ValueError for a row that is defined in its benchmark's file: that file is today's in both workers."""
     for case in cases.values():
         if case.entry.target.partition(":")[0] == cls.__module__:
             raise ValueError(

@@ -1,6 +1,9 @@
-"""pytest's side of a run: options, collection, progress, replay into pytest-benchmark, the result file.
+"""The pytest plugin: options, collection, progress, replay into pytest-benchmark, the result file.
 
-Nothing happens, and torch is not imported, until a test of a benchmark is collected or one of the fixtures is used.
+pytest loads it by its entry point and calls the hooks below; what a run does is in `lmsys.bench.results.Session`, and
+what its options mean in `lmsys.bench.options`. Our runner measures samples, which are then *replayed*:
+pytest-benchmark gets them by a timer that reads them off. Nothing happens, and torch is not imported, until a test of
+a benchmark is collected or one of the fixtures is used.
 """
 
 import os
@@ -22,7 +25,7 @@ FAULT = pytest.StashKey[str]()  # what is wrong with the options, told when coll
 
 
 class Hooks:
-    """Hooks by which a repository's conftest tells the plugin about itself."""
+    """Hooks that the conftest of a repository of benchmarks may implement."""
 
     @pytest.hookspec(firstresult=True)
     def pytest_lmsys_sweeps(self) -> Mapping[str, Mapping[str, fields.Sweep]]:
@@ -52,7 +55,7 @@ class RecordedTimer:
 
 @pytest.fixture
 def lmsys_timer(request: pytest.FixtureRequest) -> RecordedTimer:
-    """The timer that pytest-benchmark's fixture, made after this one, replays samples by."""
+    """The timer that pytest-benchmark's fixture, which is made after this one, reads samples from."""
     marker = request.node.get_closest_marker("benchmark")
     timer = RecordedTimer()
     request.node.add_marker(pytest.mark.benchmark(**(marker.kwargs if marker else {}) | {"timer": timer}), append=False)
@@ -61,9 +64,9 @@ def lmsys_timer(request: pytest.FixtureRequest) -> RecordedTimer:
 
 @pytest.fixture
 def lmsys_measured(request: pytest.FixtureRequest, lmsys_timer: RecordedTimer, benchmark: Any) -> Callable[[str], None]:
-    """`lmsys_measured(cell)`: check, warm, time and record the case's whole group, and replay the case's own samples.
+    """`lmsys_measured(cell)`: measures the whole group of the case with this id, and replays the case's own samples.
 
-    Out of memory, unsupported, wrong and failed rows are cells of the table: the test is skipped with the reason.
+    Rows that are out of memory, unsupported, wrong or failed are results, too: the test is skipped with the reason.
     """
     session = request.config.stash[SESSION]
 
@@ -150,7 +153,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Checks all that can be refused; only then may a file be opened to write it."""
+    """Refuses wrong options and cases, before any file is opened for writing."""
     config, items = session.config, [item for item in session.items if _benchmark_of(item)]
     try:
         hold((FAULT not in config.stash, config.stash.get(FAULT, "")))
@@ -161,7 +164,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest.Item]) -> None:
-    """Has the session run what pytest has selected, into the output that it then holds. ValueError where it cannot."""
+    """Gives the session the cases that pytest has selected, and claims its output. ValueError where that cannot be."""
     known = {axis.name for benchmark in ours.benchmarks.values() for axis in benchmark.axes}
     for text in config.getoption("lmsys_axis"):
         choice(text.partition("=")[0], known, f"--axis {text}: ")
@@ -203,7 +206,7 @@ def _resume(session: results.Session, path: Path) -> None:
 
 
 def _benchmark_of(test: Any) -> Any:
-    """The benchmark whose test it is, one of `lmsys.bench.bench`; None of any other, whatever attributes that has."""
+    """The benchmark class of a test that `lmsys.bench.bench` has made; None for any other test."""
     cls = getattr(getattr(test, "function", None), "benchmark", None)
     return cls if isinstance(cls, type) and issubclass(cls, Benchmark) and "cell" in test.fixturenames else None
 
@@ -213,7 +216,7 @@ def _has_case(item: pytest.Item) -> bool:
 
 
 def _session(config: pytest.Config) -> results.Session:
-    """This run's session, opened when the first benchmark is collected. ValueError for options that are wrong."""
+    """This run's session, made when the first benchmark is collected. ValueError for wrong options."""
     if SESSION in config.stash:
         return config.stash[SESSION]
     hold((FAULT not in config.stash, config.stash.get(FAULT, "")))
@@ -267,9 +270,10 @@ def _session(config: pytest.Config) -> results.Session:
 
 
 def _ease_waiting(say: Callable[[str], None], others_share: float | None) -> None:
-    """On a busy CPU, tells it, and has threads of the workers to come sleep where they wait for one another.
+    """On a busy CPU, warns the user, and has threads of later workers sleep while they wait for one another.
 
-    By default they spin for milliseconds, on the core that the other thread waits for: calls take ten times as long.
+    By default such threads spin for milliseconds, perhaps on the very core that the other thread needs; calls then take
+    ten times as long.
     """
     if others_share is None or others_share <= host.BUSY:
         return
@@ -281,7 +285,7 @@ def _ease_waiting(say: Callable[[str], None], others_share: float | None) -> Non
 
 
 def _say(config: pytest.Config, text: str) -> None:
-    """A line for the user now, whether or not pytest captures what tests print."""
+    """Prints a line for the user at once, whether or not pytest captures output."""
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     capture: Any = config.pluginmanager.get_plugin("capturemanager")
     with capture.global_and_fixture_disabled():
@@ -293,7 +297,7 @@ def _say(config: pytest.Config, text: str) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
     if SESSION in config.stash:
-        machine_info.pop("node", None)  # results are published, and the host's name is nobody's affair
+        machine_info.pop("node", None)  # results are published: the host's name is dropped
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -344,7 +348,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _content(config: pytest.Config) -> dict[str, Any]:
-    """The JSON of pytest-benchmark, also where no row was timed, which it would not write."""
+    """The JSON of pytest-benchmark, completed by our part; also if no row was timed, when it would not write any."""
     benchmarks: Any = config._benchmarksession
     commit_info = config.hook.pytest_benchmark_generate_commit_info(config=config)
     config.hook.pytest_benchmark_update_commit_info(config=config, commit_info=commit_info)

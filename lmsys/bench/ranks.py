@@ -1,4 +1,8 @@
-"""The ranks of a run: started when first needed, again when one has failed; under torchrun those that are there."""
+"""The ranks of a run: processes that benchmarks of collectives and data parallelism measure on.
+
+They are started when first needed, and again after one has failed; under torchrun they are those that it has started. A
+benchmark calls `Ranks.ask` with a function made by `on_part`, which then runs on each rank of a case.
+"""
 
 import gc
 import os
@@ -21,8 +25,8 @@ from lmsys.watchdog import under_torchrun
 P = ParamSpec("P")
 T = TypeVar("T")
 TIMEOUT_S = 420.0
-PARENT = "LMSYS_PARENT"  # a variable of ranks
-_SUBGROUPS: dict[int, Any] = {}  # of a rank, by world size
+PARENT = "LMSYS_PARENT"  # environment variable of ranks: the process that all of this run's come from
+_SUBGROUPS: dict[int, Any] = {}  # on a rank: its group, by world size
 _ENTROPY = random.SystemRandom()
 
 
@@ -49,9 +53,9 @@ def num_nodes() -> int:
 
 
 def world_sizes(grid: Grid, backend: str) -> list[int]:
-    """The grid's numbers of ranks, where 0 is as many as there are; more only where the command line asks for them.
+    """The grid's numbers of ranks; 0 stands for as many as there are. Larger ones count only on the command line.
 
-    There is one for each GPU, on a CPU there are two, and under torchrun as many as it has started.
+    There is one rank for each GPU; on a CPU there are two, and under torchrun as many as it has started.
     """
     group, asked = joined(), "world_size" in grid.given
     most = group.world_size if group is not None else torch.cuda.device_count() if backend == "nccl" else 2
@@ -59,8 +63,12 @@ def world_sizes(grid: Grid, backend: str) -> list[int]:
 
 
 class Ranks:
-    """One group at a time, each rank under the memory limit. `alive` is called before each run; `parent`: the process
-    from which all of this run's come, and the ranks', too."""
+    """Holds one group of ranks at a time, each under the memory limit.
+
+    timeout_s  seconds after which ranks that do not answer are ended
+    alive      called before each run, to extend the deadline of this process
+    parent     number of the process that all processes of this run come from; default: this one
+    """
 
     def __init__(
         self,
@@ -135,9 +143,9 @@ def takes_part(world_size: int) -> bool:
 
 
 def on_part(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T | None]:
-    """The function of a case on the ranks that take part in it, its `world_size`; None on the others.
+    """Decorates a function of a case for ranks: it runs on the first `case.world_size`, and gives None on the others.
 
-    RuntimeError where meanwhile a row has replaced what judges it, Changed where it has left the process changed.
+    RuntimeError if a row has replaced a function that judges it, Changed if it has left the process changed.
     """
 
     @wraps(function)
@@ -166,14 +174,14 @@ def times(
     lead_s: float = 0.0,
     finish: Callable[[], Any] = nothing,
 ) -> tuple[list[float], dict[int, Any]]:
-    """On a rank: seconds of a call for each draw, one after another; by its number, what the step kept of a call.
+    """Times a step on a rank, once for each draw: (seconds of each call, by its number what the step kept of a call).
 
-    keys    of the calls of which something is kept; others are only looked at
+    keys    by a call's number, the key of what is kept of it; of other calls nothing is kept
     lead_s  so long a GPU idles before the first call, while the host launches ahead
-    finish  waits for what the last call may leave under way; whatever goes on then is a ClockError
+    finish  waits for work that the last call may leave under way; work that still goes on then is a ClockError
 
-    Drawing inputs before a call and keeping results behind it is not timed. On a CPU ranks begin each call together; on
-    a GPU where `lead_s` is given, else they follow one another as in a training.
+    Drawing inputs before a call and keeping results after it are not timed. On a CPU, ranks begin each call together;
+    on a GPU they do if `lead_s` is given, and else calls follow one another as in a training.
     """
     kind, kept = device().type, dict[int, Any]()
     clock, marks = clock_of(kind, ahead=False), list[Any]()
@@ -198,14 +206,14 @@ def times(
 
 
 def _others(kind: str) -> int | None:
-    """How many processes of other programs are on this rank's device; under torchrun its agent's are none."""
+    """The number of other programs' processes on this rank's device; torchrun's agent does not count."""
     return sensors.Conditions(
         kind, sensors.sensors_of(kind), parent=int(os.environ.get(PARENT, os.getppid()))
     ).strangers()
 
 
 def _together(group: Any) -> Callable[[], Any]:
-    """Makes the devices wait for one another, and not the hosts."""
+    """A function that makes the devices, and not the hosts, wait for one another."""
     token = torch.zeros(1, device=device())
     return lambda: dist.all_reduce(token, group=group)
 
@@ -221,6 +229,6 @@ def slowest(samples: Iterable[Sequence[float]]) -> list[float]:
 
 
 def release() -> None:
-    """Frees on a rank what earlier calls have left. Code stays, which collections in a timed step pass over."""
+    """Frees memory that earlier calls have left on a rank, and exempts what stays from garbage collection."""
     compare.release_memory()
     gc.freeze()

@@ -1,6 +1,7 @@
-"""The result schema: one flat record per case, and the file they travel in. Imports no torch.
+"""The result schema: one flat record per case, and the file that records travel in. Imports no torch.
 
-A result file is pytest-benchmark's JSON with a top-level key
+`lmsys.bench.results` writes files by it; reports, --resume and `lmsys verify` read them by `load`. A result file is
+pytest-benchmark's JSON with one more key, and a seal in it:
 `"lmsys": {"schema": 2, "machine": {...}, "fields": {...}, "layouts": {...}, "rows": {...}, "records": [...]}`.
 
     fields   for each benchmark the declarations of its records' fields (`lmsys.bench.fields`), in their order
@@ -34,7 +35,7 @@ OUTCOMES = ("ok", "oom", "unsupported", "wrong", "error")
 
 
 def check_record(record: fields.Record) -> fields.Record:
-    """The record itself, or ValueError: an outcome it must have, a time only where it is ok, values that JSON knows."""
+    """Returns the record. ValueError unless it has a known outcome, a time only if that is ok, and values of JSON."""
     begin, outcome = f"record {shortly(record.get('id'))}: ", record.get("outcome")
     hold(
         (outcome in OUTCOMES, f"{begin}outcome={shortly(outcome)} must be one of {OUTCOMES}"),
@@ -45,9 +46,9 @@ def check_record(record: fields.Record) -> fields.Record:
 
 
 def earlier(record: fields.Record, against: fields.Record | None) -> fields.Record:
-    """A record of a row as it was, under a name of its own, and sealed.
+    """A sealed copy of the record of a row in an earlier state of the code: its names get the suffix `@NAME`.
 
-    `against`: {"name", "commit", "margin"} of that state; None of a row of today, whose record stays as it is.
+    against  {"name", "commit", "margin"} of that state; None: the row is today's, and its record is returned as it is
     """
     if against is None:
         return record
@@ -57,7 +58,7 @@ def earlier(record: fields.Record, against: fields.Record | None) -> fields.Reco
 
 
 def today(record: fields.Record) -> fields.Record:
-    """A record of a row as it was, under the names that it has today; any other as it is."""
+    """A copy of an earlier row's record under the names that it has today; any other record as it is."""
     if not record.get("against"):
         return record
     suffix = f"@{record['against']['name']}"
@@ -85,7 +86,7 @@ def _digest(content: Any) -> str:
 
 
 def summarize(samples_s: Sequence[float]) -> fields.Record:
-    """Median, mean, standard deviation, 20th and 80th percentile of samples in seconds, and how many."""
+    """The record's statistics of samples in seconds: median (`time_s`), mean, deviation, percentiles, least, number."""
     ordered = sorted(samples_s)
     several = ordered if len(ordered) > 1 else 2 * ordered
     fifths = statistics.quantiles(several, n=5, method="inclusive")
@@ -101,19 +102,19 @@ def summarize(samples_s: Sequence[float]) -> fields.Record:
 
 
 def rounded(samples_s: Sequence[float]) -> list[float]:
-    """Rounds to six digits, from which everything else is computed, so that a file is enough to do it again."""
+    """Samples of six digits. Statistics are computed from these, so that anyone can recompute them from a file."""
     return [float(f"{sample:.6g}") for sample in samples_s]
 
 
 class JournalError(OSError):
-    """The journal can no longer be written; what is in it stands."""
+    """Raised when the journal can no longer be written; the records in it stand."""
 
 
 class Journal:
-    """Appends each record to `<result>.partial` as it comes; flushed to disk each time.
+    """Appends each record to `<result>.partial` as it comes, and flushes it to disk.
 
-    It starts with all records carried over from the resumed run; the previous journal is replaced only once that is on
-    disk.
+    It starts with all records carried over from the resumed run; the previous journal is replaced only once these are
+    on disk.
     """
 
     def __init__(self, result: Path, head: fields.Record, carried: Iterable[fields.Record] = ()):

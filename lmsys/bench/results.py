@@ -1,4 +1,9 @@
-"""One pytest run of benchmarks: the selected cases, their results, and where these are kept. Imports no torch."""
+"""One pytest run of benchmarks: the selected cases, their results, and where these are kept. Imports no torch.
+
+`lmsys.bench.plugin` makes one `Session` per pytest run, adds each benchmark to it, selects cases, asks for each result,
+and has the result file written at the end. A *group* is the cases that share inputs: they are set up and measured
+together, by the runner. A result file that an earlier run wrote is read here for --resume.
+"""
 
 import json
 import math
@@ -43,17 +48,21 @@ def _changes() -> Any:
 class Session:
     """The selected cases, their results, the journal and the final file.
 
-    output    where the result goes, None when it is not kept
-    texts     what the command line says of axes, by option or axis name
+    sweep     the grids of each benchmark, and how long each row is sampled
+    output    the path of the result file, None when it is not kept
+    texts     values of axes on the command line, as text, by option or axis name
+    say       called with each line for the user
+    carried   records of the file that --resume names, which are not measured again, by benchmark and case id
+    carried_entries, carried_head  the rest of that file: pytest-benchmark's entries, and all of ours but the records
+    results   what this run has measured, by benchmark and case id
     isolated  rows run in a process of their own
-    retries   --resume runs again what has ended its process
-    repeats   how often each group is measured, each time in a fresh process; the last one is kept
-    checkout  an earlier state of the code, whose rows take turns with today's
-    margin    of a verdict on the two: a change of less than this share is none
-    moved     what the machine reaches otherwise than when the run began, as sentences
+    retries   --resume also runs again the cases that had ended their process
+    repeats   how often each group is measured, each time in a fresh process; the last measurement is kept
+    checkout  an earlier state of the code, whose rows take turns with today's (--against)
+    margin    for verdicts of --against: a smaller change of time, as a share, counts as none
+    moved     sentences on ceilings of the machine that moved between the beginning and the end of the run
     fail_on   outcomes that make a run fail
-    faults    why the result could not be written, as sentences
-    carried   records of an earlier run that stand as they are, and `carried_entries`, pytest-benchmark's share of them
+    faults    sentences on why the result could not be written
     """
 
     settings: Settings
@@ -101,10 +110,10 @@ class Session:
         return ids
 
     def select(self, keys: Iterable[Key]) -> None:
-        """The cases that are left after -k and the like: a group is these, whichever of its tests comes first.
+        """Keeps the cases that pytest has selected, by -k and the like; a group consists of these alone.
 
-        ValueError where a case is without the same as it was: both are measured, or both are carried over; and where
-        records are carried over whose benchmark this run does not collect, so that it cannot rate them.
+        ValueError where, with --against, a case is selected without its earlier counterpart; and where records are
+        carried over from a benchmark that this run does not collect, so that it cannot rate them.
         """
         unknown, keys = sorted({name for name, _ in self.carried} - self.benchmarks.keys()), dict.fromkeys(keys)
         hold(
@@ -130,12 +139,12 @@ class Session:
         return "; ".join(f"{name}: {', '.join(dict.fromkeys(several))}" for name, several in sections.items())
 
     def facts(self, keys: Iterable[Key]) -> list[str]:
-        """The fields that records of all these cases have and that say what was asked; of one case at least."""
+        """The names of the fields that say what was asked and that all these cases, one or more, have."""
         shared = set.intersection(*(set(self._cases[key].axes) for key in keys))
         return ["benchmark", "section", "impl", "device", *sorted(shared)]
 
     def _other(self, key: Key) -> Key:
-        """The key of a case as it was, or of today's."""
+        """The key of the same case in the earlier state of the code; for an earlier one, the key of today's."""
         assert self.checkout is not None
         (benchmark, name), suffix = key, f"@{self.checkout.name}"
         return benchmark, name.removesuffix(suffix) if name.endswith(suffix) else name + suffix
@@ -181,7 +190,10 @@ class Session:
             self.journal.add(result.record)
 
     def _repeat(self, group: Key, cases: list[Any]) -> None:
-        """Keeps the last of several measurements with what a case's differ by, or the first that it did not survive."""
+        """Measures a group several times. Keeps each case's last result, or its first that is not ok.
+
+        Each kept record says by how much the case's times differ between the runs.
+        """
         runs: list[list[trial.Result]] = []
         try:
             # Processes of one code differ, too, by where their memory lies: a change is looked for in two.
@@ -259,7 +271,7 @@ class Session:
         }
 
     def complete(self, output_json: Record) -> None:
-        """pytest-benchmark's JSON, with what was carried over, and our records."""
+        """Completes pytest-benchmark's JSON in place: with carried entries, our part of the file, and its seal."""
         from lmsys.bench.isolation import Ended
 
         if self.settings.timed and self.results:
@@ -280,7 +292,10 @@ class Session:
         return dict(json.loads(json.dumps(record.payload(self._head(machine), self.records))))
 
     def save(self, content: Record) -> None:
-        """Into the output, which is there whole or as it was; then the journal goes. A fault is told in `faults`."""
+        """Writes the result file, or leaves the old one as it was; then removes the journal.
+
+        If it cannot be written, `faults` gets a sentence and the journal stays.
+        """
         assert self.output is not None
         journal = self.output.with_name(self.output.name + ".partial")
         try:
@@ -316,9 +331,9 @@ class Session:
         return _changes().compare_in_turns(self.records) if self.checkout else []
 
     def _rate_again(self, entries: Iterable[Record]) -> None:
-        """Rates records by the higher of each ceiling's measurements, before the first row and after the last.
+        """Measures the machine's ceilings again, and recomputes all rates with the higher of the two measurements.
 
-        Carried ones, too: a file has the ceilings of the run that wrote it.
+        Carried records are rated anew, too: a file has the ceilings of the run that wrote it.
         """
         held = self.carried | {key: result.record for key, result in self.results.items()}
         asked = {
@@ -343,9 +358,9 @@ class Session:
         return self._cases[key] if key in self._cases else self.benchmarks[key[0]].case_of(answer)
 
     def resume(self, earlier: Record, entries: Sequence[Record]) -> None:
-        """Take over what an earlier run has done, under the same memory limit.
+        """Takes over the records that an earlier run has measured under the same memory limit, and their entries.
 
-        ValueError when a fact of the machine or the code was another.
+        ValueError when the machine or the code was another.
         """
         here = self.runner.ask("facts")
         for fact in SAME:
@@ -391,7 +406,7 @@ class Session:
             yield f"the report of it: lmsys report {shlex.quote(str(self.output))} -o site"
 
     def _checks(self) -> Iterator[str]:
-        """The commands that ask why a row was wrong or failed, of rows that `lmsys.check` knows."""
+        """Yields a `lmsys check` command for each row that was wrong or failed, if `lmsys check` knows its kind."""
         from lmsys.check.kinds import KINDS
 
         for (outcome, impl, name), (answer, *_) in verdict.failed(self.records).items():
@@ -418,12 +433,12 @@ class Session:
 
 
 def time_left(took: Mapping[str, float], cases: Mapping[str, int], usual: Mapping[str, float], doubt: str = "") -> str:
-    """How long the rest should take, for a reader; empty where nothing tells it.
+    """How long the rest should take, as text for a reader; empty where it cannot be estimated.
 
     took   seconds of each group that has run
-    cases  numbers of cases of these groups and of those that have not run
-    usual  seconds of groups in an earlier run: the rest is slower than then, as those were that have run
-    doubt  said of an estimate in which groups have not run before
+    cases  number of cases of every group, whether it has run or not
+    usual  seconds of groups in an earlier run; the estimate scales them by this run's pace so far
+    doubt  appended if the estimate covers groups that have not run before
     """
     to_do = cases.keys() - took.keys()
     if not took and to_do - usual.keys():
@@ -437,7 +452,7 @@ def time_left(took: Mapping[str, float], cases: Mapping[str, int], usual: Mappin
 
 
 def pace_of(took: Mapping[str, float], usual: Mapping[str, float]) -> float:
-    """How much slower groups were than usual: the median, for one that had to compile tells nothing of the others."""
+    """How many times as long as usual groups took: the median, since one group that had to compile is no guide."""
     ratios = [math.log(seconds / usual[name]) for name, seconds in took.items() if seconds and usual.get(name)]
     return math.exp(median(ratios)) if ratios else 1.0
 

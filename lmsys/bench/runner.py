@@ -1,7 +1,10 @@
-"""The one runner. For each group of cases it owns the order:
+"""The one runner: it collects a benchmark's cases, and measures group after group. For each group it owns the order:
 
 why not -> setup -> first call -> check -> samples, in turns -> check of timed calls -> memory ->
 same bits -> record.
+
+`lmsys.bench.results.Session` calls it, in this process or, by default, in a worker (`lmsys.bench.isolation`). The steps
+themselves are in `lmsys.bench.trial`.
 """
 
 import gc
@@ -53,10 +56,12 @@ class Runner(instruments.Instruments):
         ended: Endings | None = None,
         begun: Callable[[list[list[str]]], None] = lambda _: None,
     ) -> Iterator[Result]:
-        """A result for each case of one group, in their order unless the benchmark streams them.
+        """Yields a result for each case of one group, in their order unless the benchmark streams them.
 
-        What fails outside a row's own calls fails every case that was still good. `ended`: how cases have ended before,
-        which are not run; `begun` is told the cases of each row.
+        A failure outside of a row's own calls fails every case that was still ok.
+
+        ended  endings of cases that are not run, because they ended an earlier process
+        begun  called with the case ids of each row, in the order of the heartbeat's rows
         """
         _ = self.guard  # before a row runs
         gc.freeze()  # what lives between groups is code, which the many collections of this one need not visit
@@ -85,7 +90,7 @@ class Runner(instruments.Instruments):
         yield from trial.results(cases)
 
     def _in_session(self, trial: Trial, part: Callable[..., None], *args: Any) -> None:
-        """A part of the trial while the other worker, if there is one, waits; it then has the memory."""
+        """Runs a part of the trial while the other worker of --against, if any, waits and has freed its memory."""
         with self.turns.session():
             trial.attempt(part, *args)
             if self.turns is not turns.ALONE:
@@ -93,7 +98,7 @@ class Runner(instruments.Instruments):
                 compare.release_memory()
 
     def _held(self) -> int:
-        """Bytes of the device's memory."""
+        """Bytes of the device's memory that this process holds."""
         return torch.cuda.memory_allocated() if self.settings.device == "cuda" else host.resident_bytes()
 
     def facts(self) -> fields.Record:

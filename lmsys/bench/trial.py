@@ -1,4 +1,10 @@
-"""A trial: one group of cases on its way from inputs to records."""
+"""A trial: one group of cases on its way from inputs to records.
+
+`lmsys.bench.runner` makes a `Trial` per group and calls its parts in order: prepare (inputs, first calls, checks), take
+(samples and checks of timed calls, turn by turn), check_again, repeat, results. A *candidate* is a row on its way; a
+*turn* is the cases that are sampled together. `_result` decides what a record holds, beside what the benchmark's hooks
+add.
+"""
 
 import math
 import statistics
@@ -36,9 +42,9 @@ Endings = Mapping[str, tuple[str, str, bool]]  # by a case's id: outcome, reason
 
 
 class Trial:
-    """One group on its way: its candidates by key, and what was measured by case.
+    """One group on its way: its candidates, by the benchmark's key, and its measurements, by case id.
 
-    ended  how cases have ended before, that are not to be run
+    ended  endings of cases that are not run again, because they ended an earlier process
     """
 
     def __init__(
@@ -66,9 +72,9 @@ class Trial:
         return [candidate for candidate in self.candidates.values() if candidate.outcome == "ok"]
 
     def attempt(self, call: Callable[..., Any], *args: Any) -> None:
-        """A part of the trial that is the bench's own: where it fails, so does every candidate that was still good.
+        """Runs a part of the trial that is the bench's own work. If it fails, every candidate that was ok fails.
 
-        Inputs that find no room are out of memory for every row; whatever else fails is an error of the bench.
+        Inputs that do not fit are "oom" for every row; any other failure is an "error" that names the bench.
         """
         _, failure = attempt(call, *args)
         self._mend(self.good())  # a row that replaced what judges is wrong, and not the bench that failed over it
@@ -156,10 +162,10 @@ class Trial:
                     measurement.record |= self._energy(case)
 
     def _energy(self, case: Case) -> Record:
-        """The fields on the energy of the case's calls, or on why there is none.
+        """The record's fields on the energy of the case's calls, or `energy_note`, which says why there is none.
 
-        Inputs are drawn once, before the pass: to draw them again would count, too. So a row may know them by then; one
-        that is faster than its arithmetic can be has no energy.
+        Inputs are drawn once, before the pass, since drawing takes energy too. So a row could remember them: a row that
+        is faster here than its arithmetic allows gets no energy.
         """
         if case.id not in self.called_here:
             return {"energy_note": findings.OF_OTHERS}
@@ -192,7 +198,7 @@ class Trial:
         )
 
     def interleave(self, turn: Cases, min_rounds: int | None = None) -> None:
-        """Times the steps of a turn side by side, in `min_rounds` rounds or the settings' at least."""
+        """Times the steps of a turn side by side, in at least `min_rounds` rounds (default: the settings')."""
         steps, candidates = {}, {case.id: self.candidate(case) for case in turn}
         self.watch.doing = "before it was timed"
         for case in turn:
@@ -237,7 +243,10 @@ class Trial:
         self.watch.heartbeat.rest()
 
     def _step(self, case: Any, candidate: Candidate) -> tuple[Step | None, Failure | None]:
-        """The case's step, with what its benchmark says once: how inputs are drawn, and that results are judged."""
+        """(the case's step, None) with each call watched, or (None, how making the step failed).
+
+        The benchmark's `redraw`, and copies of results if it judges calls, stand in where the step has none of its own.
+        """
         benchmark = self.benchmark
         step, failure = candidate.watched(benchmark.step, case, candidate, self.setup)
         if failure:
@@ -246,7 +255,7 @@ class Trial:
         return self.watch.over(step, candidate, self.redraw_of(step), keep), None
 
     def _check_timed(self, case: Case) -> None:
-        """Judges the timed calls that were kept, each by its own inputs, which are drawn again, up to a wrong call."""
+        """Judges the kept timed calls, each against its own inputs, drawn again; stops at the first wrong one."""
         candidate, measurement = self.candidate(case), self.measurements[case.id]
         for kept in sorted(measurement.kept, key=attrgetter("index")):
             if not self.is_able(case):
@@ -264,7 +273,7 @@ class Trial:
         measurement.kept = []
 
     def check_again(self) -> None:
-        """Checks rows of which no timed call was checked, on new inputs."""
+        """Checks rows once more, on new inputs, if none of their timed calls was checked."""
         self.watch.doing = "in its check after it was timed"
         again = dict[Any, Candidate]()
         for case in self.cases:
@@ -279,9 +288,9 @@ class Trial:
                 candidate.reason = f"right before it was timed, not after: {candidate.reason}"
 
     def repeat(self) -> None:
-        """Calls each row that was timed several times on one draw: whether it gives the same bits.
+        """Calls each timed row several times on one draw, and notes whether its results have the same bits.
 
-        Last of all: a batch of one may be compiled for, and other shapes called more slowly from then on.
+        This comes last, because a batch of one may make a row compile anew, and slow its other shapes from then on.
         """
         if type(self.benchmark).outputs is Benchmark.outputs:
             return
@@ -295,7 +304,7 @@ class Trial:
             )
 
     def release(self) -> None:
-        """Drops what the group holds, before what is left is taken for code that stays."""
+        """Drops inputs and rows' state, so that the next group's gc.freeze() does not keep them."""
         self.setup = None
         self.watch.state.close()
         for candidate in self.candidates.values():
@@ -303,7 +312,7 @@ class Trial:
         release_memory()
 
     def ending(self, case: Case) -> tuple[str, str | None]:
-        """The outcome and the reason, by now."""
+        """(outcome, reason) of a case as things stand: its own failure, else its candidate's."""
         candidate, failure = self.candidate(case), self.measurements[case.id].failure
         return failure if failure and candidate.outcome == "ok" else (candidate.outcome, candidate.reason)
 

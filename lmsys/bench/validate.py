@@ -1,8 +1,9 @@
-"""A result file's content, held to what it declares of itself: whatever comes behind this can rely on types and sizes.
+"""Checks of a result file's content when it is read, after which readers can rely on types and sizes.
 
-Fields are held to their declarations, to what their names say, and lists of our own benchmarks to the shapes that
-chapters of the report rely on. Every ValueError names the place in the file, the value and what would be right.
-Imports no torch.
+`lmsys.bench.record.load` calls `check_content`. Fields are held to the file's own declarations and to what their
+names say (a name that ends in `_s` is of a number); lists of our own benchmarks are held to SHAPES, on which the
+report's chapters rely: a new list gets its shape there. Every ValueError names the place in the file, the value and
+what would be right. Imports no torch.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Which row is fastest, and which could not run: what a run's end in the terminal and a report's first screen say."""
+"""Which row is fastest, and which could not run: for the end of a run in the terminal and the top of a report."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -7,14 +7,14 @@ from statistics import geometric_mean, median
 
 from lmsys.bench import fields, record
 
-NEAR = 1.02  # within so much of the fastest, a row is as fast
+NEAR = 1.02  # a row that takes at most this times the fastest row's time counts as equally fast
 FAILED = "wrong", "error"
 NEAR_TEXT = f"{100 * (NEAR - 1):.0f} %"
 
 
 @dataclass(frozen=True)
 class Fastest:
-    """A row; in how many comparisons it was sampled, and in how many of them it was first or near."""
+    """The fastest row, the number of comparisons that it was sampled in, and of those where it was first or near."""
 
     row: str
     first: int

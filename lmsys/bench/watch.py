@@ -1,10 +1,11 @@
 """The watch over a row's calls: each is announced and has a deadline, and what it leaves changed is put back.
 
-    heartbeat.beat(row, "its first call", seconds)
+    heartbeat.beat(row, "in its first call", seconds)
 
-Which row is at work, at what, and until when it may be, is in memory that a worker shares with its parent. When the
-worker has died or hangs, nobody in it can tell: the last beat does. A GPU works behind the host, so there a beat also
-goes through the stream, right before the call that it announces.
+A *beat* says which row is at work, at what, and by when it must be done. A worker writes beats into memory that it
+shares with its parent, which reads the last one when the worker has died or hangs (`lmsys.bench.isolation`). A GPU
+works behind the host, so there a beat also goes through the CUDA stream, right before the call that it announces.
+`lmsys.bench.trial` makes a `Watch` per group. What is put back after a call is listed in `lmsys.bench.guard`.
 """
 
 import math
@@ -30,14 +31,21 @@ NOBODY = -1  # the bench itself is at work
 TIMED = "in a timed call"  # a GPU may be far behind the host
 _BEAT = struct.Struct("=qdq128s")  # number, until, row, doing
 _GPU_ROW = struct.Struct("=qd")  # row, when it was copied
-_GPU_AT = SIZE // 2
+_GPU_AT = SIZE // 2  # where it stands in the shared memory
 COPY_S = 0.05  # how often a worker copies what its GPU has reached
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The row by its place among the candidates of its group; until when, by `time.monotonic`; on a GPU, the row that
-    the device was at, and until when that was looked at."""
+    """One beat, as the parent reads it.
+
+    number    grows with every beat
+    until     deadline, by `time.monotonic`
+    row       index of the row among the candidates of its group; NOBODY while the bench itself is at work
+    doing     a phrase such as "in its first call"
+    gpu_row   index of the row that the GPU was at when last looked at; NOBODY if unknown
+    gpu_seen  when that was, by `time.monotonic`
+    """
 
     number: int
     until: float
@@ -48,10 +56,11 @@ class Beat:
 
     @property
     def row_on_device(self) -> int:
-        """The row that the device is at: while calls are timed, what the GPU says; else what the host does is done.
+        """The index of the row that the device is at.
 
-        The host's row, too, where its call holds the interpreter, so that nobody could look at the GPU: for that call
-        does not end, whatever the GPU is at.
+        While calls are timed, that is what the GPU says; otherwise the host waits for the device, so it is the host's
+        row. It is the host's row, too, if the GPU was not looked at for a second: then a call of that row holds the
+        interpreter and does not end.
         """
         is_known = self.gpu_row != NOBODY and time.monotonic() < self.gpu_seen + 1.0
         return self.gpu_row if self.doing == TIMED and is_known else self.row
@@ -62,19 +71,19 @@ class Beat:
 
 
 class Heartbeat:
-    """The beats of this process into a shared file, or without one into memory that nobody reads."""
+    """Writes the beats of this process into a shared file, by its number, or without one into private memory."""
 
     def __init__(self, file: int = -1):
         self._memory, self._number = map_file(file), 0
         self.rest()
 
     def beat(self, row: int, doing: str, seconds: float) -> None:
-        """The row by its place; `doing` goes behind "it crashed", as in "in its first call"."""
+        """The row at this index is at work, for at most `seconds`; `doing` completes "it crashed ..."."""
         self._number += 1
         _BEAT.pack_into(self._memory, 0, self._number, time.monotonic() + seconds, row, doing.encode()[:128])
 
     def rest(self) -> None:
-        """The bench itself is at work, for as long as it needs."""
+        """No row is at work: the bench itself may take as long as it needs."""
         self.beat(NOBODY, "while no row was at work", math.inf)
 
     def renew(self, seconds: float) -> None:
@@ -84,7 +93,7 @@ class Heartbeat:
 
     @cached_property
     def gpu(self) -> "GpuRow":
-        """The row that the GPU is at, which is behind the host."""
+        """Tells which row the GPU is at, which is behind the host."""
         return GpuRow(self._memory)
 
 
@@ -95,7 +104,7 @@ def read_beat(memory: Any) -> Beat:
 
 
 class GpuRow:
-    """A number in the host's pinned memory, which the GPU writes, and a thread that copies it where the parent sees."""
+    """The row that the GPU is at: a number in pinned memory, which the GPU writes and a thread copies to the parent."""
 
     def __init__(self, memory: Any):
         self._memory = memory
@@ -118,10 +127,11 @@ WARM_S, TIMES_EXPECTED = 30.0, 20.0  # deadline of a warm call: 30 s, or 20 time
 
 
 class Watch:
-    """Over the candidates of one group.
+    """The watch over the candidates of one group.
 
-    doing       what is being done, as it goes behind "it crashed": "in its first call"
-    expected_s  what a timed call should take; infinity where that is not known
+    doing       what rows are doing, as a phrase that completes "it crashed ...": "in its first call"
+    expected_s  how long a timed call should take; infinity while that is not known
+    state       the process as it was before the group's first call, which is put back
     """
 
     def __init__(
@@ -143,7 +153,10 @@ class Watch:
         self.heartbeat.beat(self.rows[id(candidate)], self.doing, self.settings.deadline_s)
 
     def attempt(self, candidate: Candidate, call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
-        """`attempt` of a row's own work: until the device has done it, and with what it leaves changed put back."""
+        """Like `compare.attempt`, for a row's own work: waits for the device, and puts back what the row left changed.
+
+        A row that left something changed has failed.
+        """
 
         def done() -> Any:
             result = call(*args)
@@ -157,17 +170,17 @@ class Watch:
         return None if failure else result, failure
 
     def settle(self) -> None:
-        """Puts back what the last row at work has left changed, after calls behind which nobody has looked."""
+        """Puts back what the last row has left changed, if its last call was not followed by a look."""
         if self._last is not None and (left := self.state.mend()):
             self._left.setdefault(self._last, left)
         self._last = None
 
     def failure(self, candidate: Candidate, failure: Failure | None) -> Failure | None:
-        """How the row has failed in its timed calls, with what it has left changed there."""
+        """The row's failure in its timed calls, joined with what it has left changed there; None for neither."""
         return _with(failure, self._left.pop(self.rows[id(candidate)], None))
 
     def over(self, step: Step, candidate: Candidate, own_redraw: Callable[[int], None], own_keep: Any) -> Step:
-        """The step with each of its timed calls announced, and held to leave nothing changed that others would feel."""
+        """The step with each timed call announced by a beat, and refused if it leaves the process changed."""
         row = self.rows[id(candidate)]
 
         def at_work(call: Callable[..., Any], *args: Any) -> Any:
@@ -209,13 +222,13 @@ def _with(failure: Failure | None, left: str | None) -> Failure | None:
 
 
 class BenchFault(RuntimeError):
-    """A failure in the bench's own part of a call."""
+    """Raised when the bench's own part of a timed call fails, such as drawing inputs."""
 
     failure = property(lambda self: ("error", f"the bench failed, not the row: {self}"))
 
 
 def copied(result: Any, key: int | None) -> Any:
-    """A copy of a tensor, or of a tuple or list of them, where a key is given."""
+    """With a key, a copy of a tensor, or a list of copies of several; None without a key."""
     if key is None:
         return None
     return result.clone() if isinstance(result, torch.Tensor) else [copied(part, key) for part in result]
