@@ -1,8 +1,9 @@
 """How long one call took: CUDA events on a GPU, `perf_counter` on a CPU.
 
-What is timed may be hostile. The functions used here are those that stood when this file was imported, which is before
-any row's file is. While a call runs no frame of Python holds its marks by name, and on a GPU what lies between the
-marks is accounted for too: see `CudaClock.read`.
+`lmsys.measure.compare` takes samples by one of the two clocks, which have the same methods: `sample` gives a mark per
+call, and `read` turns marks into seconds. What is timed may be hostile. So the functions used here are taken when this
+file is imported, before any row's file is. While a call runs, no frame of Python holds its marks by name. On a GPU the
+time between the marks is accounted for, too: see `CudaClock.read`.
 """
 
 import itertools
@@ -25,8 +26,8 @@ from lmsys.measure.step import nothing
 def spans_of(call: Callable[[], Any], separator: str, skipped: int = 0) -> list[float]:
     """Seconds, gaps included, of what runs on the device between each two short kernels named `separator`.
 
-    They come in pairs; what is between pairs is left out, and so are the first `skipped` kernels of each span. Empty
-    where CUPTI gives nothing, as where another profiler has it, or where something is missing.
+    Separators come in pairs. What runs between pairs is left out, and so are the first `skipped` kernels of each span.
+    The list is empty if CUPTI gives nothing, as when another profiler has it, or if a kernel is missing.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         call()

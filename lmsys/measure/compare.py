@@ -1,12 +1,16 @@
 """Callables sampled side by side, and what becomes of one that fails. Knows no kernel.
 
+`lmsys.bench.trial` calls `interleave` with a `Step` per row, and gets the samples of each; `attempt` turns whatever a
+row's call raises into an outcome and a reason.
+
 Under load the clock of a GPU moves, which swings a figure by up to a fifth, so rows measured minutes apart
 cannot be compared. Here all rows of a comparison take turns (A B C, C A B, ...): round i of one ran beside
 round i of the others, and a speedup is the median of the ratios round by round. The clock also depends on the row
 just before: each round has an order of its own, or one row would always come after the hottest.
 
-Every round has inputs of its own, drawn right before each call, and parts of what a few calls returned are kept: which
-ones, and which parts, is drawn from the system's entropy when the call is over, so that no row can know.
+Every round has inputs of its own, drawn right before each call. Parts of what a few calls returned are kept, to be
+checked afterwards: which calls, and which parts, is drawn from the system's entropy after the call, so that no row can
+know.
 """
 
 import gc
@@ -27,16 +31,23 @@ from lmsys.measure.turns import ALONE, Turns
 from lmsys.processes import NO_CPU_MEMORY
 
 MAX_ROUNDS = 200
-MOST_LOOKS = 20
-MOST_OF_EXPECTED = 2.0  # of wall time: on a machine that has become busy there are fewer rounds
+MOST_LOOKS = 20  # readings of the sensors during one sampling, about
+MOST_OF_EXPECTED = 2.0  # times the expected wall time: then sampling ends, on a machine that has become busy
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
 _ENTROPY = random.SystemRandom()
 
 
 @dataclass
 class Sampled:
-    """samples in seconds; the calls that were kept; median seconds of the prepares; what was taken off each sample for
-    the clock's own share; rows that failed on the way: each by row. The results of the looks between rounds."""
+    """What `interleave` returns, by row.
+
+    samples    seconds of each timed call
+    kept       the timed calls that are to be checked
+    prepare_s  least seconds of the untimed prepare before a call
+    share_s    seconds that were taken off each sample, since the clock itself adds them
+    failures   outcome and reason of rows that failed on the way
+    looks      what `look` returned between rounds, of all rows together
+    """
 
     samples: dict[str, list[float]] = field(default_factory=dict)
     kept: dict[str, list[Kept]] = field(default_factory=dict)
@@ -47,14 +58,14 @@ class Sampled:
 
 
 class Lost(BaseException):
-    """This process is of no more use to other rows."""
+    """Raised when this process cannot measure other rows any more: a worker then ends."""
 
 
 def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
-    """(result of call(*args), None), or (None, outcome and reason) with the memory of the failed call released.
+    """(result of call(*args), None), or (None, (outcome, reason)) with the memory of the failed call released.
 
-    Whatever it raises is its failure, also what ends a process, such as SystemExit; but an interrupt is raised again.
-    Lost where the device is of no more use.
+    Whatever the call raises is its failure, SystemExit included; only interrupts are raised again. Raises Lost if the
+    device cannot be used any more.
     """
     try:
         return call(*args), None
@@ -73,9 +84,9 @@ def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
 
 
 def outcome_of(error: BaseException) -> Failure:
-    """Out of memory is an outcome of its own, everything else an error; the reason is one line.
+    """(outcome, reason) of an exception: "oom" if memory ran out, else "error"; the reason is one line.
 
-    An exception that knows better says so: its `failure` is the outcome and the reason.
+    An exception with an attribute `failure`, a pair (outcome, reason), decides for itself.
     """
     try:
         known = getattr(error, "failure", None)
@@ -106,8 +117,9 @@ def interleave(
     expect: Callable[[float], Any] = nothing,
     turns: Turns = ALONE,
 ) -> Sampled:
-    """Samples of every step, in turns. Each row runs for about `seconds` of wall time and at least `min_rounds` rounds:
-    where rounds take more than twice as long as the trials before, no more than these.
+    """Samples every step, in turns, for about `seconds` of wall time each and at least `min_rounds` rounds.
+
+    If rounds take more than twice as long as the trials before them, there are no more than `min_rounds`.
 
     A slow row stops after its last round while the others go on, so the lists differ in length; they start together,
     after rounds that only warm the device. With a device clock the host enqueues two rounds ahead of the GPU; where
@@ -167,14 +179,14 @@ def interleave(
 
 
 class _Taken:
-    """Samples so far, and by what the clock reads those of each row that has not failed."""
+    """The samples so far. `pending` has, for each row that has not failed, the marks that the clock reads later."""
 
     def __init__(self, steps: Mapping[str, Step], clock: Clock):
         self.result, self.pending = Sampled(), dict[str, list[Any]]()
         self._steps, self._clock = steps, clock
 
     def costs(self, trials: int) -> dict[str, Cost]:
-        """The cost of a call of each row, with which its samples begin; without those that fail."""
+        """The cost of a call of each row, by a few trial calls; rows that fail are left out."""
         costs = {}
         for name, step in self._steps.items():
             cost, failure = attempt(_cost, step, self._clock, trials)
@@ -185,7 +197,7 @@ class _Taken:
         return costs
 
     def sample(self, name: str, draw: int, index: int) -> None:
-        """One more of a row, of which none comes any more once it has failed."""
+        """Takes one more sample of a row, unless it has failed."""
         if name not in self.pending or (sample := self._attempt(name, draw, index)) is None:
             return
         mark, place, kept = sample
@@ -209,9 +221,9 @@ class _Taken:
 
 
 def _order(index: int, names: Collection[str], theirs: Container[str]) -> list[str]:
-    """A round's own order: first, and in both processes alike, the rows that both have, then the others.
+    """The order of a round: first the rows that both processes have, in the same order in both, then the others.
 
-    So each of them follows the same row in both.
+    So each shared row follows the same row in both processes.
     """
     shared = sorted(name for name in names if name in theirs)
     others = [name for name in names if name not in shared]
@@ -220,7 +232,7 @@ def _order(index: int, names: Collection[str], theirs: Container[str]) -> list[s
 
 
 def _read(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], clock: Clock, warming: int) -> None:
-    """Fills in what the clock read, less what CUPTI says it adds to calls that are short."""
+    """Fills `result` with what the clock has read, less what the clock itself adds to short calls, by CUPTI."""
     readings_of = {}
     for name, (_, marks) in pending.items():
         readings, failure = attempt(clock.read, marks, 0.0)
@@ -241,7 +253,7 @@ def _read(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], clock:
 
 
 def rounds_of(steps: Mapping[str, Step], clock: Clock, rounds: int = NUM_SPANS) -> list[tuple[str, Any]]:
-    """(name, what the clock reads it by) of a few more calls, as they are sampled, with the host well ahead."""
+    """(name, the clock's mark) of a few more calls of each step, sampled with the host well ahead."""
     taken: list[tuple[str, Any]] = []
     for index in range(rounds):
         clock.wait(LEAD_S)
@@ -250,10 +262,10 @@ def rounds_of(steps: Mapping[str, Step], clock: Clock, rounds: int = NUM_SPANS) 
 
 
 def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | None:
-    """A failure where the untimed part before each timed call takes far longer than what it should be like.
+    """A failure if the untimed part before each timed call takes far longer than its reference, `step.like`; else None.
 
-    Both follow a timed call, which leaves a CPU's threads busy for a while. The least of each is compared; on a machine
-    that is busy now and then it is tried again, the two in turns.
+    Both are timed right after a timed call, which leaves a CPU's threads busy for a while. The least of each is
+    compared. On a busy machine the comparison is repeated up to three times.
     """
     like = nothing if step.prepare is nothing else step.like
     if like is None:
@@ -285,12 +297,12 @@ def _least_after_a_call(step: Step, call: Callable[[], Any], clock: Clock) -> fl
 
 
 def _again(step: Step, clock: Clock) -> Any:
-    """One more sample: what the clock reads it by."""
+    """Takes one more sample. Returns the mark that the clock reads it by."""
     return _sample(step, clock, _ENTROPY.getrandbits(53))[0]
 
 
 def _sample(step: Step, clock: Clock, draw: int, index: int = -1) -> tuple[Any, int, Kept | None]:
-    """(what the clock reads it by, where its copies belong, what is kept of its result, if anything).
+    """(the clock's mark, the place of the call among the kept ones, what is kept of its result or None).
 
     Whether a call is kept is drawn after it: nothing that a row could find while it runs says so. Of the calls from 0
     on each has the same chance in the end, for a later one takes the place of an earlier one (Vitter, "Random sampling

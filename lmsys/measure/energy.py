@@ -1,8 +1,9 @@
 """The energy of a call: by the device's counter, and beside it by the integral of its power. Knows no kernel.
 
-A counter moves in steps, of milliseconds to a tenth of a second, so calls follow one another for a second or more, and
-what counts lies between two moves: energy over calls. Before that they run until power and clocks are steady. The
-device is never idle meanwhile, but where the host launches more slowly than it works.
+`lmsys.bench.findings` calls `of_step` for --energy. A counter moves in steps of milliseconds to a tenth of a second. So
+calls follow one another for a second or more, and the energy between two moves of the counter is divided by the calls
+between them. Calls before that warm the device until power and clocks are steady. The device is never idle meanwhile,
+unless the host launches more slowly than the device works.
 """
 
 import threading
@@ -19,10 +20,10 @@ from lmsys.measure.sensors import Sensors
 from lmsys.measure.step import Step, nothing
 
 PASS_S, WARM_S = 1.5, 1.0  # some sensors of power tell the mean of a second
-LONGER = 3  # times as long is each of two passes whose difference is wanted, as that has the errors of both
+LONGER = 3  # a pass takes so many times as long if two are subtracted: their difference has the errors of both
 SAMPLE_S = 0.005
 CHUNK_S = 0.05  # between two waits for the device, which idles then for a moment
-APART = 0.03  # of one another: how far the counter and the integral of power are at most where both are right
+APART = 0.03  # the largest relative difference of counter and integral of power at which both are believed
 
 Mark = tuple[float, int]  # a time by `perf_counter`, and the calls that are done by then
 
@@ -149,13 +150,13 @@ def _integral(samples: Sequence[Sample]) -> float | None:
 
 
 def calls_between(marks: Sequence[Mark], begin_s: float, end_s: float) -> float:
-    """The calls between two moments, where they go on evenly between marks."""
+    """The number of calls between two moments, interpolated between marks."""
     first, last = np.interp((begin_s, end_s), *zip(*marks, strict=True))
     return float(last - first)
 
 
 def repeated(call: Callable[[], Any], synchronize: Callable[[], Any], marks: list[Mark]) -> Iterator[float]:
-    """Calls again and again; adds a mark, and yields its time, whenever the device has done some of them."""
+    """Calls again and again. Whenever the device has done some calls, appends to `marks` and yields the mark's time."""
     chunk = 1
     synchronize()
     marks.append((perf_counter(), 0))
@@ -170,7 +171,11 @@ def repeated(call: Callable[[], Any], synchronize: Callable[[], Any], marks: lis
 
 
 class Sampler:
-    """Within it a thread takes samples: `taken` are (time by `perf_counter`, what `take` gave); `error` ended it."""
+    """Within `with`, a thread calls `take` every `every_s` seconds.
+
+    taken  pairs (time by `perf_counter`, what `take` returned)
+    error  the exception that has ended the thread, or None
+    """
 
     def __init__(self, take: Callable[[], Any], every_s: float):
         self._take, self._every_s, self._end = take, every_s, threading.Event()

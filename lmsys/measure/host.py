@@ -1,4 +1,8 @@
-"""The host's memory and load, as Linux tells them; elsewhere nothing is known. Imports no torch."""
+"""The host's memory and load, read from Linux's /proc and /sys; on other systems nothing is known. Imports no torch.
+
+`lmsys.bench.isolation` uses it for workers that hold too much memory, `lmsys.measure.sensors` for other programs that
+are at work.
+"""
 
 import os
 import time

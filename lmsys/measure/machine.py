@@ -1,6 +1,8 @@
 """Facts about this machine, the ceilings that it reaches and sustains, and the limits that no kernel can beat.
 
-They travel with every result. Limits are the rates of a GPU's data sheet, from its own clocks and widths.
+`lmsys.bench.instruments` puts them into every result. *Ceilings* are rates that a large matmul and a large copy reach
+here; *limits* are the rates of a GPU's data sheet, computed from its clocks and widths. A new GPU is a line in
+PEAK_FLOPS_PER_S and FLOP_PER_CYCLE.
 """
 
 import datetime
@@ -22,7 +24,7 @@ from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.measure.sensors import Cpu, Sensors, nvml, sensors_of, state_of
 
 CEILING_S, LEAST_RUNS = 0.2, 5  # of runs of each ceiling: on a busy machine the fastest of three is not the best
-LONG_S = 1.0  # of bfloat16 on a CPU without instructions for it
+LONG_S = 1.0  # after so many seconds two runs suffice: bfloat16 on a CPU without instructions for it is slow
 SIZES = {"cuda": (8192,), "cpu": (256, 512, 1024)}  # of the large matmul
 # Dense bfloat16 and float16, from data sheets.
 PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}

@@ -1,7 +1,8 @@
 """The memory of one call: its peak, what its forward keeps for the backward, phase by phase and event by event.
 
-On CUDA the caching allocator tells, on a CPU the events that the profiler collects from torch's allocator. The CPU's
-do not show that memory is freed which was allocated before the recording began.
+Benchmarks call these functions in their `inspect` hooks, alone on the device. On CUDA the caching allocator is asked;
+on a CPU, events that torch's profiler collects from the allocator. The CPU's events do not show when memory is freed
+that was allocated before the recording began.
 """
 
 import bisect

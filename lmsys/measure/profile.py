@@ -1,7 +1,9 @@
 """Where the time of a call goes: kernels, what kind they are, and the parts of a model that they belong to.
 
-Every figure is read off the trace that torch.profiler writes (Chrome trace format, for a browser's trace viewer). On
-CUDA a kernel is what the device runs; on a CPU it is an operator, without those that it calls.
+Benchmarks of models and of data parallelism call `profile_call`, `communication_of` and `largest_allocations`; models
+mark their parts with `part`. Every figure is read off the trace that torch.profiler writes (Chrome trace format, for a
+browser's trace viewer). On CUDA a kernel is what the device runs; on a CPU it is an operator, without those that it
+calls. A kernel of unknown kind gets one by `register_kernels`, or by a line in PATTERNS.
 """
 
 import itertools
@@ -65,7 +67,7 @@ _registered: dict[str, str] = {}  # kind by pattern: kernels that this file does
 
 
 def register_kernels(pattern: str, kind: str) -> None:
-    """Kernels whose name holds the regular expression are of this kind, of KINDS; an empty one stands for none.
+    """Says that kernels whose name matches the regular expression are of this kind, of KINDS; "" registers none.
 
     A file of kernels registers its own when it is imported, except those of a table's row: they are the row's trait
     `kernels`, which whoever profiles the row registers. ValueError for another kind.
@@ -128,7 +130,7 @@ def parts_on() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """All launches of one kernel: seconds and launches per call."""
+    """All launches of one kernel: `total_s` seconds and `count` launches per call."""
 
     name: str
     kind: str

@@ -1,5 +1,7 @@
-"""The bits of a call's results: whether they come again on the same inputs, and how far they are apart where they do
-not. Knows no kernel."""
+"""Calls repeated on the same inputs: do their results have the same bits, and how far apart are they if not?
+
+`lmsys.bench.findings.same_bits` calls both functions. Knows no kernel.
+"""
 
 import time
 from collections.abc import Callable, Mapping
@@ -7,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-LEAST, MOST = 3, 10  # calls: the first two may agree by chance
+LEAST, MOST = 3, 10  # number of calls: the first two may agree by chance
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Outputs = Mapping[str, Tensor]
 

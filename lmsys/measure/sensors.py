@@ -1,8 +1,8 @@
 """A device's own sensors: clocks, temperature, power, energy, and who else computes there; and why figures differ.
 
-A GPU tells by NVML (nvidia-ml-py), a CPU by Linux: RAPL's counters of energy, and the frequency of its cores. Whatever
-a device does not tell is None, and `why_no_joules` says why its energy cannot be measured. `Conditions` are those under
-which rows were sampled. Knows no kernel.
+A GPU is asked by NVML (nvidia-ml-py), a CPU by Linux's files: RAPL's counters of energy, and the frequency of cores.
+What a device does not tell is None, and `why_no_joules` says why its energy cannot be measured. `lmsys.bench.trial`
+takes `Conditions` around the sampling of rows, and puts their record into each row's. Knows no kernel.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""The call that a benchmark times, and what is kept of it. Imports no torch."""
+"""The call that a benchmark times, and what is kept of it. Imports no torch.
+
+`Benchmark.step` returns a `Step`; `lmsys.measure.compare` times it, and leaves a `Kept` for each call to be checked.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,10 +44,10 @@ class Kept:
     """A timed call that is checked afterwards.
 
     index     its number among the samples
-    draw      of its inputs
-    key       which parts were kept
-    result    copies of these, until they are checked
-    evidence  what the check leaves for a reader who wants to repeat it, JSON-safe
+    draw      the seed that its inputs were drawn by
+    key       a random number that says which parts of its result were kept
+    result    copies of these parts, until they are checked
+    evidence  what the check leaves in the record, JSON-safe, for readers who want to repeat it
     """
 
     index: int

@@ -1,4 +1,6 @@
-"""Two processes that take turns on one device: one of them is at work, and the other waits for the baton.
+"""Two processes that take turns on one device: the one that has the baton is at work, the other waits for it.
+
+With --against, today's worker and the earlier one measure the same rows in this way (`lmsys.bench.paired`):
 
     with turns.session():                   # both come; the first has the baton
         theirs = turns.exchange(ours)       # what each has found out, told to the other
