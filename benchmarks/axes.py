@@ -1,4 +1,8 @@
-"""The axes that have an option of their own here, each declared once; `pytest --help` shows them. Imports no torch."""
+"""The axes that have an option of their own here, each declared once; `pytest --help` shows them. Imports no torch.
+
+Benchmarks pick theirs by `named("--size --batch")`. A new option is a line in NAMED, with a function that parses one
+value.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace

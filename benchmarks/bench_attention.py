@@ -1,4 +1,9 @@
-"""Attention: every selected row of the table, by shape, dtype, mask and direction."""
+"""Attention: every selected row of the table, by shape, dtype, mask and direction.
+
+The sizes are in `benchmarks/sweeps.py`, the rows in `lmsys.attention.ATTENTION`, the checks in
+`benchmarks.attention.check`. A new axis is a field of `AttentionTest`, an entry of `Attention.axes` and one of
+`Attention.fields`.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -113,7 +118,10 @@ class AttentionTest(Case):
 
 @dataclass
 class Setup:
-    """Inputs that all rows of a shape share; `case` needs gradients where any of them does."""
+    """Inputs that all rows of a shape share, and how parts of timed calls are checked.
+
+    case  with gradients if any of the group's cases needs them
+    """
 
     case: AttentionCase
     pattern: Pattern
@@ -208,9 +216,11 @@ class Attention(Benchmark):
         testing.run(candidate.call, setup.inputs, pattern=setup.pattern, grad=candidate.case.asked.grad)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
-        """float32 first, once: there an error of 1 % shows. A row that cannot run it, or not in this memory, is held
-        to the stricter root-mean-square rule in its own dtype. Then all rows in small cases of extreme scores, and rows
-        from files in all small cases."""
+        """Judges rows in float32 first, once, where an error of 1 % shows.
+
+        A row that cannot run in float32, or not in this memory, is held to the stricter root-mean-square rule in its
+        own dtype. Then rows are judged in small cases: all rows with extreme scores, rows from files in all of them.
+        """
         seed = runner.settings.seed
         if setup.inputs.seed == seed:  # as they were drawn
             setup.inputs.redraw_(seed + 1)

@@ -1,6 +1,8 @@
 """Collectives: all-reduce, reduce-scatter, all-gather and broadcast, by size, number of ranks and backend.
 
-The result of each is checked. Then it is timed through our own calls, and in a plain loop of torch's.
+The result of each is checked. Then it is timed through our own calls (`lmsys.parallel.collectives`), and in a plain
+loop of torch's. `measure` runs on the ranks; `Collectives` asks them and makes the record. An operation is a row of
+OPERATIONS.
 """
 
 import random

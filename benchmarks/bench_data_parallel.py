@@ -1,4 +1,10 @@
-"""Data parallel training of the language model: a step, by strategy, size, batch, number of ranks and bucket size."""
+"""Data parallel training of the language model: a step, by strategy, size, batch, number of ranks and bucket size.
+
+The strategies are the rows of `lmsys.parallel.STRATEGIES`. This file runs in the bench's process and asks the ranks:
+`data_parallel/check.py` checks a strategy before timing, `data_parallel/rank.py` times a pass,
+`data_parallel/passes.py` judges it, `data_parallel/cases.py` computes the fields of records. A *pass* is so many
+training steps of one row; the rows take turns pass by pass.
+"""
 
 import math
 import time
@@ -29,14 +35,14 @@ from lmsys.cost.operations import model_parameters
 from lmsys.parallel import STRATEGIES
 from lmsys.traits import StrategyTraits
 
-# By backend: passes of each row, which the rows take in turns. A GPU's clock moves, so rows are compared within a pass.
+# The number of passes of each row, by backend. A GPU's clock moves between passes, so rows are compared within one.
 PASSES = {"gloo": 2, "nccl": 3}
-# Asked for after the timed steps, the weights may take as long as these steps and so many seconds more.
+# After the timed steps, reading the weights may take as long as these steps and so many seconds more.
 LATE_S = 0.05
 
 
 def held(name: str, label: str, about: str, role: str = "metric") -> Field:
-    """A field of bytes, shown in GiB, of which a record has the largest of any rank."""
+    """The declaration of a field of bytes, shown in GiB; records hold the largest value of any rank."""
     return Field(name, "B", label, role, f"{about}, on the rank with most", "GiB")
 
 

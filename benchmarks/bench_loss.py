@@ -74,9 +74,9 @@ class LossTest(Case):
 
 @dataclass
 class Setup:
-    """Inputs that all rows share, and how they are drawn again.
+    """Inputs that all rows share, and the draws that fill them anew.
 
-    odd  the inputs of a small shape that no block divides
+    odd  inputs of a small shape that no block divides, for checks before timing
     """
 
     inputs: Inputs

@@ -1,4 +1,8 @@
-"""The language model: what is done with it, by size, context, batch, precision, compile mode and attention row."""
+"""The language model: inference, a training step and its phases, by size, context, batch, precision and attention row.
+
+`model/cases.py` holds the case and the check before timing, `model/rig.py` the calls that are timed, `model/spots.py`
+the checks of timed calls. `bench_anatomy.py` profiles the same cases.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""Mixed precision: what rounding does to a long sum, and which dtype autocast gives each tensor. Nothing is timed."""
+"""Mixed precision: what rounding does to a long sum, and which dtype autocast gives each tensor. Nothing is timed.
+
+Each study is a function of a dtype and the settings that returns fields of the record; `Precision.cases` lists them.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

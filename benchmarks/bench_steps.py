@@ -1,9 +1,9 @@
 """Training steps of large models, each row with the GPUs to itself: time, MFU, memory, and where the time goes.
 
-Two rows of a model of 8 billion parameters do not fit beside each other, so each is measured alone, in its turn. It is
-first held to one process, as in `benchmarks/bench_data_parallel.py`. Then it trains on one batch, step after step, and
-must bring the loss down: what is timed trains. It clips, and its learning rate goes by width. Time, memory and kernels
-are those of the same model, one run after another.
+Two rows of a model of 8 billion parameters do not fit in memory together, so each is measured alone. It is first
+checked against training in one process, as in `benchmarks/bench_data_parallel.py`. Then it trains on one batch, step
+after step, and its loss must fall. It clips gradients, and its learning rate depends on the model's width.
+`train_alone` runs on the ranks and measures; `TrainingSteps` asks the ranks and makes the record.
 """
 
 import math

@@ -1,6 +1,7 @@
-"""Tokenizers: training and encoding, ours beside tiktoken and Hugging Face tokenizers, where they are installed.
+"""Tokenizers: training and encoding, ours beside tiktoken and Hugging Face tokenizers, if they are installed.
 
-No call saw its text before: of each draw it is the lines of a corpus in another order.
+`tokenizer/rows.py` has the calls of each; a new tokenizer is a class there and a row of TOKENIZERS. Every call gets a
+text that no call saw before: the lines of a corpus in another order.
 """
 
 import random

@@ -2,7 +2,8 @@
 
 All cases see the same tokens in the same order from the same weights, so all have one curve. The reference is one
 process with naive attention that accumulates the batches of all ranks; a case whose losses leave it, or whose first
-gradient has another norm, is wrong as soon as that shows: see `lmsys.testing`.
+gradient has another norm, is wrong as soon as that shows: see `lmsys.testing`. `benchmarks/training/rank.py` holds the
+case and the functions that run on the ranks; this file asks the ranks epoch by epoch and makes the record.
 """
 
 import math

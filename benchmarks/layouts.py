@@ -1,6 +1,7 @@
 """Layouts of benchmarks that are one file, and the words and steps that several layouts share.
 
-What a layout is says `lmsys.reports.layout`.
+A layout says, as plain data, which tables and plots a report makes of a benchmark's records; it travels with the
+results. `lmsys.reports.layout` explains its keys and steps. A new section of a sweep gets its title in WORDS.
 """
 
 from typing import Any

@@ -1,12 +1,12 @@
-"""Inputs of the head and loss, the answer to them in blocks of tokens at the full shape, and checks of timed calls.
+"""Inputs of the head and loss, their exact answer in blocks of tokens at the full shape, and checks of timed calls.
 
-A token in EVERY is extreme: see `lmsys.extremes.loss`. Extreme tokens, and the rows of the weight that they add to, are
-judged apart from the others, which have the budget that they would have without them.
+`benchmarks.bench_loss` calls it. Some tokens are extreme: see `lmsys.extremes.loss`. Extreme tokens, and the rows of
+the weight that they add to, are judged apart, so that they do not widen the budget of the others.
 
-Timed calls are checked at tokens and classes that no row can know. Of the gradients some rows are looked at: those of
-hidden states, which depend on all classes, and those of the weight, which depend on all tokens. Some of them are those
-of extreme tokens, and of their classes. The loss is held to the mean of what the tokens lose. One gradient of a hidden
-state goes into the record, by which others can repeat the check on a machine without a GPU: `repeat`.
+Timed calls are checked at tokens and classes that no row can know beforehand: some rows of the gradient of hidden
+states, each of which depends on all classes, and some rows of the weight's gradient, each of which depends on all
+tokens. Some of them are of extreme tokens and their classes. The loss is held to the mean of the losses of all tokens.
+One row of the gradient of hidden states goes into the record, so that `repeat` can judge it again without a GPU.
 """
 
 import base64

@@ -1,5 +1,8 @@
 """Language models as benchmarks make them: precisions, the rows that models take, their weights, and their batches.
 
+The benchmarks of models, steps, anatomy, data parallelism and training share this file. A new way to run a model
+(`--compile`) begins at `ModelCase`; a whole model of somebody else's is a row of MODEL_ROWS.
+
 Precisions are as a user names them. fp32 and tf32 keep float32 tensors and differ in their matmuls; bf16 is autocast,
 and fp16 is autocast with a scaled loss.
 """
@@ -23,11 +26,13 @@ from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM, transformer
 from lmsys.training.prepare import AUTOCAST, run_blocks
 from lmsys.traits import AttentionTraits, StrategyTraits
 
-DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of the matmuls
-MEASURED = DTYPES | {"tf32": None}  # of the large matmuls
-ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}  # by length of the mantissa
+DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # what matmuls read
+MEASURED = DTYPES | {"tf32": None}  # the dtype in which the machine's large matmul was measured, for shares of it
+ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}  # a dtype whose mantissa is as long
 LOSS_SCALE = 2.0**12  # keeps float16 gradients above its smallest value
-ERROR_RTOL, BUDGET_RTOL = 1e-3, 0.5  # made again: what is exact is float64; plain PyTorch rounds in an order of its own
+# How far errors and budgets may differ when `lmsys verify` recomputes them: errors are held to float64; budgets are
+# errors of plain PyTorch, which rounds in another order on another machine.
+ERROR_RTOL, BUDGET_RTOL = 1e-3, 0.5
 RECOMPILE_LIMIT = 64  # every row makes graphs of the same block
 
 
@@ -39,7 +44,7 @@ def why_no_arithmetic(precision: str, device: str, compiles: bool) -> str | None
 
 @contextmanager
 def arithmetic(precision: str) -> Iterator[None]:
-    """Does what `matmuls` does, and drops what is compiled meanwhile."""
+    """Within, matmuls as `matmuls` sets them; afterwards, all code that was compiled is dropped."""
     try:
         with matmuls(precision), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             yield
@@ -49,7 +54,7 @@ def arithmetic(precision: str) -> Iterator[None]:
 
 @contextmanager
 def matmuls(precision: str) -> Iterator[None]:
-    """Float32 matmuls in TF32 or, for every other precision, in full."""
+    """Within, float32 matmuls use TF32 if that is the precision, and full float32 otherwise."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
@@ -59,7 +64,7 @@ def matmuls(precision: str) -> Iterator[None]:
 
 
 def widened(logits: Tensor) -> Tensor:
-    """Widens to float32 what is narrower, as losses are computed."""
+    """The logits in float32, in which losses are computed, or in float64 if they have it."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -72,14 +77,15 @@ def ratio_by_group(
     rows: Sequence[int] | None = None,
     times: float = 2,
 ) -> float:
-    """The largest `ratio_of` any group of rows: `groups` holds a number for each row, 0 for ordinary ones.
+    """The largest error ratio (`lmsys.testing.ratio_of`) of any group of rows.
 
-    Rows of extreme inputs are groups of their own: neither do they lend others their budget, nor take theirs. They may
-    be exact in plain PyTorch, so only the ordinary ones are held in root mean square.
+    Rows of extreme inputs are groups of their own, so that they neither widen the budget of others nor share it. Plain
+    PyTorch may be exact in them, so only ordinary rows are held in root mean square.
 
-    rows  the rows of `reference`, `plain` and `groups` that x holds; None: all. An extreme group keeps the budget of
-          all its rows: a single one may hang on one rounding, which plain PyTorch makes well or badly by chance
-    times  what plain PyTorch loses in root mean square: `lmsys.testing.SPOT_TIMES` for a spot
+    groups  a number for each row; 0 for ordinary rows
+    rows    the rows of `reference`, `plain` and `groups` that x holds; None: all. The budget of an extreme group is
+            that of all its rows: in a single one, plain PyTorch may round well or badly by chance
+    times   how many times plain PyTorch's error, in root mean square, is allowed; `lmsys.testing.SPOT_TIMES` for parts
     """
     groups = groups.to(x.device)
     looked_at = torch.arange(len(groups), device=x.device) if rows is None else torch.tensor(rows, device=x.device)
@@ -93,11 +99,11 @@ def ratio_by_group(
 
 
 def mean_ratio(mean: Tensor, terms: Tensor, plain: Tensor, groups: Tensor | None = None) -> float:
-    """The error of a mean over its budget: what the `plain` computation of its terms loses in root mean square.
+    """The error of a mean over its budget: the root-mean-square error of its terms in the `plain` computation.
 
-    No mean of errors is larger than that. The error of the plain mean says little: errors of both signs may cancel.
-    With `groups`, a number for each term, the budget is the mean of those of the groups by their shares: no mean is
-    larger than that either, and large terms in a small group do not widen it as they would in all.
+    No mean of errors is larger than that. The error of the plain mean itself is no budget: errors of both signs may
+    cancel. With `groups`, a number for each term, the budget is the weighted mean of the groups' budgets. No mean of
+    errors is larger than that either, and large terms in a small group widen it less.
     """
     terms, plain = terms.double(), plain.double()
     groups = torch.zeros_like(terms) if groups is None else groups.to(terms.device)

@@ -1,11 +1,12 @@
-"""The checks of an attention row: before it is timed, and of timed calls at spots that no row can know.
+"""The checks of an attention row: before it is timed, and of parts of timed calls that no row can know beforehand.
 
-Before, it is asked in a way that a cache, a changed input or a lost stream cannot answer.
+`benchmarks.bench_attention` calls them; budgets are those of `lmsys.testing.Oracle`. Before timing, `Gate` calls the
+row so that neither a cache, nor a changed input, nor work on a stream that nobody waits for can pass.
 
-Of a timed forward some rows of some heads are looked at; of a backward some whole heads, since each row of dk and dv is
-a sum over all queries. What is copied behind the clock is these parts alone. Of each part a row goes into the record,
-by which others can repeat the check on a machine without a GPU: `repeat`. Where a draw has an extreme unit
-(`lmsys.extremes.attention`), a part is of that unit, and is judged alone.
+Of a timed forward, some rows of some heads are judged; of a backward some whole heads, since each row of dk and dv is a
+sum over all queries. Such a part is a *spot*; only spots are copied after the timed window. One row of each spot goes
+into the record, so that `repeat` can judge it again on a machine without a GPU. A *unit* is one (batch, key head) pair.
+If a draw has an extreme unit (`lmsys.extremes.attention`), one spot is of that unit, and is judged alone.
 """
 
 import base64
@@ -30,7 +31,7 @@ from lmsys.testing import Inputs, Oracle, Spot, make_inputs, pick, run
 
 
 def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern: Pattern, seed: int) -> None:
-    """Fails each candidate that has a float32 form and is wrong in it."""
+    """Fails each candidate that can run in float32 and is wrong there."""
     able = [row for row in candidates if row.entry.why_not(replace(case, grad=row.case.asked.grad)) is None]
     if not able:
         return
@@ -41,17 +42,16 @@ def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern:
         if failure and failure[0] == "wrong":
             candidate.failed(*failure)
         elif failure:
-            candidate.state = None  # it cannot, in this memory
+            candidate.state = None  # its float32 form does not fit in this memory
 
 
 def check_small(candidates: Sequence[Candidate]) -> None:
     """Fails each candidate that is wrong in what `lmsys check` asks a kernel in small cases, and names its mistake.
 
-    They have several tiles, odd lengths, Q != K, grouped heads, a scale, other memory, and extreme scores. Of these the
-    last alone are asked of rows of the table, whose kernels compile for minutes: `lmsys check --all` asks the others. A
-    row is asked once of each dtype, head dimension and direction, but not where it would compile for it, nor where it
-    is interpreted: no figure rests on it. An exception refuses a case. Patterns have extremes in their timed calls
-    alone.
+    These cases have several tiles, odd lengths, Q != K, grouped heads, a scale, other strides, and extreme scores. Rows
+    of the table, whose kernels compile for minutes, get the extreme scores alone; `lmsys check --all` asks the others.
+    A row is asked once for each dtype, head dimension and direction. It is not asked if it would compile anew, nor if
+    it is interpreted and never timed, nor in cases with options such as windows. A row may refuse a case by raising.
     """
     for candidate in candidates:
         if candidate.outcome not in ("ok", "wrong") or candidate.case.asked.options:
@@ -75,7 +75,7 @@ def _answer(entry: Entry, options: question.Options) -> kinds.Answer:
 
 
 class Gate:
-    """Inputs, their copy, and the oracle of one case; `check` judges one candidate after another."""
+    """The inputs of one case, a copy of them, and its oracle; `check` judges one candidate after another."""
 
     def __init__(self, inputs: Inputs, case: AttentionCase, pattern: Pattern):
         self.inputs, self.case, self.pattern = inputs, case, pattern
@@ -84,9 +84,9 @@ class Gate:
         self._oracle: Oracle | None = None
 
     def check(self, candidate: Candidate) -> Failure | None:
-        """None when the row is right, else outcome and reason.
+        """None if the row is right, else (outcome, reason).
 
-        The candidate's `error_ratio` becomes the ratio that failed, or the largest that its own dtype showed.
+        The candidate's `error_ratio` becomes the ratio that failed, or the largest one in its own dtype.
         """
         outputs, failure = candidate.watched(self._outputs, candidate)
         if failure and failure[0] == "oom" and self._oracle is not None:
@@ -150,9 +150,9 @@ class Gate:
         return judged, failure
 
 
-NUM_KEPT = 8  # timed calls of a row
-NUM_SPOTS, SPOT_ROWS = 2, 16  # of a forward
-NUM_HEADS, SPOT_SCORES = 2, 2**27  # of a backward: so many heads, fewer where they have more scores
+NUM_KEPT = 8  # timed calls of a row that are checked
+NUM_SPOTS, SPOT_ROWS = 2, 16  # spots of a forward, and query rows of each
+NUM_HEADS, SPOT_SCORES = 2, 2**27  # heads of a backward that are checked: fewer if together they have more scores
 GRADIENTS = ("dq", "dk", "dv")
 LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
 MOST_SCORES = 2**25  # of a part that `repeat` makes again: seconds on a CPU
@@ -160,13 +160,13 @@ MOST_ELEMENTS = 2**26  # of an input that `repeat` makes again: a file may name 
 
 
 class Spots:
-    """Copies and judges parts of timed calls, by the key of each."""
+    """Copies and judges spots of timed calls; the key of a call says which."""
 
     def __init__(self, case: AttentionCase, draws: AttentionDraws, inputs: Inputs, pattern: Pattern | None = None):
         self.case, self.draws, self.inputs, self.pattern = case, draws, inputs, pattern
 
     def keep(self, backward: bool, result: Any, key: int | None) -> Any:
-        """The parts of what a row returned that the key says, by name; None without a key. See `check_plain`."""
+        """Copies of the spots that the key selects, by tensor name; None without a key. ValueError by `check_plain`."""
         outputs = dict(zip(GRADIENTS, result, strict=True)) if backward else {"o": result}
         tensors = self.inputs.tensors
         for name, x in outputs.items():
@@ -175,11 +175,11 @@ class Spots:
         return spots and [{name: pick(x, spot, self.case.kv_heads) for name, x in outputs.items()} for spot in spots]
 
     def _spots(self, backward: bool, key: int) -> list[Spot]:
-        """Those of the draw that the inputs hold."""
+        """The spots of a call on the inputs as they stand."""
         return spots_of(self.case, backward, key, self.draws.extreme and self.draws.extreme[0])
 
     def judge(self, backward: bool, kept: Kept, rms: bool) -> Mapping[str, float]:
-        """The worst error over its budget of each tensor; leaves one row of each part as evidence."""
+        """The worst error over its budget of each tensor; leaves one row of each spot's tensors as evidence."""
         worst, parts = dict[str, float](), kept.evidence.setdefault("parts", [])
         for spot, part in zip(self._spots(backward, kept.key), kept.result, strict=True):
             oracle = Oracle(self.case, self.inputs, grad=backward, spot=spot, pattern=self.pattern)
@@ -191,7 +191,7 @@ class Spots:
 
 
 def spots_of(case: AttentionCase, backward: bool, key: int, extreme: Unit | None) -> list[Spot]:
-    """The parts that a key says; the last is of the draw's extreme unit, where there is one."""
+    """The spots that a key selects; the last one is of the draw's extreme unit, if there is one."""
     chance, rows = random.Random(key), list[slice | None]()
     units = range(case.batch * case.kv_heads)  # (batch, head) by their numbers: a file may name any size
     if backward:
@@ -209,7 +209,7 @@ def spots_of(case: AttentionCase, backward: bool, key: int, extreme: Unit | None
 
 
 def _evidence(name: str, part: Tensor, spot: Spot, oracle: Oracle, chance: random.Random) -> Record:
-    """One row of a part: its values, its largest error, and the part's budget."""
+    """A record's evidence: one row of a spot's tensor, its largest error, and the tensor's budget."""
     group, row = chance.randrange(part.shape[-3]), chance.randrange(part.shape[-2])
     values, right = (x[..., group, row, :].reshape(-1) for x in (part, oracle.reference[name]))
     return {
@@ -276,7 +276,7 @@ def _differences(case: AttentionCase, part: Record, oracle: Oracle, ratio: float
 def _oracle(
     case: AttentionCase, proof: Record, draw: int, spot: Spot, backward: bool, pattern: Pattern | None
 ) -> Oracle:
-    """The oracle of one head, whose inputs alone are drawn again."""
+    """The oracle of one unit on a CPU; only the inputs of this unit are drawn again."""
     (unit,) = spot.units
     tensors = drawn_unit(case, proof["seed"], draw, unit, (pattern or PLAIN[case.causal]).causal, proof["generator"])
     return Oracle(

@@ -1,4 +1,7 @@
-"""The layout of attention: for each grid the tables and plots of each dtype, mask and direction."""
+"""The layout of attention: for each grid the tables and plots of each dtype, mask and direction.
+
+`lmsys.reports.layout` explains the keys and steps of a layout.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Patterns of benchmark cases, made of plain values, and how many pairs they let see.
+"""Attention patterns of benchmark cases (documents, windows, caches), made of plain values, and their visible pairs.
+
+`benchmarks.bench_attention` makes the pattern of a case here. A new option of a pattern is a name in OPTIONS, a
+parameter of `make`, and an axis of the benchmark.
 
 Documents are `equal16`, so many of one length, or `mixed`: many short and a few long, of lengths that are lognormal
 around a 64th of the sequence (256 of 16,384 tokens) with a sigma of 1.3. Lengths of caches are uniform from one key
@@ -18,8 +21,8 @@ from lmsys.attention import Documents, Pattern
 from lmsys.measure import clock, compare
 from lmsys.values import hold
 
-OPTIONS = "window", "offset", "documents", "key_lengths", "softcap"  # the axes, in the order of their fields
-MEDIAN, SIGMA = 64, 1.3  # of mixed documents: sequences are so many times as long as the median of them
+OPTIONS = "window", "offset", "documents", "key_lengths", "softcap"  # axes of the benchmark, in their fields' order
+MEDIAN, SIGMA = 64, 1.3  # of mixed documents: a sequence is 64 times as long as their median; sigma of its logarithm
 
 
 def lengths_of(documents: str, tokens: int) -> list[int]:
@@ -57,7 +60,7 @@ def make(
 
 
 def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float, float]:
-    """(pairs of a query and a key that it sees, keys that some query sees) of a head, on average over the batch.
+    """(visible pairs of a query and a key, keys that any query sees) of one head, on average over the batch.
 
     ValueError for sizes that no run has: a forged result may name any, and memory would be taken for them.
     """

@@ -1,11 +1,13 @@
-"""The cases of data parallelism: how the strategy of each is built, and how the results of two are compared.
+"""The cases of data parallelism: how the strategy of each is built, and how the weights of two rows are compared.
+
+`bench_data_parallel.py` and `bench_steps.py` use it; most of it needs no ranks.
 
 Two versions of a step, such as two strategies, take steps from the same weights on the same batches. Their weights must
 then have the same bits where both add the same numbers in the same order (`ParallelCase.same_bits`). Elsewhere each
 must agree with plain steps in float64 within a tolerance, as `benchmarks.data_parallel.passes` says. A pair whose bits
 are equal needs no tolerance, whatever was expected.
 
-The second half of the file turns findings about a row into the fields of its record beside the time.
+The second half of the file turns findings about a row into fields of its record.
 """
 
 import statistics

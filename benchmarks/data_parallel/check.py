@@ -136,7 +136,7 @@ def _rounded_backward(module: nn.Module, data: Batch, world_size: int, kind: str
 
 
 Ask = Callable[..., Sequence[Any]]  # of `lmsys.bench.ranks.Ranks`
-_NUMBERS = count(2**31)  # of trainings: apart from those of a check
+_NUMBERS = count(2**31)  # numbers of trainings, beyond those that `lmsys check` uses
 _ASKED: set[Any] = set()  # right rows, with their options and ranks
 
 

@@ -1,4 +1,7 @@
-"""The layout of data parallelism: steps by strategy, what communication costs, memory, and ours beside torch's."""
+"""The layout of data parallelism: steps by strategy, what communication costs, memory, and ours beside torch's.
+
+`lmsys.reports.layout` explains the keys and steps of a layout.
+"""
 
 from benchmarks.layouts import COMPILED, KEPT, LIMIT, WORDS, Layout
 

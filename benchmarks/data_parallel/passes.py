@@ -1,12 +1,14 @@
 """The timed steps of a pass, checked: they must lead where plain steps lead. Runs on the ranks.
 
+`rank.py` leaves rows of the weights here after a pass (`leave`); `bench_data_parallel.py` asks for `judge_pass`.
+
 All rows of a pass take as many steps, counting the untimed ones before, from the same weights on the same batches,
 which are drawn before each step. *Plain steps* are the model unwrapped on every rank, with naive attention, its own
 gradients, torch's all-reduce of each, and torch's AdamW. *Exact steps* are plain steps in float64, except that forward
 and backward are in float32 where the case's precision is narrower than fp32. What is judged is how far some rows of
 each parameter have moved, by `lmsys.testing.ratio_of`: the budget is the error of plain steps in the case's precision,
 with gradients or parameters rounded where the row's are. In a single parameter plain steps may end near exact ones by
-chance. So no parameter has a smaller budget, as a share of its way, than all parameters together.
+chance. So no parameter has a smaller budget, as a share of how far it has moved, than all parameters together.
 """
 
 import random
@@ -56,8 +58,8 @@ class Pass:
     steps: int
 
 
-_LEFT: dict[tuple[str, Pass], Rows] = {}  # by case id and pass: the rows that the case's steps have led to
-# By world size: the last pass, and by the settings of plain steps the rows that these begin and end with.
+_LEFT: dict[tuple[str, Pass], Rows] = {}  # by case id and pass: rows of the weights after the case's steps
+# By world size: the last pass and, by the settings of plain steps, the rows before and after these.
 _RIGHT: dict[int, tuple[Pass, dict[object, tuple[Rows, Rows]]]] = {}
 
 
@@ -130,7 +132,8 @@ def judge_pass(case: ParallelCase, asked: Pass) -> dict[str, float] | None:
 def _luck(right: Tensor, ordinary: Tensor, share: float) -> float:
     """A factor of at most 1 for the error ratio of a parameter in which plain steps are exact by chance.
 
-    It is the share of the parameter's way that they lose, over `share`, which they lose of the way of all parameters.
+    It is plain steps' error in this parameter, as a share of how far it has moved, over `share`, the same for all
+    parameters together.
     """
     usual = share * right.norm().item()
     return min(1.0, (ordinary - right).norm().item() / usual) if usual else 1.0

@@ -1,4 +1,7 @@
-"""One rank of a data-parallel training, ready to be timed, inspected and compared. Runs on the ranks."""
+"""One rank of a data-parallel training, ready to be timed, inspected and compared. Runs on the ranks.
+
+`bench_data_parallel.py` asks the ranks for `inspect` and `take_pass`; `bench_steps.py` subclasses `Rig`.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,7 @@
-"""The layout of a model's anatomy: by kernel and part of the model where time goes, by phase where memory goes."""
+"""The layout of a model's anatomy: by kernel and part of the model where time goes, by phase where memory goes.
+
+`lmsys.reports.layout` explains the keys and steps of a layout.
+"""
 
 from typing import Any
 

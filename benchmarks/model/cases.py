@@ -1,7 +1,9 @@
-"""The cases that benchmarks of language models share, a row's model with given weights, and the gate before its times.
+"""The cases that benchmarks of language models share, a row's model with given weights, and the check before timing.
 
-A row is an attention row in our model, eager or compiled, or somebody else's whole model. The gate: it must compute
-what the plain model does.
+`bench_model.py` and `bench_anatomy.py` use it.
+
+A row is an attention row in our model, eager or compiled, or somebody else's whole model. The `Gate` checks that it
+computes what the plain model does.
 
 The reference is the eager model with naive attention in float64, the budget what the same model loses in the precision
 that is tested: see `lmsys.testing.ratio_of`, for the logits of inference, or for the loss and each gradient of

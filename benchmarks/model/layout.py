@@ -1,4 +1,7 @@
-"""The layout of whole models: contexts by sizes for each call, what memory they need, and somebody else's beside."""
+"""The layout of whole models: contexts by sizes for each call, what memory they need, and somebody else's beside.
+
+`lmsys.reports.layout` explains the keys and steps of a layout.
+"""
 
 from benchmarks.layouts import KEPT, WORDS, Layout
 

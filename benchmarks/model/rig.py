@@ -1,5 +1,7 @@
 """The whole language models of a group on their device, ready to be timed in every mode, and their updates checked.
 
+`bench_model.py` makes a `Rig` per group; `step_of` gives the call that is timed, by the case's mode.
+
 A timed update of some weights is checked by the formula, also where gradients are zero, tiny and huge. Such gradients
 are planted in rows of one matrix: `lmsys.extremes.model`. Every row is judged alone, in units of its own largest
 value, for beside the moments of a huge gradient all others are nothing. A row whose values all lie below the smallest

@@ -1,4 +1,6 @@
-"""Timed calls of whole models, checked at spots that no row can know.
+"""Timed calls of whole models, checked in parts that no row can know beforehand; such a part is a *spot*.
+
+`model/rig.py` copies spots after a timed call, and judges them later. By mode of the case, a spot holds:
 
     forward        logits of some tokens of one sequence
     train_forward  hidden states of such tokens, and the loss that all hidden states make; a peer makes its own loss of

@@ -1,4 +1,4 @@
-"""The work of each tokenizer, as its users would have it done.
+"""The work of each tokenizer, as its users would have it done: `bench_tokenizer.py` times these calls.
 
 `python -m benchmarks.tokenizer.rows TASK CLASS PROCESSES TEXT FOLDER VOCAB_SIZE` does a task once, in a process of its
 own, with nothing else loaded: that is how its memory is measured. Imports no torch.

@@ -1,4 +1,7 @@
-"""The layout of whole trainings: attention rows by strategies, their speed, memory and loss curves."""
+"""The layout of whole trainings: attention rows by strategies, their speed, memory and loss curves.
+
+`lmsys.reports.layout` explains the keys and steps of a layout.
+"""
 
 from benchmarks.layouts import COMPILED, WORDS, Layout
 

@@ -1,6 +1,7 @@
-"""A training on its rank: the first step is looked into, then it goes epoch by epoch, then it is evaluated.
+"""A training on its rank: its first steps are measured apart, then it trains epoch by epoch, then it is evaluated.
 
-Its tokens are the beginning of a real text, made once a run in a temporary folder.
+`bench_training.py` asks the ranks for `inspect`, `begin`, `epoch` and `end`, in this order. The tokens are the
+beginning of a real text, made once per run in a temporary folder.
 """
 
 import os
@@ -223,7 +224,7 @@ def _first(tokenizer: Tokenizer, parts: tuple[chunks.Chunk, ...], count: int, op
 
 
 INTERPRETED = "its kernels are interpreted here, which is too slow to train with"
-_TRAINER: list[loop.Trainer] = []  # the one that trains now, from call to call
+_TRAINER: list[loop.Trainer] = []  # the trainer at work, kept from one call to the next; at most one
 
 sensors_of = cache(sensors.sensors_of)
 
@@ -297,7 +298,7 @@ def epoch(case: TrainingCase, steps: int) -> Epoch:
 
 @ranks.on_part
 def end(case: TrainingCase) -> tuple[float, str]:
-    """(the loss on held-out text, what tells whether ranks have one model)."""
+    """(the loss on held-out text, a fingerprint of the weights: ranks with one model have the same)."""
     (trainer,) = _TRAINER
     same = (
         reproducible.weights_sha256(trainer.strategy.full_state_dict())
