@@ -19,7 +19,7 @@ from lmsys.bench.record import load
 from lmsys.reports import words
 from lmsys.reports.load import hardware_of, run_told, title_of
 from lmsys.reports.page import fill, render
-from lmsys.verify import FOLDERS, NOT_RECOMPUTED, benchmarks_in, verify
+from lmsys.verify import FOLDERS, benchmarks_in, verify
 
 HEADS = ("rank", "on its machine", "row", "speed", "time, ms", "machine", "run", "file")
 
@@ -91,9 +91,9 @@ def _standings(places: Sequence[tuple[float, float, str, str]], machines: Mappin
 
 def _verified(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[dict[str, dict[str, float]], Record]:
     """The times of a file by row and case, and its machine. ValueError with the first thing that is wrong with it."""
-    done, sentences = verify(path, benchmarks)
-    content, sealed = load(path), [x for x in sentences if "has no seal" in x]
-    if wrong := [x for x in sentences if NOT_RECOMPUTED not in x] or sealed:
+    done, faults = verify(path, benchmarks)
+    content, unsealed = load(path), [sentence for sentence in done.left_out if "has no seal" in sentence]
+    if wrong := faults or unsealed:
         raise ValueError(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
     values.hold((done.calls, "no timed call could be judged again"))
     timed = (x for x in content["records"] if x["outcome"] == "ok" and x.get("time_s"))

@@ -20,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,23 +33,27 @@ from lmsys.measure.machine import Limits
 from lmsys.values import shortly
 
 FOLDERS = Path("benchmarks"), Path("dev")  # of this repository
-NOT_RECOMPUTED = "not recomputed: "
-NOT_PROVED = "not proved: "
+NOT_RECOMPUTED = "not recomputed: "  # begins a sentence on what cannot be recomputed, which is no fault
+NOT_PROVED = "not proved: "  # begins, perhaps behind the call that is meant, a fault for want of proof
 NO_FILE_PROVES = (
     "No file proves how long a call took, nor facts of the machine and of the run that no rate depends on, such as its"
     " name, clocks and temperatures: a seal shows only that they were not changed without sealing them again."
 )
-TOLD_S = 5.0  # from one line on how far it is to the next
-Say = Callable[[str], None]
+TOLD_S = 5.0  # seconds between two lines on how far the work is
 
 
 @dataclass
 class Recomputed:
-    """How much of a file was looked at: its records, the timed calls that were judged again, and elements of these."""
+    """How much of a file was recomputed.
+
+    records, calls, elements  the numbers of records, of timed calls that were judged again, and of elements of these
+    left_out                  sentences on what was not recomputed, each with how often that was so
+    """
 
     records: int = 0
     calls: int = 0
     elements: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,18 +80,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(wrong) else 0
 
 
-def _tell(path: Path, done: Recomputed, sentences: Sequence[str]) -> int:
-    """Prints what was found in a file; the number of things that are wrong with it or not proved."""
-    untold = [one for one in sentences if NOT_RECOMPUTED not in one]
-    for sentence in untold:
+def _tell(path: Path, recomputed: Recomputed, faults: Sequence[str]) -> int:
+    """Prints what was found in a file. Returns the number of things that are wrong with it or not proved."""
+    for sentence in faults:
         print(f"{path}: {sentence}")
-    for sentence, times in Counter(one.partition(": ")[2] for one in sentences if NOT_RECOMPUTED in one).items():
+    for sentence, times in recomputed.left_out.items():
         print(f"{path}: {times} {'time' if times == 1 else 'times'} {sentence}")
-    unproved = sum(NOT_PROVED in one for one in untold)
-    wrong = _wrong(len(untold) - unproved) + (f", {unproved} not proved" if unproved else "")
-    again = f"{done.calls} timed calls judged again by {done.elements:,} elements"
-    print(f"{path}: {done.records} records, {again}, {wrong}", flush=True)
-    return len(untold)
+    unproved = sum(NOT_PROVED in sentence for sentence in faults)
+    wrong = _wrong(len(faults) - unproved) + (f", {unproved} not proved" if unproved else "")
+    again = f"{recomputed.calls} timed calls judged again by {recomputed.elements:,} elements"
+    print(f"{path}: {recomputed.records} records, {again}, {wrong}", flush=True)
+    return len(faults)
 
 
 def _wrong(count: int) -> str:
@@ -119,37 +122,40 @@ def _module(path: Path) -> ModuleType:
     return importlib.import_module(f"{path.parent.name}.{path.stem}" if in_package else path.stem)
 
 
-def verify(path: Path, benchmarks: Mapping[str, Benchmark], say: Say = lambda _: None) -> tuple[Recomputed, list[str]]:
-    """How much was recomputed, and sentences on what is wrong with the file, not proved or not recomputed.
+def verify(
+    path: Path, benchmarks: Mapping[str, Benchmark], say: Callable[[str], None] = lambda _: None
+) -> tuple[Recomputed, list[str]]:
+    """How much was recomputed, and sentences on what is wrong with the file or not proved. ValueError for no result.
 
-    say  is called every few seconds with a line on how far it is. ValueError where the file is no result.
+    say  called every few seconds with a line on how far the work is
     """
     file = load_file(path)
-    content, sentences = file["lmsys"], list(_of_entries(file))
+    content, faults = file["lmsys"], list(_of_entries(file))
     records = content["records"]
     recomputed, began = Recomputed(len(records)), time.monotonic()
-    told = began
-    for done, record in enumerate(records):
-        if (now := time.monotonic()) - told >= TOLD_S:
-            told = now
-            say(
-                f"{path}: {done:,} of {len(records):,} records"
-                + results.time_left(
-                    {"done": now - began} if done else {}, {"done": done, "to do": len(records) - done}, {}
-                )
-            )
-        faults = _of_any_record(record, benchmarks.get(record["benchmark"]), content["machine"], recomputed)
-        sentences += [f"{record['id']}: {fault}" for fault in faults]
-    return recomputed, [*sentences, *_of_seal(file)]
+    last_line = began
+    for number, record in enumerate(records):
+        if (now := time.monotonic()) - last_line >= TOLD_S:
+            last_line, to_do = now, len(records) - number
+            left = results.time_left({"done": now - began} if number else {}, {"done": number, "to do": to_do}, {})
+            say(f"{path}: {number:,} of {len(records):,} records{left}")
+        faults += [
+            (record["id"], fault)
+            for fault in _of_any_record(record, benchmarks.get(record["benchmark"]), content["machine"], recomputed)
+        ]
+    faults += [("the file", fault) for fault in _of_seal(file)]
+    # A fault alone says what it is: an id, which the file may choose, stands before it.
+    recomputed.left_out.update(fault for _, fault in faults if fault.startswith(NOT_RECOMPUTED))
+    return recomputed, [f"{where}: {fault}" for where, fault in faults if not fault.startswith(NOT_RECOMPUTED)]
 
 
 def _of_seal(file: fields.Record) -> Iterator[str]:
     content = file["lmsys"]
     if "seal" not in content:
-        yield f"the file: {NOT_RECOMPUTED}it has no seal, so nothing shows a changed machine or a record left out"
+        yield f"{NOT_RECOMPUTED}the file has no seal, so nothing shows a changed machine or a record left out"
     elif content["seal"] == older_file_seal(content):
         yield (
-            f"the file: {NOT_RECOMPUTED}its seal is one of lmsys 0.1, which does not cover fields, layouts, rows and"
+            f"{NOT_RECOMPUTED}the file's seal is one of lmsys 0.1, which does not cover fields, layouts, rows and"
             " pytest-benchmark's part"
         )
     elif content["seal"] != seal(content):
@@ -162,10 +168,10 @@ def _of_seal(file: fields.Record) -> Iterator[str]:
         )
 
 
-def _of_entries(file: fields.Record) -> Iterator[str]:
-    """Where records contradict one another, or pytest-benchmark's entries, of which a file need not have any."""
+def _of_entries(file: fields.Record) -> Iterator[tuple[str, str]]:
+    """(id, fault) where records contradict one another, or pytest-benchmark's entries, which a file may lack."""
     ids = Counter((record["benchmark"], record["id"]) for record in file["lmsys"]["records"])
-    yield from (f"{id}: there are {count} such records" for (_, id), count in ids.items() if count > 1)
+    yield from ((id, f"there are {count} such records") for (_, id), count in ids.items() if count > 1)
     records = {(record["benchmark"], record["id"]): record for record in file["lmsys"]["records"]}
     for entry in file.get("benchmarks", []):
         info = entry["extra_info"]
@@ -173,17 +179,17 @@ def _of_entries(file: fields.Record) -> Iterator[str]:
             continue  # of a test that is no benchmark of ours
         record = records.get((info["benchmark"], info.get("id")))
         if record is None:
-            yield f"{info.get('id')}: pytest-benchmark has it, and no record"
+            yield str(info.get("id")), "pytest-benchmark has it, and no record"
             continue
-        yield from (f"{record['id']}: {fault}" for fault in _differences(info, record, "pytest-benchmark"))
+        yield from ((record["id"], fault) for fault in _differences(info, record, "pytest-benchmark"))
         if entry["stats"].get("data", record.get("samples_s")) != record.get("samples_s"):
-            yield f"{record['id']}: pytest-benchmark has other samples"
+            yield record["id"], "pytest-benchmark has other samples"
 
 
 def _of_any_record(
     record: fields.Record, benchmark: Benchmark | None, machine: fields.Record, recomputed: Recomputed
 ) -> Iterator[str]:
-    """As `_of_record`, also of one whose values are of other kinds than those that a run writes."""
+    """As `_of_record`; values of kinds that no run writes are a fault, and no traceback."""
     try:
         yield from _of_record(record, benchmark, machine, recomputed)
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
@@ -222,9 +228,9 @@ def _of_record(
 
 
 def _of_benchmark(record: fields.Record, benchmark: Benchmark, machine: fields.Record) -> Iterator[str]:
-    """Its derived fields, its id, its work and rates, and whether anything could be that fast."""
-    known = fields.declared(fields.COMMON, benchmark.fields).values()
-    derived = {field.name: field.value(record) for field in known if field.of is not None}
+    """Faults in the record's derived fields, id, work and rates, and a time that nothing can reach."""
+    declared = fields.declared(fields.COMMON, benchmark.fields).values()
+    derived = {known.name: known.value(record) for known in declared if known.of is not None}
     yield from _differences(derived, record, "its other fields")
     case = benchmark.case_of(record)
     if case is None:
