@@ -1,4 +1,8 @@
-"""Text files of any size, a piece at a time, cut where no pre-token crosses; here or in several processes."""
+"""Text files of any size are read in chunks, in one process or several. No pre-token crosses the cut between chunks.
+
+training.py counts pre-tokens with `each_chunk`, and `lmsys.training.data` encodes files with it. In all functions
+`parts` are files, or pieces of files, in order.
+"""
 
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -27,7 +31,7 @@ class Chunk:
         return self.stop - self.start
 
     def read(self) -> bytes:
-        """ValueError, with the place, for what is not UTF-8."""
+        """Its bytes. ValueError, with the place, for what is not UTF-8."""
         with self.path.open("rb") as file:
             file.seek(self.start)
             data = file.read(self.size)
@@ -42,7 +46,7 @@ class Chunk:
 
 
 def chunks(parts: Iterable[Chunk], pretokenizer: Pretokenizer, size: int) -> Iterator[Chunk]:
-    """Files, or parts of them, in pieces of about `size` bytes; longer where there is no place to cut."""
+    """The parts, cut into chunks of about `size` bytes; longer where there is no place to cut."""
     for part in parts:
         start = part.start
         with part.path.open("rb") as file:
@@ -53,9 +57,10 @@ def chunks(parts: Iterable[Chunk], pretokenizer: Pretokenizer, size: int) -> Ite
 
 
 def plan(parts: Sequence[Chunk], processes: int) -> tuple[int, int]:
-    """(bytes of a chunk, processes): some turns for each process, in memory that is bounded.
+    """(bytes of a chunk, processes to start): each process gets several chunks, and memory is bounded.
 
-    No more processes than chunks: to start one takes as long as to read some megabytes. ValueError for processes < 1.
+    There are no more processes than chunks, as starting one takes as long as reading some megabytes. ValueError for
+    processes < 1.
     """
     values.whole("processes", processes, least=1)
     total = sum(part.size for part in parts)
@@ -64,13 +69,13 @@ def plan(parts: Sequence[Chunk], processes: int) -> tuple[int, int]:
 
 
 def no_text(parts: Iterable[Chunk]) -> ValueError:
-    """The error of files that are all empty, or of none at all."""
+    """The error to raise where all files are empty, or none are given."""
     paths = ", ".join(str(part.path) for part in parts)
     return ValueError(f"there is no text in {paths}" if paths else "no files are given")
 
 
 def whole(file: str | Path | Chunk) -> Chunk:
-    """A file as one chunk. ValueError unless it is a file."""
+    """A file as one chunk; a chunk as it is. ValueError where there is no such file."""
     if isinstance(file, Chunk):
         return file
     path = Path(file)
@@ -79,7 +84,7 @@ def whole(file: str | Path | Chunk) -> Chunk:
 
 
 def split(parts: Sequence[Chunk], pretokenizer: Pretokenizer, count: int) -> list[list[Chunk]]:
-    """The parts dealt to `count` readers, in order, to each about as many bytes."""
+    """The parts divided among `count` readers, in order, with about as many bytes for each."""
     total, done = sum(part.size for part in parts), 0
     shares: list[list[Chunk]] = [[] for _ in range(count)]
     for part in parts:
@@ -95,7 +100,10 @@ def split(parts: Sequence[Chunk], pretokenizer: Pretokenizer, count: int) -> lis
 
 
 def cut_file(file: int, pretokenizer: Pretokenizer, after: int, end: int) -> int:
-    """The first place behind `after` where the file may be cut, or `end`."""
+    """The first place behind byte `after` where the file may be cut; `end` if there is none before it.
+
+    file  the number of the open file
+    """
     window, context = _WINDOW, pretokenizer.context
     while after < end:
         begin = max(0, after - context)
@@ -115,7 +123,7 @@ def each_chunk(
     special_tokens: Sequence[str],
     processes: int,
 ) -> Generator[Result, None, None]:
-    """function(chunk) of the files' text in pieces, in order. One process is this one."""
+    """Yields function(chunk) for each chunk of the files, in order; with processes=1 it runs in this process."""
     parts = list(map(whole, files))
     size, processes = plan(parts, processes)
     pieces = chunks(parts, Pretokenizer(special_tokens), size)

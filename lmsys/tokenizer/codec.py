@@ -1,9 +1,8 @@
 """Text to token ids and back, byte-level BPE: every string of bytes has an encoding, and decoding gives it back.
 
-A text is split into pre-tokens; each distinct one is merged once and kept, and a text's ids are then gathered from
-those of its pre-tokens, which takes array operations only.
-
-Files are as GPT-2's: JSON and lines of text, with a printable character for each byte.
+A text is split into pre-tokens. Each distinct pre-token is merged once and its ids are kept; a text's ids are gathered
+from these by array operations. Files have GPT-2's format: JSON and lines of text, with a printable character for each
+byte.
 
 Sources: Sennrich et al. 2016 (arXiv 1508.07909); Radford et al. 2019 (GPT-2), section 2.2 and the released encoder.py,
 `bytes_to_unicode`.
@@ -28,18 +27,20 @@ from lmsys import files, strict_json, values
 from lmsys.tokenizer.pretokens import Pretokenizer, Words
 
 _PIECE = 1 << 18  # characters that `encode_iterable` gathers before it encodes
-_LONG = 100  # bytes of a pre-token that is merged with a queue
-_LAST = 1 << 62
-_NO_RANK = repeat(_LAST)  # for what is no pair of any merge
-_MOST_WORDS, _MOST_BYTES = 1 << 18, 1 << 25  # limits of the pre-tokens that are kept
+_LONG = 100  # bytes: a longer pre-token is merged with a queue
+_LAST = 1 << 62  # a rank behind those of all merges
+_NO_RANK = repeat(_LAST)  # the rank of a pair that no merge has
+_MOST_WORDS, _MOST_BYTES = 1 << 18, 1 << 25  # with more pre-tokens, or bytes of them, all that are kept are dropped
 
 
 class Tokenizer:
-    """`vocab` (id -> bytes), `merges` in the order in which they are done, `special_tokens` (what has no place in the
-    vocabulary gets the next ids). Special tokens are found in every text that is encoded.
+    """Encodes text to ids and decodes ids.
 
-    ValueError: ids other than 0 to V - 1, two ids of the same bytes, a byte without an id, a merge of or into what
-    is no token, a special token that is a byte or made by a merge.
+    vocab           id -> bytes
+    merges          pairs of tokens, in the order in which they are applied
+    special_tokens  found in every text that is encoded; those that vocab lacks get the next ids
+    ValueError: ids other than 0 to V - 1, two ids of the same bytes, a byte without an id, a merge of or into bytes
+    that are no token, a special token that is a byte or made by a merge.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Tokenizer:
         self._check()
         self._special_ids = {special: self._ids[special] for special in map(str.encode, self.special_tokens)}
         self._pretokenizer = Pretokenizer(self.special_tokens)
-        # Words are merged as texts in which each token is a character.
+        # A pre-token is merged as a string in which each token is one character.
         chars = {bytes([byte]): chr(byte) for byte in range(256)}
         self._steps: list[tuple[str, str]] = []  # a pair of characters, and what they become
         for left, right in self.merges:
@@ -79,20 +80,20 @@ class Tokenizer:
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def encode(self, text: str | bytes) -> list[int]:
-        """Ids of a text, or of bytes, which need not be UTF-8. ValueError for half of a surrogate pair."""
+        """The ids of a text, or of bytes, which need not be UTF-8. ValueError for half of a surrogate pair."""
         return self.encode_array(_utf8(text) if isinstance(text, str) else text).tolist()
 
     def encode_array(self, text: bytes) -> np.ndarray:
-        """Ids of UTF-8, in an array of `dtype`."""
+        """The ids of UTF-8 text, in an array of `dtype`."""
         if not text:
             return np.zeros(0, self.dtype)
         with self._lock:
             return np.concatenate(list(map(self._encode, self._pretokenizer.blocks(text))))
 
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
-        """Ids of the texts joined, such as the lines of a file; holds a piece of them at a time.
+        """The ids of the texts joined, such as the lines of a file; it holds a piece of them at a time.
 
-        A piece ends where no pre-token crosses, so it grows for as long as there is no whitespace.
+        A piece ends where no pre-token crosses, so it grows while no whitespace comes.
         """
         waiting, size, enough = [], 0, _PIECE
         for text in texts:
@@ -104,17 +105,17 @@ class Tokenizer:
                 yield from self.encode_array(data[:cut]).tolist()
                 waiting = [data[cut:].decode()]
                 size = len(waiting[0])
-                enough = max(_PIECE, 2 * size)  # where nothing could be cut, what is searched again has doubled
+                enough = max(_PIECE, 2 * size)  # if there was no place to cut, search again in twice as much
         yield from self.encode("".join(waiting))
 
     def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
-        """The text of the ids; U+FFFD for bytes that are not UTF-8, or as `bytes.decode` does by `errors`."""
+        """The text of the ids; bytes that are not UTF-8 become U+FFFD, or what `errors` of `bytes.decode` says."""
         return self.decode_bytes(ids).decode(errors=errors)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """ValueError for an id outside the vocabulary, and for what is no whole number."""
+        """The bytes of the ids. ValueError for an id outside the vocabulary, and for what is no whole number."""
         numbers = list(ids)
-        if set(map(type, numbers)) - {int}:  # which is quick
+        if set(map(type, numbers)) - {int}:  # a quick check, before the slow one
             numbers = [values.whole("id", number) for number in numbers]
         try:
             return b"".join(map(self.vocab.__getitem__, numbers))
@@ -122,10 +123,10 @@ class Tokenizer:
             raise ValueError(f"id {error} is not in the vocabulary: 0 to {self.vocab_size - 1}") from None
 
     def save(self, folder: str | Path) -> None:
-        """vocab.json and merges.txt, as GPT-2's: other tokenizers read them too. Special tokens stand as they are.
+        """Writes vocab.json and merges.txt in GPT-2's format, which other tokenizers read too, into a folder.
 
-        ValueError for one that an ordinary token is written as, and for a token that is neither a byte, made by a merge
-        nor special: it would be read as special.
+        Special tokens are written as they are. ValueError for one that is written like an ordinary token, and for a
+        token that is no byte, not made by a merge and not special: it would be read as special.
         """
         made = {left + right for left, right in self.merges}
         written: dict[str, int] = {}
@@ -151,9 +152,8 @@ class Tokenizer:
     def load(cls, folder: str | Path, special_tokens: Iterable[str] | None = None) -> Self:
         """Loads from a folder with vocab.json and merges.txt, or GPT-2's encoder.json and vocab.bpe.
 
-        Tokens of the vocabulary that are no bytes and no merge makes are special; `special_tokens` are added.
-        ValueError for a folder without such a pair, and for files that are not whole: `read_files` says how that is
-        known.
+        Tokens that are no bytes and not made by a merge are special; `special_tokens` are added. ValueError for a
+        folder without such a pair of files, and for files that are not whole, see `read_files`.
         """
         for vocab, merges in NAMES:
             if (Path(folder) / vocab).is_file() and (Path(folder) / merges).is_file():
@@ -162,6 +162,7 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, vocab: str | Path, merges: str | Path, special_tokens: Iterable[str] | None = None) -> Self:
+        """As `load`, by the names of the two files."""
         named = list(special_tokens or ())
         vocabulary, pairs, specials = read_files(Path(vocab), Path(merges), named)
         return cls(vocabulary, pairs, [*specials, *named])
@@ -177,6 +178,7 @@ class Tokenizer:
         return type(self), (self.vocab, self.merges, self.special_tokens)
 
     def _check(self) -> None:
+        """ValueError as the class says."""
         strange = sorted(self.vocab.keys() - range(len(self.vocab)))
         missing = [byte for byte in range(256) if bytes([byte]) not in self._ids]
         twice, listed_twice = _repeated(self.vocab.values()), _repeated(self.merges)
@@ -201,11 +203,12 @@ class Tokenizer:
             values.hold((not is_ordinary, f"special token {special!r} is an ordinary token of this vocabulary"))
 
     def _forget(self) -> None:
-        """No word is known: words, the place of each one's ids in `_flat`, and how many they are."""
+        """Drops the pre-tokens that are kept. Word number i has _lengths[i] ids, from _flat[_places[i]] on."""
         self._words = Words()
         self._flat, self._places, self._lengths = array("I"), array("q"), array("i")
 
     def _encode(self, block: bytes) -> np.ndarray:
+        """The ids of a block of text with padding behind it, as of `Pretokenizer.blocks`."""
         if len(self._words) > _MOST_WORDS or self._words.num_bytes > _MOST_BYTES:
             self._forget()
         numbers = self._words.numbers(block, self._pretokenizer.starts(block))
@@ -220,7 +223,7 @@ class Tokenizer:
         return np.asarray(self._flat)[places].astype(self.dtype)
 
     def _merge(self, word: bytes) -> Sequence[int]:
-        """The ids of a pre-token: of the pairs that it has, the earliest merge is done everywhere, and so on."""
+        """The ids of a pre-token: the earliest merge that it has a pair of is applied everywhere, again and again."""
         if word in self._special_ids:
             return [self._special_ids[word]]
         text = word.decode("latin-1")
@@ -237,7 +240,7 @@ class Tokenizer:
         return text
 
     def _merge_long(self, text: str) -> str:
-        """Like `_merge_short`, with a queue of the merges to come: each pair of the text is looked up once."""
+        """As `_merge_short`, with a queue of the merges to come: each pair of the text is looked up once."""
         queue = [self._ranks[pair] for pair in set(map(add, text, text[1:])) if pair in self._ranks]
         heapq.heapify(queue)
         while queue:
@@ -254,7 +257,7 @@ class Tokenizer:
         return text
 
     def _late_cut(self, data: bytes) -> int:
-        """A place to cut, near the end if there is one; 0 if there is none."""
+        """A place to cut, as near to the end as a few tries find one; 0: there is none."""
         for after in (max(0, len(data) - 4096), len(data) // 2, 0):
             place = self._pretokenizer.cut(data, after)
             if place is not None:
@@ -280,12 +283,13 @@ _BYTE_OF = {char: byte for byte, char in _CHAR_OF.items()}
 def read_files(
     vocab: Path, merges: Path, named: Collection[str] = ()
 ) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]], list[str]]:
-    """Vocabulary, merges, and as special tokens what is neither a byte nor made by a merge.
+    """(vocabulary, merges, special tokens); special are the tokens that are no byte and not made by a merge.
 
-    ValueError, with file and place, for what is not written like that, and for merges that were cut. Those are known by
-    the first line, where it is ours; else by the vocabulary: what a merge made is two tokens of it put together. A
-    special token hardly ever is: no ordinary token has letters beside signs, as <|endoftext|> has. One that is, such as
-    </, is taken where it is `named`. A lost merge is not missed where another makes the same token.
+    ValueError, with file and place, for files of another form, and for a file of merges that was cut. A file of ours
+    says in its first line how many merges it has. In another file a token that no merge makes, and that is two tokens
+    put together, shows that its merge is lost: special tokens are hardly ever that, since no ordinary token has letters
+    beside signs, as <|endoftext|> has. A special token that is, such as </, is accepted where it is `named`. A lost
+    merge is not noticed if another merge makes the same token.
     """
     head, *lines = files.read_text(merges).split("\n")  # splitlines would also split at characters that stand for bytes
     if not head.startswith("#version"):
@@ -324,21 +328,23 @@ def read_files(
 
 
 def _repeated(entries: Iterable[Any]) -> Any:
-    """One that stands there more than once, or None."""
+    """The entry that occurs most often, if more than once; else None."""
     entry, count = max(Counter(entries).items(), key=itemgetter(1), default=(None, 0))
     return entry if count > 1 else None
 
 
 def _is_pair(text: str, known: Container[str]) -> bool:
+    """True where text is two known tokens put together."""
     return any(text[:place] in known and text[place:] in known for place in range(1, len(text)))
 
 
 def _stamp(num_merges: int, vocab: bytes) -> str:
-    """The words behind the version of a merges file of ours, by which a pair is known to be whole: others ignore it."""
+    """What our merges files have behind the version, to show that a pair of files is whole; other readers ignore it."""
     return f"merges: {num_merges} vocab: {hashlib.sha256(vocab).hexdigest()[:16]}"
 
 
 def _read_merge(path: Path, number: int, line: str) -> tuple[str, str]:
+    """The two tokens, as they are written, in a line of a merges file. ValueError, with its number, for other lines."""
     left, _, right = line.rstrip("\r").partition(" ")
     if not left or not right or not all(char in _BYTE_OF for char in left + right):
         raise ValueError(
@@ -348,9 +354,10 @@ def _read_merge(path: Path, number: int, line: str) -> tuple[str, str]:
 
 
 def as_written(token: bytes) -> str:
-    """The token with a printable character for each byte."""
+    """The token as files have it: a printable character for each byte."""
     return "".join(map(_CHAR_OF.__getitem__, token))
 
 
 def _bytes(text: str) -> bytes:
+    """The token that `as_written` has written."""
     return bytes(map(_BYTE_OF.__getitem__, text))

@@ -1,4 +1,4 @@
-"""Byte-pair encoding, line for line as it is defined: what the fast forms must equal. Slow.
+"""Byte-pair encoding as it is defined, and slow: tests and checks compare the fast forms with it.
 
 Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2; Radford et al. 2019 (GPT-2), encoder.py.
 """
@@ -15,7 +15,7 @@ Pair = tuple[bytes, bytes]
 
 
 def split(text: str, special_tokens: Sequence[str] = ()) -> list[str]:
-    """Special tokens, the leftmost and of these the longest first, and between them what the pattern finds."""
+    """The pre-tokens and special tokens of a text; of special tokens the leftmost is found first, then the longest."""
     pieces, start = list[str](), 0
     while start < len(text):
         places = [(at, -len(token), token) for token in special_tokens if (at := text.find(token, start)) >= 0]
@@ -26,6 +26,7 @@ def split(text: str, special_tokens: Sequence[str] = ()) -> list[str]:
 
 
 def count_pairs(words: Mapping[bytes, Sequence[bytes]], counts: Mapping[bytes, int]) -> Counter[Pair]:
+    """How often each pair of neighbours occurs. words: the tokens of each word; counts: how often the word occurs."""
     pairs: Counter[Pair] = Counter()
     for word, tokens in words.items():
         for pair in pairwise(tokens):
@@ -38,9 +39,10 @@ def learn_merges(
     num_tokens: int,
     rank: Callable[[int, Pair], object] = lambda count, pair: (count, pair),
 ) -> list[Pair]:
-    """The merges that make `num_tokens` tokens beside the bytes: all pairs are counted anew for each.
+    """The merges that make `num_tokens` tokens beside the bytes; all pairs are counted anew for each.
 
-    rank  the pair of the largest is merged: of the most frequent pairs the last in the order of bytes
+    counts  how often each word occurs
+    rank    the pair with the largest rank(count, pair) is merged: by default the most frequent, then the greatest
     """
     words = {word: [bytes([byte]) for byte in word] for word in counts}
     known, merges = {bytes([byte]) for byte in range(256)}, []
@@ -53,14 +55,14 @@ def learn_merges(
 
 
 def next_merge(counts: Mapping[bytes, int], merges: Sequence[Pair]) -> Pair | None:
-    """The merge that is learned after these; None where no pair is left."""
+    """The merge that is learned after `merges`; None where no pair is left."""
     ranks = {pair: rank for rank, pair in enumerate(merges)}
     pairs = count_pairs({word: merge_all(word, ranks) for word in counts}, counts)
     return max(pairs, key=lambda pair: (pairs[pair], pair), default=None)
 
 
 def merge_all(word: bytes, ranks: Mapping[Pair, int]) -> list[bytes]:
-    """The tokens of a word after all merges, each done once, in their order."""
+    """The tokens of a word after all merges, each applied once, in the order of their `ranks`."""
     tokens, last = [bytes([byte]) for byte in word], -1
     while left := [pair for pair in pairwise(tokens) if ranks.get(pair, -1) > last]:
         best = min(left, key=ranks.__getitem__)
@@ -69,7 +71,7 @@ def merge_all(word: bytes, ranks: Mapping[Pair, int]) -> list[bytes]:
 
 
 def merge(tokens: Sequence[bytes], pair: Pair) -> list[bytes]:
-    """Every occurrence of the pair made one token, from left to right."""
+    """The tokens with every occurrence of the pair made one token, from left to right."""
     out, i = [], 0
     while i < len(tokens):
         both = tuple(tokens[i : i + 2]) == pair
@@ -79,7 +81,7 @@ def merge(tokens: Sequence[bytes], pair: Pair) -> list[bytes]:
 
 
 def encode(text: str, tokenizer: codec.Tokenizer) -> list[int]:
-    """Merges, in each pre-token, the pair whose merge is the earliest, until no pair has one."""
+    """The ids of a text: in each pre-token the pair with the earliest merge is merged, until no pair has one."""
     ids = {token: number for number, token in tokenizer.vocab.items()}
     ranks = {pair: rank for rank, pair in enumerate(tokenizer.merges)}
     known = {token: [ids[token.encode()]] for token in tokenizer.special_tokens}

@@ -1,7 +1,8 @@
-"""Text into pre-tokens by GPT-2's pattern, where a text may be cut without changing one, and the distinct ones.
+"""`Pretokenizer` splits text into pre-tokens by GPT-2's pattern, and says where text may be cut; `Words` numbers them.
 
 A byte-level tokenizer merges bytes within a pre-token only. ASCII is split by array operations on the kinds of its
-bytes, at a tenth of the pattern's price; what stands around other characters goes through the pattern itself.
+bytes, in a tenth of the pattern's time; text around other characters goes through the pattern itself. codec.py,
+training.py and chunks.py call both classes.
 
 Source: Radford et al. 2019 (GPT-2), section 2.2 and the released encoder.py.
 Legend: N bytes, P pre-tokens.
@@ -15,7 +16,7 @@ import numpy as np
 import regex
 
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-PAD = 16  # zero bytes behind a text, so that whoever reads past its end reads something
+PAD = 16  # zero bytes behind a text, so that wide reads at its end stay inside of the memory
 
 _BLOCK = 1 << 18  # bytes
 _PRETOKEN = regex.compile(PATTERN)
@@ -32,7 +33,7 @@ _KINDS = bytes(
 _APOSTROPHE, _SPACE = ord("'"), ord(" ")
 _ENDS_ONE = np.isin(np.arange(256), list(b"stmd"))  # 's 't 'm 'd
 _ENDS_TWO = [first << 8 | second for first, second in (b"re", b"ve", b"ll")]
-_NEAR = 64  # bytes: pieces for the pattern that lie closer are one
+_NEAR = 64  # bytes: pieces for the pattern that lie closer than that are joined
 # The last byte of some whitespace beyond ASCII: 85, A0 and 80-8A, A8, A9, AF, 9F, 80 behind E1, E2 or E3.
 _MAY_END_WHITESPACE = rb"\x80-\x8a\x85\x9f\xa0\xa8\xa9\xaf"
 _CUT = re.compile(rb"[^ \t\n\v\f\r" + _MAY_END_WHITESPACE + rb"](?=[ \t\n\v\f\r])")
@@ -55,7 +56,7 @@ class Pretokenizer:
         self._cut = re.compile(b"|".join([_CUT.pattern, *map(re.escape, specials)])) if apart else _CUT
 
     def starts(self, padded: bytes) -> np.ndarray:
-        """Where each pre-token of a text begins, and the text's length: (P + 1), int64. `padded` is text and PAD."""
+        """Where each pre-token of a text begins, then its length: (P + 1) int64. padded: the text and PAD zeros."""
         n = len(padded) - PAD
         if n == 0:
             return np.zeros(1, np.int64)
@@ -88,7 +89,7 @@ class Pretokenizer:
         return np.flatnonzero(begins)
 
     def blocks(self, text: bytes) -> Iterator[bytes]:
-        """The text in pieces that the caches hold, cut where no pre-token crosses, each with PAD behind it."""
+        """The text in blocks that fit into a CPU's caches, cut where no pre-token crosses, each with PAD zeros."""
         start = 0
         while start < len(text):
             stop = self.cut(text, start + _BLOCK) or len(text)
@@ -96,10 +97,10 @@ class Pretokenizer:
             start = stop
 
     def cut(self, data: bytes, after: int) -> int | None:
-        """The first place behind `after` where no pre-token or special token crosses, or None.
+        """The first place behind `after` that no pre-token or special token crosses; None: there is none.
 
-        There whitespace follows on something else, or a special token ends. The text on either side is split as it
-        is in the whole. Special tokens are seen from `context` bytes in front of `after` to the end of `data`.
+        There whitespace follows on something else, or a special token ends, and the text on either side is split as it
+        is in the whole. Special tokens are found from `context` bytes before `after` to the end of `data`.
         """
         for match in self._cut.finditer(data, max(0, after - 1), max(0, len(data) - self.context + 1)):
             place = match.end()
@@ -108,7 +109,7 @@ class Pretokenizer:
         return None
 
     def _inside_special(self, data: bytes, place: int) -> bool:
-        """True if a special token may stand there that begins before `place` and ends after it."""
+        """True if a special token begins before `place` and ends after it."""
         return any(
             data.find(special, max(0, place - len(special) + 1), place + len(special) - 1) >= 0
             for special in self._specials
@@ -116,14 +117,14 @@ class Pretokenizer:
 
 
 def _may_overlap(token: bytes, other: bytes) -> bool:
-    """True if some text holds both so that they overlap, but are not the same."""
+    """True if two different occurrences of the tokens can overlap in some text."""
     return (token != other and other in token) or any(
         token.endswith(other[:size]) for size in range(1, min(len(token), len(other)))
     )
 
 
 def _wide_pieces(kinds: np.ndarray) -> Iterator[tuple[int, int]]:
-    """(start, end) of what holds characters beyond ASCII, from one safe cut to another."""
+    """Yields (start, end) of the pieces with characters beyond ASCII, each from one safe cut to another."""
     before, after = kinds[:-1], kinds[1:]
     safe = (after == SPACE) & (before != SPACE) & (before <= OTHER)
     border = (after == SPECIAL) != (before == SPECIAL)
@@ -137,7 +138,7 @@ def _wide_pieces(kinds: np.ndarray) -> Iterator[tuple[int, int]]:
     yield from zip(starts.tolist(), ends.tolist(), strict=True)
 
 
-_LONGEST = 15  # bytes of a key: its length stands in the sixteenth; PAD is no less
+_LONGEST = 15  # bytes of a word in the table; the sixteenth byte of its key is its length. PAD is no less
 _LOW = np.array([(1 << 8 * min(length, 8)) - 1 for length in range(17)], np.uint64)
 _HIGH = np.array([(1 << 8 * min(max(length - 8, 0), 7)) - 1 for length in range(17)], np.uint64)
 _LENGTH = np.arange(17, dtype=np.uint64) << np.uint64(56)
@@ -145,11 +146,12 @@ _MIX_LOW, _MIX_HIGH = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4
 
 
 class Words:
-    """Distinct pre-tokens, numbered: a hash table whose look-ups are array operations.
+    """Numbers for distinct pre-tokens ("words"): a hash table whose look-ups are array operations.
 
-    `list` holds the words, as bytes, in the order of their numbers; `num_bytes` is how long they are together. A word
-    of at most 15 bytes is two integers, so that keys are compared as they are and none is ever confused; the few longer
-    ones are keys of a dict.
+    list       the words, as bytes, by number
+    num_bytes  the sum of their lengths
+    A word of at most 15 bytes is two integers, which are compared whole, so that no two words are confused. The few
+    longer ones are keys of a dict.
     """
 
     def __init__(self) -> None:
@@ -162,9 +164,10 @@ class Words:
         return len(self.list)
 
     def numbers(self, padded: bytes, starts: np.ndarray) -> np.ndarray:
-        """The number of each pre-token that begins at `starts` (P + 1), the last being the end: (P), int32.
+        """The number of each pre-token, (P) int32; new words get the next numbers.
 
-        Words not met before get the next numbers.
+        padded  a block of text with PAD zeros
+        starts  (P + 1) of `Pretokenizer.starts`
         """
         begins, lengths = starts[:-1], np.minimum(np.diff(starts), _LONGEST + 1)
         low, high = _keys(padded, begins, lengths)
@@ -187,7 +190,7 @@ class Words:
     def _insert(
         self, padded: bytes, starts: np.ndarray, which: np.ndarray, low: np.ndarray, high: np.ndarray
     ) -> np.ndarray:
-        """The numbers of pre-tokens that are not in their first slots."""
+        """The numbers of the pre-tokens `which`, of the keys low and high, that are not in their first slots."""
 
         def added(new: np.ndarray) -> np.ndarray:
             begins, ends = starts[which[new]], starts[which[new] + 1]
@@ -196,7 +199,7 @@ class Words:
             return np.arange(len(self.list) - len(new), len(self.list))
 
         count = len(self.list) + len(which)
-        if 2 * count > len(self._number):  # every second slot is to be free
+        if 2 * count > len(self._number):  # at least half of the slots stay free
             short = np.flatnonzero(self._number >= 0)
             keys, number = (self._low[short], self._high[short]), self._number[short]
             self._resize((4 * count - 1).bit_length())
@@ -204,8 +207,9 @@ class Words:
         return self._place(low, high, added)
 
     def _place(self, low: np.ndarray, high: np.ndarray, numbered: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """The numbers of keys, which go on to the next slot until all are placed; `numbered` gives those of new ones,
-        which it is told by their places among the keys."""
+        """The numbers of keys, each of which tries one slot after another until it finds itself or a free one.
+
+        numbered  called with the places of new keys among the keys; gives their numbers"""
         slots, open_ = self._slots(low, high), np.arange(len(low))
         while len(open_):
             at = slots[open_]
@@ -219,6 +223,7 @@ class Words:
         return self._number[slots]
 
     def _slots(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """The first slot of each key."""
         return ((low ^ high * _MIX_HIGH) * _MIX_LOW >> self._shift).view(np.int64)
 
     def _resize(self, bits: int) -> None:
@@ -228,7 +233,7 @@ class Words:
 
 
 def _keys(padded: bytes, begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first eight bytes, and the next seven with the length on top: (P) each, uint64; zero for no bytes."""
+    """(the first eight bytes of each word, the next seven with its length on top): (P) uint64 each, zero-padded."""
     eights = np.ndarray((len(padded) - 7,), "<u8", padded, 0, (1,))  # eight bytes from each place on
     low = eights[begins] & _LOW[lengths]
     high = _LENGTH[lengths]

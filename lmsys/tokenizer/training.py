@@ -1,4 +1,6 @@
-"""Byte-pair encoding learned from text: pre-tokens are counted in parallel, then the most frequent pair is merged.
+"""Byte-pair encoding learned from text: pre-tokens are counted in parallel, then pairs are merged, one after another.
+
+`train` is called by the training pipeline, benchmarks and users. The definition is `naive.learn_merges`.
 
 Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2, on bytes as in GPT-2; ties as in CS336, assignment 1.
 """
@@ -27,9 +29,10 @@ def train(
 ) -> codec.Tokenizer:
     """A tokenizer of `vocab_size` tokens: the bytes (ids 0 to 255), the merges in their order, the special tokens.
 
-    `files` is a path, or several. There are fewer tokens when the text is used up before. The result does not depend on
-    `processes`. Memory holds the distinct pre-tokens, a chunk of text for each process, and no more, whatever the
-    files' size.
+    files      a path, or several
+    processes  that count pre-tokens; the result does not depend on it
+    There are fewer tokens if no pair is left to merge. Memory holds the distinct pre-tokens and a chunk of text for
+    each process, whatever the files' size.
     ValueError: a vocabulary smaller than bytes and special tokens, files that are absent, empty or not UTF-8.
     """
     files = [files] if isinstance(files, str | Path) else files
@@ -54,7 +57,7 @@ def train(
 def count_pretokens(
     files: Sequence[str | Path | chunks.Chunk], special_tokens: Sequence[str] = (), processes: int = 1
 ) -> dict[bytes, int]:
-    """How often each pre-token stands in the files; special tokens are none."""
+    """How often each pre-token occurs in the files, without special tokens."""
     counts: defaultdict[bytes, int] = defaultdict(int)
     for text, lengths, numbers in chunks.each_chunk(
         partial(_count, pretokens.Pretokenizer(special_tokens)), files, special_tokens, processes
@@ -69,7 +72,7 @@ def count_pretokens(
 
 
 def _count(pretokenizer: pretokens.Pretokenizer, chunk: chunks.Chunk) -> tuple[bytes, np.ndarray, np.ndarray]:
-    """The distinct pre-tokens of a chunk, in one string of bytes, with their lengths and counts."""
+    """(the distinct pre-tokens of a chunk in one string of bytes, the length of each, how often each occurs)."""
     words, counts = pretokens.Words(), np.zeros(0, np.int64)
     for block in pretokenizer.blocks(chunk.read()):
         numbers = words.numbers(block, pretokenizer.starts(block))
@@ -90,15 +93,19 @@ def learn_merges(counts: Mapping[bytes, int], num_tokens: int) -> list[tuple[byt
 
 
 class _Learner:
-    """All words in one row, a linked list of tokens, so that a merge costs what it changes, however long words are.
+    """Learns merges: all words stand in one linked list of tokens, so that a merge costs only what it changes.
 
-    Each token is a character, and a pair is a string of two. Places without a token, "", stand between words.
+    Each token is one character, and a pair is a string of two. An empty string stands between words. `chars`, `counts`,
+    `before` and `behind` are lists by place in the linked list.
 
-    pairs           how often each pair occurs
-    homes           the places where it may still begin: those where it has
+    tokens          character of each token; bytes_of: token of each character; order: see `_descending`
+    chars           the token that begins at a place; "" where none does
+    counts          how often the word at a place occurs
     before, behind  the places of the tokens on both sides
+    pairs           how often each pair occurs
+    homes           for each pair the places where it begins, or did so earlier
     queue           a heap of (-count, order of the pair, pair); an entry whose count has fallen since is put back with
-                    the new
+                    the new count
     """
 
     def __init__(self, counts: Mapping[bytes, int]):
@@ -121,7 +128,7 @@ class _Learner:
         heapq.heapify(self.queue)
 
     def step(self) -> tuple[bytes, bytes] | None:
-        """Merge the next pair; None when none is left."""
+        """Merges the next pair, and returns it; None when no pair is left."""
         while self.queue:
             count, _, pair = heapq.heappop(self.queue)
             now = self.pairs.get(pair, 0)
@@ -135,6 +142,7 @@ class _Learner:
         return -count, (self.order[pair[0]], self.order[pair[1]]), pair
 
     def _merge(self, pair: str) -> tuple[bytes, bytes]:
+        """Replaces the pair by a new token at all of its places, and counts the pairs that change."""
         first, second = pair[0], pair[1]
         merge = self.bytes_of[first], self.bytes_of[second]
         token = merge[0] + merge[1]
@@ -146,7 +154,7 @@ class _Learner:
         for place in sorted(homes.pop(pair)):  # from left to right: in a run of one token the pairs overlap
             other = behind[place]
             if chars[place] != first or chars[other] != second:
-                continue  # gone by another merge
+                continue  # an earlier merge has taken one of the two
             last, following = before[place], behind[other]
             chars[place], chars[other] = char, ""
             behind[place], before[following] = following, place
@@ -162,12 +170,12 @@ class _Learner:
             self.pairs[old] -= count
             self.pairs[new] += count
         for _, new, _ in changes:
-            if count := self.pairs[new]:  # in a run it may be gone again
+            if count := self.pairs[new]:  # in a run of one token it may be 0 again
                 heapq.heappush(self.queue, self._entry(new, count))
         del self.pairs[pair]
         return merge
 
 
 def _descending(token: bytes) -> str:
-    """A string that sorts first for the token that sorts last: a heap gives the smallest."""
+    """A string that sorts in the opposite order of tokens: the heap gives the smallest, and the greatest is wanted."""
     return "".join(chr(255 - byte) for byte in token) + chr(256)
