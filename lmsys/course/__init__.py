@@ -1,1 +1,5 @@
-"""An assignment of CS336 as it lies in a folder: what is right, what is wrong, what is not written. docs/course.md."""
+"""`lmsys course`: judges an assignment of CS336 in a folder, part by part. docs/course.md describes it.
+
+parts.py lists the parts and judges them; basics.py, basics_training.py and systems.py ask the checkout's adapters;
+checkout.py imports these; measure.py times the parts that are right.
+"""

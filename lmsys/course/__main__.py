@@ -73,14 +73,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def answers_of(root: Path, text: str = "") -> Iterator[Answer]:
-    """The verdict on each part whose adapter the checkout has; with `text`, on those that have it in a name.
+    """Yields the verdict on each part whose adapter the checkout has; with `text`, on parts with it in a name.
 
     ValueError: the adapters do not load, or there is no such part.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = [*checkout.path_of(root), *sys.path]
         environment = {"PYTHONPATH": os.pathsep.join(path)}
-        if NO_GPU:  # a compiler may be missing, and none compiles what is interpreted
+        if NO_GPU:  # a C++ compiler may be missing, and interpreted kernels cannot be compiled
             environment["TORCHDYNAMO_DISABLE"] = "1"
         with processes.Worker(environment, path=path, folder=root) as worker:
             worker.call(systems.prepare)
@@ -96,10 +96,11 @@ def answers_of(root: Path, text: str = "") -> Iterator[Answer]:
                 answer = _answer(worker, part, Path(folder, "progress")) if asked else {"verdict": parts.NOT_WRITTEN}
                 yield {"schema": SCHEMA, "part": part, "adapter": adapter, **answer}
                 if asked and adapter not in parts.IN_ONE_PROCESS:
-                    worker.kill()  # a kernel may have written behind its tensors; the next call starts another
+                    worker.kill()  # a kernel may have written outside of its tensors; the next call starts a new one
 
 
 def _answer(worker: processes.Worker, part: str, progress: Path) -> Answer:
+    """The verdict on a part, also where it ends the worker's process. progress: a file of what is asked."""
     progress.write_text(json.dumps(("as it loads", "", None)))
     try:
         return worker.call(parts.ask, part, parts.BEYOND_S, progress, timeout_s=PART_S)
@@ -112,7 +113,7 @@ def _answer(worker: processes.Worker, part: str, progress: Path) -> Answer:
 
 
 def _beyond(answer: Answer) -> str:
-    """How many aspects beyond the handout hold, and the names of the others."""
+    """How many aspects beyond the handout are right, and the names of the others; "" where none was asked."""
     names = grouped((verdict, aspect) for aspect, verdict in answer.get("beyond", {}).items())
     lacking = [f"{verdict}: {', '.join(of)}" for verdict, of in names.items() if verdict != parts.RIGHT]
     count = f"{len(names.get(parts.RIGHT, []))} of {sum(map(len, names.values()))} right"
@@ -127,6 +128,7 @@ def _line(answer: Answer, width: int) -> str:
 
 
 def _summary(answers: Sequence[Answer]) -> list[str]:
+    """The last lines: how many parts have which verdict, and what was not asked."""
     counts = Counter(answer["verdict"] for answer in answers)
     notes = dict.fromkeys(note for answer in answers for note in answer.get("notes", []))
     return [
@@ -138,6 +140,7 @@ def _summary(answers: Sequence[Answer]) -> list[str]:
 
 
 def _page(folder: Path, answers: Sequence[Answer]) -> str:
+    """The answers as HTML."""
     heads = ("part", "verdict", "what is wrong; what holds beyond the handout", "the handout asks", "adapter")
     rows = [
         (

@@ -1,7 +1,8 @@
-"""Assignment 1, the model: what its adapters are asked, in the sizes of the course's tests.
+"""Assignment 1, the model: the questions that its adapters are asked, in the sizes of the course's tests.
 
-Each function asks one adapter: it yields questions and whether they go beyond the handout. Results are judged by
-formulas of torch, and known mistakes are named.
+Each function without arguments asks one adapter, and is named in parts.py: it yields pairs (question, whether it goes
+beyond the handout). Results are compared with formulas of torch. A known mistake is named by the result that it gives:
+add one to the `mistakes` of its question.
 
 Legend: B batch, S positions, M d_model, H heads, FF d_ff, V ids.
 """
@@ -19,12 +20,13 @@ from lmsys import draws
 from lmsys.check.question import Fault, Question, worst
 from lmsys.course.checkout import adapter
 
-Questions = Iterator[tuple[Question, bool]]  # and whether each goes beyond the handout
+Questions = Iterator[tuple[Question, bool]]  # (question, True where it goes beyond the handout)
 B, S, M, H, FF, V, LAYERS, LONGEST, THETA = 4, 12, 64, 4, 128, 97, 2, 16, 10000.0
-ROOM = 1e-4  # of the largest value, as the course's tests have it
+ROOM = 1e-4  # tolerance as a share of the largest value, as in the course's tests
 
 
 def drawn(about: str, *shape: int) -> Tensor:
+    """A random tensor of this shape, nearly normal, and equal for an equal name."""
     return draws.values(draws.key(0, about), 0, math.prod(shape)).view(shape)
 
 
@@ -35,11 +37,16 @@ def asked(
     mistakes: Mapping[str, Tensor] | None = None,
     beyond: bool = False,
 ) -> tuple[Question, bool]:
-    """A question whose answer is a tensor. mistakes: by a mistake in words, the answer that it gives."""
+    """(a question whose answer is a tensor, `beyond`).
+
+    call      asks the adapter
+    mistakes  by mistake, in words, the result that it gives
+    """
     return Question(about, partial(_fault, call, expected, mistakes or {})), beyond
 
 
 def _fault(call: Callable[[], Any], expected: Tensor, mistakes: Mapping[str, Tensor]) -> Fault | None:
+    """What is wrong with the result, and by which mistake if it is known; None: nothing."""
     x = call()
     if not isinstance(x, Tensor) or x.shape != expected.shape:
         kind = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__}"
@@ -52,6 +59,7 @@ def _fault(call: Callable[[], Any], expected: Tensor, mistakes: Mapping[str, Ten
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
+    """True where x has y's shape and, within the tolerance, its values."""
     room = ROOM * max(1.0, float(y.nan_to_num().abs().max()))
     return x.shape == y.shape and torch.allclose(x, y.double(), rtol=0.0, atol=room, equal_nan=True)
 
@@ -87,7 +95,12 @@ def softmax() -> Questions:
 
 
 def rotate(x: Tensor, positions: Tensor, halves: bool = False, sign: float = 1.0, power: float = 2.0) -> Tensor:
-    """RoPE of x (..., S, D). halves: channel i turns with i + D / 2, in place of its neighbour."""
+    """RoPE of x (..., S, D), or a mistaken form of it.
+
+    halves  channel i turns with i + D / 2, in place of its neighbour
+    sign    -1 turns in the other direction
+    power   the exponent of theta is k · power / D
+    """
     half = x.shape[-1] // 2
     angles = sign * positions.double()[:, None] * THETA ** (-torch.arange(half).double() * power / x.shape[-1])
     pairs = x.double().unflatten(-1, (2, half) if halves else (half, 2)).movedim(-2 if halves else -1, 0)
@@ -120,6 +133,7 @@ def rope() -> Questions:
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+    """Attention; mask is True where a query sees a key."""
     scores = (q @ k.mT).double() * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
     return (scores.softmax(-1) @ v.double()).to(q.dtype)
@@ -146,6 +160,7 @@ CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
 
 
 def projections(about: str) -> list[Tensor]:
+    """The weights of q, k, v and the output projection."""
     return [drawn(f"{about} {name}", M, M) / 8 for name in "qkvo"]
 
 
@@ -200,10 +215,12 @@ def weights_of(layer: int) -> dict[str, Tensor]:
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm with eps 1e-5."""
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
 def block_of(x: Tensor, weights: Mapping[str, Tensor], rotated: str = "qk", form: str = "pre") -> Tensor:
+    """A Transformer block. form: "pre" or "post" norm, or "none": without residual connections."""
     attend = partial(heads, weights=[weights[f"attn.{name}.weight"] for name in PROJECTIONS], rotated=rotated)
     w1, w2, w3 = (weights[f"ffn.w{i}.weight"] for i in (1, 2, 3))
 

@@ -1,4 +1,4 @@
-"""Assignment 1, the training: what its adapters are asked. As in basics.py a function asks one adapter."""
+"""Assignment 1, training and tokenizer: the questions that its adapters are asked; the form is that of basics.py."""
 
 import io
 import math
@@ -122,6 +122,7 @@ VOCABULARY = 320
 
 
 def smallest(count: int, pair: naive.Pair) -> object:
+    """A `rank` of `naive.learn_merges` by which the smallest of equally frequent pairs is merged: a mistake."""
     return count, [[-x for x in part] for part in pair]
 
 

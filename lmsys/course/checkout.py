@@ -1,4 +1,4 @@
-"""A checkout of an assignment: where it is, what its tests/adapters.py defines, and how that is imported."""
+"""A checkout of an assignment: finds it, and imports its tests/adapters.py; `adapter(name)` gives one of them."""
 
 import importlib
 import importlib.metadata
@@ -16,7 +16,10 @@ ADAPTERS = Path("tests", "adapters.py")
 
 
 def root_of(path: Path) -> Path:
-    """The folder of the only tests/adapters.py in a folder or at most two below it. ValueError: there is not one."""
+    """The checkout's root: the folder of the one tests/adapters.py in `path` or at most two levels below it.
+
+    ValueError where there is none, or more than one.
+    """
     depths = (sorted(path.resolve().glob(f"{'*/' * depth}{ADAPTERS}")) for depth in range(3))
     files = next((files for files in depths if files), [])
     if len(files) != 1:
@@ -35,10 +38,10 @@ def path_of(root: Path) -> list[str]:
 
 
 class Missing(types.ModuleType):
-    """A module that is not installed, in the place of one that a checkout imports and may never use.
+    """Stands for a module that a checkout imports, may never use, and that is not installed.
 
-    While the adapters load, any name can be imported from it, called, and derived from. ModuleNotFoundError, with the
-    module's name, where that is used later.
+    While the adapters load, any name can be imported from it, called, and derived from. Later use is a
+    ModuleNotFoundError with the module's name.
     """
 
     __path__: list[str] = []
@@ -59,10 +62,10 @@ class Missing(types.ModuleType):
 
 
 def load() -> Any:
-    """The module tests.adapters, in a process that works in the checkout and whose path begins as `path_of` says.
+    """The module tests.adapters. The process must work in the checkout, with sys.path as `path_of` says.
 
-    A module that is missing has a `Missing` in its place; one that lies deeper in the checkout joins the path.
-    ValueError, with the line, where it does not load.
+    For a missing module a `Missing` is put in its place; if it lies deeper in the checkout, its folder joins sys.path.
+    ValueError, with the line, where tests.adapters does not load.
     """
     importlib.metadata.version = laptop.version
     Missing.loading = True
@@ -98,13 +101,13 @@ def _find(module: str) -> None:
 
 
 def adapter(name: str) -> Any:
-    """The adapter, in a process where `load` can be called. ValueError where the file has none."""
+    """The adapter of this name, in a process where `load` can be called. ValueError where there is none."""
     load()
     return load_target(f"tests.adapters:{name}")
 
 
 def written() -> Mapping[str, bool]:
-    """By the name of each adapter whether it is more than what the course has left to write."""
+    """By name of each adapter True where it does more than raise NotImplementedError, as the course's templates do."""
     return {
         name: getattr(getattr(x, "__code__", None), "co_names", ()) != ("NotImplementedError",)  # all that it names
         for name, x in vars(load()).items()

@@ -1,4 +1,7 @@
-"""How fast the right parts of a checkout are: rows of the bench, beside others, on the workloads of the handout."""
+"""Measures the right parts of a checkout as rows of the bench, beside others, on the workloads of the handout.
+
+A part that can be measured has a name in ROWS, from which a file of rows is written, and one in WORKLOADS.
+"""
 
 import shlex
 import subprocess
@@ -46,8 +49,8 @@ CONTAINERS = {
     "DDP, each parameter": "student_individual",
     "DDP, bucketed": "student_bucketed",
 }
-# By benchmark: the rows by their parts, what is run, and what a machine without a GPU makes smaller. With --no-check
-# nothing beyond the handout hinders a measurement; the timed calls are judged all the same.
+# By benchmark: (names of rows by part, options, options that make it smaller where there is no GPU). --no-check leaves
+# checks out, since what goes beyond the handout may be wrong; the timed calls are judged all the same.
 WORKLOADS = {
     "attention": (ATTENTION, "-k leaderboard --sweep full --no-check", "--length 256 --head-dim 16 --dtype float32"),
     "data_parallel": (
@@ -59,9 +62,9 @@ WORKLOADS = {
 
 
 def measure(root: Path, right: Collection[str], folder: Path) -> list[list[str]]:
-    """Runs the benchmarks of the parts that are right, and builds their report in folder/site. The commands that ran.
+    """Runs the benchmarks of the `right` parts and builds their report in folder/site; returns the commands that ran.
 
-    A command that fails is told by what it prints, and the others go on.
+    A command that fails prints why, and the others go on.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.py").write_text(ROWS.format(root=root, path=checkout.path_of(root)))

@@ -1,4 +1,7 @@
-"""The parts of assignments 1 and 2, 2025 and 2026: by which adapter each is asked, and what of it the handout asks."""
+"""The parts of assignments 1 and 2, of 2025 and 2026: PARTS has the adapter and questions of each; `ask` judges one.
+
+A new part is an entry of PARTS, with questions as in basics.py.
+"""
 
 import json
 import os
@@ -22,12 +25,17 @@ from lmsys.course.basics import Questions
 from lmsys.registry import Entry
 from lmsys.testing import Inputs
 
-BEYOND_S = 20.0  # of a part: after it nothing is asked that goes beyond the handout
+BEYOND_S = 20.0  # seconds of a part, after which nothing is asked that goes beyond the handout
 RIGHT, WRONG, REFUSED, NOT_WRITTEN, NOT_JUDGED = "right", "wrong", "refused", "not written", "not judged"
-INSTALLED_AS = {"yaml": "PyYAML", "sklearn": "scikit-learn", "hydra": "hydra-core", "PIL": "pillow"}  # of other names
+INSTALLED_AS = {
+    "yaml": "PyYAML",
+    "sklearn": "scikit-learn",
+    "hydra": "hydra-core",
+    "PIL": "pillow",
+}  # packages by module
 NO_KERNEL = Fault("  NotImplementedError: the results are right, but no Triton kernel makes them", raises=True)
 
-# What an exception says of a part, by its text: the first that fits. All others refuse what the handout asks.
+# The verdict that an exception means, by a pattern of its text; the first that fits. All others mean `refused`.
 VERDICTS = {
     r"NotImplementedError.*(interpreter mode|Could not run)": NOT_JUDGED,
     r"NotImplementedError": NOT_WRITTEN,
@@ -40,9 +48,12 @@ VERDICTS = {
 
 @dataclass(frozen=True)
 class Part:
-    """A part: its adapter, the questions, and what the handout asks, in words.
+    """A part of an assignment.
 
-    backward  of what is asked beyond the handout, the backward is told
+    adapter    the name of its function in tests/adapters.py
+    questions  yields them, see basics.py
+    asks       what the handout asks, in words
+    backward   the backward is reported of what goes beyond the handout, not the forward
     """
 
     adapter: str
@@ -52,16 +63,16 @@ class Part:
 
 
 def _of_kind(kind: str, name: str, asked: str) -> Questions:
-    """The questions that `lmsys check` asks; the handout asks those whose names begin as `asked`, a pattern, does."""
+    """The questions of `lmsys check` for a kind; the handout asks those whose names begin with the pattern `asked`."""
     options = Options(grad=False, dtypes=("float32", "bfloat16"))
     for question in kinds.KINDS[kind].questions(Entry(name, f"{systems.__name__}:{name}"), options):
         yield question, not re.match(asked, question.about)
 
 
 def _of_flash(name: str, backward: bool) -> Questions:
-    """The handout's cases, forward or backward, and behind them what `lmsys check` asks any attention.
+    """The handout's cases of attention, forward or backward, then, beyond it, the questions of `lmsys check`.
 
-    A function in PyTorch may ignore the mask.
+    The handout allows the function in PyTorch to ignore the causal mask.
     """
     entry = Entry(name, f"{systems.__name__}:{name}")
     causal = name == "flash_triton"
@@ -72,14 +83,17 @@ def _of_flash(name: str, backward: bool) -> Questions:
             yield question, False
         if causal and not backward and not launched and os.environ.get("TRITON_INTERPRET") == "1":
             yield Question("its kernels", lambda: NO_KERNEL), False
-    yield replace(question, aspect="a second call"), True  # so that the handout is known to have been asked
+    yield replace(question, aspect="a second call"), True  # the first beyond: all of the handout was asked before
     options = Options(grad=backward, dtypes=("float32", "bfloat16"))
     yield from ((question, True) for question in attention.questions(entry, options))
     yield from ((question, True) for question in attention.of_a_handout(entry, options, causal, attention.SHORT))
 
 
 def saved_lse(call: Callable[..., Tensor], inputs: Inputs, grad: bool) -> dict[str, Tensor]:
-    """The result and the log-sum-exp that it saves for its backward, as one tensor of shape (batch, queries)."""
+    """The outputs by name: the result o, and lse, the log-sum-exp that it saves for its backward.
+
+    ValueError unless it saves exactly one tensor of shape (batch, queries).
+    """
     o, shape = call(*inputs.leaves(True)), (inputs.q.shape[0] * inputs.q.shape[1], inputs.q.shape[2])
     node: Any = o.grad_fn
     while not hasattr(node, "saved_tensors") and node.next_functions:
@@ -178,7 +192,7 @@ IN_ONE_PROCESS = {part.adapter for part in PARTS.values() if "run_" in part.adap
 
 
 def ask(about: str, beyond_s: float, progress: Path) -> dict[str, Any]:
-    """The verdict on a part, in a process that works in the checkout: see `judged`. progress: a file that notes it."""
+    """`judged` of the part `about`, in a process that works in the checkout. progress: a file for what is noted."""
     poison(setattr)
     systems.prepare()
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
@@ -187,10 +201,11 @@ def ask(about: str, beyond_s: float, progress: Path) -> dict[str, Any]:
 
 
 def judged(part: Part, beyond_s: float, note: Callable[..., object] = lambda *_: None) -> dict[str, Any]:
-    """The verdict, and what it rests on: the fields of docs/course.md.
+    """The verdict on a part and its reasons: the fields in docs/course.md.
 
-    beyond_s  the time until which it is asked what goes beyond the handout
-    note      is told what is asked next, its aspect, and the verdict so far; None before all of the handout is asked
+    beyond_s  seconds after which nothing is asked that goes beyond the handout
+    note      called before each question with its name, its aspect, and the verdict so far: None until all of the
+              handout was asked
     """
     held, right, notes = Holds(grad=part.backward), 0, dict[str, None]()
     start, direction = time.perf_counter(), DIRECTIONS[part.backward]
@@ -216,6 +231,7 @@ def judged(part: Part, beyond_s: float, note: Callable[..., object] = lambda *_:
 
 
 def _fault_of(question: Question) -> Fault | None:
+    """What is wrong with the answer, an exception included; None: nothing."""
     try:
         return question.judge()
     except Exception as error:
@@ -223,13 +239,13 @@ def _fault_of(question: Question) -> Fault | None:
 
 
 def _failed(text: str, fault: Fault) -> dict[str, Any]:
-    """The fields of a part that fails: paths are from the checkout's root, and what is missing has its install line."""
+    """The fields of a part that fails. Paths are relative to the checkout; a missing package gets its pip command."""
     text, missing = text.replace(f"{Path.cwd()}/", ""), re.search(r"No module named '(\w+)", text)
     advice = f"; {PIP} {INSTALLED_AS.get(missing[1], missing[1])}" if missing and "cs336" not in missing[1] else ""
     return {"verdict": verdict_of(text, fault.raises), "text": text + advice, "mistake": fault.mistake}
 
 
 def verdict_of(text: str, raises: bool) -> str:
-    """The verdict on a part that fails by its text: an exception may say that nothing was written, or judged."""
+    """The verdict on a part that fails with this text. raises: by an exception, for which VERDICTS are looked up."""
     named = (verdict for pattern, verdict in VERDICTS.items() if re.search(pattern, text))
     return next(named, REFUSED) if raises or " raises " in text else WRONG

@@ -1,4 +1,7 @@
-"""Assignment 2, and what `lmsys check` has a kind of: adapters in the form in which that asks them, and FSDP."""
+"""Adapters in the form in which `lmsys check` asks functions and classes of their kind; and the questions on FSDP.
+
+parts.py names these functions and classes as targets of checks, and measure.py as rows of benchmarks.
+"""
 
 import os
 from collections.abc import Callable
@@ -18,11 +21,11 @@ CLASSES = {
     "flash_pytorch": "get_flashattention_autograd_function_pytorch",
     "flash_triton": "get_flashattention_autograd_function_triton",
 }
-MOST_HELD = 0.9  # of what is to be divided among two ranks: a rank that holds more divides nothing
+MOST_HELD = 0.9  # of two ranks: one that holds a larger share has not divided parameters or state
 
 
 def __getattr__(name: str) -> Any:
-    """The classes that adapters return, by the names of `lmsys.course.parts`."""
+    """The classes that adapters return, by the names in CLASSES, which parts.py uses."""
     if name not in CLASSES:
         raise AttributeError(name)
     return checkout.adapter(CLASSES[name])()
@@ -37,7 +40,7 @@ def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
 
 
 def _of_sequences(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The result for x (..., S, M); the handout promises (B, S, M)."""
+    """call(x) for x (..., S, M): the adapter gets (B, S, M), as in the handout."""
     return call(x) if x.ndim > 2 else call(x[None])[0]
 
 
@@ -46,7 +49,10 @@ def cross_entropy(inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Ddp(nn.Module):
-    """A container by the adapters that make it, and that a training calls around its backward."""
+    """A DDP container of the checkout as a strategy.
+
+    make, after, before  names of adapters: makes the container, is called after a backward, before a step; "": none
+    """
 
     make, after, before = "get_ddp", "ddp_on_after_backward", ""
 
@@ -84,9 +90,9 @@ class Bucketed(Ddp):
 
 
 def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
-    """The adapter's optimizer. After a step it raises where a rank keeps the state of all of several parameters.
+    """The adapter's optimizer, whose step raises RuntimeError where a rank keeps the state of all parameters.
 
-    Whether its zero_grad() reaches what other ranks own is asked with groups alone, beyond what the course's tests ask.
+    Without param groups its zero_grad() is replaced: the course's tests do not ask it to reach other ranks' parameters.
     """
     params = list(params)
     optimizer = checkout.adapter("get_sharded_optimizer")(params, optimizer_cls, **kwargs)
@@ -109,7 +115,7 @@ def sharded_optimizer(params: Any, optimizer_cls: Any, **kwargs: Any) -> Any:
 
 
 def prepare() -> None:
-    """Answers a checkout's questions for a GPU in this process. What the checkout prints is no verdict."""
+    """Makes this process answer a checkout that asks for a GPU, and sends what it prints to standard error."""
     os.dup2(2, 1)
     laptop.install()
 
@@ -119,7 +125,7 @@ State = dict[str, Tensor]
 
 
 def toy() -> nn.Module:
-    """A model of the course's own layers: ids (B, S) -> logits (B, S, V)."""
+    """A small model of the course's own layers: ids (B, S) -> logits (B, S, V)."""
     from cs336_basics.model import Embedding, Linear, RMSNorm  # type: ignore[import-not-found]
 
     torch.manual_seed(42)
@@ -128,7 +134,7 @@ def toy() -> nn.Module:
 
 
 def train(model: nn.Module, part: slice, rate: float, after: Callable[[Any], object]) -> None:
-    """Steps of SGD on a part of the examples. after: called with the optimizer behind each backward."""
+    """STEPS steps of SGD on a part of the examples. after: called with the optimizer after each backward."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=True)
@@ -140,13 +146,17 @@ def train(model: nn.Module, part: slice, rate: float, after: Callable[[Any], obj
 
 
 def train_alone(rate: float) -> State:
+    """The parameters after a training in one process, by name."""
     model = toy()
     train(model, slice(None), rate, lambda optimizer: None)
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def train_on_rank(dtype: torch.dtype | None) -> State:
-    """On a rank: the training by the checkout's FSDP. AssertionError for what the handout asks beside the weights."""
+    """The parameters after a training by the checkout's FSDP, by name; runs on each rank.
+
+    AssertionError where parameters are not divided, or gradients are wrong in shape or dtype.
+    """
     prepare()
     model, first = toy(), dist.get_rank() * EXAMPLES // strategy.WORLD_SIZE
     whole, wrapped = sum(p.nbytes for p in model.parameters()), checkout.adapter("get_fsdp")(model, compute_dtype=dtype)
@@ -166,7 +176,7 @@ def train_on_rank(dtype: torch.dtype | None) -> State:
 
 
 def fsdp() -> basics.Questions:
-    """Three steps of SGD on two ranks, from weights that are equal, in float32 and with float16 for computation."""
+    """Questions: three steps of SGD on two ranks from equal weights, in float32 and with float16 for computation."""
     for dtype, room in ((None, 1e-4), (torch.float16, 2e-3)):
         yield (
             question.Question(
@@ -177,6 +187,7 @@ def fsdp() -> basics.Questions:
 
 
 def _fault_of_fsdp(dtype: torch.dtype | None, room: float) -> question.Fault | None:
+    """What is wrong with the weights, compared with training in one process. room: the tolerance."""
     try:
         with WorkerGroup(strategy.WORLD_SIZE, environment=strategy.QUIET, timeout_s=60.0) as ranks:
             states = ranks.run(train_on_rank, dtype)
@@ -201,7 +212,7 @@ OF_REPLICATED = "gradients of parameters that are not sharded, such as RMSNorm's
 
 
 def _wrong(state: State, expected: State, room: float) -> list[str]:
-    """The names of parameters that are missing, or off by more than the room."""
+    """The names of parameters that are missing, or off by more than `room`."""
     return [
         name
         for name, x in expected.items()
