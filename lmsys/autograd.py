@@ -1,4 +1,7 @@
-"""Marks of functions whose derivatives are written by hand, where torch.autograd leaves something open."""
+"""What hand-written autograd Functions share: refusals of derivatives that they do not have, and questions on context.
+
+The Functions of `lmsys.attention` and `lmsys.model` use it.
+"""
 
 from collections.abc import Callable
 from functools import wraps
@@ -8,10 +11,10 @@ import torch
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of an autograd Function whose gradients have no derivatives: RuntimeError where they might be taken.
+    """Decorates the backward of an autograd Function without second derivatives: RuntimeError with create_graph=True.
 
-    torch's decorator of this name speaks up only where its own node is reached: `torch.autograd.grad` goes around it on
-    the way to its inputs, and the derivatives were taken for zero.
+    torch's decorator of this name raises only when a second backward reaches its own node. On the way to other inputs
+    `torch.autograd.grad` goes around that node, and takes the derivatives for zero.
     """
 
     @wraps(backward)
@@ -27,7 +30,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def no_forward_mode(ctx: Any, *tangents: Any) -> Any:
-    """The `jvp` of an autograd Function that has none: NotImplementedError."""
+    """Use it as the `jvp` of an attention Function that has none: NotImplementedError."""
     raise NotImplementedError("this attention has no forward-mode derivatives (jvp); impl='naive' has them")
 
 
@@ -37,8 +40,9 @@ def is_transformed() -> bool:
 
 
 def is_watched() -> bool:
-    """True where more than autograd looks at what is called: torch.compile, torch.func, a dispatch mode.
+    """True where torch.compile, torch.func or a dispatch mode follows what is called.
 
-    Selective checkpointing, counters of operations and fake tensors are such modes. All of them see operators alone.
+    Selective checkpointing, counters of operations and fake tensors are dispatch modes. All of them see only calls of
+    registered operators.
     """
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or is_transformed()

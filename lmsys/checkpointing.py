@@ -1,12 +1,13 @@
 """Activation checkpointing: what each block keeps for its backward, and which blocks are run again. Imports no torch.
 
-The more is kept, the less is computed again. A block of the level
+This module reads the setting `checkpoint_blocks` of a `ModelConfig`. The model acts on it (`lmsys.model.selective`),
+`lmsys.cost.memory` predicts the memory. The more a block keeps, the less it recomputes. A block of the level
 
 none       keeps all that its backward reads
 matmuls    keeps its input, q, k, v, what the attention row keeps beside them (o and the log-sum-exp), the attention's
-           projection and what W1 and W3 give; it computes its norms and silu(W1 x) · W3 x again
-attention  as matmuls, but computes W1 and W3 again too
-whole      keeps its input, and computes everything again
+           projection, W1 x and W3 x; it recomputes its norms and silu(W1 x) · W3 x
+attention  is as matmuls, but recomputes W1 x and W3 x too
+whole      keeps its input, and recomputes everything
 """
 
 import re
@@ -16,13 +17,13 @@ from typing import NamedTuple
 
 from lmsys import values
 
-LEVELS = ("none", "matmuls", "attention", "whole")  # from the least to the most that is computed again
-FIT = "fit"
-RUN = re.compile(rf"({'|'.join(LEVELS)})\*([1-9][0-9]{{0,8}})")  # so many blocks of a level
+LEVELS = ("none", "matmuls", "attention", "whole")  # from the least to the most that is recomputed
+FIT = "fit"  # the setting that `lmsys.cost.memory.fit` replaces by levels
+RUN = re.compile(rf"({'|'.join(LEVELS)})\*([1-9][0-9]{{0,8}})")  # a level and a number of blocks
 
 
 class Group(NamedTuple):
-    """The blocks from `first` to before `stop`; those of a group of the level "whole" keep one input together."""
+    """The blocks `first` to `stop` - 1, of one level. A group of the level "whole" keeps a single input."""
 
     first: int
     stop: int
@@ -30,9 +31,9 @@ class Group(NamedTuple):
 
 
 def groups_of(checkpoint_blocks: int | str, num_layers: int) -> list[Group]:
-    """The groups that a setting means, in order: `checkpoint_blocks` of a `ModelConfig`.
+    """The groups of a model's blocks, in order, by the setting `checkpoint_blocks`.
 
-    ValueError for a setting that means none, and for "fit", which means what `lmsys.cost.memory.fit` makes of it.
+    ValueError for a wrong setting, and for "fit", which `lmsys.cost.memory.fit` must replace first.
     """
     if isinstance(checkpoint_blocks, int):
         values.hold(
@@ -65,7 +66,7 @@ def groups_of(checkpoint_blocks: int | str, num_layers: int) -> list[Group]:
 
 
 def for_fewer(checkpoint_blocks: int | str, num_layers: int, fewer: int) -> int | str:
-    """The setting as a model of `fewer` blocks has it: its first block and its last are of the levels of these.
+    """The setting for a model of only `fewer` blocks, whose first and last block have the same levels as before.
 
     ValueError as from `groups_of`.
     """
@@ -82,4 +83,5 @@ def setting_of(levels: Iterable[str]) -> str:
 
 
 def _in_steps(first: int, stop: int, step: int, level: str) -> list[Group]:
+    """Groups of `step` blocks, from block `first` to `stop` - 1."""
     return [Group(start, min(start + step, stop), level) for start in range(first, stop, step)]

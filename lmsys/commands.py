@@ -1,4 +1,7 @@
-"""The commands of `lmsys`, their help by example, and the commands that install what is missing. Imports no torch."""
+"""The commands of `lmsys`, their help by example, and how to install what is missing. Imports no torch.
+
+A new command is a module with a `main`, and an entry of COMMANDS.
+"""
 
 import argparse
 import importlib.metadata
@@ -8,14 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PIP = "python -m pip install"
-FOLDER = Path(__file__).parents[1]  # of a checkout, or where packages are installed
+FOLDER = Path(__file__).parents[1]  # the root of a checkout, or the folder where packages are installed
 USAGE = 2  # exit status of a command that cannot begin
-EXTRAS = {"matplotlib": "report", "pytest": "bench", "pytest_benchmark": "bench"}  # that bring a module
+EXTRAS = {"matplotlib": "report", "pytest": "bench", "pytest_benchmark": "bench"}  # by module the extra with it
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of `lmsys`: the module that `python -m` runs, what it does, and examples with what they do."""
+    """A command of `lmsys`.
+
+    module    what `python -m` runs
+    about     what it does, in a sentence
+    examples  command lines, each with what it does
+    """
 
     module: str
     about: str
@@ -100,17 +108,17 @@ def parser(name: str, program: str = "") -> argparse.ArgumentParser:
 
 
 def missing(command: str, module: str) -> str:
-    """The sentence on a module that is not installed, with what brings it."""
+    """The error message about a module that a command needs and that is not installed, with how to install it."""
     return f"{command} needs {module}, which is not installed here: {bringing(module)}"
 
 
 def bringing(module: str) -> str:
-    """The command that installs what a module comes with."""
+    """The shell command that installs a module."""
     return with_extra(EXTRAS[module]) if module in EXTRAS else f"{PIP} {module}"
 
 
 def with_extra(extra: str) -> str:
-    """The command that installs lmsys with an extra, from where it came: a checkout, an address, or an index."""
+    """The shell command that installs lmsys with an extra, from its own source: a checkout, a URL, or an index."""
     if (FOLDER / "pyproject.toml").is_file():
         return f"{PIP} -e {shlex.quote(f'{FOLDER}[{extra}]')}"
     source = next(

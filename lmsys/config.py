@@ -1,4 +1,8 @@
-"""The configuration of a model, in plain values: frozen, checked, and JSON there and back. Imports no torch."""
+"""The configuration of a model, in plain values: frozen, checked, and JSON there and back. Imports no torch.
+
+`TransformerLM`, benchmarks and `lmsys train` (as the section `model`) take a `ModelConfig`. A new field is a line in
+the class and in its docstring.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +12,7 @@ from typing import Annotated, Any
 from lmsys import checkpointing, strict_json
 from lmsys.values import Count, Positive, choice, hold, one_of
 
-IGNORED = -100  # targets of this value count for nothing, as in torch
+IGNORED = -100  # a target of this value has no loss, as in torch
 RESIDUALS = "wide", "narrow"
 
 
@@ -18,12 +22,12 @@ class ModelConfig(strict_json.Checked):
 
     num_kv_heads       key/value heads, a divisor of num_heads; None: as many as query heads
     attention          a row of `lmsys.attention.ATTENTION`
-    checkpoint_blocks  activation checkpointing, what blocks keep for their backward: 0 or "none": all that it reads;
-                       "matmuls", "attention": less, see `lmsys.checkpointing`; 1 or "whole": only their input; n: n
-                       blocks are one group, which keeps only its input; "attention*12,matmuls*22": so many blocks of
-                       each, in order; "fit": in training the least that is computed again in the memory there is
-    residual           the dtype of the residual stream between blocks: "wide" is at least float32, "narrow" what
-                       matmuls read, under autocast half the bytes; every block then rounds what it adds to
+    checkpoint_blocks  activation checkpointing: what blocks keep for their backward. 0 or "none": all that it reads;
+                       "matmuls", "attention": less, see `lmsys.checkpointing`; 1 or "whole": only their input; n:
+                       groups of n blocks keep only the group's input; "attention*12,matmuls*22": numbers of blocks, in
+                       order; "fit": training chooses what recomputes least and fits into the memory
+    residual           the dtype of the residual stream between blocks: "wide" is at least float32; "narrow" is that of
+                       matmuls, under autocast half the bytes, and every block rounds the stream
     """
 
     d_model: Count

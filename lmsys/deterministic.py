@@ -1,4 +1,7 @@
-"""torch's deterministic mode, in which kernels give the same bits for the same inputs, or raise an error."""
+"""torch's deterministic mode, in which kernels give the same bits for the same inputs, or raise an error.
+
+Reproducible training and benchmarks of deterministic cases run in it; the bench also checks that no row changes it.
+"""
 
 import os
 from collections.abc import Iterator
@@ -6,12 +9,12 @@ from contextlib import contextmanager
 
 import torch
 
-# A workspace of a size that no call changes. torch reads it at the first matmul on a GPU: after that it is too late.
+# A fixed workspace, without which cuBLAS is not deterministic. torch reads it only at the first matmul on a GPU.
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def mode() -> list[bool]:
-    """[enabled, warns in place of errors, fills memory that nobody has written]."""
+    """The current mode: [it is on, it warns where it would raise, it fills memory that is allocated]."""
     return [
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -20,6 +23,7 @@ def mode() -> list[bool]:
 
 
 def set_mode(parts: list[bool]) -> None:
+    """Sets what `mode` gives."""
     enabled, warns, filled = parts
     torch.use_deterministic_algorithms(enabled, warn_only=warns)
     torch.utils.deterministic.fill_uninitialized_memory = filled
@@ -27,7 +31,7 @@ def set_mode(parts: list[bool]) -> None:
 
 @contextmanager
 def deterministic_mode() -> Iterator[None]:
-    """Inside it is on, with errors, and fills nothing. It also asks for `CUBLAS_WORKSPACE`."""
+    """Inside, the mode is on, raises errors and fills no memory. `CUBLAS_WORKSPACE` is set, if it was not."""
     before = mode()
     os.environ.setdefault(*CUBLAS_WORKSPACE)
     set_mode([True, False, False])

@@ -1,9 +1,10 @@
-"""A line on what this process is doing, which another process can read: when this one has died, nobody else knows.
+"""A line about what this process is doing, which another process can read after this one has died.
 
     doing.now("in step 12")
 
-The line lies in memory that is shared by a file without a name, so that to note it costs about a microsecond, and
-nothing is left of it. Imports no torch.
+The training loop and benchmarks write it; `lmsys.parallel.group`, `lmsys.watchdog` and the bench read it for errors.
+The line lies in memory that is shared through a file without a name: writing it takes about a microsecond, and no file
+is left. Imports no torch.
 """
 
 import mmap
@@ -13,17 +14,18 @@ from typing import Any
 
 SIZE = mmap.PAGESIZE
 LENGTH = 128  # bytes of a line
-AT_FIRST = "as it began"
+AT_FIRST = "as it began"  # what is read before the first line was written
 
 
 def shared_file() -> int:
-    """A file without a name that several processes can map, by its number."""
+    """Opens a file without a name that several processes can map; returns its file descriptor."""
     with tempfile.TemporaryFile() as file:
         file.truncate(SIZE)
         return os.dup(file.fileno())
 
 
 def map_file(file: int) -> mmap.mmap:
+    """The shared memory of a file of `shared_file`."""
     return mmap.mmap(file, SIZE)
 
 
@@ -31,25 +33,27 @@ _memory: Any = bytearray(SIZE)  # of this process alone until it is shared
 
 
 def share(file: int) -> None:
-    """From here on the notes of this process are in a shared file, and the file stands open no more."""
+    """From now on this process writes its line into the shared file, which is closed: its memory stays mapped."""
     global _memory
     _memory = map_file(file)
     os.close(file)
 
 
 def now(text: str) -> None:
-    """Notes what goes behind "it died, ", such as "in step 12"."""
+    """Writes this process's line: text that may follow "it died, ", such as "in step 12"."""
     write(_memory, text)
 
 
 def last() -> str:
-    """The last note of this process."""
+    """The line that this process wrote last."""
     return read(_memory)
 
 
 def write(memory: Any, text: str) -> None:
+    """Writes a line into shared memory."""
     memory[:LENGTH] = text.encode()[:LENGTH].ljust(LENGTH, b"\0")
 
 
 def read(memory: Any) -> str:
+    """The line in shared memory."""
     return bytes(memory[:LENGTH]).rstrip(b"\0").decode(errors="replace") or AT_FIRST

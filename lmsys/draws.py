@@ -1,9 +1,12 @@
-"""Inputs that any machine can make again: one counter-based generator, the same bit for bit on every device.
+"""Random inputs that any machine can draw again: one counter-based generator, bitwise equal on every device.
 
 Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) gives four words for each number
 of a counter. A word becomes a value without a logarithm or a sine, which differ between devices: the sum of its four
 bytes is nearly normal, and 13 more bits fill the mantissa of float32. The values of a seed are a stream. A draw is a
-window of it, so that a new draw costs one copy, and any part of a draw can be made again alone.
+window of it, so that a new draw costs one copy, and any part of a draw can be computed again by itself.
+
+The bench fills the inputs of timed calls by `Draws`, and `lmsys verify` draws parts of them again by `part`. Checks
+draw their inputs by `values` and `whole_numbers`, with `key(seed, name)` as the seed.
 """
 
 import random
@@ -13,18 +16,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-VERSION = "philox4x32-10/2"  # changes when a draw does
-STD = (4 * (256**2 - 1) / 12) ** 0.5  # of the sum of four bytes
-STARTS = 2**16  # places where a draw can begin
+VERSION = "philox4x32-10/2"  # change it with any change of the values that are drawn: result files name it
+STD = (4 * (256**2 - 1) / 12) ** 0.5  # standard deviation of the sum of four bytes
+STARTS = 2**16  # how many places of a stream a draw can begin at
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _WORD = 0xFFFFFFFF
-_AT_ONCE = 2**22  # counters, so that what is needed on the way stays below 1 GiB
-_BLOCK, _BLOCKS = 2**16, 2**11  # values that `part` makes at once, and how often it keeps so many: 256 MiB of bfloat16
+_AT_ONCE = 2**22  # counters at once, so that temporaries stay below 1 GiB
+_BLOCK, _BLOCKS = 2**16, 2**11  # values of a block that `part` computes, and blocks that it keeps: 256 MiB of bfloat16
 
 
 def philox(seed: int, first: int, count: int, device: str | torch.device = "cpu") -> Tensor:
-    """Words (4 count,) in int64, of the counters first, first + 1, ...; `seed` of 64 bits is the key."""
+    """The words (4 count,) in int64 of the counters first, first + 1, ...; `seed`, of 64 bits, is Philox's key."""
     counter = torch.arange(first, first + count, dtype=torch.int64, device=device)
     x = [counter & _WORD, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter)]
     key = [seed & _WORD, seed >> 32 & _WORD]
@@ -66,7 +69,7 @@ def _stream(
     count: int,
     device: str | torch.device,
 ) -> Tensor:
-    """The elements that `of` makes of the seed's words from `first` on, not of all at once."""
+    """The elements (count,) that of(words) makes of the seed's words from `first` on, computed piece by piece."""
     elements = torch.empty(count, dtype=dtype, device=device)
     for begin in range(first - first % 4, first + count, 4 * _AT_ONCE):
         words = philox(seed, begin // 4, min(_AT_ONCE, -((begin - first - count) // 4)), device)
@@ -76,12 +79,12 @@ def _stream(
 
 
 class Draws:
-    """Fills tensors again and again. Draw number n of tensor i is a window of stream (seed, i), at a place that n says.
+    """Fills tensors again and again: draw n of a tensor is a window of its own stream, at a place that n determines.
 
-    tensors  by name, of any strides; each holds, in the order of its indices, `std` times the stream's values, rounded
-             to its dtype, or where `below` has its name whole numbers less than that
-
-    Held on the tensors' device: for each a part of its stream, STARTS values longer than the tensor, in its dtype.
+    tensors  by name, of any strides
+    std      by name a factor of the stream's values, which are then rounded to the tensor's dtype; default 1
+    below    by name an upper bound: the tensor gets whole numbers less than that instead
+    For each tensor a part of its stream is held on its device, STARTS values longer than the tensor, in its dtype.
     """
 
     def __init__(
@@ -101,7 +104,10 @@ class Draws:
         }
 
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
-        """Writes in place and untold: storage, layout and version stay the same."""
+        """Writes draw number `draw` in place. Autograd does not see it: storage, layout and version stay the same.
+
+        names  of the tensors to fill; None: all
+        """
         for name in self.tensors if names is None else names:
             x, first = self.tensors[name], start(draw, name)
             x.data.copy_(self._held[name][first : first + x.numel()].view(x.shape))
@@ -116,17 +122,18 @@ def _elements(
     below: int | None,
     device: str | torch.device = "cpu",
 ) -> Tensor:
+    """A part of a stream as `Draws` holds it: `count` elements from `first` on."""
     x = values(seed, first, count, device) * std if below is None else whole_numbers(seed, first, count, below, device)
     return x.to(dtype)
 
 
 def start(draw: int, name: str) -> int:
-    """Where a draw's window of this tensor's stream begins."""
+    """The place in the tensor's stream where the window of draw number `draw` begins."""
     return random.Random(f"{draw} {name}").randrange(STARTS)
 
 
 def key(seed: int, name: str) -> int:
-    """The stream's own seed."""
+    """The seed of the stream of this name, 64 bits."""
     return random.Random(f"{seed} {name}").getrandbits(64)
 
 
@@ -140,9 +147,9 @@ def part(
     std: float = 1.0,
     below: int | None = None,
 ) -> Tensor:
-    """`count` elements from `first` on of what `fill` writes, made alone, on a CPU.
+    """`count` elements from `first` on of what `Draws.fill` writes, computed by themselves, on a CPU.
 
-    Draws are windows of one stream, which overlap: what was made of it for one is kept for the next.
+    Draws are overlapping windows of one stream: blocks that were computed for one are kept for the next.
     """
     begin = start(draw, name) + first
     low, end = begin - begin % _BLOCK, begin + count

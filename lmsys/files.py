@@ -1,4 +1,7 @@
-"""Files that are there whole or not at all, that one process writes; checksums; git. Imports no torch."""
+"""Files that are there whole or not at all, and that one process writes at a time; checksums; git. Imports no torch.
+
+All of lmsys writes its files by `replacing` or `write_json`.
+"""
 
 import fcntl
 import gzip
@@ -16,8 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO
 
-MOST_BYTES = 2**30  # of what such a file holds: a few kilobytes can unpack to more than the memory
-_claims: dict[Path, IO[str]] = {}  # of this process: a lock ends when its file is closed
+MOST_BYTES = 2**30  # of unpacked text: a few compressed kilobytes could fill the memory
+_claims: dict[Path, IO[str]] = {}  # this process's lock files, held open: closing one ends the lock
 
 
 def cache_folder() -> Path:
@@ -26,7 +29,7 @@ def cache_folder() -> Path:
 
 
 def git(folder: Path, *words: str) -> str | None:
-    """The output of git in that folder, without its end of line; None where it fails or is not there."""
+    """What `git words...` prints in a folder, stripped; None where git fails or is missing."""
     try:
         ended = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True)
     except OSError:
@@ -35,10 +38,10 @@ def git(folder: Path, *words: str) -> str | None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, also of one that gzip has compressed, which its first two bytes tell.
+    """The text of a file, unpacked if it begins as gzip's files do.
 
-    ValueError, with the path, for one that cannot be read or is not UTF-8, and for more than `MOST_BYTES` of compressed
-    text.
+    ValueError, with the path, for a file that cannot be read or is not UTF-8, and for one that unpacks to more than
+    MOST_BYTES.
     """
     try:
         content = path.read_bytes()
@@ -50,6 +53,7 @@ def read_text(path: Path) -> str:
 
 
 def _unpacked(path: Path, packed: bytes) -> bytes:
+    """The content of gzip's bytes. ValueError, with the path, where they are damaged or hold too much."""
     try:
         content = gzip.GzipFile(fileobj=io.BytesIO(packed)).read(MOST_BYTES + 1)
     except (EOFError, OSError, zlib.error) as error:
@@ -67,9 +71,9 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file under a temporary name, which takes `path`'s place once it is on the disk, whoever else writes that.
+    """Gives a file with a temporary name; at the end of `with` it is synced to the disk and renamed to `path`.
 
-    Its folder is made where there is none.
+    Its folder is made where there is none. After an exception `path` is as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
@@ -84,10 +88,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def claim(path: Path) -> Callable[[], None]:
-    """Makes this process the only one that writes `path`, until it ends or calls what is returned.
+    """Makes this process the only one that writes `path`, until it ends or calls the function that is returned.
 
-    ValueError, with the other's number, where one does already. `path` itself is not touched: `<path>.lock` is held.
-    What a writer that was killed has left of it, or of its journal, under a temporary name is removed.
+    ValueError, with the other process's number, where another one writes it. The lock is `<path>.lock`; `path` itself
+    is not touched. Temporary files that a killed writer of it, or of its journal, has left are removed.
     """
     lock = path.with_name(path.name + ".lock")
     while True:
@@ -102,7 +106,7 @@ def claim(path: Path) -> Callable[[], None]:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
                 break
-        file.close()  # whoever held it has removed it meanwhile
+        file.close()  # the process that held it has removed the lock file meanwhile: open the new one
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
@@ -120,8 +124,9 @@ def claim(path: Path) -> Callable[[], None]:
 
 
 def check_private(path: Path) -> None:
-    """ValueError unless the file and its folder are this user's or root's, and neither everybody nor another group than
-    the user's own can write them: what is in such a file may be run."""
+    """ValueError where other users could write the file or its folder: code may be run from it.
+
+    The owner must be this user or root, and only the user's own group may write."""
     for place in (path, path.parent):
         status = place.stat()
         by_others = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != os.getgid() else 0)
@@ -132,5 +137,6 @@ def check_private(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,5 @@
-"""`lmsys` shows this machine, which attention rows and strategies it can run, what would bring the others."""
+"""`lmsys` without a command: shows this machine, the attention rows and strategies that it can run, and what the others
+need. Everything it says of a row comes from the row's `why_not`."""
 
 import os
 import sys
@@ -18,9 +19,9 @@ from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry
 
 GPUS = ((8, 0), (9, 0), (10, 0))  # compute capabilities: Ampere, Hopper, Blackwell
-ANOTHER_GPU = "this GPU has"  # in a reason that another GPU would mend
+ANOTHER_GPU = "this GPU has"  # a reason with these words does not hold on another kind of GPU
 CUDA_TORCH = "python -m pip install --force-reinstall torch, on Linux"
-USES: dict[str, dict[str, Any]] = {  # what `impl="auto"` is asked for, as changes of a training's case
+USES: dict[str, dict[str, Any]] = {  # uses for which the choice of impl="auto" is shown: changes of a training's case
     "training": {},
     "inference": {"grad": False},
     "training in windows": {"window": 64},
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 def evidence(device: str, capability: tuple[int, int] | None) -> str:
-    """Why "auto" takes the rows that it takes on this machine."""
+    """On what grounds "auto" chooses rows on this machine, in words."""
     return (
         "what needs no compiler"
         if device == "cpu"
@@ -75,27 +76,30 @@ def evidence(device: str, capability: tuple[int, int] | None) -> str:
 
 
 def _case(device: str, capability: tuple[int, int] | None = None) -> AttentionCase:
+    """The case that rows are asked about, in bfloat16."""
     return AttentionCase(
         1, 2, 2, 128, 128, 64, "bfloat16", causal=True, grad=True, device=device, capability=capability
     )
 
 
 def _reasons(entry: Entry, device: str) -> dict[str, str | None]:
-    """Why the row cannot run, by dtype."""
+    """By dtype the reason why the row cannot run the case here; None: it can."""
     case = _case(device, torch.cuda.get_device_capability() if device == "cuda" else None)
     return {dtype: entry.why_not(replace(case, dtype=dtype)) for dtype in ("float32", "float16", "bfloat16")}
 
 
 def _verdict(reasons: dict[str, str | None]) -> str:
+    """The dtypes that run, and the reasons for the others, in a line."""
     able = [dtype for dtype, reason in reasons.items() if reason is None]
     refused = dict.fromkeys(reason for reason in reasons.values() if reason is not None)
     return f"{'runs ' + ', '.join(able) if able else 'no'}{': ' if refused else ''}{'; '.join(refused)}"
 
 
 def remedy(entry: Entry, reason: str, device: str, case: Callable[..., Any]) -> str:
-    """The remedies for a row that is refused here with `reason`: the row is asked what it would say of other GPUs.
+    """What a row needs that is refused here with `reason`, in words.
 
-    A reason that says what the row needs, other than another GPU, is the answer itself.
+    case  makes the case for a device and a compute capability
+    A reason that names what is missing is the answer itself. Else the row is asked about GPUs of other kinds.
     """
     is_gpus = ANOTHER_GPU in reason
     if not is_gpus and (device == "cuda" or " needs " in reason):
@@ -111,6 +115,7 @@ def remedy(entry: Entry, reason: str, device: str, case: Callable[..., Any]) -> 
 
 
 def _asked(entry: Entry, case: Any) -> str | None:
+    """The row's reason not to run a case on a GPU that may not be here; None: it has none, or cannot say."""
     try:
         return entry.why_not(case)
     except (RuntimeError, AssertionError):  # torch, which answers for some rows, knows only of GPUs that are here

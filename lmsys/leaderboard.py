@@ -1,10 +1,11 @@
 """`lmsys leaderboard FOLDER -o SITE`: one page of many result files of one workload, each verified first.
 
-A file is ranked by the fastest of its own rows: those that no table of ours has, else all but the anchor. Its figure is
-the sum of its times over the cases of the workload, which is that of most files; within a machine it is ranked by time,
-and among machines by how often it is as fast as the anchor, a row that every file has measured beside its own. A file
-is refused, with the reason, where `lmsys verify` finds something wrong or not proved, where no timed call of it could
-be judged again, and where it lacks the workload or the anchor. Exit codes: 0 a file is ranked, 1 none is, 2 bad usage.
+A file is ranked by the fastest of its own rows: the rows that are in no table of ours, or if there are none all but the
+anchor. The anchor is a row that every file has measured too. The workload is the set of cases that most files have of
+the anchor; a row's time is the sum over these cases. Within a machine files are ranked by time, and among machines by
+speed: the anchor's time over the row's. A file is refused, with the reason, where `lmsys verify` finds something wrong
+or not proved, where no timed call of it could be judged again, and where it lacks the workload or the anchor.
+Exit codes: 0 a file is ranked, 1 none is, 2 bad usage.
 """
 
 import sys
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def ranked(
     paths: Sequence[Path], benchmarks: Mapping[str, Benchmark], anchor: str
 ) -> tuple[list[dict[str, str]], dict[str, str], frozenset[str]]:
-    """The standings, the fastest beside the anchor first; for each refused file the reason; the workload's cases."""
+    """(the lines of the table by HEADS, fastest first; by refused file the reason; the cases of the workload)."""
     times, machines, refused = dict[str, dict[str, dict[str, float]]](), dict[str, Record](), dict[str, str]()
     for path in paths:
         try:
@@ -79,7 +80,7 @@ def ranked(
 
 
 def _standings(places: Sequence[tuple[float, float, str, str]], machines: Mapping[str, Record]) -> list[dict[str, str]]:
-    """By HEADS the files by speed over the anchor; on a machine their order is that of their times."""
+    """The lines of the table, by HEADS. places: (speed, seconds, row, file), the largest speed first."""
     standings = []
     for rank, (speed, time_s, row, file) in enumerate(places, start=1):
         here = [s for _, s, _, other in places if hardware_of(machines[other]) == hardware_of(machines[file])]
@@ -90,7 +91,7 @@ def _standings(places: Sequence[tuple[float, float, str, str]], machines: Mappin
 
 
 def _verified(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[dict[str, dict[str, float]], Record]:
-    """The times of a file by row and case, and its machine. ValueError with the first thing that is wrong with it."""
+    """(seconds by row and case, the machine) of a file. ValueError with the first thing that is wrong with it."""
     done, faults = verify(path, benchmarks)
     content, unsealed = load(path), [sentence for sentence in done.left_out if "has no seal" in sentence]
     if wrong := faults or unsealed:

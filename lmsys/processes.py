@@ -1,15 +1,16 @@
-"""Functions in Python processes of their own, which end with this one. Imports no torch.
+"""Runs functions in Python processes of their own, which end with this one. Imports no torch.
 
     with Worker() as worker:
         result = worker.call(function, argument, timeout_s=10.0)
 
-A worker is a new interpreter that imports what its calls need. It is not forked, since a process with threads, such as
-torch's, cannot be forked safely; nor does it run the caller's main module again, as those of multiprocessing do.
+The bench, `lmsys.parallel.group`, the tokenizer and checks call it. A worker is a new interpreter that imports what its
+calls need. It is not forked, since a process with threads, such as torch's, cannot be forked safely; nor does it run
+the caller's main module again, as those of multiprocessing do.
 
-A function travels by its module and name, as pickle has it, or is named by a text that `lmsys.registry.load_target`
-reads, such as "path.py:function". Arguments and results are pickled; with `tell` a call sends objects ahead of its
-result. What it prints goes where this process prints. What a worker starts is in its process group and is killed with
-it: when it is closed, or when this process has gone, whatever the worker does then.
+A function is sent by its module and name, as pickle does, or as a text for `lmsys.registry.load_target`, such as
+"path.py:function". Arguments and results are pickled; with `tell` a call sends objects before its result. A worker
+prints where this process prints. What it starts is in its process group and is killed with it: when it is closed, or
+when this process has ended, whatever the worker is doing.
 """
 
 import contextlib
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any] | str
 DIED, TIMEOUT = "died", "timeout"  # how a call may fail without an exception
-NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate"  # in torch's words
-GRACE_S = 5.0  # for a process to end by itself
-WATCH = "read _; {} kill -9 0"  # a shell's: when its input ends, its process group is to end
+NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate"  # in torch's message
+GRACE_S = 5.0  # how long a process may take to end by itself
+WATCH = "read _; {} kill -9 0"  # a shell command that waits until its input is closed, then kills its process group
 _callers_main: dict[str, str] = {}  # in a worker: the caller's main module, as multiprocessing names it
-_lines: list[Connection] = []  # in a worker: the line to its caller
+_lines: list[Connection] = []  # in a worker: the one connection to its caller
 
 
 class ProcessError(RuntimeError):
@@ -55,7 +56,7 @@ class ProcessError(RuntimeError):
 
     @property
     def failure(self) -> tuple[str, str]:
-        """The outcome of what failed and the reason, in a line."""
+        """(outcome, reason in a line), as the bench records them."""
         return "error", str(self).splitlines()[0]
 
 
@@ -63,10 +64,10 @@ class ProcessError(RuntimeError):
 class Failure:
     """How a call failed.
 
-    kind       as of a ProcessError
+    kind       as in `ProcessError`
     text       the traceback, or how the process ended
-    at_s       when, on the clock that all processes of a machine share
-    exception  the exception, pickled, where it can be
+    at_s       when, by time.monotonic(), which all processes of a machine share
+    exception  the exception, pickled; empty where it cannot be
     """
 
     kind: str
@@ -76,7 +77,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """Describes an error; call it where the error is handled."""
+        """The failure that an error is; call it inside of the `except` block."""
         exception = b""
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
@@ -84,7 +85,7 @@ class Failure:
         return cls(type(error).__name__, traceback.format_exc(), time.monotonic(), exception)
 
     def error(self) -> Exception:
-        """The exception to raise: the original, caused by a ProcessError with its traceback, or else the latter."""
+        """The exception to raise: the original one, caused by a ProcessError with its traceback; or only the latter."""
         if self.kind == DIED:
             return ProcessError(DIED, f"a worker process {self.text}")
         there = ProcessError(self.kind, f"{self.text.splitlines()[-1]} (in a worker process)\n{self.text}")
@@ -98,24 +99,24 @@ class Failure:
 
 @dataclass(frozen=True)
 class Told:
-    """An object that a call has told before its end."""
+    """An object that a call has sent by `tell`."""
 
     what: Any
 
 
 def tell(what: Any) -> None:
-    """Sends `what` to the caller, from within a worker's call; it arrives as `Told`, before the call's result."""
+    """Sends an object from within a worker's call to the caller, who receives it as `Told` before the result."""
     _lines[0].send_bytes(pickle.dumps((None, Told(what)), protocol=5))
 
 
 class Worker:
-    """A process that runs one call after another and keeps what its modules keep. A call to a dead one starts another.
+    """A process that runs one call after another; its modules keep their state. `call` starts a new one for a dead one.
 
     environment  variables besides those of this process
-    open_files   numbers of open files that it has, too, under the same numbers
-    last_words   what a shell that has these files does first when this process has gone and the worker is to end
-    path         where it imports from, in place of this process's `sys.path`
-    folder       where it works, in place of where this process does
+    open_files   descriptors of open files that it inherits, under the same numbers
+    last_words   a shell command that runs, with these files, when this process has ended, before the worker is killed
+    path         its `sys.path`; None: that of this process
+    folder       its working directory; None: that of this process
     """
 
     def __init__(
@@ -132,13 +133,12 @@ class Worker:
         self._start()
 
     def call(self, function: Function, *args: Any, timeout_s: float | None = None) -> Any:
-        """The result of function(*args), called there.
+        """Calls function(*args) in the worker and returns its result, or raises what it raises.
 
-        Raises what it raises. ProcessError: the process has died, or was killed as it was late; or the exception cannot
-        be pickled.
+        ProcessError where the process has died, was killed after `timeout_s`, or its exception cannot be pickled.
         """
         request = pickle.dumps((function, args), protocol=5)
-        if answered([self], 0.0):  # nothing was asked, so it is the end of the line
+        if answered([self], 0.0):  # no call is open, so the connection has been closed: the process is dead
             self.close(0.0)
             self._start()
         try:
@@ -146,7 +146,7 @@ class Worker:
             if timeout_s is not None and not answered([self], timeout_s):
                 raise ProcessError(TIMEOUT, f"a worker process did not answer within {timeout_s:g} s and was killed")
             failure, result = self.receive()
-        except BaseException:  # late, or an interrupt: nobody would be there for its answer
+        except BaseException:  # late, or an interrupt: nobody would read its answer
             self.kill()
             raise
         if failure is not None:
@@ -154,11 +154,11 @@ class Worker:
         return result
 
     def send(self, function: Function, *args: Any) -> None:
-        """Begins a call, for those who wait for several workers; `receive` comes before the next."""
+        """Begins a call and does not wait; `answered` waits, and `receive` must come before the next call."""
         self._write(pickle.dumps((function, args), protocol=5))
 
     def receive(self) -> tuple[Failure | None, Any]:
-        """How the call failed, or None and what it returned, or has `Told` meanwhile."""
+        """Waits for the worker: (how the call failed or None, its result or what it has `Told`)."""
         answer = _read(self._line)
         if not answer:
             return Failure(DIED, self._how_it_ended()), None
@@ -169,19 +169,19 @@ class Worker:
         return failure, result
 
     def end(self) -> None:
-        """The process is to end when its calls are done."""
+        """Tells the process to end when its calls are done."""
         self._write(b"")
 
     def kill(self) -> None:
-        """Ends the process at once, and what it has started."""
-        if self._watcher.poll() is None:  # while it lives the group does, and its number is no other's
+        """Kills the process and what it has started."""
+        if self._watcher.poll() is None:  # while the watcher lives, the group's number cannot be another group's
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._watcher.communicate()
         self._process.wait()
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        """Ends the process, which has so long to do it by itself."""
+        """Ends the process; after `grace_s` seconds it is killed."""
         if grace_s > 0:
             self.end()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -194,10 +194,11 @@ class Worker:
         return self._process.pid
 
     def fileno(self) -> int:
+        """The descriptor of the connection, by which `answered` waits for it."""
         return self._line.fileno()
 
     def signal(self, number: int) -> None:
-        """Sends it a signal, to it alone; nothing where it has ended."""
+        """Sends a signal to the process alone, unless it has ended."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
@@ -231,25 +232,25 @@ class Worker:
         )
 
     def _write(self, message: bytes) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which the next `receive` says
+        with contextlib.suppress(OSError):  # the process has ended, which the next `receive` reports
             self._line.send_bytes(message)
 
     def _how_it_ended(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
-        self.kill()  # it lives on and has closed its end of the line
+        self.kill()  # it may still live and have closed its connection
         code = self._process.wait()
         return f"died: killed by {signal.Signals(-code).name}" if code < 0 else f"died with exit code {code}"
 
 
 def in_own_process(function: Function, *args: Any, timeout_s: float | None = None) -> Any:
-    """`Worker.call` in a process that does nothing else."""
+    """`Worker.call` in a new process, which ends after the call."""
     with Worker() as worker:
         return worker.call(function, *args, timeout_s=timeout_s)
 
 
 def answered(workers: Iterable[Worker], timeout_s: float) -> list[Worker]:
-    """Those from which there is something to receive, as soon as there is one; none when the time is up."""
+    """Waits until a worker has sent something; returns the workers that have, or none after `timeout_s`."""
     return wait(list(workers), timeout_s)  # type: ignore[return-value, arg-type]
 
 
@@ -261,9 +262,9 @@ def futures(
     timeout_s: float | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator["Future[Any]"]:
-    """function(task) of each task in `count` processes, in the order of the tasks; `result()` waits or raises.
+    """Runs function(task) for each task in `count` processes; yields a future of each, in the order of the tasks.
 
-    No more tasks are taken than are soon done, so that `tasks` may be endless.
+    timeout_s  of each task, whose process is then killed. Tasks are taken as they are needed: they may be endless.
     """
     from concurrent.futures import ThreadPoolExecutor
     from queue import SimpleQueue
@@ -285,7 +286,7 @@ def futures(
     try:
         for task in tasks:
             pending.append(threads.submit(run, task))
-            if len(pending) >= 2 * count:  # each worker has one that it does and one that waits
+            if len(pending) >= 2 * count:  # for each worker one task that it runs and one that waits
                 yield pending.popleft()
         yield from pending
     finally:
@@ -298,17 +299,18 @@ def futures(
 
 
 def _apply(function: bytes, task: Any) -> Any:
+    """In a worker: the pickled function's result for a task."""
     return _loaded(function)(task)
 
 
 @lru_cache(1)
 def _loaded(pickled: bytes) -> Any:
-    """A function may hold much, such as a vocabulary, and is the same for all tasks."""
+    """The object of these bytes, kept for the next task: a function may hold much, such as a vocabulary."""
     return _Unpickler(io.BytesIO(pickled)).load()
 
 
 class _Unpickler(pickle.Unpickler):
-    """Runs the caller's main module in a worker when something of it is asked for, and only then."""
+    """Unpickles in a worker; runs the caller's main module only when an object of it is asked for."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "__main__" and _callers_main:
@@ -320,6 +322,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _main_module() -> dict[str, str]:
+    """This process's main module, as multiprocessing's `prepare` takes it."""
     main = sys.modules["__main__"]
     if (spec := getattr(main, "__spec__", None)) is not None:
         return {"init_main_from_name": spec.name}
@@ -328,7 +331,7 @@ def _main_module() -> dict[str, str]:
 
 
 def _read(line: Connection) -> bytes:
-    """A message; b"" when the other end wants no more, or is gone."""
+    """The next message; b"" when the other end has sent an empty one or is gone."""
     try:
         return line.recv_bytes()
     except (EOFError, OSError):
@@ -336,19 +339,20 @@ def _read(line: Connection) -> bytes:
 
 
 def _serve(number: int, callers_main: dict[str, str]) -> None:
-    """A worker's life: a call after another, until there are no more."""
+    """The main function of a worker: runs calls until an empty message comes. number: the connection's descriptor."""
     _callers_main.update(callers_main)
-    os.set_inheritable(number, False)  # what it starts must not hold the line open
+    os.set_inheritable(number, False)  # processes that the worker starts must not keep the connection open
     line = Connection(number)
     _lines.append(line)
     while request := _read(line):
         _answer(line, request)
-        with contextlib.suppress(OSError, ValueError):  # a call may have closed it
+        with contextlib.suppress(OSError, ValueError):  # a call may have closed sys.stdout
             sys.stdout.flush()
-    gc.freeze()  # an interpreter that ends looks for garbage, in what torch holds for half a second
+    gc.freeze()  # else the interpreter searches all of torch's objects for garbage as it ends, for half a second
 
 
 def _answer(line: Connection, request: bytes) -> None:
+    """Runs a call and sends (failure, result)."""
     try:
         function, args = _Unpickler(io.BytesIO(request)).load()
         if isinstance(function, str):
@@ -357,7 +361,7 @@ def _answer(line: Connection, request: bytes) -> None:
             function = load_target(function)
         answer = pickle.dumps((None, function(*args)), protocol=5)
     except BaseException as error:
-        # The failure is sent inside this block: at its end the call's objects are freed, which may wait for others.
+        # Sent before the block ends, as that frees the call's objects, which may wait for other processes.
         line.send_bytes(pickle.dumps((Failure.of(error), None)))
     else:
         line.send_bytes(answer)

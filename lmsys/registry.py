@@ -1,7 +1,8 @@
 """Tables of named implementations: the one extension mechanism. Imports no torch.
 
-A row is an `Entry`. Its code is named, not imported, so a machine that lacks a row's packages still
-lists and runs the others.
+A `Table` has rows, each an `Entry` with `Traits`: attention rows and strategies are such tables, and so are the rows of
+benchmarks. A row's code is named, not imported, so a machine that lacks a row's packages still lists and runs the
+others. Users add rows by "path.py:function" on the command line or by entry points of a package.
 """
 
 import difflib
@@ -25,11 +26,11 @@ from lmsys.commands import PIP, with_extra
 from lmsys.values import choice, hold
 
 PROJECT = ("pyproject.toml", "setup.py", ".git")  # a folder that holds one of these is a project's root
-ALIKE = 0.85  # difflib's ratio, from which on an attribute is taken for a misspelt trait: "synchronises" has 0.92
+ALIKE = 0.85  # difflib's ratio above which an attribute counts as a misspelt trait: "synchronises" has 0.92
 
 
 def load_target(target: str) -> Any:
-    """The object that `module:attr` or `path.py:attr` names; of an autograd Function's `apply` the Function.
+    """The object that `module:attr` or `path.py:attr` names; for an autograd Function's `apply` the Function itself.
 
     Raises ValueError when the text is malformed or a file does not define the attribute, and whatever
     the module itself raises on import (ImportError when a package is missing).
@@ -39,7 +40,7 @@ def load_target(target: str) -> Any:
         raise ValueError(f"{target=} must read module:attribute or path.py:attribute")
     if module_name.endswith(".py"):
         module = _load_file(module_name)
-    else:  # once a call of attention: to import anew costs the host half a microsecond
+    else:  # each call of attention comes here: import_module would cost the host half a microsecond more
         module = sys.modules.get(module_name) or importlib.import_module(module_name)
     if not hasattr(module, attribute):
         raise ValueError(f"{target=}: {module_name} defines no {attribute!r}")
@@ -49,6 +50,7 @@ def load_target(target: str) -> Any:
 
 @cache
 def _load_file(path: str) -> Any:
+    """The module of a user's file. ValueError, with the line, where there is none or it does not load."""
     file = Path(path).expanduser().resolve()
     hold((file.is_file(), f"{path!r} is not a file (looked for {file})"))
     try:
@@ -60,7 +62,7 @@ def _load_file(path: str) -> Any:
 
 
 def _imported(file: Path) -> Any:
-    """The module of a file: of a package where it lies in one, so that its relative imports find what they mean."""
+    """The module of a file. A file in a package is imported as a part of it, so that relative imports work."""
     sys.path += [str(folder) for folder in folders_of(file) if str(folder) not in sys.path]
     packages = [folder.name for folder in itertools.takewhile(_is_package, file.parents)]
     if packages and packages[-1] not in sys.modules:
@@ -74,7 +76,8 @@ def _imported(file: Path) -> Any:
 
 
 def folders_of(file: Path) -> list[Path]:
-    """Where the imports of a file look: beside it and its package, in its project's root and the packages in that."""
+    """The folders that a file's imports need on sys.path: beside it and its package, the project's root, and packages
+    in the root."""
     around = [file.parent, next(folder for folder in file.parents if not _is_package(folder))]
     for root in [folder for folder in file.parents if any((folder / name).exists() for name in PROJECT)]:
         around += [root, *sorted({path.parent for name in PROJECT for path in root.glob(f"*/{name}")})]
@@ -95,7 +98,7 @@ def message_of(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """The last line of a user's file that an error went through, in brackets; "" where it went through none."""
+    """The last line of a user's file in an error's traceback, in brackets, for a message; "" where there is none."""
     ours = str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<"
     frames = [
         frame
@@ -108,13 +111,13 @@ def place_of(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts about a row that others act on, with their types and defaults. A table adds facts in a subclass.
+    """Facts about a row that others act on, with their types and defaults. A table's own facts are in a subclass.
 
     color     the color of the row in plots, "#rrggbb"; empty: the report chooses one
-    baseline  speedups are over the timed row of the largest number; 0: never over this one
+    baseline  speedups are relative to the timed row with the largest number; 0: never to this one
     rivals    names of the rows that the report compares this one with
-    compiles  its first call runs torch.compile, for seconds
-    kernels   a regular expression found in the names of its own device kernels, by which profiles know their kind
+    compiles  True: its first call runs torch.compile, which takes seconds
+    kernels   a regular expression that matches the names of its own device kernels, for profiles
     """
 
     color: str = ""
@@ -125,7 +128,7 @@ class Traits:
 
     @classmethod
     def of(cls, row: "Entry") -> Self:
-        """The traits of a row: what its table states, else attributes of its function or class, else the defaults.
+        """The traits of a row: what its table states, else attributes of its function or class, else defaults.
 
         ValueError names the row and a trait that does not exist, or whose value has another type.
         """
@@ -133,7 +136,7 @@ class Traits:
 
     @classmethod
     def stated(cls, row: str, values: Mapping[str, Any]) -> Self:
-        """The traits that a table states of the row of this name, the others at their defaults; ValueError as `of`."""
+        """Traits with the `values` that a table states of the row of this name, and defaults. ValueError as `of`."""
         types = get_type_hints(cls)
         for name, value in values.items():
             kind = types[choice(name, types, f"row {row!r}: trait {name!r} ")]
@@ -147,13 +150,13 @@ class Traits:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The traits that differ from their defaults."""
+        """The traits that differ from their defaults, by name."""
         return {trait.name: value for trait in fields(self) if (value := getattr(self, trait.name)) != trait.default}
 
 
 @cache
 def _traits_of(table: type[Traits], row: "Entry") -> Any:
-    """The traits of a row whose table has not stated all of them."""
+    """The traits of a row whose table states only some of them, or none."""
     attributes: dict[str, Any] = {}
     if not isinstance(row.traits, Traits):
         with suppress(ImportError):  # a row that cannot run here has defaults
@@ -162,9 +165,9 @@ def _traits_of(table: type[Traits], row: "Entry") -> Any:
 
 
 def _attributes(row: "Entry", defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Traits that a function or class states: those of its attributes that are traits, or are one but for a letter.
+    """The attributes of a row's function or class that are traits, and those that look like misspelt ones, by name.
 
-    An attribute with a name like that of a trait, and a value of its type, is taken for a misspelt one.
+    The latter have a name much like a trait's and a value of its type; `Traits.stated` refuses them.
     """
     implementation = row.load()
     attributes = {name: getattr(implementation, name) for name in defaults if hasattr(implementation, name)}
@@ -179,15 +182,15 @@ def _attributes(row: "Entry", defaults: Mapping[str, Any]) -> dict[str, Any]:
 class Entry:
     """One row of a table.
 
-    name      how it is asked for: `--attention name`, `impl="name"`
+    name      what it is asked for by: `--attention name`, `impl="name"`
     target    `module:attr` or `path.py:attr`, loaded on first use
-    label     how tables and plots call it; the name when empty
-    peer      True for code that is not ours and stands in the table to be compared with
+    label     its name in tables and plots; empty: the name
+    peer      True for code that is not ours and is in the table for comparison
     supports  `module:attr` of a function `case -> None | reason why not`; empty: every case
-    extra     the optional dependency that brings the packages the row needs
+    extra     the extra of lmsys that installs the packages that the row needs
     install   what pip installs for it, where no extra does
-    traits    facts that others act on: the `Traits` of the table, all of them; or some by name, and the others are
-              attributes of its function or class, as those of a row from a user's file are. `Traits.of` reads them
+    traits    an instance of the table's `Traits`, which states all of them; or some by name, while attributes of its
+              function or class state others, as for a row from a user's file. Read them by `Traits.of`
     """
 
     name: str
@@ -201,22 +204,22 @@ class Entry:
 
     @property
     def stated(self) -> Mapping[str, Any]:
-        """The traits that its table states, by name, without those that it leaves at their defaults."""
+        """The traits that its table states, by name, without those of an instance that are at their defaults."""
         return self.traits.changed if isinstance(self.traits, Traits) else self.traits
 
     def to_json(self) -> dict[str, Any]:
-        """The row as a report needs it: name, label, whose it is, and the traits that its table states."""
+        """The row as result files have it: name, label, peer, and the traits that its table states."""
         return {"name": self.name, "label": self.label or self.name, "peer": self.peer, **self.stated}
 
     def load(self) -> Any:
-        """The implementation itself. ImportError names the extra that would bring a missing package."""
+        """The implementation. ImportError names the extra that would install a missing package."""
         try:
             return load_target(self.target)
         except ImportError as error:
             raise ImportError(self._missing(error)) from error
 
     def why_not(self, case: Any) -> str | None:
-        """None when the row can run `case`, else the reason, for a reader who may act on it."""
+        """None when the row can run `case`, else the reason, as users read it."""
         try:
             reason = load_target(self.supports)(case) if self.supports else None
             if reason is None:
@@ -226,6 +229,7 @@ class Entry:
         return reason
 
     def _missing(self, error: ImportError) -> str:
+        """The message about a missing package, with how to install it."""
         command = with_extra(self.extra) if self.extra else f"{PIP} {self.install}"
         advice = f"; {command} brings it" if self.extra or self.install else ""
         return f"{self.name} needs a package that is not here ({error}){advice}"
@@ -234,9 +238,10 @@ class Entry:
 class Table(Mapping[str, Entry]):
     """Rows by name, in table order.
 
-    group   the entry point group through which rows of other packages join; empty: none do
-    auto    what "auto" tries for a case: names, the fastest first
-    traits  the class of its rows' traits; ValueError names a row and a trait that it does not have
+    kind    what a row is, for messages, such as "attention"
+    group   the entry point group by which other packages add rows; empty: none
+    auto    auto(case) gives the names of rows that "auto" tries, the fastest first
+    traits  the class of its rows' traits. ValueError for a row that states a trait that does not exist
     """
 
     def __init__(
@@ -254,6 +259,7 @@ class Table(Mapping[str, Entry]):
         self._all: dict[str, Entry] | None = None
 
     def _rows(self) -> dict[str, Entry]:
+        """All rows, those of other packages included. ValueError where these redefine one of ours."""
         if self._all is None:
             plugins = {
                 point.name: Entry(point.name, point.value)
@@ -282,7 +288,10 @@ class Table(Mapping[str, Entry]):
         return len(self._rows())
 
     def select(self, names: Iterable[str]) -> list[Entry]:
-        """Exactly the rows named; `path.py:attr` makes a row of the user's own code, named by its attribute."""
+        """The rows of these names. "path.py:attr" makes a row of the user's code, named by its attribute.
+
+        ValueError for an unknown name, and for two rows of one name.
+        """
         entries = [self._from_file(name) if ".py" in name else self[name] for name in names]
         taken: dict[str, str] = {}
         for entry in entries:
@@ -295,7 +304,7 @@ class Table(Mapping[str, Entry]):
         return list({entry.name: entry for entry in entries}.values())
 
     def _from_file(self, target: str) -> Entry:
-        """Loads it here, so that what is wrong with it shows now rather than in the middle of a sweep."""
+        """The row of a user's code, loaded at once: what is wrong with it must not show in the middle of a sweep."""
         implementation, name = load_target(target), target.rpartition(":")[2]
         hold(
             (callable(implementation), f"{target=} must name a function or a class; it is {implementation!r}"),
@@ -306,9 +315,9 @@ class Table(Mapping[str, Entry]):
         return entry
 
     def pick(self, name: str, case: Any) -> Entry:
-        """The row `name`, or for "auto" the first of those that the table prefers for the case, that can run `case`.
+        """The row `name`, if it can run `case`; for "auto" the first of the table's `auto` that can.
 
-        ValueError with every reason when none can. Never falls back from a named row to another.
+        ValueError with every reason when none can. A named row is never replaced by another.
         """
         reasons = {}
         for entry in [self[row] for row in (self.auto(case) if name == "auto" else [name])]:

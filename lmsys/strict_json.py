@@ -1,4 +1,8 @@
-"""JSON, strictly, and into dataclasses: every refusal names the path and the value. Imports no torch."""
+"""Reads JSON strictly, and into config dataclasses: every error names the path and the value. Imports no torch.
+
+A config class derives from `Checked`; `overlay` sets its fields from JSON, `parse_setting` from a command line. Other
+readers of files call `read_json`; `Kept` keeps answers in the cache folder between runs.
+"""
 
 import difflib
 import json
@@ -15,14 +19,15 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from lmsys.files import cache_folder, read_text, write_json
 from lmsys.values import SHORT, hold, shortened, shortly
 
-HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped UTF-16 surrogate: JSON writes characters beyond \uffff as two
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped UTF-16 surrogate: half of a character beyond \uffff
 
 
 def overlay(config: Any, given: Any, path: str = "") -> Any:
-    """A copy of a config dataclass with the values that the JSON object `given` has for it and for dataclasses in it.
+    """A copy of a config dataclass, and of dataclasses in it, with the values of the JSON object `given`.
 
-    `path` is the place of the config in a larger one, for messages. ValueError, with the JSON path, for a key that is
-    unknown (it names the nearest), a value of another type, and what the dataclass itself refuses.
+    path  of the config in a larger one, for messages
+    ValueError, with the JSON path, for an unknown key (it names the nearest), a value of another type, and what the
+    dataclass itself refuses.
     """
     where = path or "the config"
     hold((isinstance(given, Mapping), f"{where}: must be a JSON object; got {shortly(given)}"))
@@ -64,10 +69,10 @@ def check_fields(config: Any) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """The content of JSON text, read strictly.
+    """The content of JSON text.
 
-    ValueError for text that is no JSON, and for NaN, infinities, a key that an object has twice, hundreds of nested
-    brackets, and a surrogate without its partner (half of a character).
+    ValueError for text that is no JSON, and for NaN, infinities, a key that an object has twice, too many nested
+    brackets, and half of a surrogate pair.
     """
 
     def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -92,9 +97,9 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: Path, **kinds: type) -> Any:
-    """The content of a JSON file. With `kinds` it is an object that has at least these keys, of these types.
+    """The content of a JSON file. kinds: types by key; the content must be an object that has them.
 
-    ValueError, with the path, for any other content, and if there is no such file.
+    ValueError, with the path, for other content, and where the file cannot be read.
     """
     text = read_text(path)
     try:
@@ -114,10 +119,10 @@ def read_json(path: Path, **kinds: type) -> Any:
 def parse_setting(config: Any, setting: str) -> dict[str, Any]:
     """PATH=VALUE as `overlay` takes it: `train.lr=3e-4` -> {"train": {"lr": 0.0003}}.
 
-    VALUE is JSON; text that is no JSON is a string, and needs no quotes. Where the config declares a string, any VALUE
-    is text as it stands, even a number: `data.name=7` -> "7". Exceptions are null, and a type that the config declares
-    beside string. ValueError for a setting without `=`, or with an empty name in its path. Names that are unknown and
-    values of a wrong type are left to `overlay`.
+    VALUE is JSON; text that is no JSON is a string, and needs no quotes. Where the config declares a string, VALUE is
+    that text itself, even a number: `data.name=7` -> "7". The exceptions are null, and a type that the config declares
+    beside string. ValueError for a setting without `=`, or with an empty name in its path; `overlay` refuses unknown
+    names and values of a wrong type.
     """
     name, equals, text = setting.partition("=")
     hold((equals and all(keys := name.split(".")), f"{shortly(setting)}: must be PATH=VALUE, as in train.lr=3e-4"))
@@ -137,7 +142,7 @@ def parse_setting(config: Any, setting: str) -> dict[str, Any]:
 
 
 def paths(config: Any, path: str = "") -> Iterator[str]:
-    """The path of every value of a config, such as `train.lr`, in the order of its fields."""
+    """Yields the path of every value of a config, such as "train.lr", in the order of its fields."""
     for field in fields(config):
         here = f"{path}.{field.name}" if path else field.name
         value = getattr(config, field.name)
@@ -145,6 +150,7 @@ def paths(config: Any, path: str = "") -> Iterator[str]:
 
 
 def _nearest(config: Any, key: str, path: str) -> list[str]:
+    """The paths that an unknown key of `config` may mean: first by names here, then by names below; else all here."""
     prefix = f"{path}." if path else ""
     here = {field.name: prefix + field.name for field in fields(config)}
     below = {name.rpartition(".")[2]: name for name in paths(config, path)}
@@ -155,7 +161,10 @@ def _nearest(config: Any, key: str, path: str) -> list[str]:
 
 
 def _typed(value: Any, hint: Any, path: str) -> Any:
-    """`value` as a type hint declares it: whole numbers become floats, lists tuples. ValueError, with the path."""
+    """`value` as the type hint declares it: a whole number may become a float, a list a tuple.
+
+    ValueError, with the path, for a value of another type.
+    """
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for kind in kinds:
         if kind is NoneType and value is None:
@@ -172,6 +181,7 @@ def _typed(value: Any, hint: Any, path: str) -> Any:
 
 
 def _as_json(value: Any) -> str:
+    """The value as a message shows it: as JSON if that is short."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -180,6 +190,7 @@ def _as_json(value: Any) -> str:
 
 
 def _called(kind: Any) -> str:
+    """A type in the words of JSON."""
     names = {
         bool: "true or false",
         int: "a whole number",
@@ -194,12 +205,12 @@ def _called(kind: Any) -> str:
 
 @dataclass(frozen=True)
 class Kept:
-    """Answers by key that are kept in a file of the cache folder, for later runs.
+    """Answers by key in a JSON file of the cache folder, which later runs read again.
 
     name    of the file
     what    the answers as a plural noun, such as "tuned choices", for messages
-    again   how they are made anew, as a verb, such as "tune", for messages
-    parsed  makes an answer of the value that the JSON file has for it; ValueError if that value is no answer
+    again   a verb for making them anew, such as "tune", for messages
+    parsed  turns a value of the file into an answer; ValueError for a wrong value
     """
 
     name: str
@@ -222,9 +233,9 @@ class Kept:
             ) from error
 
     def add(self, key: str, answer: Any) -> None:
-        """Writes `answer`, which JSON can hold, into the file. Warns where that fails: the answer is then not kept.
+        """Writes an answer, which JSON must be able to hold, into the file. Warns where the file cannot be written.
 
-        The file is read again before: another process may have written into it meanwhile.
+        The file is read again first, as another process may have added answers.
         """
         try:
             write_json(self.path, dict(sorted((self._content() | {key: answer}).items())))
@@ -232,6 +243,7 @@ class Kept:
             warnings.warn(f"{self.path}: {self.what} last for this process only: {error}", stacklevel=3)
 
     def _content(self) -> dict[str, Any]:
+        """The object in the file; an empty one where there is no file."""
         content: dict[str, Any] = read_json(self.path) if self.path.is_file() else {}
         hold((isinstance(content, dict), f"it must be an object; got {shortly(content)}"))
         return content

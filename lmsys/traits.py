@@ -1,6 +1,9 @@
-"""Facts about the rows of our tables, with types and defaults. Imports no torch.
+"""The traits of attention rows and strategies: facts that others act on, with types and defaults. Imports no torch.
 
-They stand outside of the tables' packages, so that today's benchmarks read them of the rows of an earlier state, too.
+A row states those in which it differs, in its table or as attributes of its function or class; readers call
+`AttentionTraits.of(row)` and `StrategyTraits.of(row)`. A new trait is a field here and a line in the docstring. The
+classes stand outside of the tables' packages, so that under `--against` today's benchmarks can read the traits of rows
+in an earlier state of the code.
 """
 
 from dataclasses import dataclass
@@ -10,7 +13,7 @@ from lmsys.registry import Traits
 
 @dataclass(frozen=True)
 class AttentionTraits(Traits):
-    """Facts about an attention row. A function in a user's file has them as attributes.
+    """Traits of an attention row. A function in a user's file has them as attributes.
 
     keeps_scores  it holds Q x K scores: memory grows as the square of the length
     isolates      nothing that a pattern hides from a query changes its result, be it NaN
@@ -24,9 +27,9 @@ class AttentionTraits(Traits):
 
 @dataclass(frozen=True)
 class StrategyTraits(Traits):
-    """A strategy's class has those in which it differs as attributes; `StrategyTraits.of` reads them.
+    """Traits of a strategy. Its class has those in which it differs from the defaults as attributes.
 
-    synchronizes      False: every rank trains for itself, and the others are measured against that
+    synchronizes      False: every rank trains for itself, as the row `none` does, which others are measured against
     zero_stage        what ranks divide between steps: 0 nothing, so that every rank has all mean gradients, as a
                       ShardedOptimizer needs them, and a step under no_sync() is the same computation without
                       communication; 1 optimizer state, 2 gradients too, 3 parameters too; None: it does not say
@@ -37,7 +40,7 @@ class StrategyTraits(Traits):
     tuned_bucket_mb   the benchmark chooses its option `bucket_mb` by timing a few
     comm_dtypes       the benchmark's communication dtypes are its option `comm_dtype`
     compute_dtype     with bf16 its option `compute_dtype` is bfloat16: parameters are gathered as matmuls read them
-    halves_sums       a mean gradient of two ranks is the sum of theirs, halved: in float32 these are the same bits
+    halves_sums       the mean over two ranks is their sum, halved: two such strategies have the same bits in float32
     fused_adamw       its parameters are DTensors: the optimizer must be torch's own AdamW, on a GPU the fused one
     why_not_graphed   why its step cannot be replayed as a CUDA graph; empty: it can
     why_not_fused     why it cannot train blocks of `TransformerLM.fuse_blocks`: it hooks blocks, or writes parameters

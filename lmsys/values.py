@@ -1,6 +1,7 @@
-"""Values from outside: each of these gives the value back, or a ValueError that names it and what would be right.
+"""Checks of values that users give: each function returns the value, or raises a ValueError that names it.
 
-Imports no torch.
+The message says what would be right. The types at the end are for fields of `lmsys.strict_json.Checked`. Imports no
+torch.
 """
 
 import difflib
@@ -11,12 +12,12 @@ from functools import partial
 from numbers import Real
 from typing import Annotated, Any
 
-SHORT = 80  # of a value in a message
-BEYOND = 1e100  # the size of what nobody measures
+SHORT = 80  # the most characters of a value in a message
+BEYOND = 1e100  # no measured number is larger, or smaller than one over it
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """A whole number, not true or false, within bounds."""
+    """Holds `value` to be a whole number, not a bool, from `least` to `most`."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -29,7 +30,7 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
 
 
 def finite(name: str, value: Any, above: float = -math.inf, least: float = -math.inf, most: float = math.inf) -> float:
-    """A finite number, not true or false, more than `above` and within bounds."""
+    """Holds `value` to be a finite number, not a bool, more than `above` and from `least` to `most`."""
     try:
         is_finite = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
     except OverflowError:  # an int beyond every float
@@ -42,7 +43,7 @@ def finite(name: str, value: Any, above: float = -math.inf, least: float = -math
 
 
 def measured(name: str, value: Any, above: float = -math.inf, least: float = -math.inf) -> float:
-    """A finite number of a size that something can have, so that ratios and rates of two such are finite as well."""
+    """Holds `value` to be a finite number of a size that can be measured: ratios of two such are finite as well."""
     number = finite(name, value, above, least)
     if number and not 1 / BEYOND <= abs(number) <= BEYOND:
         raise ValueError(f"{name}={shortly(value)} must be 0 or of a size from {1 / BEYOND:g} to {BEYOND:g}")
@@ -50,7 +51,7 @@ def measured(name: str, value: Any, above: float = -math.inf, least: float = -ma
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False themselves: text such as "no" would count as true."""
+    """Holds `value` to be True or False: text such as "no" would count as true."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={shortly(value)} must be True or False")
     return value
@@ -63,21 +64,21 @@ def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
 
 
 def hold(*laws: tuple[object, str], error: type[ValueError] = ValueError) -> None:
-    """Laws, each with the sentence of the error where it does not hold."""
+    """Raises error(sentence) for the first (condition, sentence) whose condition is false."""
     for is_held, sentence in laws:
         if not is_held:
             raise error(sentence)
 
 
 def one_of(name: str, value: Any, known: Collection[Any]) -> Any:
-    """One of the known values."""
+    """Holds `value` to be one of the `known` values."""
     if value not in known:
         raise ValueError(f"{name}={shortly(value)} must be one of {', '.join(map(str, known))}")
     return value
 
 
 def choice(text: Any, known: Iterable[str], begin: str = "") -> str:
-    """One of the known texts; else the nearest are named, in a message that begins with `begin`."""
+    """Holds `text` to be one of the `known` texts; a message names the nearest, and begins with `begin`."""
     known = list(known)
     if text not in known:
         near = difflib.get_close_matches(str(text)[:SHORT], known, n=2)
@@ -87,6 +88,7 @@ def choice(text: Any, known: Iterable[str], begin: str = "") -> str:
 
 
 def _bounds(least: float | None, most: float | None, above: float = -math.inf) -> str:
+    """The bounds in words."""
     parts = [f"more than {above:g}"] if above > -math.inf else []
     parts += [f"at least {least:,}"] if least not in (None, -math.inf) else []
     parts += [f"at most {most:,}"] if most not in (None, math.inf) else []
@@ -94,12 +96,12 @@ def _bounds(least: float | None, most: float | None, above: float = -math.inf) -
 
 
 def shortened(text: str) -> str:
-    """A message, of which the middle is left out where it is too long to be read."""
+    """A message; the middle of one of more than 10 SHORT characters is left out."""
     return text if len(text) <= 10 * SHORT else f"{text[: 5 * SHORT]} ... {text[-5 * SHORT :]}"
 
 
 def shortly(value: Any) -> str:
-    """The value as a message shows it."""
+    """The value as a message shows it: at most SHORT characters of its repr."""
     try:
         text = repr(value)
     except Exception:  # a number of too many digits, for one

@@ -1,14 +1,16 @@
-"""A process beside each rank of torchrun, for what the rank cannot say or do when it has been killed or stopped.
+"""A process beside each rank of torchrun, which reports and ends a rank that was killed or stopped. Imports no torch.
 
     watchdog.begin()    # in a rank, before it imports torch, which takes seconds
-    watchdog.end()      # its end is in order from here on
+    watchdog.end()      # from here on its end is in order
 
-The watchdog says which rank has died and what it was `doing`. The others of its agent, which torchrun has told to end,
-then have GRACE_S for it: they may wait for the dead one where no signal is heard. A rank that has been stopped, by
-SIGSTOP, for $LMSYS_STOPPED_S is named and killed. One whose agent is gone is told to end, and killed after SAVE_S.
+`lmsys train` and `TorchrunGroup` call it. When its rank dies the watchdog reports which rank it was and what it was
+doing (`lmsys.doing`). torchrun then tells the other ranks of its agent to end. They have GRACE_S for that, and are
+killed after it, since they may wait for the dead rank in a collective where no signal is handled. A rank that SIGSTOP
+has stopped for $LMSYS_STOPPED_S is reported and killed. A rank whose agent is gone is told to end, and killed after
+SAVE_S.
 
-A stop is read off /proc, not off messages that fail to come: a rank that compiles, downloads or saves is not stopped,
-however long that takes. Imports no torch.
+That a rank is stopped is read from /proc, not concluded from its silence: a rank that compiles, downloads or saves is
+not stopped, however long that takes.
 """
 
 import contextlib
@@ -25,13 +27,14 @@ from typing import Any
 
 from lmsys import doing
 
-LOOK_S = 1.0  # between two looks
-STOPPED_S = 15.0  # so long a rank may be stopped; $LMSYS_STOPPED_S
+LOOK_S = 1.0  # between two looks at /proc
+STOPPED_S = 15.0  # how long a rank may be stopped; $LMSYS_STOPPED_S overrides it
 GRACE_S = 10.0  # for ranks to end when another has died
-SAVE_S = 25.0  # for a rank to save and end when its agent is gone: torchrun gives 30
+SAVE_S = 25.0  # for a rank to save and end when its agent is gone; torchrun itself gives 30
 PACKAGES = Path(__file__).parents[1]
-TOLD_TO_END = (0, signal.SIGTERM, (128 + signal.SIGTERM) << 8, (128 + signal.SIGINT) << 8)  # as of waitpid(2)
-SAID = b"said"
+# Statuses, as of waitpid(2), of a rank that was done or was told to end.
+TOLD_TO_END = (0, signal.SIGTERM, (128 + signal.SIGTERM) << 8, (128 + signal.SIGINT) << 8)
+SAID = b"said"  # what a rank writes to its watchdog when it has reported its own failure
 _watchdogs: list["subprocess.Popen[bytes]"] = []  # of this rank
 
 
@@ -58,21 +61,21 @@ def begin() -> None:
 
 
 def end() -> None:
-    """This rank's end is in order from here on."""
+    """Ends this rank's watchdog: from here on the rank's end is in order."""
     while _watchdogs:
         _watchdogs.pop().communicate(b"done")
 
 
 def said() -> None:
-    """This rank has failed and said so. It ends at once, and the others are to end."""
+    """Tells the watchdog that this rank has failed and reported it: the watchdog only ends the other ranks."""
     for watchdog in _watchdogs:
         assert watchdog.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it was killed as well
+        with contextlib.suppress(BrokenPipeError):  # the watchdog was killed as well
             os.write(watchdog.stdin.fileno(), SAID)
 
 
 def stopped_s() -> float:
-    """$LMSYS_STOPPED_S, the seconds that a rank may be stopped; 0: for ever. ValueError for what is no such number."""
+    """$LMSYS_STOPPED_S, how many seconds a rank may be stopped; 0: no limit. ValueError for a wrong value."""
     text = os.environ.get("LMSYS_STOPPED_S", str(STOPPED_S))
     with contextlib.suppress(ValueError):
         if 0 <= float(text) < float("inf"):
@@ -81,9 +84,9 @@ def stopped_s() -> float:
 
 
 class Stopped:
-    """Processes that have been stopped for too long, by this one's own looks at them.
+    """Finds processes that have been stopped for longer than a limit, by looking at them again and again.
 
-    While the looking process is stopped too, as when a scheduler suspends a whole job, no time is counted.
+    No time is counted while the looking process is stopped too, as when a scheduler suspends a whole job.
     """
 
     def __init__(self, limit_s: float):
@@ -92,7 +95,7 @@ class Stopped:
         self._next = 0.0
 
     def among(self, pids: Iterable[int]) -> list[int]:
-        """Looks once every LOOK_S, however often it is called."""
+        """Those of the processes that have been stopped for too long. It looks at most once in LOOK_S."""
         if not self.limit_s or time.monotonic() < self._next:
             return []
         self._next = time.monotonic() + LOOK_S
@@ -101,27 +104,34 @@ class Stopped:
 
 
 def told_of_stop(limit_s: float) -> str:
+    """The report about a rank that was stopped for too long."""
     return f"was stopped (SIGSTOP) for {limit_s:g} s"
 
 
 def _main() -> None:
+    """The main function of the watchdog's process."""
     rank, pid, agent, file = map(int, sys.argv[1:])
     try:
         limit_s = stopped_s()
     except ValueError:
-        return  # which its rank says
+        return  # its rank reports the wrong value
     Watchdog(rank, pid, agent, doing.map_file(file), limit_s).watch()
 
 
 class Watchdog:
-    """The watch over process `pid`, a rank that `agent` has started; standard input ends with it."""
+    """Watches process `pid`, a rank that process `agent` has started, and whose end closes standard input.
+
+    memory   where the rank's `doing` notes are
+    is_told  its failure was reported
+    until    when the rank is killed
+    """
 
     def __init__(self, rank: int, pid: int, agent: int, memory: Any, limit_s: float):
         self.rank, self.pid, self.agent, self.memory = rank, pid, agent, memory
         self.stopped, self.is_told, self.until = Stopped(limit_s), False, math.inf
 
     def watch(self) -> None:
-        """Until the rank has ended, or its end is in order."""
+        """Watches until the rank has ended, or has called `end`."""
         while True:
             if select.select([0], [], [], LOOK_S)[0]:
                 word = os.read(0, len(SAID))
@@ -135,6 +145,7 @@ class Watchdog:
             _end_all(_others(self.agent, self.pid), self.agent)
 
     def _look(self) -> None:
+        """Acts on a rank that is stopped or has lost its agent."""
         if self.stopped.among([self.pid]):
             self._say(told_of_stop(self.stopped.limit_s), ": it is killed")
             self.is_told = True
@@ -147,17 +158,21 @@ class Watchdog:
             _kill(self.pid, signal.SIGKILL)
 
     def _was_told_to_end(self, how: int | None) -> bool:
-        """As are those that torchrun tells when another has died; it may ask for their status before this process."""
+        """True for a rank that torchrun has told to end, as another has died.
+
+        how  its status; None where torchrun has read it before: then another rank must be missing
+        """
         if how is None:
             return len(_others(self.agent, self.pid)) < int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
         return self.until < math.inf or how in TOLD_TO_END
 
     def _say(self, text: str, then: str = "") -> None:
+        """Reports to standard error what happened to the rank, what it was doing, and what happens `then`."""
         os.write(2, f"lmsys: rank {self.rank} {text}, {doing.read(self.memory)}{then}\n".encode())
 
 
 def _others(agent: int, pid: int) -> list[int]:
-    """The ranks beside `pid` that the agent has started, and that live."""
+    """The other live ranks that the agent has started."""
     try:
         children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     except OSError:  # the agent is gone, and its ranks have watchdogs of their own
@@ -173,7 +188,7 @@ def _is_rank(pid: int) -> bool:
 
 
 def _end_all(ranks: list[int], agent: int) -> None:
-    """They have GRACE_S to end. The agent may start others meanwhile, which are not these."""
+    """Kills those of the ranks that have not ended after GRACE_S, unless their number is another process's by then."""
     until = time.monotonic() + GRACE_S
     while (ranks := [rank for rank in ranks if _parent(rank) == agent and _is_rank(rank)]) and time.monotonic() < until:
         time.sleep(0.1)
@@ -194,9 +209,9 @@ def _parent(pid: int) -> int | None:
 
 
 def _how_it_ended(pid: int) -> int | None:
-    """The status of waitpid(2), as the kernel shows it until the parent has asked; None: the parent was faster."""
+    """The status, as of waitpid(2), that /proc shows until the parent has read it; None: it has read it already."""
     status = 0
-    while fields := _stat(pid):  # its files are closed before it has ended
+    while fields := _stat(pid):  # a process closes its files before it has ended
         status = int(fields[-1])
         if fields[0] == "Z":
             return status
@@ -205,6 +220,7 @@ def _how_it_ended(pid: int) -> int | None:
 
 
 def _in_words(status: int | None) -> str:
+    """How a rank has ended, by its status."""
     if status is None:
         return "died"
     code = os.waitstatus_to_exitcode(status)
