@@ -1,32 +1,38 @@
-"""Shared by tests and gates: inputs, the float64 oracle, and the one policy of when a result is right.
+"""Inputs, the float64 oracle, and the one policy of when a result is right. Tests, `lmsys check`, the bench before it
+times a row, and `lmsys verify` use it; no other tolerance stands elsewhere.
 
-The reference is `naive` in float64 on the same quantised inputs. A tensor x of dtype t (o, dq, dk, dv)
-is right when
+`make_inputs` draws, `run` calls a row, `Oracle(...).error_ratios` judges its outputs: 1 or less is right. `ratio_of`
+judges other tensors, and `curve_ratios` trainings.
+
+The reference is `naive` in float64 on the same quantised inputs. A tensor x of dtype t (o, dq, dk, dv) is right when
 
     max|x - ref| <= 2 max|naive_t - ref| + 2 max|(ref + 0.3 - 0.3) - ref| + 4 eps max(1, max|ref|)
 
-with naive_t, the middle term and eps in t: twice what plain PyTorch of that dtype loses itself. The
-log-sum-exp is judged as float32, and a float64 result too, for the reference is no more exact than it.
+with naive_t, the middle term and eps in t: twice what plain PyTorch of that dtype loses itself. The log-sum-exp is
+judged as float32; so is a float64 result, as the reference is no more exact than that.
 
-A flash backward makes errors that naive does not; the budget allows for them in float32, in bfloat16 they are nothing.
-P is recomputed as exp(score - lse), so dv has 4 eps32 max|lse| max|dv| more. dS = P (dP - delta) may cancel
-wholly (a query that sees one key), so dq has 4 eps32 scale max‖do‖ max‖v‖ max|k| more (norms of rows, whose
-product bounds dP), and dk the same with q for k, times sqrt(max(1, G Q / K)) for its sum over queries.
+A flash backward makes errors that naive does not. The budget allows for them; they matter in float32, not in bfloat16.
+P is recomputed as exp(score - lse), so the budget of dv has 4 eps32 max|lse| max|dv| more. dS = P (dP - delta) may
+cancel wholly (a query that sees one key), so that of dq has 4 eps32 scale max‖do‖ max‖v‖ max|k| more (norms of rows,
+whose product bounds dP), and that of dk the same with q for k, times sqrt(max(1, G Q / K)) for its sum over queries.
 
-A row that has no float32 form is also held in root mean square, since in bfloat16 the bound above lets
-an error of 1 % pass: rms(x - ref) <= 2 rms(mixed - ref) + 4 eps32 max(1, max|ref|), where `mixed` is
-`naive` with float32 scores and accumulation and only P, dS and the o of the backward rounded to t. A spot of a timed
-call is held so in every row, to 3 rms(naive_t - ref): a row may have been more exact when it was not timed. Of the few
-elements of a spot naive_t may by chance be all but exact, so o has 4 eps32 max|lse| max|o| more there, as dv has above.
+A row that has no float32 form must also hold a bound in root mean square, since in bfloat16 the bound above lets an
+error of 1 % pass: rms(x - ref) <= 2 rms(mixed - ref) + 4 eps32 max(1, max|ref|), where `mixed` is `naive` with float32
+scores and accumulation, and only P, dS and the o of the backward rounded to t.
 
-On inputs that a normal draw has not (`lmsys.extremes`) |lse| may be thousands, and q hundreds. A `Spot` that is extreme
-has room for what every flash backward then loses by, to first order: P_ij is off by 4 eps32 max(1, |lse_i|) of itself,
-and delta_i, since o is rounded to t, by 2 eps √Σ_d (o_id do_id)². Roundings of different queries are independent, so
-that their sums in dk and dv grow as a root; within a row all of P may be off alike, which dq's own cancellation
-survives. Equal scores round alike, so that all of P may be off by eps / 2 in dv, in the same direction.
-A row that divides the keys of few queries among programs, as flash-decoding does, weighs their results by
-exp(lse_i - lse) of float32 numbers: a weight, and so o, is off by eps32 |lse| at most, by half a spacing in each.
-Under ALiBi |lse| may be hundreds, where all keys that a query sees are far away: float32 has that room in a backward.
+A `Spot` is the part of a timed call's outputs that is judged. There every row must hold such a bound, 3 rms(naive_t -
+ref): a row may be less exact in timed calls than in its check. On the few elements of a spot naive_t may by chance be
+almost exact, so the budget of o has 4 eps32 max|lse| max|o| more there, as that of dv has above.
+
+On extreme inputs, which a normal draw does not have (`lmsys.extremes`), |lse| may be thousands, and q hundreds. The
+budget of an extreme spot adds what every flash backward then loses, to first order: P_ij is off by 4 eps32 max(1,
+|lse_i|) of itself, and delta_i, since o is rounded to t, by 2 eps √Σ_d (o_id do_id)². Roundings of different queries
+are independent, so their sums in dk and dv grow as a root. Within a row all of P may be off in the same direction,
+which changes dq by that share of itself. Equal scores round alike, so all of P may be off by eps / 2 in dv, in one
+direction. A row that divides the keys of few queries among programs, as flash-decoding does, weighs their results by
+exp(lse_i - lse) of float32 numbers: a weight, and so o, is off by at most eps32 |lse|, half a spacing in each number.
+Under ALiBi |lse| may be hundreds, where all keys that a query sees are far away. A backward in float32 has this room
+there, too.
 
 Two trainings of one model on the same batches, which differ in kernel or strategy, are one training when their losses
 over the first 100 steps are at most 1e-3 apart in float32 and 0.03 in bfloat16, and the norms of their first gradients,
@@ -57,22 +63,24 @@ MAX_ELEMENTS = 2**27  # elements of q or k in the sample: 1 GiB for each float64
 CURVE_STEPS = 100
 CURVE_BUDGET = {"float32": 1e-3, "bfloat16": 0.03}  # nats
 NORM_BUDGET = {"float32": 1e-3, "bfloat16": 5e-3}  # relative error of the norm
-MEMORY = {  # how inputs may lie: a layout, the tensors that have it, and the whole in words
+MEMORY = {  # layouts of inputs in memory: (the layout of `_laid_out`, the tensors that have it, the whole in words)
     "transposed": ("transposed", ("q", "k", "v", "do"), "inputs transposed in memory"),
     "unaligned": ("unaligned", ("q", "k", "v", "do"), "inputs that are not aligned to 16 bytes"),
     "unaligned gradient": ("unaligned", ("do",), "a gradient that is not aligned to 16 bytes"),
     "expanded": ("expanded", ("k", "v"), "keys and values that are expanded, of stride 0"),
     "constant gradient": ("constant", ("do",), "a gradient of stride 0, as that of o.sum() is"),
 }
-SPOT_TIMES = 3  # the loss of plain PyTorch that a spot may have in root mean square: few elements, of common roundings
+SPOT_TIMES = 3  # a spot may lose so often what plain PyTorch loses, in root mean square: its elements round alike
 BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # scores held at once
 
 
 @dataclass(frozen=True)
 class Spot:
-    """A part of the outputs: (batch, key head) pairs, with their query heads, and query rows; None: all.
+    """A part of the outputs of a call, which is judged in place of all.
 
-    extreme  its inputs are ones that a normal draw has not
+    units    (batch, key head) pairs, each with its query heads
+    rows     query rows; None: all
+    extreme  its inputs are ones that a normal draw does not have
     """
 
     units: tuple[tuple[int, int], ...]
@@ -82,7 +90,7 @@ class Spot:
 
 @dataclass
 class Inputs:
-    """q, do (B, H, Q, D) and k, v (B, Hkv, K, D), drawn in the dtype that is tested."""
+    """q, do (B, H, Q, D) and k, v (B, Hkv, K, D), drawn in the dtype that is tested. std: of q and k."""
 
     q: Tensor
     k: Tensor
@@ -97,14 +105,14 @@ class Inputs:
         return {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
 
     def leaves(self, grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as a row gets them: the same three objects at every call, so that a cache of answers shows."""
+        """q, k, v for a row: the same three objects at every call, so that a row that caches answers is found out."""
         if grad not in self._leaves:
             q, k, v = (x.detach().requires_grad_(grad) for x in (self.q, self.k, self.v))
             self._leaves[grad] = q, k, v
         return self._leaves[grad]
 
     def others(self) -> "Inputs":
-        """Other values of the same shapes."""
+        """Inputs of the same shapes with other values."""
         return replace(self, **{name: torch.empty_like(x) for name, x in self.tensors.items()}).redraw_(self.seed + 1)
 
     def alone(self, element: int) -> "Inputs":
@@ -113,7 +121,7 @@ class Inputs:
         return Inputs(q, k, v, do, self.seed, self.std)
 
     def redraw_(self, seed: int) -> "Inputs":
-        """New values of the same distribution, in place and untold: same storage, same layout, same version."""
+        """Draws new values in place. Autograd does not see it: storage, layout and version stay the same."""
         self.seed = seed
         generator = torch.Generator(self.q.device).manual_seed(seed)
         for x in (self.q, self.k, self.v, self.do):
@@ -124,7 +132,7 @@ class Inputs:
 
 
 def pick(x: Tensor, spot: Spot, kv_heads: int) -> Tensor:
-    """A copy of the spot's part of an output: (U, G, rows, D) of o or dq; of dk or dv whole heads, (U, 1, K, D)."""
+    """A copy of the spot's part of an output x: of o or dq (U, G, rows, D); of dk or dv whole heads, (U, 1, K, D)."""
     units = x.detach().unflatten(1, (kv_heads, -1))
     return torch.stack([units[unit][:, spot.rows or slice(None)] for unit in spot.units])
 
@@ -155,7 +163,7 @@ def make_inputs(
 
 
 def _laid_out(layout: str, batch: int, heads: int, length: int, width: int, **options: Any) -> Tensor:
-    """An empty tensor (B, H, S, D)."""
+    """An unwritten tensor (B, H, S, D) with one of the layouts of MEMORY; "" is contiguous."""
     if layout == "transposed":
         return torch.empty(batch, length, heads, width, **options).transpose(1, 2)
     if layout == "unaligned":  # as a part of a projection of one more column
@@ -177,9 +185,9 @@ def run(
     grad: bool = True,
     lse: bool = False,
 ) -> dict[str, Tensor]:
-    """o, with `grad` also dq, dk, dv, and with `lse` the log-sum-exp that the row saved, by name.
+    """Calls a row, and returns by name o, with `grad` also dq, dk, dv, and with `lse` the log-sum-exp that it saved.
 
-    `pattern` stands in the place of `causal`; one that returns the log-sum-exp has it among the outputs.
+    pattern  used in place of `causal`; one that returns the log-sum-exp has it among the outputs
     """
     q, k, v = inputs.leaves(grad)
     pattern = pattern or PLAIN[causal]
@@ -196,7 +204,7 @@ def run(
 
 
 def _dlse(do: Tensor, lse: Tensor) -> Tensor:
-    """The gradient that comes back to a log-sum-exp which a row returns."""
+    """The gradient with which the backward begins at a log-sum-exp that a row returns: the first column of do."""
     return do[..., 0].to(lse.dtype)
 
 
@@ -211,10 +219,11 @@ def saved_lse(o: Tensor, q: Tensor) -> Tensor:
 class Oracle:
     """Reference and budget for `inputs`, computed once, in blocks of query rows so that they fit at any length.
 
-    `reference` and `budget` are keyed "o", "lse" and, with `grad` (default: the case's), "dq", "dk", "dv";
-    the references are float64 and hold the sampled heads only: (U, G, Q, D), lse (U, G, Q), dk and dv (U, 1, K, D).
-    `spot` asks for one head, and for some of its query rows alone; dk and dv then hold what these rows add to them.
-    `pattern` stands in the place of the case's `causal`. The log-sum-exp of a query that sees nothing is -inf.
+    `reference` and `budget` have the keys "o", "lse" and, with `grad` (default: the case's), "dq", "dk", "dv". The
+    references are float64 and of the sampled heads only: (U, G, Q, D), lse (U, G, Q), dk and dv (U, 1, K, D).
+
+    spot     only these heads, and only these query rows; dk and dv are then what these rows add to them
+    pattern  used in place of the case's `causal`. The log-sum-exp of a query that sees nothing is -inf
     """
 
     def __init__(
@@ -272,7 +281,7 @@ class Oracle:
         return {name: ratio if bool(outputs[name].isfinite().all()) else math.inf for name, ratio in ratios.items()}
 
     def judge(self, picked: dict[str, Tensor], rms: bool = False) -> dict[str, float]:
-        """`error_ratios` of outputs of the sampled heads, or of the spot, alone."""
+        """`error_ratios` of outputs that hold only the sampled heads, or the spot, as `pick` gives them."""
         ratios = {}
         for name, output in picked.items():
             reference = self.reference[name]
@@ -292,10 +301,11 @@ class Oracle:
         return {x: rms_budget(self.reference[x], mixed[x]) + self._carried_rms(x) for x in mixed.keys() - {"lse"}}
 
     def _carried_rms(self, name: str) -> float:
+        """What an extreme spot adds to a budget in root mean square."""
         return norm_rms(self._carried[name]) if name in self._carried else 0.0
 
     def _recomputing(self) -> dict[str, float]:
-        """Errors that a backward may add to naive's, in float32, when it keeps only the log-sum-exp."""
+        """What the budgets of dq, dk, dv have more for a flash backward, which keeps only the log-sum-exp."""
         (_, group, queries, head_dim), keys = self._q.shape, self._k.shape[2]
         eps = 4 * torch.finfo(torch.float32).eps
         summed = max(1.0, group * queries / keys) ** 0.5
@@ -308,7 +318,7 @@ class Oracle:
         }
 
     def _carry(self) -> dict[str, Tensor]:
-        """Bounds of what errors of P and of delta become in dq (U, G, Q, D), dk and dv (U, 1, K, D), by element."""
+        """By element bounds of the errors in dq (U, G, Q, D), dk and dv (U, 1, K, D) that come from P and delta."""
         eps, eps32 = torch.finfo(self.dtype).eps, 4 * torch.finfo(torch.float32).eps
         bounds = {name: torch.zeros_like(self.reference[name]) for name in ("dq", "dk", "dv")}
         scale = self._q.shape[-1] ** -0.5 if self.scale is None else abs(self.scale)
@@ -333,7 +343,7 @@ class Oracle:
         return bounds
 
     def _exponent(self, name: str) -> float:
-        """An error of 4 eps32 in the exponents, which are as large as the log-sum-exp."""
+        """What a budget has more for errors of 4 eps32 in exponents as large as the log-sum-exp."""
         lse = _norm_max(_finite(self.reference["lse"]))
         return 4 * torch.finfo(torch.float32).eps * lse * _norm_max(self.reference[name])
 
@@ -341,7 +351,7 @@ class Oracle:
         return x.detach().unflatten(1, (self._kv_heads, -1))[self._batch, self._head]  # (U, G, ...)
 
     def _picked(self, pattern: Pattern, case: AttentionCase) -> Pattern:
-        """The pattern of the sampled heads, a batch entry each."""
+        """The pattern of the sampled heads, each a batch entry."""
         heads, scores = (case.batch, case.heads), (case.batch, case.heads, case.queries, case.keys)
         shapes = {"mask": scores, "bias": scores, "alibi": heads, "sinks": heads}
         given: dict[str, Any] = {name: x for name, x in pattern.options.items() if name in shapes}
@@ -349,7 +359,7 @@ class Oracle:
         return replace(others, **{name: self._pick(x.expand(shapes[name])) for name, x in given.items()})  # (U, G, ...)
 
     def _run(self, compute: torch.dtype, rounded: torch.dtype, attend: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """`attend` in dtype `compute`, block by block, its results rounded once to `rounded` and held in float64."""
+        """The outputs of `attend` by name, computed block by block in `compute`, rounded to `rounded`, in float64."""
         double = partial(torch.zeros_like, dtype=torch.float64)
         out = {"o": double(self._do), "lse": double(self._q[..., 0])}
         if self.grad:
@@ -377,7 +387,7 @@ class Oracle:
         return out
 
     def _blocks(self) -> Iterator[tuple[slice, slice, slice]]:
-        """(units, query rows, the keys that those rows can see), with at most BLOCK_SCORES scores if one row allows."""
+        """Yields (units, query rows, the keys that these can see), with at most BLOCK_SCORES scores or a single row."""
         (num_units, group, queries, _), num_keys = self._q.shape, self._k.shape[2]
         limit, pattern, given = BLOCK_SCORES[self._q.device.type], self._pattern, self._pattern.options.keys()
         num_rows = min(queries, max(1, limit // (group * num_keys)))
@@ -390,7 +400,7 @@ class Oracle:
 
 
 def _sample(case: AttentionCase, seed: int) -> list[tuple[int, int]]:
-    """Batch and key-head index of every (batch, key head) pair, or of as many drawn by `seed` as the limits allow."""
+    """All (batch, key head) pairs, or as many as MAX_SCORES and MAX_ELEMENTS allow, drawn by `seed`."""
     group = case.heads // case.kv_heads
     elements = max(group * case.queries, case.keys) * case.head_dim
     total = case.batch * case.kv_heads
@@ -399,17 +409,18 @@ def _sample(case: AttentionCase, seed: int) -> list[tuple[int, int]]:
 
 
 def error_ratio(output: Tensor, reference: Tensor, plain: Tensor) -> float:
-    """The rule above for any tensor: `found` against a float64 `reference`; `plain` is what PyTorch itself makes of it.
+    """The error of `output` against a float64 `reference`, over the budget of the module's docstring.
 
-    `plain` has the dtype that is judged. 1 or less is right; inf where `output` holds NaN or inf.
+    plain  the result of plain PyTorch, in the dtype that is judged
+    1 or less is right; inf where `output` holds NaN or inf.
     """
     ratio = _norm_max(output.detach().double() - reference) / _budget(reference, plain.detach().double(), plain.dtype)
     return ratio if math.isfinite(ratio) else math.inf
 
 
 def larger_error(reference: Tensor, plain: Tensor, other: Tensor) -> Tensor:
-    """The one of two plain computations that errs more, element by element: a function that is written in several
-    ways has the budget of them all."""
+    """By element the value, of `plain` or `other`, that errs more: a function that is commonly written in several ways
+    gets the budget of all of them."""
     return torch.where((other - reference).abs() > (plain - reference).abs(), other, plain)
 
 
@@ -422,13 +433,13 @@ def log_sum_exp_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def ratio_of(
     output: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype, mean: bool = True, times: float = 2
 ) -> float:
-    """The error of `found` over its budget, which is what the `plain` computation loses when it is rounded to `dtype`.
+    """The error of `output` over its budget: what the `plain` computation loses when it is rounded to `dtype`.
 
-    `error_ratio` has absolute terms and gradients are small, so all are taken in units of the reference's
-    largest value. More than one number is held in root mean square too, as attention rows without a float32 form are,
-    unless `mean` is False: what plain PyTorch makes exactly leaves no mean error to others.
+    `error_ratio` has absolute terms and gradients are small, so all are taken in units of the reference's largest
+    value. Tensors are also held in root mean square, as attention rows without a float32 form are.
 
-    times  what plain PyTorch loses may be lost so often, in root mean square
+    mean   False: not in root mean square, as for what plain PyTorch computes exactly
+    times  how often the loss of plain PyTorch is allowed in root mean square
     """
     _, exponent = math.frexp(reference.abs().max().item())
     output, reference, plain = (x.double() / 2.0**exponent for x in (output, reference, plain))
@@ -440,9 +451,10 @@ def ratio_of(
 def curve_ratios(
     losses: Sequence[float], reference: Sequence[float], norm: float, reference_norm: float, dtype: str
 ) -> dict[str, float]:
-    """Errors over their budgets of a training in `dtype`: of the loss where it is worst, and of the first gradient.
+    """By name, in words, errors of a training in `dtype` over their budgets: of its worst loss, of its first gradient.
 
-    As many steps are compared as both have, CURVE_STEPS at most. 1 or less is right; inf where anything is not finite.
+    losses, reference  by step; as many are compared as both have, CURVE_STEPS at most
+    1 or less is right; inf where anything is not finite.
     """
     differences = [a - b for a, b in zip(losses[:CURVE_STEPS], reference, strict=False)]
     apart = [abs(x) if math.isfinite(x) else math.inf for x in differences]
@@ -457,20 +469,22 @@ def curve_ratios(
 
 
 def rms_budget(reference: Tensor, plain: Tensor, times: float = 2) -> float:
-    """The root mean square of error that the second rule allows; `plain` is the reference as plain PyTorch makes it."""
+    """The error in root mean square that is allowed to a row; plain: the result of plain PyTorch."""
     return times * norm_rms(plain - reference) + 4 * torch.finfo(torch.float32).eps * max(1.0, _norm_max(reference))
 
 
 def norm_rms(x: Tensor) -> float:
+    """The root mean square of x."""
     return x.square().mean().sqrt().item()
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """A log-sum-exp with 0 in place of -inf, that of a query which sees nothing."""
+    """A log-sum-exp with 0 in place of the -inf of queries that see nothing."""
     return lse.masked_fill(lse == -math.inf, 0)
 
 
 def _budget(ref: Tensor, plain: Tensor, dtype: torch.dtype) -> float:
+    """The largest error that is right: the first bound of the module's docstring."""
     rounded = ref.to(dtype)
     floor = 4 * torch.finfo(dtype).eps * max(1.0, _norm_max(ref))
     budget = 2 * _norm_max(plain - ref) + 2 * _norm_max((rounded + 0.3 - 0.3) - rounded) + floor
