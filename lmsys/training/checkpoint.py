@@ -5,9 +5,8 @@ share and one for each rank's own part, under names that no earlier save has use
 last, when all that it names is on the disk, so a save that is killed at any moment leaves the earlier checkpoints as
 they were. All ranks write to one folder. Loading unpickles tensors and plain values only (`weights_only`).
 
-The training loop calls `save`; the pipeline calls `newest`, which gives a `Checkpoint`. What is in the parts is decided
-in training_state.py. For a loop of your own `save_checkpoint` writes model, optimizer and the number of steps in one
-file, without checksums.
+The training loop calls `save`, and the pipeline `newest`, which gives a `Checkpoint`; training_state.py decides what is
+in the parts. For a loop of your own `save_checkpoint` writes one file, without checksums.
 """
 
 import hashlib
@@ -41,12 +40,8 @@ class SaveError(OSError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A saved checkpoint, as its manifest describes it.
-
-    world_size  how many ranks saved it
-    facts       what `save` was given about it, such as the model's config, as JSON has it
-    files       by part, "shared" or "rank-0", its "file", "bytes" and "sha256"
-    """
+    """A saved checkpoint, as its manifest has it. facts: what `save` was given, such as the model's config; files: by
+    part, such as "shared" and "rank-0", its "file", "bytes" and "sha256"."""
 
     manifest: Path
     step: int

@@ -252,8 +252,7 @@ class Batches:
     def weight(self, step: int, micro: int = 0) -> float:
         """The factor of a micro-batch's mean loss: its targets over the mean of targets per micro-batch of the step.
 
-        With it the mean over micro-batches of all ranks is the mean over all targets of the step, however these are
-        spread.
+        With it the mean over micro-batches of all ranks is the mean over all targets of the step.
         """
         first = self._place(step, micro)
         if self.end_of_text is None:

@@ -56,13 +56,8 @@ def facts_of(config: RunConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step has done.
-
-    loss   mean over the global batch
-    norm   of the gradient before clipping
-    lr     the learning rate
-    taken  False where loss or norm were not finite, and weights have not changed
-    """
+    """loss: mean over the global batch; norm: of the gradient before clipping; lr: the learning rate; taken: False if
+    loss or norm was not finite, so that weights have not changed."""
 
     loss: float
     norm: float
@@ -72,12 +67,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended.
-
-    why      done, time, or the name of a signal
-    valid    the last evaluation; None: there was no step
-    seconds  wall time of all steps, those before a resume too
-    """
+    """How training ended. why: done, time, or the name of a signal; valid: the last evaluation, None if there was no
+    step; seconds: wall time of all steps, those before a resume too."""
 
     step: int
     why: str
@@ -167,10 +158,7 @@ class Trainer:
         }
 
     def train_step(self, stop: int = 0) -> tuple[Step, int]:
-        """Takes one step; returns it and the largest `stop` of any rank.
-
-        stop  0, or why this rank asks to stop: the number of a signal, or _TIME
-        """
+        """Takes a step; returns it and the largest `stop` of any rank: 0, the number of a signal, or _TIME."""
         train, lr = self.config.train, self.schedule["the rate of the next step"]
         optimizer.set_lr(self.optimizer, lr)
         micros = range(self.batches.accumulation)
