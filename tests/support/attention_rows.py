@@ -217,7 +217,7 @@ def assert_agree(first: dict[str, Tensor], second: dict[str, Tensor], *oracles: 
     """AssertionError if two results differ by more than the sum of the budgets that `oracles` give to both."""
     assert first.keys() == second.keys()
     for name in first:
-        one, other = first[name].double(), second[name].double()
-        difference = (one - other).masked_fill(one == other, 0).abs().max().item()  # -inf equals -inf
+        x, y = first[name].double(), second[name].double()
+        difference = (x - y).masked_fill(x == y, 0).abs().max().item()  # -inf equals -inf
         allowed = sum(oracle.budget[name] for oracle in oracles)
         assert difference <= allowed, f"{name}: {difference:.3g} apart, {allowed:.3g} allowed"

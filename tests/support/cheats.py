@@ -122,9 +122,9 @@ class Later(Tensor):
 
 @cheat("deferred work", "fwd")
 def lazy_subclass(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    found = torch.Tensor._make_subclass(Later, torch.empty_like(q))
-    found.compute = lambda: honest(q, k, v, **options)  # type: ignore[attr-defined]
-    return found
+    later = torch.Tensor._make_subclass(Later, torch.empty_like(q))
+    later.compute = lambda: honest(q, k, v, **options)  # type: ignore[attr-defined]
+    return later
 
 
 @cheat("deferred work", "fwd")

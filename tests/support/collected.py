@@ -43,15 +43,15 @@ def strays(arguments: Sequence[str], ids: Sequence[str]) -> list[str]:
     word = arguments[arguments.index("-k") + 1] if "-k" in arguments else ""
     if not word.replace("-", "").isidentifier():
         return []
-    cells = {one: one.partition("[")[2].rstrip("]") for one in ids if "[" in one}
-    return [one for one, cell in cells.items() if not cell.startswith(word) and word not in cell.split("-")]
+    cells = {test_id: test_id.partition("[")[2].rstrip("]") for test_id in ids if "[" in test_id}
+    return [test_id for test_id, cell in cells.items() if not cell.startswith(word) and word not in cell.split("-")]
 
 
 def collected(arguments: list[str]) -> dict[str, Any]:
-    found, said = Collected(), io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = pytest.main([*arguments, *OPTIONS], plugins=[found])
-    return {"code": int(code), "ids": found.ids, "said": said.getvalue()}
+    plugin, output = Collected(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        code = pytest.main([*arguments, *OPTIONS], plugins=[plugin])
+    return {"code": int(code), "ids": plugin.ids, "said": output.getvalue()}
 
 
 if __name__ == "__main__":

@@ -81,13 +81,13 @@ class FakeNvml(SimpleNamespace):
         """Raised for what is not supported."""
 
     def __getattr__(self, name: str) -> Any:
-        def asked(handle: Any, *args: Any) -> Any:
+        def query(handle: Any, *args: Any) -> Any:
             answers = vars(self)
-            key = "".join([name.removeprefix("nvmlDeviceGet"), *(f"_{one}" for one in args if isinstance(one, str))])
+            key = "".join([name.removeprefix("nvmlDeviceGet"), *(f"_{text}" for text in args if isinstance(text, str))])
             if key not in answers:
                 raise self.NVMLError
             return answers[key]
 
         if not name.startswith("nvmlDeviceGet"):
             raise AttributeError(name)
-        return asked
+        return query

@@ -24,8 +24,8 @@ Launch = tuple[str, tuple[int, int], int | None, tuple[bytes, ...]]  # kernel, g
 def parameters(ptx: str) -> list[int]:
     """The number of bytes of each parameter that a kernel's PTX declares."""
     head = ptx[ptx.index(".entry") :]
-    found = re.findall(r"\.param\s+(?:\.align \d+\s+)?\.(\w+)[^,)]*?_param_\d+(?:\[(\d+)\])?", head[: head.index("{")])
-    return [WIDTHS[width] * int(length or 1) for width, length in found]
+    types = re.findall(r"\.param\s+(?:\.align \d+\s+)?\.(\w+)[^,)]*?_param_\d+(?:\[(\d+)\])?", head[: head.index("{")])
+    return [WIDTHS[width] * int(length or 1) for width, length in types]
 
 
 class Stub:

@@ -381,9 +381,9 @@ def _matmul(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool
 def _wait_matmuls(outstanding: int, deps: list[Any]) -> Any:
     while len(here.matmuls) > outstanding:
         here.matmuls.pop(0).run()
-    found = [x.result if isinstance(x, Token) else x for x in deps]
-    assert all(x is not None for x in found), "a result is used before its matmul was waited for"
-    return found[0] if len(found) == 1 else tuple(found)
+    results = [x.result if isinstance(x, Token) else x for x in deps]
+    assert all(x is not None for x in results), "a result is used before its matmul was waited for"
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _named_barrier(kind: str, number: Any, num_threads: int, come: int = 128) -> None:
@@ -417,11 +417,11 @@ def _places(pointer: Pointer, mask: Any) -> tuple[Tensor, Tensor]:
 
 def _load(pointer: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> Tensor:
     offset, inside = _places(pointer, mask)
-    found = torch.full(offset.shape, other, dtype=pointer.dtype)
+    loaded = torch.full(offset.shape, other, dtype=pointer.dtype)
     if inside.any():
         assert offset[inside].min() >= 0
-        found[inside] = pointer.window(int(offset[inside].max()) + 1)[offset[inside]]
-    return found.as_subclass(Word) if found.dim() == 0 else found
+        loaded[inside] = pointer.window(int(offset[inside].max()) + 1)[offset[inside]]
+    return loaded.as_subclass(Word) if loaded.dim() == 0 else loaded
 
 
 def _store(pointer: Pointer, x: Any, mask: Any = None) -> None:

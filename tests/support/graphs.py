@@ -228,13 +228,13 @@ class Net(nn.Module):
             self.blocks = nn.ModuleList(blocks)
 
     def block(self, number: int) -> Block:
-        found = [x for x in self.modules() if isinstance(x, Block)]
-        number %= len(found)
+        blocks = [x for x in self.modules() if isinstance(x, Block)]
+        number %= len(blocks)
         if self.graph.holder == "zipped":
             half = len(self.one)
             order = [n // 2 + half * (n % 2) for n in range(2 * half)]
-            return found[[n for n in order if n < len(found)][number]]
-        return found[-1 - number if self.graph.holder == "reversed" else number]
+            return blocks[[n for n in order if n < len(blocks)][number]]
+        return blocks[-1 - number if self.graph.holder == "reversed" else number]
 
     def forward(self, x: Tensor, rank: int = 0, turn: int | None = None) -> Any:
         program = self.graph.programs[(self.turn if turn is None else turn) % len(self.graph.programs)]
@@ -273,8 +273,8 @@ class Net(nn.Module):
                 return block(x) if rank == 0 else x
             case "apart":  # ranks call two blocks in other orders
                 pair = block, self.block(call.block + 1)
-                for one in pair[:: 1 - 2 * (rank % 2)]:
-                    x = one(x)
+                for called in pair[:: 1 - 2 * (rank % 2)]:
+                    x = called(x)
                 return x
             case "boom":
                 return Boom.apply(block(x))
@@ -335,8 +335,8 @@ class Player:
     def whole(self) -> dict[str, Tensor]:
         return self.model.state_dict() if self.is_plain else self.model.full_state_dict()
 
-    def see(self, **found: Tensor) -> None:
-        whole = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in found.items()}  # of FSDP2
+    def see(self, **values: Tensor) -> None:
+        whole = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in values.items()}  # of FSDP2
         real = {name: torch.view_as_real(x) if x.is_complex() else x for name, x in whole.items()}
         self.seen.append({name: x.detach().cpu().clone() for name, x in real.items()})
 
@@ -706,12 +706,12 @@ def play(group: Any, strategy: str, graph: Graph, ways: Sequence[str]) -> list[d
 
     # cuDNN's LSTM rounds to TF32, and its backward has no derivative.
     with stand_in(), torch.backends.cudnn.flags(enabled=False):
-        told = error_of(go)
-    if told == "nothing raised":
+        error = error_of(go)
+    if error == "nothing raised":
         return seen
-    if told.startswith(TWICE) and {"own", "apart"} & ops_of(graph):
-        raise RaisedApart(told)
-    return told
+    if error.startswith(TWICE) and {"own", "apart"} & ops_of(graph):
+        raise RaisedApart(error)
+    return error
 
 
 def play_alone(graph: Graph, ways: Sequence[str], dtype: torch.dtype) -> list[dict[str, Tensor]]:

@@ -17,20 +17,20 @@ MACHINE = {"date": "now", "gpu": None, "name": "a machine", "ceilings": CEILINGS
 
 def runner(**changes: Any) -> Runner:
     """A runner on the CPU with 10 ms for each row, and MACHINE. `changes`: other settings."""
-    found = Runner(replace(Settings(device="cpu", sweep="smoke", seconds_per_row=0.01), **changes))
-    found.__dict__["machine"] = MACHINE
-    return found
+    made = Runner(replace(Settings(device="cpu", sweep="smoke", seconds_per_row=0.01), **changes))
+    made.__dict__["machine"] = MACHINE
+    return made
 
 
 def records(benchmark: Benchmark, cases: Sequence[Any], **changes: Any) -> dict[str, dict[str, Any]]:
     """The runner's records of the cases, which are one group, by row."""
-    return {one.record["impl"]: one.record for one in results(benchmark, cases, **changes)}
+    return {result.record["impl"]: result.record for result in results(benchmark, cases, **changes)}
 
 
 def results(benchmark: Benchmark, cases: Sequence[Any], **changes: Any) -> list[Result]:
-    found = list(runner(**changes).run(benchmark, cases))
-    assert sorted(one.record["id"] for one in found) == sorted(case.id for case in cases)
-    return found
+    obtained = list(runner(**changes).run(benchmark, cases))
+    assert sorted(result.record["id"] for result in obtained) == sorted(case.id for case in cases)
+    return obtained
 
 
 @dataclass(frozen=True)

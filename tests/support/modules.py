@@ -67,8 +67,8 @@ class Player:
     def loss(self, micro: int) -> Tensor:
         return torch.stack([self.model(self.batch[rank, micro]) for rank in self.ranks]).mean()
 
-    def see(self, **found: Tensor) -> None:
-        self.seen.append({name: x.detach().cpu().clone() for name, x in found.items()})
+    def see(self, **values: Tensor) -> None:
+        self.seen.append({name: x.detach().cpu().clone() for name, x in values.items()})
 
     def backward(self) -> None:
         self.loss(0).backward()
@@ -153,8 +153,8 @@ class Player:
         self.saved = file.getvalue()
 
     def load(self) -> None:
-        told = self.model.load_state_dict(torch.load(io.BytesIO(self.saved)))
-        assert not told.missing_keys and not told.unexpected_keys
+        result = self.model.load_state_dict(torch.load(io.BytesIO(self.saved)))
+        assert not result.missing_keys and not result.unexpected_keys
 
     def new_optimizer(self) -> None:
         options = {"lr": LR, "momentum": 0.9}
@@ -185,8 +185,8 @@ def play(group: Any, strategy: str, program: Sequence[str]) -> list[dict[str, Te
     torch.manual_seed(rank)
     seen: list[dict[str, Tensor]] = []
     with deferred(), stand_in():
-        told = error_of(lambda: seen.extend(_player(strategy, group, rank).play(program)))
-    return seen if told == "nothing raised" else told
+        error = error_of(lambda: seen.extend(_player(strategy, group, rank).play(program)))
+    return seen if error == "nothing raised" else error
 
 
 def deferred() -> Any:
@@ -254,9 +254,9 @@ def _deepcopy(wrapper: nn.Module, _: Any) -> str:
 
 
 def _deepcopy_module(wrapper: nn.Module, _: Any) -> str:
-    found = copy.deepcopy(wrapper.module)
+    copied = copy.deepcopy(wrapper.module)
     with torch.no_grad():
-        return f"as the original: {bool(found(_ones()) == wrapper(_ones()))}"
+        return f"as the original: {bool(copied(_ones()) == wrapper(_ones()))}"
 
 
 def _save_wrapper(wrapper: nn.Module, _: Any) -> str:
@@ -371,13 +371,13 @@ def do(group: Any, strategy: str, operation: str) -> str:
     """On a rank of two: the text that an operation returns just after a step, or its error as a text."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    found: list[str] = []
+    texts: list[str] = []
     with deferred():
         player = _player(strategy, group, rank)
         player.play(["step", "step"])
         player.step()
-        told = error_of(lambda: found.append(ONE_BY_ONE[operation](player.model, rank)))
-    return found[0] if found else told
+        error = error_of(lambda: texts.append(ONE_BY_ONE[operation](player.model, rank)))
+    return texts[0] if texts else error
 
 
 # Checkpoints of torch.distributed.checkpoint, from one strategy to another.

@@ -57,8 +57,8 @@ class Trained:
         self.update()
 
     def whole(self) -> State:
-        found = self.model.state_dict() if self.is_plain else self.model.full_state_dict()
-        return {name: x.detach().cpu().clone() for name, x in found.items()}
+        state = self.model.state_dict() if self.is_plain else self.model.full_state_dict()
+        return {name: x.detach().cpu().clone() for name, x in state.items()}
 
 
 def made(strategy: str, cls: Any = torch.optim.SGD, recipe: Recipe = RECIPE, seed: int = 0, **options: Any) -> Trained:
@@ -131,9 +131,9 @@ def refused_norms(strategy: str) -> list[str]:
 @on_first(2)
 def on_two(_: Any, function: Callable[..., Any], *args: Any) -> Any:
     """On a rank of two: the function's result, or its error as a text."""
-    found: list[Any] = []
-    told = error_of(lambda: found.append(function(*args)))
-    return found[0] if found else told
+    results: list[Any] = []
+    error = error_of(lambda: results.append(function(*args)))
+    return results[0] if results else error
 
 
 def decayed(name: str, p: nn.Parameter) -> dict[str, Any]:
@@ -158,8 +158,8 @@ def by_a_tensor_of_rates(strategy: str) -> State:
         it.step(step)
         for group in it.optimizer.param_groups:
             group["lr"].mul_(0.5)
-    told = error_of(lambda: made(strategy, AdamW, lr=torch.tensor(0.1)))
-    assert told.startswith("ValueError: lr=tensor"), told
+    error = error_of(lambda: made(strategy, AdamW, lr=torch.tensor(0.1)))
+    assert error.startswith("ValueError: lr=tensor"), error
     return it.whole()
 
 
@@ -320,18 +320,18 @@ def refused_states(strategy: str) -> list[str]:
         share = error_of(other.update)
     whole = it.model.full_optimizer_state_dict(it.optimizer)
     grouped = made(strategy, AdamW, groups=decayed)
-    found = [error_of(grouped.model.load_optimizer_state_dict, grouped.optimizer, whole)]
+    errors = [error_of(grouped.model.load_optimizer_state_dict, grouped.optimizer, whole)]
     del whole["param_groups"][0]["params"][0]
-    found.append(error_of(it.model.load_optimizer_state_dict, it.optimizer, whole))
-    found.append(share)
+    errors.append(error_of(it.model.load_optimizer_state_dict, it.optimizer, whole))
+    errors.append(share)
     if strategy == "fsdp":
-        found.append(error_of(get_optimizer_state_dict, it.model, it.optimizer))
+        errors.append(error_of(get_optimizer_state_dict, it.model, it.optimizer))
         params = list(it.model.parameters())
         parts = [{"params": [p for p in params if p.dim() > 1]}, {"params": params, "weight_decay": 0.0}]
         it.optimizer = torch.optim.AdamW(parts)
-        found.append(error_of(it.step, 1))
-        found.append(error_of(lambda: it.model.make_optimizer(AdamW, groups=decayed)))
-    return found
+        errors.append(error_of(it.step, 1))
+        errors.append(error_of(lambda: it.model.make_optimizer(AdamW, groups=decayed)))
+    return errors
 
 
 def refused_modules(strategy: str) -> list[str]:
@@ -341,9 +341,9 @@ def refused_modules(strategy: str) -> list[str]:
     ignoring._ddp_params_and_buffers_to_ignore = ["bias"]
     modules = [nn.Sequential(nn.BatchNorm1d(2)), nn.Embedding(2, 2, sparse=True), meta, ignoring]
     wrap = STRATEGIES[strategy].load()
-    told = [error_of(wrap, module.to(device()) if module is not meta else meta, group_of(2)) for module in modules]
+    errors = [error_of(wrap, module.to(device()) if module is not meta else meta, group_of(2)) for module in modules]
     modules[0].eval()  # a batch norm in evaluation is supported
-    return [*told, error_of(wrap, modules[0], group_of(2))]
+    return [*errors, error_of(wrap, modules[0], group_of(2))]
 
 
 # Checkpoints of weights and the optimizer's state, between strategies and FSDP2.

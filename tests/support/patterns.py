@@ -139,8 +139,8 @@ def spelled(pattern: Pattern, case: AttentionCase) -> Tensor:
     sees = torch.ones(case.batch, case.queries, case.keys, dtype=torch.bool)
     if (packed := pattern.documents) is not None:
         of_keys = [packed.keys.lengths[b % packed.batch] for b in range(case.batch)]
-        found = torch.tensor([[document_of(j, lengths) for j in range(case.keys)] for lengths in of_keys])
-        key_document, start = found[:, None].unbind(-1)  # (B, 1, K)
+        numbered = torch.tensor([[document_of(j, lengths) for j in range(case.keys)] for lengths in of_keys])
+        key_document, start = numbered[:, None].unbind(-1)  # (B, 1, K)
     sees &= query_document == key_document
     if pattern.key_lengths is not None:
         sees &= key < pattern.key_lengths.cpu()[:, None, None]
@@ -158,7 +158,7 @@ def spelled(pattern: Pattern, case: AttentionCase) -> Tensor:
 def places(pattern: Pattern, case: AttentionCase) -> tuple[Tensor, Tensor]:
     """The position of each query among the keys, and the number of its document, (B, Q, 1) both."""
     offsets = pattern.offset.tolist() if isinstance(pattern.offset, Tensor) else [pattern.offset] * case.batch
-    found = []
+    rows = []
     for b, offset in enumerate(offsets):
         for i in range(case.queries):
             at, number, packed = i, 0, pattern.documents
@@ -166,8 +166,8 @@ def places(pattern: Pattern, case: AttentionCase) -> tuple[Tensor, Tensor]:
                 of_queries, of_keys = packed.lengths[b % packed.batch], packed.keys.lengths[b % packed.batch]
                 number, first = document_of(i, of_queries)
                 at = sum(of_keys[: number + 1]) - (first + of_queries[number] - i)
-            found.append((at + int(offset), number))
-    at, numbers = torch.tensor(found).view(case.batch, case.queries, 2, 1).unbind(2)
+            rows.append((at + int(offset), number))
+    at, numbers = torch.tensor(rows).view(case.batch, case.queries, 2, 1).unbind(2)
     return at, numbers
 
 

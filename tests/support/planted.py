@@ -102,30 +102,30 @@ def session(
     checkout = Checkout(against) if against else None
     texts = {f"--{name.replace('_', '-')}": text for name, text in axes.items()}
     settings = Settings(device=device, seconds_per_row=seconds)
-    found = Session(settings, texts=texts, isolated=True, checkout=checkout, margin=margin)
-    runner = found.runner
+    made = Session(settings, texts=texts, isolated=True, checkout=checkout, margin=margin)
+    runner = made.runner
     getattr(runner, "today", runner)._machine = MACHINE
     try:
-        found.select([("attention", name) for name in found.add(Attention)])
-        yield found
+        made.select([("attention", name) for name in made.add(Attention)])
+        yield made
     finally:
-        found.close()
+        made.close()
         if checkout:
             checkout.close()
 
 
 def records(device: str, seconds: float, **axes: str) -> list[Record]:
-    with session(device, seconds, **axes) as found:
-        return _measured(found)
+    with session(device, seconds, **axes) as opened:
+        return _measured(opened)
 
 
 def changes(device: str, seconds: float, against: str, margin: float = MARGIN_IN_TURNS, **axes: str) -> list[Change]:
-    with session(device, seconds, margin, against, **axes) as found:
-        _measured(found)
-        return found.changes
+    with session(device, seconds, margin, against, **axes) as opened:
+        _measured(opened)
+        return opened.changes
 
 
-def _measured(found: Session) -> list[Record]:
-    for key in found._cases:
-        found.result(key)
-    return found.records
+def _measured(session: Session) -> list[Record]:
+    for key in session._cases:
+        session.result(key)
+    return session.records

@@ -50,7 +50,7 @@ class Judged:
         """A line for each row: how many calls it had, by context."""
         contexts, rows = (list(dict.fromkeys(key[at] for key in sorted(self.asked))) for at in (0, 1))
         lines = [f"{'row':24}" + "".join(f"{context:>12}" for context in contexts)]
-        lines += [f"{row:24}" + "".join(f"{self.asked[one, row]:12}" for one in contexts) for row in rows]
+        lines += [f"{row:24}" + "".join(f"{self.asked[context, row]:12}" for context in contexts) for row in rows]
         return "\n".join([*lines, f"{self.asked.total()} calls, {len(self.faults)} faults"])
 
 
@@ -91,22 +91,22 @@ def drawn(number: int, device: str) -> tuple[AttentionCase, dict[str, Any], str]
         capability=torch.cuda.get_device_capability() if device == "cuda" else None,
     )
     options: dict[str, Any] = {"causal": chance.random() < 0.5}
-    asked = chance.choice(["none", "window", "sides", "prefix", "documents", "key_lengths", "mask", "offset"])
-    if asked == "window":
+    option = chance.choice(["none", "window", "sides", "prefix", "documents", "key_lengths", "mask", "offset"])
+    if option == "window":
         options |= {"causal": True, "window": chance.randint(1, queries + 3)}
-    elif asked == "sides":
+    elif option == "sides":
         options["window"] = chance.randint(0, keys), chance.randint(0, keys)
-    elif asked == "prefix":
+    elif option == "prefix":
         options |= {"causal": True, "prefix": chance.randint(0, keys + 3)}
-    elif asked == "documents":
+    elif option == "documents":
         case = replace(case, queries=keys)
         options["documents"] = Documents(document_lengths(keys, seed), device)
-    elif asked == "key_lengths":
+    elif option == "key_lengths":
         lengths = torch.tensor([[chance.randint(0, keys), 0] for _ in range(case.batch)], device=device)
         options["key_lengths"] = lengths[:, 0]
-    elif asked == "mask":
+    elif option == "mask":
         options["mask"] = drawn_mask(case, seed)
-    elif asked == "offset":
+    elif option == "offset":
         entries = [chance.randint(-queries, keys) for _ in range(case.batch)]
         options["offset"] = chance.choice([chance.randint(1, keys + 2), "end", torch.tensor(entries, device=device)])
     others = {"softcap": chance.choice([1.0, 30.0, 1e5]), "alibi": torch.rand(case.heads, device=device)}
@@ -149,8 +149,8 @@ def outputs(call: Call, case: AttentionCase, inputs: Inputs, context: str) -> di
 
     def step() -> dict[str, Tensor]:
         with torch.set_grad_enabled(case.grad):
-            found = call(q, k, v)
-        results = found if isinstance(found, tuple) else (found,)
+            result = call(q, k, v)
+        results = result if isinstance(result, tuple) else (result,)
         kept = dict(zip(("o", "lse"), (x.detach() for x in results), strict=False))
         if case.grad:
             upstream = (inputs.do, inputs.do[..., 0].to(results[-1].dtype))[: len(results)]
@@ -166,45 +166,45 @@ def outputs(call: Call, case: AttentionCase, inputs: Inputs, context: str) -> di
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = step()
-        for x in found.values():
+            result = step()
+        for x in result.values():
             x.fill_(float("nan"))
         graph.replay()
     else:
-        found = step()
-    return {name: x.clone() for name, x in found.items()}
+        result = step()
+    return {name: x.clone() for name, x in result.items()}
 
 
 def judge_all(device: str, numbers: list[int]) -> Judged:
     """The outcome of these cases. For a GPU it is called in a process of its own, whose state it changes."""
-    found = Judged()
+    outcome = Judged()
     if device == "cuda":
         poison(setattr)  # as in the process of the tests
     for number in numbers:
         if device == "cuda":
             _compile_little(number)
-        judge(number, device, found)
-    return found
+        judge(number, device, outcome)
+    return outcome
 
 
-def judge(number: int, device: str, found: Judged) -> None:
-    """Runs a case by its rows, and adds the calls and faults to `found`."""
+def judge(number: int, device: str, outcome: Judged) -> None:
+    """Runs a case by its rows, and adds the calls and faults to `outcome`."""
     (case, options, memory), context = drawn(number, device), context_of(number, device)
     inputs = make_inputs(case, number, memory=memory)
     pattern = checked_pattern(inputs.q, inputs.k, **(NO_OPTIONS | options))
     oracle = Oracle(case, inputs, pattern=pattern)
     shown = {name: value.shape if isinstance(value, Tensor) else value for name, value in options.items()}
     for impl in rows_of(number, context, case, pattern, inputs):
-        found.asked[context, impl] += 1
-        told = f"case {number}, {impl}, {context}, {memory or 'plain'}: {case}, {shown}"
+        outcome.asked[context, impl] += 1
+        described = f"case {number}, {impl}, {context}, {memory or 'plain'}: {case}, {shown}"
         try:
             result = outputs(in_context(context, impl, options, case, number), case, inputs, context)
             ratios = oracle.error_ratios(result)
         except Exception as crash:
-            found.faults.append(f"{told}: {type(crash).__name__}: {str(crash)[:300]}")
+            outcome.faults.append(f"{described}: {type(crash).__name__}: {str(crash)[:300]}")
             continue
         if max(ratios.values()) > 1 or result["o"].dtype != inputs.q.dtype:
-            found.faults.append(f"{told}: {ratios} {result['o'].dtype}")
+            outcome.faults.append(f"{described}: {ratios} {result['o'].dtype}")
 
 
 def _compile_little(number: int) -> None:

@@ -91,8 +91,8 @@ def rows_of(kind: str) -> dict[str, Record]:
     return {name: row.to_json() | Traits.of(row).changed for name, row in table.items()}
 
 
-def record(benchmark: str, impl: str, seconds: float = 1e-3, outcome: str = "ok", **told: Any) -> Record:
-    """The record of a case of row `impl` that took `seconds`. `told` are fields with other values than usual.
+def record(benchmark: str, impl: str, seconds: float = 1e-3, outcome: str = "ok", **values: Any) -> Record:
+    """The record of a case of row `impl` that took `seconds`. `values` are fields with other values than usual.
 
     Other axes are as in ASKED, and metrics are made-up numbers. Rows of one comparison have the same noise in their
     samples, so that their ratios are exact.
@@ -101,32 +101,33 @@ def record(benchmark: str, impl: str, seconds: float = 1e-3, outcome: str = "ok"
     kind = KIND_OF.get(benchmark, benchmark)
     strategy = impl.partition("-")[0]
     row = rows_of(kind).get(strategy, {})
-    found: Record = {"benchmark": benchmark, "section": "default", "impl": impl, "device": "cuda"}
-    found |= {"label": row.get("label", impl), "peer": row.get("peer", False), "memory_limit_bytes": None}
-    found |= ASKED[benchmark] | ({"strategy": strategy, "row": impl} if kind == "strategy" else {})
-    found |= SIZES.get(told.get("size", found.get("size")), {}) if "d_ff" in fields else {}
-    found |= {name: value for name, value in told.items() if fields[name].role == "axis"}
-    assert told.keys() <= fields.keys(), told.keys() - fields.keys()
-    asked = [f"{name}{found.get(name)}" for name in fields if fields[name].role == "axis" and name not in OF_ROWS]
-    own = [str(found[name]) for name in sorted(OF_ROWS & found.keys() - {"label", "peer", "device"})]
-    found |= {"comparison": "-".join(asked), "id": told.get("id", f"{found['section']}-" + "-".join([*asked, *own]))}
-    found |= {"outcome": outcome, "reason": None, "clock": "cuda_event", "num_parameters": 1000 * found.get("d_ff", 1)}
+    made: Record = {"benchmark": benchmark, "section": "default", "impl": impl, "device": "cuda"}
+    made |= {"label": row.get("label", impl), "peer": row.get("peer", False), "memory_limit_bytes": None}
+    made |= ASKED[benchmark] | ({"strategy": strategy, "row": impl} if kind == "strategy" else {})
+    made |= SIZES.get(values.get("size", made.get("size")), {}) if "d_ff" in fields else {}
+    made |= {name: value for name, value in values.items() if fields[name].role == "axis"}
+    assert values.keys() <= fields.keys(), values.keys() - fields.keys()
+    asked = [f"{name}{made.get(name)}" for name in fields if fields[name].role == "axis" and name not in OF_ROWS]
+    own = [str(made[name]) for name in sorted(OF_ROWS & made.keys() - {"label", "peer", "device"})]
+    made |= {"comparison": "-".join(asked), "id": values.get("id", f"{made['section']}-" + "-".join([*asked, *own]))}
+    made |= {"outcome": outcome, "reason": None, "clock": "cuda_event", "num_parameters": 1000 * made.get("d_ff", 1)}
     if outcome == "ok":
-        rounds = Random(found["comparison"])
+        rounds = Random(made["comparison"])
         samples = [seconds * rounds.uniform(0.97, 1.06) for _ in range(10)]
-        found |= summarize(samples) | {"samples_s": samples, "sm_clock_mhz": 1800.0, **MEASURED.get(benchmark, {})}
-        numbers = [one for one in fields.values() if one.role == "metric" or one.unit in ("s", "B", "FLOP")]
-        for one in sorted(numbers, key=lambda one: one.of is not None):
-            if one.name not in found:
-                found[one.name] = one.of(found) if one.of else _some_number(one, found)
-    found |= told
-    return {name: found.get(name) for name in fields}
+        made |= summarize(samples) | {"samples_s": samples, "sm_clock_mhz": 1800.0, **MEASURED.get(benchmark, {})}
+        numbers = [field for field in fields.values() if field.role == "metric" or field.unit in ("s", "B", "FLOP")]
+        for field in sorted(numbers, key=lambda field: field.of is not None):
+            if field.name not in made:
+                made[field.name] = field.of(made) if field.of else _some_number(field, made)
+    made |= values
+    return {name: made.get(name) for name in fields}
 
 
-def _some_number(one: Field, found: Record) -> Any:
-    number = Random(f"{found['id']}{one.name}").uniform(0.1, 0.9)
-    scale = {"B": 8 * GIB, "FLOP": 1e12, "FLOP/s": 1e15, "B/s": 1e11, "tokens/s": 1e5, "nats": 1e-2}.get(one.unit, 1.0)
-    return int(scale * number) if one.unit == "B" else scale * number
+def _some_number(field: Field, record: Record) -> Any:
+    number = Random(f"{record['id']}{field.name}").uniform(0.1, 0.9)
+    scales = {"B": 8 * GIB, "FLOP": 1e12, "FLOP/s": 1e15, "B/s": 1e11, "tokens/s": 1e5, "nats": 1e-2}
+    scale = scales.get(field.unit, 1.0)
+    return int(scale * number) if field.unit == "B" else scale * number
 
 
 def part(name: str, total_s: float, backward_s: float = 0.0, **kinds: float) -> Record:
@@ -204,8 +205,8 @@ def save(path: Path, records: list[Record], **machine: Any) -> Path:
 
 def content_of(records: list[Record], **machine: Any) -> Record:
     """The part "lmsys" of such a file."""
-    names = {one["benchmark"] for one in records} & BENCHMARKS.keys()
-    fields = {name: [one.to_json() for one in fields_of(name).values()] for name in sorted(names)}
+    names = {record["benchmark"] for record in records} & BENCHMARKS.keys()
+    fields = {name: [field.to_json() for field in fields_of(name).values()] for name in sorted(names)}
     rows = {kind: list(rows_of(kind).values()) for kind in ("attention", "strategy", "loss", "tokenizer", "operation")}
     layouts = {name: BENCHMARKS[name].layout for name in sorted(names)}
     head = {"fields": fields, "layouts": layouts, "rows": rows}

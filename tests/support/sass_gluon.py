@@ -91,13 +91,13 @@ def pre_and_postprocess(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str
 
 def read(kernel: Any) -> dict[str, int]:
     sass = disassembled(kernel)
-    found = resources(kernel, sass) | count(MNEMONICS, sass)
+    counts = resources(kernel, sass) | count(MNEMONICS, sass)
     read_from = {
         "hazards": hazards(sass),
         "reused": reused(kernel.asm["ptx"]),
         "restarts": restarts(kernel.asm["ttgir"]),
     }
-    return found | read_from
+    return counts | read_from
 
 
 def restarts(ttgir: str) -> int:
@@ -107,15 +107,15 @@ def restarts(ttgir: str) -> int:
     of each head then began at 0, and their barriers waited for ever.
     """
     open_at: list[int] = []  # indentations of the loops that a line is in
-    found = 0
+    number = 0
     for line in ttgir.splitlines():
         indentation = len(line) - len(line.lstrip())
         while open_at and indentation <= open_at[-1]:
             open_at.pop()
         if match := re.search(r"scf\.for %\w+ = (%\w+) to .*tensor<", line):
-            found += bool(open_at) and re.match(r"%c\d", match[1]) is not None
+            number += bool(open_at) and re.match(r"%c\d", match[1]) is not None
             open_at.append(indentation)
-    return found
+    return number
 
 
 def reused(ptx: str) -> int:
@@ -140,7 +140,7 @@ def hazards(sass: str) -> int:
     """
     in_flight: list[set[int]] = []
     group: set[int] = set()
-    found = 0
+    number = 0
     for line in sass.splitlines():
         code = line.split("*/", 1)[-1].strip()
         if match := re.search(r"\bHGMMA\S*\s+R\d+,\s*(\S+?),\s*(.*)", code):
@@ -156,8 +156,8 @@ def hazards(sass: str) -> int:
             if not match[1].startswith(("ST", "RED", "BAR", "SYNCS", "R2UR", "ISETP", "FSETP")):
                 width = 4 if ".128" in match[1] else 2 if ".64" in match[1] or ".WIDE" in match[1] else 1
                 written = set(range(int(match[2]), int(match[2]) + width))
-                found += any(written & operand for operand in [*in_flight, group])
-    return found
+                number += any(written & operand for operand in [*in_flight, group])
+    return number
 
 
 def main(dtypes: list[str], every: bool, head_dims: list[int]) -> None:

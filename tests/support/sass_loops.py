@@ -26,27 +26,27 @@ LENGTH = 4096  # the number of keys for which a plan is chosen
 
 def main_loop(sass: str) -> list[str]:
     """The instructions of the shortest loop that has MATMULS matmuls."""
-    return min((loop for loop in loops(sass) if sum("HGMMA" in one for one in loop) >= MATMULS), key=len)
+    return min((loop for loop in loops(sass) if sum("HGMMA" in line for line in loop) >= MATMULS), key=len)
 
 
 def kinds(loop: list[str]) -> Counter[str]:
     """How many instructions a loop has, by opcode."""
-    return Counter(re.sub(r"^@!?U?P\w+\s+", "", one).split()[0].split(".")[0] for one in loop)
+    return Counter(re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0].split(".")[0] for instruction in loop)
 
 
 def main(arguments: list[str]) -> None:
     if arguments and Path(arguments[0]).exists():
         command = [TOOLS / "nvdisasm", "-c", "-ndf", arguments[0]]
-        found = {"": subprocess.run(command, capture_output=True, text=True, check=True).stdout}
+        texts = {"": subprocess.run(command, capture_output=True, text=True, check=True).stdout}
     else:
         step = dict.fromkeys(arguments, True)
-        found = {}
+        texts = {}
         for head_dim, causal in product((64, 128), (False, True)):
             own = backward_plan(head_dim, causal, LENGTH)
             plan = BackwardPlan(own.prefetch, own.l2_mib, **step)
             kernel = backward(torch.bfloat16, head_dim, causal, False, plan)
-            found[f"{head_dim} {'causal' if causal else 'full'}"] = disassembled(kernel)
-    for name, sass in found.items():
+            texts[f"{head_dim} {'causal' if causal else 'full'}"] = disassembled(kernel)
+    for name, sass in texts.items():
         loop = main_loop(sass)
         print(json.dumps({"kernel": name, "instructions": len(loop), **dict(kinds(loop).most_common())}))
 

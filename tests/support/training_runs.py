@@ -83,14 +83,14 @@ def trainer(run: RunConfig, resume: bool = False, device: torch.device = CPU) ->
     source = source_of(run)
     end = source.end_of_text if run.data.packing == "documents" else None
     windows = fixed_windows(source, run.model.context_length, run.evaluate.windows, end)
-    found = newest(run.folder / "checkpoints") if resume else None
-    return Trainer(run, source, windows, device, found)
+    checkpoint = newest(run.folder / "checkpoints") if resume else None
+    return Trainer(run, source, windows, device, checkpoint)
 
 
 def first_losses(run: RunConfig, steps: int) -> list[float]:
     """On a rank, or on one process: the losses of the first steps."""
-    one = trainer(run)
-    return [one.train_step()[0].loss for _ in range(steps)]
+    training = trainer(run)
+    return [training.train_step()[0].loss for _ in range(steps)]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -104,9 +104,9 @@ def losses(output: Path) -> list[float]:
 
 
 def weights(output: Path) -> dict[str, Any]:
-    found = newest(output / "checkpoints")
-    assert found is not None
-    return found.shared()["model"]
+    checkpoint = newest(output / "checkpoints")
+    assert checkpoint is not None
+    return checkpoint.shared()["model"]
 
 
 def train_on_rank(run: RunConfig) -> int:
@@ -116,11 +116,13 @@ def train_on_rank(run: RunConfig) -> int:
 
 def nan_on_one_rank(run: RunConfig) -> list[bool]:
     """On a rank: for each of four steps, True if it was taken. The loss of rank 1 is NaN in step 2."""
-    one = trainer(run)
-    loss_of = one.model.loss
-    one.model.loss = lambda *batch: loss_of(*batch) * (torch.nan if (one.rank, one.step) == (1, 2) else 1.0)
-    taken = [one.train_step()[0].taken for _ in range(4)]
-    assert all(x.isfinite().all() for x in one.strategy.full_state_dict().values())
+    training = trainer(run)
+    loss_of = training.model.loss
+    training.model.loss = lambda *batch: (
+        loss_of(*batch) * (torch.nan if (training.rank, training.step) == (1, 2) else 1.0)
+    )
+    taken = [training.train_step()[0].taken for _ in range(4)]
+    assert all(x.isfinite().all() for x in training.strategy.full_state_dict().values())
     return taken
 
 
@@ -141,7 +143,7 @@ def error_of_different_ranks(run: RunConfig, setting: str) -> str:
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     """The ids of the Python processes that a process has started."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(one) for one in children if "python" in Path(f"/proc/{one}/cmdline").read_text()]
+    return [int(pid) for pid in children if "python" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def is_alive(pid: int) -> bool:
@@ -178,15 +180,15 @@ def reproduced(run: RunConfig, world_size: int, steps: int, folder: str = "", on
     group = group_of(world_size)
     if size_and_rank(None)[1] >= world_size:
         return ""
-    source, found = source_of(run), newest(Path(folder)) if folder else None
+    source, checkpoint = source_of(run), newest(Path(folder)) if folder else None
     windows = fixed_windows(source, run.model.context_length, run.evaluate.windows)
-    one = Trainer(run, source, windows, device(), found, group=group)
+    training = Trainer(run, source, windows, device(), checkpoint, group=group)
     with use((Tree, "add", lambda _: _add_one_by_one)) if one_by_one else nullcontext():
-        while one.step < steps:
-            one.train_step()
+        while training.step < steps:
+            training.train_step()
     if folder:
-        one.save(Path(folder))
-    return weights_sha256(one.strategy.full_state_dict())
+        training.save(Path(folder))
+    return weights_sha256(training.strategy.full_state_dict())
 
 
 def fused_anywhere(run: RunConfig, world_size: int, steps: int) -> str:

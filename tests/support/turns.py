@@ -33,18 +33,18 @@ def inputs(head_dim: int, length: int, batch: int) -> list[Tensor]:
 
 def calls() -> dict[str, Call]:
     """By name: forwards of all plans, deterministic backwards, and default backwards of `whole_numbers`."""
-    found: dict[str, Call] = {}
+    made: dict[str, Call] = {}
     for head_dim, causal, length in itertools.product((64, 128), (False, True), LENGTHS):
         q, k, v, do = inputs(head_dim, length, batch=max(1, 4096 // length))
         arguments = causal, head_dim**-0.5
         name = f"{head_dim=} {causal=} {length=}"
-        found[name] = lambda q=q, k=k, v=v, rest=arguments: flash_gluon._forward(q, k, v, *rest)
+        made[name] = lambda q=q, k=k, v=v, rest=arguments: flash_gluon._forward(q, k, v, *rest)
         if length == 1024:
             o, lse = flash_gluon._forward(q, k, v, *arguments)
             tensors = q, k, v, o, lse, do
-            found[f"backward {name}"] = lambda x=tensors, rest=arguments: flash_gluon._backward(*x, *rest, True)
-            found[f"backward of whole numbers {name}"] = whole_numbers(tensors, arguments)
-    return found
+            made[f"backward {name}"] = lambda x=tensors, rest=arguments: flash_gluon._backward(*x, *rest, True)
+            made[f"backward of whole numbers {name}"] = whole_numbers(tensors, arguments)
+    return made
 
 
 def whole_numbers(like: tuple[Tensor, ...], arguments: tuple[bool, float]) -> Call:

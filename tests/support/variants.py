@@ -17,4 +17,4 @@ def some(values: Iterable[Any], one_in: int) -> list[Any]:
 
 def but(values: Iterable[Any], *on_request: Any) -> list[Any]:
     """For `parametrize`: these run with -m on_request, the others always."""
-    return [pytest.param(one, marks=[pytest.mark.on_request] if one in on_request else []) for one in values]
+    return [pytest.param(value, marks=[pytest.mark.on_request] if value in on_request else []) for value in values]

@@ -94,9 +94,9 @@ def no_scale(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: fl
 @wrong("the last 45 rows are unwritten")
 def no_tail(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     o, whole = attend(q, k, v, causal=causal, scale=scale), q.shape[2] // 64 * 64
-    found = torch.empty_like(o)
-    found[:, :, :whole] = o[:, :, :whole]
-    return found
+    written = torch.empty_like(o)
+    written[:, :, :whole] = o[:, :, :whole]
+    return written
 
 
 def masked(of: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
