@@ -127,10 +127,10 @@ class Plans(Benchmark):
             batch = max(1, TOKENS // length)
             base = PlanCase(grid.name, OURS, settings.device, head_dim, length, causal, direction, batch)
             forms = [form for form in grid["form"] if form != DETERMINISTIC or direction == "bwd"]
-            asked = [(form, *pair) for form in forms for pair in plans_of(replace(base, form=form), grid["plan"])]
-            for shape in self.shapes(base, grid) if asked else ():
+            chosen = [(form, *pair) for form in forms for pair in plans_of(replace(base, form=form), grid["plan"])]
+            for shape in self.shapes(base, grid) if chosen else ():
                 yield replace(shape, entry=PEER)
-                for form, plan, own in asked:
+                for form, plan, own in chosen:
                     yield replace(shape, form=form, plan=plan, planned=own)
 
     def shapes(self, base: PlanCase, grid: Grid) -> Iterator[PlanCase]:

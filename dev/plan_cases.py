@@ -138,16 +138,16 @@ class PlanCase(Case):
         return dataclasses.replace(self, section="", length=128, batch=1, planned=False, calls=1, graphed=False)
 
 
-def plans_of(case: PlanCase, asked: Sequence[str | Plan]) -> list[tuple[Plan, bool]]:
-    """(plan, True if the row takes it by itself) for each plan in `asked` that fits the case's direction and shape.
+def plans_of(case: PlanCase, values: Sequence[str | Plan]) -> list[tuple[Plan, bool]]:
+    """(plan, True if the row takes it by itself) for each plan in `values` that fits the case's direction and shape.
 
-    `asked` are values of the axis `plan`. There are none for the direction fwdbwd.
+    `values` are those of the axis `plan`. There are none for the direction fwdbwd.
     """
     if case.direction not in PLANS:
         return []
     (cls, own), shape = PLANS[case.direction], (case.head_dim, case.causal, case.length)
     chosen: list[tuple[Plan, bool]] = []
-    for value in asked:
+    for value in values:
         if value == CANDIDATES:
             chosen += [(plan, False) for plan in candidates(case.direction, *shape)]
         elif value == PLANNED and shape[:2] in plans.FORWARD:

@@ -60,17 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps that are taken, after the first few")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, batches and the rows looked at")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    asked = vars(parser.parse_args(arguments))
-    benchmark, settings = DataParallel(), Settings(device=asked["device"], seed=asked["seed"])
-    if asked["steps"] < 1:
-        parser.error(f"--steps {asked['steps']}: must be at least 1")
+    options = vars(parser.parse_args(arguments))
+    benchmark, settings = DataParallel(), Settings(device=options["device"], seed=options["seed"])
+    if options["steps"] < 1:
+        parser.error(f"--steps {options['steps']}: must be at least 1")
     try:
-        given = given_axes(axes, {option: text for option, text in asked.items() if text and option.startswith("--")})
+        given = given_axes(axes, {option: text for option, text in options.items() if text and option.startswith("--")})
         cases = list(benchmark.cases(filled(DEFAULTS, DataParallel.axes, given), settings))
     except ValueError as error:
         parser.error(str(error))
     cases = [case for case in cases if case.traits.synchronizes or case.world_size == 1]
-    asked_pass = Pass(settings.seed, settings.seed, settings.seed, asked["steps"])
+    asked_pass = Pass(settings.seed, settings.seed, settings.seed, options["steps"])
     versions = []
     with closing(Ranks()) as ranks:
         for case in cases:

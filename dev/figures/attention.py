@@ -73,8 +73,8 @@ def _means() -> Iterator[Table | Sentence]:
         RESULTS, "`flash_triton` reaches {} of the fastest row in the forward, and {} in the backward", reached
     )
     (both,) = grouped(records(*RUN, direction="fwdbwd", queries=16384), "comparison").values()
-    took = [f"{1e3 * both[name]['time_s']:.2f}" for name in ("flash_gluon", "flash_attn_4")]
-    yield Sentence(RESULTS, "that takes `flash_gluon` {} ms and `flash_attn_4` {} ms", took)
+    milliseconds = [f"{1e3 * both[name]['time_s']:.2f}" for name in ("flash_gluon", "flash_attn_4")]
+    yield Sentence(RESULTS, "that takes `flash_gluon` {} ms and `flash_attn_4` {} ms", milliseconds)
     yield from _table_of_means()
 
 

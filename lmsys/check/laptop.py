@@ -36,9 +36,9 @@ class Laptop(TorchFunctionMode, ContextDecorator):
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        told = {Tensor.is_cuda.__get__: True, Tensor.device.__get__: GPU, Tensor.get_device: 0}.get(function)
-        if told is not None:
-            return told
+        answer = {Tensor.is_cuda.__get__: True, Tensor.device.__get__: GPU, Tensor.get_device: 0}.get(function)
+        if answer is not None:
+            return answer
         if function in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
         if kwargs and isinstance(kwargs.get("device"), int):  # as torch.cuda.current_device() names it

@@ -239,17 +239,17 @@ def _step(
     results: Sequence[Result], wrong: Sequence[str], exact: Sequence[Before], ordinary: Sequence[Before], rules: Rules
 ) -> str | None:
     trial, trained = exact[-1].trial, list(exact[-1].means)
-    left = [name for name in wrong if name not in trial.twins]
-    if frozen := [name for name in left if name not in exact[-1].grads]:
+    unexplained = [name for name in wrong if name not in trial.twins]
+    if frozen := [name for name in unexplained if name not in exact[-1].grads]:
         return f"frozen parameters or buffers are changed by training: {listed(frozen)}"
-    fitting, sentences = _fitting(results, left, exact, ordinary, rules), list[str]()
-    while left:
-        rule = max(fitting, key=lambda rule: len(fitting[rule] & set(left)))
-        if not (names := [name for name in left if name in fitting[rule]]):
+    fitting, sentences = _fitting(results, unexplained, exact, ordinary, rules), list[str]()
+    while unexplained:
+        rule = max(fitting, key=lambda rule: len(fitting[rule] & set(unexplained)))
+        if not (names := [name for name in unexplained if name in fitting[rule]]):
             break
         sentences.append(_sentence(rule, names, trained, trial, results))
-        left = [name for name in left if name not in names]
-    if len(sentences) == trial.world_size and not left and all("alone on every rank" in text for text in sentences):
+        unexplained = [name for name in unexplained if name not in names]
+    if len(sentences) == trial.world_size and not unexplained and all("alone on every rank" in x for x in sentences):
         return "each parameter is stepped by the gradient of its owner rank alone: gradients are not averaged"
     if sentences:
         return "; ".join(sentences)

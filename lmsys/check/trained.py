@@ -109,13 +109,13 @@ def _trained(
     entry: registry.Entry, trial: Trial, module: Probe, recorder: Recorder, options: Mapping[str, Any]
 ) -> Result:
     """The training itself. For a sharded optimizer the strategy is `Naive`, which only averages gradients."""
-    asked, rank, unwaited = entry.load(), dist.get_rank(recorder.group), list[str]()
+    loaded, rank, unwaited = entry.load(), dist.get_rank(recorder.group), list[str]()
     doing.now("as it wraps the module")
     options = {**options, "bucket_mb": SMALL_MB} if trial.small_buckets else options
-    strategy = adapter.Adapter(baselines.Naive if trial.sharded else asked, module, recorder.group, **options)
+    strategy = adapter.Adapter(baselines.Naive if trial.sharded else loaded, module, recorder.group, **options)
     doing.now("as it makes the optimizer")
     make = (
-        asked if trial.sharded else lambda _, optimizer_cls, **kwargs: strategy.make_optimizer(optimizer_cls, **kwargs)
+        loaded if trial.sharded else lambda _, optimizer_cls, **kwargs: strategy.make_optimizer(optimizer_cls, **kwargs)
     )
     optimizer = made_optimizer(trial, module, make)
     recorder.mark("the end of the constructor")
@@ -141,16 +141,16 @@ def _trained(
     return Result(state, tuple(unwaited), tuple(recorder.raced))
 
 
-def why_not(entry: registry.Entry, trial: Trial, asked: Any) -> str | None:
-    """None, or why the row cannot run the trial. `asked` is the row's class."""
+def why_not(entry: registry.Entry, trial: Trial, loaded: Any) -> str | None:
+    """None, or why the row cannot run the trial. `loaded` is what the row's entry loads."""
     traits = StrategyTraits.of(entry)
     if not traits.synchronizes:
         return "it synchronizes nothing"
     with suppress(TypeError, ValueError):
-        if trial.small_buckets and not {"bucket_mb", "bucket_size_mb"} & inspect.signature(asked).parameters.keys():
+        if trial.small_buckets and not {"bucket_mb", "bucket_size_mb"} & inspect.signature(loaded).parameters.keys():
             return "it takes no size of buckets"
-    if trial.micro_batches > 1 and not (hasattr(asked, "no_sync") and traits.accumulates):
-        return "it does not accumulate" if hasattr(asked, "no_sync") else "it has no no_sync()"
+    if trial.micro_batches > 1 and not (hasattr(loaded, "no_sync") and traits.accumulates):
+        return "it does not accumulate" if hasattr(loaded, "no_sync") else "it has no no_sync()"
     if {"once", "idle", "rare"} & set(trial.parts) and (reason := traits.why_not_unused):
         return reason
     return traits.why_not_unequal or None if "rare" in trial.parts else None
