@@ -43,7 +43,8 @@ class Checkout:
                 not (self.commit and is_folder),
                 f"{begin} is a folder and a git reference: name one by ./{text} or its commit",
             ),
-            (self.commit or is_folder, f"{begin}: neither a folder nor a git reference of {self.root}"),
+            # A range, such as ^HEAD, has a sign in front of its number.
+            (self.commit.isalnum() or is_folder, f"{begin}: neither a folder nor a git reference of {self.root}"),
         )
         self.name = self.commit[:10] or "".join(letter if letter.isalnum() else "-" for letter in folder.resolve().name)
         self._temporary = Path(tempfile.mkdtemp(prefix="lmsys-against-"))

@@ -59,6 +59,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # by name; the rest is what argparse's a
     "fail-on": {"metavar": "OUTCOMES", "help": "exit with 1 where a case ends so, such as wrong,error"},
 }
 
+MOST_ROUNDS = 100_000
 REPLAYED = "what is replayed is already measured"
 TOGETHER = "rows are sampled side by side; --benchmark-max-time sets how long"
 REFUSED = {  # options of pytest-benchmark that mean nothing here, and why
@@ -152,7 +153,8 @@ def min_rounds(config: pytest.Config) -> int:
         (
             rounds >= benchmark.DEFAULT_ROUNDS,
             f"{option} {rounds}: a median needs at least {benchmark.DEFAULT_ROUNDS} samples",
-        )
+        ),
+        (rounds <= MOST_ROUNDS, f"{option} {rounds}: a result holds at most {MOST_ROUNDS:,} samples of a case"),
     )
     return rounds
 

@@ -9,6 +9,7 @@ a benchmark is collected or one of the fixtures is used.
 import os
 import shlex
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         hold((FAULT not in config.stash, config.stash.get(FAULT, "")))
         if SESSION in config.stash:
             _select(config, config.stash[SESSION], items)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # also a name that is too long for a file
         raise pytest.UsageError(options.as_typed(config, str(error))) from None
 
 
@@ -285,13 +286,14 @@ def _ease_waiting(say: Callable[[str], None], others_share: float | None) -> Non
 
 
 def _say(config: pytest.Config, text: str) -> None:
-    """Prints a line for the user at once, whether or not pytest captures output."""
+    """Prints a line for the user at once, whether or not pytest captures output; nothing with -p no:terminal."""
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
-    capture: Any = config.pluginmanager.get_plugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        reporter.ensure_newline()
-        reporter.write_line(options.as_typed(config, text))
-        reporter.flush()
+    capture: Any = config.pluginmanager.get_plugin("capturemanager")  # None with -p no:capture
+    with capture.global_and_fixture_disabled() if capture else nullcontext():
+        if reporter is not None:
+            reporter.ensure_newline()
+            reporter.write_line(options.as_typed(config, text))
+            reporter.flush()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -18,7 +18,7 @@ from lmsys.bench.benchmark import Benchmark, Cases, Collected
 from lmsys.bench.case import Case
 from lmsys.bench.trial import Endings, Result, Trial
 from lmsys.measure import clock, compare, host, machine, turns
-from lmsys.registry import Traits
+from lmsys.registry import Traits, message_of, place_of
 
 
 class MemoryEaten(compare.Lost):
@@ -46,6 +46,12 @@ class Runner(instruments.Instruments):
                 for kind, row in benchmark.rows_of(case).items():
                     rows[kind, row.name] = row.to_json() | Traits.of(row).changed
             return cases, rows
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"the cases of {benchmark.name!r}: {type(error).__name__}: {message_of(error)}{place_of(error)}"
+            ) from error
         finally:
             self.heartbeat.rest()
 

@@ -92,6 +92,8 @@ def test_what_is_installed_is_imported_as_it_is(repository: Path, monkeypatch: p
 def test_what_is_no_state_is_refused(repository: Path) -> None:
     with pytest.raises(ValueError, match="'v9': neither a folder nor a git reference of"):
         Checkout("v9")
+    with pytest.raises(ValueError, match=r"'\^HEAD': neither a folder nor a git reference of"):
+        Checkout("^HEAD")
     (repository / "work" / "HEAD").mkdir()
     with pytest.raises(ValueError, match="'HEAD' is a folder and a git reference: name one by ./HEAD or its commit"):
         Checkout("HEAD")

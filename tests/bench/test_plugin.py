@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -88,6 +89,23 @@ def test_it_is_measured_in_any_folder_and_refused_when_it_is_wrong(folder: Path)
     declared = {one["name"]: one for one in found["fields"]["matmul"]}
     assert declared["flops_per_s"]["unit"] == "FLOP/s" and declared["flops_per_s"]["role"] == "metric"
     assert [row["name"] for row in found["rows"]["row"]] == ["matmul", "mine"]
+
+
+@pytest.mark.parametrize("without", ["terminal", "capture"])
+def test_it_is_measured_without_plugins_of_pytest_that_a_run_can_do_without(without: str, folder: Path) -> None:
+    line = command(*SMALL, *QUICK, "-p", f"no:{without}", "--benchmark-only", "--benchmark-json", "out.json")
+    line.remove("-q")  # an option of the terminal's
+    ended = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRONMENT)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert {case["outcome"] for case in record.load(folder / "out.json")["records"]} == {"ok"}
+
+
+def test_cases_that_raise_end_the_run_with_their_line(folder: Path) -> None:
+    text = (folder / "bench_matmul.py").read_text()
+    (folder / "bench_matmul.py").write_text(text.replace("in grid.product(", "in grid.no_product("))
+    ended = run(folder, *SMALL, *QUICK)
+    assert ended.returncode == pytest.ExitCode.USAGE_ERROR and "Traceback" not in ended.stdout, ended.stdout
+    assert re.search(r"the cases of 'matmul': AttributeError: .* \(.*/bench_matmul.py, line \d+: for", ended.stderr)
 
 
 def test_a_wrong_row_of_somebody_elses_fails_no_run(folder: Path) -> None:
@@ -299,6 +317,8 @@ BAD = {
     "--attention naive,flash_torhc": "did you mean flash_torch",
     "--attention=": "unknown attention ''",
     "--benchmark-min-rounds 3": "--benchmark-min-rounds 3: a median needs at least 10 samples",
+    "--benchmark-min-rounds 1000000000": "a result holds at most 100,000 samples of a case",
+    f"--benchmark-json {'a' * 300}": "File name too long",
     "--resume pyproject.toml": "--resume pyproject.toml: not JSON",
     "--benchmark-max-time nan": "--benchmark-max-time 'NaN': must be a finite number of seconds",
     "--benchmark-max-time -1": "--benchmark-max-time '-1': must be a finite number of seconds",
