@@ -23,7 +23,7 @@ PATH = os.pathsep.join([str(ROOT), str(STARTUP), *filter(None, [os.environ.get("
 # One thread: tiny kernels on several wait for each other when the machine is busy.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": PATH}
 ENVIRONMENT.pop("PYTEST_XDIST_WORKER", None)  # the new process is no worker of xdist
-# Without a cache, and without plugins that no benchmark needs: to import them takes more than half a second, and that of
+# Without a cache, and without plugins that no benchmark needs: importing them takes more than half a second. That of
 # jaxtyping, which courses install, imports numpy.
 _LEFT_OUT = "-p no:cacheprovider -p no:hypothesispytest -p no:anyio -p no:jaxtyping".split()
 PYTEST = [sys.executable, "-m", "pytest", "-q", *_LEFT_OUT]
