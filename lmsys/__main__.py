@@ -16,7 +16,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="lmsys",
         usage="lmsys [COMMAND ...]",
-        description=f"{__doc__.splitlines()[0]}\n\n{lines}",
+        description="\n\n".join([*(__doc__ or "").splitlines()[:1], lines]),  # python -OO has no docstrings
         epilog="lmsys COMMAND --help has examples of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -213,3 +213,15 @@ def test_an_extra_is_installed_from_where_lmsys_came(
     found = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))
     monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [found])
     assert commands.with_extra("report") == f"python -m pip install {named}"
+
+
+def test_python_may_leave_out_docstrings() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-OO", "-m", "lmsys", "--help"], capture_output=True, text=True, env=ENVIRONMENT, check=True
+    )
+    assert "lmsys COMMAND --help" in ended.stdout and "None" not in ended.stdout
+
+
+def test_a_report_can_be_made_where_the_locale_is_not_utf_8() -> None:
+    plain = ENVIRONMENT | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", "from lmsys.reports.page import html; html([], [])"], env=plain, check=True)

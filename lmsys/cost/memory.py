@@ -212,7 +212,7 @@ def table(config: ModelConfig, batch: int, precision: str, world_size: int = 1, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m lmsys.cost.memory", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m lmsys.cost.memory", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--context", type=int, default=1024, metavar="S", help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=8, metavar="B", help="sequences that a rank holds at once")

@@ -45,9 +45,11 @@ class Table:
 
     def markdown(self) -> str:
         lines = [self.columns, (["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)), *self.rows]
-        body = "\n".join("| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-        made = [f"{run}, made by: `" + command.replace("`", "'") + "`" for run, command in self.runs]
-        notes = "".join(f"{_plain(note)}  \n" for note in list(self.notes) + made)
+        body = "\n".join("| " + " | ".join(map(_plain, line)) + " |" for line in lines)
+        made = [
+            f"{_plain(run)}, made by: `" + _on_a_line(command).replace("`", "'") + "`" for run, command in self.runs
+        ]
+        notes = "".join(f"{note}  \n" for note in [*map(_plain, self.notes), *made])
         head = f"### {_plain(self.title)}\n\n{_plain(f'{self.caption} {self.source}'.strip())}"
         return f"{head}\n\n{body}\n" + f"\n{notes}" * bool(notes)
 
@@ -57,7 +59,12 @@ class Table:
 
 
 def _plain(text: str) -> str:
-    """Puts a text on one line: a line break of a result file must not end a table's row."""
+    """The text as Markdown shows it as it is: what a result file says makes no tag, link, code or cell."""
+    return re.sub(r"([\\`*<\[|])", r"\\\1", _on_a_line(text))
+
+
+def _on_a_line(text: str) -> str:
+    """A line break of a result file must not end a table's row."""
     return " ".join(text.split()) if "\n" in text or "\r" in text else text
 
 

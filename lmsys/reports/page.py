@@ -8,7 +8,6 @@ their own by `render` and `fill`. The looks are in page.css, what a click does i
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -17,6 +16,7 @@ from pathlib import Path
 import jinja2
 
 from lmsys.bench.fields import grouped
+from lmsys.files import write_json
 from lmsys.reports import figures, items, load
 from lmsys.strict_json import read_json
 from lmsys.values import hold
@@ -26,7 +26,7 @@ ADVICE = "remove it, or name another folder"
 # The names that files of a report may have, with at most one folder.
 NAME = r"([\w-]{1,100}/)?[\w-]{1,200}\.(html|md|csv|svg)"
 FOLDER = Path(__file__).parent
-CSS, SCRIPT = ((FOLDER / name).read_text() for name in ("page.css", "page.js"))
+CSS, SCRIPT = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
 # A text of a result file can do no harm, wherever it stands: the page loads its own plots and runs its own script only.
 _HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = (
@@ -37,7 +37,7 @@ MOST_OPEN = 3  # chapters: a page with more shows each as a line, with its answe
 
 def _template(name: str) -> str:
     """The text of a template, without the line breaks and spaces that only indent it."""
-    text = (FOLDER / "templates" / name).read_text()
+    text = (FOLDER / "templates" / name).read_text(encoding="utf-8")
     return re.sub(r"\n +", " ", re.sub(r"(?<=[>}])\n +|\n +(?=[<{])", "", text))
 
 
@@ -118,6 +118,7 @@ def fill(out: Path, files: Mapping[str, str]) -> None:
     _note(out, before | files.keys())  # first, so that files which an interrupted run leaves are known as ours
     for name, text in files.items():
         (out / name).parent.mkdir(exist_ok=True)
+        (out / name).unlink(missing_ok=True)  # where it is a hard link, what it names stays
         (out / name).write_text(text, encoding="utf-8")
     for name in before - files.keys():
         (out / name).unlink(missing_ok=True)
@@ -126,7 +127,7 @@ def fill(out: Path, files: Mapping[str, str]) -> None:
 
 def _note(out: Path, names: Iterable[str]) -> None:
     """Writes the manifest."""
-    (out / MANIFEST).write_text(json.dumps({"files": sorted(names)}, indent=1) + "\n")
+    write_json(out / MANIFEST, {"files": sorted(names)})
 
 
 def _written(out: Path) -> set[str]:

@@ -67,6 +67,17 @@ def test_nothing_is_written_or_removed_through_a_link(name: str, tmp_path: Path)
     assert tree(elsewhere) == before
 
 
+@pytest.mark.parametrize("name", ["index.html", "tables/a.md", page.MANIFEST])
+def test_a_hard_link_to_what_was_written_keeps_what_it_had(name: str, tmp_path: Path) -> None:
+    """Such as somebody's copy of an earlier report, which takes no room."""
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    page.fill(out, REPORT)
+    kept.hardlink_to(out / name)
+    before = kept.read_text()
+    page.fill(out, {"index.html": "later", "tables/a.md": "later"})
+    assert kept.read_text() == before != (out / name).read_text()
+
+
 @pytest.mark.parametrize(
     "content", ['{"files": ["../a"]}', "[]", "{", '{"files": [3]}', '{"files": {"a.md": ""}}', "[" * 10**5]
 )

@@ -68,6 +68,8 @@ def test_what_a_result_file_says_is_text(tmp_path: Path) -> None:
     for name in (name for name in files if name.endswith(".md")):
         heads = [line.count(" | ") for line in files[name].decode().splitlines() if line.startswith("|")]
         assert len(set(heads)) <= 1 or "\\|" in files[name].decode(), name
+        text = re.sub(r"`[^`\n]*`", "", files[name].decode())  # in code a tag is none
+        assert not re.search(r"(?<!\\)(\\\\)*[<`]", text), name
     for name in (name for name in files if name.endswith(".svg")):
         assert b"<script" not in files[name] and b"<img" not in files[name]
 
