@@ -32,9 +32,10 @@ CURVE_POINTS = 100  # of a curve that travels with a record
 
 @dataclass
 class Curve:
-    """The loss over the global batch and the norm of the gradient, by step; the loss on held-out text at the end.
+    """What a training has shown: losses over the global batch and gradient norms by step, and the final held-out loss.
 
-    weights  of a reference: by attention row, the sha256 that every reproducible training has ended with, and of which
+    weights  of the reference alone: by attention row, (sha256 of the weights that reproducible trainings end with, the
+             row that ended first)
     """
 
     losses: list[float] = field(default_factory=list)
@@ -68,7 +69,7 @@ class Curve:
 
 
 def _finite(value: float) -> float | None:
-    """Rounds to six digits; None for what JSON has no number for."""
+    """The value with six digits; None for infinity and NaN, which JSON lacks."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
@@ -271,13 +272,13 @@ class Training(Benchmark):
 
 
 def _other_weights(case: TrainingCase, weights: str, reference: Curve) -> str:
-    """Empty where they are those of the reproducible trainings before with this attention row; else what differs."""
+    """A sentence if the weights differ from those of earlier reproducible trainings with this row, else ""."""
     before, row = reference.weights.setdefault(case.attention.name, (weights, case.row))
     return "" if before == weights else f"its weights are not those of {row}: sha256 {weights[:12]} and {before[:12]}"
 
 
 def _on_ranks(case: TrainingCase, runner: Any, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Runs a function on the group, and gives the answers of the ranks that train."""
+    """Runs a function on all ranks of the group. Returns the answers of the ranks that train."""
     return runner.ranks.run(case.num_ranks, case.backend, function, case, *args)[: case.world_size]
 
 

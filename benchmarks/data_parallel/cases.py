@@ -144,10 +144,10 @@ BITS, TOLERANCE, WRONG, UNKNOWN = "bits", "tolerance", "wrong", "unknown"
 
 @dataclass(frozen=True)
 class Steps:
-    """Results of steps of one version.
+    """Results of the timed steps of one row.
 
-    bits    sha256 of the weights, or of the rows of them that are judged
-    ratios  errors against float64 over their budgets, by parameter; None where plain steps find no room
+    bits    sha256 of those rows of the weights that are judged
+    ratios  errors against float64 over their budgets, by parameter; None if plain steps do not fit in memory
     """
 
     case: ParallelCase
@@ -161,7 +161,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two versions and how they agree: BITS, TOLERANCE, WRONG (they do not) or UNKNOWN, the last two with a reason."""
+    """Two rows and how their weights agree: BITS, TOLERANCE, WRONG or UNKNOWN; the last two have a reason in `why`."""
 
     first: Steps
     second: Steps
@@ -170,7 +170,7 @@ class Pair:
 
 
 def pair(first: Steps, second: Steps) -> Pair:
-    """How two versions agree. They are WRONG, too, if one of them is beyond its tolerance."""
+    """How the weights of two rows agree; WRONG, too, if one of them is beyond its tolerance."""
     if first.bits == second.bits:
         return Pair(first, second, BITS, "")
     if first.case.same_bits(second.case):
@@ -184,7 +184,7 @@ def pair(first: Steps, second: Steps) -> Pair:
 
 
 def pairs(versions: Iterable[Steps]) -> list[Pair]:
-    """All pairs of versions on as many ranks: others have other batches."""
+    """All pairs of rows on equally many ranks; on other numbers of ranks batches differ."""
     return [pair(a, b) for a, b in combinations(versions, 2) if a.case.world_size == b.case.world_size]
 
 
@@ -210,12 +210,13 @@ class Inspection:
 
 @dataclass
 class Row:
-    """Findings about the strategy of a case, whose buckets are tuned.
+    """Findings about a case after checks and tuning; `Candidate.state` holds it.
 
-    seen    findings by rank
+    case    with the bucket size that was the fastest, if the strategy tunes it
+    seen    what was inspected, by rank
     passes  by pass: seconds of each step, on the slowest rank
     alone   seconds of each step without synchronization, of all passes
-    bits    by the number of the pass: sha256 of the judged rows of the weights after its steps
+    bits    by pass number: sha256 of the judged rows of the weights after its steps
     """
 
     case: ParallelCase

@@ -36,11 +36,15 @@ SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 @dataclass
 class Update:
-    """Rows of a parameter with their moments, before an update and, once that is `done`, after it.
+    """Some rows of a parameter with their moments, before an update by AdamW and, after `done`, behind it.
 
-    planted   the values of the gradients that are planted in the first rows; () for none
-    replaced  the gradients whose place they have taken
-    gradient, count, group  of the rows, the step and the settings that the update was made by
+    name, parameter, rows  the parameter, and the numbers of its rows that are judged
+    old, new  weights and moments of these rows, before and after the update
+    planted   values of extreme gradients that are planted in the first of these rows; () for none
+    replaced  the gradients that these have replaced
+    gradient  of the rows, as the update has used them
+    count     the optimizer's number of the step
+    group     the optimizer's settings of the step
     """
 
     name: str
@@ -56,7 +60,7 @@ class Update:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor], num_rows: int, draw: int, optimizer: Optimizer | None) -> "Update":
-        """One that is to come, of rows that the draw says: no key is known before a call."""
+        """An update that is still to come, of rows that the draw selects, since no key is known before a call."""
         chance = random.Random(draw)
         name = chance.choice([name for name, p in parameters.items() if p.dim() == 2])
         parameter = parameters[name]
@@ -71,7 +75,7 @@ class Update:
         plant(gradient, rows, self.planted, scale)
 
     def put_back(self) -> None:
-        """The gradients, not scaled, as the backward has made them."""
+        """Puts back the gradients that the planted ones have replaced, unscaled."""
         if self.replaced is not None and self.parameter.grad is not None:
             self.parameter.grad[self.rows[: len(self.planted)]] = self.replaced
 
@@ -82,9 +86,9 @@ class Update:
         return self
 
     def ratios(self) -> dict[str, float]:
-        """The error of each over its budget, which is what the formula loses in float32, its constants included.
+        """The errors over their budgets, by name; the budget is the error of the formula in float32.
 
-        The worst row counts, of the planted ones each by itself.
+        Of ordinary rows the worst counts; each planted row is judged by itself.
         """
         exact, plain = (self._by_formula(dtype) for dtype in (torch.float64, torch.float32))
         ratios: dict[str, float] = {}
@@ -106,7 +110,7 @@ class Update:
 
 
 def _ratio_of_row(new: Tensor, exact: Tensor, plain: Tensor) -> float:
-    """Judges the elements that float32 can hold: where the formula itself overflows it, nothing is right or wrong."""
+    """The error ratio of one row; elements that overflow float32 by the formula itself are left out."""
     finite = plain.isfinite()
     if not finite.any():
         return 0.0
@@ -118,7 +122,7 @@ def _ratio_of_row(new: Tensor, exact: Tensor, plain: Tensor) -> float:
 
 
 def _state(parameter: Tensor, rows: list[int], optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Zeros for the moments of an optimizer that has made no step."""
+    """Weights and moments of these rows; moments are zeros if the optimizer has made no step."""
     weights, state = parameter.detach()[rows], optimizer.state.get(parameter, {}) if optimizer else {}
     return {"weights": weights} | {m: state[m][rows] if m in state else torch.zeros_like(weights) for m in MOMENTS}
 
