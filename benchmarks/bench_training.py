@@ -32,7 +32,7 @@ CURVE_POINTS = 100  # of a curve that travels with a record
 
 @dataclass
 class Curve:
-    """What a training has shown: losses over the global batch and gradient norms by step, and the final held-out loss.
+    """Results of a training: losses over the global batch and gradient norms by step, and the final held-out loss.
 
     weights  of the reference alone: by attention row, (sha256 of the weights that reproducible trainings end with, the
              row that ended first)

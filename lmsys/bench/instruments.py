@@ -68,7 +68,7 @@ class Instruments:
         return facts
 
     def ceilings(self) -> fields.Record:
-        """What the machine reaches now: `machine.measure_ceilings`, for as long as two rows are sampled."""
+        """The rates that the machine reaches now, measured for as long as two rows are sampled."""
         return machine.measure_ceilings(self.settings.device, 2 * self.settings.seconds_per_row)
 
     def rated(self, benchmark: Benchmark, case: Case, record: fields.Record) -> fields.Record:

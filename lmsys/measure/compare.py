@@ -39,7 +39,7 @@ _ENTROPY = random.SystemRandom()
 
 @dataclass
 class Sampled:
-    """What `interleave` returns, by row.
+    """Returned by `interleave`; each field is by row, but for the last one.
 
     samples    seconds of each timed call
     kept       the timed calls that are to be checked
