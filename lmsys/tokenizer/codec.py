@@ -40,7 +40,7 @@ class Tokenizer:
     merges          pairs of tokens, in the order in which they are applied
     special_tokens  found in every text that is encoded; those that vocab lacks get the next ids
     ValueError: ids other than 0 to V - 1, two ids of the same bytes, a byte without an id, a merge of or into bytes
-    that are no token, a special token that is a byte or made by a merge.
+    that are no token, a special token that is no string, a byte, or made by a merge.
     """
 
     def __init__(
@@ -51,6 +51,8 @@ class Tokenizer:
     ):
         self.vocab, self.merges = dict(vocab), list(merges)
         self.special_tokens = list(dict.fromkeys(special_tokens or ()))
+        are_texts = all(isinstance(special, str) for special in self.special_tokens)
+        values.hold((are_texts, f"special_tokens={values.shortly(self.special_tokens)} must be strings"))
         known = set(self.vocab.values())
         for special in map(str.encode, self.special_tokens):
             if special not in known:
@@ -84,7 +86,9 @@ class Tokenizer:
         return self.encode_array(_utf8(text) if isinstance(text, str) else text).tolist()
 
     def encode_array(self, text: bytes) -> np.ndarray:
-        """The ids of UTF-8 text, in an array of `dtype`."""
+        """The ids of UTF-8 text, in an array of `dtype`. ValueError for what is neither text nor bytes."""
+        if not isinstance(text, bytes):  # not by `hold`: a sentence with the text would be made of every text
+            raise ValueError(f"text={values.shortly(text)} must be a str or bytes")
         if not text:
             return np.zeros(0, self.dtype)
         with self._lock:

@@ -33,6 +33,7 @@ _KINDS = bytes(
 _APOSTROPHE, _SPACE = ord("'"), ord(" ")
 _ENDS_ONE = np.isin(np.arange(256), list(b"stmd"))  # 's 't 'm 'd
 _ENDS_TWO = [first << 8 | second for first, second in (b"re", b"ve", b"ll")]
+_FEW = 200  # special tokens, of which every two are compared
 _NEAR = 64  # bytes: pieces for the pattern that lie closer than that are joined
 # The last byte of some whitespace beyond ASCII: 85, A0 and 80-8A, A8, A9, AF, 9F, 80 behind E1, E2 or E3.
 _MAY_END_WHITESPACE = rb"\x80-\x8a\x85\x9f\xa0\xa8\xa9\xaf"
@@ -51,7 +52,7 @@ class Pretokenizer:
             raise ValueError("a special token must have at least one character; got ''")
         self._specials = specials
         self._pattern = re.compile(b"|".join(map(re.escape, specials))) if specials else None
-        apart = bool(specials) and not any(starmap(_may_overlap, product(specials, repeat=2)))
+        apart = 0 < len(specials) <= _FEW and not any(starmap(_may_overlap, product(specials, repeat=2)))
         self.context = max(map(len, specials), default=1)
         self._cut = re.compile(b"|".join([_CUT.pattern, *map(re.escape, specials)])) if apart else _CUT
 

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lmsys.tokenizer import naive
+from lmsys.tokenizer import pretokens as module
 from lmsys.tokenizer.chunks import Chunk, chunks, split, whole
 from lmsys.tokenizer.pretokens import PAD, PATTERN, Pretokenizer, Words
 from lmsys.tokenizer.training import count_pretokens
@@ -52,6 +53,15 @@ def test_there_are_cuts_between_words_and_behind_special_tokens() -> None:
     splitter = Pretokenizer(["<|end|>"])
     assert [splitter.cut(b"ab cd ef<|end|>gh<|end|>..........", after) for after in (0, 2, 5, 15)] == [2, 5, 15, 24]
     assert Pretokenizer(["<|end|>"]).cut(b"a" * 100, 0) is None
+
+
+def test_of_many_special_tokens_not_every_two_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million would be compared for days; then a text is just not cut behind them."""
+    counted: list[bytes] = []
+    monkeypatch.setattr(module, "_may_overlap", lambda token, other: counted.append(token))
+    many = [f"<{number}>" for number in range(1000)]
+    assert list(Pretokenizer(many).starts(b"a<1>b<10>" + bytes(PAD))) == [0, 1, 4, 5, 9]
+    assert not counted and Pretokenizer(many[:9]) and len(counted) == 81
 
 
 @given(st.lists(texts, max_size=6))

@@ -187,6 +187,14 @@ def test_half_a_surrogate_pair_is_no_text() -> None:
         small().encode("ab\ud800")
 
 
+@pytest.mark.parametrize("text", [3, None, ["a"], bytearray(b"a"), memoryview(b"a")])
+def test_what_is_neither_text_nor_bytes_is_refused_and_leaves_nothing(text: Any) -> None:
+    tokenizer = small()
+    with pytest.raises(ValueError, match=r"text=.* must be a str or bytes"):
+        tokenizer.encode(text)
+    assert tokenizer.decode(tokenizer.encode("aba")) == "aba"
+
+
 def test_decoding_replaces_what_is_not_utf8_and_refuses_strange_ids() -> None:
     assert small().decode([0xC3]) == "\ufffd" and small().decode_bytes([0xC3, 0xA9]) == "é".encode()
     with pytest.raises(ValueError, match="id 700 is not in the vocabulary: 0 to 699"):
@@ -334,6 +342,7 @@ BYTES = {i: bytes([i]) for i in range(256)}
         ({0: b"a"}, [], [], "lacks 255 of the 256 bytes"),
         (BYTES, [(b"a", b"b")], [], "b'ab' is not in the vocabulary"),
         ({**BYTES, 256: b"ab"}, [(b"a", b"b")] * 2, [], r"merge \(b'a', b'b'\) is listed twice"),
+        (BYTES, [], [3], r"special_tokens=\[3\] must be strings"),
         ({**BYTES, 256: b"ab"}, [(b"a", b"b")], ["ab"], "special token 'ab' is an ordinary token"),
         (BYTES, [], ["a"], "special token 'a' is an ordinary token"),
         (BYTES, [], [""], "must have at least one character"),
