@@ -209,7 +209,8 @@ class Batches:
     neighbours    a rank's micro-batches are neighbours in the global batch; else ranks take turns at them
     end_of_text   documents are packed: no target follows this id, and a sequence that begins or ends inside of a
                   document has a piece of it, which counts as a document; None: they are not
-    ValueError for sizes below 1, a rank outside of 0 to world_size - 1, a source with less than one window.
+    ValueError for sizes below 1, a seed below 0, a rank outside of 0 to world_size - 1, a source with less than one
+    window.
     """
 
     source: Source
@@ -225,6 +226,7 @@ class Batches:
     def __post_init__(self) -> None:
         for name in ("context_length", "batch_size", "world_size", "accumulation"):
             values.whole(name, getattr(self, name), least=1)
+        values.whole("seed", self.seed, least=0)
         values.whole("rank", self.rank, least=0, most=self.world_size - 1)
         values.hold(
             (
@@ -263,12 +265,8 @@ class Batches:
 
     def _place(self, step: int, micro: int) -> int:
         """The number, within the step, of a micro-batch's first sequence. ValueError for a number out of range."""
-        values.hold(
-            (
-                step >= 0 and 0 <= micro < self.accumulation,
-                f"{step=} must be at least 0 and {micro=} in 0 to {self.accumulation - 1}",
-            )
-        )
+        values.whole("step", step, least=0)
+        values.whole("micro", micro, least=0, most=self.accumulation - 1)
         turn = self.rank * self.accumulation + micro if self.neighbours else micro * self.world_size + self.rank
         return turn * self.batch_size
 

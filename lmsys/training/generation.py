@@ -123,7 +123,7 @@ def generate(
     known = model.config.vocab_size
     vocab_size = values.whole("vocab_size", known if vocab_size is None else vocab_size, least=1, most=known)
     device = model.token_embeddings.weight.device
-    generators = [torch.Generator().manual_seed(seed + row) for row in range(len(prompts))]
+    generators = [torch.Generator().manual_seed(values.whole("seed", seed) + row) for row in range(len(prompts))]
     lengths = torch.tensor(list(map(len, prompts)), device=device)
     capacity = int(lengths.max()) + max_new_tokens
     tokens = torch.zeros(len(prompts), capacity, dtype=torch.int64, device=device)  # (B, S)
@@ -174,6 +174,7 @@ def _check(model: TransformerLM, prompts: Sequence[Sequence[int]], max_new_token
         ),
     )
     for prompt in prompts:
-        functions.check_range("prompts", "token ids", min(prompt), max(prompt), config.vocab_size)
+        ids = [values.whole("a prompt's id", number) for number in prompt]
+        functions.check_range("prompts", "token ids", min(ids), max(ids), config.vocab_size)
     if stop is not None:
-        functions.check_range("stop", "token ids", stop, stop, config.vocab_size)
+        functions.check_range("stop", "token ids", values.whole("stop", stop), stop, config.vocab_size)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from numbers import Real
 from operator import is_
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from lmsys.parallel import collectives, structure, wrapper
-from lmsys.values import finite, hold
+from lmsys.values import finite, hold, shortly, whole
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 OTHER_ALGORITHMS = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False}  # not AdamW in a torch group
@@ -196,26 +197,23 @@ def _torch_step(
     )  # fmt: skip
 
 
-def _validate(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, **_: Any) -> None:
+def _validate(*, lr: float, betas: Any, eps: float, weight_decay: float, **_: Any) -> None:
     for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
         finite(name, value, least=0)
-    hold((len(betas) == 2 and all(0 <= beta < 1 for beta in betas), f"{betas=} must be two numbers in [0, 1)"))
+    are_right = isinstance(betas, Sequence) and all(isinstance(beta, Real) and 0 <= float(beta) < 1 for beta in betas)
+    hold((are_right and len(betas) == 2, f"{betas=} must be two numbers in [0, 1)"))
 
 
 def cosine_schedule(step: int, *, max_lr: float, min_lr: float, warmup_steps: int, total_steps: int) -> float:
     """The learning rate of `step`, counted from 0: linear from 0 to max_lr at warmup_steps, a half cosine down to
     min_lr at total_steps, min_lr after (Loshchilov & Hutter, arXiv 1608.03983, without restarts).
 
-    ValueError unless 0 <= step, 0 <= min_lr <= max_lr and 0 <= warmup_steps < total_steps.
+    ValueError unless steps are whole numbers and rates finite, 0 <= step, 0 <= min_lr <= max_lr and
+    0 <= warmup_steps < total_steps.
     """
-    hold(
-        (step >= 0, f"{step=} must be at least 0"),
-        (0 <= min_lr <= max_lr < math.inf, f"{min_lr=} and {max_lr=} must be 0 <= min_lr <= max_lr, and finite"),
-        (
-            0 <= warmup_steps < total_steps,
-            f"{warmup_steps=} and {total_steps=} must be 0 <= warmup_steps < total_steps",
-        ),
-    )
+    whole("step", step, least=0)
+    whole("warmup_steps", warmup_steps, least=0, most=whole("total_steps", total_steps, least=1) - 1)
+    finite("min_lr", min_lr, least=0, most=finite("max_lr", max_lr, least=0))
     if step < warmup_steps:
         return max_lr * step / warmup_steps
     progress = min(1, (step - warmup_steps) / (total_steps - warmup_steps))
@@ -294,7 +292,8 @@ def whole_norm(parameters: Sequence[Tensor], group: collectives.Group, divided: 
 
 def clip_factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
     """min(1, max_norm / (norm + eps)). ValueError: a negative or NaN max_norm or eps."""
-    hold((max_norm >= 0, f"{max_norm=} must be at least 0"), (eps >= 0, f"{eps=} must be at least 0"))
+    for name, value in dict[str, Any](max_norm=max_norm, eps=eps).items():
+        hold((isinstance(value, Real) and float(value) >= 0, f"{name}={shortly(value)} must be a number of at least 0"))
     return (max_norm / (norm + eps)).clamp(max=1)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -225,18 +226,26 @@ def test_batches_are_a_function_of_seed_and_step() -> None:
     [
         ({"context_length": 0}, "context_length=0 must be at least 1"),
         ({"batch_size": -1}, "batch_size=-1 must be at least 1"),
+        ({"seed": None}, "seed=None must be a whole number"),
         ({"rank": 1}, "rank=1 must be at least 0 and at most 0"),
         ({"context_length": 10}, "10 tokens are too few: one window of context_length=10 needs 11"),
     ],
 )
-def test_batches_that_cannot_be_are_refused(changes: dict[str, int], said: str) -> None:
+def test_batches_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Batches(**{"source": Row(10), "context_length": 4, "batch_size": 1, **changes})
 
 
-@pytest.mark.parametrize(("step", "micro"), [(-1, 0), (0, 2)])
-def test_a_batch_that_is_none_is_refused(step: int, micro: int) -> None:
-    with pytest.raises(ValueError, match="in 0 to 1"):
+@pytest.mark.parametrize(
+    ("step", "micro", "said"),
+    [
+        (-1, 0, "step=-1 must be at least 0"),
+        (0, 2, "micro=2 must be at least 0 and at most 1"),
+        ("0", 0, "step='0' must be a whole number"),
+    ],
+)
+def test_a_batch_that_is_none_is_refused(step: Any, micro: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         Batches(Row(10), 4, 1, accumulation=2).batch(step, micro)
 
 

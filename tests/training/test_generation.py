@@ -221,12 +221,17 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
         ([[50]], 1, None, "prompts must be token ids from 0 to 49; got 50"),
         ([[1]], 1, 77, "stop must be token ids from 0 to 49; got 77"),
         ([[1]], -1, None, "max_new_tokens=-1"),
+        (["ab"], 1, None, "a prompt's id='a' must be a whole number"),
+        ([[1.5]], 1, None, "a prompt's id=1.5 must be a whole number"),
+        ([[1]], 1, "x", "stop='x' must be a whole number"),
     ):
         with pytest.raises(ValueError, match=said):
             generate(model, prompts, new, stop=stop)
     for vocab_size in (0, 51):
         with pytest.raises(ValueError, match=f"vocab_size={vocab_size} must be"):
             generate(model, [[1]], 1, vocab_size=vocab_size)
+    with pytest.raises(ValueError, match="seed=None must be a whole number"):
+        generate(model, [[1]], 1, seed=None)  # type: ignore[arg-type]
     with torch.no_grad():
         model.lm_head.weight.fill_(math.nan)
     with pytest.raises(ValueError, match="logits are not finite"):

@@ -377,6 +377,8 @@ def test_schedulers_and_step_hooks_of_torch_work() -> None:
         ({"betas": (1.0, 0.9)}, r"betas=\(1.0, 0.9\)"),
         ({"betas": (0.9, -0.1)}, r"betas=\(0.9, -0.1\)"),
         ({"betas": (0.9,)}, r"betas=\(0.9,\)"),
+        ({"betas": 0.9}, "betas=0.9 must be two numbers"),
+        ({"betas": ("0.9", "0.95")}, "must be two numbers"),
         ({"eps": -1e-8}, "eps=-1e-08"),
         ({"eps": math.inf}, "eps=inf"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
@@ -524,12 +526,15 @@ def test_set_lr_reaches_every_group() -> None:
     ("wrong", "message"),
     [
         ({"step": -1}, "step=-1"),
-        ({"max_lr": 0.01}, "max_lr=0.01"),
+        ({"max_lr": 0.01}, "min_lr=0.1 must be at least 0 and at most 0.01"),
         ({"min_lr": -0.1}, "min_lr=-0.1"),
         ({"max_lr": math.nan}, "max_lr=nan"),
         ({"max_lr": math.inf}, "max_lr=inf"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
-        ({"warmup_steps": 20}, "warmup_steps=20 and total_steps=20"),
+        ({"warmup_steps": 20}, "warmup_steps=20 must be at least 0 and at most 19"),
+        ({"step": 1.5}, "step=1.5 must be a whole number"),
+        ({"total_steps": "20"}, "total_steps='20' must be a whole number"),
+        ({"max_lr": None}, "max_lr=None must be a finite number"),
         ({"warmup_steps": 0, "total_steps": 0}, "total_steps=0"),
     ],
     ids=lambda x: None if isinstance(x, dict) else x.replace(" ", "_"),
@@ -602,8 +607,10 @@ def test_a_norm_that_is_not_finite_comes_back(bad: float, left: list[float]) -> 
     torch.testing.assert_close(p.grad, torch.tensor(left), equal_nan=True)
 
 
-@pytest.mark.parametrize("wrong", [{"max_norm": -1.0}, {"max_norm": math.nan}, {"max_norm": 1.0, "eps": -1.0}], ids=str)
-def test_bad_limits_are_named(wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"max_norm": -1.0}, {"max_norm": math.nan}, {"max_norm": 1.0, "eps": -1.0}, {"max_norm": None}], ids=str
+)
+def test_bad_limits_are_named(wrong: dict[str, Any]) -> None:
     name, value = list(wrong.items())[-1]
     with pytest.raises(ValueError, match=f"{name}={value}"):
         clip_grad_norm([torch.ones(1)], **wrong)
