@@ -268,14 +268,14 @@ def explain(
     The mistake must also give the outputs before `name`: a right result excludes a mistake of the forward.
     """
     output, right, losing = outputs[name], reference[name], plain[name]
-    names = list(reference)[: list(reference).index(name) + 1]
+    names, mean = list(reference)[: list(reference).index(name) + 1], not problem.extreme
     for text, outputs_with in mistakes.items():
         made = outputs_with(problem)
-        alike = (_alike(outputs[x], made[x], reference[x], plain[x]) for x in names if x in made)
+        alike = (_alike(outputs[x], made[x], reference[x], plain[x], mean) for x in names if x in made)
         if name not in made or not all(alike):
             continue
         # A mistake that gives the right result, as it may for some inputs, explains nothing.
-        if not (made[name].isfinite().all() and _ratio(made[name], right, losing) <= 1):
+        if not (made[name].isfinite().all() and _ratio(made[name], right, losing, mean) <= 1):
             return text
     # A scalar is a multiple of any other, which would say nothing.
     known = right.dim() > 0 and bool(right.abs().max() > 0 and output.isfinite().all())
@@ -288,14 +288,17 @@ def explain(
     )
 
 
-def _alike(output: Tensor, made: Tensor, right: Tensor, plain: Tensor) -> bool:
-    """True if `output` and `made` are finite at the same places, and equal there within the budget of the right one."""
+def _alike(output: Tensor, made: Tensor, right: Tensor, plain: Tensor, mean: bool = False) -> bool:
+    """True if `output` and `made` are finite at the same places, and equal there within the budget of the right one.
+
+    mean  as in `_ratio`
+    """
     made, finite = made.double(), made.isfinite()
     if not bool((finite == output.isfinite()).all()):
         return False
     made, output = made.where(finite, 0), output.double().where(finite, 0)
     lost = (plain.double() - right).where(finite, 0)
-    return not bool(finite.any()) or _ratio(output, made, (made + lost).to(plain.dtype)) <= 1
+    return not bool(finite.any()) or _ratio(output, made, (made + lost).to(plain.dtype), mean) <= 1
 
 
 def _called(name: str) -> str:

@@ -31,6 +31,9 @@ BUILT: signature.Roles = {
     "eps": ROLES["eps"],
 }
 EPS = 2.0**-10  # exact, and not a value that an implementation would have built in
+# The sizes of rows 1 to 4. Their mean squares lie between the values of USUAL_EPS, so that each gives other results.
+# Their gradients are as small, since 1 / sqrt(EPS) times a usual one would raise the error allowed for all rows.
+SMALL_ROWS = 2.0 ** (-5 * torch.arange(1, 5)[:, None])
 ODD = 33, 237  # no multiple of a tile
 CASES = (
     formulas.Case("a few rows", (8, 64)),
@@ -92,14 +95,15 @@ def _problem(case: formulas.Case, options: question.Options, with_bias: bool) ->
         "x": formulas.drawn(options, "x", *case.shape) * size,
         "weight": 1 + formulas.drawn(options, "weight", width) / 4,
     }
+    upstream = formulas.drawn(options, "upstream", *case.shape)
     if with_bias:
         inputs["x"] += size / 2  # so that a mistake in the mean shows
         inputs["bias"] = formulas.drawn(options, "bias", width)
+    for rows in (inputs["x"], upstream):
+        rows.flatten(0, -2)[1:5] *= SMALL_ROWS
     if case.extreme:
         EXTREME[case.extreme](inputs["x"])
-    return formulas.Problem.of(
-        case, options, inputs, {"eps": EPS, "shape": (width,)}, formulas.drawn(options, "upstream", *case.shape)
-    )
+    return formulas.Problem.of(case, options, inputs, {"eps": EPS, "shape": (width,)}, upstream)
 
 
 BLOCK_ROWS = (128, 64, 32, 16, 8, 4, 2, 1)
@@ -234,21 +238,26 @@ def _root(columns: int | None = None, eps: float | None = None) -> Divisor:
 
 
 def _of_divisors(width: int, centred: bool) -> dict[str, formulas.Formula]:
+    squares = "var" if centred else "mean(x^2)"
     divisors: dict[str, Divisor] = {
-        "eps is added to the root, not under it: sqrt(mean(x^2)) + eps": lambda x, eps: rms(x, 0.0) + eps,
+        f"eps is added to the root, not under it: sqrt({squares}) + eps": lambda x, eps: rms(x, 0.0) + eps,
         **{
             f"eps is always {eps:g}, whatever is given" if eps else "eps is missing": _root(eps=eps)
             for eps in USUAL_EPS
         },
         "eps is squared": lambda x, eps: rms(x, eps * eps),
         "eps is added to the sum of squares, not to their mean": lambda x, eps: rms(x, eps / width),
-        "no root is taken: the divisor is mean(x^2) + eps": lambda x, eps: rms(x, eps).square(),
+        f"no root is taken: the divisor is {squares} + eps": lambda x, eps: rms(x, eps).square(),
         "squares are summed, not averaged": _over(width, 1),
-        "the divisor is mean(|x|) + eps, not sqrt(mean(x^2) + eps)": lambda x, eps: mean_of(x.abs()) + eps,
-        "the divisor is sqrt(mean(x)^2 + eps), not sqrt(mean(x^2) + eps)": lambda x, eps: (
+        f"the divisor is mean(|x{' - mean' * centred}|) + eps, not sqrt({squares} + eps)": lambda x, eps: (
+            mean_of(x.abs()) + eps
+        ),
+        f"the divisor is sqrt(mean(x)^2 + eps), not sqrt({squares} + eps)": lambda x, eps: (
             mean_of(x).square() + eps
         ).sqrt(),
-        "the mean of squares is taken over rows, not over columns": lambda x, eps: ((x * x).mean(0) + eps).sqrt(),
+        "the mean of squares is over axis 0, across rows; it must be over the last axis, within each row": (
+            lambda x, eps: ((x * x).mean(0) + eps).sqrt()
+        ),
         "the mean of squares is taken over the whole tensor, not over each row": lambda x, eps: (
             (x * x).mean() + eps
         ).sqrt(),
@@ -273,8 +282,9 @@ def _of_divisors(width: int, centred: bool) -> dict[str, formulas.Formula]:
 
 
 def _of_dx(centred: bool) -> dict[str, formulas.Gradients]:
-    """Mistakes in dx = rstd (g - mean(g) - y mean(g y)), where g = upstream · weight. Only LayerNorm has mean(g)."""
-    less = partial(less_mean, centred=centred)
+    """Mistakes in dx = rstd (g - mean(g) - n mean(g n)), where g = upstream · weight. Only LayerNorm has mean(g)."""
+    less, squares = partial(less_mean, centred=centred), "var" if centred else "mean(x^2)"
+    n, root = ("n = (x - mean) / sqrt(var + eps)", "root") if centred else ("n = x / rms", "rms")
 
     def of(made: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> formulas.Gradients:
         def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
@@ -285,14 +295,16 @@ def _of_dx(centred: bool) -> dict[str, formulas.Gradients]:
         return gradients
 
     dx: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
-        "dx lacks the term y mean(dy w y): rstd is treated as a constant": lambda g, y, r, _: r * less(g),
-        "dx has the term y mean(dy w y) added, not subtracted": lambda g, y, r, _: r * (less(g) + y * mean_of(g * y)),
-        "dx has the term y sum(dy w y), not y mean(dy w y)": (
+        f"dx lacks the term n mean(dy w n), {n}: the {root} is treated as a constant": lambda g, y, r, _: r * less(g),
+        f"dx adds the term n mean(dy w n), {n}; it must be subtracted": (
+            lambda g, y, r, _: r * (less(g) + y * mean_of(g * y))
+        ),
+        f"dx has the term n sum(dy w n), not n mean(dy w n), {n}": (
             lambda g, y, r, _: r * (less(g) - y * (g * y).sum(-1, keepdim=True))
         ),
         "dx is not multiplied by the weight": lambda g, y, r, do: r * (less(do) - y * mean_of(do * y)),
-        "dx is not divided by the root": lambda g, y, r, _: less(g) - y * mean_of(g * y),
-        "dx is multiplied by the variance, not by its inverse root": (
+        f"dx lacks the factor 1 / sqrt({squares} + eps)": lambda g, y, r, _: less(g) - y * mean_of(g * y),
+        f"dx is multiplied by {squares} + eps, not by 1 / sqrt({squares} + eps)": (
             lambda g, y, r, _: r**-2 * (less(g) - y * mean_of(g * y))
         ),
         "dx lacks the term of the mean, mean(dy w)": lambda g, y, r, _: r * (g - y * mean_of(g * y)),

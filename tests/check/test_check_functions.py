@@ -1,5 +1,6 @@
 """Functions of tensors in the check: which kind they are, how they are called, and which mistake a backward has."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lmsys.check import norm
 from lmsys.check.__main__ import main
 from lmsys.check.formulas import RESULT, Problem, explain, outputs_of
 from lmsys.check.kinds import kind_of
@@ -104,6 +106,23 @@ def test_an_option_is_asked_for_where_there_is_a_parameter_and_its_mistake_named
     assert list(faults_of_options(entry)) == [f"{about}, float32"]
     (fault,) = (text for text in faults(function) if "known mistake" in text or "pattern" in text)
     assert mistake in fault
+
+
+TOO_NEAR = 1e-3, "bfloat16"  # bfloat16 cannot tell this eps from the one that is given, 2 ** -10
+
+
+@pytest.mark.parametrize(
+    ("eps", "dtype"), sorted({*itertools.product(norm.USUAL_EPS, ("float32", "bfloat16", "float16"))} - {TOO_NEAR})
+)
+def test_an_eps_that_is_built_in_is_named_by_its_value(eps: float, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def built_in(x: Tensor, weight: Tensor, _: float = 1e-6) -> Tensor:
+        wide = x.float()
+        return (wide * (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
+
+    monkeypatch.setitem(globals(), "norm_with_eps", built_in)
+    entry = Entry("norm_with_eps", f"{__name__}:norm_with_eps")
+    fault = next(filter(None, (question.judge() for question in norm.questions(entry, Options(dtypes=(dtype,))))))
+    assert fault.mistake == (f"eps is always {eps:g}, whatever is given" if eps else "eps is missing")
 
 
 def test_of_a_loss_without_options_none_is_asked() -> None:

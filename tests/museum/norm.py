@@ -159,7 +159,7 @@ def mean_of_the_tile(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     "norm",
     "flagos-ai/FlagGems#5771",
     "The forward keeps the variance where the backward reads its inverse root: gradients are nearly 0.",
-    "multiplied by the variance",
+    "dx is multiplied by mean(x^2) + eps",
 )
 def variance_for_its_root(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     def gradients(x: Tensor, weight: Tensor, eps: float, do: Tensor) -> tuple[Tensor, None]:
