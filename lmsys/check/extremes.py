@@ -103,7 +103,7 @@ def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | No
         fixed = f"a fixed number, about {number:.3g}, is subtracted in place of the row maximum"
         return "no maximum is subtracted before the exponential" if abs(number) < 2 * RESOLUTION else fixed
     if math.isfinite(most):
-        return f"scores overflow from about {most:.4g} on"
+        return f"exp overflows for scores above about {most:.4g}: it must be taken of score - row maximum"
     if math.isfinite(least):
         begin = least - (SMALLEST + DENORMAL) / 2  # the middle, since a GPU may or may not flush denormals to zero
         about = f"{begin:.4g}" if abs(begin) > SMALLEST - DENORMAL else "0"

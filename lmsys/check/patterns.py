@@ -98,12 +98,16 @@ def online(
 
 
 OF_ONLINE: dict[str, dict[str, Any]] = {  # mistakes in an online softmax, as options of `online`
-    "o is not rescaled": {"kept": "o"},
-    "the sum is not rescaled": {"kept": "sum"},
-    "neither o nor the sum is rescaled": {"kept": "o, sum"},
-    "o is neither divided by the sum nor rescaled": {"kept": "o", "divided": False},
-    "the backward treats the factor exp(m_old - m_new) as a constant": {"detached": "factor"},
-    "the backward treats the maximum as a constant in P, but not in exp(m_old - m_new)": {"detached": "maximum"},
+    "o is not rescaled when the maximum grows": {"kept": "o"},
+    "the sum is not rescaled when the maximum grows": {"kept": "sum"},
+    "neither o nor the sum is rescaled when the maximum grows": {"kept": "o, sum"},
+    "o is never divided by the sum, and not rescaled when the maximum grows": {"kept": "o", "divided": False},
+    "exp(m_old - m_new) is detached: gradients must flow through the maximum everywhere or nowhere": {
+        "detached": "factor"
+    },
+    "the maximum is detached in exp(s - m), but not in exp(m_old - m_new): detach it in both or in neither": {
+        "detached": "maximum"
+    },
 }
 
 
@@ -162,7 +166,7 @@ def _masks(case: AttentionCase) -> dict[str, Any]:
         "the causal mask is ignored": lambda i, j: j >= 0,
         "off by one at the diagonal: a query does not see its own key": lambda i, j: j < i,
         "off by one at the diagonal: a query sees the key after its own": lambda i, j: j <= i + 1,
-        "the mask is turned around: a query sees the keys from its own on": lambda i, j: j >= i,
+        "the causal mask is transposed: query i sees keys j >= i, not j <= i": lambda i, j: j >= i,
     }
     for tile in [tile for tile in TILES if tile < max(case.queries, case.keys)]:
         masks |= {
@@ -211,12 +215,12 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
     made = {
         "the scale is missing": summed(p, p * (dp - delta), 1.0),
         "the scale is applied twice": summed(p, p * (dp - delta), scale**2),
-        "delta, the row sum of do · o, is not subtracted": summed(p, p * dp),
-        "delta, the row sum of do · o, is added, not subtracted": summed(p, p * (dp + delta)),
+        "delta = rowsum(do · o) is not subtracted: dS must be P (dP - delta)": summed(p, p * dp),
+        "delta = rowsum(do · o) is added: dS must be P (dP - delta), not P (dP + delta)": summed(p, p * (dp + delta)),
         "dP is not multiplied by P": summed(p, dp - delta),
         "the saved log2-sum-exp is read as a natural log-sum-exp": with_p((seen - lse / math.log(2)).exp()),
         "the saved natural log-sum-exp is read as a log2-sum-exp": with_p((seen - lse * math.log(2)).exp()),
-        "do is ignored: ones are used in its place": summed(
+        "do is ignored: the backward uses ones in its place": summed(
             p, p * (by_ones - (p * by_ones).sum(dim=-1, keepdim=True)), scale, ones
         ),
     }
@@ -226,7 +230,9 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
         )
     if case.causal:
         made["the causal mask is ignored"] = with_p((scores - lse).exp())
-        made["the causal mask is ignored, also in the softmax sum"] = with_p(scores.softmax(dim=-1))
+        made["P is recomputed without the causal mask: masked keys count in its row sum, too"] = with_p(
+            scores.softmax(dim=-1)
+        )
     if case.heads != case.kv_heads and name != "dq":
         grouped = by_head(p, p * (dp - delta)).unflatten(1, (case.kv_heads, -1))
         made["only the last query head of a group counts"] = grouped[:, :, -1]
@@ -253,7 +259,7 @@ def explain(case: AttentionCase, inputs: Inputs, outputs: Outputs, name: str, bu
         return bool(expected.isfinite().all()) and bool(alike.all()) and shows
 
     backwards = {} if name == "o" else of_backwards(case, inputs, name)
-    tried = {f"in {name} {words}": gradient for words, gradient in backwards.items()}
+    tried = {f"{name}: {words}": gradient for words, gradient in backwards.items()}
     for mistake, expected in (tried | _elsewhere(case, inputs, good, name)).items():
         if not torch.equal(expected, good) and is_(expected):
             return mistake
@@ -314,30 +320,36 @@ def _of_online_softmax(case: AttentionCase, inputs: Inputs, name: str) -> dict[s
     tried = {"o is not divided by the sum of the exponentials": partial(online, right(case), case.keys, divided=False)}
     for tile, words in itertools.product([tile for tile in ONLINE_TILES if tile < case.keys], OF_ONLINE):
         forward = partial(online, right(case), tile, **OF_ONLINE[words])
-        tried[f"{words} when the maximum grows, with tiles of {tile} keys"] = forward
+        tried[f"{words} (tiles of {tile} keys)"] = forward
     return {words: outputs_of(forward, inputs)[name] for words, forward in tried.items()}
 
 
 def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
-    """o with a rounding in each place, by the place in words. P is also rounded by tiles, relative to their maxima."""
+    """o with a rounding in each place, by the place in words.
+
+    P = exp(scores - maximum) is also rounded by tiles of keys, where it has the maximum so far.
+    """
     made, (q, k, v) = dict[str, Tensor](), (x.detach() for x in (inputs.q, inputs.k, inputs.v))
-    for kind, dtype in (("TF32 or float16", None), ("bfloat16", torch.bfloat16)):
+    exact = "float32 inputs need float32 products"
+    in_triton = f'{exact} (in Triton tl.dot with input_precision="ieee")'
+    for kind, dtype, more in (("TF32 or float16", None, in_triton), ("bfloat16", torch.bfloat16, exact)):
         near = partial(_nearest, dtype=dtype)
         near_q, near_k, near_v = near(q), near(k), near(v)
         places = {
             "q and k are {}": ((near_q, near_k, v), ""),
-            "q, k, v and P are {}": ((near_q, near_k, near_v), "P"),
-            "P and v are {}": ((q, k, near_v), "P"),
-            "the softmax sum adds P {}, not P in float32": ((q, k, v), "P, sum"),
-            "P is {}": ((q, k, v), "P"),
+            "q, k, v and P = exp(scores - maximum) are {}": ((near_q, near_k, near_v), "P"),
+            "P = exp(scores - maximum) and v are {}": ((q, k, near_v), "P"),
+            "P = exp(scores - maximum) is {}, also in the softmax sum": ((q, k, v), "P, sum"),
+            "P = exp(scores - maximum) is {}": ((q, k, v), "P"),
             "q, k and q kᵀ are {}": ((near_q, near_k, v), "scores"),
         }
         for tile in (case.keys, *(tile for tile in TILES if tile < case.keys)):
-            by_tiles = f", in tiles of {tile} keys" if tile < case.keys else ""
+            by_tiles = f", P in tiles of {tile} keys, each with the maximum so far" if tile < case.keys else ""
             for words, (of_given, rounded) in places.items():
                 if "P" in rounded or not by_tiles:
                     forward = partial(online, right(case), tile, rounded=rounded, near=near)
-                    made[words.format(f"rounded to {kind}{by_tiles}")] = forward(*(x.double() for x in of_given))
+                    text = f"{words.format(f'rounded to {kind}')}{by_tiles}: {more}"
+                    made[text] = forward(*(x.double() for x in of_given))
     return made
 
 

@@ -194,8 +194,8 @@ def with_backward(fault: str) -> Callable[..., Tensor]:
     return row
 
 
-WRONG["no_delta"] = "in dq delta, the row sum of do · o, is not subtracted", with_backward("delta")
-WRONG["dk_without_scale"] = "in dk the scale is missing", with_backward("scale")
+WRONG["no_delta"] = "dq: delta = rowsum(do · o) is not subtracted", with_backward("delta")
+WRONG["dk_without_scale"] = "dk: the scale is missing", with_backward("scale")
 
 
 def dies(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
@@ -219,7 +219,7 @@ WRONG["one_entry"] = "only batch entry 2 is wrong", scaled_at((slice(2, 3), slic
 WRONG["one_tile"] = "only the tile of rows 64 to 127 is wrong", scaled_at((..., slice(64, 128), slice(None)))
 
 
-@wrong("the softmax sum adds P rounded to bfloat16, not P in float32")
+@wrong("P = exp(scores - maximum) is rounded to bfloat16, also in the softmax sum")
 def rounded_early(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -262,16 +262,22 @@ def online(fault: str = "", tile: int = 64, low: torch.dtype | None = None) -> C
 
 right_by_tiles, right_by_small_tiles = online(), online(tile=16)
 for tile in (16, 64):
-    tiles = f" when the maximum grows, with tiles of {tile} keys"
+    tiles = f" when the maximum grows (tiles of {tile} keys)"
     WRONG[f"keeps_o_{tile}"] = f"o is not rescaled{tiles}", online("o", tile)
     WRONG[f"keeps_sum_{tile}"] = f"the sum is not rescaled{tiles}", online("sum", tile)
     WRONG[f"keeps_both_{tile}"] = f"neither o nor the sum is rescaled{tiles}", online("both", tile)
-    constant = f"the backward treats the factor exp(m_old - m_new) as a constant{tiles}"
+    constant = f"gradients must flow through the maximum everywhere or nowhere (tiles of {tile} keys)"
     WRONG[f"detached_{tile}"] = constant, online("detached", tile)
 WRONG["undivided"] = "o is not divided by the sum of the exponentials", online("undivided")
-WRONG["low_p"] = "P is rounded to bfloat16\n", online(low=torch.bfloat16)
-WRONG["low_p_by_tiles"] = "P is rounded to TF32 or float16, in tiles of 16 keys", online(tile=16, low=torch.float16)
-WRONG["low_p_and_v"] = "P and v are rounded to bfloat16, in tiles of 32 keys", online("low", 32, torch.bfloat16)
+WRONG["low_p"] = "P = exp(scores - maximum) is rounded to bfloat16: float32 inputs", online(low=torch.bfloat16)
+WRONG["low_p_by_tiles"] = (
+    "P = exp(scores - maximum) is rounded to TF32 or float16, P in tiles of 16 keys",
+    online(tile=16, low=torch.float16),
+)
+WRONG["low_p_and_v"] = (
+    "P = exp(scores - maximum) and v are rounded to bfloat16, P in tiles of 32 keys",
+    online("low", 32, torch.bfloat16),
+)
 WRONG["bottom_right_by_tiles"] = "the causal mask is aligned to the bottom right", online("bottom right")
 
 
