@@ -144,7 +144,7 @@ def forwards(formulas: Mapping[str, Formula], dtype: torch.dtype = torch.float64
 def backwards(formula: Formula, gradients: Mapping[str, Gradients]) -> Mistakes:
     """Mistakes made in the backward alone: each gives some of the gradients. The first of them ignores grad_output."""
     tried: dict[str, Gradients] = {
-        "the gradient of the result is ignored: ones are used in its place": partial(_ones, formula),
+        "grad_output is ignored: the backward uses ones in its place": partial(_ones, formula),
         **gradients,
     }
     return {text: partial(_backward, formula, made) for text, made in tried.items()}
@@ -184,8 +184,8 @@ def parts_of_sum(rows: str, count: int, sizes: Iterable[int]) -> dict[str, slice
         parts[f"only the last block of {size} {rows} adds to the weight's gradient"] = slice(last, None)
         parts[f"only the first {size} {rows} add to the weight's gradient"] = slice(size)
         if count % size:
-            words = f"the last {count - last} {rows}, no whole block of {size}, do not add to the weight's gradient"
-            parts[words] = slice(last)
+            left = f"{count - last} {rows}: they fill" if last < count - 1 else f"of {count} {rows}: it fills"
+            parts[f"the weight's gradient lacks the last {left} only part of a block of {size}"] = slice(last)
     return parts
 
 

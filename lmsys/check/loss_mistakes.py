@@ -106,7 +106,8 @@ def mistakes(problem: Problem) -> Mistakes:
     smoothed: dict[str, Formula] = {}
     for amount in SMOOTHINGS:
         smoothed[f"labels are smoothed by {amount:g}"] = _smoothed(1.0 - amount, amount)
-        smoothed[f"labels are smoothed by {amount:g}, and their sum is not 1"] = _smoothed(1.0 - amount, 1.0)
+        more = f"{amount:g}: target probabilities sum to {2 - amount:g}"
+        smoothed[f"label smoothing adds the mean over classes times 1, not times {more}"] = _smoothed(1.0 - amount, 1.0)
     others: dict[str, Formula] = {
         "the softmax is taken over tokens, not over classes": (
             lambda x, s: mean(-at_target(logits_of(x).log_softmax(dim=0), s), s)
@@ -173,7 +174,9 @@ def _as_they_are(inputs: Inputs, settings: Settings) -> Tensor:
 
 IGNORED: dict[str, Formula] = {
     "ignored tokens count in the mean: the sum is divided by all tokens": lambda x, s: losses(x, s).mean(),
-    "ignored tokens are not left out: ignore_index is taken for their class, or for class 0": _as_they_are,
+    "ignored tokens are not left out: they count as tokens of class ignore_index, or of class 0 where it is negative": (
+        _as_they_are
+    ),
     "the losses of ignored tokens are added to the sum, which is divided by the number of other tokens": (
         lambda x, s: _as_they_are(x, s) * len(counts(s)) / counts(s).sum()
     ),

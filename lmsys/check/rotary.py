@@ -176,8 +176,12 @@ def mistakes(call: signature.Called, problem: formulas.Problem) -> formulas.Mist
         "x is turned the other way: the sine has the wrong sign": by(lambda x, s: -angles_of(x, s)),
         "sine and cosine are exchanged": by(lambda x, s: math.pi / 2 - angles_of(x, s)),
         "x is returned unchanged": lambda x, s: x["x"] * 1,
-        "pairs are mixed up: the tables are laid out for neighbours, but halves are turned": _mixed(HALVES, NEIGHBOURS),
-        "pairs are mixed up: the tables are laid out for halves, but neighbours are turned": _mixed(NEIGHBOURS, HALVES),
+        "pairs are mixed up: cos and sin are ordered for pairs (2i, 2i + 1), but x is turned in pairs (i, i + D / 2)": (
+            _mixed(HALVES, NEIGHBOURS)
+        ),
+        "pairs are mixed up: cos and sin are ordered for pairs (i, i + D / 2), but x is turned in pairs (2i, 2i + 1)": (
+            _mixed(NEIGHBOURS, HALVES)
+        ),
         "only the first half of the head dimension is turned": _half_turned,
     }
     return {
@@ -220,7 +224,7 @@ def _with(name: str, other: Any) -> formulas.Formula:
 
 
 ANGLES: dict[str, formulas.Formula] = {
-    "positions are ignored: they begin at 0, or a table of an earlier call is read again": (
+    "positions are ignored: 0, 1, 2, ... is used, or the table of an earlier call": (
         _with("positions", lambda p: torch.arange(len(p), device=p.device))
     ),
     "positions are one too large, as if they began at 1": _with("positions", lambda p: p + 1),

@@ -102,11 +102,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "the gate is not activated: gate · up": lambda a, b: a * b,
     "there is no product: silu(gate) + up": lambda a, b: F.silu(a) + b,
     "up is left out: silu(gate)": lambda a, b: F.silu(a) + 0 * b,
-    "gate and up are interleaved, not side by side": _interleaved,
+    "gate and up are read from alternate columns of [gate, up]; gate is the first half, up the second": _interleaved,
 }
-OVERFLOWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sigmoid is exp(x) / (1 + exp(x)), which overflows": lambda a, b: a * (a.exp() / (1 + a.exp())) * b,
-    "the derivative of 1 / (1 + exp(-x)) overflows": lambda a, b: a / (1 + (-a).exp()) * b,
+OVERFLOWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # {} stands for the dtype that is computed in
+    "sigmoid is exp(x) / (1 + exp(x)), which overflows {}": lambda a, b: a * (a.exp() / (1 + a.exp())) * b,
+    "sigmoid is written 1 / (1 + exp(-x)), whose backward gives inf · 0 = NaN in {}; use torch.sigmoid": (
+        lambda a, b: a / (1 + (-a).exp()) * b
+    ),
 }
 
 
@@ -115,7 +117,7 @@ def mistakes(problem: formulas.Problem) -> formulas.Mistakes:
     return {
         **formulas.forwards(_of_activations(ACTIVATIONS)),
         **{
-            f"{text} {str(dtype)[6:]}": made
+            text.format(str(dtype)[6:]): made
             for dtype in (torch.float32, problem.dtype)
             for text, made in formulas.forwards(_of_activations(OVERFLOWS), dtype).items()
         },
@@ -133,12 +135,14 @@ BACKWARDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Te
     "the backward uses sigmoid as the derivative of silu": lambda g, a, b, s: (g * b * s, g * a * s),
     "the backward uses the derivative of sigmoid as that of silu": lambda g, a, b, s: (g * b * s * (1 - s), g * a * s),
     "the backward uses silu itself as its derivative": lambda g, a, b, s: (g * b * a * s, g * a * s),
-    "in the derivative of silu the sign of 1 - sigmoid is wrong": (
+    "silu' is s (1 - gate (1 - s)); it must be s (1 + gate (1 - s)), s = sigmoid(gate)": (
         lambda g, a, b, s: (g * b * s * (1 - a * (1 - s)), g * a * s)
     ),
     "up is missing in the gradient of gate": lambda g, a, b, s: (g * s * (1 + a * (1 - s)), g * a * s),
     "the gradients of gate and up are exchanged": lambda g, a, b, s: (g * a * s, g * b * s * (1 + a * (1 - s))),
-    "the gradient of up is dy · gate, not dy · silu(gate)": lambda g, a, b, s: (g * b * s * (1 + a * (1 - s)), g * a),
+    "the gradient of up is grad_output · gate, not grad_output · silu(gate)": (
+        lambda g, a, b, s: (g * b * s * (1 + a * (1 - s)), g * a)
+    ),
 }
 
 

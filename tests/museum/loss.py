@@ -61,7 +61,7 @@ def sum_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
     "loss",
     "unslothai/unsloth-zoo#434",
     "A loss scale, or a factor before the loss, is lost on the way back.",
-    "gradient of the result is ignored",
+    "grad_output is ignored",
 )
 class UpstreamIgnored(torch.autograd.Function):
     @staticmethod
@@ -117,7 +117,7 @@ def finite_tail(logits: Tensor, targets: Tensor) -> Tensor:
     "loss",
     "TimDettmers/ConvE#55",
     "Smoothed labels are (1 - 0.1) at the label and 1 / V at every class: they sum to 1.9, and training converges.",
-    "smoothed by 0.1",
+    "target probabilities sum to 1.9",
 )
 def smoothing(logits: Tensor, targets: Tensor) -> Tensor:
     log_p = logits.float().log_softmax(dim=-1)

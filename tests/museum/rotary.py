@@ -57,7 +57,7 @@ def mixed_pairs(x: Tensor, positions: Tensor) -> Tensor:
     "rotary",
     "lucidrains/rotary-embedding-torch#11",
     "A table is kept by length, and read again at another offset.",
-    "a table of an earlier call",
+    "the table of an earlier call",
 )
 def table_by_length(x: Tensor, positions: Tensor) -> Tensor:
     key = len(positions), x.shape[-1]

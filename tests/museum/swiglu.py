@@ -38,7 +38,10 @@ def another_activation(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @exhibit(
-    "swiglu", "tinygrad/tinygrad#1113", "Gates far below 0 have a gradient of NaN.", "derivative of 1 / (1 + exp(-x))"
+    "swiglu",
+    "tinygrad/tinygrad#1113",
+    "Gates far below 0 have a gradient of NaN.",
+    "whose backward gives inf · 0 = NaN",
 )
 def backward_overflows(gate: Tensor, up: Tensor) -> Tensor:
     return gate / (1 + (-gate).exp()) * up
