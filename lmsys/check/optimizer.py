@@ -184,14 +184,23 @@ def explain(
     traces  what the optimizer made, what is right, and what plain PyTorch makes
     form    mistakes are tried in this form; None: in all forms, since a mistake may hide which form it is
     """
-    for rule in [of.rule for of in ([form] if form else optimizer_formula.FORMS[claim.algorithm])]:
+    forms = optimizer_formula.FORMS[claim.algorithm]
+    others = {
+        f"the formula changes between runs: the first steps are those of {form.words}, these are those of {of.words}": (
+            optimizer_formula.Formula(of.rule)
+        )
+        for of in forms
+        if form and of is not form
+    }
+    for rule in [of.rule for of in ([form] if form else forms)]:
         # A case without reloads comes first: if it passes, only load_state_dict can have lost the master weights.
         lost = "load_state_dict loses the float32 masters" if case.reloads else "no float32 masters are kept"
         unkept = (
             f"{lost}: updates below bfloat16 precision vanish",
             optimizer_formula.Formula(rule, weights=torch.bfloat16),
         )
-        for mistake, formula in chain([unkept] if case.masters else [], mistakes(claim.algorithm, rule)):
+        tried = chain([unkept] if case.masters else [], mistakes(claim.algorithm, rule), others.items())
+        for mistake, formula in tried:
             if _gives(formula.trace(run, begins), traces):
                 return mistake
     return None
@@ -223,12 +232,18 @@ DECOUPLED: dict[str, Any] = {"in_gradient": 0.0, "taken": lambda lr, decay, p: l
 IGNORED: Changes = {"weight_decay is ignored": {"in_gradient": 0.0, "taken": lambda lr, decay, p: 0.0}}
 
 MOMENTS: Changes = {
-    "bias correction is forgotten": {"corrections": lambda c1, c2: (1.0, 1.0)},
-    "bias correction of the first moment is forgotten": {"corrections": lambda c1, c2: (1.0, c2)},
-    "bias correction of the second moment is forgotten": {"corrections": lambda c1, c2: (c1, 1.0)},
+    "bias correction is forgotten: m / (1 - beta1 ** t), v / (1 - beta2 ** t)": {
+        "corrections": lambda c1, c2: (1.0, 1.0)
+    },
+    "bias correction of the first moment is forgotten: m / (1 - beta1 ** t)": {"corrections": lambda c1, c2: (1.0, c2)},
+    "bias correction of the second moment is forgotten: v / (1 - beta2 ** t)": {
+        "corrections": lambda c1, c2: (c1, 1.0)
+    },
     "moments are multiplied by 1 - beta ** t, not divided": {"corrections": lambda c1, c2: (1 / c1, 1 / c2)},
     "betas are exchanged": {"betas": lambda beta1, beta2: (beta2, beta1)},
-    "betas are used as 1 - beta": {"betas": lambda beta1, beta2: (1 - beta1, 1 - beta2)},
+    "beta and 1 - beta are exchanged: m = (1 - beta1) m + beta1 g, not beta1 m + (1 - beta1) g": {
+        "betas": lambda beta1, beta2: (1 - beta1, 1 - beta2)
+    },
     "the second moment is the mean of g, not of g²": {"square": lambda g: g},
     "the second moment is the mean of |g|, not of g²": {"square": torch.abs},
     "there is no root: the step is divided by the second moment itself": {
@@ -279,7 +294,7 @@ RULES: Mapping[str, Changes] = {
         "the buffer is a mean: momentum b + (1 - momentum) g, not momentum b + (1 - dampening) g": {
             "buffer": lambda b, g, momentum, dampening: (0 if b is None else momentum * b) + (1 - momentum) * g,
         },
-        "lr is multiplied into the buffer: a change of lr comes late": {"rate_within": True},
+        "the momentum buffer adds up lr g, not g: older gradients keep the lr of their step": {"rate_within": True},
         "nesterov is ignored": {"nesterov": lambda g, b, momentum: b},
         "nesterov steps by b + momentum (b - g), not by g + momentum b": {
             "nesterov": lambda g, b, momentum: b + momentum * (b - g)
@@ -332,7 +347,7 @@ KEEPING_OF_ADAM: Changes = {
 }
 KEEPINGS: Mapping[str, Changes] = {
     "AdamW": COUNTING
-    | {"parameters without a gradient decay": {"without_gradient": "decay"}}
+    | {"weight decay is applied to parameters whose grad is None; they must be skipped": {"without_gradient": "decay"}}
     | KEEPING
     | KEEPING_OF_ADAM,
     "Adam": COUNTING | KEEPING | KEEPING_OF_ADAM,
@@ -352,5 +367,3 @@ def mistakes(
         (words, optimizer_formula.Formula(replace(rule, **changes))) for words, changes in RULES[algorithm].items()
     )
     yield from ((words, optimizer_formula.Formula(rule, **changes)) for words, changes in KEEPINGS[algorithm].items())
-    for form in [form for form in optimizer_formula.FORMS[algorithm] if form.rule is not rule]:
-        yield f"these steps follow another form than the first: {form.words}", optimizer_formula.Formula(form.rule)

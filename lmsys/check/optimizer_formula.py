@@ -199,7 +199,7 @@ class Form:
 
     rule     its arithmetic
     words    the name of the form
-    differs  by what it differs from torch's form, in words; "" for torch's form
+    differs  how it differs from torch's form, in words; "" for torch's form
     """
 
     rule: Adam | Sgd
@@ -207,7 +207,7 @@ class Form:
     differs: str = ""
 
     def __str__(self) -> str:
-        return f"{self.words}; it differs from torch's by {self.differs}" if self.differs else self.words
+        return f"{self.words}; {self.differs}" if self.differs else self.words
 
 
 def _before_correction(m: Tensor, v: Tensor, correction1: float, correction2: float, eps: float) -> Tensor:
@@ -216,8 +216,10 @@ def _before_correction(m: Tensor, v: Tensor, correction1: float, correction2: fl
 
 _ADAMW = Adam()
 _ADAM = Adam(taken=lambda lr, decay, p: 0.0, in_gradient=1.0)
-_LARGER_EPS = "an eps that is 1 / √(1 - beta2 ** t) times as large, 32 times in the first step of beta2 = 0.999"
-_LATE_DECAY = "lr weight_decay of the step itself"
+_LARGER_EPS = (
+    "eps is added to √v before bias correction, and so acts as eps / √(1 - beta2 ** t): 32 eps at t = 1, beta2 = 0.999"
+)
+_LATE_DECAY = "here the update decays, too: p = (p - update) (1 - lr weight_decay)"
 FORMS: Mapping[str, Sequence[Form]] = {  # by algorithm; torch's is first, and is taken if steps fit several forms
     "AdamW": (
         Form(_ADAMW, "AdamW in the form of torch.optim.AdamW"),
@@ -230,7 +232,7 @@ FORMS: Mapping[str, Sequence[Form]] = {  # by algorithm; torch's is first, and i
         Form(
             replace(_ADAMW, late=True, update=_before_correction),
             "AdamW in the form of CS336's handout: decay after the step, eps before bias correction",
-            f"{_LATE_DECAY}, and by {_LARGER_EPS}",
+            f"{_LATE_DECAY}; {_LARGER_EPS}",
         ),
     ),
     "Adam": (

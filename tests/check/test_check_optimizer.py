@@ -79,7 +79,7 @@ def values(trace: Trace) -> list[list[float]]:
         ("FixedEpsAdamW", "AdamW in the form of CS336's handout"),
         ("EfficientAdamW", "AdamW with eps before bias correction, as in Kingma & Ba's"),
         ("EfficientAdam", "Adam with eps before bias correction"),
-        ("LateDecayAdamW", "AdamW with decay after the step, as in CS336's handout; it differs from torch's by lr"),
+        ("LateDecayAdamW", "AdamW with decay after the step, as in CS336's handout; here the update decays"),
         ("TextbookAdam", "Adam in the form of torch.optim.Adam"),
         ("PlainAdamW", "AdamW in the form of torch.optim.AdamW"),
         ("Sgd", "SGD in the form of torch.optim.SGD"),
@@ -124,7 +124,7 @@ class TwoFormsAdamW(museum.PlainAdamW):
         (ForgetsLateAdamW, "state is lost by load_state_dict"),
         (NeverCountsAdamW, "steps are not counted"),
         (CountsTogetherAdamW, "one step counter serves all"),
-        (TwoFormsAdamW, "these steps follow another form than the first: AdamW with eps before bias correction"),
+        (TwoFormsAdamW, "form of torch.optim.AdamW, these are those of AdamW with eps before bias correction"),
     ],
 )
 def test_a_mistake_in_another_form_is_named(faulty: type, mistake: str) -> None:

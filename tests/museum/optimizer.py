@@ -278,7 +278,7 @@ class ConstantDecayAdamW(PlainAdamW):
     "optimizer",
     "KellerJordan/Muon#54",
     "parameters that took no part in a step shrank all the same",
-    "parameters without a gradient decay",
+    "applied to parameters whose grad is None",
 )
 class DecaysUnusedAdamW(PlainAdamW):
     def without_gradient(self, p: Tensor, group: dict[str, Any]) -> None:
