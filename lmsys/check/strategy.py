@@ -147,11 +147,11 @@ def optimizer_rules(steps: Sequence[trained.Before]) -> Iterator[Rule]:
         words = f"changes of {' and '.join(names)} in param_groups are not used"
         yield words, now.after(g, {name: given[name] for name in names})
     yield (
-        "the optimizer sums gradients over ranks, which are averaged already",
+        "the optimizer sums gradients over ranks again; they are averaged already",
         now.after({name: world_size * x for name, x in g.items()}),
     )
     yield (
-        "the optimizer divides gradients by the number of ranks, which are averaged already",
+        "the optimizer divides gradients by the number of ranks; they are averaged already",
         now.after({name: x / world_size for name, x in g.items()}),
     )
     lost: dict[str, dict[str, object]] = {

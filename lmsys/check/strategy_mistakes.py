@@ -126,7 +126,8 @@ MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], Tensor]], ...] = (
     ),
     (
         "micro",
-        "are summed over ranks after each micro-batch, earlier ones again, and never divided",
+        "are all-reduced after each micro-batch, so earlier ones are summed again;"
+        " and never divided by the number of ranks",
         lambda s: s.resummed(len(s.used)),
     ),
     (
@@ -134,8 +135,16 @@ MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], Tensor]], ...] = (
         "are divided by the number of ranks after each micro-batch: earlier gradients are divided again",
         lambda s: s.resummed(1 / len(s.used)) / len(s.used),
     ),
-    ("micro", "are summed over micro-batches twice", lambda s: s.grads.shape[1] * s.mean),
-    ("micro", "are divided by the number of micro-batches twice", lambda s: s.mean / s.grads.shape[1]),
+    (
+        "micro",
+        "are multiplied by the number of micro-batches: .grad holds their sum already",
+        lambda s: s.grads.shape[1] * s.mean,
+    ),
+    (
+        "micro",
+        "are divided by the number of micro-batches; the caller's loss is divided already",
+        lambda s: s.mean / s.grads.shape[1],
+    ),
     (
         "twice",
         f"{EARLY}: the second part stays on its rank",
@@ -160,7 +169,7 @@ MISTAKES: tuple[tuple[str, str, Callable[[StepGradients], Tensor]], ...] = (
     ("", "are not used: the weights stay as they are", lambda s: torch.zeros_like(s.mean)),
     (
         "",
-        "have the weights added, as if a flat buffer still held weights when gradients were added to it",
+        "contain gradient + weight: the flat buffer held weights and was not zeroed first",
         lambda s: s.mean + s.weights,
     ),
     ("", "are counted twice", lambda s: 2 * s.mean),
@@ -293,7 +302,7 @@ def _sentence(rule: str, names: Sequence[str], trained: Sequence[str], trial: Tr
     """The mistake `rule` as a sentence about the parameters `names`; `trained` are all parameters that are trained."""
     whole, of = set(names) == set(trained), listed(names)
     if "tied" in trial.parts and names == ["embed.weight"] and ("summed" in rule or "twice" in rule):
-        rule, of = f"{rule}; the weight counts once for each name", "the tied weight embed.weight"
+        rule, of = f"{rule}; the weight has two names and is synchronized once for each", "the tied weight embed.weight"
     sentence = rule.format(gradients="gradients" if whole else f"the gradients of {of}", names=of)
     waits = [call for result in results for call in result.unwaited]
     if waits and ("never synchronized" in rule or NOT_SHARED in rule):

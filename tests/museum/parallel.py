@@ -170,7 +170,7 @@ class SkipsMissing(Container):
     "strategy",
     "NVIDIA/Megatron-LM#4609",
     "gradients begin at weights that a buffer held",
-    "have the weights added",
+    "contain gradient + weight",
 )
 class BufferNotZeroed(Container):
     def reduce(self, name: str, grad: Tensor) -> None:
@@ -236,7 +236,7 @@ class TiedAssigned(Container):
         return torch.func.functional_call(self.module, tied, (tokens,), kwargs, tie_weights=False)
 
 
-@exhibit("strategy", "NVIDIA/Megatron-LM#844", "a tied embedding is reduced for each of its places", "for each name")
+@exhibit("strategy", "NVIDIA/Megatron-LM#844", "a tied embedding is reduced for each of its places", "two names")
 class TiedTwice(Container):
     def reduce(self, name: str, grad: Tensor) -> None:
         mean_(grad)
