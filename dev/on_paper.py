@@ -1,12 +1,14 @@
 """What CS336's assignment 2 asks to calculate on paper, as Markdown for `dev.deliverables`: a function a problem.
 
-Each function takes the folder of the deliverables, which it does not need. The formulas are in `lmsys/cost/`.
+Each function takes the folder of the deliverables, which it does not need. The formulas are in `dev/paper_formulas.py` and
+`dev/paper_formulas.py` and `lmsys/cost/`.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from dev import paper_formulas as formulas
 from lmsys.config import model_config
 from lmsys.cost import communication, memory
 
@@ -41,16 +43,19 @@ V5P = 4.6e14, 2 * 9e10  # a TPU v5p by that handout: operations and bytes per se
 def accounting(_: Path) -> str:
     """The problem `communication_accounting`, 2025, for a batch of 1,024 sequences of 1,024 tokens."""
     tokens = 2**20
-    state, activations = memory.stack_state_bytes(**XXL), memory.stack_activation_bytes(**XXL, tokens=tokens)
-    devices = memory.devices_needed(state + activations, 80e9)
-    sharded = memory.fsdp_bytes(**XXL, tokens=tokens, world_size=1)
-    batch = communication.compute_bound_batch(*V5P, XXL["d_ff"], fsdp_axes=2)
+    state, activations = (
+        formulas.stack_state_bytes(**XXL),
+        formulas.stack_activation_bytes(**XXL, tokens=tokens),
+    )
+    devices = formulas.devices_needed(state + activations, 80e9)
+    sharded = formulas.fsdp_bytes(**XXL, tokens=tokens, world_size=1)
+    batch = formulas.compute_bound_batch(*V5P, XXL["d_ff"], fsdp_axes=2)
     rows = [
         ("a", "master weights, gradients and optimizer in float32", f"{state / 1e9:,.0f} GB"),
         ("a", f"saved for the backward in bfloat16, {tokens:,} tokens", f"{activations / 1e9:,.0f} GB"),
         ("a", "both, in GPUs of 80 GB", devices),
         ("b", "on each of N devices, half of the activations kept", f"{sharded / 1e9:,.0f} GB / N"),
-        ("b", "N for devices of 95 GB", memory.devices_needed(sharded, 95e9)),
+        ("b", "N for devices of 95 GB", formulas.devices_needed(sharded, 95e9)),
         ("c", "tokens per device from which it is bound by computation", f"{batch:,.0f}"),
         ("c", "in all, on 16 x 4 devices", f"{64 * batch:,.0f}"),
     ]
@@ -74,7 +79,7 @@ def buckets(_: Path) -> str:
 
 def parallel(_: Path) -> str:
     """The problems of 2026 on parallelism: the most devices of each kind, and one layer in numbers."""
-    layer = communication.Layer(tokens=2**20, d_model=16384, d_ff=53248, flops_per_s=990e12, bytes_per_s=450e9)
+    layer = formulas.Layer(tokens=2**20, d_model=16384, d_ff=53248, flops_per_s=990e12, bytes_per_s=450e9)
     rows = [
         (
             kind,
@@ -91,8 +96,8 @@ def parallel(_: Path) -> str:
         (words, *(f"{n:.4g}" for n in layer.largest_mesh(words == "overlapped"))) for words in ("overlapped", "in turn")
     ]
     ring = (
-        communication.circulating_all_reduce_seconds(1e9, 8, 450e9),
-        communication.ring_seconds("all_reduce", 1e9, 8, 450e9),
+        formulas.circulating_all_reduce_seconds(1e9, 8, 450e9),
+        formulas.ring_seconds("all_reduce", 1e9, 8, 450e9),
     )
     return (
         f"{layer}\n\n`data_parallel_calcs`, `fsdp_calcs`, `tp_calcs`: with B tokens, F = d_ff, C operations and"

@@ -1,4 +1,4 @@
 """Costs computed from shapes alone: operations, memory, communication. Imports no torch.
 
-Benchmarks, reports and training call these functions; each file also has answers to the questions of CS336.
+Benchmarks, reports and training call these functions.
 """

@@ -1,31 +1,12 @@
-"""Times of collectives, and how many devices one feed-forward layer can use before it waits for them. No torch.
+"""Times of collectives, from their bytes and the links. Imports no torch.
 
 Strategies choose buckets by the fit of latency and bandwidth; benchmarks and reports call it too, and `bus_factor`.
-`Layer` answers questions of CS336 on paper: y = (f(x W1) * (x W2)) W3, x (B, D), W1 and W2 (D, F), W3 (F, D), in 16
-bits. A device computes C FLOP/s and sends W bytes/s at once. Only matmuls count: 6·B·D·F operations forward, 12·B·D·F
-backward. A collective is a ring's (`BUS_FACTORS`), its bytes those of the whole tensor.
-
-    data      the batch is divided; backward: gradients of the three weights are all-reduced
-    fsdp      weights are divided too; forward and backward: all-gathered; backward: gradients are reduce-scattered
-    tensor    W1, W2 by columns, W3 by rows; forward: y is all-reduced, backward: dx
-
-The exercises of CS336, assignment 2 (2026), "Analyzing Parallelism Strategies"; Austin et al. 2025, "How to Scale Your
-Model", section on training.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from lmsys.values import hold, one_of
-
-ELEMENT = 2  # bytes of an element
-FLOPS = {"forward": 6, "backward": 12}  # times B·D·F: three matmuls, and in the backward two for each
-WEIGHT_COLLECTIVES: dict[str, dict[str, tuple[str, ...]]] = {
-    "data": {"forward": (), "backward": ("all_reduce",)},
-    "fsdp": {"forward": ("all_gather",), "backward": ("all_gather", "reduce_scatter")},
-}
-KINDS = (*WEIGHT_COLLECTIVES, "tensor")
 
 
 def fit_latency_bandwidth(sizes: Sequence[float], times_s: Sequence[float]) -> tuple[float, float]:
@@ -75,78 +56,3 @@ def bus_factor(operation: str, world_size: int) -> float:
     ValueError for an operation that is not in BUS_FACTORS.
     """
     return BUS_FACTORS[one_of("operation", operation, BUS_FACTORS)](world_size)
-
-
-def ring_seconds(operation: str, total_bytes: float, world_size: int, bytes_per_s: float) -> float:
-    """Seconds of a collective in a ring: (n - 1) / n · S / W, twice that for an all-reduce."""
-    return bus_factor(operation, world_size) * total_bytes / bytes_per_s
-
-
-def circulating_all_reduce_seconds(total_bytes: float, world_size: int, bytes_per_s: float) -> float:
-    """Seconds of an all-reduce that passes each rank's whole tensor round the ring: n - 1 steps of S bytes."""
-    return (world_size - 1) * total_bytes / bytes_per_s
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The feed-forward layer above. tokens B, d_model D, d_ff F; flops_per_s C and bytes_per_s W are of each device."""
-
-    tokens: float
-    d_model: float
-    d_ff: float
-    flops_per_s: float
-    bytes_per_s: float
-
-    def compute_seconds(self, direction: str, devices: float) -> float:
-        """Seconds of arithmetic, however the work is divided. ValueError for a direction that is not in FLOPS."""
-        flops = FLOPS[one_of("direction", direction, FLOPS)] * self.tokens * self.d_model * self.d_ff
-        return flops / devices / self.flops_per_s
-
-    def communication_seconds(self, kind: str, direction: str, devices: int) -> float:
-        """Seconds of communication over `devices`. kind: one of KINDS, direction: of FLOPS; ValueError for others."""
-        one_of("kind", kind, KINDS)
-        one_of("direction", direction, FLOPS)
-        if kind == "tensor":
-            return self.mesh_seconds(1, devices)[1]
-        weights = 3 * self.d_model * self.d_ff * ELEMENT, devices, self.bytes_per_s
-        return sum(ring_seconds(operation, *weights) for operation in WEIGHT_COLLECTIVES[kind][direction])
-
-    def most_devices(self, kind: str, direction: str) -> float:
-        """The largest n for which communication takes no longer than computation: both are (...) / n.
-
-        data, fsdp   n <= 1 + B W / C
-        tensor       n <= 1 + 3 F W / (2 C) forward, twice the second term backward
-        """
-        per_device = self.communication_seconds(kind, direction, 2) * 2  # without the factor (n - 1) / n
-        return 1 + self.compute_seconds(direction, 1) / per_device if per_device else float("inf")
-
-    def mesh_seconds(self, fsdp: float, tensor: float) -> tuple[float, float]:
-        """(seconds of all-gathers, seconds of the all-reduce) of a forward over fsdp x tensor devices."""
-        weights = 3 * self.d_model * self.d_ff * ELEMENT / tensor
-        outputs = self.tokens / fsdp * self.d_model * ELEMENT
-        return (fsdp - 1) / fsdp * weights / self.bytes_per_s, 2 * (tensor - 1) / tensor * outputs / self.bytes_per_s
-
-    def largest_mesh(self, overlapped: bool) -> tuple[float, float]:
-        """(fsdp, tensor), not rounded: the most devices on which a forward computes at least as long as it sends.
-
-        overlapped  True: both kinds of communication run at once, and each axis has its own limit. False: they share
-                    the links, so that 3F (fsdp - 1) + 2B (tensor - 1) <= 3BF W/C; the product is largest where both
-                    terms of 3F fsdp + 2B tensor are equal, or at an axis of one device
-        """
-        if overlapped:
-            return self.most_devices("fsdp", "forward"), self.most_devices("tensor", "forward")
-        of_fsdp, of_tensor = 3 * self.d_ff, 2 * self.tokens
-        room = 3 * self.tokens * self.d_ff * self.bytes_per_s / self.flops_per_s + of_fsdp + of_tensor
-        fsdp = min(max(room / 2 / of_fsdp, 1.0), (room - of_tensor) / of_fsdp)
-        return fsdp, (room - of_fsdp * fsdp) / of_tensor
-
-
-def compute_bound_batch(
-    flops_per_s: float, link_bytes_per_s: float, d_ff: int, *, fsdp_axes: int = 1, tensor_axes: int = 1
-) -> float:
-    """Tokens per device above which FSDP with tensor parallelism is compute-bound: alpha^2 / (M_X M_Y F).
-
-    alpha = FLOP/s over the bytes/s of a link in both directions, M the mesh axes that each kind of parallelism has.
-    Austin et al. 2025, "How to Scale Your Model", section on training, "FSDP and tensor parallelism".
-    """
-    return (flops_per_s / link_bytes_per_s) ** 2 / (fsdp_axes * tensor_axes * d_ff)

@@ -113,30 +113,6 @@ def zero_memory(num_parameters: int, world_size: int, stage: int) -> dict[str, f
     return {name: size / world_size if stage >= since else size for name, (size, since) in parts.items()}
 
 
-def stack_state_bytes(num_blocks: int, d_model: int, d_ff: int) -> int:
-    """Bytes of master weights, accumulated gradients and two moments, all in float32, of a stack of blocks.
-
-    Each block is two feed-forward matrices and nothing else, as in CS336, "communication_accounting".
-    """
-    return 16 * 2 * num_blocks * d_model * d_ff
-
-
-def stack_activation_bytes(num_blocks: int, d_model: int, d_ff: int, tokens: int) -> int:
-    """Bytes that the blocks of such a stack keep for their backward in bfloat16: the input of each matrix."""
-    return 2 * tokens * num_blocks * (d_model + d_ff)
-
-
-def devices_needed(total_bytes: float, device_bytes: float) -> int:
-    """How many devices of `device_bytes` hold `total_bytes` that are divided evenly."""
-    return math.ceil(total_bytes / device_bytes)
-
-
-def fsdp_bytes(num_blocks: int, d_model: int, d_ff: int, tokens: int, world_size: int) -> float:
-    """Bytes on each device of a stack: state and half of the activations, sharded; the others are recomputed."""
-    state = stack_state_bytes(num_blocks, d_model, d_ff)
-    return (state + stack_activation_bytes(num_blocks, d_model, d_ff, tokens) / 2) / world_size
-
-
 def _activations(config: ModelConfig, tokens: int, precision: str, world_size: int, stage: int) -> dict[str, int]:
     """The fields `activations` and `recomputed` of a `Footprint`."""
     narrow = MATMUL_BYTES[precision]

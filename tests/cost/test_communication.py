@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmsys.cost.communication import FLOPS, KINDS, Layer, circulating_all_reduce_seconds, ring_seconds
+from dev.paper_formulas import FLOPS, KINDS, Layer, circulating_all_reduce_seconds, ring_seconds
 
 sizes = st.integers(1, 100_000)
 layers = st.builds(Layer, sizes, sizes, sizes, st.floats(1e12, 1e16), st.floats(1e9, 1e12))

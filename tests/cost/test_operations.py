@@ -6,21 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmsys.config import SIZES, ModelConfig, model_config
-from lmsys.cost.communication import (
-    bus_factor,
+from dev.paper_formulas import (
     compute_bound_batch,
-    ddp_overhead,
-    fit_latency_bandwidth,
-    optimal_bucket_bytes,
-)
-from lmsys.cost.memory import (
     devices_needed,
     fsdp_bytes,
     stack_activation_bytes,
     stack_state_bytes,
-    zero_memory,
 )
+from lmsys.config import SIZES, ModelConfig, model_config
+from lmsys.cost.communication import bus_factor, ddp_overhead, fit_latency_bandwidth, optimal_bucket_bytes
+from lmsys.cost.memory import zero_memory
 from lmsys.cost.operations import (
     DIRECTIONS,
     attention_bytes,
