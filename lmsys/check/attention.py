@@ -238,8 +238,8 @@ def _fault(
     wrong = ~((output.double() - expected).abs() <= budget)
     lines = [
         f"  {name}[{', '.join(map(str, at))}]: expected {expected[at].item():.6g}, got {output[at].item():.6g};"
-        f" the largest error is {ratio:.3g} times what is allowed",
-        f"  wrong at: {question.where(wrong)}",
+        f" the largest error is {question.times_allowed(ratio)}",
+        f"  wrong in {question.where(wrong)}",
     ]
     right = list(LIKE)[: list(LIKE).index(name)] if name in LIKE else []
     return question.Fault.explained("\n".join(lines), mistake, ratio, right)

@@ -80,9 +80,9 @@ def _fault(
     mistake = range_mistake(row, case, grad and name != "o") if named else None
     lines = [
         f"  {KINDS[kind]}: {name}[{place}]: expected {expected[at].item():.6g}, got {given[at].item():.6g};"
-        f" the largest error is {'not finite' if math.isinf(ratio) else f'{ratio:.3g} times what is allowed'}",
+        f" the largest error is {question.times_allowed(ratio)}",
         f"  wrong in {100 * (~right).float().mean().item():.3g} % of the elements there",
-        f"  pattern: {mistake}" if mistake else "  no known mistake gives this result",
+        f"  likely mistake: {mistake}" if mistake else "  no known mistake gives this result",
     ]
     if others := [KINDS[other] for other in wrong if other != kind]:
         lines.append(f"  wrong too: {'; '.join(others)}")

@@ -219,7 +219,7 @@ def judge(
     for name, right in reference.items():
         if name not in outputs:
             detached = "the result is detached, or the backward returns no gradient"
-            return question.Fault(f"  no gradient reaches {name}\n  pattern: {detached}", detached)
+            return question.Fault.explained(f"  no gradient reaches {name}", detached, None)
         dtypes = {problem.dtype} | ({torch.float32} if widened and name == RESULT else set())
         if outputs[name].shape != right.shape or outputs[name].dtype not in dtypes:
             given = f"{outputs[name].dtype} of shape {tuple(outputs[name].shape)}"
@@ -312,11 +312,11 @@ def _fault(
     place = f"[{', '.join(map(str, at))}]" if at else ""
     lines = [
         f"  {_called(name)}{place}: expected {right[at].item():.6g}, got {output[at].item():.6g}; the largest error is"
-        f" {ratio:.3g} times what is allowed"
+        f" {question.times_allowed(ratio)}"
     ]
     if at:
         axes = ("batch", "row", "column")[-right.dim() :] if right.dim() <= 3 else ("batch", "head", "row", "column")
         error = (output.double() - right).abs()
         wrong = error > error.max() / ratio if math.isfinite(ratio) else ~output.isfinite()
-        lines.append(f"  {'wrong' if math.isfinite(ratio) else 'NaN or inf'} at: {question.where(wrong, axes)}")
+        lines.append(f"  {'wrong' if math.isfinite(ratio) else 'NaN or inf'} in {question.where(wrong, axes)}")
     return question.Fault.explained("\n".join(lines), mistake, ratio, list(map(_called, names[: names.index(name)])))

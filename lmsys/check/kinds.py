@@ -102,6 +102,7 @@ def kind_of(implementation: Any) -> str:
 
 
 RIGHT, WRONG = 0, 1  # exit codes
+ALLOWED = "  what is allowed: twice the error of plain PyTorch in this dtype, and a few roundings\n"
 SCHEMA = 1  # the version of the JSON lines: docs/check.md
 
 
@@ -135,7 +136,8 @@ def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool
     start, answer = time.perf_counter(), verdict_on(entry, options, kind, held is not None, say=say, held=held)
     right = held.right if held else answer.right > 0 and not answer.fault
     if answer.fault and held is None:
-        say("", verdict="wrong")
+        cases = f"{answer.asked} case{'s' * (answer.asked > 1)} asked, {answer.right} right"
+        say(f"\n{entry.name}: WRONG; {cases}; the check stops at the first wrong case\n", verdict="wrong")
         return WRONG
     remark = KINDS[kind].remark(entry, options) if right and "refused" not in str(held) else None
     seconds = time.perf_counter() - start
@@ -144,7 +146,7 @@ def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool
     say(
         (f"\n{held}\n\n" if held else "")
         + "".join(f"  {line}\n" for line in lines)
-        + f"\n{entry.name}:{' WRONG,' if answer.fault else ''} {answer.right} cases right on this"
+        + f"\n{entry.name}:{' WRONG,' if answer.fault else ''} {answer.right} of {answer.asked} cases right on this"
         f" {'cuda' if torch.cuda.is_available() else 'cpu'},"
         f" in {seconds:.0f} s\n",
         verdict="right" if right else "wrong",
@@ -158,11 +160,15 @@ def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool
 
 @dataclass(frozen=True)
 class Answer:
-    """The findings on a row: how many cases are right, why others were not asked, and the fault of a wrong one."""
+    """The findings on a row: how many cases are right, why others were not asked, and the fault of a wrong one.
+
+    asked  how many cases were asked: those that are right or wrong, and those that an exception refused
+    """
 
     right: int
     refused: tuple[str, ...]
     fault: str = ""
+    asked: int = 0
 
     @property
     def verdict(self) -> str:
@@ -189,7 +195,7 @@ def verdict_on(
     held       counts the answers; every question is asked then
     """
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
-    right, refused, wrong = 0, dict[str, list[str]](), ""
+    right, asked, refused, wrong = 0, 0, dict[str, list[str]](), ""
     for question in KINDS[kind].questions(entry, options):
         if question.reason is not None:
             refused.setdefault(question.reason, [])
@@ -197,6 +203,7 @@ def verdict_on(
             continue
         if right == most:
             break
+        asked += 1
         say(f"  {question.about}: ")  # before it is judged: if the process dies, the reader knows in which case
         fault = question.judge(named=False) if wrong else question.judge()
         if held is not None:
@@ -211,7 +218,7 @@ def verdict_on(
         else:
             shape = question.shape or question.about
             values = {"shape": shape, "text": fault.text, "mistake": fault.mistake, "error_ratio": _number(fault)}
-            text = f"\n{shape}\n{fault.text}\n" + "\n" * (held is not None)
+            text = f"\n{shape}\n{fault.text}\n{ALLOWED * (_number(fault) is not None)}" + "\n" * (held is not None)
             say("wrong\n" + ("" if wrong else text), case=question.about, verdict="wrong", **values)
             wrong = wrong or f"{question.about}: {fault.line}"
             if held is None:
@@ -223,6 +230,7 @@ def verdict_on(
             for reason, cases in refused.items()
         ),
         wrong,
+        asked,
     )
 
 

@@ -45,12 +45,12 @@ OPTION_CASES = (
 )
 CASES = (
     formulas.Case("a few tokens", (TOKENS, 96)),
-    formulas.Case("a vocabulary that no block divides", ODD),
+    formulas.Case("an odd vocabulary size", ODD),
     formulas.Case("more tokens than a chunk", LONG),
     formulas.Case("ignored tokens", LONG, more={"ignored": 101, "ignore_index": config.IGNORED}),
     formulas.Case("another ignore_index", ODD, more={"ignored": 33, "ignore_index": 7}),
     *OPTION_CASES,
-    *(formulas.Case("a vocabulary that no block divides", ODD, dtype) for dtype in formulas.NARROW),
+    *(formulas.Case("an odd vocabulary size", ODD, dtype) for dtype in formulas.NARROW),
     *(formulas.Case(about, ODD, dtype, about) for dtype in formulas.DTYPES[:2] for about in KINDS),
     formulas.Case("all tokens ignored", (TOKENS, 96), more={"ignored": TOKENS, "ignore_index": config.IGNORED}),
 )
@@ -156,5 +156,5 @@ def _no_token_counts(call: signature.Called, problem: formulas.Problem) -> quest
         if x.count_nonzero():
             mistake = "gradients are divided by the number of tokens that count, which is 0"
             place = f"  the gradient of {name} is not 0 where no token counts: {x.flatten()[0].item():.6g}, ..."
-            return question.Fault(f"{place}\n  pattern: {mistake}", mistake)
+            return question.Fault.explained(place, mistake, None)
     return None

@@ -166,7 +166,7 @@ def _place(
     return (
         f"  step {step + 1} of {case.steps}, parameter {i}, row {row}, column {column}: expected"
         f" {exact[column].item():.6g}, got {made[column].item():.6g}; the largest error is"
-        f" {ratios[row]:.3g} times what is allowed\n"
+        f" {question.times_allowed(ratios[row])}\n"
         f"  wrong in {wrong} of {len(ratios)} rows" + (f", of a step whose gradients are {size}" if size else "")
     )
 

@@ -37,7 +37,7 @@ class Claim:
     masters: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __str__(self) -> str:
-        return f"held to {self.algorithm}, as torch.optim.{self.algorithm}: {self.why}"
+        return f"compared with torch.optim.{self.algorithm}, because {self.why}"
 
     @property
     def plain(self) -> Callable[..., Optimizer]:
@@ -63,9 +63,9 @@ def claim_of(optimizer: Any) -> Claim:
         )
     )
     if "betas" in parameters and "adamw" in name.lower():
-        algorithm, why = "AdamW", "it takes betas, and AdamW is in its name"
+        algorithm, why = "AdamW", "it takes betas and AdamW is in its name"
     elif "betas" in parameters:
-        algorithm, why = "Adam", "it takes betas; with AdamW in its name it would be held to decoupled weight decay"
+        algorithm, why = "Adam", "it takes betas and AdamW is not in its name"
     elif "momentum" in parameters or "sgd" in name.lower():
         algorithm, why = "SGD", f"it takes {'momentum' if 'momentum' in parameters else 'no betas'}"
     else:

@@ -3,6 +3,7 @@
 The modules of the kinds make questions, `kinds.py` asks them. `where` and `worst` describe where a tensor is wrong.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -68,9 +69,9 @@ class Fault:
 
         before  what is right in the same answer, in words; the result of the forward is first
         """
-        pattern = f"\n  pattern: {mistake}" if mistake else "\n  no known mistake gives this result"
+        likely = f"\n  likely mistake: {mistake}" if mistake else "\n  no known mistake gives this result"
         more = f"\n  right in the same answer: {', '.join(before)}" if before else ""
-        return cls(place + pattern * (mistake != "") + more, mistake or None, error_ratio, backward=bool(before))
+        return cls(place + likely * (mistake != "") + more, mistake or None, error_ratio, backward=bool(before))
 
     @property
     def line(self) -> str:
@@ -125,7 +126,7 @@ AXES = ("batch", "head", "row", "column")
 
 
 def where(wrong: Tensor, axes: Sequence[str] = AXES) -> str:
-    """Describes a mask, by default (B, H, S, D), by the axes on which only some indices are wrong.
+    """Describes a mask, by default (B, H, S, D), by the axes on which only some indices are wrong; it follows "in".
 
     For example "rows 214 to 236 of 237, the last 23 (9.7 % of the elements)".
     """
@@ -135,7 +136,8 @@ def where(wrong: Tensor, axes: Sequence[str] = AXES) -> str:
         at = (wrong.amax(dim=others) if others else wrong).nonzero().flatten().tolist()
         if len(at) < wrong.shape[axis]:
             parts.append(_of_axis(name, at, wrong.shape[axis]))
-    return f"{', '.join(parts) or 'everywhere'} ({100 * wrong.float().mean().item():.3g} % of the elements)"
+    place = ", ".join(parts) or f"every {' and '.join(axes[-2:])}"
+    return f"{place} ({100 * wrong.float().mean().item():.3g} % of the elements)"
 
 
 def _of_axis(name: str, at: Sequence[int], size: int) -> str:
@@ -149,6 +151,11 @@ def _of_axis(name: str, at: Sequence[int], size: int) -> str:
     if list(at) == list(range(first, last + 1, at[1] - first)):
         return f"{names} {first}, {at[1]}, ... {last} of {size}"
     return f"{len(at)} of {size} {names}, from {first} to {last}"
+
+
+def times_allowed(ratio: float) -> str:
+    """An error over its budget in words, for "the largest error is ..."."""
+    return f"{ratio:.3g} times what is allowed" if math.isfinite(ratio) else "not finite"
 
 
 def worst(output: Tensor, expected: Tensor) -> tuple[int, ...]:
@@ -198,7 +205,7 @@ class Holds:
         width = max(map(len, self.counts), default=0) + 2
         lines = ["  " + " " * width + f"{DIRECTIONS[0]:24}{DIRECTIONS[1] if self.grad else ''}".rstrip()]
         lines += [
-            f"  {aspect:{width}}{_cell(of['forward']):24}{_cell(of['backward'])}".rstrip()
+            f"  {aspect:{width}}{_cell(of['forward']):24}{_cell(of['backward']) if self.grad else ''}".rstrip()
             for aspect, of in self.counts.items()
         ]
         return "\n".join(lines)
@@ -207,6 +214,6 @@ class Holds:
 def _cell(counts: Counter[str]) -> str:
     """A cell of the table: the worst verdict; if there are others, also how many answers have it."""
     if not counts:
-        return ""
+        return "not judged"
     worst = next(verdict for verdict in WORST if counts[verdict])
     return worst if len(counts) == 1 else f"{worst}: {counts[worst]} of {counts.total()}"

@@ -24,13 +24,13 @@ from lmsys.extremes import has_extremes
 
 KINDS = {
     "low": "all scores far below zero",
-    "lowest": "all scores as far below zero as masks are set",
+    "lowest": "q · k near -1e6 for all keys (float16: -3e4), about the size of masks",
     "high": "all scores far above zero",
     "equal": "all keys equal",
     "sink": "key 0 far above all others",
-    "first": "one-hot rows, the key among the first",
-    "last": "one-hot rows, the key among the last",
-    "diagonal": "one-hot rows, each query its own key",
+    "first": "softmax rows with nearly all weight on one of the first keys",
+    "last": "softmax rows with nearly all weight on one of the last keys",
+    "diagonal": "softmax rows with nearly all weight on the query's own key",
     "climb": "scores that rise from tile to tile",
     "outlier": "channels of outliers in keys and values",
 }

@@ -197,7 +197,7 @@ def test_where_it_is_wrong() -> None:
     wrong[:, 1, 5:] = True
     assert places.where(wrong) == "head 1 of 3, rows 5 to 7 of 8, the last 3 (12.5 % of the elements)"
     wrong[:] = True
-    assert places.where(wrong) == "everywhere (100 % of the elements)"
+    assert places.where(wrong) == "every row and column (100 % of the elements)"
     wrong[:, :, 1::2] = False
     assert places.where(wrong) == "rows 0, 2, ... 6 of 8 (50 % of the elements)"
     found, expected = torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2, dtype=torch.float64)

@@ -104,7 +104,7 @@ def test_an_option_is_asked_for_where_there_is_a_parameter_and_its_mistake_named
     about, mistake = OPTION_FAULTS[function]
     entry = Entry(function, f"{__name__}:{function}")
     assert list(faults_of_options(entry)) == [f"{about}, float32"]
-    (fault,) = (text for text in faults(function) if "known mistake" in text or "pattern" in text)
+    (fault,) = (text for text in faults(function) if "known mistake" in text or "likely mistake" in text)
     assert mistake in fault
 
 

@@ -20,7 +20,7 @@ def test_a_fault_is_refused_and_named(one: Exhibit, capsys: pytest.CaptureFixtur
     assert check(one.entry, Options(), one.kind) == WRONG
     said = capsys.readouterr().out
     if one.mistake is not None:
-        (pattern,) = [line for line in said.splitlines() if "pattern:" in line] or [said]
+        (pattern,) = [line for line in said.splitlines() if "likely mistake:" in line] or [said]
         assert one.mistake in pattern, said
 
 
