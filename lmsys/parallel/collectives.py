@@ -1,9 +1,9 @@
 """The collectives of the strategies: means and gathers that do not wait. Only this file tells backends apart.
 
 A function begins a collective and gives a `Pending`, whose `wait` ends it. All ranks call each in the same order.
-With NCCL a wait makes the current stream wait, not the host. A caller of `all_reduce_mean` that waits at once passes
-`async_op=False`: NCCL then works on the current stream itself, without events between two. gloo has no mean in every
-version of torch, so there it is a sum, divided once it has arrived. A group of one rank communicates nothing.
+With NCCL a wait makes the current stream wait, not the host. A caller that waits at once passes `async_op=False`: NCCL
+then works on the current stream itself, without events between two. gloo has no mean in every version of torch, so
+there it is a sum, divided once it has arrived. A group of one rank communicates nothing.
 """
 
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def all_reduce_mean(x: Tensor, group: Group, async_op: bool = True) -> Pending:
     )
 
 
-def reduce_scatter_mean(out: Tensor, x: Tensor, group: Group) -> Pending:
+def reduce_scatter_mean(out: Tensor, x: Tensor, group: Group, async_op: bool = True) -> Pending:
     """x (world_size · n,) -> out (n,): the mean over ranks of this rank's segment; a sum in `TreeSums`."""
     world_size, _ = size_and_rank(group)
     if x.is_complex():  # for other collectives torch.distributed does this itself
@@ -101,12 +101,12 @@ def reduce_scatter_mean(out: Tensor, x: Tensor, group: Group) -> Pending:
         return Pending()
     if isinstance(group, TreeSums):
         parts = torch.empty_like(x)
-        work = dist.all_to_all_single(parts, x, group=group.group, async_op=True)
+        work = dist.all_to_all_single(parts, x, group=group.group, async_op=async_op)
         return Pending(work, lambda: out.copy_(_tree(parts.view(world_size, -1))))
     return (
-        Pending(_reduce_scatter(out, x, dist.ReduceOp.AVG, group=group, async_op=True))
+        Pending(_reduce_scatter(out, x, dist.ReduceOp.AVG, group=group, async_op=async_op))
         if is_nccl(group, x)
-        else Pending(_reduce_scatter(out, x, group=group, async_op=True), lambda: out.div_(world_size))
+        else Pending(_reduce_scatter(out, x, group=group, async_op=async_op), lambda: out.div_(world_size))
     )
 
 
@@ -133,13 +133,13 @@ def _tree(terms: Tensor) -> Tensor:
     return terms[0]
 
 
-def all_gather(out: Tensor, x: Tensor, group: Group) -> Pending:
+def all_gather(out: Tensor, x: Tensor, group: Group, async_op: bool = True) -> Pending:
     """x (n,) of every rank -> out (world_size · n,); x may be this rank's segment of out."""
     if size_and_rank(group)[0] == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Pending()
-    return Pending(_all_gather(out, x, group=unwrapped(group), async_op=True))
+    return Pending(_all_gather(out, x, group=unwrapped(group), async_op=async_op))
 
 
 def broadcast_(x: Tensor, group: Group) -> None:
