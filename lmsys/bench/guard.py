@@ -211,7 +211,6 @@ PARTS = (
             ("cuDNN", cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
         )
     ),
-    Part("the order of SDPA's kernels", torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
     Part("whether oneDNN is used", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     Part("whether tiny numbers are flushed to zero", lambda: sys.float_info.min / 2 == 0.0, torch.set_flush_denormal),
     Part("anomaly detection", torch.is_anomaly_enabled, torch.set_anomaly_enabled),

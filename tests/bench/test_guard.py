@@ -106,7 +106,6 @@ LEAKS: dict[str, Callable[[], Any]] = {
     "whether memory-efficient SDPA is allowed": lambda: torch.backends.cuda.enable_mem_efficient_sdp(False),
     "whether math SDPA is allowed": lambda: torch.backends.cuda.enable_math_sdp(False),
     "whether cuDNN SDPA is allowed": lambda: torch.backends.cuda.enable_cudnn_sdp(False),
-    "the order of SDPA's kernels": lambda: torch._C._set_sdp_priority_order([0, 1, 2, 3, 4]),
     "whether oneDNN is used": lambda: torch._C._set_mkldnn_enabled(False),
     "whether tiny numbers are flushed to zero": lambda: torch.set_flush_denormal(True),
     "anomaly detection": lambda: torch.set_anomaly_enabled(True),
