@@ -164,7 +164,7 @@ def _of_seal(file: fields.Record) -> Iterator[str]:
         yield (
             "pytest-benchmark's part is not the one that was sealed"
             if file.get("benchmarks")
-            else f"the file: {NOT_RECOMPUTED}it is kept without pytest-benchmark's entries"
+            else f"{NOT_RECOMPUTED}the file is kept without pytest-benchmark's entries"
         )
 
 

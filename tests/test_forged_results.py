@@ -387,7 +387,7 @@ def test_a_file_may_be_kept_without_the_entries_of_pytest_benchmark(
 ) -> None:
     honest["attention"]["benchmarks"] = []
     code, said = verified(honest["attention"], tmp_path, capsys)
-    assert code == 0 and "it is kept without pytest-benchmark's entries" in said
+    assert code == 0 and "the file is kept without pytest-benchmark's entries" in said
 
 
 def test_an_older_seal_passes_and_it_is_told_what_it_leaves_out(

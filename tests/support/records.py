@@ -232,6 +232,7 @@ def built(out: Path, *arguments: object, drawn: str = NO_PLOT) -> dict[str, byte
 def cells(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
     """A Markdown table in a report on MACHINE: for each row, the cells by column head."""
     text = files[f"tables/synthetic-gpu-{name}.md"].decode().replace("\\|", "¦").replace("\N{NO-BREAK SPACE}", " ")
+    text = re.sub(r"\\([\\`*<\[])", r"\1", text)  # as a reader of Markdown sees it
     head, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
     ]
