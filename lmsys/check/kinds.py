@@ -136,8 +136,11 @@ def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool
     start, answer = time.perf_counter(), verdict_on(entry, options, kind, held is not None, say=say, held=held)
     right = held.right if held else answer.right > 0 and not answer.fault
     if answer.fault and held is None:
-        cases = f"{answer.asked} case{'s' * (answer.asked > 1)} asked, {answer.right} right"
-        say(f"\n{entry.name}: WRONG; {cases}; the check stops at the first wrong case\n", verdict="wrong")
+        say(
+            f"\n{entry.name}: WRONG; {answer.asked} case{'s' * (answer.asked > 1)} asked, {answer.right} right;"
+            " the check stops at the first wrong case\n",
+            verdict="wrong",
+        )
         return WRONG
     remark = KINDS[kind].remark(entry, options) if right and "refused" not in str(held) else None
     seconds = time.perf_counter() - start

@@ -106,8 +106,10 @@ def mistakes(problem: Problem) -> Mistakes:
     smoothed: dict[str, Formula] = {}
     for amount in SMOOTHINGS:
         smoothed[f"labels are smoothed by {amount:g}"] = _smoothed(1.0 - amount, amount)
-        more = f"{amount:g}: target probabilities sum to {2 - amount:g}"
-        smoothed[f"label smoothing adds the mean over classes times 1, not times {more}"] = _smoothed(1.0 - amount, 1.0)
+        smoothed[
+            f"label smoothing adds the mean over classes times 1, not times {amount:g}:"
+            f" target probabilities sum to {2 - amount:g}"
+        ] = _smoothed(1.0 - amount, 1.0)
     others: dict[str, Formula] = {
         "the softmax is taken over tokens, not over classes": (
             lambda x, s: mean(-at_target(logits_of(x).log_softmax(dim=0), s), s)

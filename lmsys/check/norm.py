@@ -31,9 +31,6 @@ BUILT: signature.Roles = {
     "eps": ROLES["eps"],
 }
 EPS = 2.0**-10  # exact, and not a value that an implementation would have built in
-# The sizes of rows 1 to 4. Their mean squares lie between the values of USUAL_EPS, so that each gives other results.
-# Their gradients are as small, since 1 / sqrt(EPS) times a usual one would raise the error allowed for all rows.
-SMALL_ROWS = 2.0 ** (-5 * torch.arange(1, 5)[:, None])
 ODD = 33, 237  # no multiple of a tile
 CASES = (
     formulas.Case("a few rows", (8, 64)),
@@ -89,21 +86,25 @@ def _of_module(implementation: Any, problem: formulas.Problem) -> signature.Call
 
 
 def _problem(case: formulas.Case, options: question.Options, with_bias: bool) -> formulas.Problem:
-    """The inputs of a case. Weights are around 1, but not 1, so that a missing weight shows."""
+    """The inputs of a case. Weights are around 1, but not 1, so that a missing weight shows.
+
+    Rows 1 to 4 are small. Their mean squares lie between the values of USUAL_EPS, so that each gives other results.
+    Their gradients are as small, since 1 / sqrt(EPS) times a usual one would raise the error allowed for all rows.
+    """
     size, width = case.more.get("size", 1.0), case.shape[-1]
-    inputs = {
-        "x": formulas.drawn(options, "x", *case.shape) * size,
+    rows = torch.ones(*case.shape[:-1], 1)
+    rows.view(-1)[1:5] = 2.0 ** (-5 * torch.arange(1, 5))
+    inputs = {  # the mean of x is not 0 where there is a bias, so that a mistake in it shows
+        "x": (formulas.drawn(options, "x", *case.shape) + 0.5 * with_bias) * size * rows,
         "weight": 1 + formulas.drawn(options, "weight", width) / 4,
     }
-    upstream = formulas.drawn(options, "upstream", *case.shape)
     if with_bias:
-        inputs["x"] += size / 2  # so that a mistake in the mean shows
         inputs["bias"] = formulas.drawn(options, "bias", width)
-    for rows in (inputs["x"], upstream):
-        rows.flatten(0, -2)[1:5] *= SMALL_ROWS
     if case.extreme:
         EXTREME[case.extreme](inputs["x"])
-    return formulas.Problem.of(case, options, inputs, {"eps": EPS, "shape": (width,)}, upstream)
+    return formulas.Problem.of(
+        case, options, inputs, {"eps": EPS, "shape": (width,)}, formulas.drawn(options, "upstream", *case.shape) * rows
+    )
 
 
 BLOCK_ROWS = (128, 64, 32, 16, 8, 4, 2, 1)

@@ -199,8 +199,9 @@ def explain(
             f"{lost}: updates below bfloat16 precision vanish",
             optimizer_formula.Formula(rule, weights=torch.bfloat16),
         )
-        tried = chain([unkept] if case.masters else [], mistakes(claim.algorithm, rule), others.items())
-        for mistake, formula in tried:
+        for mistake, formula in chain(
+            [unkept] if case.masters else [], mistakes(claim.algorithm, rule), others.items()
+        ):
             if _gives(formula.trace(run, begins), traces):
                 return mistake
     return None

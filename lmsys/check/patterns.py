@@ -330,16 +330,14 @@ def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
     P = exp(scores - maximum) is also rounded by tiles of keys, where it has the maximum so far.
     """
     made, (q, k, v) = dict[str, Tensor](), (x.detach() for x in (inputs.q, inputs.k, inputs.v))
-    exact = "float32 inputs need float32 products"
-    in_triton = f'{exact} (in Triton tl.dot with input_precision="ieee")'
-    for kind, dtype, more in (("TF32 or float16", None, in_triton), ("bfloat16", torch.bfloat16, exact)):
+    for kind, dtype in (("TF32 or float16", None), ("bfloat16", torch.bfloat16)):
         near = partial(_nearest, dtype=dtype)
         near_q, near_k, near_v = near(q), near(k), near(v)
         places = {
             "q and k are {}": ((near_q, near_k, v), ""),
             "q, k, v and P = exp(scores - maximum) are {}": ((near_q, near_k, near_v), "P"),
             "P = exp(scores - maximum) and v are {}": ((q, k, near_v), "P"),
-            "P = exp(scores - maximum) is {}, also in the softmax sum": ((q, k, v), "P, sum"),
+            "P = exp(scores - maximum), in the softmax sum too, is {}": ((q, k, v), "P, sum"),
             "P = exp(scores - maximum) is {}": ((q, k, v), "P"),
             "q, k and q kᵀ are {}": ((near_q, near_k, v), "scores"),
         }
@@ -348,8 +346,10 @@ def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
             for words, (of_given, rounded) in places.items():
                 if "P" in rounded or not by_tiles:
                     forward = partial(online, right(case), tile, rounded=rounded, near=near)
-                    text = f"{words.format(f'rounded to {kind}')}{by_tiles}: {more}"
-                    made[text] = forward(*(x.double() for x in of_given))
+                    made[
+                        words.format(f"rounded to {kind}{by_tiles}: float32 inputs need float32 products")
+                        + ' (in Triton tl.dot with input_precision="ieee")'
+                    ] = forward(*(x.double() for x in of_given))
     return made
 
 

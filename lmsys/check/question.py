@@ -136,8 +136,10 @@ def where(wrong: Tensor, axes: Sequence[str] = AXES) -> str:
         at = (wrong.amax(dim=others) if others else wrong).nonzero().flatten().tolist()
         if len(at) < wrong.shape[axis]:
             parts.append(_of_axis(name, at, wrong.shape[axis]))
-    place = ", ".join(parts) or f"every {' and '.join(axes[-2:])}"
-    return f"{place} ({100 * wrong.float().mean().item():.3g} % of the elements)"
+    return (
+        f"{', '.join(parts) or 'every ' + ' and '.join(axes[-2:])}"
+        f" ({100 * wrong.float().mean().item():.3g} % of the elements)"
+    )
 
 
 def _of_axis(name: str, at: Sequence[int], size: int) -> str:

@@ -122,21 +122,17 @@ def fault(ask: Ask, trial: Trial, results: Sequence[trained.Result], rules: Rule
     if failure is not None:
         return question.Fault(f"  {failure}")
     last, ordinary = (trained.plain(trial, dtype)[-1] for dtype in (torch.float64, torch.float32))
-    exact = last.weights
     for rank, result in enumerate(results):
-        if other := sorted(result.state.keys() ^ exact.keys()):
+        if other := sorted(result.state.keys() ^ last.weights.keys()):
             return question.Fault(f"  the state of rank {rank} is not the module's: it differs in {', '.join(other)}")
-    if not (wrong := trained.wrong_parameters(results, exact, ordinary.weights)):
+    if not (wrong := trained.wrong_parameters(results, last.weights, ordinary.weights)):
         return None
     name, mistake = max(wrong, key=lambda name: wrong[name]), explain(ask, trial, rules)
-    of_trained = wrong.keys() & last.grads.keys()
-    count, of = (
-        len(of_trained or wrong),
-        f"{len(last.grads)} trained parameters" if of_trained else f"{len(exact)} tensors",
-    )
+    of, kind = (last.grads, "trained parameters") if wrong.keys() & last.grads.keys() else (last.weights, "tensors")
+    count = len(wrong.keys() & of.keys())
     text = (
-        f"  after {trial.steps} step{'s' * (trial.steps > 1)} {count} of {of} {'are' if count > 1 else 'is'} wrong;"
-        f" the largest error, in {name}, is {question.times_allowed(wrong[name])}"
+        f"  after {trial.steps} step{'s' * (trial.steps > 1)} {count} of {len(of)} {kind}"
+        f" {'are' if count > 1 else 'is'} wrong; the largest error, in {name}, is {question.times_allowed(wrong[name])}"
     )
     return question.Fault.explained(text, mistake, wrong[name])
 

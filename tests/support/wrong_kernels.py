@@ -219,7 +219,7 @@ WRONG["one_entry"] = "only batch entry 2 is wrong", scaled_at((slice(2, 3), slic
 WRONG["one_tile"] = "only the tile of rows 64 to 127 is wrong", scaled_at((..., slice(64, 128), slice(None)))
 
 
-@wrong("P = exp(scores - maximum) is rounded to bfloat16, also in the softmax sum")
+@wrong("P = exp(scores - maximum), in the softmax sum too, is rounded to bfloat16")
 def rounded_early(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
