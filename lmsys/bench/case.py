@@ -63,6 +63,19 @@ class Case:
         return f"{self.comparison}-{self.impl}"
 
 
+def facts_of(case: Case) -> Record:
+    """The fields of a case's record that are known before it runs, but for the benchmark's name."""
+    return {
+        "id": case.id,
+        "section": case.section,
+        "impl": case.impl,
+        "label": case.label,
+        "peer": case.peer,
+        **case.axes,
+        "device": case.device,
+    }
+
+
 @dataclass
 class Candidate:
     """A row on its way through the runner.

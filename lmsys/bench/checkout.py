@@ -66,8 +66,7 @@ class Checkout:
                 registry.unlink()
                 registry.write_text(text)
             self.working_folder = self._mapped(Path.cwd())
-            if not self.working_folder.is_dir():
-                raise ValueError(f"--against {text!r}: it has no folder {Path.cwd().relative_to(self.root)}")
+            hold((self.working_folder.is_dir(), f"{begin}: it has no folder {Path.cwd().relative_to(self.root)}"))
         except BaseException:
             self.close()
             raise

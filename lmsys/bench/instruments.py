@@ -74,17 +74,12 @@ class Instruments:
     def rated(self, benchmark: Benchmark, case: Case, record: fields.Record) -> fields.Record:
         """The record with its rates, their shares of the machine's ceilings, and all derived fields; sealed.
 
-        ValueError for a field that neither the benchmark nor `fields.COMMON` declares.
+        ValueError as of `all_declared`.
         """
-        record, known = (
-            record | benchmark.metrics(case, record, self.machine),
-            fields.declared(fields.COMMON, benchmark.fields),
-        )
-        for field in known.values():
+        record = all_declared(benchmark, record | benchmark.metrics(case, record, self.machine))
+        for field in fields.declared(fields.COMMON, benchmark.fields).values():
             if field.of is not None:
                 record[field.name] = field.value(record)
-        unknown = sorted(record.keys() - known.keys())
-        hold((not unknown, f"benchmark {benchmark.name!r}: the fields {unknown} of its records are declared nowhere"))
         record = json.loads(json.dumps(record))  # as a reader gets it
         return record | {"seal": seal(record)}
 
@@ -128,3 +123,10 @@ class Instruments:
     def close(self) -> None:
         if "ranks" in self.__dict__:
             self.ranks.close()
+
+
+def all_declared(benchmark: Benchmark, record: fields.Record) -> fields.Record:
+    """The record. ValueError for a field in it that neither the benchmark nor `fields.COMMON` declares."""
+    unknown = sorted(record.keys() - fields.declared(fields.COMMON, benchmark.fields).keys())
+    hold((not unknown, f"benchmark {benchmark.name!r}: the fields {unknown} of its records are declared nowhere"))
+    return record

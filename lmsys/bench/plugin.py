@@ -9,7 +9,7 @@ a benchmark is collected or one of the fixtures is used.
 import os
 import shlex
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +178,8 @@ def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest
     for name, text in ours.texts.items() if keys else ():
         there = ", ".join(sorted({axis.option or axis.name for axis in axes}))
         hold((name in names, f"{name} {text}: {' and '.join(selected)} has no such axis; there are {there}"))
-    if ours.texts and items and not keys:
-        asked = " ".join(f"{name} {text}" for name, text in ours.texts.items())
-        raise ValueError(f"{asked}: what is selected has no case for these values")
+    asked = " ".join(f"{name} {text}" for name, text in ours.texts.items())
+    hold((keys or not (items and asked), f"{asked}: what is selected has no case for these values"))
     if ours.sections and not items:
         asked = f"-k {config.option.keyword!r}" if config.option.keyword else "the command"
         ours.say(f"{asked} selects no case. There are, by sections, {ours.sections}")
@@ -196,6 +195,12 @@ def _select(config: pytest.Config, ours: results.Session, items: Sequence[pytest
     if resumed:
         _resume(ours, resumed)
     ours.select(keys)
+    if not config.option.collectonly:
+        content = ours.made_up()
+        with suppress(ImportError):  # where there is no matplotlib, no report is built
+            from lmsys.reports import layout
+
+            layout.rehearse(content)
 
 
 def _resume(session: results.Session, path: Path) -> None:

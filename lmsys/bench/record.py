@@ -169,9 +169,13 @@ def load_file(path: Path) -> fields.Record:
         content = {"lmsys": _from_journal(text)} if path.suffix == ".partial" else strict_json.parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
-    ours = content.get("lmsys") if isinstance(content, dict) else None
-    if not isinstance(ours, dict) or "schema" not in ours:
-        raise ValueError(f'{path}: not a result of this bench: it has no "lmsys" key with a schema')
+    ours: Any = content.get("lmsys") if isinstance(content, dict) else None
+    hold(
+        (
+            isinstance(ours, dict) and "schema" in ours,
+            f'{path}: not a result of this bench: it has no "lmsys" key with a schema',
+        )
+    )
     hold(
         (
             ours["schema"] == SCHEMA,

@@ -132,6 +132,19 @@ class Session:
         asked = [key for key in keys if key not in self.carried and key[1] == self._cases[key].id]
         self._groups = grouped(((key[0], self._cases[key].group), self._cases[key]) for key in asked)
 
+    def made_up(self) -> Record:
+        """What a result file would hold, with made-up records: of the first and the last case of each section and row.
+
+        ValueError for a benchmark whose metrics return a field that is declared nowhere.
+        """
+        alike = grouped(
+            ((name, case.section, case.impl), (self.benchmarks[name], case))
+            for (name, _), cases in self._groups.items()
+            for case in cases
+        )
+        ends = [case for cases in alike.values() for case in cases[:1] + cases[1:][-1:]]
+        return self._head({}) | json.loads(json.dumps(self.runner.ask("made_up", ends), default=str))
+
     @property
     def sections(self) -> str:
         """The benchmarks of all cases, each with its sections, for a reader."""
@@ -364,11 +377,13 @@ class Session:
         """
         here = self.runner.ask("facts")
         for fact in SAME:
-            if (there := earlier["machine"].get(fact)) != here[fact]:
-                raise ValueError(
-                    f"its {'processor' if fact == 'name' else fact} is {there!r}, here it is {here[fact]!r}: measure"
-                    " into another file"
+            hold(
+                (
+                    earlier["machine"].get(fact) == here[fact],
+                    f"its {'processor' if fact == 'name' else fact} is {earlier['machine'].get(fact)!r}, here it is"
+                    f" {here[fact]!r}: measure into another file",
                 )
+            )
         self.carried |= {
             (answer["benchmark"], answer["id"]): answer for answer in earlier["records"] if self._stands(answer)
         }
@@ -389,9 +404,8 @@ class Session:
     def summary(self) -> Iterator[str]:
         yield from verdict.lines(self.records)
         if self._took:
-            sections = Counter[str]()
-            for name, seconds in self._took.items():
-                sections[name.partition("-")[0].replace("_", " ")] += seconds  # type: ignore[assignment]
+            took = grouped((name.partition("-")[0].replace("_", " "), seconds) for name, seconds in self._took.items())
+            sections = Counter({section: sum(seconds) for section, seconds in took.items()})
             shares = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in sections.most_common())
             yield f"it took {sections.total():.0f} s: {shares}"
         if self.checkout:

@@ -15,7 +15,7 @@ import torch
 
 from lmsys.bench import fields, instruments, watch
 from lmsys.bench.benchmark import Benchmark, Cases, Collected
-from lmsys.bench.case import Case
+from lmsys.bench.case import Case, facts_of
 from lmsys.bench.trial import Endings, Result, Trial
 from lmsys.measure import clock, compare, host, machine, turns
 from lmsys.registry import Traits, message_of, place_of
@@ -110,6 +110,24 @@ class Runner(instruments.Instruments):
     def facts(self) -> fields.Record:
         """The machine and the code, without what has to be measured."""
         return machine.describe(self.settings.device, command="", seed=0, sweep="")
+
+    def made_up(self, cases: Sequence[tuple[Benchmark, Case]]) -> fields.Record:
+        """This machine, and a record of each case, as if all that is measured were 1.
+
+        By them mistakes of a benchmark show before it is run. ValueError for a field that is declared nowhere.
+        """
+        ceilings = {"matmul_flops_per_s": {"float32": 1.0, "bfloat16": 1.0}, "copy_bytes_per_s": 1.0}
+        facts, records = self.facts() | {"ceilings": ceilings}, list[fields.Record]()
+        for benchmark, case in cases:
+            ones = {
+                field.name: 1.0
+                for field in fields.declared(fields.COMMON, benchmark.fields).values()
+                if field.role == "metric" or (field.role == "detail" and field.unit)
+            }
+            record = ones | facts_of(case) | {"benchmark": benchmark.name, "outcome": "ok"}
+            more, _ = compare.attempt(benchmark.metrics, case, record, facts)  # they may need more
+            records.append(instruments.all_declared(benchmark, record | (more or {})) | ones)
+        return {"machine": facts, "records": records}
 
     def rate_again(
         self, cases: Sequence[tuple[Benchmark, Case, fields.Record]]

@@ -18,7 +18,7 @@ from typing import Any
 from lmsys import draws
 from lmsys.bench import findings, instruments, watch
 from lmsys.bench.benchmark import Benchmark, Cases, judges_calls
-from lmsys.bench.case import Candidate, Case, Measurement, verdict
+from lmsys.bench.case import Candidate, Case, Measurement, facts_of, verdict
 from lmsys.bench.fields import Record
 from lmsys.bench.record import rounded, summarize
 from lmsys.measure import clock, profile, sensors
@@ -329,14 +329,8 @@ class Trial:
         if outcome == "ok" and samples is None and reason is None:
             reason = INTERPRETED if candidate.interpreted else IN_RANGES if self.settings.nvtx else NOT_TIMED
         record: Record = {
-            "id": case.id,
+            **facts_of(case),
             "benchmark": benchmark.name,
-            "section": case.section,
-            "impl": case.impl,
-            "label": case.label,
-            "peer": case.peer,
-            **case.axes,
-            "device": case.device,
             "outcome": outcome,
             "reason": reason,
             "comparison": f"{case.comparison} {self.runner.machine['date']}",

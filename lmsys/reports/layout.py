@@ -24,6 +24,7 @@ layout of benchmarks that declare none.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from lmsys.reports import items, load, steps, views, words
@@ -44,6 +45,17 @@ def chapters(view: views.View) -> list[items.Chapter]:
         layouts.append(of_energy(view.benchmark, {name: labels[name] for name in view.fields if name in labels}))
     with load.drawn_by_layout(view.benchmark):
         return [chapter for layout in layouts for chapter in _chapters(view, layout)]
+
+
+def rehearse(result: Mapping[str, Any]) -> None:
+    """Draws the layouts of a result with made-up records. LayoutError for a name, a text or a step that is not right.
+
+    A layout that needs other values than these records have is not refused: measured ones may have them.
+    """
+    for machine in load.machines_in(result, result["records"]):
+        for name in set(machine.benchmarks) & machine.layouts.keys():
+            with suppress(load.ValuesError):
+                chapters(views.view_of(machine, name))
 
 
 def _chapters(view: views.View, layout: Layout) -> Iterator[items.Chapter]:

@@ -40,6 +40,10 @@ class LayoutError(InputError):
     """Raised where a layout cannot be drawn; the message names the benchmark, and the section and step if known."""
 
 
+class ValuesError(LayoutError):
+    """Raised where a layout cannot be drawn of the values that records have; of others it may be."""
+
+
 def no_field(name: str, known: Collection[str]) -> str:
     """A sentence on a name that is no field's: it says which of the known fields are most like it."""
     near = difflib.get_close_matches(name, known)
@@ -60,7 +64,9 @@ def drawn_by_layout(benchmark: str, place: str = "", known: Collection[str] | No
         message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         if known is not None and isinstance(error, KeyError):
             message = no_field(str(error.args[0]), known)
-        raise LayoutError(f"the layout of {benchmark!r}{place}: {message}") from error
+        raise (LayoutError if isinstance(error, KeyError | ValueError) else ValuesError)(
+            f"the layout of {benchmark!r}{place}: {message}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -185,6 +191,12 @@ def by_name(result: Record) -> Record:
         },
         "rows": {kind: {row["name"]: row for row in table} for kind, table in result["rows"].items()},
     }
+
+
+def machines_in(result: Mapping[str, Any], records: Iterable[Record]) -> Iterator[Machine]:
+    """The machine of these records, which one result has: that of a file, or of a run that has not written it yet."""
+    named, run = by_name(dict(result)), ("", json.dumps(result["machine"]))
+    return machines_of([("", run, case) for case in records], named["fields"], named["rows"], result["layouts"])
 
 
 def machines_of(

@@ -5,7 +5,6 @@ values of axes that are words, such as direction, dtype and mask. Axes that are 
 be too many lines, the largest is shown. Rows that could not run are left out: the plugin prints the reasons below.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from textwrap import wrap
@@ -37,10 +36,9 @@ def lines(
     width     characters of a line; by default those of this terminal
     """
     width = width or shutil.get_terminal_size((100, 24)).columns
-    named = load.by_name(result)
-    run = "", json.dumps(result["machine"])
-    cases = [("", run, case) for case in result["records"] if case["outcome"] not in ("unsupported", "oom")]
-    for machine in load.machines_of(cases, named["fields"], named["rows"], result["layouts"]):
+    for machine in load.machines_in(
+        result, (case for case in result["records"] if case["outcome"] not in ("unsupported", "oom"))
+    ):
         names = dict.fromkeys(case["benchmark"] for case in machine.records if case["time_s"])
         for name in names:
             view = views.view_of(machine, name).adding(lambda case: {"contends": contends(case)})

@@ -175,7 +175,7 @@ class View:
         for case in self.cases:
             for name, kind in kinds.items():
                 fault = f"record {case['id']!r}: {name}={case.get(name)!r} is not what its chapter needs"
-                hold((isinstance(case.get(name), kind), fault))
+                hold((isinstance(case.get(name), kind), f"{self.benchmark} {fault}"), error=load.ValuesError)
         return self
 
     def read_as(self, name: str, words: Any) -> "View":
