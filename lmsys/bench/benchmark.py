@@ -49,6 +49,7 @@ class Settings:
     energy           the energy of each case's calls is measured, in a pass of its own
     sustained        what the machine reaches under its power limit is measured, too
     checks_files     rows from files are first asked the quick part of `lmsys check`
+    earlier          rows are those of an earlier state of the code, which may lack some
     """
 
     device: str = "cpu"
@@ -64,6 +65,7 @@ class Settings:
     energy: bool = False
     sustained: bool = False
     checks_files: bool = True
+    earlier: bool = False
 
 
 Cases = Sequence[Any]

@@ -108,8 +108,16 @@ def discoveries(p_values: Sequence[float], rate: float) -> list[bool]:
     return [p <= most for p in p_values]
 
 
-FASTER, SLOWER, SAME, UNCLEAR, BROKEN, MENDED = "faster", "slower", "same", "unclear", "broken", "mended"
-VERDICTS = (BROKEN, SLOWER, FASTER, MENDED, UNCLEAR, SAME)  # in the order of how much they matter
+FASTER, SLOWER, SAME, UNCLEAR, BROKEN, MENDED, ONLY_NOW = (
+    "faster",
+    "slower",
+    "same",
+    "unclear",
+    "broken",
+    "mended",
+    "only now",  # it is right, and could not be run before
+)
+VERDICTS = (BROKEN, SLOWER, FASTER, MENDED, ONLY_NOW, UNCLEAR, SAME)  # in the order of how much they matter
 BAD = (BROKEN, SLOWER)
 MARGIN = 0.05  # of two runs: clocks that moved are within it
 FALSE_DISCOVERIES = 0.05  # the expected share of the changes that are told
@@ -214,7 +222,7 @@ def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
         yield f"{'verdict':8} {'after / before':>14} {'95 %':>16}  case"
     for change in changed[:MOST_LINES]:
         ratio, interval = change.texts
-        reasons = {MENDED: change.old["reason"], BROKEN: change.new["reason"]}
+        reasons = {MENDED: change.old["reason"], ONLY_NOW: change.old["reason"], BROKEN: change.new["reason"]}
         why = "; ".join(filter(None, (reasons.get(change.verdict), change.disturbed)))
         yield f"{change.verdict:8} {ratio:>14} {interval:>16}  {change.new['id']}" + f": {why}" * bool(why)
     if len(changed) > MOST_LINES:
@@ -359,7 +367,7 @@ def _change(old: fields.Record, new: fields.Record, anchor: Pair | None = None, 
     """The change of a case; its verdict stays open, unless the case was right in only one of the two runs."""
     was, now = (case["outcome"] == "ok" for case in (old, new))
     if was != now:
-        return Change(old, new, BROKEN if was else MENDED)
+        return Change(old, new, BROKEN if was else ONLY_NOW if old["outcome"] == "unsupported" else MENDED)
     beside = old if old.get("against") else anchor[0] if anchor else {"impl": ""}
     shift = _shift_of(old, new, anchor, between_runs) if _is_timed((old, new)) else None
     return Change(old, new, beside=str(beside["impl"]), shift=shift)

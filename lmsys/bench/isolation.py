@@ -162,7 +162,7 @@ class Isolated:
 
     def ask(self, name: str, *args: Any) -> Any:
         """Returns what the method `name` of the worker's runner returns."""
-        (answer,) = filter(None, self.stream(name, *args))
+        (answer,) = [message for message in self.stream(name, *args) if message is not None]
         return answer
 
     def _start(self) -> Worker:

@@ -31,7 +31,11 @@ class Paired(isolation.Isolated):
 
     def __init__(self, settings: Settings, say: Callable[[str], None], checkout: Checkout, against: fields.Record):
         super().__init__(settings, say)
-        self.state, self.against, self.earlier = checkout, against, isolation.Isolated(settings, say, checkout)
+        self.state, self.against, self.earlier = (
+            checkout,
+            against,
+            isolation.Isolated(replace(settings, earlier=True), say, checkout),
+        )
         self._lines = self._joined()
 
     def collect(self, benchmark: Benchmark, grids: Sequence[fields.Grid], texts: Mapping[str, str]) -> Collected:
@@ -56,8 +60,14 @@ class Paired(isolation.Isolated):
         return super().ready()
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
+        there = {
+            name: place
+            for name, place in self.earlier.ask("places", benchmark).items()
+            if any(name in table for table in benchmark.tables.values())  # else a row of a file may have the name
+        }
         earlier = [
-            replace(case, entry=replace(case.entry, target=self.state.target(case.entry.target))) for case in cases
+            replace(case, entry=replace(row, **there.get(row.name, {"target": self.state.target(row.target)})))
+            for case, row in ((case, case.entry) for case in cases)
         ]
         results = None
         groups = isolation.Group(self, benchmark, cases), isolation.Group(self.earlier, benchmark, earlier)

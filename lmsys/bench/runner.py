@@ -111,6 +111,14 @@ class Runner(instruments.Instruments):
         """The machine and the code, without what has to be measured."""
         return machine.describe(self.settings.device, command="", seed=0, sweep="")
 
+    def places(self, benchmark: Benchmark) -> dict[str, dict[str, str]]:
+        """The `target` and `supports` of each row of the benchmark's tables, by the row's name."""
+        return {
+            row.name: {"target": row.target, "supports": row.supports}
+            for table in benchmark.tables.values()
+            for row in table.values()
+        }
+
     def made_up(self, cases: Sequence[tuple[Benchmark, Case]]) -> fields.Record:
         """This machine, and a record of each case, as if all that is measured were 1.
 

@@ -94,6 +94,8 @@ class Trial:
         self.watch.doing = "while it was asked whether it can run"
         for candidate in self.good():
             why, failure = candidate.watched(benchmark.why_not, candidate.case)
+            if failure and self.settings.earlier:  # as of a row that is not there: today's would look mended
+                why, failure = f"the earlier state cannot run it: {failure[1]}", None
             if why or failure:
                 candidate.failed(*(failure or ("unsupported", why)))
         if not self.good():

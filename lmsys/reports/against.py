@@ -15,6 +15,7 @@ from lmsys.bench.changes import (
     BROKEN,
     FASTER,
     MENDED,
+    ONLY_NOW,
     SAME,
     SLOWER,
     UNCLEAR,
@@ -36,6 +37,7 @@ MEANINGS = {
     SLOWER: "slower by more than the margin",
     FASTER: "faster by more than the margin",
     MENDED: "right after, and not before",
+    ONLY_NOW: "right after, and could not be run before",
     UNCLEAR: "more rounds would tell, or no peer took turns with it",
     SAME: "its interval lies within the margin",
 }

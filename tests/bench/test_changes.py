@@ -10,6 +10,7 @@ from lmsys.bench.changes import (
     BROKEN,
     FASTER,
     MENDED,
+    ONLY_NOW,
     SAME,
     SLOWER,
     UNCLEAR,
@@ -126,7 +127,14 @@ def test_of_too_few_rounds_a_case_is_unclear() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "verdict"), [("ok", "wrong", BROKEN), ("ok", "unsupported", BROKEN), ("oom", "ok", MENDED)]
+    ("before", "after", "verdict"),
+    [
+        ("ok", "wrong", BROKEN),
+        ("ok", "unsupported", BROKEN),
+        ("oom", "ok", MENDED),
+        ("error", "ok", MENDED),
+        ("unsupported", "ok", ONLY_NOW),
+    ],
 )
 def test_how_a_case_ended_counts_first(before: str, after: str, verdict: str) -> None:
     old, new = run(1), run(2, sdpa=1.2)
@@ -214,6 +222,14 @@ def test_a_row_that_was_wrong_is_mended_and_one_that_is_now_is_broken() -> None:
     said = list(lines(compare_in_turns(records), 0.02))
     assert said[0] == "1 broken, 1 mended, 38 same, by a margin of 0.02"
     assert said[2].endswith("0-other: no room") and said[3].endswith("0-mine: q is off")
+
+
+def test_a_row_that_could_not_be_run_there_was_not_mended() -> None:
+    records = in_turns(1)
+    records[0] |= {"outcome": "unsupported", "samples_s": None, "reason": "the earlier state cannot run it"}
+    told = list(lines(compare_in_turns(records), 0.02))
+    assert told[0] == "1 only now, 39 same, by a margin of 0.02"
+    assert told[2].startswith("only now ") and told[2].endswith("0-mine: the earlier state cannot run it")
 
 
 def test_cases_of_other_runs_took_no_turns() -> None:

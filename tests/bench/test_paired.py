@@ -54,7 +54,7 @@ def crashes(a, b):
         os._exit(3)
     return a @ b
 """
-NAMES = "steady", "slower", "mended", "crashes"
+NAMES = "steady", "slower", "mended", "crashes", "moved", "added"
 SMALL = ("bench_matmul.py", "--lmsys-axis", "size=32", "--lmsys-axis", "dtype=float32", "--benchmark-max-time", "0.05")
 QUIET = ("--benchmark-only", "--benchmark-json", "out.json")
 
@@ -62,16 +62,28 @@ QUIET = ("--benchmark-only", "--benchmark-json", "out.json")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A repository with the example's benchmark, of other rows; what was committed was faster, and less right."""
-    names = ", ".join(f'Entry("{name}", "rows:{name}")' for name in NAMES)
-    text = EXAMPLE.read_text().replace('Entry("matmul", "torch:matmul"), Entry("mine", "bench_matmul:mine")', names)
+    text = re.sub("^ROWS = .*$", "from table import ROWS", EXAMPLE.read_text(), flags=re.MULTILINE)
+    text = text.replace(
+        'name, case_type = "matmul", Product', 'name, case_type, tables = "matmul", Product, {"row": ROWS}'
+    )
     folder = tmp_path / "repository"
     tell(folder, "bench_matmul.py", text=text)
+    tell(folder, "table.py", text=table({name: f"rows:{name}" for name in NAMES[:4]} | {"moved": "rows:steady"}))
     tell(folder, "rows.py", text=ROWS.format(seconds=1e-3, factor=1.01, crashes=True))
     git(folder, "init", "-q")
     git(folder, "add", "-A")
     git(folder, "commit", "-qm", "first")
-    tell(folder, "rows.py", text=ROWS.format(seconds=3e-2, factor=1.0, crashes=False))
+    tell(folder, "table.py", text=table({name: f"rows:{name}" for name in NAMES} | {"moved": "elsewhere:row"}))
+    text = ROWS.format(seconds=3e-2, factor=1.0, crashes=False)
+    tell(folder, "rows.py", text=f"{text}\n\nadded = steady\n")
+    tell(folder, "elsewhere.py", text="from rows import steady as row\n")
     return folder
+
+
+def table(rows: dict[str, str]) -> str:
+    """A module with the table of these rows, by name with their targets."""
+    entries = ", ".join(f'Entry("{name}", "{target}")' for name, target in rows.items())
+    return f'from lmsys.bench import Entry, Table\n\nROWS = Table("matmul", [{entries}])\n'
 
 
 @pytest.mark.long
@@ -87,6 +99,8 @@ def test_a_sweep_says_what_became_slower_and_what_broke(
     slower = r"^slower +\d+\.\d+ +\d+\.\d+ to \d+\.\d+  default-32-float32-slower(?:: disturbed .*)?$"
     assert re.search(slower, ended.stdout, re.MULTILINE)  # a busy machine disturbs it
     assert re.search(r"^mended +default-32-float32-mended: product is .* the allowed error", ended.stdout, re.MULTILINE)
+    added = r"^only now +default-32-float32-added: the earlier state cannot run it: .* rows defines no 'added'"
+    assert re.search(added, ended.stdout, re.MULTILINE)
     assert not list(tmp_path.glob("lmsys-against-*")), "the earlier state was left behind"
 
     records = load(folder / "out.json")["records"]
@@ -94,8 +108,9 @@ def test_a_sweep_says_what_became_slower_and_what_broke(
     now = {one["impl"]: one for one in records if not one.get("against")}
     assert set(earlier) == set(now) == set(NAMES) and {one["outcome"] for one in now.values()} == {"ok"}
     assert earlier["mended"]["outcome"] == "wrong" and earlier["crashes"]["outcome"] == "error"
+    assert earlier["added"]["outcome"] == "unsupported"
     assert "exit code 3" in earlier["crashes"]["reason"] and earlier["crashes"]["crashed"]
-    for row in ("steady", "slower"):
+    for row in ("steady", "slower", "moved"):
         assert earlier[row]["against"] == {"name": commit[:10], "commit": commit, "margin": 0.02}
         assert earlier[row]["comparison"] == now[row]["comparison"] and earlier[row]["rounds"] == now[row]["rounds"]
         sources = [one[row]["proof"]["source"]["sha256"] for one in (earlier, now)]
@@ -105,7 +120,7 @@ def test_a_sweep_says_what_became_slower_and_what_broke(
     benchmarks = {"matmul": load_target(f"{folder}/bench_matmul.py:Matmul")()}
     done, faults = verify(folder / "out.json", benchmarks)
     unkept = "not recomputed: matmul: a record keeps no results of timed calls"
-    assert done.records == 8 and faults == [] and set(done.left_out) == {unkept}
+    assert done.records == 12 and faults == [] and set(done.left_out) == {unkept}
     monkeypatch.setattr("lmsys.reports.plots.to_svg", lambda *_: '<svg width="1pt" height="1pt"></svg>')
     pages = [tmp_path / name for name in ("one", "two")]
     assert [main(["--before", str(folder / "out.json"), "-o", str(page)]) for page in pages] == [1, 1]
