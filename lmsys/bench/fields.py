@@ -1,12 +1,13 @@
 """Declarations of a benchmark: axes and grids, which it varies, and the fields of its records.
 
-Axes are read off the command line; every bad value is a ValueError that says what would be right. A field is declared
-once, where the record is made, and travels with the results. The report builder reads these declarations, so a new
-metric is a line in a benchmark and then a column. Fields that every record has, or that several benchmarks share, are
-declared at the end of this file. Imports no torch.
+The runner reads values of axes from the command line by `given_axes` and `filled`; every bad value is a ValueError that
+says what would be right. A benchmark declares each field of its records once, by `columns`. The declarations stand in
+the result file, from which `lmsys report` makes columns. To add a metric, add a `Field` to a benchmark's `fields` and
+its value to the benchmark's `metrics`. A field that every record has goes into COMMON, and one that several benchmarks
+share above it. Imports no torch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -24,9 +25,10 @@ class Axis:
     name     its key in a grid, and what `--axis name=a,b` calls it
     parse    one value's text -> the value; ValueError says what would be right
     default  the values where neither a grid nor the command line names others
-    option   an option of its own on the command line, such as --length; several options may give values to one axis
+    option   an option of its own on the command line, such as --length. Several options give values to one name if each
+             has an axis of that name
     single   the option takes one value, not a list, and the grid holds it as it is
-    split    a list's text -> the texts of its values, where there are commas inside of one
+    split    a list's text -> the texts of its values; only for values that have commas in them
     """
 
     name: str
@@ -43,7 +45,10 @@ class Axis:
         return self.option or f"--axis {self.name}="
 
     def values(self, text: str) -> Any:
-        """The values that the command line's text stands for. ValueError with the option and the value at fault."""
+        """The tuple of values (if `single` the value) that the command line's text stands for.
+
+        ValueError with the option and the value at fault.
+        """
         parts = [text] if self.single else [part.strip() for part in self.split(text)]
         values = []
         for part in parts:
@@ -94,11 +99,15 @@ def add_axis_options(parser: Any, axes: Iterable[Axis]) -> None:
         group.addoption(axis.option, dest=OPTION + axis.option, help=axis.help, metavar=axis.metavar)
 
 
-def given_axes(axes: Iterable[Axis], texts: Mapping[str, str]) -> dict[str, Any]:
-    """Values by axis, parsed from the texts by option (`--length`) or axis name; two options of one axis add up."""
+def given_axes(axes: Sequence[Axis], texts: Mapping[str, str]) -> dict[str, Any]:
+    """{axis name: values}, parsed from `texts`, {option (`--length`) or axis name: text}.
+
+    Two options of one axis name add up. The first axis of a name parses the text that `--axis name=` gives.
+    """
     given: dict[str, Any] = {}
-    asked = [(axis, key) for axis in axes for key in (axis.option, axis.name) if key and key in texts]
-    for axis, key in asked:
+    readers = {axis.name: axis for axis in reversed(axes)} | {axis.option: axis for axis in axes if axis.option}
+    for key in filter(texts.__contains__, readers):
+        axis = readers[key]
         is_twice = axis.single and axis.name in given
         hold((not is_twice, f"{axis.flag} and --axis {axis.name}= give one value twice: give it once"))
         values = axis.values(texts[key])
@@ -185,7 +194,7 @@ class Field:
         )
 
     def called(self, **changes: Any) -> "Field":
-        """A copy with other words."""
+        """A copy with other attributes, such as `about`."""
         return replace(self, **changes)
 
     def value(self, record: Record) -> Any:
@@ -200,9 +209,11 @@ class Field:
 
 
 def columns(*parts: "str | Field | Iterable[Field]") -> tuple[Field, ...]:
-    """The fields of a benchmark: words are what was asked, labelled by themselves; a group stands in its place.
+    """The fields of a benchmark, in the order of the parts.
 
-    fields = columns("size dtype", TIME, details("losses"))
+        fields = columns("size dtype", TIME, details("losses"))
+
+    A part is a text, whose words name fields of the role "axis"; or a field; or several fields, as `details` returns.
     """
     fields: list[Field] = []
     for part in parts:
@@ -276,13 +287,19 @@ REPEATABLE = Field(
 BATCH_INVARIANT = Field(
     "batch_invariant",
     role="detail",
-    about="Whether an element of the batch had the same bits alone; unknown of what does not repeat",
+    about="Whether an element of the batch had the same bits alone; unknown where calls do not repeat",
     of=lambda record: _batch_invariant(**record["same_bits"]),
 )
 
 
 def _batch_invariant(differ: Record, elements: list[int], alone: Record, **_: Any) -> bool | None:
-    return False if alone else True if elements and not differ else None
+    """True if elements called alone had the same bits; None if none was called alone, or if calls do not repeat.
+
+    The arguments are parts of the record's `same_bits` (`lmsys.bench.findings`).
+    """
+    if alone:
+        return False
+    return True if elements and not differ else None
 
 
 # Of two records that agree in these fields, the later replaces the earlier; under another memory limit it does not.
@@ -320,7 +337,8 @@ COMMON = columns(  # the fields of every record, whatever was measured
     Field(
         "quick_check",
         role="detail",
-        about="What the small cases of lmsys check say of the row, extreme ones of a row of the table; none: not asked",
+        about="What lmsys check says of the row: a row from a file runs its small cases, a row of the table its extreme"
+        " ones; none: not asked",
     ),
     Field("alone", role="detail", about="Whether it was timed by itself, not in turns with its comparison"),
     details("same_bits", "proof", "seal"),

@@ -66,3 +66,10 @@ def test_two_options_of_one_axis_add_up_and_an_axis_is_known_by_its_name() -> No
     both = given_axes(axes.named("--length", "--tiers"), {"--length": "8", "--tiers": "4:2"})
     assert both == {"length": ((8, 8), (4, 2))}
     assert given_axes([Axis("size", positive)], {"size": "3,5"}) == {"size": (3, 5)}
+
+
+def test_of_two_axes_of_one_name_the_first_reads_the_values_that_are_given_by_name() -> None:
+    assert given_axes(axes.named("--length", "--tiers"), {"length": "1024"}) == {"length": ((1024, 1024),)}
+    numbers = [Axis("size", positive, option="--size"), Axis("size", positive, option="--more")]
+    assert given_axes(numbers, {"size": "1,2"}) == {"size": (1, 2)}
+    assert given_axes(numbers, {"size": "1,2", "--more": "3"})["size"] == (1, 2, 3)
