@@ -1,6 +1,7 @@
 """The instruments of a run, made on first use: clocks, sensors, the machine and its limits, the guard, ranks.
 
-`lmsys.bench.runner.Runner` is a subclass, and each trial reads its instruments from there.
+`lmsys.bench.runner.Runner` is a subclass, and each `lmsys.bench.trial.Trial` reads its instruments from there. A new
+instrument is a `cached_property` here; if making it could change what a row measures, `ready` makes it as well.
 """
 
 import json
@@ -25,9 +26,12 @@ class Instruments:
     """All instruments of one process. ValueError for a memory limit that is more than the GPU has.
 
     say        called with each line for the user
-    heartbeat  the heartbeat of a worker that its parent watches; None: nobody watches
+    heartbeat  of a worker process: where it writes which row is at work, for its parent; None: this is no worker
+    parent     id of the process that started this one as a worker, else of this process. All processes of the run
+               descend from it; others on the machine disturb measurements
     turns      with --against, the turns that this worker takes with the one that measures the earlier code
-    kernels    names and hashes of the Triton kernels that a row has loaded, by the row's target
+    kernels    {target of a row: {name of a Triton kernel that it has loaded: hash}}; a target is the place of the row's
+               code, "module:name" or "path.py:name"
     """
 
     def __init__(
@@ -35,17 +39,19 @@ class Instruments:
     ):
         self.settings, self.say = settings, say
         self.heartbeat, self.is_watched = heartbeat or watch.Heartbeat(), heartbeat is not None
-        self.parent = os.getppid() if self.is_watched else os.getpid()  # of all processes of this run
+        self.parent = os.getppid() if self.is_watched else os.getpid()
         self.turns: turns.Turns = turns.ALONE
-        self.kernels: dict[str, dict[str, str]] = {}  # by a row's target: names and hashes of what it has loaded
+        self.kernels: dict[str, dict[str, str]] = {}
+        self._is_ready = False
         if self.settings.memory_limit_bytes is not None and self.settings.device == "cuda":
             memory.cap_gpu_memory(self.settings.memory_limit_bytes)
 
     def ready(self) -> fields.Record:
-        """Makes all instruments before the first row runs, so that no row differs by them. Returns the machine."""
-        if "guard" in vars(self):
+        """Makes all instruments before the first row runs, so that no row differs by them. Returns `machine`."""
+        if self._is_ready:
             return self.machine
-        if "machine" not in vars(self) and self.settings.timed:
+        self._is_ready = True
+        if "machine" not in vars(self) and self.settings.timed:  # a worker may have been given the machine's facts
             self.say("measuring what this machine reaches")
             if self.settings.energy and (why := self.sensors.why_no_joules):
                 self.say(f"--energy: no energy is measured: {why}")
@@ -56,6 +62,7 @@ class Instruments:
 
     @cached_property
     def machine(self) -> fields.Record:
+        """The facts of the machine, as they stand in a result file, with its ceilings if rows are timed."""
         settings = self.settings
         facts = machine.describe(settings.device, command=settings.command, seed=settings.seed, sweep=settings.sweep)
         clock, limits = self.clocks["device"], vars(self.limits) if self.limits else None
@@ -89,7 +96,7 @@ class Instruments:
 
     @cached_property
     def clocks(self) -> dict[str, Clock]:
-        """By kind, as a benchmark's `clock` names it."""
+        """{kind: clock}; a benchmark's `clock` names the kind."""
         device = self.settings.device
         return {"device": clock_of(device), "loop": clock_of(device, ahead=False), "host": CpuClock()}
 
@@ -98,7 +105,10 @@ class Instruments:
         return sensors_of(self.settings.device)
 
     def conditions(self) -> Conditions:
-        """Conditions on the device from now on; clocks ask them for other programs when times cannot be right."""
+        """Starts to record conditions on the device, such as its clock rate and power, and returns the recorder.
+
+        A clock whose times cannot be right asks the recorder which other programs use the device.
+        """
         now = Conditions(self.settings.device, self.sensors, self.parent)
         for clock in self.clocks.values():
             clock.others = now.strangers

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmsys.bench import Entry, Field, Settings, Table
+from lmsys.bench import Entry, Field, Grid, Settings, Table, watch
 from lmsys.bench.case import verdict
 from lmsys.bench.runner import Runner
 from tests.support.harness import Telling, cases_of, records, results, runner
@@ -46,6 +46,17 @@ def test_ceilings_are_measured_as_long_as_two_rows_and_for_times_alone(
     monkeypatch.setattr("lmsys.measure.machine.measure_ceilings", lambda device, seconds: asked.append(seconds) or {})
     found = Runner(Settings(device="cpu", **settings)).machine
     assert asked == seconds and ("ceilings" in found) == bool(seconds)
+
+
+def test_memory_is_limited_once_also_in_a_worker_that_imports_a_users_file_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[bool] = []
+    monkeypatch.setattr("lmsys.measure.memory.cap_host_memory", lambda: limits.append(True))
+    worker = Runner(Settings(device="cpu", timed=False), heartbeat=watch.Heartbeat())
+    worker.collect(WithSize(), [Grid("s")], {"row": "mine.py:f"})
+    assert "guard" in vars(worker) and not limits
+    assert worker.ready() is worker.ready() and limits == [True]
 
 
 @pytest.mark.parametrize(("hook", "outcome"), [("setup", "oom"), ("redraw", "error")])
