@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="pip install triton==3.6.0 to compile the k
 
 from lmsys.kernels.tritons import version  # noqa: E402
 from tests.support.processes import ROOT, compiling  # noqa: E402
-from tests.support.sass import DECODING, KERNELS, MASKS, PRODUCTS, SHARED, TMA, row, why_not  # noqa: E402
+from tests.support.sass import DECODING, KERNELS, MASKS, PRODUCTS, SHARED, TMA, Selection, row, why_not  # noqa: E402
 
 
 def some(arch: int, head_dim: int, kernel: str, mask: str) -> Any:
@@ -30,6 +30,15 @@ ON_CARDS = [some(*values) for values in product(OTHER_CARDS, (64, 128), KERNELS,
 CLEAN = "clean dq", "clean dkdv"
 ON_CARDS += [some(arch, head_dim, name, "bounds") for arch, head_dim, name in product(OTHER_CARDS, (64, 128), CLEAN)]
 ON_CARDS += [some(arch, one[0], "split_keys", f"Q{one[1]}") for arch in OTHER_CARDS for one in DECODING[:-1]]
+
+
+def test_words_choose_kernels_and_a_word_that_chooses_none_is_refused() -> None:
+    selection = Selection.of(["sm_86", "full", "64", "float16"])
+    assert selection == Selection(archs=[86], dtypes=["float16"], head_dims=[64], masks=["full"])
+    assert Selection.of([]).masks == list(MASKS) and Selection.of(["full"]).dtypes == ["bfloat16"]
+    for word in ("casual", "ones", "sm_70", "float64"):
+        with pytest.raises(ValueError, match=f"'{word}' is no head dimension; any other word must be one of sm_80, "):
+            Selection.of(["causal", word])
 
 
 @cache

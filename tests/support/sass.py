@@ -5,12 +5,17 @@ instructions (HMMA; HGMMA, and the DEPBAR that wait for them; UTCHMMA), bulk ten
 the spills and asynchronous copies (LDGSTS). Arguments choose cards (`sm_86`; else sm_90), dtypes (else bfloat16),
 head dimensions (`128`) and masks (`causal`). `--table` prints the table of docs/flash_triton.md instead. It must run
 without TRITON_INTERPRET, so the tests start it in a process of its own.
+
+Kernels are compiled with the arguments that `lmsys.attention.flash_triton` and `flash_triton_decode` launch them with.
+Edit `compile_kernel` or `compile_decoding` when these launches change: constants for a new constexpr, `types` or
+POINTERS for a new argument, TILED_BY_QUERIES for a new kernel. A new mask is an entry of MASKS and, if the row has to
+be asked about it, of `why_not`.
 """
 
 import argparse
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -24,21 +29,26 @@ from dev.targets.cards import CARDS
 from lmsys.attention import AttentionCase, flash_triton, flash_triton_decode
 from lmsys.attention.tuning import Tile, candidates
 from lmsys.kernels.launch import FUSED, Strided
+from lmsys.values import choice
 
 KERNELS = {name: kernel for name, (kernel, _) in flash_triton.KERNELS.items()}
 TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TRITON_NAMES}
+# {kernel: its tensors whose tiles have block_q rows}; tiles of all other tensors have block_k rows.
 TILED_BY_QUERIES = {"fwd": ("q", "o"), "dq": ("q", "o", "do", "dq"), "dkdv": ("q", "do")}
-
-
-MASKS = {  # by name: the arguments that kernels are given of a pattern; the last two are patterns
+# {mask: the kernel arguments that describe it}. "full" and "causal" need none: the constant CAUSAL tells them apart.
+# "bounds" limits each query to an interval of keys, and "alibi" adds ALiBi's slopes to that.
+MASKS = {
     "full": (),
     "causal": (),
     "bounds": flash_triton.EXTENT[:3],
     "alibi": (*flash_triton.EXTENT[:3], "slopes_ptr", "position_ptr", "dlse_ptr"),
 }
+# Types of the pointers that are not to float32.
 POINTERS = {**dict.fromkeys(("first_ptr", "end_ptr", "position_ptr"), "*i32"), "spoilt_ptr": "*i1"}
-DECODING = (64, 1), (64, 16), (128, 1), (128, 16), (256, 1)  # head_dim, queries
+DECODING = (64, 1), (64, 16), (128, 1), (128, 16), (256, 1)  # (head_dim, queries) for which decoding is compiled
 TMA = 90, 100  # architectures on which kernels move tiles by TMA
+# {architecture: bytes of shared memory that a block may have}; sm_80 is written 80, here and in all `arch`.
 SHARED = {arch: CARDS[f"sm_{arch}"].block_bytes for arch in (80, 86, 89, 90, 100, 120)}
 PRODUCT = "HMMA", "HGMMA", "UTCHMMA"  # matmuls of floating-point numbers on tensor cores
 MNEMONICS = {name: name for name in (*PRODUCT, "UTMALDG", "LDL", "STL")} | {"waits": r"WARPGROUP\.DEPBAR"}
@@ -57,12 +67,15 @@ def compile_kernel(
     arch: int = 90,
     clean: bool = False,
 ) -> Any:
-    """The compiled kernel, as `flash_triton` launches it with G = 1.
+    """The compiled kernel `name` of KERNELS, as `flash_triton` launches it with one query head per key head (G = 1).
 
-    `extent`: its arguments for a pattern. `clean`: the kernel that computes again what NaN has reached.
+    block_d    columns of a tile: the head dimension
+    precision  `input_precision` of products of float32, as "ieee"
+    extent     names of the arguments that describe the mask (a value of MASKS)
+    clean      True: the second launch of a backward, which computes again the tiles that a NaN has reached
     """
     kernel = flash_triton.AGAIN[name] if clean else KERNELS[name]
-    constants = {
+    constants = {  # as in `flash_triton._Launch`; arguments that are None are constants, too
         "BLOCK_Q": tile.block_q,
         "BLOCK_K": tile.block_k,
         "D": block_d,
@@ -87,7 +100,10 @@ def compile_kernel(
 
 
 def tiles(dtype: torch.dtype, block: list[int], arch: int) -> Any:
-    """The type of an argument whose tiles have the shape `block`: a descriptor, or `Strided`."""
+    """The type of a tensor argument whose tiles have the shape `block`.
+
+    A TMA descriptor, or elsewhere `Strided`: a pointer, four strides or sizes, and the number of columns.
+    """
     name = TRITON_NAMES[dtype]
     return f"tensordesc<{name}{block}>" if arch in TMA else Strided(f"*{name}", *4 * ["i32"], "constexpr")
 
@@ -109,14 +125,24 @@ def compiled(
 def compile_decoding(dtype: torch.dtype, head_dim: int, queries: int, arch: int = 90) -> Any:
     """`_split_keys_kernel` as `decode` launches it on a GPU with 132 multiprocessors and the shared memory of `arch`.
 
-    Heads are in groups of four, and each batch entry has a key length.
+    Four query heads share a key head, and each batch entry has a key length.
     """
-    kernel, gpu = flash_triton_decode._split_keys_kernel, (132, SHARED[arch])
-    plan = flash_triton_decode.plan_of(64, 4, queries, 32_768, head_dim, dtype, gpu)
-    sizes = {"HEADS": plan.heads, "QUERIES": plan.queries, "BLOCK_K": plan.block_k, "D": head_dim}
-    chained = arch >= 90
-    constants = {**sizes, "COLUMNS": head_dim, "UNIT": 1.0, "PRECISION": "ieee", "CHAINED": chained, "softcap": None}
-    constants["offset_ptr"] = None
+    kernel = flash_triton_decode._split_keys_kernel
+    plan = flash_triton_decode.plan_of(
+        owners=64, group=4, queries=queries, keys=32_768, tile_d=head_dim, dtype=dtype, gpu=(132, SHARED[arch])
+    )
+    constants = {
+        "HEADS": plan.heads,
+        "QUERIES": plan.queries,
+        "BLOCK_K": plan.block_k,
+        "D": head_dim,
+        "COLUMNS": head_dim,
+        "UNIT": 1.0,
+        "PRECISION": "ieee",
+        "CHAINED": arch >= 90,
+        "softcap": None,
+        "offset_ptr": None,
+    }
     types: dict[str, Any] = {"lengths_ptr": "*i32", "scale": "fp32", "part_o_ptr": "*fp32", "part_lse_ptr": "*fp32"}
     types["q_desc"] = tiles(dtype, [1, plan.heads, plan.queries, head_dim], arch)
     types |= dict.fromkeys(("k_desc", "v_desc"), tiles(dtype, [1, 1, plan.block_k, head_dim], arch))
@@ -124,14 +150,19 @@ def compile_decoding(dtype: torch.dtype, head_dim: int, queries: int, arch: int 
 
 
 def resources(kernel: Any, sass: str | None = None) -> dict[str, int]:
-    """Registers of a thread, shared memory in bytes, and counts of the instructions in MNEMONICS."""
+    """{"registers": of a thread, "shared": bytes of shared memory, key of MNEMONICS: number of these instructions}.
+
+    sass  the kernel's disassembly, if the caller has it
+    """
     counts = count(MNEMONICS, disassembled(kernel) if sass is None else sass)
     return {"registers": registers_of(kernel), "shared": kernel.metadata.shared, **counts}
 
 
 def in_loops(sass: str) -> dict[str, int]:
-    """Spills in all loops together; products and asynchronous copies in the shortest loop that has products."""
+    """{"loop_spills": spills in all loops, "copies": asynchronous copies, "products": tensor-core instructions}.
 
+    Copies and products are those of the main loop: the shortest one with more than one product.
+    """
     every = list(loops(sass))
     main = min((loop for loop in every if number(loop, *PRODUCT) > 1), key=len, default=[])
     spills = sum(number(loop, "LDL", "STL") for loop in every)
@@ -139,28 +170,46 @@ def in_loops(sass: str) -> dict[str, int]:
 
 
 def counted(kernel: Any) -> dict[str, int]:
-    """All counts of a binary that a line has."""
+    """The counts of `resources` and of `in_loops`."""
     sass = disassembled(kernel)
     return resources(kernel, sass) | in_loops(sass)
 
 
 def why_not(arch: int, mask: str) -> str | None:
-    """None, or why the row refuses a mask on a card, such as a pattern that Triton cannot compile for it."""
-    few = int(mask[1:]) if mask.startswith("Q") else 4096
-    case = AttentionCase(1, 4, 1, few, 4096, 64, "bfloat16", mask != "full", device="cuda", capability=divmod(arch, 10))
+    """The reason why the row `flash_triton` refuses a mask on a card, or None.
+
+    mask  a key of MASKS, or "Q1", "Q16": decoding with so many queries
+    """
+    queries = int(mask[1:]) if mask.startswith("Q") else 4096
+    case = AttentionCase(
+        batch=1,
+        heads=4,
+        kv_heads=1,
+        queries=queries,
+        keys=4096,
+        head_dim=64,
+        dtype="bfloat16",
+        causal=mask != "full",
+        device="cuda",
+        capability=divmod(arch, 10),
+    )
     options: dict[str, dict[str, Any]] = {"bounds": {"window": 64}, "alibi": {"alibi": True}}
     return flash_triton.flash_triton_supports(replace(case, **options.get(mask, {})))
 
 
 def lines(arch: int, dtype_name: str, head_dims: list[int], masks: list[str]) -> Iterator[dict[str, Any]]:
-    """A line for the first tile of each kernel, and for decoding."""
-    dtype = getattr(torch, dtype_name)
+    """Yields a line, {key: value}, for each kernel with the first tile of `candidates`, and for decoding.
+
+    Left out are kernels that the row refuses, and float32 at head dimension 128, about which no test or table asks.
+    """
+    dtype = DTYPES[dtype_name]
     card = {"arch": arch, "dtype": dtype_name, "room": SHARED[arch]}
     for name, head_dim, mask in product(KERNELS, head_dims, masks):
         if (head_dim, dtype) == (128, torch.float32) or why_not(arch, mask):
             continue
         tile = candidates(name, dtype, head_dim, "ieee", arch in TMA)[0]
         kernel = compile_kernel(name, dtype, head_dim, mask == "causal", tile, "ieee", MASKS[mask], arch)
+        # HMMA instructions of a warp for a pair of tiles, if each matmul is made once.
         needed = PRODUCTS[name] * tile.block_q * tile.block_k * head_dim // HMMA_MACS // tile.num_warps
         size = {"tile": f"{tile.block_q} × {tile.block_k}, {tile.num_warps}, {tile.num_stages}", "needed": needed}
         yield {"kernel": name, "head_dim": head_dim, "mask": mask, **card, **size, **counted(kernel)}
@@ -182,17 +231,41 @@ def row(line: dict[str, Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
+@dataclass
+class Selection:
+    """The kernels that words choose: `Selection.of(["sm_86", "128", "causal"])`."""
+
+    archs: list[int]
+    dtypes: list[str]
+    head_dims: list[int]
+    masks: list[str]
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> "Selection":
+        """ValueError for a word that chooses nothing."""
+        cards = {f"sm_{arch}": arch for arch in SHARED}
+        for word in words:
+            if not word.isdigit():
+                choice(word, [*cards, *DTYPES, *MASKS], f"{word!r} is no head dimension; any other word ")
+        return cls(
+            archs=[cards[word] for word in words if word in cards] or [90],
+            dtypes=[word for word in words if word in DTYPES] or ["bfloat16"],
+            head_dims=[int(word) for word in words if word.isdigit()] or [64, 128],
+            masks=[word for word in words if word in MASKS] or list(MASKS),
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.support.sass", description=__doc__)
-    parser.add_argument("what", nargs="*", help="cards, dtypes, head dimensions, masks")
+    parser.add_argument("words", nargs="*", help="cards, dtypes, head dimensions, masks")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    archs = [int(word[3:]) for word in options.what if word.startswith("sm_")]
-    head_dims = [int(word) for word in options.what if word.isdigit()]
-    masks = [word for word in options.what if word in MASKS]
-    dtypes = [word for word in options.what if hasattr(torch, word)]
-    for arch, dtype in product(archs or [90], dtypes or ["bfloat16"]):
-        for line in lines(arch, dtype, head_dims or [64, 128], masks or list(MASKS)):
+    try:
+        selection = Selection.of(options.words)
+    except ValueError as error:
+        parser.error(str(error))
+    for arch, dtype in product(selection.archs, selection.dtypes):
+        for line in lines(arch, dtype, selection.head_dims, selection.masks):
             if not options.table:
                 print(json.dumps(line), flush=True)
             elif "tile" in line:
