@@ -1,18 +1,22 @@
-"""Two runs of the same cases compared: which became faster or slower, which did not, and which nobody can tell.
+"""Compares two runs of the same cases: which became faster or slower, which did not, and for which that is unclear.
 
-`lmsys report --before` calls `compare`, a run with --against `compare_in_turns`, and a run with --repeat
-`spreads_between`. Each gives a verdict per case (VERDICTS).
+`lmsys report --before` calls `compare`, and a run with --against calls `compare_in_turns`: both return a `Change` with
+a verdict (VERDICTS) for each case. A run with --repeat calls `spreads_between`.
 
 Rows of one run take turns, rows of two runs do not, and the clock of a machine moves from run to run. So a row is
-compared by its ratio, round by round, to an *anchor*: a peer, somebody else's row, that ran beside it in both runs.
-Without an anchor there is no verdict: of two rows of ours nobody could say which one has changed.
+compared by its ratio, round by round, to an *anchor*: a peer, somebody else's row, that took turns with it in both
+runs. Without an anchor, `ratio` is that of the plain times, and the verdict is "unclear": the clock may have moved, and
+of two rows of ours nobody could say which one has changed.
 
 A row that took turns with its own earlier state (--against) needs no anchor: the ratio of the two, round by round, is
 the change.
 
-A change is an estimate with an error, both from ranks, which a few slow rounds do not move. Source: Hodges and Lehmann
-1963, "Estimates of Location Based on Rank Tests"; intervals invert the rank test of Mann and Whitney or, for rows that
-took turns, that of Wilcoxon. Neighbouring rounds resemble one another, which widens the error.
+A change is an estimate with an error. Both come from ranks, so that a few slow rounds do not move them. Source: Hodges
+and Lehmann 1963, "Estimates of Location Based on Rank Tests". Intervals invert the rank test of Mann and Whitney or,
+for rows that took turns, that of Wilcoxon. Neighbouring rounds resemble one another, which widens the error.
+
+To change a threshold, edit the constants below. A new verdict is a constant, a place in VERDICTS, a case in `_verdict`
+or `_change`, and a sentence in `lmsys.reports.against`.
 """
 
 import math
@@ -27,10 +31,27 @@ import numpy as np
 
 from lmsys.bench import fields, record
 
-Z = NormalDist().inv_cdf(0.975)  # of a two-sided interval of 95 %
+FASTER, SLOWER, SAME, UNCLEAR, BROKEN, MENDED, ONLY_NOW = (
+    "faster",
+    "slower",
+    "same",
+    "unclear",
+    "broken",
+    "mended",
+    "only now",  # it is right, and could not be run before
+)
+VERDICTS = (BROKEN, SLOWER, FASTER, MENDED, ONLY_NOW, UNCLEAR, SAME)  # in the order of how much they matter
+BAD = (BROKEN, SLOWER)
+MARGIN = 0.05  # of two runs: clocks that moved are within it
+FALSE_DISCOVERIES = 0.05  # the expected share of false ones among the verdicts "faster" and "slower"
+MOST_LINES = 20  # of changes in a terminal
+LARGEST = 700.0  # math.exp of a larger logarithm overflows
+Z = NormalDist().inv_cdf(0.975)  # half a two-sided interval of 95 %, in standard errors
 FEWEST = 5  # with fewer rounds there is no estimate
-MOST = 1000  # rounds that count: all pairs of them are compared
-MOST_ALIKE = 0.9  # the correlation of neighbouring rounds counts as this at most
+MOST = 1000  # only the first MOST rounds count, since every pair of rounds is compared
+MOST_ALIKE = 0.9  # the most that the correlation of neighbouring rounds counts as
+Key = tuple[Any, ...]
+Pair = tuple[fields.Record, fields.Record]  # the records of one case: of the earlier run, of the later run
 
 
 @dataclass(frozen=True)
@@ -50,7 +71,10 @@ class Shift:
         return self.estimate - Z * self.error, self.estimate + Z * self.error
 
     def p_beyond(self, margin: float) -> float:
-        """The chance of an estimate at least this far from zero, on either side, if the true shift is the margin."""
+        """The p-value of this estimate if the true shift is no larger than the margin.
+
+        That is the chance of an estimate at least as far from zero, on either side, where the true shift is the margin.
+        """
         if self.error == 0:
             return 0.0 if abs(self.estimate) > margin else 1.0
         near, far = ((sign * margin - abs(self.estimate)) / self.error for sign in (1, -1))
@@ -58,7 +82,10 @@ class Shift:
 
 
 def between(old: Sequence[float], new: Sequence[float]) -> Shift | None:
-    """The shift of two samples that were taken apart, as logarithms; None of fewer than five rounds."""
+    """The shift from `old` to `new`, two samples from different runs, in logarithms; None for fewer than FEWEST rounds.
+
+    The candidates are all differences new[i] - old[j].
+    """
     if min(len(old), len(new)) < FEWEST:
         return None
     x, y = (np.asarray(values[:MOST], dtype=float) for values in (old, new))
@@ -70,21 +97,28 @@ def between(old: Sequence[float], new: Sequence[float]) -> Shift | None:
 
 
 def paired(differences: Sequence[float]) -> Shift | None:
-    """The shift of two samples that took turns, from new less old, round by round, as logarithms; None of fewer than
-    five rounds."""
+    """The shift of two samples that took turns; None for fewer than FEWEST rounds.
+
+    differences  by round: the logarithm of the new time, less that of the old one
+
+    The candidates are the Walsh averages: (x[i] + x[j]) / 2 for all i <= j.
+    """
     if len(differences) < FEWEST:
         return None
     x = np.asarray(differences[:MOST], dtype=float)
-    means = np.add.outer(x, x)[np.triu_indices(len(x))] / 2  # of Walsh: of each two rounds, and of each alone
+    means = np.add.outer(x, x)[np.triu_indices(len(x))] / 2
     return _shift(means, variance=len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24, alike=_alike(x))
 
 
 def _shift(candidates: np.ndarray, variance: float, alike: float) -> Shift:
     """The median of all candidate shifts, with an error from the interval that the rank test leaves around it.
 
-    variance  of the test's statistic; alike: the correlation of neighbouring rounds, which widens the error
+    variance  of the rank test's statistic
+    alike     the correlation of neighbouring rounds
     """
     ordered = np.sort(candidates)
+    # The test's 95 % interval runs from the candidate at `place` to the one as far from the other end. It is 2 Z errors
+    # wide. Rounds that follow one another as an autoregressive process of order 1 widen it by the last factor.
     place = max(0, math.floor(len(ordered) / 2 - Z * math.sqrt(variance)))
     error = float(ordered[-1 - place] - ordered[place]) / (2 * Z)
     return Shift(float(np.median(ordered)), error * math.sqrt((1 + alike) / (1 - alike)))
@@ -99,7 +133,7 @@ def _alike(values: np.ndarray) -> float:
 
 
 def discoveries(p_values: Sequence[float], rate: float) -> list[bool]:
-    """For each of many tests, whether it counts as a discovery, so that at most `rate` of those are expected false.
+    """For each of many tests, True if it counts as a discovery: a share of at most `rate` of these is expected false.
 
     Source: Benjamini and Hochberg 1995, "Controlling the False Discovery Rate".
     """
@@ -108,30 +142,15 @@ def discoveries(p_values: Sequence[float], rate: float) -> list[bool]:
     return [p <= most for p in p_values]
 
 
-FASTER, SLOWER, SAME, UNCLEAR, BROKEN, MENDED, ONLY_NOW = (
-    "faster",
-    "slower",
-    "same",
-    "unclear",
-    "broken",
-    "mended",
-    "only now",  # it is right, and could not be run before
-)
-VERDICTS = (BROKEN, SLOWER, FASTER, MENDED, ONLY_NOW, UNCLEAR, SAME)  # in the order of how much they matter
-BAD = (BROKEN, SLOWER)
-MARGIN = 0.05  # of two runs: clocks that moved are within it
-FALSE_DISCOVERIES = 0.05  # the expected share of the changes that are told
-MOST_LINES = 20  # of changes in a terminal
-LARGEST = 700.0  # of a logarithm whose exponential is finite
-Key = tuple[Any, ...]
-Pair = tuple[fields.Record, fields.Record]
-
-
 @dataclass(frozen=True)
 class Change:
-    """One case in two runs: its records, the verdict, the anchor's row ("" without one), and how far the time moved.
+    """One case in two runs.
 
-    shift  None if too few rounds were timed
+    old, new  its records
+    verdict   one of VERDICTS
+    beside    the row that the case was compared with: its anchor, or with --against its own earlier state; "" if there
+              was none, and then the verdict of a case that was right in both runs is "unclear"
+    shift     how far the time moved; None if too few rounds were timed
     """
 
     old: fields.Record
@@ -156,11 +175,12 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """New time over old, each relative to the anchor; None if too few rounds were timed."""
+        """New time over old, each relative to the anchor if there is one; None if too few rounds were timed."""
         return _exponential(self.shift.estimate) if self.shift else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of `ratio`."""
         return (_exponential(self.shift.interval[0]), _exponential(self.shift.interval[1])) if self.shift else None
 
     @property
@@ -176,8 +196,9 @@ def compare(old: Iterable[fields.Record], new: Iterable[fields.Record], margin: 
 
     margin  a change of less than this share is none
 
-    Records that `--repeat` measured hold by how much estimates of two runs of one commit differ, as a standard
-    deviation. The largest of these two and of what is usual in the benchmark widens the error.
+    The error also includes by how much estimates of two runs of one commit differ. That standard deviation stands in
+    records that `--repeat` measured. The largest of three counts: the old record's, the new record's, and the median of
+    the benchmark's cases (`_usual`).
     """
     old, new = list(old), list(new)
     usual = _usual(old + new)
@@ -189,14 +210,20 @@ def compare(old: Iterable[fields.Record], new: Iterable[fields.Record], margin: 
 
 
 def compare_in_turns(records: Iterable[fields.Record], margin: float | None = None) -> list[Change]:
-    """Verdicts for a run that measured rows as they were beside today's. `margin` overrides the margin in the file."""
+    """The changes in a run with --against, in which rows took turns with their own earlier state.
+
+    margin  a change of less than this share is none; None: the largest margin that the records have
+    """
     pairs = in_turns(records)
-    margin = margin or max((old["against"]["margin"] for old, _ in pairs), default=0.0)
-    return _judged([_change(old, new) for old, new in pairs], margin)
+    of_file = max((old["against"]["margin"] for old, _ in pairs), default=0.0)
+    return _judged([_change(old, new) for old, new in pairs], of_file if margin is None else margin)
 
 
 def in_turns(records: Iterable[fields.Record]) -> list[Pair]:
-    """Pairs (earlier record, today's record) of rows that took turns with their own earlier state."""
+    """Pairs (earlier record, today's record) of rows that took turns with their own earlier state.
+
+    A pair has one key: the case's identity with today's id, and the comparison, which two runs in one file differ in.
+    """
     records = list(records)
     now = {(*_key(case), case.get("comparison")): case for case in records if not case.get("against")}
     keys = [(case, (*_key(record.today(case)), case.get("comparison"))) for case in records if case.get("against")]
@@ -247,11 +274,14 @@ def of_them_disturbed(count: int) -> str:
 
 
 def _judged(changes: Iterable[Change], margin: float) -> list[Change]:
-    """The changes that say something, with verdicts, the most important first.
+    """The changes with their verdicts, the most important first; cases that were not timed in both runs are left out,
+    unless they are broken or mended.
 
     Among many cases some differ by chance: verdicts of "faster" and "slower" allow for that (`discoveries`).
     """
-    edge, pending, judged = math.log1p(margin), list[tuple[Change, Shift]](), list[Change]()
+    edge = math.log1p(margin)  # the margin as a logarithm, as shifts are
+    pending = list[tuple[Change, Shift]]()
+    judged = list[Change]()
     for change in changes:
         if change.beside and change.shift:
             pending.append((change, change.shift))
@@ -272,15 +302,15 @@ def of_one_run(
 
 
 def spreads_between(runs: Sequence[Iterable[fields.Record]]) -> dict[str, float]:
-    """By case id, the standard deviation of what its estimate differs by from run to run.
+    """{case id: standard deviation of the difference between the case's estimates in two successive runs}.
 
-    Of runs with `--against` the estimate is the ratio of today to earlier, under today's id.
+    In runs with `--against` the estimate is the ratio of today to earlier, and the id is today's.
     """
     return {name: math.hypot(*shifts) / math.sqrt(len(shifts) or 1) for name, shifts in _shifts(runs).items()}
 
 
 def _shifts(runs: Sequence[Iterable[fields.Record]]) -> dict[str, list[float]]:
-    """By case id, by how much its estimate differs from each run to the next."""
+    """{case id: differences of its estimate from each run to the next}."""
     known = list(map(list, runs))
     if any(case.get("against") for case in chain.from_iterable(known)):
         estimates = _estimates(starmap(_change, chain.from_iterable(map(in_turns, known))))
@@ -290,12 +320,12 @@ def _shifts(runs: Sequence[Iterable[fields.Record]]) -> dict[str, list[float]]:
 
 
 def _estimates(changes: Iterable[Change]) -> dict[str, list[float]]:
-    """By case id, the estimates of the changes that have one."""
+    """{case id: estimates of the changes that have one}."""
     return fields.grouped((change.new["id"], change.shift.estimate) for change in changes if change.shift)
 
 
 def _usual(records: Sequence[fields.Record]) -> dict[str, float]:
-    """By benchmark, the median of by how much repeatedly measured cases differ between runs."""
+    """{benchmark: median of `between_runs` of its records that --repeat measured}."""
     spreads = fields.grouped(
         (case["benchmark"], float(case["between_runs"])) for case in records if case.get("between_runs")
     )
@@ -303,6 +333,7 @@ def _usual(records: Sequence[fields.Record]) -> dict[str, float]:
 
 
 def _verdict(shift: Shift, edge: float, is_change: bool) -> str:
+    """The verdict; "same" if the whole interval lies between -edge and edge, the logarithms of the margin."""
     if is_change:
         return SLOWER if shift.estimate > 0 else FASTER
     low, high = shift.interval
@@ -340,7 +371,7 @@ def _pairs(
 
 
 def _other(pair: Pair, peers: Sequence[Pair]) -> Pair | None:
-    """The first of these that is another row."""
+    """The first of the peers whose row is not the pair's own."""
     return next((peer for peer in peers if peer[0]["impl"] != pair[0]["impl"]), None)
 
 

@@ -211,6 +211,7 @@ def test_the_margin_is_that_of_the_run_unless_another_is_asked_for() -> None:
     assert verdicts(compare_in_turns(in_turns(1, mine=1.03)))["mine"] == {SLOWER}
     assert verdicts(compare_in_turns(in_turns(1, 0.06, mine=1.03)))["mine"] == {SAME}
     assert verdicts(compare_in_turns(in_turns(1, 0.06, mine=1.03), 0.01))["mine"] == {SLOWER}
+    assert verdicts(compare_in_turns(in_turns(1, 0.06, mine=1.03), 0.0))["mine"] == {SLOWER}
 
 
 def test_a_row_that_was_wrong_is_mended_and_one_that_is_now_is_broken() -> None:
