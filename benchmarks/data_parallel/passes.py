@@ -1,14 +1,21 @@
-"""The timed steps of a pass, checked: they must lead where plain steps lead. Runs on the ranks.
+"""Checks that a strategy's timed training steps end at the right weights. Runs on the ranks.
 
-`rank.py` leaves rows of the weights here after a pass (`leave`); `bench_data_parallel.py` asks for `judge_pass`.
+A *pass* is one series of steps, untimed ones first. All rows of a comparison take it from the same weights on the same
+batches. After it `rank.py` gives the weights to `keep`, which keeps *slices*: a few rows of each matrix, and whole
+vectors. `bench_data_parallel.py` then asks for `judge_pass`, which compares by how much three runs move the slices:
 
-All rows of a pass take as many steps, counting the untimed ones before, from the same weights on the same batches,
-which are drawn before each step. *Plain steps* are the model unwrapped on every rank, with naive attention, its own
-gradients, torch's all-reduce of each, and torch's AdamW. *Exact steps* are plain steps in float64, except that forward
-and backward are in float32 where the case's precision is narrower than fp32. What is judged is how far some rows of
-each parameter have moved, by `lmsys.testing.ratio_of`: the budget is the error of plain steps in the case's precision,
-with gradients or parameters rounded where the row's are. In a single parameter plain steps may end near exact ones by
-chance. So no parameter has a smaller budget, as a share of how far it has moved, than all parameters together.
+- the timed steps of the row;
+- *plain steps*: the model unwrapped on every rank, with naive attention, its own gradients, torch's all-reduce of each,
+  and torch's AdamW, in the case's precision. If the row computes or communicates in a narrower dtype (`case.narrow`),
+  parameters or gradients are rounded to that dtype;
+- *exact steps*: plain steps in float64, except that forward and backward are in float32 where the case's precision is
+  narrower than fp32.
+
+The budget of a parameter is the error of plain steps against exact ones, by `lmsys.testing.ratio_of`. In a single
+parameter that error may be tiny by chance. So it counts as at least (error of all parameters / movement of all
+parameters) × the parameter's own movement.
+
+What is compared is set by the constants below, and how, by `judge_pass`.
 """
 
 import random
@@ -29,26 +36,27 @@ from lmsys.model import Loss
 from lmsys.parallel.group import device
 from lmsys.training import prepare, reproducible
 
-# With eps far above a gradient's size AdamW moves in proportion to the gradient: a gradient that is halved shows, and
-# where one is near zero no rounding turns the step around. At this rate hundreds of steps train, and do not diverge.
+# Settings of AdamW in plain steps and in `rank.py`. With eps far above a gradient's size AdamW moves in proportion to
+# the gradient: a gradient that is halved shows, and where one is near zero no rounding turns the step around. At this
+# rate hundreds of steps train, and do not diverge.
 ADAMW: dict[str, object] = {"lr": 1e-3, "eps": 1e-2}
-# Untimed steps, by device type. The first plans buckets, the second runs with them.
+# {device type: untimed steps}, which `rank.py` takes first. The first plans buckets, the second runs with them.
 WARM_STEPS = {"cpu": 2, "cuda": 3}
-# ROWS rows of each parameter are judged: fewer, but at least one, where all together would have more than NUMBERS
+# MAX_LINES rows of each matrix are kept: fewer, but at least one, where all slices would have more than MAX_NUMBERS
 # numbers. One row says little: by one row of each parameter, right steps of xl were called wrong.
-ROWS, NUMBERS = 16, 2**22
-# Plain steps take so many sequences at a time that naive attention has at most so many scores in all blocks together.
+MAX_LINES, MAX_NUMBERS = 16, 2**22
+# Plain steps split a batch so that naive attention has at most MAX_SCORES scores in all blocks together.
 MAX_SCORES = 2**28
-Rows = dict[str, Tensor]  # some rows of each parameter, by its name, on the host
+Slices = dict[str, Tensor]  # {name of a parameter: some of its rows, or the whole vector}, on the host
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The beginning and the batches that all rows of a pass have in common.
+    """The beginning and the batches that all rows of a comparison have in common in a pass.
 
-    seed   draws the weights
-    draw   draws the batches, together with `seed`
-    key    draws the rows of the parameters that are judged
+    seed   seed of the weights
+    draw   seed of the batches, together with `seed`
+    key    seed of the choice of slices
     steps  number of timed steps
     """
 
@@ -58,54 +66,60 @@ class Pass:
     steps: int
 
 
-_LEFT: dict[tuple[str, Pass], Rows] = {}  # by case id and pass: rows of the weights after the case's steps
-# By world size: the last pass and, by the settings of plain steps, the rows before and after these.
-_RIGHT: dict[int, tuple[Pass, dict[object, tuple[Rows, Rows]]]] = {}
+_ENDS: dict[tuple[str, Pass], Slices] = {}  # {(case id, pass): slices after the case's steps}
+# {world size: (last pass, {settings of plain or exact steps: (slices before, slices after)})}
+_RIGHT: dict[int, tuple[Pass, dict[object, tuple[Slices, Slices]]]] = {}
 
 
 class Batches:
-    """A rank's batches, which come one after another in the same memory; after the last comes the first again."""
+    """A rank's batches, which come one after another in the same memory; after the last comes the first again.
+
+    all  every batch of the pass
+    now  the present batch: its tensors stay, and `advance` overwrites them, so that a CUDA graph can read them
+    """
 
     def __init__(self, config: ModelConfig, batch: int, asked: Pass):
-        number, length = WARM_STEPS[device().type] + asked.steps, config.context_length + 1
+        number = WARM_STEPS[device().type] + asked.steps
+        length = config.context_length + 1
         stream = draws.key(asked.draw, f"{asked.seed} rank {dist.get_rank()}")
         numbers = draws.whole_numbers(stream, 0, number * batch * length, config.vocab_size, device())
         self.all = [Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in numbers.view(number, batch, length)]
         self.now = Batch(self.all[0].tokens.clone(), self.all[0].targets.clone())
-        self._drawn = 0
+        self._next = 0
 
-    def draw(self, _: int = 0) -> None:
-        """Makes the next batch the present one."""
-        batch = self.all[self._drawn % len(self.all)]
+    def advance(self, _: int = 0) -> None:
+        """Copies the next batch into `now`. The argument is not used: `Step.redraw` passes a seed."""
+        batch = self.all[self._next % len(self.all)]
         self.now.tokens.copy_(batch.tokens)
         self.now.targets.copy_(batch.targets)
-        self._drawn += 1
+        self._next += 1
 
 
-def leave(case: ParallelCase, asked: Pass, state: Mapping[str, Tensor]) -> str:
-    """Keeps rows of the parameters that the case's steps have led to, until they are judged or others are drawn.
+def keep(case: ParallelCase, asked: Pass, state: Mapping[str, Tensor]) -> str:
+    """Keeps slices of the weights at which the case's steps ended, until they are judged or a pass has another `draw`.
 
-    Returns their sha256: those of two cases are equal if and only if all their bits are.
+    Returns the sha256 of the slices: two cases have one sha256 if and only if all bits of their kept slices are equal.
     """
-    for stale in [known for known in _LEFT if known[1].draw != asked.draw]:
-        del _LEFT[stale]
-    _LEFT[case.id, asked] = rows = _rows_of(state, asked.key)
-    return reproducible.weights_sha256(rows)
+    for stale in [known for known in _ENDS if known[1].draw != asked.draw]:
+        del _ENDS[stale]
+    _ENDS[case.id, asked] = slices = _slices_of(state, asked.key)
+    return reproducible.weights_sha256(slices)
 
 
 @on_part
 def holds(case: ParallelCase, asked: Pass) -> bool:
-    """True if this rank still has the rows that the pass has led to; ranks that were started again have lost them."""
-    return (case.id, asked) in _LEFT
+    """True if this rank still has the slices that it kept after the pass; a rank that was started again has none."""
+    return (case.id, asked) in _ENDS
 
 
 @on_part
 def judge_pass(case: ParallelCase, asked: Pass) -> dict[str, float] | None:
-    """{parameter: its error over its budget} of the rows that the case's steps have led to on this rank.
+    """{parameter: its error over its budget} of the slices that this rank kept after the case's steps.
 
-    None where plain steps find no room. RuntimeError where plain steps lead to NaN or inf, or far from exact steps.
+    1 or less is right. None if memory is too small for plain steps. RuntimeError if plain steps lead to NaN or inf, or
+    far from exact steps.
     """
-    left = _LEFT.pop((case.id, asked))
+    end = _ENDS.pop((case.id, asked))
     release()
     if not _have_room(case):
         return None
@@ -114,60 +128,70 @@ def judge_pass(case: ParallelCase, asked: Pass) -> dict[str, float] | None:
         start, exact = _plain(case, asked, torch.float64, "fp32", computing)
     with matmuls(case.precision):
         _, plain = _plain(case, asked, torch.float32, case.precision, case.narrow)
+    # The dtype that `ratio_of` rounds plain results to, for the budget.
     dtype = ROUNDING[case.precision] if case.narrow is None else case.narrow[1]
-    moved, right, ordinary = (_moved(start, rows) for rows in (left, exact, plain))
-    way, apart = _norm(right.values()), _norm(ordinary[name] - right[name] for name in right)
-    if apart > 0.5 * way:  # plain steps end nearer to exact ones unless one of the two is broken
+    moved, right, ordinary = (_moved(start, slices) for slices in (end, exact, plain))
+    # The error of plain steps in all parameters together, as a share of how far exact steps move these.
+    share = _norm(ordinary[name] - right[name] for name in right) / _norm(right.values())
+    if share > 0.5:  # plain steps end nearer to exact ones unless one of the two is broken
         raise RuntimeError(
-            f"the bench failed, not the row: plain steps in {case.precision} end {apart / way:.2g} of their way from"
-            f" where exact ones end, so no budget can be had of them"
+            f"the bench failed, not the row: plain steps in {case.precision} end {share:.2g} of their way from where"
+            " exact ones end, so no budget can be had of them"
         )
     return {
-        name: testing.ratio_of(moved[name], right[name], ordinary[name], dtype)
-        * _luck(right[name], ordinary[name], apart / way)
+        name: testing.ratio_of(moved[name], right[name], _with_usual_error(right[name], ordinary[name], share), dtype)
         for name in start
     }
 
 
-def _luck(right: Tensor, ordinary: Tensor, share: float) -> float:
-    """A factor of at most 1 for the error ratio of a parameter in which plain steps are exact by chance.
+def _with_usual_error(right: Tensor, ordinary: Tensor, share: float) -> Tensor:
+    """`ordinary`, with its distance from `right` enlarged to `share` of the length of `right` where it is less.
 
-    It is plain steps' error in this parameter, as a share of how far it has moved, over `share`, the same for all
-    parameters together.
+    Where the two are equal there is no distance to enlarge: then every number errs by `share` of itself.
     """
-    usual = share * right.norm().item()
-    return min(1.0, (ordinary - right).norm().item() / usual) if usual else 1.0
+    error = ordinary - right
+    size = error.norm().item()
+    return right + error * max(1.0, share * right.norm().item() / size) if size else right * (1 + share)
 
 
-def _moved(start: Rows, end: Rows) -> Rows:
+def _moved(start: Slices, end: Slices) -> Slices:
     """end - start, in float64."""
     return {name: end[name].double() - first.double() for name, first in start.items()}
 
 
 def _norm(parts: Iterable[Tensor]) -> float:
+    """The Euclidean norm of all parts as one vector."""
     return float(sum(x.square().sum().item() for x in parts) ** 0.5)
 
 
-def _rows_of(state: Mapping[str, Tensor], key: int) -> Rows:
-    """Copies of some rows of each parameter, and of whole vectors."""
+def _slices_of(state: Mapping[str, Tensor], key: int) -> Slices:
+    """Copies of the same number of random rows of each matrix, and of whole vectors."""
     named = {name.removeprefix("module."): x.detach() for name, x in state.items() if x.is_floating_point()}
-    count = max(1, min(ROWS, NUMBERS // sum(x[:1].numel() for x in named.values())))
-    rows = {}
+    count = max(1, min(MAX_LINES, MAX_NUMBERS // sum(x[:1].numel() for x in named.values())))
+    slices = {}
     for name, x in named.items():
         chosen = random.Random(f"{key} {name}").sample(range(len(x)), min(count, len(x)))
-        rows[name] = (x[sorted(chosen)] if x.dim() > 1 else x).cpu().clone()
-    return rows
+        slices[name] = (x[sorted(chosen)] if x.dim() > 1 else x).cpu().clone()
+    return slices
 
 
-def _plain(case: ParallelCase, asked: Pass, dtype: torch.dtype, precision: str, narrow: Narrow) -> tuple[Rows, Rows]:
-    """(rows of the parameters at the beginning, the same rows after plain steps), computed once for all cases."""
+def _plain(
+    case: ParallelCase, asked: Pass, dtype: torch.dtype, precision: str, narrow: Narrow
+) -> tuple[Slices, Slices]:
+    """(slices at the beginning, the same slices after plain steps), computed once for all cases.
+
+    dtype      of the weights and of AdamW
+    precision  of forward and backward: "fp32", or that of autocast
+    narrow     ("compute_dtype", dtype): forward and backward use parameters rounded to it. ("comm_dtype", dtype): the
+               all-reduce sends gradients rounded to it. None: neither
+    """
     known = _RIGHT.get(case.world_size)
     if known is None or known[0] != asked:
         known = _RIGHT[case.world_size] = asked, {}
     what = dtype, precision, narrow, case.config, case.batch, case.residual
     if what not in known[1]:
         start, end = _take_steps(case, asked, dtype, precision, narrow)
-        if bad := [name for name, rows in end.items() if not rows.isfinite().all()]:
+        if bad := [name for name, x in end.items() if not x.isfinite().all()]:
             raise RuntimeError(
                 f"the bench failed, not the row: plain steps in {precision} on weights in {dtype} lead to NaN or inf in"
                 f" {len(bad)} of {len(end)} parameters, as in {bad[0]}"
@@ -177,7 +201,11 @@ def _plain(case: ParallelCase, asked: Pass, dtype: torch.dtype, precision: str, 
 
 
 def _have_room(case: ParallelCase) -> bool:
-    """True if weights, gradients and AdamW's two moments fit on every rank in float64, with room for the rest."""
+    """True if exact steps fit into the memory of every rank.
+
+    They hold float64 numbers, of 8 bytes: four of each parameter (weight, gradient and AdamW's two moments) and a
+    quarter of these for the rest, and three tensors of attention's scores.
+    """
     if device().type == "cpu":
         return True
     total = torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction()
@@ -190,22 +218,24 @@ def _have_room(case: ParallelCase) -> bool:
 
 def _take_steps(
     case: ParallelCase, asked: Pass, dtype: torch.dtype, precision: str, narrow: Narrow
-) -> tuple[Rows, Rows]:
-    """(rows of the parameters before, after) plain steps in `dtype` on all batches of the pass."""
-    config, on = replace(case.config, attention="naive", residual=case.residual), device()
-    module = Loss(build(config, str(on), asked.seed)).to(dtype)
-    params, used = dict(module.named_parameters()), narrow[1] if narrow and narrow[0] == "compute_dtype" else dtype
-    optimizer, start = torch.optim.AdamW(params.values(), **ADAMW), _rows_of(params, asked.key)
-    at_once = max(1, MAX_SCORES // (config.num_layers * config.num_heads * config.context_length**2))
+) -> tuple[Slices, Slices]:
+    """(slices before, slices after) plain steps on all batches of the pass. Arguments as in `_plain`."""
+    config = replace(case.config, attention="naive", residual=case.residual)
+    module = Loss(build(config, str(device()), asked.seed)).to(dtype)
+    params = dict(module.named_parameters())
+    rounded = narrow[1] if narrow and narrow[0] == "compute_dtype" else dtype
+    optimizer = torch.optim.AdamW(params.values(), **ADAMW)
+    start = _slices_of(params, asked.key)
+    at_once = max(1, MAX_SCORES // (config.num_layers * config.num_heads * config.context_length**2))  # sequences
     for batch in Batches(config, case.batch, asked).all:
         for inputs in zip(batch.tokens.split(at_once), batch.targets.split(at_once), strict=True):
-            with prepare.autocast(precision, on.type):
-                loss = torch.func.functional_call(module, {name: p.to(used) for name, p in params.items()}, inputs)
+            with prepare.autocast(precision, device().type):
+                loss = torch.func.functional_call(module, {name: p.to(rounded) for name, p in params.items()}, inputs)
             (loss * (len(inputs[0]) / case.batch)).backward()
         _average(params.values(), case.world_size, narrow)
         optimizer.step()
         optimizer.zero_grad()
-    return start, _rows_of(params, asked.key)
+    return start, _slices_of(params, asked.key)
 
 
 def _average(params: Iterable[Tensor], world_size: int, narrow: Narrow) -> None:

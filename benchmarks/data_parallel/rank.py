@@ -102,7 +102,7 @@ class Rig:
         if self.case.replayed:
             self.gradients = self.prepared.gradients(graph=True)
         for _ in range(passes.WARM_STEPS[group.device().type]):
-            self.batches.draw()
+            self.batches.advance()
             self.step()
 
     def step(self) -> Tensor:
@@ -151,7 +151,7 @@ class Rig:
 
     def times(self, step: Callable[[], Any], count: int) -> list[float]:
         """Seconds of each of so many steps, each on the next batch."""
-        call, ranks = Step(lambda _: step(), redraw=self.batches.draw), subgroup(self.case.world_size)
+        call, ranks = Step(lambda _: step(), redraw=self.batches.advance), subgroup(self.case.world_size)
         return times(call, range(count), ranks, finish=self.finish)[0]
 
 
@@ -234,7 +234,7 @@ class Taken:
     alone    seconds of each step without synchronization
     model    fingerprint of the weights: ranks that have one model have the same
     late_s   seconds until the weights were there, when they were asked for after the steps
-    bits     sha256 of those rows of the weights that are judged
+    bits     sha256 of the kept slices of the weights
     """
 
     samples: list[float]
@@ -246,7 +246,7 @@ class Taken:
 
 @on_part
 def take_pass(case: cases.ParallelCase, asked: passes.Pass) -> Taken:
-    """Takes the steps of a pass and keeps rows of the weights. No step can tell whether these will be judged."""
+    """Takes the steps of a pass and keeps slices of the weights. No step can tell whether these will be judged."""
     alone: list[float] = []
     with compiler_of(case):
         rig = Rig(case, asked)
@@ -255,11 +255,11 @@ def take_pass(case: cases.ParallelCase, asked: passes.Pass) -> Taken:
         begin, state, _, end = clock.in_turn(
             perf_counter, rig.strategy.full_state_dict, lambda: clock.synchronize(group.device().type), perf_counter
         )
-        bits = passes.leave(case, asked, state)
+        bits = passes.keep(case, asked, state)
         del state
         model = rig.strategy.fingerprint()
         if case.world_size > 1 and rig.can_stay_local:
-            rig.batches.draw()
+            rig.batches.advance()
             rig.step_alone()
             alone = rig.times(rig.step_alone, -(-asked.steps // 2))  # half as many, rounded up
     return Taken(samples, alone, model, end - begin, bits)
