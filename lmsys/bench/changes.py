@@ -273,23 +273,25 @@ def of_them_disturbed(count: int) -> str:
     return f" ({count} disturbed)" if count else ""
 
 
-def _judged(changes: Iterable[Change], margin: float) -> list[Change]:
+def _judged(changes: Sequence[Change], margin: float) -> list[Change]:
     """The changes with their verdicts, the most important first; cases that were not timed in both runs are left out,
     unless they are broken or mended.
 
     Among many cases some differ by chance: verdicts of "faster" and "slower" allow for that (`discoveries`).
     """
     edge = math.log1p(margin)  # the margin as a logarithm, as shifts are
-    pending = list[tuple[Change, Shift]]()
-    judged = list[Change]()
-    for change in changes:
-        if change.beside and change.shift:
-            pending.append((change, change.shift))
-        elif change.verdict != UNCLEAR or (change.old.get("time_s") and change.new.get("time_s")):
-            judged.append(change)
-    counted = discoveries([shift.p_beyond(edge) for _, shift in pending], FALSE_DISCOVERIES)
-    for (change, shift), is_change in zip(pending, counted, strict=True):
-        judged.append(replace(change, verdict=_verdict(shift, edge, is_change)))
+    compared = [(change, change.shift) for change in changes if change.beside and change.shift]
+    counted = discoveries([shift.p_beyond(edge) for _, shift in compared], FALSE_DISCOVERIES)
+    judged = [
+        replace(change, verdict=_verdict(shift, edge, is_change))
+        for (change, shift), is_change in zip(compared, counted, strict=True)
+    ]
+    others = [change for change in changes if not (change.beside and change.shift)]
+    judged += [
+        change
+        for change in others
+        if change.verdict != UNCLEAR or (change.old.get("time_s") and change.new.get("time_s"))
+    ]
     return sorted(judged, key=_weight)
 
 

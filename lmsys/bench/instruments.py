@@ -42,23 +42,23 @@ class Instruments:
         self.parent = os.getppid() if self.is_watched else os.getpid()
         self.turns: turns.Turns = turns.ALONE
         self.kernels: dict[str, dict[str, str]] = {}
-        self._is_ready = False
         if self.settings.memory_limit_bytes is not None and self.settings.device == "cuda":
             memory.cap_gpu_memory(self.settings.memory_limit_bytes)
 
     def ready(self) -> fields.Record:
         """Makes all instruments before the first row runs, so that no row differs by them. Returns `machine`."""
-        if self._is_ready:
-            return self.machine
-        self._is_ready = True
         if "machine" not in vars(self) and self.settings.timed:  # a worker may have been given the machine's facts
             self.say("measuring what this machine reaches")
             if self.settings.energy and (why := self.sensors.why_no_joules):
                 self.say(f"--energy: no energy is measured: {why}")
-        _ = self.guard, self.machine, self.clocks, self.sensors
+        _ = self.guard, self.machine, self.clocks, self.sensors, self.memory_cap
+        return self.machine
+
+    @cached_property
+    def memory_cap(self) -> None:
+        """Limits the memory of this process, on a CPU; the allocator of a GPU has its own limit."""
         if self.settings.device == "cpu":
             memory.cap_host_memory()
-        return self.machine
 
     @cached_property
     def machine(self) -> fields.Record:
