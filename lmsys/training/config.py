@@ -2,6 +2,8 @@
 
 `lmsys train` reads a `RunConfig` from --config and --set; pipeline.py and loop.py act on it. A new setting is a field
 here and a line in its class's docstring: the command line, the JSON and the checks of types follow from its annotation.
+Checks that need torch are elsewhere: possible.py looks the strategy up in its table and holds settings against it, and
+run_context.py checks the name of the device.
 """
 
 import json
@@ -75,15 +77,20 @@ class DataConfig(strict_json.Checked):
 class TrainConfig(strict_json.Checked):
     """How the model is trained.
 
+    steps             training steps: updates of the weights
     batch_size        sequences of a step, over all ranks and micro-batches: any number of ranks has the same loss curve
-    micro_batch_size  sequences that a rank holds at once
-    reproducible      the same weights, bit for bit, on any number of ranks and under any strategy of ours. The batch is
-                      then divided into `leaves`, a power of two, in place of micro-batches, and runs on 1, leaves / 2
-                      or leaves ranks
+    micro_batch_size  sequences of a rank's forward; a rank that has more of a step adds up gradients
+    reproducible      train to the same weights, bit for bit, on any number of ranks and under any strategy of ours
+    leaves            parts that the batch is divided into if `reproducible`, in place of micro-batches: a power of two,
+                      as their gradients are added in pairs. The run then takes 1, leaves / 2 or leaves ranks
     lr, min_lr        the largest and the last learning rate of the cosine schedule
     warmup_steps      steps from a rate of 0 to lr; None: 20, or half of the steps where these are fewer than 40
-    undecayed         parameters without weight decay: parts of their names, such as ln|embeddings; None: all decay
+    betas, eps        AdamW's: the decay rates of its two moments, and what is added to the denominator
+    weight_decay      AdamW's decay of weights, as a share of the weight for a learning rate of 1
+    undecayed         parameters without weight decay: parts of their names, divided by |, such as ln|embeddings; None:
+                      all decay
     clip_norm         the norm that gradients are clipped to; 0: they are not clipped
+    seed              seed of the initial weights and of the order of the batches
     precision         fp32, or bf16 by autocast
     compile           compile the blocks by torch.compile, several to a graph where the strategy is none
     fused             run the blocks by the kernels of lmsys.model.fused, without a compiler, on CUDA; best with graph;
@@ -150,8 +157,8 @@ class TrainConfig(strict_json.Checked):
         return min(20, self.steps // 2) if self.warmup_steps is None else self.warmup_steps
 
     @property
-    def held(self) -> int:
-        """Sequences that a rank holds at once."""
+    def sequences_at_once(self) -> int:
+        """Sequences of a rank's forward: a leaf if `reproducible`, else a micro-batch."""
         return self.batch_size // self.leaves if self.reproducible else self.micro_batch_size
 
     def accumulation(self, world_size: int) -> int:
@@ -205,9 +212,12 @@ class CheckpointConfig(strict_json.Checked):
 
 @dataclass(frozen=True)
 class GenerateConfig(strict_json.Checked):
-    """The sample that a run prints: `max_new_tokens` behind `prompt`.
+    """The sample of text that a run prints.
 
-    temperature, top_k and top_p are those of `lmsys.training.generation.Sampling`.
+    prompt          the text that the sample continues
+    max_new_tokens  tokens of the sample, at most
+    temperature, top_k, top_p  as in `lmsys.training.generation.Sampling`
+    seed            seed by which tokens are sampled
     """
 
     prompt: str = "def "
@@ -220,7 +230,15 @@ class GenerateConfig(strict_json.Checked):
 
 @dataclass(frozen=True)
 class RunConfig(strict_json.Checked):
-    """All settings of a run. output: its folder, for tokenizer, tokens, checkpoints and log.
+    """All settings of a run.
+
+    output      the run's folder, for tokenizer, tokens, checkpoints and log
+    data        a section, as the following: `DataConfig`
+    model       `lmsys.config.ModelConfig`
+    train       `TrainConfig`
+    evaluate    `EvaluateConfig`
+    checkpoint  `CheckpointConfig`
+    generate    `GenerateConfig`
 
     Trust a config as you trust code: its strategy may be a file of Python that is run, and its folders are written to.
     """

@@ -43,7 +43,8 @@ def plan(config: RunConfig, device: torch.device, group: collectives.Group = Non
     train = config.train
     world_size, _ = collectives.size_and_rank(group)
     (row,) = STRATEGIES.select([train.strategy])
-    traits, micro_batches, batch_size = StrategyTraits.of(row), train.accumulation(world_size), train.held
+    traits, batch_size = StrategyTraits.of(row), train.sequences_at_once
+    micro_batches = train.accumulation(world_size)
     check_attention(config, batch_size, device)
     execution = _execution(config, row, traits, group)
     model = _fitted(config, execution, batch_size, micro_batches, device)

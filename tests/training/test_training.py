@@ -322,7 +322,7 @@ def test_fit_takes_what_the_memory_allows(tmp_path: Path) -> None:
     """More memory, less computed again; the loss is the same; what it chose can be set."""
     one_batch = ("train.batch_size=64", "train.micro_batch_size=64", "train.strategy=none")
     settings_ = config(tmp_path, "model.num_layers=3", *one_batch)
-    model, held = settings_.model, settings_.train.held
+    model, held = settings_.model, settings_.train.sequences_at_once
     peaks = {
         levels: training_memory(replace(model, checkpoint_blocks=levels), held, model.context_length, "fp32").peak
         for levels in ("none*3", "whole*1,attention*2", "whole*2,attention*1")
