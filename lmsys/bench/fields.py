@@ -297,9 +297,8 @@ def _batch_invariant(differ: Record, elements: list[int], alone: Record, **_: An
 
     The arguments are parts of the record's `same_bits` (`lmsys.bench.findings`).
     """
-    if alone:
-        return False
-    return True if elements and not differ else None
+    is_unknown = bool(differ) or not elements
+    return False if alone else None if is_unknown else True
 
 
 # Of two records that agree in these fields, the later replaces the earlier; under another memory limit it does not.

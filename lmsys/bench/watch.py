@@ -1,11 +1,15 @@
-"""The watch over a row's calls: each is announced and has a deadline, and what it leaves changed is put back.
+"""The watch over a row's calls: each is announced and has a deadline, and what it changed in the process is put back.
 
     heartbeat.beat(row, "in its first call", seconds)
 
-A *beat* says which row is at work, at what, and by when it must be done. A worker writes beats into memory that it
-shares with its parent, which reads the last one when the worker has died or hangs (`lmsys.bench.isolation`). A GPU
-works behind the host, so there a beat also goes through the CUDA stream, right before the call that it announces.
-`lmsys.bench.trial` makes a `Watch` per group. What is put back after a call is listed in `lmsys.bench.guard`.
+A *beat* says which row is at work, at what, and by when it must be done. A worker process writes beats into memory that
+it shares with its parent, which reads the last one when the worker has died or hangs (`lmsys.bench.isolation`). A GPU
+works behind the host. So a timed call on a GPU is also announced by a copy in the CUDA stream, right before the call:
+its value says which row the GPU has reached.
+
+`lmsys.bench.trial` makes a `Watch` for each group. Its candidates are the rows, numbered from 0. `lmsys.bench.guard`
+lists what is put back after a call. A deadline is the run's --deadline; that of a timed call is set by the constants
+WARM_S and TIMES_EXPECTED.
 """
 
 import math
@@ -26,13 +30,15 @@ from lmsys.doing import SIZE, map_file
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import attempt
 from lmsys.measure.step import Failure, Step, nothing
+from lmsys.values import hold
 
 NOBODY = -1  # the bench itself is at work
 TIMED = "in a timed call"  # a GPU may be far behind the host
-_BEAT = struct.Struct("=qdq128s")  # number, until, row, doing
-_GPU_ROW = struct.Struct("=qd")  # row, when it was copied
-_GPU_AT = SIZE // 2  # where it stands in the shared memory
-COPY_S = 0.05  # how often a worker copies what its GPU has reached
+_BEAT = struct.Struct("=qdq128s")  # number, until, row, doing, as in `Beat`
+_GPU_ROW = struct.Struct("=qd")  # gpu_row + 1, gpu_seen, as in `Beat`
+_GPU_AT = SIZE // 2  # the offset of a _GPU_ROW in the shared memory; a _BEAT is at 0
+COPY_S = 0.05  # seconds between two copies of the row that the GPU has reached
+MOST_ROWS = 1024  # of a group on a GPU, which has the numbers of so many in its memory
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,8 @@ class Beat:
     until     deadline, by `time.monotonic`
     row       index of the row among the candidates of its group; NOBODY while the bench itself is at work
     doing     a phrase such as "in its first call"
-    gpu_row   index of the row that the GPU was at when last looked at; NOBODY if unknown
-    gpu_seen  when that was, by `time.monotonic`
+    gpu_row   index of the row that the GPU had reached at the last copy; NOBODY if unknown
+    gpu_seen  time of that copy, by `time.monotonic`
     """
 
     number: int
@@ -56,11 +62,11 @@ class Beat:
 
     @property
     def row_on_device(self) -> int:
-        """The index of the row that the device is at.
+        """The index of the row whose work the device does.
 
-        While calls are timed, that is what the GPU says; otherwise the host waits for the device, so it is the host's
-        row. It is the host's row, too, if the GPU was not looked at for a second: then a call of that row holds the
-        interpreter and does not end.
+        While calls are timed, that is `gpu_row`; otherwise the host waits for the device, so it is `row`. It is `row`,
+        too, if the last copy is older than a second: then a call of that row keeps the interpreter's lock, so that the
+        thread that copies cannot run.
         """
         is_known = self.gpu_row != NOBODY and time.monotonic() < self.gpu_seen + 1.0
         return self.gpu_row if self.doing == TIMED and is_known else self.row
@@ -98,6 +104,7 @@ class Heartbeat:
 
 
 def read_beat(memory: Any) -> Beat:
+    """The last beat in the shared memory."""
     number, until, row, doing = _BEAT.unpack_from(memory, 0)
     gpu_row, gpu_seen = _GPU_ROW.unpack_from(memory, _GPU_AT)
     return Beat(number, until, row, doing.rstrip(b"\0").decode(errors="replace"), gpu_row - 1, gpu_seen)
@@ -109,12 +116,12 @@ class GpuRow:
     def __init__(self, memory: Any):
         self._memory = memory
         self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self._rows: Any = torch.arange(1, 1025, device="cuda")  # 0: none yet
+        self._rows: Any = torch.arange(1, MOST_ROWS + 1, device="cuda")  # 0 stands for no row yet
         self._seen = self._host.numpy()
         threading.Thread(target=self._copy, daemon=True).start()
 
     def enqueue(self, row: int) -> None:
-        """A beat in the current stream: once the GPU comes to it, what is launched next is at work there."""
+        """Announces this row's next launches in the current stream: the GPU writes the row once it comes to them."""
         self._host.copy_(self._rows[row : row + 1], non_blocking=True)
 
     def _copy(self) -> None:
@@ -131,7 +138,8 @@ class Watch:
 
     doing       what rows are doing, as a phrase that completes "it crashed ...": "in its first call"
     expected_s  how long a timed call should take; infinity while that is not known
-    state       the process as it was before the group's first call, which is put back
+    state       the process as it was before the group's first call; `state.mend()` puts that back, and returns what a
+                row had changed, in words, or None
     """
 
     def __init__(
@@ -143,19 +151,25 @@ class Watch:
     ):
         self.settings, self.heartbeat, self._on_gpu = settings, heartbeat, on_gpu
         self.rows = {id(candidate): row for row, candidate in enumerate(candidates)}
+        hold(
+            (
+                not on_gpu or len(self.rows) <= MOST_ROWS,
+                f"a comparison has {len(self.rows)} rows; a GPU measures at most {MOST_ROWS} together",
+            )
+        )
         self.doing, self.expected_s = "in its first call", math.inf
         self.state = guard.State()
-        self._last: int | None = None  # the row whose work nobody has looked at since
-        self._left: dict[int, str] = {}
+        self._last: int | None = None  # the row that ran last, if the process was not mended since
+        self._changes: dict[int, str] = {}  # {row: what it changed}, found by `settle` and reported by `failure`
 
     def beat(self, candidate: Candidate) -> None:
         """Says that this row is at work."""
         self.heartbeat.beat(self.rows[id(candidate)], self.doing, self.settings.deadline_s)
 
     def attempt(self, candidate: Candidate, call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
-        """Like `compare.attempt`, for a row's own work: waits for the device, and puts back what the row left changed.
+        """(result of the row's call, None), or (None, its failure), as `compare.attempt`, for a call that is not timed.
 
-        A row that left something changed has failed.
+        Waits for the device, and puts back what the row changed. A row that changed the process has failed.
         """
 
         def done() -> Any:
@@ -170,17 +184,29 @@ class Watch:
         return None if failure else result, failure
 
     def settle(self) -> None:
-        """Puts back what the last row has left changed, if its last call was not followed by a look."""
-        if self._last is not None and (left := self.state.mend()):
-            self._left.setdefault(self._last, left)
+        """Puts back what the row that ran last has changed, and notes it for `failure`; nothing if that is done."""
+        if self._last is not None and (changes := self.state.mend()):
+            self._changes.setdefault(self._last, changes)
         self._last = None
 
     def failure(self, candidate: Candidate, failure: Failure | None) -> Failure | None:
-        """The row's failure in its timed calls, joined with what it has left changed there; None for neither."""
-        return _with(failure, self._left.pop(self.rows[id(candidate)], None))
+        """The row's failure in its timed calls, joined with what it has changed there; None for neither."""
+        return _with(failure, self._changes.pop(self.rows[id(candidate)], None))
 
     def over(self, step: Step, candidate: Candidate, own_redraw: Callable[[int], None], own_keep: Any) -> Step:
-        """The step with each timed call announced by a beat, and refused if it leaves the process changed."""
+        """The step with each timed call announced by a beat, and refused if it changes the process.
+
+        own_redraw, own_keep  the step's hooks, as the benchmark or the trial gives them
+
+        A timed call has this order (`lmsys.measure.compare`), with what is added here:
+
+        1. before, by a loop clock alone: announced by a beat, since it may be the row's own code.
+        2. redraw: puts back what the last row changed, then draws the inputs, then announces this row.
+        3. prepare and run, the row's call: nothing, as it is timed.
+        4. keep: puts back what the row changed. If there was something, the call fails; else the result is kept.
+
+        `like`, the reference of `prepare`, is the row's own code and is announced by a beat, too.
+        """
         row = self.rows[id(candidate)]
 
         def at_work(call: Callable[..., Any], *args: Any) -> Any:
@@ -203,9 +229,9 @@ class Watch:
             at_work(nothing)
 
         def keep(result: Any, key: int | None) -> Any:
-            self._last = None
-            if left := self.state.mend():
-                raise guard.Changed(left)
+            self._last = None  # first, so that `settle` does not report the change again if this raises
+            if changes := self.state.mend():
+                raise guard.Changed(changes)
             return own_keep(result, key)
 
         return replace(
@@ -217,18 +243,24 @@ class Watch:
         )
 
 
-def _with(failure: Failure | None, left: str | None) -> Failure | None:
-    return failure if not left else (failure[0], f"{failure[1]}; {left}") if failure else ("error", left)
+def _with(failure: Failure | None, changes: str | None) -> Failure | None:
+    """The failure, with what the row changed behind its reason; "error" if the change is the only failure."""
+    if not changes:
+        return failure
+    return (failure[0], f"{failure[1]}; {changes}") if failure else ("error", changes)
 
 
 class BenchFault(RuntimeError):
     """Raised when the bench's own part of a timed call fails, such as drawing inputs."""
 
-    failure = property(lambda self: ("error", f"the bench failed, not the row: {self}"))
+    failure = property(lambda self: ("error", f"the bench failed, not the row: {self}"))  # as `attempt` reads it
 
 
 def copied(result: Any, key: int | None) -> Any:
-    """With a key, a copy of a tensor, or a list of copies of several; None without a key."""
+    """`Step.keep` of a benchmark that has none: a copy of the result, a tensor or a sequence of results.
+
+    None without a key: then the call is not checked, and nothing is kept.
+    """
     if key is None:
         return None
     return result.clone() if isinstance(result, torch.Tensor) else [copied(part, key) for part in result]
