@@ -1,20 +1,14 @@
-"""Findings about a row beside its samples: which code ran, whether its results repeat bit for bit, its calls' energy.
+"""Measures of a row besides its samples: which code ran, whether its results repeat bit for bit, its calls' energy.
 
-`lmsys.bench.trial` calls these functions and puts what they return into the record:
+`lmsys.bench.trial` calls these functions for each row and builds parts of its record from them. A new measure is a
+function here, a call in trial.py and a `Field` in `fields.COMMON`.
 
-    "proof": {"generator", "seed", "source": {"name", "sha256"}, "kernels": {name: hash}, "calls": [...]}
-    "same_bits": {"calls", "differ": {tensor: largest difference}, "elements", "alone": {tensor: ...}, "failure"}
-
-The proof lets others check the times (`lmsys verify`). Each of its calls is a timed call that was checked: its number
-among the samples, the draw of its inputs, the key that says which parts of its result were judged, the errors over
-their budgets, and the evidence that its benchmark left. Kernels that Triton's interpreter runs are noticed here, too:
-such rows are verified, and never timed.
-
-`differ` has the tensors whose bits differed from the first call's. The `elements` of the batch were then called alone;
-`alone` has the tensors, of those that repeat, whose bits then differed. Without elements it was not asked. A row that
-does not repeat is not wrong.
-
-Energy is measured on request (--energy), after a case's samples and its memory, with nothing else on the device.
+- `source_of` and `loaded_kernels` give "source" and "kernels" of the record's "proof". With its "calls", which trial.py
+  collects, the proof lets others check the times (`lmsys verify`).
+- `interpreted_kernels` notices kernels that Triton's interpreter runs: such rows are verified, and never timed.
+- `same_bits` returns the record's "same_bits".
+- `energy_fields` returns the fields on energy, if it is asked for (--energy). trial.py calls it after a case's samples
+  and its memory, with nothing else on the device.
 """
 
 import hashlib
@@ -34,11 +28,12 @@ from lmsys.measure import clock, energy, repeats
 from lmsys.measure.step import Failure, Step
 from lmsys.registry import Entry
 
+# The `energy_note` that trial.py gives to a case that other processes run, such as ranks.
 OF_OTHERS = "energy is measured of calls that the bench's own process makes again and again: here others make them"
 
 
 def source_of(entry: Entry) -> fields.Record:
-    """{"name", "sha256"} of the file that a row's implementation stands in; {} if there is no such file."""
+    """{"name", "sha256"} of the file that defines a row's implementation; {} if there is no such file."""
     try:
         path = Path(inspect.getsourcefile(inspect.unwrap(entry.load())) or "")
         return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
@@ -83,9 +78,15 @@ def interpreted_kernels() -> Iterator[list[Any]]:
 
 
 def same_bits(benchmark: Benchmark, candidate: Candidate, setup: Any, seconds: float) -> fields.Record:
-    """The record's field `same_bits`, on the inputs as they stand; more calls while `seconds` are left.
+    """The record's field `same_bits`, found by repeated calls on the present inputs for about `seconds`:
 
-    A failure costs this finding alone, and stands in its `failure`.
+    calls     how many calls were compared
+    differ    {tensor: largest difference} of the tensors whose bits differed from the first call's
+    elements  the elements of the batch that were then called alone; [] if a batch cannot be divided
+    alone     {tensor: largest difference} of the tensors that repeat, but had other bits when called alone
+    failure   why this could not be found, or None: the row's other results stay
+
+    A row whose calls differ is not wrong.
     """
     record: fields.Record = {"calls": 0, "differ": {}, "elements": [], "alone": {}, "failure": None}
     call = partial(benchmark.outputs, candidate, setup)
@@ -96,7 +97,7 @@ def same_bits(benchmark: Benchmark, candidate: Candidate, setup: Any, seconds: f
     whole = {name: x for name, x in first.items() if name not in record["differ"]}
 
     def alone() -> fields.Record:
-        """The elements that were called alone, the first and the last, and what was not as in the whole batch."""
+        """`elements` and `alone`: calls the first and the last element of the batch alone."""
         batch, differ = benchmark.batch_of(candidate), dict[str, float]()
         elements = [0, batch - 1] if batch > 1 else []
         for element in elements:
@@ -115,10 +116,11 @@ def energy_fields(
     impossible: Callable[[float], Failure | None],
     tokens: int | None,
 ) -> fields.Record:
-    """The record's fields on the energy of a step's calls, or `energy_note`, which says why there is none.
+    """The record's fields on the energy of a step's calls, or {"energy_note": the reason why there is none}.
 
-    impossible  says why calls cannot take so few seconds each, or None
-    tokens      how many tokens a call works on, for the energy of a token
+    step        makes the step
+    impossible  seconds of a call -> the failure if a right row cannot be so fast, or None
+    tokens      how many tokens a call works on, for the energy of a token; None: no such field
     """
     if why_not := runner.sensors.why_no_joules:
         return {"energy_note": why_not}

@@ -3,6 +3,7 @@
 A `Machine` has its records, the declarations of their fields, the tables that rows come from, and the runs that records
 are from, with their commits and commands. `__main__` and `against` call `read`; `terminal` makes the `Machine` of the
 current run by `by_name` and `machines_of`. All else in `lmsys.reports` is given a `Machine` and opens no result file.
+The last functions word what a `Machine` says of its runs: titles, dates, commits, commands and the labels of rows.
 """
 
 import difflib
@@ -105,7 +106,7 @@ class Machine:
         return words
 
     def called(self, case: Record) -> str:
-        """The name of a case's row as one types it; of a row that chose another, with that: "auto: flash_gluon"."""
+        """The name of a case's row as one types it. A row that chose another one has both: "auto: flash_gluon"."""
         impl, label = str(case["impl"]), str(case.get("label") or "")
         if not label.startswith(f"{impl}: "):
             return impl
@@ -139,10 +140,11 @@ class Machine:
 def read(paths: Iterable[Path]) -> list[Machine]:
     """The machines of these result files.
 
-    Of a case that several files hold, the run of the latest date counts, whatever the order of the files. InputError
-    with the path for a file that is absent, not a result or of a later version; ValueError where there are no records.
+    If several files have the same case, the run of the latest date counts, whatever the order of the files. InputError
+    with the path for a file that is absent, not a result or of a later version, and where there are no records.
     """
     paths, fields, rows, layouts = list(paths), Fields(), Rows(), dict[str, Record]()
+    # {(hardware, identity of a case): (hardware, its run, its record)}
     cases: dict[tuple[object, ...], tuple[str, Run, Record]] = {}
     # Dates are ISO 8601 in UTC, so text sorts as time, and an undated run is the first. The sort is stable: among files
     # of one date, such as the parts of one run, the last named wins.
@@ -153,7 +155,8 @@ def read(paths: Iterable[Path]) -> list[Machine]:
         layouts |= result["layouts"]
         for kind, table in result["rows"].items():
             before = rows.get(kind, {})
-            # In the order of the later file, which has fewer traits of rows of which it has no case.
+            # Rows stand in the order of the later file. That file has fewer traits of rows of which it has no case, so
+            # the traits of earlier files stay.
             rows[kind] = table | before | {name: before.get(name, {}) | row for name, row in table.items()}
         hardware = hardware_of(machine)
         run = str(machine.get("date") or ""), json.dumps(machine, sort_keys=True)

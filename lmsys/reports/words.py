@@ -21,7 +21,7 @@ UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")
 CLOCKED = "time_s mean_s speedup mfu matmul_ceiling_fraction sustained_ceiling_fraction".split()
 OUTCOMES = {"oom": "OOM", "unsupported": "n/a", "wrong": "wrong", "error": "error"}  # as tables and plots show them
 MEANINGS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong result", "error": "error"}
-FILES = {  # a field's word in the names of files, where that is not the field's name
+FILES = {  # {field: its word in the names of the report's files}; other fields have their own name there
     "time_s": "time",
     "mean_s": "spread",
     "flops_per_s": "tflops",
@@ -42,11 +42,12 @@ CLOCKS = {
     "cuda_event_steps": "CUDA events, one call after another",
     "perf_counter": "wall clock",
 }
-# By field the words for its values, in the order in which tables and legends list them; layouts add to these.
+# {field: {value: words}}, in the order in which tables and legends list the values; layouts add to these.
 VALUES: Mapping[str, Mapping[Any, str]] = {
     "causal": {True: "causal", False: "not causal"},
     "deterministic": {True: "deterministic"},
     "direction": {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"},
+    # These have no other words; what they are listed for is their order.
     "precision": {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16"},
     "compile": {"eager": "eager", "compiled": "compiled", "graphed": "graphed", "fused": "fused"},
 }
@@ -58,11 +59,11 @@ MARKERS = "osD^vPX*<>hpd8H"
 
 
 def number(value: float) -> str:
-    """Three significant digits, never an exponent: 0.0123, 1.23, 12.3, 12,345."""
+    """Three significant digits, or all digits before the point, never an exponent: 0.0123, 1.23, 12.3, 12,345."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    digits = 2 - math.floor(math.log10(abs(float(f"{value:.3g}"))))
-    return f"{value:,.{max(0, digits)}f}"
+    decimals = 2 - math.floor(math.log10(abs(float(f"{value:.3g}"))))
+    return f"{value:,.{max(0, decimals)}f}"
 
 
 def exact(value: object) -> str:
@@ -148,7 +149,7 @@ class Style:
 
     label    its name in legends and tables
     dashed   True for peers, somebody else's rows: their lines are dashed and their bars hatched
-    said_by  a field in which cases have another label for it; "" for none
+    said_by  a field whose value in a case is the label there, in place of `label`; "" for none
     """
 
     label: str
@@ -172,16 +173,18 @@ def styles_of(
 ) -> dict[Any, Style]:
     """A style for each value of the field `name`, in reading order: the table's order, peers last.
 
-    The field `row` has the name of the table's row whose colour and marker the value gets; several values of one row
-    are lighter shades of its colour. `label` becomes `Style.said_by`.
+    row    the field that names the table's row whose colour and marker the value gets; several values of one row are
+           lighter shades of its colour
+    label  becomes `Style.said_by`
+    table  {name of a row: its traits}
     """
-    first = {case[name]: case for case in cases}
-    rows = {value: str(case[row]) for value, case in first.items()}
+    a_case = {case[name]: case for case in cases}  # {value: a case that has it}
+    rows = {value: str(case[row]) for value, case in a_case.items()}
     places = list(table) + sorted(set(rows.values()) - table.keys())
-    peers = {value: bool(table.get(rows[value], case).get("peer")) for value, case in first.items()}
+    peers = {value: bool(table.get(rows[value], case).get("peer")) for value, case in a_case.items()}
     styles: dict[Any, Style] = {}
     variants: Counter[str] = Counter()
-    for value in sorted(first, key=lambda value: (peers[value], places.index(rows[value]), _natural(value))):
+    for value in sorted(a_case, key=lambda value: (peers[value], places.index(rows[value]), _natural(value))):
         known, place = table.get(rows[value], {}), places.index(rows[value])
         color = lighter(known.get("color") or PALETTE[place % len(PALETTE)], min(0.22 * variants[rows[value]], 0.7))
         variants[rows[value]] += 1
