@@ -1,15 +1,18 @@
-"""The checks of a strategy: it trains as one process does on the batch of all ranks. They run on the ranks.
+"""Checks before timing that a strategy trains as one process does on the batch of all ranks.
 
-The reference is three steps of SGD with momentum in float64 on the whole batch, the budget what the same steps lose in
-float32: `lmsys.testing.error_ratio` of how far each parameter has moved, in units of the farthest. Models of few blocks
-stand for all, with the widths of the case. A row that communicates or computes in a narrower dtype is first held to
-that without it, and then to a budget of the same steps with gradients, or parameters, rounded alike.
+`bench_data_parallel.py` calls both checks: `gate` on the ranks, and `judge_by_trials` in its own process.
 
-Then it is asked the small trainings of `lmsys check`, by the ranks that run already. A row that trains the
-language model right is asked the extreme ones: smaller batches and unused parameters on one rank, gradients from 1e-20
-to 1e+10. It is wrong where it ends with wrong weights. Where it raises an exception or begins other collectives it does
-harm to nobody unseen, so that this is no reason against its times. A row that is wrong is asked all of them, for the
-name of its mistake.
+`gate` compares the movement of each parameter in three steps of SGD with momentum. The reference is one process in
+float64 on the whole batch, and the budget is the error of the same steps in float32, by `lmsys.testing.ratio_of`. The
+model has the widths of the case and few blocks. A row that communicates or computes in a narrower dtype is first
+checked without that dtype, and then with it: then the float32 steps round gradients, or parameters, to the dtype, too.
+
+`judge_by_trials` runs small trainings of `lmsys check` on the ranks. A row that passed the gate runs the extreme ones:
+smaller batches and unused parameters on one rank, gradients from 1e-20 to 1e+10. It is wrong if it ends with wrong
+weights. If it raises an exception or begins other collectives, its user sees that, so its times stand. A row that
+failed runs all of them, to find the name of its mistake.
+
+The size of the gate's training is set by the constants below. A new small training is one of `lmsys.extremes.strategy`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,23 +40,24 @@ from lmsys.training.prepare import prepare
 
 STEPS = 3
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-BATCH, CONTEXT, VOCABULARY = 2, 64, 10_000
-State = dict[str, Tensor]
+BATCH, CONTEXT, VOCABULARY = 2, 64, 10_000  # sequences of a rank; their length and vocabulary, at most
+State = dict[str, Tensor]  # {name of a parameter: its value}
 
 
 @ranks.on_part
 def gate(case: ParallelCase, seed: int) -> dict[str, float]:
-    """Errors over their budgets, by parameter, on the rank where they are worst; on every rank the same."""
+    """{parameter: its error over its budget, on the rank where that is worst}, the same on every rank."""
     wide = {name: value for name, value in case.options.items() if name not in NARROW}
     asked = [(wide, None)] + ([(case.options, case.narrow)] if case.narrow else [])
     with compiler_of(case), matmuls("fp32"):
         by_dtypes = [_ratios(case, options, seed, narrow) for options, narrow in asked]
     if model_parameters(case.config) > 2**30:
-        _alone.cache_clear()  # a model that takes all the memory there is, is next: plain steps are not kept beside it
+        _alone.cache_clear()  # the timed model may need all memory: results of plain steps are not kept meanwhile
     return {name: max(ratios[name] for ratios in by_dtypes) for name in by_dtypes[0]}
 
 
 def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: Narrow) -> dict[str, float]:
+    """As `gate`, for the strategy with these options; `narrow` is what the float32 steps of the budget round."""
     layers, context = min(case.config.num_layers, NUM_BLOCKS), min(case.context, CONTEXT)
     config = replace(
         case.config,
@@ -78,15 +82,17 @@ def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: N
 
 
 def _batches(config: ModelConfig, world_size: int, seed: int) -> Iterator[Batch]:
-    """The examples of every step, those of all ranks, rank by rank."""
+    """The global batch of each step; its sequences are in the order of the ranks."""
     return (Batch.draw(config, BATCH * world_size, str(device()), seed + step) for step in range(STEPS))
 
 
 def _of_rank(data: Batch, rank: int) -> tuple[Tensor, Tensor]:
+    """(tokens, targets) of a rank in a global batch."""
     return data.tokens.split(BATCH)[rank], data.targets.split(BATCH)[rank]
 
 
 def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object], seed: int) -> State:
+    """The parameters after STEPS steps under the strategy, by the names of our model."""
     rank = dist.get_rank()
     model = model_of(case, config, seed + rank)
     prepared = prepare(model, execution(case, options=options, precision="fp32"), torch.optim.SGD, **SGD)
@@ -106,7 +112,7 @@ def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object]
 def _alone(
     config: ModelConfig, world_size: int, seed: int, narrow: Narrow, dtype: torch.dtype, steps: int = STEPS
 ) -> State:
-    """The parameters after so many steps of one process, with what is narrow rounded."""
+    """The parameters after so many steps of one process in `dtype`, which rounds as `narrow` says."""
     module = Loss(build(config, str(device()), seed)).to(dtype)
     optimizer = torch.optim.SGD(module.parameters(), **SGD)
     for data in islice(_batches(config, world_size, seed), steps):
@@ -120,7 +126,10 @@ def _alone(
 
 
 def _rounded_backward(module: nn.Module, data: Batch, world_size: int, kind: str, dtype: torch.dtype) -> None:
-    """Gradients as ranks make and add them up one after another: of rounded parameters, or themselves rounded."""
+    """Sets gradients to the mean over ranks, computed rank by rank.
+
+    kind  "compute_dtype": parameters are rounded to `dtype`; "comm_dtype": each rank's gradients are
+    """
     named = dict(module.named_parameters())
     total: list[Tensor] = []
     for rank in range(world_size):
@@ -136,8 +145,8 @@ def _rounded_backward(module: nn.Module, data: Batch, world_size: int, kind: str
 
 
 Ask = Callable[..., Sequence[Any]]  # of `lmsys.bench.ranks.Ranks`
-_NUMBERS = count(2**31)  # numbers of trainings, beyond those that `lmsys check` uses
-_ASKED: set[Any] = set()  # right rows, with their options and ranks
+_NUMBERS = count(2**31)  # numbers of trainings, larger than those that `lmsys check` uses
+_ASKED: set[Any] = set()  # keys of right rows that have run the trials: (target, options, world size, backend)
 
 
 @ranks.on_part
@@ -147,9 +156,10 @@ def small_training(case: ParallelCase, trial: Trial, number: int) -> trained.Res
 
 
 def judge_by_trials(candidate: Candidate, ask_ranks: Ask, seed: int) -> None:
-    """Asks a right row what training has beyond the gate's model, once, and names the mistake of a wrong one.
+    """Runs the extreme trainings with a row that is right so far, once, and all trainings with one that is wrong.
 
-    Under torchrun nothing is asked: a rank that another one waits for there cannot be started again.
+    Changes the candidate: a wrong training makes it "wrong", and the name of a mistake goes into its reason. Under
+    torchrun nothing is run: a rank that hangs cannot be started again there.
     """
     case, right = candidate.case, candidate.outcome == "ok"
     key = case.entry.target, repr(_options(case)), case.world_size, case.backend
@@ -176,7 +186,7 @@ def judge_by_trials(candidate: Candidate, ask_ranks: Ask, seed: int) -> None:
 
 
 def _ask(case: ParallelCase, ask_ranks: Ask, trial: Trial) -> Sequence[trained.Result]:
-    """The results by rank; where ranks have ended without any, that they died."""
+    """The results by rank; if ranks ended without a result, one result that says that they died."""
     try:
         return ask_ranks(case, small_training, trial, next(_NUMBERS))
     except WorkerError as error:
@@ -184,5 +194,5 @@ def _ask(case: ParallelCase, ask_ranks: Ask, trial: Trial) -> Sequence[trained.R
 
 
 def _options(case: ParallelCase) -> dict[str, Any]:
-    """The case's options but for narrow dtypes, and but for a size of buckets that has to be measured."""
+    """The case's options without narrow dtypes, and without a size of buckets that has to be measured ("auto")."""
     return {name: value for name, value in case.options.items() if name not in NARROW and value != "auto"}

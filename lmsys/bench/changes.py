@@ -256,8 +256,10 @@ def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
         yield f"and {len(changed) - MOST_LINES} more, on the page"
     disturbed = sum(bool(change.disturbed) for change in changes)
     if disturbed:
-        several = f"{disturbed} cases were" if disturbed > 1 else "1 case was"
-        yield f"{several} measured while the machine was disturbed, and the verdict may come from that: measure again"
+        yield (
+            f"{disturbed} {'cases were' if disturbed > 1 else 'case was'} measured while the machine was disturbed, and"
+            " the verdict may come from that: measure again"
+        )
 
 
 def counts_of(changes: Iterable[Change]) -> dict[str, tuple[int, int]]:
