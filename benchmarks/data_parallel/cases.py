@@ -1,13 +1,14 @@
 """The cases of data parallelism: how the strategy of each is built, and how the weights of two rows are compared.
 
-`bench_data_parallel.py` and `bench_steps.py` use it; most of it needs no ranks.
+`bench_data_parallel.py` and `bench_steps.py` use it, and the modules of this folder; most of it needs no ranks.
 
-Two versions of a step, such as two strategies, take steps from the same weights on the same batches. Their weights must
-then have the same bits where both add the same numbers in the same order (`ParallelCase.same_bits`). Elsewhere each
-must agree with plain steps in float64 within a tolerance, as `benchmarks.data_parallel.passes` says. A pair whose bits
-are equal needs no tolerance, whatever was expected.
+Two rows, such as two strategies, take steps from the same weights on the same batches. If both add the same numbers in
+the same order (`ParallelCase.same_bits`), their weights must have the same bits. Else each row must agree with exact
+steps within the budget of `benchmarks.data_parallel.passes`. A pair whose bits are equal agrees, whatever was expected.
 
-The second half of the file turns findings about a row into fields of its record.
+The second half of the file, from `Inspection` on, turns what was measured of a row into fields of its record. A new
+field is declared in `bench_data_parallel.py` and computed here. A new option of strategies is an attribute of
+`ParallelCase`, a value in `options` and an axis.
 """
 
 import statistics
@@ -115,7 +116,7 @@ class StepsCase(ParallelCase):
 
     @property
     def why_not_runtime(self) -> str | None:
-        """None, or why the model cannot be computed so here, or lacks its packages. ValueError as of any model."""
+        """The reason why the model cannot be computed so here, such as a package that is not installed, or None."""
         if (reason := super().why_not_runtime) is not None or self.whole_model is None:
             return reason
         if self.precision in AUTOCAST and self.residual == "wide":
@@ -124,7 +125,7 @@ class StepsCase(ParallelCase):
 
     @property
     def axes(self) -> Record:
-        defaults = "asked_bucket_mb", "comm_dtype", "sharded_optimizer"  # always
+        defaults = "asked_bucket_mb", "comm_dtype", "sharded_optimizer"  # axes that these cases do not vary
         return {name: value for name, value in super().axes.items() if name not in defaults}
 
 
@@ -146,8 +147,8 @@ BITS, TOLERANCE, WRONG, UNKNOWN = "bits", "tolerance", "wrong", "unknown"
 class Steps:
     """Results of the timed steps of one row.
 
-    bits    sha256 of those rows of the weights that are judged
-    ratios  errors against float64 over their budgets, by parameter; None if plain steps do not fit in memory
+    bits    sha256 of the kept slices of the weights (`passes.keep`)
+    ratios  {parameter: its error over its budget} (`passes.judge_pass`); None if plain steps do not fit in memory
     """
 
     case: ParallelCase
@@ -190,13 +191,15 @@ def pairs(versions: Iterable[Steps]) -> list[Pair]:
 
 @dataclass
 class Inspection:
-    """Findings about a row on this rank.
+    """Measurements of a row on one rank, before its timed passes (`rank.inspect`).
 
-    memory       bytes by field of the record
-    step_s       seconds of a step
-    bucket_mb    MiB of a bucket, None for a strategy without buckets, as num_buckets
-    finite       the loss is finite after a few steps
-    network      (latency in s, bandwidth in bytes/s) of an all-reduce of the ranks, None for one rank
+    memory         {field of the record: bytes}
+    communication  when a step communicates, and when it computes meanwhile
+    step_s         seconds of a step
+    bucket_mb      MiB of a bucket; None for a strategy without buckets
+    num_buckets    how many buckets there are; None for a strategy without buckets
+    finite         True if the loss is finite after a few steps
+    network        (latency in s, bandwidth in bytes/s) of an all-reduce of the ranks; None for one rank
     """
 
     memory: dict[str, int]
@@ -210,13 +213,13 @@ class Inspection:
 
 @dataclass
 class Row:
-    """Findings about a case after checks and tuning; `Candidate.state` holds it.
+    """Measurements of a case after checks and tuning; `Candidate.state` is this.
 
-    case    with the bucket size that was the fastest, if the strategy tunes it
-    seen    what was inspected, by rank
-    passes  by pass: seconds of each step, on the slowest rank
+    case    the case, with the bucket size that was the fastest, if the strategy tunes it
+    seen    an `Inspection` for each rank
+    passes  for each pass the seconds of each step, on the slowest rank
     alone   seconds of each step without synchronization, of all passes
-    bits    by pass number: sha256 of the judged rows of the weights after its steps
+    bits    {number of a pass: sha256 of the kept slices of the weights after its steps}
     """
 
     case: ParallelCase
@@ -240,7 +243,7 @@ class Row:
 
 
 def why_not(case: ParallelCase) -> str | None:
-    """None, or why a case cannot run here."""
+    """The reason why a case cannot run here, or None."""
     fused = case.compile == "fused"
     try:
         reason = case.why_not_runtime

@@ -1,6 +1,7 @@
 """One rank of a data-parallel training, ready to be timed, inspected and compared. Runs on the ranks.
 
-`bench_data_parallel.py` asks the ranks for `inspect` and `take_pass`; `bench_steps.py` subclasses `Rig`.
+`bench_data_parallel.py` asks the ranks for `inspect` (an `Inspection`) and `take_pass` (a `Taken`); `bench_steps.py`
+subclasses `Rig`. A new measurement is an attribute of one of these two results, set in the function that returns it.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,11 +29,11 @@ _COMPILED: list[str] = []  # the group of cases whose graphs this rank holds
 
 @contextmanager
 def compiler_of(case: cases.ParallelCase) -> Iterator[None]:
-    """Within, the case's model may be compiled. What is compiled is kept for other rows and passes of the case's group.
+    """A context in which the case's model may be compiled.
 
-    Memory that is left from before is released first, and so are graphs of another group. Rows of a group have the same
-    blocks. `optimize_ddp` is off: torch would cut the graphs of blocks that are compiled inside of a DDP by its
-    buckets, but not those that another row has compiled.
+    Compiled graphs stay for other rows and passes of the case's group, whose models have the same blocks. Memory of
+    earlier calls is released first, and so are graphs of another group. `optimize_ddp` is off: torch would cut the
+    graphs of blocks that are compiled inside of a DDP by its buckets, but not those that another row has compiled.
     """
     release()
     if case.group not in _COMPILED:
@@ -46,7 +47,10 @@ def compiler_of(case: cases.ParallelCase) -> Iterator[None]:
 
 
 def blocks_of(case: cases.ParallelCase, num_layers: int) -> int | str:
-    """The case's levels of checkpointing for a model of so many blocks; FIT becomes levels that fit on every rank."""
+    """The case's setting `checkpoint_blocks` for a model of `num_layers` blocks.
+
+    FIT becomes the levels of checkpointing with which the model fits into the memory of every rank.
+    """
     setting = case.runtime.get("checkpoint_blocks", 0)
     if setting == FIT:
         setting = prepare.fitted(
@@ -67,7 +71,10 @@ def model_of(case: cases.ParallelCase, config: ModelConfig, seed: int) -> Any:
 
 
 def execution(case: cases.ParallelCase, **changes: Any) -> prepare.Execution:
-    """How the case runs its model, on the ranks that it takes."""
+    """The strategy, options and precision by which the case runs its model, on the case's ranks.
+
+    changes  attributes of `Execution` that differ
+    """
     return replace(
         prepare.Execution(case.entry, case.options, case.precision, case.blocks, graph=case.replayed),
         sharded_optimizer=case.sharded_optimizer,
@@ -98,7 +105,7 @@ class Rig:
         return self.prepared.loss(self.data.tokens, self.data.targets)
 
     def warm(self) -> None:
-        """Takes the untimed steps, after which everything is planned, compiled and recorded."""
+        """Takes the untimed steps, after which buckets are planned, blocks compiled and a CUDA graph recorded."""
         if self.case.replayed:
             self.gradients = self.prepared.gradients(graph=True)
         for _ in range(passes.WARM_STEPS[group.device().type]):
@@ -123,16 +130,15 @@ class Rig:
         self.optimizer.zero_grad(set_to_none=True)
 
     def finish(self) -> None:
-        """Waits for communication that a step leaves under way, such as ZeRO-1's gather; a CUDA graph leaves none."""
+        """Waits for communication that goes on after a step, such as ZeRO-1's gather; after a CUDA graph none does."""
         if not isinstance(self.gradients, gradients.GraphedGradients) and hasattr(self.strategy.wrapper, "wait"):
             self.strategy.wrapper.wait()
 
     @property
     def can_stay_local(self) -> bool:
-        """True where a step without synchronization is the same computation.
+        """True if a step without synchronization differs only by that from a step.
 
-        It is another one where ranks hold or step only parts of the model, and where it would need a CUDA graph of its
-        own.
+        It differs by more if ranks have or step only parts of the model, or if it needs a CUDA graph of its own.
         """
         is_whole = not self.case.traits.zero_stage and not self.case.sharded_optimizer
         return self.strategy.can_stay_local and is_whole and not self.case.replayed
@@ -150,7 +156,7 @@ class Rig:
         return memory.breakdown(self.strategy.wrapper, getattr(self.optimizer, "optim", self.optimizer))
 
     def times(self, step: Callable[[], Any], count: int) -> list[float]:
-        """Seconds of each of so many steps, each on the next batch."""
+        """Seconds of each of `count` calls of `step`, each on the next batch."""
         call, ranks = Step(lambda _: step(), redraw=self.batches.advance), subgroup(self.case.world_size)
         return times(call, range(count), ranks, finish=self.finish)[0]
 
@@ -231,9 +237,9 @@ class Taken:
     """Results of a pass on this rank.
 
     samples  seconds of each step
-    alone    seconds of each step without synchronization
-    model    fingerprint of the weights: ranks that have one model have the same
-    late_s   seconds until the weights were there, when they were asked for after the steps
+    alone    seconds of each step without synchronization; [] where there are none
+    model    fingerprint of the weights: it is equal on ranks that have one model
+    late_s   seconds that reading the weights took after the steps: a strategy may not put off its work until then
     bits     sha256 of the kept slices of the weights
     """
 

@@ -51,8 +51,10 @@ OWNERS = (  # of other modules and classes, these
     torch.nn.functional,
     torch.profiler,
 )
+# Names that are not remembered, and may change.
 IGNORED = {"__dict__", "__weakref__", "__builtins__", "__cached__", "displayhook", "excepthook", "manual_seed"}
 COMPILED = "__compiled_fn_", "__resume_at_"  # names that torch.compile adds to modules that it compiles, and removes
+# The types of values that are remembered.
 KINDS: Any = types.FunctionType | types.BuiltinFunctionType | type | property | staticmethod | classmethod
 
 
@@ -92,15 +94,18 @@ class Guard:
 
 
 def _modules() -> list[types.ModuleType]:
+    """The imported modules of PACKAGES."""
     return [module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES]
 
 
 def _classes(ours: list[types.ModuleType]) -> list[Any]:
+    """The classes in these modules that PACKAGES define."""
     classes = [value for module in ours for value in vars(module).values() if isinstance(value, type)]
     return [cls for cls in dict.fromkeys(classes) if cls.__module__.partition(".")[0] in PACKAGES]
 
 
 def _names(owner: Any) -> dict[str, Any]:
+    """{name: function or class} of a module or class."""
     return {
         name: value
         for name, value in vars(owner).items()
@@ -114,14 +119,14 @@ def _function(value: Any) -> types.FunctionType | None:
     return value if isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] in PACKAGES else None
 
 
-OUTPUTS = {1: "stdout", 2: "stderr"}
+OUTPUTS = {1: "stdout", 2: "stderr"}  # {file number: name in sys}
 PLAIN = bool | int | str | torch.dtype | torch.device  # values that a message can show
 # Variables that compilers and profilers add for themselves begin so.
 OF_COMPILERS = ("TORCH", "_TORCH", "TRITON_CACHE_", "CUDA_MODULE_LOADING", "KINETO_")
 
 
 class Changed(RuntimeError):
-    """A row has left something changed."""
+    """Raised when a row has changed the process's state; the message names what it changed."""
 
     failure = property(lambda self: ("error", str(self)))
 
@@ -225,7 +230,10 @@ PARTS = (
 
 
 class State:
-    """The process's state when this is made: PARTS, environment variables, and stdout and stderr. Must be closed."""
+    """The process's state when this is made: PARTS, environment variables, and stdout and stderr.
+
+    The owner calls `close`, which closes the copies of the files of stdout and stderr.
+    """
 
     def __init__(self) -> None:
         self._parts = {part: _read(part) for part in PARTS}
@@ -282,6 +290,7 @@ class State:
 
 
 def _read(part: Part) -> Any:
+    """The value of the part; as text the error if it cannot be read."""
     try:
         return part.get()
     except Exception as error:  # torch refuses to say some settings after others were made
@@ -294,6 +303,7 @@ def _raw_variables() -> dict[Any, Any]:
 
 
 def _file(number: int) -> tuple[int, int] | None:
+    """(device, inode) of the file that is open under this number; None if none is."""
     try:
         status = os.fstat(number)
     except OSError:

@@ -1,7 +1,8 @@
 """The ranks of a run: processes that benchmarks of collectives and data parallelism measure on.
 
 They are started when first needed, and again after one has failed; under torchrun they are those that it has started. A
-benchmark calls `Ranks.ask` with a function made by `on_part`, which then runs on each rank of a case.
+benchmark calls `Ranks.ask` with a function that `on_part` decorates. The function runs on each rank of a case, and
+`ask` returns the results by rank. New work for ranks is such a function, in the benchmark's own folder.
 """
 
 import gc
@@ -24,9 +25,9 @@ from lmsys.watchdog import under_torchrun
 
 P = ParamSpec("P")
 T = TypeVar("T")
-TIMEOUT_S = 420.0
-PARENT = "LMSYS_PARENT"  # environment variable of ranks: the process that all of this run's come from
-_SUBGROUPS: dict[int, Any] = {}  # on a rank: its group, by world size
+TIMEOUT_S = 420.0  # seconds after which ranks that do not answer are ended
+PARENT = "LMSYS_PARENT"  # environment variable of ranks: id of the process that all processes of this run descend from
+_SUBGROUPS: dict[int, Any] = {}  # on a rank: {world size: group of the first ranks}
 _ENTROPY = random.SystemRandom()
 
 
@@ -47,7 +48,7 @@ def backend_of(device: str) -> str:
 
 
 def num_nodes() -> int:
-    """The machines that the ranks stand on."""
+    """How many machines the ranks run on."""
     group = joined()
     return group.num_nodes if group is not None else 1
 
@@ -128,7 +129,7 @@ class Ranks:
 
 
 def subgroup(world_size: int) -> Any:
-    """On a rank: the group of the first `world_size` ranks. Asked of all of them."""
+    """On a rank: the process group of the first `world_size` ranks. All ranks must call it."""
     if world_size == dist.get_world_size():
         return dist.group.WORLD
     if world_size not in _SUBGROUPS:
@@ -137,15 +138,15 @@ def subgroup(world_size: int) -> Any:
 
 
 def takes_part(world_size: int) -> bool:
-    """True on the first `world_size` ranks; asked of every rank, since all make a group."""
+    """True on the first `world_size` ranks. All ranks must call it, since all make a group together."""
     subgroup(world_size)
     return dist.get_rank() < world_size
 
 
 def on_part(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T | None]:
-    """Decorates a function of a case for ranks: it runs on the first `case.world_size`, and gives None on the others.
+    """Decorates a function of a case: it runs on the first `case.world_size` ranks, and returns None on the others.
 
-    RuntimeError if a row has replaced a function that judges it, Changed if it has left the process changed.
+    RuntimeError if a row has replaced a function that judges it, Changed if it has changed the process's state.
     """
 
     @wraps(function)
@@ -154,10 +155,10 @@ def on_part(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[
         try:
             result = function(case, *args, **kwargs) if takes_part(case.world_size) else None
         finally:
-            left = state.mend()
+            changes = state.mend()
             state.close()
-        if left:
-            raise Changed(left)
+        if changes:
+            raise Changed(changes)
         if names := guard.mend():
             raise RuntimeError(f"a row replaced {', '.join(names)}, by which it is judged")
         return result
@@ -174,11 +175,12 @@ def times(
     lead_s: float = 0.0,
     finish: Callable[[], Any] = nothing,
 ) -> tuple[list[float], dict[int, Any]]:
-    """Times a step on a rank, once for each draw: (seconds of each call, by its number what the step kept of a call).
+    """Times a step on a rank: (seconds of each call, {number of a call: what the step kept of it}).
 
-    keys    by a call's number, the key of what is kept of it; of other calls nothing is kept
-    lead_s  so long a GPU idles before the first call, while the host launches ahead
-    finish  waits for work that the last call may leave under way; work that still goes on then is a ClockError
+    draws   a seed for the inputs of each call
+    keys    {number of a call: key of the parts of its result that are kept}; of other calls nothing is kept
+    lead_s  seconds for which a GPU idles before the first call, while the host launches ahead
+    finish  waits for work of the last call that may still go on; work that goes on after it is a ClockError
 
     Drawing inputs before a call and keeping results after it are not timed. On a CPU, ranks begin each call together;
     on a GPU they do if `lead_s` is given, and else calls follow one another as in a training.
@@ -229,6 +231,6 @@ def slowest(samples: Iterable[Sequence[float]]) -> list[float]:
 
 
 def release() -> None:
-    """Frees memory that earlier calls have left on a rank, and exempts what stays from garbage collection."""
+    """Frees memory of earlier calls on a rank, and exempts all objects that stay from garbage collection."""
     compare.release_memory()
     gc.freeze()
