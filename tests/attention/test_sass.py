@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="pip install triton==3.6.0 to compile the kernels")
 
 from lmsys.kernels.tritons import version  # noqa: E402
+from tests.support import sass_gluon  # noqa: E402
 from tests.support.processes import ROOT, compiling  # noqa: E402
 from tests.support.sass import DECODING, KERNELS, MASKS, PRODUCTS, SHARED, TMA, Selection, row, why_not  # noqa: E402
 
@@ -39,6 +40,14 @@ def test_words_choose_kernels_and_a_word_that_chooses_none_is_refused() -> None:
     for word in ("casual", "ones", "sm_70", "float64"):
         with pytest.raises(ValueError, match=f"'{word}' is no head dimension; any other word must be one of sm_80, "):
             Selection.of(["causal", word])
+
+
+def test_words_choose_kernels_for_hopper_or_are_refused() -> None:
+    assert sass_gluon.chosen([]) == (["bfloat16"], False, [64, 128])
+    assert sass_gluon.chosen(["128", "every", "float16"]) == (["float16"], True, [128])
+    for word in ("evry", "96", "float32"):
+        with pytest.raises(ValueError, match=f"'{word}' must be one of bfloat16, float16, every, 64, 128"):
+            sass_gluon.chosen(["64", word])
 
 
 @cache

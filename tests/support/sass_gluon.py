@@ -1,10 +1,14 @@
 """Compiles the kernels of `flash_gluon` for sm_90a, with or without a GPU, and counts instructions of their binaries.
 
 `python -m tests.support.sass_gluon` prints one JSON line for each kernel; with `every` for each kernel that any plan
-launches; with 64 or 128 only for that head dimension. Tests compare the counts with what is expected.
-Beside the counts of `tests.support.sass` there are reductions by TMA (UTMAREDG) and from registers (REDG), stores of 16
-bytes (STG), bulk stores (UTMASTG), barriers, fences that reach other CTAs, and counts of faults of the compiler:
-`hazards`, `reused` and `restarts`. It must run without TRITON_INTERPRET.
+launches; with 64 or 128 only for that head dimension; with `float16` for that dtype, else for bfloat16. Tests compare
+the counts with what is expected. Besides the counts of `tests.support.sass` there are reductions by TMA (UTMAREDG) and
+from registers (REDG), stores of 16 bytes (STG), bulk stores (UTMASTG), barriers, fences that reach other CTAs, and
+counts of faults of the compiler: `hazards`, `reused` and `restarts`. It must run without TRITON_INTERPRET.
+
+`forward` and `backward` compile kernels with the arguments that `lmsys.attention.flash_gluon.launch` launches them
+with. When a kernel has a new argument, edit the signature there, or BOUNDS and POINTERS. A new count is an entry of
+MNEMONICS; its key is the key of the JSON line.
 """
 
 import json
@@ -34,8 +38,10 @@ from lmsys.attention.flash_gluon.plans import (
 )
 from lmsys.attention.flash_gluon.preprocess import postprocess_kernel, preprocess_kernel
 from lmsys.kernels.launch import FUSED
+from lmsys.values import choice
 from tests.support.sass import TRITON_NAMES, resources
 
+# {argument: type} of the pointers that are not to float32; BOUNDS are those of a pattern.
 BOUNDS = {"first_ptr": "*i32", "end_ptr": "*i32", "query_end_ptr": "*i32"}
 POINTERS = {"dq_semaphore": "*i32", "counter": "*i32", "parameters": "*i64"}
 ADDS = {"UTMAREDG": "UTMAREDG", "REDG": r"REDG\.E\.ADD\.F32x4", "STG": r"STG\.E\.128"}
@@ -44,10 +50,17 @@ MNEMONICS |= {"ACQBULK": "ACQBULK", "PREEXIT": "PREEXIT"}  # griddepcontrol.wait
 
 
 def descriptor(block: list[int], dtype: torch.dtype) -> str:
+    """The type of a TMA descriptor whose tiles have the shape `block`."""
     return f"tensordesc<{TRITON_NAMES[dtype]}[{', '.join(map(str, block))}],{layout(block, dtype)!r}>"
 
 
 def compile_kernel(function: Any, signature: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
+    """The kernel compiled for sm_90a.
+
+    signature  {argument: type}; any other is a pointer to float32, a float32 or an int32, as its name says
+    constants  {argument: value}
+    options    of the compiler, such as maxnreg
+    """
     types = {}
     for name in function.arg_names:
         plain = "fp32" if name.endswith("scale") else "*fp32" if name.endswith("_ptr") else "i32"
@@ -60,6 +73,7 @@ def compile_kernel(function: Any, signature: dict[str, str], constants: dict[str
 def forward(
     dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan, bounded: bool = False
 ) -> Any:
+    """The forward kernel; `ragged`: keys are no multiple of a tile; `bounded`: under a pattern."""
     q, k = (descriptor([1, 1, rows, head_dim], dtype) for rows in (ROWS, plan.tile_k))
     options = forward_options(head_dim, causal, ragged, plan, bounded)
     constants = {name: options.pop(name) for name in list(options) if name in forward_kernel.arg_names}
@@ -71,6 +85,7 @@ def backward(
     dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan: BackwardPlan,
     deterministic: bool = False, grouped: bool = False, bounded: bool = False, down: bool = False,
 ) -> Any:  # fmt: skip
+    """The backward kernel; `grouped`: query heads share a key head; others as in `forward` and `backward_options`."""
     queries = BLOCK_Q[head_dim]
     q, k, out = (descriptor([1, 1, rows, head_dim], dtype) for rows in (queries, TILE_K, 64))
     row = descriptor([queries], torch.float32)
@@ -83,6 +98,7 @@ def backward(
 
 
 def pre_and_postprocess(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Any]]:
+    """Yields (name, kernel) of the two small kernels that run before and after a backward."""
     half = "*" + TRITON_NAMES[dtype]
     constants = {"ROWS": 4096 // head_dim, "D": head_dim, "BOUNDED": False}
     yield "preprocess", compile_kernel(preprocess_kernel, dict.fromkeys(("o_ptr", "do_ptr"), half), constants)
@@ -90,6 +106,7 @@ def pre_and_postprocess(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str
 
 
 def read(kernel: Any) -> dict[str, int]:
+    """{key of a JSON line: count} of a compiled kernel."""
     sass = disassembled(kernel)
     counts = resources(kernel, sass) | count(MNEMONICS, sass)
     read_from = {
@@ -210,10 +227,17 @@ def main(dtypes: list[str], every: bool, head_dims: list[int]) -> None:
 
 
 def _some(plans: dict[Any, None], every: bool) -> list[Any]:
+    """All plans, or the last one, which is that for the longest sequences."""
     return list(plans) if every else list(plans)[-1:]
 
 
+def chosen(words: list[str]) -> tuple[list[str], bool, list[int]]:
+    """The arguments of `main` that words choose. ValueError for a word that chooses nothing."""
+    for word in words:
+        choice(word, ["bfloat16", "float16", "every", "64", "128"], f"{word!r} ")
+    dtypes = [word for word in words if word.endswith("float16")]
+    return dtypes or ["bfloat16"], "every" in words, [int(word) for word in words if word.isdigit()] or [64, 128]
+
+
 if __name__ == "__main__":
-    asked = sys.argv[1:]
-    dtypes = [name for name in asked if name.endswith(("float16", "float32"))]
-    main(dtypes or ["bfloat16"], "every" in asked, [int(name) for name in asked if name.isdigit()] or [64, 128])
+    main(*chosen(sys.argv[1:]))
