@@ -1,4 +1,8 @@
-"""The context of each step of the pipeline: settings, this rank, and the text and the tokenizer that settings name."""
+"""The context of each step of `lmsys train`: settings, this rank, and the text and the tokenizer that settings name.
+
+`pipeline.run` makes a `RunContext` on each rank and hands it to every step. The steps are functions in `pipeline.py`. A
+property or method that several steps need is added here.
+"""
 
 import os
 import sys
@@ -16,12 +20,12 @@ from lmsys.tokenizer import Tokenizer
 from lmsys.training import corpora, prepare
 from lmsys.training.config import RunConfig
 
-DOWNLOAD_LINES_S = 5.0  # between lines on a download
+DOWNLOAD_LINES_S = 5.0  # seconds between two lines on the progress of a download
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """The settings and the rank of a step of the pipeline, and where it reads and writes."""
+    """The settings of a run and this process's rank among `world_size`, with what steps derive from them."""
 
     config: RunConfig
     rank: int
@@ -33,14 +37,17 @@ class RunContext:
 
     @property
     def processes(self) -> int:
-        """How many processes this rank may tokenize in."""
+        """The number of processes that this rank may tokenize in.
+
+        It is data.processes, or, if that is not set, this machine's cores divided among its ranks.
+        """
         return self.config.data.processes or max(
             1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         )
 
     @property
     def device(self) -> torch.device:
-        """This rank's device. ValueError for a setting that names none of this machine."""
+        """This rank's device. ValueError where train.device names a device that this machine lacks."""
         if torch.distributed.is_initialized():
             return group.device()
         name = self.config.train.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,7 +57,11 @@ class RunContext:
 
     @property
     def autocast(self) -> Callable[[], torch.autocast]:
-        """Makes the context of a forward, as in training: an attention row may take no other dtype."""
+        """A function that makes the autocast context of a forward in the run's precision.
+
+        Steps outside training (samples, evaluation) run the forward under training's autocast too: the attention row
+        may not support the dtype without it.
+        """
         return partial(prepare.autocast, self.config.train.precision, self.device.type)
 
     def say(self, text: str) -> None:
@@ -77,11 +88,15 @@ class RunContext:
         return corpora.corpus_of(self.config.data, tell)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that data.tokenizer names, or the run's own. ValueError where it is missing or too large."""
+        """The tokenizer in the folder data.tokenizer, or the run's own.
+
+        ValueError where it is missing, or has more tokens than the model (model.vocab_size).
+        """
         folder = Path(self.config.data.tokenizer or self.config.folder / "tokenizer")
         values.hold(
             (folder.is_dir(), f"{folder}: there is no tokenizer; make one by the step `tokenizer`, without --skip-data")
         )
+        # The run's own tokenizer was made with the token that ends a document; a given one may lack it.
         tokenizer = Tokenizer.load(folder, [corpora.END_OF_TEXT] if self.config.data.tokenizer else [])
         size, most = tokenizer.vocab_size, self.config.model.vocab_size
         values.hold((size <= most, f"{folder}: has {size:,} tokens, more than model.vocab_size={most:,}"))
