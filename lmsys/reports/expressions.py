@@ -1,9 +1,10 @@
-"""Expressions over the fields of a case, such as "held_bytes + peak_bytes", which layouts hold as texts.
+"""Expressions over the fields of a case, such as "held_bytes + peak_bytes".
 
-`value_of` evaluates one for a case; steps of layouts and `contest.Question` call it. A name stands for a field's value,
-None where the case has none. An expression may have numbers and texts, f-strings, arithmetic, comparisons, `and`,
-`or`, `not`, `a if b else c`, `field["key"]`, and calls of FUNCTIONS. All else is refused, since anybody may write a
-result file. Add a function to FUNCTIONS, an operator to OPERATORS.
+They stand as texts in layouts: a layout is plain data in a result file that says how the report draws the file's cases
+(`lmsys.reports.layout`). `value_of` evaluates an expression for a case. A name stands for a field's value, None where
+the case has none. An expression may have numbers, texts, f-strings, tuples, arithmetic, `and`, `or`, `not`,
+`a if b else c`, `field["key"]`, calls of FUNCTIONS, and comparisons of two values: `a < b < c` is refused. All else is
+refused too, since anybody may write a result file. Add a function to FUNCTIONS, an operator to OPERATORS.
 """
 
 import ast
@@ -17,7 +18,8 @@ from lmsys.reports import load, words
 from lmsys.values import hold, shortly
 
 MOST_CHARACTERS = 1000
-FORMAT = r"[+,]{0,2}(\.\d)?[feg%]?"  # of numbers; a wider one, such as {x:999999999}, could fill the memory
+# Formats of numbers in f-strings, with at most nine decimals: {x:999999999} or {x:.999999999} could fill the memory.
+FORMAT = r"[+,]{0,2}(\.\d)?[feg%]?"
 
 
 def product(a: Any, b: Any) -> Any:
@@ -27,15 +29,17 @@ def product(a: Any, b: Any) -> Any:
     raise TypeError("only numbers are multiplied")
 
 
+# Functions are pure, cheap and small in what they return: a result file chooses their arguments.
 FUNCTIONS: dict[str, Any] = {
     "abs": abs,
-    "ended": words.OUTCOMES.get,
+    "ended": words.OUTCOMES.get,  # the word for an outcome without a time, such as "OOM"; None for "ok"
     "int": int,
     "joined": lambda *parts: ", ".join(filter(None, parts)),
     "number": words.number,
     "ends": str.endswith,
     "without": str.removesuffix,
 }
+# There is no `**`, `<<` or `%`: a short expression could make a huge number, or by "%999999999d" a huge text.
 OPERATORS: dict[type, Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -58,9 +62,9 @@ OPERATORS: dict[type, Any] = {
 
 
 def value_of(text: str, case: Mapping[str, Any]) -> Any:
-    """The expression's value for a case; TypeError, KeyError or ZeroDivisionError where the case lacks what it needs.
+    """The expression's value for a case. InputError for a text that is no such expression.
 
-    InputError for a text that is no such expression.
+    TypeError, ValueError, KeyError, IndexError or ArithmeticError where it cannot be computed of the case's values.
     """
     return _value(_parsed(text), case)
 
@@ -87,19 +91,19 @@ def _value(node: ast.expr, case: Mapping[str, Any]) -> Any:
             return value
         case ast.Name(id=name):
             return case.get(name)
-        case ast.Tuple(elts=parts):
-            return tuple(_value(part, case) for part in parts)
+        case ast.Tuple(elts=elements):
+            return tuple(_value(element, case) for element in elements)
         case ast.UnaryOp(op=sign, operand=operand) if type(sign) in OPERATORS:
             return OPERATORS[type(sign)](_value(operand, case))
-        case ast.BinOp(left=left, op=sign, right=right) | ast.Compare(left=left, ops=[sign], comparators=[right]) if (
-            type(sign) in OPERATORS
-        ):
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATORS:
+            return OPERATORS[type(sign)](_value(left, case), _value(right, case))
+        case ast.Compare(left=left, ops=[sign], comparators=[right]) if type(sign) in OPERATORS:
             return OPERATORS[type(sign)](_value(left, case), _value(right, case))
         case ast.BoolOp(op=sign, values=[first, *others]):
             value = _value(first, case)
-            for part in others:
+            for other in others:  # `and` goes on from a true value, `or` from a false one
                 if bool(value) == isinstance(sign, ast.And):
-                    value = _value(part, case)
+                    value = _value(other, case)
             return value
         case ast.IfExp(test=test, body=body, orelse=orelse):
             return _value(body if _value(test, case) else orelse, case)
