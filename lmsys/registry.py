@@ -1,8 +1,10 @@
 """Tables of named implementations: the one extension mechanism. Imports no torch.
 
-A `Table` has rows, each an `Entry` with `Traits`: attention rows and strategies are such tables, and so are the rows of
-benchmarks. A row's code is named, not imported, so a machine that lacks a row's packages still lists and runs the
-others. Users add rows by "path.py:function" on the command line or by entry points of a package.
+A `Table` has rows, each an `Entry` with `Traits`. The tables are `lmsys.attention.table.ATTENTION`,
+`lmsys.parallel.STRATEGIES`, and those of benchmarks, such as LOSSES in benchmarks/bench_loss.py: add a row there. Users
+add rows by "path.py:function" on the command line or by entry points of a package. A trait that every table has is a
+field of `Traits` here; one of attention rows or of strategies is a field in `lmsys.traits`. A row's code is named, not
+imported, so a machine that lacks a row's packages still lists and runs the others.
 """
 
 import difflib
@@ -32,8 +34,9 @@ ALIKE = 0.85  # difflib's ratio above which an attribute counts as a misspelt tr
 def load_target(target: str) -> Any:
     """The object that `module:attr` or `path.py:attr` names; for an autograd Function's `apply` the Function itself.
 
-    Raises ValueError when the text is malformed or a file does not define the attribute, and whatever
-    the module itself raises on import (ImportError when a package is missing).
+    A user's file may export `attention = Attention.apply`, as Triton's tutorial does; the traits and the `forward` that
+    callers look at are attributes of the class. Raises ValueError when the text is malformed or a file does not define
+    the attribute, and whatever the module itself raises on import (ImportError when a package is missing).
     """
     module_name, separator, attribute = target.rpartition(":")
     if not separator or not module_name or not attribute:
@@ -45,7 +48,8 @@ def load_target(target: str) -> Any:
     if not hasattr(module, attribute):
         raise ValueError(f"{target=}: {module_name} defines no {attribute!r}")
     value = getattr(module, attribute)
-    return value.__self__ if isinstance(value, types.MethodType) and value.__name__ == "apply" else value
+    is_apply = isinstance(value, types.MethodType) and value.__name__ == "apply" and isinstance(value.__self__, type)
+    return value.__self__ if is_apply else value
 
 
 @cache
@@ -62,9 +66,12 @@ def _load_file(path: str) -> Any:
 
 
 def _imported(file: Path) -> Any:
-    """The module of a file. A file in a package is imported as a part of it, so that relative imports work."""
+    """The module of a file. A file in a package is imported as a part of it, so that relative imports work.
+
+    An imported package of the same name may be another one: the file is then loaded alone, like a file in no package.
+    """
     sys.path += [str(folder) for folder in folders_of(file) if str(folder) not in sys.path]
-    packages = [folder.name for folder in itertools.takewhile(_is_package, file.parents)]
+    packages = [folder.name for folder in itertools.takewhile(_is_package, file.parents)]  # the innermost first
     if packages and packages[-1] not in sys.modules:
         return importlib.import_module(".".join([*packages[::-1], file.stem]))
     spec = importlib.util.spec_from_file_location(f"lmsys_user_{file.stem}_{abs(hash(file))}", file)
@@ -135,8 +142,8 @@ class Traits:
         return row.traits if isinstance(row.traits, cls) else _traits_of(cls, row)  # type: ignore[arg-type]
 
     @classmethod
-    def stated(cls, row: str, values: Mapping[str, Any]) -> Self:
-        """Traits with the `values` that a table states of the row of this name, and defaults. ValueError as `of`."""
+    def checked(cls, row: str, values: Mapping[str, Any]) -> Self:
+        """Traits with these values by name, else defaults, for the row of this name. ValueError as `of`."""
         types = get_type_hints(cls)
         for name, value in values.items():
             kind = types[choice(name, types, f"row {row!r}: trait {name!r} ")]
@@ -155,19 +162,23 @@ class Traits:
 
 
 @cache
-def _traits_of(table: type[Traits], row: "Entry") -> Any:
-    """The traits of a row whose table states only some of them, or none."""
+def _traits_of(traits_class: type[Traits], row: "Entry") -> Any:
+    """The traits of a row whose table holds no instance of this class for it.
+
+    The table holds some traits by name, and attributes state others; or it holds an instance of another class, such as
+    plain `Traits`, which states all that differ from the defaults: then attributes are not asked.
+    """
     attributes: dict[str, Any] = {}
     if not isinstance(row.traits, Traits):
         with suppress(ImportError):  # a row that cannot run here has defaults
-            attributes = _attributes(row, asdict(table()))
-    return table.stated(row.name, {**attributes, **row.stated})
+            attributes = _attributes(row, asdict(traits_class()))
+    return traits_class.checked(row.name, {**attributes, **row.stated})
 
 
 def _attributes(row: "Entry", defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes of a row's function or class that are traits, and those that look like misspelt ones, by name.
 
-    The latter have a name much like a trait's and a value of its type; `Traits.stated` refuses them.
+    The latter have a name much like a trait's and a value of its type; `Traits.checked` refuses them.
     """
     implementation = row.load()
     attributes = {name: getattr(implementation, name) for name in defaults if hasattr(implementation, name)}
@@ -189,8 +200,9 @@ class Entry:
     supports  `module:attr` of a function `case -> None | reason why not`; empty: every case
     extra     the extra of lmsys that installs the packages that the row needs
     install   what pip installs for it, where no extra does
-    traits    an instance of the table's `Traits`, which states all of them; or some by name, while attributes of its
-              function or class state others, as for a row from a user's file. Read them by `Traits.of`
+    traits    an instance of the table's class of traits: it states all of them. Or a mapping by name: it states some,
+              and attributes of the row's function or class may state others; it is empty for a user's file. Read
+              traits by `Traits.of`, which knows both
     """
 
     name: str
@@ -200,11 +212,11 @@ class Entry:
     supports: str = ""
     extra: str = ""
     install: str = ""
-    traits: Traits | Mapping[str, Any] = field(default_factory=dict, hash=False)
+    traits: Traits | Mapping[str, Any] = field(default_factory=dict, hash=False)  # a mapping cannot be hashed
 
     @property
     def stated(self) -> Mapping[str, Any]:
-        """The traits that its table states, by name, without those of an instance that are at their defaults."""
+        """The traits that its table states, by name; of an instance those that differ from the defaults."""
         return self.traits.changed if isinstance(self.traits, Traits) else self.traits
 
     def to_json(self) -> dict[str, Any]:
@@ -253,26 +265,22 @@ class Table(Mapping[str, Entry]):
         traits: type[Traits] = Traits,
     ):
         self.kind, self.group, self.auto, self.traits = kind, group, auto, traits
-        self._stated = {entry.name: entry for entry in entries}
-        for entry in self._stated.values():
-            traits.stated(entry.name, entry.stated)
-        self._all: dict[str, Entry] | None = None
+        self._own_rows = {entry.name: entry for entry in entries}
+        for entry in self._own_rows.values():
+            traits.checked(entry.name, entry.stated)
+        self._all_rows: dict[str, Entry] | None = None
 
     def _rows(self) -> dict[str, Entry]:
-        """All rows, those of other packages included. ValueError where these redefine one of ours."""
-        if self._all is None:
+        """All rows, with those that other packages add; these are read once. ValueError where one redefines our own."""
+        if self._all_rows is None:
             plugins = {
                 point.name: Entry(point.name, point.value)
                 for point in importlib.metadata.entry_points(group=self.group)
             }
-            hold(
-                (
-                    not (clash := sorted(plugins.keys() & self._stated.keys())),
-                    f"entry points in {self.group!r} redefine the rows {clash}; give them other names",
-                )
-            )
-            self._all = self._stated | plugins
-        return self._all
+            clash = sorted(plugins.keys() & self._own_rows.keys())
+            hold((not clash, f"entry points in {self.group!r} redefine the rows {clash}; give them other names"))
+            self._all_rows = self._own_rows | plugins
+        return self._all_rows
 
     def __getitem__(self, name: str) -> Entry:
         rows = self._rows()
@@ -292,16 +300,13 @@ class Table(Mapping[str, Entry]):
 
         ValueError for an unknown name, and for two rows of one name.
         """
+        # ".py" anywhere names a file: `load_target` refuses a path without ":attr" better than `self[name]` would.
         entries = [self._from_file(name) if ".py" in name else self[name] for name in names]
-        taken: dict[str, str] = {}
+        selected: dict[str, Entry] = {}
         for entry in entries:
-            hold(
-                (
-                    taken.setdefault(entry.name, entry.target) == entry.target,
-                    f"two rows are called {entry.name!r}: {taken[entry.name]} and {entry.target}",
-                )
-            )
-        return list({entry.name: entry for entry in entries}.values())
+            first = selected.setdefault(entry.name, entry).target
+            hold((first == entry.target, f"two rows are called {entry.name!r}: {first} and {entry.target}"))
+        return list(selected.values())
 
     def _from_file(self, target: str) -> Entry:
         """The row of a user's code, loaded at once: what is wrong with it must not show in the middle of a sweep."""

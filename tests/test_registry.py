@@ -105,9 +105,12 @@ def test_the_apply_of_a_function_is_the_function(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\nclass Attention(torch.autograd.Function):\n    pass\nattention = Attention.apply\n"
         "def apply(q, k, v):\n    return q\n"
+        "class Kernel:\n    def apply(self, q):\n        return q\n"
+        "method = Kernel().apply\n"
     )
     assert load_target(f"{tmp_path}/mine.py:attention") is load_target(f"{tmp_path}/mine.py:Attention")
     assert load_target(f"{tmp_path}/mine.py:apply")(1, 2, 3) == 1
+    assert load_target(f"{tmp_path}/mine.py:method")(1) == 1  # of an instance, which need not be callable
 
 
 @pytest.mark.parametrize("target", ["no_colon", ":attribute", "module:"])

@@ -22,7 +22,7 @@ def _ours(name: str, module: str, label: str, *, extra: str = "", supports: str 
         label,
         supports=supports or "",
         extra=extra,
-        traits=AttentionTraits.stated(name, traits),
+        traits=AttentionTraits.checked(name, traits),
     )
 
 

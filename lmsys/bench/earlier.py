@@ -1,20 +1,21 @@
-"""`lmsys.registry` in an earlier state of the code: `--against` appends this file to it there.
+"""The end of `lmsys.registry` in the worker of an earlier state of the code: `--against` appends this file there.
 
-Its rows were made when traits were read by name, and when a table took any trait.
+The registry in that worker is today's, its rows are the earlier state's (`lmsys.bench.checkout`). Rows of earlier
+states read traits by `row.trait(name)`, state traits that no class has today, and make them by `Traits.stated`, which
+is `Traits.checked` today. When the registry drops a name that rows use, add the name here.
 """
 
 from typing import Any
 
 from lmsys.registry import Entry, Traits
 
-_strictly: Any = Traits.stated
-
+_checked: Any = Traits.checked
 
 Entry.trait = lambda row, name, default=None: (  # type: ignore[attr-defined]
     row.stated[name] if name in row.stated else getattr(row.load(), name, default)
 )
-Traits.stated = classmethod(  # type: ignore[assignment]
-    lambda table, row, values: _strictly.__func__(
-        table, row, {name: x for name, x in values.items() if hasattr(table, name)}
+Traits.checked = Traits.stated = classmethod(  # type: ignore[assignment, attr-defined]
+    lambda traits_class, row, values: _checked.__func__(
+        traits_class, row, {name: value for name, value in values.items() if hasattr(traits_class, name)}
     )
 )

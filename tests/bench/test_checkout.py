@@ -125,6 +125,7 @@ def test_earlier_rows_read_traits_by_name_and_have_any() -> None:
         assert registry.Table("attention", [row])["a"].trait("keeps_scores") is row.trait("none", True) is True
         assert row.trait("of_old") == 3 and row.trait("none") is None
         assert AttentionTraits.of(row).keeps_scores and StrategyTraits.of(row) == StrategyTraits()
+        assert AttentionTraits.stated("a", row.traits) == AttentionTraits(keeps_scores=True)  # an earlier table's call
     """
     subprocess.run([sys.executable, "-c", code], check=True)
 
