@@ -1,9 +1,10 @@
 """FlashAttention-2 in CUDA C++ (flash_cuda.cu): built by nvcc on first use, called through ctypes.
 
-`custom_ops.flash` makes the row `flash_cuda` of `_forward` and `_backward` here. There is one library for each dtype
-and head dimension, with a window and without. nvcc compiles it for the GPU at hand, in seconds, without torch's
-headers. It is kept in $LMSYS_CACHE_DIR (default ~/.cache/lmsys) under a hash of its sources, its flags and nvcc's
-version. `python -m lmsys.attention.flash_cuda` builds all libraries. Tile sizes are chosen in `tiles_for`.
+`custom_ops.flash` makes the row `flash_cuda` of the table of attention from `_forward` and `_backward` here. There is
+one library for each dtype and head dimension, with a window and without. nvcc compiles it for the GPU at hand, in
+seconds, without torch's headers. It is kept in $LMSYS_CACHE_DIR (default ~/.cache/lmsys) under a hash of its sources,
+its flags and nvcc's version. `python -m lmsys.attention.flash_cuda` builds all libraries. Change tile sizes in
+`tiles_for`, what the kernels compute in flash_cuda.cu, and what they are given in `_Problem` and there.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -32,16 +33,16 @@ SOURCE = Path(__file__).with_name("flash_cuda.cu")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC")
 ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 HEAD_DIMS = (32, 64, 128)
-OLDEST = {torch.float32: (7, 5), torch.float16: (7, 5), torch.bfloat16: (8, 0)}  # compute capabilities
+OLDEST = {torch.float32: (7, 5), torch.float16: (7, 5), torch.bfloat16: (8, 0)}  # the first compute capability of each
 NO_NVCC = "it is compiled on first use: put nvcc of the CUDA toolkit on the PATH, or set CUDA_HOME"
 TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 
 
 class Tile(NamedTuple):
-    """The tile sizes of one kernel, in the order of `Tile` in flash_cuda.cu."""
+    """The tile sizes of one kernel: the fields and the order of `Tile` in flash_cuda.cu. Change both together."""
 
-    block_q: int
-    block_k: int
+    block_q: int  # fwd and dq: a thread block owns so many queries, a multiple of 16 for each warp; dkdv: in a stage
+    block_k: int  # dkdv: a thread block owns so many keys, a multiple of 16 for each warp; fwd and dq: in a stage
     warps: int
     at_once: int  # columns of scores that a warp of the backward holds
     kept: bool  # operands that the loop does not change stay in registers
@@ -59,8 +60,10 @@ class Tiles(NamedTuple):
 def tiles_for(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> Tiles:
     """The tiles for a dtype, head dimension and compute capability.
 
-    For bfloat16 and head_dim 64 and 128 they were the fastest measured on one H200; other cases have the nearest of
-    these. Before compute capability 8.0 they fit 64 KiB of shared memory and spill no registers; they were not timed.
+    For bfloat16 and head_dim 64 and 128 they were the fastest measured on one H200. float32 and other head dimensions
+    were not tuned: they have the nearest of these. Before compute capability 8.0 tiles fit 64 KiB of shared memory and
+    spill no registers; they were not timed. nvcc stops at a static_assert where tiles need more shared memory than
+    SHARED_BYTES in flash_cuda.cu (from 8.0 on 99 KiB), and for float32 with `kept`. Nothing checks the multiples of 16.
     """
     if capability < (8, 0):
         return _tiles_of_64_kib(dtype, head_dim)
@@ -88,6 +91,8 @@ def _tiles_of_64_kib(dtype: torch.dtype, head_dim: int) -> Tiles:
 
 
 class _View(ctypes.Structure):
+    """A tensor (B, H, S, D), strides in elements: the fields and the order of `View` in flash_cuda.cu. Change both."""
+
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("batch_stride", ctypes.c_int64),
@@ -97,6 +102,13 @@ class _View(ctypes.Structure):
 
 
 class _Problem(ctypes.Structure):
+    """The arguments of every kernel: the fields and the order of `Problem` in flash_cuda.cu. Change both.
+
+    group   query heads of a key/value head (G)
+    stats   written by dq, read by dkdv: see `_backward`
+    window  the keys that a query sees, its own included; 0: no window
+    """
+
     _fields_ = (
         *((name, _View) for name in TENSORS),
         *((name, ctypes.c_void_p) for name in ("lse", "stats")),
@@ -146,7 +158,7 @@ def build(
     """The path of a variant's shared library, from the cache or compiled now. RuntimeError has nvcc's messages."""
     command = nvcc_command(dtype, head_dim, capability, tiles or tiles_for(dtype, head_dim, capability), windowed)
     sources = SOURCE.read_bytes() + SOURCE.with_suffix(".cuh").read_bytes()
-    given = "\0".join([*command[1:-1], _nvcc_version()]).encode()
+    given = "\0".join([*command[1:-1], _nvcc_version()]).encode()  # without the paths of nvcc and of the source
     name = f"flash_cuda-{hashlib.sha256(sources + given).hexdigest()[:16]}.so"
     path = cache_folder() / name
     if not path.exists():
@@ -210,8 +222,9 @@ def _run(
         scale=scale,
         device=q.get_device(),
         stream=_stream(q.device),
-        window=0 if pattern.left is None else min(pattern.left + 1, q.shape[2]),
+        window=0 if pattern.left is None else min(pattern.left + 1, q.shape[2]),  # a wider one hides no more
     )
+    # TENSORS are passed with their strides; lse and stats are contiguous, so their address suffices.
     for name, x in tensors.items():
         setattr(problem, name, _View(x.data_ptr(), *x.stride()[:3]) if name in TENSORS else x.data_ptr())
     library = _library(q.dtype, q.shape[3], q.device, tiles, pattern.window is not None)
@@ -250,8 +263,9 @@ def _backward(
     tiles: Tiles | None = None,
     pattern: Pattern | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (B, H, Q, D), dk and dv (B, Hkv, K, D)."""
+    """dq (B, H, Q, D), dk and dv (B, Hkv, K, D), for q, k, v, o, lse of `_forward`, and do, the gradient of o."""
     dq, dk, dv = (_addressable(torch.empty_like(x)) for x in (q, k, v))
+    # The log-sum-exp in base 2, and delta = rowsum(o * do): dq writes them, dkdv reads them, so dq is first.
     stats = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
     inputs = {name: _addressable(x) for name, x in zip(TENSORS[:5], (q, k, v, o, do), strict=True)}
     others = {"dq": dq, "dk": dk, "dv": dv, "lse": lse.contiguous(), "stats": stats}
@@ -259,10 +273,16 @@ def _backward(
     return dq, dk, dv
 
 
-FlashCuda, flash_cuda = custom_ops.flash("flash_cuda", "FlashCuda", _forward, _backward)  # its `tile` is `Tiles`
+# The autograd Function, FlashCuda.apply(q, k, v, causal, scale, tiles, pattern), and the row, which chooses its tiles.
+FlashCuda, flash_cuda = custom_ops.flash("flash_cuda", "FlashCuda", _forward, _backward)
 
 
 def flash_cuda_supports(case: contract.AttentionCase) -> str | None:
+    """The reason why the row cannot run `case`; None: it can.
+
+    A new head dimension needs an entry in HEAD_DIMS, tiles in `tiles_for` that compile, and, unless it is a power of
+    two, another permutation of chunks in flash_cuda.cuh.
+    """
     if reason := contract.why_not_plain(case, "window"):
         return reason
     if case.head_dim not in HEAD_DIMS:
