@@ -6,7 +6,8 @@
 Inside of the function torch.distributed is initialized, and `device()` is the rank's device. The function travels by
 name, so it must stand at the top level of a module that the ranks can import. Under torchrun the processes are ranks
 already: there each makes a `TorchrunGroup`, and calls its `run` with the same function. `lmsys train`, benchmarks and
-`lmsys check` start their ranks here.
+`lmsys check` start their ranks here. Each rank writes a line on what it is doing, such as "in step 12", into memory
+that it shares with the process that started it (`lmsys.doing`), so that an error can say it after the rank has died.
 """
 
 import datetime
@@ -74,9 +75,10 @@ class WorkerGroup:
     timeout_s        for every `run` and every collective
     environment      variables of the ranks besides those of this process
     with_last_words  if this process is killed, each rank's last activity is written to standard error
-    ValueError as in `check_backend`. WorkerError when a rank raises, dies, has been stopped for $LMSYS_STOPPED_S, or is
-    not done in time: then all ranks are ended. It says what the rank was doing (`lmsys.doing`), or which function it
-    ran.
+
+    ValueError as in `check_backend`. WorkerError when a rank raises, dies, has been stopped (SIGSTOP) for
+    $LMSYS_STOPPED_S, or is not done in time: then all ranks are ended. It says what the rank was doing, or which
+    function it ran.
     """
 
     def __init__(
@@ -91,10 +93,10 @@ class WorkerGroup:
         backend = ("nccl" if enough else "gloo") if backend is None else backend
         check_backend(backend, world_size)
         self.world_size, self.backend, self.timeout_s = world_size, backend, timeout_s
-        # Ranks meet in a store in this process's memory: whoever is killed, no file of it is left.
+        # Ranks meet in a store in this process's memory: no file is left when a process is killed.
         self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
         self._stopped = watchdog.Stopped(watchdog.stopped_s())
-        self._doing, self._workers = list[Any](), list[processes.Worker]()
+        self._doing, self._workers = list[Any](), list[processes.Worker]()  # both by rank; shared memory, processes
         for rank in range(world_size):
             file = doing.shared_file()
             self._doing.append(doing.map_file(file))
@@ -116,11 +118,11 @@ class WorkerGroup:
         return [worker.pid for worker in self._workers]
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Runs function(*args) on every rank; returns the results by rank."""
+        """Runs function(*args) on every rank, at most `timeout_s` long (None: the group's); the results by rank."""
         if self.ended:
             raise RuntimeError("this group has ended: a rank failed, or it was closed; start another")
         for worker, memory in zip(self._workers, self._doing, strict=True):
-            doing.write(memory, doing.AT_FIRST)  # until it has imported the function's module
+            doing.write(memory, doing.AT_FIRST)  # stands until the rank has imported the function's module
             worker.send(_noted, function, *args)
         return self._collect(self.timeout_s if timeout_s is None else timeout_s)
 
@@ -128,7 +130,7 @@ class WorkerGroup:
         """Ends the ranks' processes; one that does not end by itself is killed."""
         for worker in self._workers:
             worker.send(dist.destroy_process_group)
-            worker.end()
+            worker.end()  # asked of all before any is waited for
         self._end(processes.GRACE_S)
 
     def __enter__(self) -> Self:
@@ -149,11 +151,11 @@ class WorkerGroup:
                 failure, results[rank] = worker.receive()
                 if failure is not None:
                     failures[rank] = failure
-                    deadline = min(deadline, time.monotonic() + ERRORS_S)
+                    deadline = min(deadline, time.monotonic() + ERRORS_S)  # an earlier error may arrive later
             stopped = self._stopped.among(worker.pid for worker in waiting)
             for worker in [worker for worker in waiting if worker.pid in stopped]:
                 failures[waiting.pop(worker)] = processes.Failure(STOPPED, watchdog.told_of_stop(self._stopped.limit_s))
-                deadline = 0.0
+                deadline = 0.0  # the others wait for this rank
         if not waiting and not failures:
             return [results[rank] for rank in range(self.world_size)]
         error = _blame(failures, sorted(waiting.values()), timeout_s, [doing.read(board) for board in self._doing])
@@ -161,6 +163,7 @@ class WorkerGroup:
         raise error
 
     def _end(self, grace_s: float) -> None:
+        """Ends all ranks; those that have not ended after `grace_s` seconds are killed."""
         deadline = time.monotonic() + grace_s
         for worker in self._workers:
             worker.close(deadline - time.monotonic())
@@ -168,7 +171,11 @@ class WorkerGroup:
 
 
 class TorchrunGroup:
-    """The ranks that torchrun has started, seen from one of them. Where one fails, `run` raises on all."""
+    """The ranks that torchrun has started, seen from one of them. Where one fails, `run` raises on all.
+
+    backend    None: NCCL where there is a GPU, else gloo
+    timeout_s  for every collective
+    """
 
     def __init__(self, backend: str | None = None, timeout_s: float = 300.0):
         _check_environment()
@@ -183,7 +190,11 @@ class TorchrunGroup:
         )  # fmt: skip
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """As `WorkerGroup.run`. A rank that waits for a failed one ends when its collective times out."""
+        """As `WorkerGroup.run`. A rank that waits for a failed one ends when its collective times out.
+
+        `timeout_s` has no effect here, and is taken because callers run either group alike: the function runs in this
+        process, which nothing can interrupt but its collectives, by the group's own `timeout_s`.
+        """
         failure, result = None, None
         try:
             result = function(*args)
@@ -236,7 +247,7 @@ def last_words(rank: int, file: int) -> str:
 def _blame(
     failures: Mapping[int, processes.Failure], silent: Sequence[int], timeout_s: float, notes: Sequence[str]
 ) -> WorkerError:
-    """The error to report: of a dead rank first, then of the first rank that raised anything but a lost peer.
+    """The error to report: of a dead or stopped rank first, then of the first that raised anything but a lost peer.
 
     silent  ranks that have not answered
     notes   what each rank was doing, by rank
