@@ -71,8 +71,7 @@ def value_of(text: str, case: Mapping[str, Any]) -> Any:
 
 def names_in(text: str) -> list[str]:
     """The names of fields that the expression reads."""
-    nodes = [node for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name)]
-    return [node.id for node in nodes if node.id not in FUNCTIONS]
+    return [node.id for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name) and node.id not in FUNCTIONS]
 
 
 @cache
