@@ -34,6 +34,7 @@ from lmsys.values import shortly
 
 FOLDERS = Path("benchmarks"), Path("dev")  # of this repository
 NOT_RECOMPUTED = "not recomputed: "  # begins a sentence on what cannot be recomputed, which is no fault
+NO_SEAL = f"{NOT_RECOMPUTED}the file has no seal, so nothing shows a changed machine or a record left out"
 NOT_PROVED = "not proved: "  # begins, perhaps behind the call that is meant, a fault for want of proof
 NO_FILE_PROVES = (
     "No file proves how long a call took, nor facts of the machine and of the run that no rate depends on, such as its"
@@ -47,7 +48,7 @@ class Recomputed:
     """How much of a file was recomputed.
 
     records, calls, elements  the numbers of records, of timed calls that were judged again, and of elements of these
-    left_out                  sentences on what was not recomputed, each with how often that was so
+    left_out                  sentences on what was not recomputed, such as NO_SEAL, each with how often that was so
     """
 
     records: int = 0
@@ -152,7 +153,7 @@ def verify(
 def _of_seal(file: fields.Record) -> Iterator[str]:
     content = file["lmsys"]
     if "seal" not in content:
-        yield f"{NOT_RECOMPUTED}the file has no seal, so nothing shows a changed machine or a record left out"
+        yield NO_SEAL
     elif content["seal"] == older_file_seal(content):
         yield (
             f"{NOT_RECOMPUTED}the file's seal is one of lmsys 0.1, which does not cover fields, layouts, rows and"

@@ -1,4 +1,4 @@
-"""`lmsys leaderboard`: ten files, of which seven are ranked and the others refused; and a file forged in five ways."""
+"""`lmsys leaderboard`: ten files, of which seven are ranked; and files that are forged or lack a part."""
 
 import copy
 import json
@@ -10,6 +10,7 @@ import pytest
 
 from lmsys import leaderboard
 from lmsys.bench.record import summarize
+from lmsys.verify import NO_SEAL
 from tests.test_verify import (  # noqa: F401  fixtures, too
     ALTERATIONS,
     RESULT,
@@ -97,6 +98,38 @@ def test_a_forged_file_is_refused(
 ) -> None:
     code, page = board({"forged": altered(content, name)})
     assert code == 1 and "Not ranked" in page and "refused: forged.json: " in capsys.readouterr().out
+
+
+def test_a_file_without_a_seal_is_refused(
+    content: Content,  # noqa: F811
+    board: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """However `lmsys verify` words it, to which it is no fault: older files have none."""
+    unsealed = copy.deepcopy(content)
+    del unsealed["lmsys"]["seal"]
+    code, _ = board({"sealed": content, "unsealed": unsealed})
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0 and lines[0].endswith("sealed.json") and lines[1:] == [f"refused: unsealed.json: {NO_SEAL}"]
+
+
+def test_a_file_without_the_anchor_or_without_another_row_says_which(
+    content: Content,  # noqa: F811
+    board: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [record["impl"] for record in records(content)]
+    files = {"whole": content}
+    for name, row in zip(("alone", "unanchored"), rows, strict=True):
+        files[name] = copy.deepcopy(content)
+        files[name]["lmsys"]["records"] = [record for record in records(content) if record["impl"] != row]
+        files[name]["benchmarks"] = [entry(files[name], record) for record in records(files[name])]
+        seal_again(files[name])
+    code, _ = board(files, anchor=rows[1])
+    refused = capsys.readouterr().out.splitlines()[1:]
+    assert code == 0 and len(refused) == 2
+    assert f"alone.json: no row besides the anchor '{rows[1]}' has all cases" in refused[0]
+    assert f"unanchored.json: it lacks the anchor '{rows[1]}' in " in refused[1]
 
 
 def test_a_bad_folder_is_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
