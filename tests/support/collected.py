@@ -1,7 +1,8 @@
-"""Collects the tests of several pytest commands, without running them, in one process: `collect`.
+"""Collects the tests of several pytest commands, without running them, in one new process: `collect`.
 
-As a program, it reads a JSON list of argument lists from stdin, and writes for each its exit code, the ids of its
-tests, and its output.
+Tests of documents and of options call it to see which tests a command selects. As a program, this module is that
+process: it reads a JSON list of argument lists from stdin, and writes for each its exit code, the ids of its tests, and
+its output. To collect with another option of pytest, add it to OPTIONS.
 """
 
 import contextlib
@@ -14,23 +15,28 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import ENVIRONMENT, PYTEST, ROOT
+from tests.support.processes import ENVIRONMENT, PYTEST_OPTIONS, ROOT
 
-# Without running tests no cache is needed, nor unraisable errors, for which pytest collects garbage each time.
-OPTIONS = ["--collect-only", *PYTEST[3:], "-p", "no:unraisableexception"]
+# For unraisable errors pytest collects garbage each time; where no test runs there are none.
+OPTIONS = ["--collect-only", *PYTEST_OPTIONS, "-p", "no:unraisableexception"]
 
 
-class Collected:
+class IdPlugin:
+    """A plugin of pytest that keeps the ids of the tests that a command selects."""
+
     def __init__(self) -> None:
         self.ids: list[str] = []
 
-    @pytest.hookimpl(trylast=True)
+    @pytest.hookimpl(trylast=True)  # after other plugins have changed the list
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.ids = [item.name for item in session.items]
 
 
 def collect(commands: Sequence[Sequence[object]], timeout: float = 240) -> list[dict[str, Any]]:
-    """For each command: {"code": its exit code, "ids": of its tests, "said": its output}. They share a new process."""
+    """For each command, its arguments to pytest: {"code": its exit code, "ids": of its tests, "said": its output}.
+
+    timeout  seconds for all of them
+    """
     texts = json.dumps([[str(word) for word in command] for command in commands])
     line = [sys.executable, "-m", "tests.support.collected"]
     done = subprocess.run(line, input=texts, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT)
@@ -39,20 +45,25 @@ def collect(commands: Sequence[Sequence[object]], timeout: float = 240) -> list[
 
 
 def strays(arguments: Sequence[str], ids: Sequence[str]) -> list[str]:
-    """The ids that `-k WORD` selects by accident: WORD neither begins them nor is a part of them between hyphens."""
+    """The ids that `-k WORD` selects by accident, since pytest looks for WORD anywhere in an id.
+
+    In the brackets of an id stand words with hyphens between them. WORD is meant where it is one of them, or where
+    they begin with it.
+    """
     word = arguments[arguments.index("-k") + 1] if "-k" in arguments else ""
-    if not word.replace("-", "").isidentifier():
+    if not word.replace("-", "").isidentifier():  # nothing is said of an expression, such as "naive and not bwd"
         return []
     cells = {test_id: test_id.partition("[")[2].rstrip("]") for test_id in ids if "[" in test_id}
     return [test_id for test_id, cell in cells.items() if not cell.startswith(word) and word not in cell.split("-")]
 
 
-def collected(arguments: list[str]) -> dict[str, Any]:
-    plugin, output = Collected(), io.StringIO()
+def collect_here(arguments: list[str]) -> dict[str, Any]:
+    """The answer of `collect` to one command, collected in this process."""
+    plugin, output = IdPlugin(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = pytest.main([*arguments, *OPTIONS], plugins=[plugin])
     return {"code": int(code), "ids": plugin.ids, "said": output.getvalue()}
 
 
 if __name__ == "__main__":
-    json.dump([collected(arguments) for arguments in json.load(sys.stdin)], sys.stdout)
+    json.dump([collect_here(arguments) for arguments in json.load(sys.stdin)], sys.stdout)

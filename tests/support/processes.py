@@ -25,8 +25,8 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PY
 ENVIRONMENT.pop("PYTEST_XDIST_WORKER", None)  # the new process is no worker of xdist
 # Without a cache, and without plugins that no benchmark needs: importing them takes more than half a second. That of
 # jaxtyping, which courses install, imports numpy.
-_LEFT_OUT = "-p no:cacheprovider -p no:hypothesispytest -p no:anyio -p no:jaxtyping".split()
-PYTEST = [sys.executable, "-m", "pytest", "-q", *_LEFT_OUT]
+PYTEST_OPTIONS = "-q -p no:cacheprovider -p no:hypothesispytest -p no:anyio -p no:jaxtyping".split()
+PYTEST = [sys.executable, "-m", "pytest", *PYTEST_OPTIONS]
 
 
 class Stopwatch:

@@ -1,4 +1,9 @@
-"""Trials that end in every way, for tests of `lmsys.kernels.trial`. They import no torch, to start quickly."""
+"""Trials that end in every way, for tests of `lmsys.kernels.trial`. They import no torch, to start quickly.
+
+A trial is a function of a compute capability that tries a kernel on a version of Triton nobody has tested it on: it
+raises where the kernel cannot be trusted. `trial.refusal` calls it in a process of its own and keeps the verdict.
+Tests import the functions, or name them as "tests.support.trials:right"; a new way to end is a new function.
+"""
 
 import os
 import signal
@@ -9,13 +14,14 @@ COUNT = "TRIALS_COUNTED_IN"  # environment variable: a file that gets a line for
 
 
 def count() -> None:
+    """Notes that a trial has run, so that tests can see whether a verdict was made anew or remembered."""
     with Path(os.environ[COUNT]).open("a") as file:
         file.write(f"{os.getpid()}\n")
 
 
 def right(capability: tuple[int, int]) -> None:
     count()
-    assert capability[0] >= 9
+    assert capability[0] >= 9, "tests ask about Hopper, (9, 0): the capability did not arrive as it was given"
 
 
 def wrong(capability: tuple[int, int]) -> None:
@@ -24,19 +30,23 @@ def wrong(capability: tuple[int, int]) -> None:
 
 
 def uncompiled(capability: tuple[int, int]) -> None:
+    """Raises as Triton's compiler does: the place comes first and the reason last, and a refusal has both."""
     raise RuntimeError("at 3:11:\n    wide = tile\nAttributeError: no reinterpret\n")
 
 
 def crash(capability: tuple[int, int]) -> None:
+    """Ends its process as an invalid memory access would."""
     count()
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def hang(capability: tuple[int, int]) -> None:
+    """Takes longer than the 3 s that the test sets as the deadline."""
     count()
     time.sleep(60)
 
 
 def full(capability: tuple[int, int]) -> None:
+    """Fails for a reason of the moment, which is no verdict on the kernel and is not kept."""
     count()
     raise RuntimeError("CUDA error: out of memory")

@@ -1,7 +1,9 @@
 """Strategies and sharded optimizers with a known mistake, for tests of `lmsys check`. Ranks import this file.
 
-WRONG and WRONG_OPTIMIZERS have a part of the message expected for each. Published implementations with mistakes are in
-`tests/museum/`.
+tests/check/test_strategy.py lets `lmsys check` judge each class of WRONG (strategies) and WRONG_OPTIMIZERS, and looks
+for the words that stand beside it there in the mistake that is reported. To add one, override a method of the right
+strategy `Container`, or of the right optimizer `Sharded`, and add its line. Published implementations with mistakes are
+in `tests/museum/`.
 """
 
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ from tests.museum.sharded_optimizer import Sharded
 
 
 class WeightedByTokens(Container):
+    """Weights each rank's gradient by its number of tokens, where the mean over ranks is asked for."""
+
     def forward(self, tokens: Tensor, **kwargs: Any) -> Any:
         self.tokens = torch.tensor(float(tokens.numel()))
         return super().forward(tokens, **kwargs)
@@ -29,6 +33,8 @@ class WeightedByTokens(Container):
 
 
 class OneLayerForgotten(Container):
+    """Reduces all gradients but that of one layer of the check's model, `Probe` in lmsys/extremes/strategy.py."""
+
     def reduce(self, name: str, grad: Tensor) -> None:
         if name != "layers.1.linear.weight":
             mean_(grad)
@@ -50,6 +56,8 @@ class AccumulatedStaysLocal(Container):
 
 
 class SumsInFloat16(Container):
+    """Rounds gradients to float16 before they are summed."""
+
     def reduce(self, name: str, grad: Tensor) -> None:
         sent = grad.half()
         mean_(sent)
@@ -70,6 +78,8 @@ class LeftWhereUnused(Container):
 
 
 class MovesWhatIsFrozen(Container):
+    """Halves parameters that need no gradient, after each backward."""
+
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()
         for p in self.module.parameters():
@@ -78,20 +88,26 @@ class MovesWhatIsFrozen(Container):
 
 
 class EndsApart(Container):
+    """Scales the mean gradient by a factor that differs between ranks, so that their weights drift apart."""
+
     def reduce(self, name: str, grad: Tensor) -> None:
         mean_(grad)
         grad *= 1 + dist.get_rank() / 8
 
 
 class RaisesInItsSecondStep(Container):
+    """Raises on rank 1. It is not in WRONG, since an exception has no mistake's name: a test of its own asks for it."""
+
     def reduce(self, name: str, grad: Tensor) -> None:
         self.count = getattr(self, "count", 0) + 1
-        if dist.get_rank() == 1 and self.count > len(self.named):
+        if dist.get_rank() == 1 and self.count > len(self.named):  # a step reduces each parameter once
             raise IndexError("there are no more buckets")
         mean_(grad)
 
 
 class NotShared(Sharded):
+    """Updates each parameter on its owner alone, and sends it to no other rank."""
+
     def share(self) -> None:
         pass
 
@@ -107,19 +123,22 @@ class LeavesAParameter(Sharded):
 
 
 class LosesItsState(Sharded):
+    """Forgets its momenta before each step."""
+
     def step(self, closure: Any = None) -> None:
         self.local.state.clear()
         super().step(closure)
 
 
+# The class's name, and a part of the mistake that `lmsys check` must report.
 WRONG = {
     "WeightedByTokens": "weighted by the number of tokens",
     "OneLayerForgotten": "the gradients of layers.1.linear.weight are never synchronized",
     "AccumulatedStaysLocal": "synchronized for the last micro-batch only: gradients made under no_sync() stay local",
     "SumsInFloat16": "communicated in float16",
+    "LeftWhereUnused": "divided by the number of ranks that use the parameter",
     "MovesWhatIsFrozen": "frozen parameters or buffers are changed by training: frozen.weight, frozen.bias",
     "EndsApart": "ranks end with different weights: embed.weight",
-    "LeftWhereUnused": "divided by the number of ranks that use the parameter",
 }
 WRONG_OPTIMIZERS = {
     "NotShared": "brings the updated weights to all ranks: rank 1 keeps its old embed.weight",
