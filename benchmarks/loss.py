@@ -1,12 +1,19 @@
-"""Inputs of the head and loss, their exact answer in blocks of tokens at the full shape, and checks of timed calls.
+"""Inputs of the head and loss, their exact answer at the full shape, and checks of calls that are timed.
 
-`benchmarks.bench_loss` calls it. Some tokens are extreme: see `lmsys.extremes.loss`. Extreme tokens, and the rows of
-the weight that they add to, are judged apart, so that they do not widen the budget of the others.
+`benchmarks.bench_loss` calls this module; its table LOSSES has the implementations. The usual ones are here:
+`unchunked` and `torch_chunked`. An implementation maps hidden states (N, M), a weight (V, M) and targets (N) to the
+mean loss; its answer is that loss and the gradients of hidden and weight. N tokens, V classes, M features.
 
-Timed calls are checked at tokens and classes that no row can know beforehand: some rows of the gradient of hidden
-states, each of which depends on all classes, and some rows of the weight's gradient, each of which depends on all
-tokens. Some of them are of extreme tokens and their classes. The loss is held to the mean of the losses of all tokens.
-One row of the gradient of hidden states goes into the record, so that `repeat` can judge it again without a GPU.
+    before timing   `Inputs.check` compares a whole answer with `references`, which `Inputs.in_blocks` makes
+    timed calls     `Inputs.keep` copies some of the answer, `Inputs.judge` compares it with `sampled_answer`
+    without a GPU   `repeat` judges once more what a record holds of a timed call, for `lmsys verify`
+
+`benchmarks.models` computes the error that is allowed. Some tokens are extreme (`lmsys.extremes.loss`): they, and the
+classes that they add to, have a budget of their own, so that they do not widen that of the others.
+
+Of a timed call the loss is judged, and some rows of both gradients: `slices_of` chooses them by a key that no
+implementation knows beforehand. A row of the gradient of hidden depends on all classes, and one of the weight's on all
+tokens. Some are of extreme tokens and their classes. One row goes into the record, for `repeat`.
 """
 
 import base64
@@ -30,7 +37,8 @@ from benchmarks.models import (
     widened,
 )
 from lmsys import draws, testing
-from lmsys.bench import Record, plain
+from lmsys.bench import Record
+from lmsys.bench.plain import check_plain
 from lmsys.extremes import has_extremes
 from lmsys.extremes.loss import WIDTH, ExtremeTokens, is_extreme, write_head, write_kind
 from lmsys.measure.step import Kept
@@ -38,9 +46,9 @@ from lmsys.model.linear import matmul_dtype
 from lmsys.training.prepare import autocast
 
 LOSS, D_HIDDEN, D_WEIGHT = OUTPUTS = ("loss", "gradient of hidden", "gradient of weight")
-ODD_TOKENS, ODD_VOCABULARY = 101, 517  # of the shape that no block divides
-BLOCK_LOGITS = {"cuda": 2**26, "cpu": 2**22}  # of the reference, held at once
-Answer = tuple[Tensor, Tensor, Tensor]  # the loss, and the gradients of hidden and weight
+ODD_TOKENS, ODD_VOCABULARY = 101, 517  # sizes that no block of a kernel divides
+BLOCK_LOGITS = {"cuda": 2**26, "cpu": 2**22}  # logits that a reference holds at once, by device
+Answer = tuple[Tensor, Tensor, Tensor]  # the loss, or that of each token (N), and the gradients of hidden and weight
 Formula = Callable[[Tensor, Tensor], Tensor]  # from logits (N, V) and targets (N): the loss of each token (N)
 cross_entropy: Formula = partial(F.cross_entropy, reduction="none")
 
@@ -51,11 +59,11 @@ def unchunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """torch's own loss, in chunks of tokens. Autocast does not reach inside, so inputs and loss are cast here.
+    """torch's own loss, in chunks of tokens. Autocast does not reach inside, so inputs are cast here.
 
-    torch 2.13 chooses chunks of a token or two where the vocabulary is large beside the features, as 10,000 beside 64.
-    Its products for them may sum over the vocabulary term by term (on an AMD EPYC they do): in float32 the gradient of
-    hidden then errs several times as much as that of the usual loss, and the bench calls it wrong.
+    torch 2.13 takes chunks of one or two tokens if the vocabulary is large and the features are few, such as 10,000 and
+    64. On an AMD EPYC matrix products of such chunks sum over the vocabulary term by term. In float32 the gradient of
+    hidden then has several times the error that it has in the usual loss, and the benchmark calls it wrong.
     """
     dtype = matmul_dtype(hidden)
     return F.linear_cross_entropy(
@@ -72,10 +80,11 @@ def torch_chunked_supports(_: object) -> str | None:
 class Inputs:
     """hidden (N, M) and weight (V, M), both leaves, and targets (N); gradients are those of the loss times `scale`.
 
-    groups        a number for each token (N) and class (V): 0 where it is ordinary, and no extreme token adds to it
-    extreme       the extreme ones of the tokens; None: none are
-    exact, plain  the answer in float64 and in the precision itself, by `references`, the loss for each token; on the
-                  host, where no row is measured
+    groups        a number for each token (N), and one for each class (V): 0 for ordinary tokens, and for classes to
+                  whose gradient no extreme token adds. Each group has a budget of its own
+    extreme       which tokens are extreme; None: none is
+    exact, plain  the answers of `references`, with the loss of each token: in float64, and by plain PyTorch in the
+                  precision that is tested. They are on the host, to leave the device to the implementation
     """
 
     hidden: Tensor
@@ -90,6 +99,7 @@ class Inputs:
 
     @classmethod
     def empty(cls, tokens: int, d_model: int, vocab_size: int, precision: str, device: str) -> "Inputs":
+        """Inputs of these sizes for `LossDraws` to fill. In fp16 the loss is scaled, as small gradients would be 0."""
         hidden, weight = (torch.empty(n, d_model, device=device, requires_grad=True) for n in (tokens, vocab_size))
         targets = torch.empty(tokens, dtype=torch.int64, device=device)
         scale, ordinary = LOSS_SCALE if precision == "fp16" else 1.0, (torch.zeros(tokens), torch.zeros(vocab_size))
@@ -104,7 +114,7 @@ class Inputs:
         return self.hidden.device.type
 
     def choose_extreme(self, draw: int) -> None:
-        """Says which tokens of a draw are extreme; they and their classes are a group of their own."""
+        """Notes which tokens of a draw are extreme; they, and their classes, are group 1."""
         self.extreme = ExtremeTokens.of(draw, len(self.targets), len(self.weight))
         self.groups = (
             is_extreme(self.extreme.tokens, len(self.targets)),
@@ -112,29 +122,28 @@ class Inputs:
         )
 
     def check(self, call: Callable[..., Tensor]) -> dict[str, float]:
-        """The error over its budget of each output of a row; `exact` and `plain` are made before.
-
-        Only the row's own answer is on the device while it runs.
-        """
-        answer, groups = [x.cpu() for x in self.run(call)], (self.groups[0],) + self.groups
-        return ratios(answer, self.exact, self.plain, groups, self.precision, self.device)
+        """The error over its budget of each output of an implementation; `exact` and `plain` are made before."""
+        answer = [x.cpu() for x in self.run(call)]
+        # The loss is a mean over the tokens, which are the rows of the first gradient, too: so it has their groups.
+        return ratios(answer, self.exact, self.plain, self.groups[:1] + self.groups, self.precision, self.device)
 
     def run(self, call: Callable[..., Tensor]) -> Answer:
+        """The answer of an implementation, on the device."""
         with autocast(self.precision, self.device):
             loss = call(self.hidden, self.weight, self.targets)
         d_hidden, d_weight = torch.autograd.grad(loss * self.scale, (self.hidden, self.weight))
         return loss.detach(), d_hidden, d_weight
 
     def in_blocks(self, exact: bool, formula: Formula = cross_entropy) -> Answer:
-        """The answer of a formula on the host, made from one block of tokens after another; in float64 where `exact`.
+        """The answer of a formula, with the loss of each token, on the host; in float64 where `exact`.
 
-        In the loss's place are those of the tokens, of which it is the mean.
+        It is made from one block of tokens after another, so that the logits of one block alone are in memory.
         """
         dtype, precision = self.arithmetic(exact)
         weight, share = self.weight.detach().to(dtype).requires_grad_(), self.scale / len(self.targets)
         losses, d_hidden, d_weight = [], [], torch.zeros_like(weight)
-        for block, targets in self.blocks():
-            hidden = block.to(dtype).requires_grad_()
+        for hidden_block, targets in self.blocks():
+            hidden = hidden_block.to(dtype).requires_grad_()
             with autocast(precision, self.device):
                 loss = formula(widened(F.linear(hidden, weight)), targets)
             gradients = torch.autograd.grad(loss.sum() * share, (hidden, weight))
@@ -144,40 +153,38 @@ class Inputs:
         return torch.cat(losses).cpu(), torch.cat(d_hidden).cpu(), d_weight.cpu()
 
     def keep(self, answer: Answer, key: int | None) -> Any:
-        """The loss of a timed call, and the rows of both gradients that the key says; None without a key.
+        """The loss of a timed call, and the rows of both gradients that the key chooses; None without a key.
 
         ValueError as of `check_plain`.
         """
         for name, x, like in zip(OUTPUTS, answer, (self.hidden.new_empty(()), self.hidden, self.weight), strict=True):
-            plain.check_plain(name, x, like, self.tensors.values())
+            check_plain(name, x, like, self.tensors.values())
         if key is None:
             return None
-        tokens, classes = blocks_of(self, key)
+        tokens, classes = slices_of(self, key)
         loss, d_hidden, d_weight = answer
-        parts = torch.cat([d_hidden[rows] for rows in tokens]), torch.cat([d_weight[rows] for rows in classes])
-        return loss.clone(), *parts
+        return loss.clone(), torch.cat([d_hidden[x] for x in tokens]), torch.cat([d_weight[x] for x in classes])
 
     def judge(self, kept: Kept) -> Mapping[str, float]:
-        """The error over its budget of each part of a timed call; leaves one row as evidence."""
-        tokens, classes = (indices(blocks) for blocks in blocks_of(self, kept.key))
-        exact, plain = references(partial(parts, self, tokens, classes))
-        of_tokens, of_classes = self.groups
-        groups = of_tokens, of_tokens[tokens], of_classes[classes]
+        """The error over its budget of each output of a timed call; leaves one row of a gradient as evidence."""
+        tokens, classes = map(indices, slices_of(self, kept.key))
+        exact, plain = references(partial(sampled_answer, self, tokens, classes))
+        groups = self.groups[0], self.groups[0][tokens], self.groups[1][classes]
         kept.evidence["part"] = _evidence(kept.key, groups[1], kept.result[1], exact[1])
         return ratios(kept.result, exact, plain, groups, self.precision)
 
     def arithmetic(self, exact: bool) -> tuple[torch.dtype, str]:
-        """The dtype of leaves, and the precision that they are computed in."""
+        """(the dtype of the leaves, the precision that the answer is computed in) of a reference."""
         return (torch.float64, "fp32") if exact else (torch.float32, self.precision)
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Hidden states and targets, of so many tokens at a time that their logits fit."""
+        """Yields hidden states (n, M) and targets (n) of the next n tokens, whose logits are BLOCK_LOGITS at most."""
         size = max(1, BLOCK_LOGITS[self.device] // len(self.weight))
         yield from zip(self.hidden.detach().split(size), self.targets.split(size), strict=True)
 
 
 class LossDraws(draws.Draws):
-    """Draws of these inputs: logits are about standard normal, but for the extreme tokens."""
+    """Fills inputs by the number of a draw. Logits are about standard normal, except for those of extreme tokens."""
 
     def __init__(self, inputs: Inputs, seed: int):
         super().__init__(
@@ -186,25 +193,26 @@ class LossDraws(draws.Draws):
         self.inputs = inputs
 
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
-        x = self.inputs
+        inputs = self.inputs
         super().fill(draw, names)
-        x.choose_extreme(draw)
-        assert x.extreme is not None
-        x.extreme.write_weight(x.weight)
-        x.extreme.write_tokens(x.hidden, x.weight, x.targets)
+        inputs.choose_extreme(draw)
+        assert inputs.extreme is not None
+        inputs.extreme.write_weight(inputs.weight)
+        inputs.extreme.write_tokens(inputs.hidden, inputs.weight, inputs.targets)
 
 
 def odd_inputs(precision: str, device: str, seed: int) -> Inputs:
-    """A small shape that no block divides, with a token in five of each kind; logits are exact but for ordinary ones.
+    """Inputs of a small shape that no block of a kernel divides. Tokens are of five kinds in turn.
 
-    The kinds are 0, ordinary, and those of `lmsys.extremes.loss.KINDS` up to 4.
+    Kind 0 is ordinary. Kinds 1 to 4 are the extreme ones of `lmsys.extremes.loss.KINDS` whose logits are exact in every
+    precision. Each kind of tokens is a group of its own.
     """
     x = Inputs.empty(ODD_TOKENS, WIDTH, ODD_VOCABULARY, precision, device)
     hidden, weight, targets = x.hidden.data, x.weight.data, x.targets
-    targets[:] = torch.arange(ODD_TOKENS, device=device) * 31 % ODD_VOCABULARY
+    targets[:] = torch.arange(ODD_TOKENS, device=device) * 31 % ODD_VOCABULARY  # no common factor: all differ
     for name, tensor, std in (("hidden", hidden, 1.0), ("weight", weight, std_of(weight))):
         tensor[:] = draws.values(draws.key(seed, name), 0, tensor.numel(), device).view(tensor.shape) * std
-    write_head(weight, lowest=targets[4::5])
+    write_head(weight, lowest=targets[4::5])  # kind 4: the target has the lowest logit
     for kind in range(5):
         write_kind(kind, hidden[kind::5])
     x.groups = torch.arange(ODD_TOKENS) % 5, torch.zeros(ODD_VOCABULARY)
@@ -221,8 +229,8 @@ def ratios(
 ) -> dict[str, float]:
     """The error over its budget of each output: the loss against those of all tokens, the gradients by groups of rows.
 
-    groups  of the terms of the loss, and of the rows of each gradient
-    device  where one output after another is compared; by default where they are
+    groups  numbers of groups: for the tokens' losses, and for the rows of each gradient in `answer`
+    device  where outputs are compared, one after another to save memory; None: where `answer` is
     """
     result = {LOSS: mean_ratio(answer[0], exact[0], plain[0], groups[0])}
     for i in (1, 2):
@@ -232,57 +240,64 @@ def ratios(
 
 
 def std_of(weight: Tensor) -> float:
+    """The standard deviation of a weight's elements: logits of standard normal hidden states are standard normal."""
     return float(weight.shape[1] ** -0.5)
 
 
-NUM_BLOCKS, BLOCK_ROWS = 4, 16  # of each gradient
-MOST_ELEMENTS = 2**25  # of a weight, or hidden states, that `repeat` draws again: seconds on a CPU
+NUM_SLICES, SLICE_ROWS = 4, 16  # so many slices of so many rows are judged of each gradient of a timed call
+MOST_ELEMENTS = 2**25  # `repeat` draws no larger weight or hidden states again: these take seconds on a CPU
 
 
-def blocks_of(inputs: Inputs, key: int) -> tuple[list[slice], list[slice]]:
-    """Blocks of tokens and of classes, as slices: an index would have to travel to the device.
+def slices_of(inputs: Inputs, key: int) -> tuple[list[slice], list[slice]]:
+    """(slices of tokens, slices of classes) that the key chooses; a list of indices would be copied to the device.
 
-    The first block of each holds an extreme token, or a class of one.
+    The first slice of tokens holds an extreme token, and that of classes a class of one.
     """
     chance, extreme = random.Random(key), inputs.extreme
 
     def some(length: int, some_extreme: range) -> list[slice]:
-        starts = list(range(0, length, BLOCK_ROWS))
-        holding = sorted({index - index % BLOCK_ROWS for index in some_extreme})
+        starts = list(range(0, length, SLICE_ROWS))
+        holding = sorted({index - index % SLICE_ROWS for index in some_extreme})
         first = [chance.choice(holding)] if holding else []
         others = [start for start in starts if start not in first]
-        chosen = first + chance.sample(others, min(NUM_BLOCKS, len(starts)) - len(first))
-        return [slice(start, min(start + BLOCK_ROWS, length)) for start in chosen]
+        chosen = first + chance.sample(others, min(NUM_SLICES, len(starts)) - len(first))
+        return [slice(start, min(start + SLICE_ROWS, length)) for start in chosen]
 
     tokens, classes = (extreme.tokens, extreme.classes) if extreme else (range(0), range(0))
     return some(len(inputs.hidden), tokens), some(len(inputs.weight), classes)
 
 
-def indices(blocks: list[slice]) -> list[int]:
-    return [index for rows in blocks for index in range(rows.start, rows.stop)]
+def indices(slices: list[slice]) -> list[int]:
+    return [index for rows in slices for index in range(rows.start, rows.stop)]
 
 
 def references(answer: Callable[..., Sequence[Tensor]]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The answer in float64; and in the precision itself, element by element, that of the formula that errs more.
+    """(the exact answer, in float64; the plain one, in the precision that is tested).
 
-    answer  called with `exact`, and a formula of the loss
+    There are two usual formulas of the loss, and an implementation may use either: each element of the plain answer is
+    by the formula that errs more there.
+
+    answer  makes an answer from `exact`, and from a formula where that is not F.cross_entropy
     """
-    exact, *plain = answer(True), answer(False), answer(False, testing.log_sum_exp_loss)
-    return exact, [testing.larger_error(*x) for x in zip(exact, *plain, strict=True)]
+    exact, usual, other = answer(True), answer(False), answer(False, testing.log_sum_exp_loss)
+    return exact, [testing.larger_error(*x) for x in zip(exact, usual, other, strict=True)]
 
 
-def parts(
+def sampled_answer(
     inputs: Inputs, tokens: list[int], classes: list[int], exact: bool, formula: Formula = cross_entropy
 ) -> Answer:
-    """The loss of each token by a formula, and of its answer the gradients of these tokens' hidden states and of these
-    rows of the weight; in float64 where `exact`."""
+    """(the loss of each token (N), rows `tokens` of the gradient of hidden, rows `classes` of the weight's).
+
+    They are those of a formula, in float64 where `exact`: as `Inputs.in_blocks`, without the other rows.
+    """
     dtype, precision = inputs.arithmetic(exact)
     weight, share = inputs.weight.detach().to(dtype), inputs.scale / len(inputs.targets)
     rows, columns = weight[classes].requires_grad_(), torch.tensor(classes, device=weight.device)
     losses, d_rows = [], torch.zeros_like(rows)
-    for block, targets in inputs.blocks():
-        hidden = block.to(dtype)
+    for hidden_block, targets in inputs.blocks():
+        hidden = hidden_block.to(dtype)
         with autocast(precision, inputs.device):
+            # The logits of these classes are made of `rows`, a leaf: no gradient of the whole weight is made.
             logits = widened(F.linear(hidden, weight).index_copy(1, columns, F.linear(hidden, rows)))
             loss = formula(logits, targets)
         d_rows += torch.autograd.grad(loss.sum() * share, rows)[0]
@@ -295,7 +310,12 @@ def parts(
 
 
 def _evidence(key: int, groups: Tensor, gradient: Tensor, exact: Tensor) -> Record:
-    """One row of the gradients of hidden states, as often of an extreme token as not: its values, the largest error."""
+    """A row of the kept gradient of hidden (n, M), for the record: its number, its values and its largest error.
+
+    The key chooses a group first and then a row of it, so an extreme token is as likely as an ordinary one.
+
+    groups  those of the n tokens
+    """
     chance = random.Random(key)
     row = chance.choice((groups == chance.choice(groups.unique().tolist())).nonzero().flatten().tolist())
     return {
@@ -307,28 +327,32 @@ def _evidence(key: int, groups: Tensor, gradient: Tensor, exact: Tensor) -> Reco
 
 
 def repeat(record: Record, call: Record) -> Iterator[str | int]:
-    """Judges a call of a record again: its inputs are drawn and its answer is made anew.
+    """Judges a timed call of a record again: draws its inputs and makes its answer anew.
 
-    Yields sentences on what is wrong or too large to be made again, and how many elements were judged.
+    Yields as `Benchmark.repeat`: a sentence for each thing that is wrong or cannot be made again, and at last, if it
+    was judged, the number of its elements.
     """
-    part, size = call["part"], record["d_model"] * max(record["vocab_size"], record["tokens"])
+    evidence, size = call["part"], record["d_model"] * max(record["vocab_size"], record["tokens"])
     if set(call["error_ratios"]) != set(OUTPUTS):
         yield f"not proved: its errors are of {', '.join(call['error_ratios'])}, and not of {', '.join(OUTPUTS)}"
     if size > MOST_ELEMENTS:
         yield f"not recomputed: a weight or hidden states of {size:,} elements (at most {MOST_ELEMENTS:,} here)"
         return
     inputs = _inputs_of(record, call)
-    tokens = range(len(inputs.targets))
-    exact, plain = (answer[1] for answer in references(partial(parts, inputs, list(tokens), [0])))
-    values = torch.frombuffer(bytearray(base64.b64decode(part["values"])), dtype=torch.float32)
-    if part["row"] not in tokens or values.shape != exact[0].shape:
-        yield f"{values.numel()} values of row {part['row']} were recorded, of {len(exact)} rows of {exact.shape[1]}"
+    # Only the gradient of hidden is judged. That of class 0 is made besides, since some class must be named.
+    exact, plain = (
+        answer[1] for answer in references(partial(sampled_answer, inputs, list(range(len(inputs.targets))), [0]))
+    )
+    values = torch.frombuffer(bytearray(base64.b64decode(evidence["values"])), dtype=torch.float32)
+    row = evidence["row"]
+    if row not in range(len(exact)) or values.shape != exact[0].shape:
+        yield f"{values.numel()} values of row {row} were recorded, of {len(exact)} rows of {exact.shape[1]}"
         return
-    error = (values.double() - exact[part["row"]]).abs().max().item()
-    if not abs(error - part["error"]) <= ERROR_RTOL * max(error, part["error"]):
-        yield f"its recorded values are off by {error:.4g} from what is right, and it says {part['error']:.4g}"
-    answer = exact.clone()
-    answer[part["row"]] = values
+    error = (values.double() - exact[row]).abs().max().item()
+    if not abs(error - evidence["error"]) <= ERROR_RTOL * max(error, evidence["error"]):
+        yield f"its recorded values are off by {error:.4g} from what is right, and it says {evidence['error']:.4g}"
+    answer = exact.clone()  # right but for the recorded row: its error is held to the budget of its whole group
+    answer[row] = values
     ratio = ratio_by_group(answer, exact, plain, ROUNDING[inputs.precision], inputs.groups[0])
     recorded = call["error_ratios"][D_HIDDEN]
     if recorded < ratio * (1 - BUDGET_RTOL):
@@ -337,31 +361,28 @@ def repeat(record: Record, call: Record) -> Iterator[str | int]:
 
 
 def _inputs_of(record: Record, call: Record) -> Inputs:
-    """The inputs of the hidden states that a call was looked at by, drawn again; gradients are those of the mean over
-    all tokens."""
+    """Inputs with the sampled tokens of a timed call alone, and the whole weight, drawn again on the CPU.
+
+    `scale` is that of the call times the share of these tokens: gradients are those of the mean over all tokens.
+    """
     num_tokens, d_model, vocab_size = (record[name] for name in ("tokens", "d_model", "vocab_size"))
     whole = Inputs.empty(num_tokens, d_model, vocab_size, record["precision"], "cpu")
     if has_extremes(record["proof"]["generator"]):
         whole.choose_extreme(call["draw"])
-    tokens, _ = blocks_of(whole, call["key"])
-
-    def drawn(name: str, first: int, count: int, **options: Any) -> Tensor:
-        return draws.part(
-            record["proof"]["seed"], call["draw"], name, first, count, whole.tensors[name].dtype, **options
-        )
-
-    weight = drawn("weight", 0, d_model * vocab_size, std=std_of(whole.weight)).view(vocab_size, d_model)
+    tokens, _ = slices_of(whole, call["key"])
+    drawn = partial(draws.part, record["proof"]["seed"], call["draw"])
+    weight = drawn("weight", 0, d_model * vocab_size, torch.float32, std_of(whole.weight)).view(vocab_size, d_model)
     if whole.extreme:
         whole.extreme.write_weight(weight)
-    blocks = []
+    sampled = []
     for rows in tokens:
         count = rows.stop - rows.start
-        hidden = drawn("hidden", rows.start * d_model, count * d_model).view(count, d_model)
-        targets = drawn("targets", rows.start, count, below=vocab_size)
+        hidden = drawn("hidden", rows.start * d_model, count * d_model, torch.float32).view(count, d_model)
+        targets = drawn("targets", rows.start, count, torch.int64, below=vocab_size)
         if whole.extreme:
             whole.extreme.write_tokens(hidden, weight, targets, rows.start)
-        blocks.append((hidden, targets))
-    hidden, targets = (torch.cat(x) for x in zip(*blocks, strict=True))
+        sampled.append((hidden, targets))
+    hidden, targets = (torch.cat(x) for x in zip(*sampled, strict=True))
     return Inputs(
         hidden,
         weight,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_loss import Loss
-from benchmarks.loss import BLOCK_LOGITS, OUTPUTS, Inputs, LossDraws, blocks_of, indices, parts, unchunked
+from benchmarks.loss import BLOCK_LOGITS, OUTPUTS, Inputs, LossDraws, indices, sampled_answer, slices_of, unchunked
 from benchmarks.models import LOSS_SCALE, ROUNDING, mean_ratio
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention.compiled import why_no_compiler
@@ -112,8 +112,8 @@ def drawn(precision: str = "fp32", tokens: int = 40, vocab_size: int = 50) -> In
 def test_what_is_looked_at_is_a_part_of_the_whole(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BLOCK_LOGITS, "cpu", 7 * 50)
     inputs = drawn(precision)
-    tokens, classes = (indices(some)[:20] for some in blocks_of(inputs, key=1))
-    exact, plain = (parts(inputs, tokens, classes, exact) for exact in (True, False))
+    tokens, classes = (indices(some)[:20] for some in slices_of(inputs, key=1))
+    exact, plain = (sampled_answer(inputs, tokens, classes, exact) for exact in (True, False))
     losses, d_hidden, d_weight = inputs.in_blocks(exact=True)
     for found, whole in zip(exact, (losses, d_hidden[tokens], d_weight[classes]), strict=True):
         torch.testing.assert_close(found, whole)

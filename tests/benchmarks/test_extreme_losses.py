@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.bench_loss import Loss
-from benchmarks.loss import LossDraws, _evidence, blocks_of, indices
+from benchmarks.loss import LossDraws, _evidence, indices, slices_of
 from benchmarks.models import widened
 from lmsys.draws import VERSION, Draws
 from lmsys.extremes import BEFORE
@@ -39,7 +39,7 @@ def test_extreme_tokens_are_looked_at_in_every_call_and_often_recorded() -> None
     of_tokens, of_classes = inputs.groups
     rows = []
     for draw in range(20):
-        tokens, classes = (indices(some) for some in blocks_of(inputs, key=draw))
+        tokens, classes = (indices(some) for some in slices_of(inputs, key=draw))
         assert len(set(tokens)) == len(tokens) >= 56 and len(set(classes)) == 64
         assert of_tokens[tokens].sum() and of_classes[classes].sum()
         zeros = torch.zeros(len(tokens), 16)
