@@ -60,6 +60,7 @@ class Checkout:
             bench = [path for path in sorted(PACKAGE.iterdir()) if path.name not in (*ROWS, "__pycache__")]
             for path in (*bench, *(PACKAGE / name for name in JUDGES)):
                 self.use_today(path)
+            # Today's registry, and names of it that rows of earlier states use.
             registry = self._mapped(PACKAGE / "registry.py")
             if registry.is_symlink():
                 text = registry.read_text() + (PACKAGE / "bench" / "earlier.py").read_text()

@@ -1,6 +1,7 @@
 """Strategies that compute the right result, but harm the process of rank 1 in finish_gradient_synchronization().
 
-Tests of the harness measure them. TOLD has a part of the reason that each record must have.
+tests/bench/test_isolation.py measures them; TOLD has, by class, a part of the reason that the record must have. A new
+one overrides `harm`, and has a line in TOLD. Their names say what they do to the process.
 """
 
 import ctypes

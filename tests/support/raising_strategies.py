@@ -1,6 +1,7 @@
 """Strategies that raise on rank 1 in step $LMSYS_RAISE_AT: in a forward, in a gradient's hook, or in reading data.
 
-Tests of training look how soon all ranks end, and with which message.
+tests/training/test_rank_faults.py trains with each class, and looks how soon all ranks end and with which message. A
+new place to raise is a subclass of `Raises`.
 """
 
 import os
@@ -25,6 +26,7 @@ class Fault(Exception):
 
 
 def is_to_raise(step: int) -> bool:
+    """True on rank 1 in the step of $LMSYS_RAISE_AT; steps count from 1."""
     return dist.get_rank() == 1 and step == AT
 
 
@@ -41,6 +43,8 @@ class Raises(Bucketed):
 
 
 class InForward(Raises):
+    """Raises before the forward of a step."""
+
     def forward(self, *args: Any) -> Any:
         if is_to_raise(self.steps + 1):
             raise Fault("in a forward")
@@ -48,6 +52,8 @@ class InForward(Raises):
 
 
 class InHook(Raises):
+    """Raises in the backward, in the hook of a gradient."""
+
     def __init__(self, module: nn.Module, process_group: Any = None, **options: Any):
         super().__init__(module, process_group, **options)
         next(module.parameters()).register_hook(self._hook)
@@ -59,6 +65,8 @@ class InHook(Raises):
 
 
 class InData(Raises):
+    """Raises where the training loop reads a batch: it wraps `Batches.batch`."""
+
     def __init__(self, module: nn.Module, process_group: Any = None, **options: Any):
         super().__init__(module, process_group, **options)
         read = Batches.batch

@@ -27,6 +27,7 @@ special_lists = st.lists(st.sampled_from(SPECIALS), unique=True, max_size=4)
 
 
 def pretokens(text: bytes, specials: list[str]) -> list[bytes]:
+    """The pre-tokens of a text, in order; joined they are the text."""
     padded = text + bytes(PAD)
     starts = Pretokenizer(specials).starts(padded)
     return [padded[start:end] for start, end in pairwise(starts.tolist())]

@@ -1,4 +1,4 @@
-"""Parameters of tests of which some run always, and the others only with `-m on_request`."""
+"""Parameters of tests of which some run always, and the others only with `-m on_request`, since all take minutes."""
 
 from collections.abc import Iterable
 from typing import Any

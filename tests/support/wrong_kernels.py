@@ -1,6 +1,7 @@
 """Attention rows for tests of `lmsys check`: some right ones, and wrong ones in WRONG, each with a known mistake.
 
-A new wrong row has the decorator `wrong`, or is an entry in WRONG.
+tests/check/test_check.py lets `lmsys check` judge them, and looks in the report for the words that stand with each
+wrong one. A new wrong row has the decorator `wrong`, or is an entry in WRONG. Shapes are those of `lmsys.attention`.
 """
 
 import logging
