@@ -1,8 +1,9 @@
 """--against: a temporary folder that imports like today's repository, and holds the rows of an earlier state.
 
-The bench and the oracle in it are today's; only ROWS are the earlier state's, but for JUDGES. So one clock and one
-budget measure both states, and any state will do whose rows can still be imported. `lmsys.bench.paired` runs a worker
-from the folder. Imports no torch.
+In it the files of ROWS are the earlier state's, except JUDGES; all other files of lmsys, the bench and the oracle among
+them, are today's. So one clock and one budget measure both states, and any state will do whose rows can still be
+imported. `lmsys.bench.paired` makes a `Checkout` and runs a worker from its folder. What earlier rows need of today's
+registry is in earlier.py. Imports no torch.
 """
 
 import shutil
@@ -17,7 +18,7 @@ from lmsys.files import git
 from lmsys.values import hold
 
 PACKAGE = Path(__file__).parents[1]
-# Folders and files of this package as the earlier state has them.
+# Folders and files of this package that are taken from the earlier state: what rows are made of.
 ROWS = "attention", "kernels", "model", "parallel", "tokenizer", "training", "autograd.py", "config.py"
 # Files inside these folders that are taken from today's code anyway: the oracle, and what benchmarks themselves call.
 JUDGES = "attention/contract.py", "attention/naive.py", "parallel/group.py", "training/prepare.py"
@@ -73,11 +74,14 @@ class Checkout:
             raise
 
     def path(self, today: Sequence[str]) -> list[str]:
-        """`sys.path` with what is in the repository as it was; installed packages are today's."""
+        """`sys.path` for the worker: folders of the repository are those of the checkout, others stay as they are."""
         return [str(self._mapped(Path(folder))) for folder in today]
 
     def use_today(self, path: Path) -> None:
-        """Puts today's `path`, a file or a folder, in its place; nothing where it is not in the repository."""
+        """Puts a link to today's `path`, a file or a folder, in its place in the checkout.
+
+        Folders above it that are links become folders of links. A path outside of the repository is passed over.
+        """
         if not path.is_relative_to(self.root):
             return
         place = self.folder
@@ -98,9 +102,11 @@ class Checkout:
         return f"{self._mapped(Path(path))}{colon}{attribute}" if Path(path).is_absolute() else target
 
     def close(self) -> None:
+        """Removes the folder, and the files of a commit that were written for it."""
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _mapped(self, path: Path) -> Path:
+        """The place in the checkout of a path in the repository; other paths, and installed packages, as they are."""
         path = Path.cwd() / path
         is_installed = any(path.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))
         is_ours = path.is_relative_to(self.root) and not is_installed
@@ -108,7 +114,7 @@ class Checkout:
 
 
 def _mirror(earlier: Path, folder: Path) -> None:
-    """A folder of links to what is in another, of none where that is a file."""
+    """Makes `folder`, with links to all that is in the folder `earlier`; it is empty where `earlier` is a file."""
     folder.mkdir()
     for path in earlier.iterdir() if earlier.is_dir() else ():
         (folder / path.name).symlink_to(path)
