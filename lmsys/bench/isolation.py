@@ -1,11 +1,13 @@
-"""Rows in a process of their own: one that crashes or hangs costs its own cases, and the others are sampled again.
+"""Runs rows in a worker process, so that a row that crashes or hangs costs only its own cases.
 
     Isolated(settings)          # has the methods of a Runner; this process runs no row and makes no CUDA context
 
 `lmsys.bench.results.Session` uses it unless --no-isolation is given. A worker process runs group after group. When it
 dies, or misses the deadline in its heartbeat (`lmsys.bench.watch`), the row that was at work has failed, and the rest
-of its group runs again, side by side, in a fresh worker. If no row can be blamed, as when memory ran out, each row of
-the group first runs alone, and those that fail alone have failed.
+of its group runs again, in turns as before, in a fresh worker. If no row can be blamed, as when memory ran out, each
+row of the group first runs alone, and those that fail alone have failed.
+
+Limits are the constants below. A new way in which a worker can end is a case in `Isolated._ended`.
 """
 
 import faulthandler
@@ -29,9 +31,10 @@ from lmsys.bench.checkout import Checkout
 from lmsys.measure import host, turns
 from lmsys.processes import DIED, Told, Worker, answered, tell
 
-Line = tuple[int, bool]  # a socket's file number, to the worker that this one takes turns with; it goes first if True
+# (file number of a socket to the worker that this worker takes turns with, True if this worker goes first)
+Line = tuple[int, bool]
 _runner: Any = None  # in a worker: its Runner
-_turns: turns.Turns = turns.ALONE
+_turns: turns.Turns = turns.ALONE  # in a worker: its turns with the other worker of --against
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def answer(path: list[str], pickled: bytes) -> None:
         tell(result)
 
 
-POLL_S = 0.1
+POLL_S = 0.1  # seconds between two looks at a worker that sends nothing
 QUIET_S = 20.0  # after so long without a line for the user, a line says which row is at work
 MOST_HELD = 0.9  # of the memory that was free when a worker started: a worker that holds more is ended as "oom"
 ROOT = Path(__file__).parents[2]
@@ -265,8 +268,8 @@ class Isolated:
 class Group:
     """A group of cases that is run again and again until no row ends its worker any more.
 
-    left   the cases without a result yet, by id
-    ended  by id, the endings of cases that are not run again: (outcome, reason, whether the worker ended)
+    left   {case id: case} of the cases without a result yet
+    ended  {case id: (outcome, reason, True if the worker ended)} of the cases that are not run again
     """
 
     def __init__(self, isolated: Isolated, benchmark: Benchmark, cases: Cases):
@@ -296,7 +299,7 @@ class Group:
             self._tried_alone, endings = True, self._alone()
         else:
             endings = dict.fromkeys(self.left, ("error", f"the bench's process ended: {fault.reason}", True))
-        if endings and endings.keys() <= self.ended.keys():  # they were not run
+        if endings and endings.keys() <= self.ended.keys():  # the worker ended, and did not run these cases
             raise RuntimeError(f"the bench itself cannot run: {fault.reason}") from None
         self.ended |= endings
         if any(crashed for _, _, crashed in endings.values()):

@@ -1,4 +1,7 @@
-"""Checks that a result is what it seems: a tensor of its own, of the promised type, whose values are there."""
+"""Checks that a result is a plain tensor with memory of its own, of the promised shape, dtype and device.
+
+Benchmarks call `check_plain` on what a row returns, before its values are judged.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +11,7 @@ from torch import Tensor
 
 
 class NotAsPromised(ValueError):
-    """A result that is not what it should be; the text says what it is."""
+    """Raised for a result that is not as promised; the message says what it is."""
 
     failure = property(lambda self: ("wrong", str(self)))
 
@@ -39,7 +42,7 @@ def _told(fact: Any) -> Any:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Tells whether it is contiguous in some order of its dimensions."""
+    """True if the tensor is contiguous in some order of its dimensions."""
     extent = 1
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
         if stride != extent:
@@ -49,6 +52,6 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def _memory(x: Tensor) -> tuple[int, int]:
-    """First address and the one after the last, of what x's elements span."""
+    """(first address, address after the last) of the memory that x's elements span."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + span * x.element_size()

@@ -39,7 +39,7 @@ Shape = Callable[[str, Any], Any] | Sequence[Any] | Mapping[str, Any]
 NUMBER, TEXT, LONG_TEXT = measured, check_text, partial(check_text, most=10 * MOST_CHARACTERS)
 POSITIVE, AMOUNT, COUNT = partial(measured, above=0), partial(measured, least=0), partial(whole, least=0, most=2**63)
 RATES = {"*": AMOUNT, "matmul_flops_per_s?": {"*": AMOUNT}, "flops_per_s?": {"*": AMOUNT}}
-SHAPES: dict[str, dict[str, Shape]] = {  # by benchmark and field; "" is of every benchmark
+SHAPES: dict[str, dict[str, Shape]] = {  # {benchmark: {field: shape}}; the fields of "" are those of every benchmark
     "": {
         "samples_s": [POSITIVE],
         "between_runs": POSITIVE,
@@ -67,7 +67,7 @@ SHAPES: dict[str, dict[str, Shape]] = {  # by benchmark and field; "" is of ever
         "rank_peak_bytes": [NUMBER],
     },
 }
-# A name with a unit is that of a number, and so are these.
+# Names of fields that are numbers, and of fields that are texts, whatever a file declares.
 NUMBERS = re.compile(
     r".*_(s|bytes|mhz|w|j|c|fraction|ratio|share|efficiency|parameters)|rounds|bytes|flops|times|addend|other_processes"
 )
@@ -75,7 +75,7 @@ TEXTS = re.compile(r"id|benchmark|impl|label|section|comparison|clock|strategy|c
 
 
 def check_named(where: str, benchmark: str, name: str, value: Any) -> None:
-    """ValueError where a field's value is not what its name says, whatever the file declares of it."""
+    """ValueError if a field's value does not have the shape that SHAPES, NUMBERS or TEXTS give to its name."""
     by_name = TEXT if TEXTS.fullmatch(name) else NUMBER if NUMBERS.fullmatch(name) else None
     shape = SHAPES.get(benchmark, {}).get(name) or SHAPES[""].get(name) or by_name
     if value is not None and shape is not None:
@@ -83,7 +83,7 @@ def check_named(where: str, benchmark: str, name: str, value: Any) -> None:
 
 
 def check_shape(where: str, value: Any, shape: Shape) -> None:
-    """ValueError with the place inside of the value."""
+    """ValueError, with the place inside of the value, unless the value has the shape."""
     if callable(shape):
         shape(where, value)
     elif isinstance(shape, Mapping):
@@ -157,7 +157,7 @@ CONTENT: Shape = {  # of a file; a layout is checked further when it is drawn
 
 
 def check_content(content: Record) -> None:
-    """`content`: what `lmsys.bench.record.load` gives."""
+    """ValueError, with the place, unless the content, as `lmsys.bench.record.load` reads it, is that of a result."""
     check_shape("lmsys", content, CONTENT)
     fields = {
         benchmark: {field["name"]: field for field in declared} for benchmark, declared in content["fields"].items()

@@ -1,4 +1,8 @@
-"""Which row is fastest, and which could not run: for the end of a run in the terminal and the top of a report."""
+"""Finds which row is fastest, and which rows could not run.
+
+`lmsys.bench.results` prints `lines` at the end of a run. `lmsys.reports` asks `fastest`, `deciding` and `ratio_of` for
+its answers. To change when two rows count as equally fast, edit NEAR.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +18,12 @@ NEAR_TEXT = f"{100 * (NEAR - 1):.0f} %"
 
 @dataclass(frozen=True)
 class Fastest:
-    """The fastest row, the number of comparisons that it was sampled in, and of those where it was first or near."""
+    """The fastest row.
+
+    row          its name
+    first        in how many comparisons it took at most NEAR times the time of the fastest row there
+    comparisons  in how many it was sampled
+    """
 
     row: str
     first: int
@@ -22,7 +31,7 @@ class Fastest:
 
 
 def undisturbed(cases: Sequence[fields.Record]) -> Sequence[fields.Record]:
-    """The cases that were measured on a machine as it should be; all of them where none was."""
+    """The cases during which the machine was not disturbed; all of them if it always was."""
     return [case for case in cases if not case.get("disturbed")] or cases
 
 
@@ -31,12 +40,12 @@ def deciding(
 ) -> list[Sequence[fields.Record]]:
     """The cases of comparisons that answer a question: those that were not disturbed, or all if none was.
 
-    A comparison of which too few are left to say something is left out.
+    says_something  True for cases that are enough for an answer; comparisons with fewer are left out
     """
     several = [cases for cases in comparisons if says_something(cases)]
     kept = {id(case) for case in undisturbed([case for cases in several for case in cases])}
-    left = ([case for case in cases if id(case) in kept] for cases in several)
-    return [cases for cases in left if says_something(cases)]
+    calm = ([case for case in cases if id(case) in kept] for cases in several)
+    return [cases for cases in calm if says_something(cases)]
 
 
 def ratio_of(ours: fields.Record, theirs: fields.Record) -> float | None:
@@ -85,7 +94,7 @@ def time_of(case: fields.Record) -> float:
 
 
 def not_run(records: Iterable[fields.Record]) -> dict[str, Counter[str]]:
-    """Cases by row, for each reason for which rows could not run here; "out of memory" is one, by limit."""
+    """{reason why rows could not run here: {row: number of its cases}}; each memory limit is a reason of its own."""
     rows: dict[str, Counter[str]] = {}
     for case in records:
         if case["outcome"] in ("unsupported", "oom"):
@@ -114,7 +123,7 @@ def lines(records: Sequence[fields.Record]) -> Iterator[str]:
 
 
 def failed(records: Iterable[fields.Record]) -> dict[tuple[str, str, str], list[fields.Record]]:
-    """The cases that were wrong or failed, by how they ended, their row and their benchmark."""
+    """{(outcome, row, benchmark): cases} of the cases that were wrong or raised an error."""
     return fields.grouped(
         ((case["outcome"], case["impl"], case["benchmark"]), case) for case in records if case["outcome"] in FAILED
     )
