@@ -262,9 +262,8 @@ def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
         )
 
 
-def counts_of(changes: Iterable[Change]) -> dict[str, tuple[int, int]]:
-    """(cases, how many of these were disturbed) of each verdict that there is, in the order of VERDICTS."""
-    changes = list(changes)
+def counts_of(changes: Sequence[Change]) -> dict[str, tuple[int, int]]:
+    """{verdict: (cases, how many of these were disturbed)} of the verdicts that there are, in the order of VERDICTS."""
     cases = Counter(change.verdict for change in changes)
     disturbed = Counter(change.verdict for change in changes if change.disturbed)
     return {verdict: (cases[verdict], disturbed[verdict]) for verdict in VERDICTS if cases[verdict]}
@@ -288,11 +287,11 @@ def _judged(changes: Sequence[Change], margin: float) -> list[Change]:
         replace(change, verdict=_verdict(shift, edge, is_change))
         for (change, shift), is_change in zip(compared, counted, strict=True)
     ]
-    others = [change for change in changes if not (change.beside and change.shift)]
     judged += [
         change
-        for change in others
-        if change.verdict != UNCLEAR or (change.old.get("time_s") and change.new.get("time_s"))
+        for change in changes
+        if not (change.beside and change.shift)
+        and (change.verdict != UNCLEAR or (change.old.get("time_s") and change.new.get("time_s")))
     ]
     return sorted(judged, key=_weight)
 

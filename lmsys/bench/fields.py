@@ -297,8 +297,7 @@ def _batch_invariant(differ: Record, elements: list[int], alone: Record, **_: An
 
     The arguments are parts of the record's `same_bits` (`lmsys.bench.findings`).
     """
-    is_unknown = bool(differ) or not elements
-    return False if alone else None if is_unknown else True
+    return not alone if alone or (elements and not differ) else None
 
 
 # Of two records that agree in these fields, the later replaces the earlier; under another memory limit it does not.
