@@ -26,14 +26,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
+from typing import Any, Self
 
 Function = Callable[..., Any] | str
 DIED, TIMEOUT = "died", "timeout"  # how a call may fail without an exception
@@ -261,12 +259,11 @@ def futures(
     *,
     timeout_s: float | None = None,
     environment: Mapping[str, str] | None = None,
-) -> Iterator["Future[Any]"]:
+) -> Iterator[Future[Any]]:
     """Runs function(task) for each task in `count` processes; yields a future of each, in the order of the tasks.
 
     timeout_s  of each task, whose process is then killed. Tasks are taken as they are needed: they may be endless.
     """
-    from concurrent.futures import ThreadPoolExecutor
     from queue import SimpleQueue
 
     pickled, pending = pickle.dumps(function, protocol=5), deque[Any]()
