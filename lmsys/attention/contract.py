@@ -20,7 +20,7 @@ from torch import Tensor
 from lmsys.attention.documents import Documents
 from lmsys.attention.pattern import OFFSETS, OPTIONS, TWO_SIDED, Pattern
 from lmsys.kernels.custom_op import constant
-from lmsys.values import finite
+from lmsys.values import finite, hold
 
 FEW_QUERIES = 16  # up to so many queries do not fill a GPU by tiles of queries: decoding
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -252,8 +252,7 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
     ROLES, or nothing but q, k, v, is called on 4-D tensors. An autograd Function takes no keywords, so its arguments
     are given by position.
     """
-    if not callable(implementation):
-        raise ValueError(f"an attention row must be callable; got {implementation!r}")
+    hold((callable(implementation), f"an attention row must be callable; got {implementation!r}"))
     taken, takes_all = _taken(implementation), _takes_all(implementation)
     by_place = is_function(implementation) or any(x.kind is x.POSITIONAL_ONLY for x in taken.values())
     if not by_place and (takes_all or ROLES.keys() <= taken.keys()):
@@ -263,12 +262,22 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
     function = implementation.apply if is_function(implementation) else implementation
     if not by_name and len(taken) > 3:
         return _adapt_cs336(function)
+    others = {name: x.default for name, x in list(taken.items())[3:] if by_place and name not in roles}
+    hold(
+        (
+            inspect.Parameter.empty not in others.values(),
+            "an attention row has parameters without a default or a name known here: "
+            + ", ".join(name for name, default in others.items() if default is inspect.Parameter.empty),
+        )
+    )
 
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         values = {"causal": causal, "scale": q.shape[-1] ** -0.5 if scale is None else scale}
         if causal and "causal" not in roles.values():
             raise ValueError(f"{causal=}: this row has no parameter for it")
-        given = {name: values[role] for name in taken if (role := roles.get(name))}
+        given = {
+            name: values[roles[name]] if name in roles else others[name] for name in taken if name in roles | others
+        }
         return function(q, k, v, *given.values()) if by_place else function(q, k, v, **given)
 
     return row
@@ -282,12 +291,15 @@ def is_function(implementation: Any) -> bool:
 def _taken(implementation: Any) -> dict[str, inspect.Parameter]:
     """The parameters of a call, by name, in their order.
 
-    Of an autograd Function these are the first four of `forward` after ctx, and others that have no default.
+    Of an autograd Function these are the first four of `forward` after ctx, and others that have no default. Where
+    `causal` comes behind the fourth, all up to the last one with a name of ROLES.
     """
     if not is_function(implementation):
         return dict(inspect.signature(implementation).parameters)
     taken = list(inspect.signature(implementation.forward).parameters.items())[1:]  # behind ctx
-    return dict(taken[:4]) | {name: parameter for name, parameter in taken[4:] if parameter.default is parameter.empty}
+    places = [place for place, (name, _) in enumerate(taken, start=1) if name in ROLES["causal"] + ROLES["scale"]]
+    last = max(places) if any(name in ROLES["causal"] for name, _ in taken[4:]) else 4
+    return dict(taken[:last]) | {name: x for name, x in taken[4:] if x.default is x.empty}
 
 
 def _takes_all(implementation: Any) -> bool:

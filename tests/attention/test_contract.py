@@ -214,6 +214,39 @@ def test_rows_written_as_cs336_asks_are_accepted_as_they_are(foreign: Any, causa
         row(q, k, k, causal=causal, scale=0.3)
 
 
+class WithDropout(torch.autograd.Function):
+    """As flash-attn writes them: behind a parameter that has no name known here."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = False,
+                sm_scale: float | None = None, extra: bool = False) -> Tensor:  # fmt: skip
+        assert dropout_p == 0.0 and dropout_p is not False and extra is False
+        return naive(q, k, v, causal=causal, scale=sm_scale)
+
+
+class NeedsDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, causal: bool, sm_scale: float) -> Tensor:
+        return naive(q, k, v, causal=causal, scale=sm_scale)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_parameters_between_those_that_are_known_keep_their_defaults(causal: bool) -> None:
+    def by_place(
+        q: Tensor, k: Tensor, v: Tensor, flag: bool = False, causal: bool = False, scale: float = 1.0, /
+    ) -> Any:
+        assert flag is False
+        return naive(q, k, v, causal=causal, scale=scale)
+
+    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
+    for foreign in (WithDropout, by_place):
+        torch.testing.assert_close(
+            adapt(foreign)(q, k, k, causal=causal, scale=0.3), naive(q, k, k, causal=causal, scale=0.3)
+        )
+    with pytest.raises(ValueError, match="without a default or a name known here: dropout_p"):
+        adapt(NeedsDropout)
+
+
 def test_a_row_must_be_callable() -> None:
     with pytest.raises(ValueError, match="must be callable; got 3"):
         adapt(3)
