@@ -82,7 +82,7 @@ def _of_module(implementation: Any, problem: formulas.Problem) -> signature.Call
         given = zip(dict(module.named_parameters()), parameters.values(), strict=False)
         return torch.func.functional_call(module, dict(given), (x,))
 
-    return signature.Called(call, {name: name for name in problem.inputs}, by_place=False)
+    return signature.Called(call, {name: name for name in problem.inputs}, by_place=())
 
 
 def _problem(case: formulas.Case, options: question.Options, with_bias: bool) -> formulas.Problem:

@@ -5,7 +5,7 @@ implementation by `kind_of`, from the names in MARKS.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,12 +60,12 @@ class Called:
     """A function that is called by roles.
 
     roles     by parameter, in their order: its role. Parameters without one keep their defaults
-    by_place  it takes no keywords, as an autograd Function
+    by_place  names of the parameters that are given by place, not by keyword: all of an autograd Function
     """
 
     function: Callable[..., Any]
     roles: Mapping[str, str]
-    by_place: bool
+    by_place: Collection[str]
 
     def has(self, role: str) -> bool:
         return role in self.roles.values()
@@ -73,14 +73,15 @@ class Called:
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """Calls the function with values by role. If it returns a tuple, the first result."""
         given = {name: values[role] for name, role in self.roles.items() if role in values}
-        result = self.function(*given.values()) if self.by_place else self.function(**given)
+        placed = [given.pop(name) for name in list(given) if name in self.by_place]
+        result = self.function(*placed, **given)
         return result[0] if isinstance(result, tuple) else result
 
 
 def called(implementation: Any, roles: Roles) -> Called:
     """The implementation, to be called by roles. ValueError for a parameter that has neither a role nor a default."""
     parameters, positional = parameters_of(implementation), is_function(implementation)
-    by_place = positional or any(x.kind is x.POSITIONAL_ONLY for x in parameters.values())
+    by_place = [name for name, x in parameters.items() if positional or x.kind is x.POSITIONAL_ONLY]
     return Called(
         implementation.apply if positional else implementation, _roles(parameters, roles, positional), by_place
     )
@@ -105,6 +106,6 @@ def _roles(parameters: Mapping[str, inspect.Parameter], roles: Roles, positional
         ):
             names = "; ".join(f"{role}: {', '.join(some)}" for role, some in roles.items())
             raise ValueError(f"parameter {name!r} has no default and no known name ({names})")
-        elif positional:
+        elif positional or parameter.kind is parameter.POSITIONAL_ONLY:
             break  # this parameter and those after it keep their defaults
     return given

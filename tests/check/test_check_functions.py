@@ -174,3 +174,17 @@ def test_a_mistake_of_a_forward_is_not_named_where_the_result_is_right() -> None
         explain(tripled, "gate", reference, plain, problem, mistakes(problem))
         == "the gradient of gate is 3 times what is right"
     )
+
+
+def test_what_is_taken_by_place_stays_in_its_place() -> None:
+    """A parameter without a role ends what is given by place, and keywords stay keywords."""
+
+    def gap(x: int, flag: bool = False, weight: int = 0, /) -> tuple[int, bool, int]:
+        return (x, flag, weight), 1  # type: ignore[return-value]
+
+    def mixed(x: int, /, other: int = 5, *, weight: int) -> tuple[int, int, int]:
+        return (x, other, weight), 1  # type: ignore[return-value]
+
+    roles = {"x": ("x",), "weight": ("weight",)}
+    assert called(gap, roles)({"x": 3, "weight": 7}) == (3, False, 0)
+    assert called(mixed, roles)({"x": 3, "weight": 7}) == (3, 5, 7)
