@@ -1,44 +1,40 @@
 """Gives result files the layouts that benchmarks declare today: `python -m dev.layouts reports/results/*.json.gz`.
 
-All else in a file keeps its bytes, so that seals, which are of the machine and of the records, stay valid.
+A layout is the plain data by which the report draws a benchmark (`lmsys.reports.layout`). Files are rewritten in place;
+run this from the repository's root. Records and machine stay as they are, so that their seals stay valid. The seal of a
+file is made anew where it is of the layouts too; that of lmsys 0.1 is not.
 """
 
 import argparse
 import gzip
 import json
-import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from lmsys.files import read_text
+from lmsys.bench.record import seal
+from lmsys.files import read_text, replacing
 from lmsys.verify import benchmarks_in
 
-KEY = '"layouts":'
 
-
-def with_layouts(text: str) -> str:
-    """The text of a result file with its benchmarks' layouts of today; the text of any other JSON file as it is."""
-    layouts = {
-        name: benchmark.layout
-        for name, benchmark in benchmarks_in(Path("benchmarks"), Path("dev")).items()
-        if benchmark.layout
-    }
+def with_layouts(text: str, layouts: Mapping[str, Any]) -> str:
+    """The text of a result file with these layouts, of the benchmarks that it has; that of another file as it is."""
     content = json.loads(text)
-    if "lmsys" not in content:
+    ours = content.get("lmsys")
+    if ours is None:
         return text
-    known = {name: layouts[name] for name in content["lmsys"]["fields"] if name in layouts}
-    place = text.index('"fields"', [match.end() for match in re.finditer(r'"lmsys": ?{', text)][-1])
-    if "layouts" in content["lmsys"]:
-        place = text.rindex(KEY, 0, place)
-        _, end = json.JSONDecoder().raw_decode(text, place + len(KEY))
-        text = text[:place] + text[text.index(",", end) + 1 :]
-    made = f"{text[:place]}{KEY}{json.dumps(known, separators=(',', ':'))},{text[place:]}"
-    assert json.loads(made) == content | {"lmsys": content["lmsys"] | {"layouts": known}}
-    return made
+    ours["layouts"] = {name: layouts[name] for name in ours["fields"] if name in layouts}
+    if "others" in ours:
+        ours["seal"] = seal(ours)
+    return json.dumps(content, separators=(",", ":"))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m dev.layouts", description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
+    known = benchmarks_in(Path("benchmarks"), Path("dev"))
+    declared = {name: benchmark.layout for name, benchmark in known.items() if benchmark.layout}
     for path in parser.parse_args().results:
-        text = with_layouts(read_text(path)).encode()
-        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+        text = with_layouts(read_text(path), declared).encode()
+        with replacing(path) as file:
+            file.write(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
