@@ -30,7 +30,6 @@ from lmsys.doing import SIZE, map_file
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import attempt
 from lmsys.measure.step import Failure, Step, nothing
-from lmsys.values import hold
 
 NOBODY = -1  # the bench itself is at work
 TIMED = "in a timed call"  # a GPU may be far behind the host
@@ -38,7 +37,6 @@ _BEAT = struct.Struct("=qdq128s")  # number, until, row, doing, as in `Beat`
 _GPU_ROW = struct.Struct("=qd")  # gpu_row + 1, gpu_seen, as in `Beat`
 _GPU_AT = SIZE // 2  # the offset of a _GPU_ROW in the shared memory; a _BEAT is at 0
 COPY_S = 0.05  # seconds between two copies of the row that the GPU has reached
-MOST_ROWS = 1024  # of a group on a GPU, which has the numbers of so many in its memory
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ class GpuRow:
     def __init__(self, memory: Any):
         self._memory = memory
         self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self._rows: Any = torch.arange(1, MOST_ROWS + 1, device="cuda")  # 0 stands for no row yet
+        self._rows: Any = torch.arange(1, 1025, device="cuda")  # 0 stands for no row yet; a group has fewer rows
         self._seen = self._host.numpy()
         threading.Thread(target=self._copy, daemon=True).start()
 
@@ -151,12 +149,6 @@ class Watch:
     ):
         self.settings, self.heartbeat, self._on_gpu = settings, heartbeat, on_gpu
         self.rows = {id(candidate): row for row, candidate in enumerate(candidates)}
-        hold(
-            (
-                not on_gpu or len(self.rows) <= MOST_ROWS,
-                f"a comparison has {len(self.rows)} rows; a GPU measures at most {MOST_ROWS} together",
-            )
-        )
         self.doing, self.expected_s = "in its first call", math.inf
         self.state = guard.State()
         self._last: int | None = None  # the row that ran last, if the process was not mended since

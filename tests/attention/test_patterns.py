@@ -431,7 +431,7 @@ def test_rows_of_others_are_given_the_options_that_they_take(tmp_path: Path, mon
         (tmp_path / f"{name}.py").write_text(OWN.format(name=name, more=more, given=given))
         targets.append(f"{tmp_path / name}.py:{name}")
     rows = ATTENTION.select(targets)
-    monkeypatch.setattr(ATTENTION, "_all", {row.name: row for row in rows} | dict(ATTENTION))
+    monkeypatch.setattr(ATTENTION, "_all_rows", {row.name: row for row in rows} | dict(ATTENTION))
     q, mask = torch.randn(2, 4, 8, 16), torch.rand(8, 8) < 0.5
     assert torch.equal(attention(q, q, q, impl="plain"), attention(q, q, q, impl="masked"))
     options: dict[str, dict[str, Any]] = {"masked": {"mask": mask}, "windowed": {"window": 3, "causal": True}}

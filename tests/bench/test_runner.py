@@ -59,13 +59,6 @@ def test_memory_is_limited_once_also_in_a_worker_that_imports_a_users_file_first
     assert worker.ready() is worker.ready() and limits == [True]
 
 
-def test_more_rows_than_a_gpu_has_numbers_for_are_refused() -> None:
-    rows: list[Any] = [object() for _ in range(watch.MOST_ROWS + 1)]
-    with pytest.raises(ValueError, match="a comparison has 1025 rows; a GPU measures at most 1024 together"):
-        watch.Watch(rows, Settings(device="cuda"), watch.Heartbeat(), on_gpu=True)
-    assert len(watch.Watch(rows, Settings(device="cpu"), watch.Heartbeat(), on_gpu=False).rows) == 1025
-
-
 @pytest.mark.parametrize(("hook", "outcome"), [("setup", "oom"), ("redraw", "error")])
 def test_what_fails_in_the_bench_itself_is_a_cell_too(hook: str, outcome: str) -> None:
     benchmark = WithSize(**{hook: MemoryError("no room")})
