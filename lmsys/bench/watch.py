@@ -221,7 +221,7 @@ class Watch:
             at_work(nothing)
 
         def keep(result: Any, key: int | None) -> Any:
-            self._last = None  # first, so that `settle` does not report the change again if this raises
+            self._last = None  # first, so that a later change is not blamed on this row if this raises
             if changes := self.state.mend():
                 raise guard.Changed(changes)
             return own_keep(result, key)
