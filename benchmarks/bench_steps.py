@@ -4,6 +4,9 @@ Two rows of a model of 8 billion parameters do not fit in memory together, so ea
 checked against training in one process, as in `benchmarks/bench_data_parallel.py`. Then it trains on one batch, step
 after step, and its loss must fall. It clips gradients, and its learning rate depends on the model's width.
 `train_alone` runs on the ranks and measures; `TrainingSteps` asks the ranks and makes the record.
+
+To report something new: add it to what `train_alone` returns (`Alone`), to `findings_of`, and a Field to
+`TrainingSteps.fields`.
 """
 
 import math
@@ -48,7 +51,7 @@ from lmsys.training.optimizer import clip_factor, scale_gradients, whole_norm
 from lmsys.traits import StrategyTraits
 
 STEPS = 20
-KERNELS = {  # of a step's time, beside the optimizer's
+KERNELS = {  # labels of the kinds of kernels that have a field each; the optimizer's kernels have one of their own
     "matmul": "matmuls",
     "attention": "attention",
     "elementwise": "elementwise",
@@ -57,8 +60,8 @@ KERNELS = {  # of a step's time, beside the optimizer's
     "other": "other kernels",
 }
 MAX_NORM = 1.0
-UPDATE = "optimizer"  # a part of the step: clipping too
-STAGES = 4  # of the losses' fall
+UPDATE = "optimizer"  # the name, in a profile, of the part of a step that clips gradients and updates weights
+STAGES = 4  # stretches of the timed steps: the mean loss must fall from each to the next
 
 
 class TrainingRig(rank.Rig):
@@ -67,8 +70,8 @@ class TrainingRig(rank.Rig):
     def __init__(self, case: ParallelCase, seed: int):
         super().__init__(
             case,
-            passes.Pass(seed, seed, 0, 0),
-            # A quarter of the rate by width: there is no warm-up.
+            passes.Pass(seed, seed, 0, 0),  # no slices of weights are taken, and no batch but the first is used
+            # A quarter of the usual rate for this width: there is no warm-up.
             {"lr": 0.25 * models.LR_BY_WIDTH / case.config.d_model, "betas": (0.9, 0.95)},
         )
         self.divided = case.traits.shards_gradients and case.world_size > 1
@@ -76,7 +79,7 @@ class TrainingRig(rank.Rig):
 
     def update(self) -> None:
         with part(UPDATE):
-            if self.case.traits.fused_adamw:  # DTensors, whose norm torch knows
+            if self.case.traits.fused_adamw:  # the trait of rows whose parameters are DTensors: torch knows their norm
                 torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
             else:
                 scale_gradients(
@@ -96,14 +99,17 @@ class TrainingRig(rank.Rig):
 
 @dataclass
 class Alone:
-    """Findings on this rank.
+    """What `train_alone` has measured on this rank.
 
-    levels          of checkpointing, as the model has them
-    most            first_step_s, with compiling and tuning; held_bytes, weights and optimizer state before a step;
-                    total_bytes, the most that is live in one: a record has the largest of any rank
-    samples, losses of each step: seconds, and the loss of all ranks
-    times           fields of a record: seconds of a step's kernels by kind, without those of the optimizer, and others
-    readings        of the device's sensors, of a GPU while it is at work on the timed steps
+    levels    the model's setting `checkpoint_blocks`: the levels of checkpointing
+    most      fields of which a record has the largest value of any rank: first_step_s, with compiling and tuning;
+              held_bytes, weights and optimizer state before a step; total_bytes, the most that is live in a step
+    samples   seconds of each timed step
+    losses    loss of each timed step, the mean over ranks
+    finite    True where no weight of this rank is NaN or inf after the timed steps
+    times     fields of a record, in seconds: the kernels of a step by kind without the optimizer's, `optimizer_s`,
+              `profiled_s`, `communication_s` and `exposed_s`
+    readings  of the device's sensors: on a GPU one after each timed step is launched, on a CPU one at the end
     """
 
     levels: str
@@ -201,7 +207,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
     layout = LAYOUT
     case_type = StepsCase
     tables = {"strategy": STRATEGIES}
-    streams = True
+    streams = True  # each case is a turn of its own: two models do not fit in memory together
     axes: tuple[Axis, ...] = axes.named(
         "--size --context --batch --precision --compile --strategy",
         "--world-size --checkpoint --residual",
@@ -281,12 +287,14 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
                 yield StepsCase(*asked, checkpoint=kept, residual=residual, steps=grid["steps"], model=model)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
+        """Judges each row by `check.gate`: three steps on the ranks beside those of one process."""
         for candidate in candidates:
             ratios = candidate.attempt(runner.ranks.ask, candidate.case, check.gate, runner.settings.seed)
             if ratios:
                 candidate.judge(ratios[0], "float32")
 
     def sample(self, turn: Sequence[StepsCase], trial: Any) -> None:
+        """Trains the one case of a turn where times are asked for, and prints in a line how it has ended."""
         (case,) = turn
         candidate = trial.candidate(case)
         if trial.settings.timed:

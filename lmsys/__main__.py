@@ -1,6 +1,6 @@
 """`lmsys`: one door to every command. Alone it shows this machine and what it can run.
 
-Imports no torch: a command is imported when it runs.
+Imports no torch: a command is imported when it runs. To add a command, add it to `lmsys.commands.COMMANDS`.
 """
 
 import argparse
@@ -11,7 +11,10 @@ from lmsys.commands import COMMANDS, USAGE, missing
 
 
 def main() -> int:
-    """Runs the command that the first word names, as `python -m` would; the others are its own."""
+    """Runs the command that the first word names, as `python -m` would; the remaining words are its arguments.
+
+    Returns the exit status of a command that returns: 0, or USAGE where a package is missing that it imports.
+    """
     lines = "\n".join(f"  {next(iter(command.examples)):48}{command.about}" for command in COMMANDS.values())
     parser = argparse.ArgumentParser(
         prog="lmsys",
@@ -27,7 +30,7 @@ def main() -> int:
         runpy.run_module(COMMANDS[name].module if name else "lmsys.here", run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
-        if module in ("", "lmsys"):
+        if module in ("", "lmsys"):  # a bug of ours, not a package to install
             raise
         print(missing(f"lmsys {name}" if name else "lmsys", module), file=sys.stderr)
         return USAGE

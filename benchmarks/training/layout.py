@@ -1,24 +1,30 @@
 """The layout of whole trainings: attention rows by strategies, their speed, memory and loss curves.
 
-`lmsys.reports.layout` explains the keys and steps of a layout.
+`bench_training.py` declares TRAINING as its `layout`. `lmsys.reports.layout` explains the keys of a layout. A step is a
+list: its first word names the step, and the rest are the arguments of the function that `lmsys.reports.steps.STEPS` has
+under this name. Change captions (`about`, `label`) freely; `python -m dev.layouts` gives stored results the new ones.
+Names in braces stand for fields of the cases, and texts under "of" are expressions of `lmsys.reports.expressions`.
 """
 
 from benchmarks.layouts import COMPILED, WORDS, Layout
 
+# An expression over a case's fields, in which texts have quotes of their own.
 ENDED = '("" if valid_loss is None else f"{valid_loss:.4f}") + f" ({curve_difference:.1e})"'
-SAME = ["attention", "comparison"]
+SAME = ["attention", "comparison"]  # axes on which a case agrees with the one that it is compared with
 TRAINING: Layout = {
     "place": 100,
     "words": WORDS,
     "prepare": [
+        # An expression, as the step wants one: the text in it has quotes of its own.
         ["said_also", '"one process (none) accumulates the batches of all ranks; cases run one after another"'],
         [
             "checked",
             ["context", "batch", "num_ranks", "train_tokens", "val_tokens", "epochs"],
             ["section", "size", "attention", "strategy", "row", "precision", "compile"],
         ],
+        # As a list: the step "quiet", and the axes that captions and tables leave out.
         "quiet attention_label attention_peer strategy_peer global_batch world_size bucket_mb vocab_size".split(),
-        ["fields", COMPILED],
+        ["fields", COMPILED],  # adds `way` and `how`: how blocks are compiled, in file names and in headings
         ["styled", "attention"],
         ["styled", "row", "strategy", "row"],
         [
@@ -48,7 +54,8 @@ TRAINING: Layout = {
                             "training-{section}-{size}-S{context}B{batch}-{precision}{way}-W{num_ranks}-T{train_tokens}x{epochs}",
                             "{size}, context {context}, batch {batch} of each of {num_ranks} ranks, {precision}{how}",
                         ],
-                        ["greatest", "budget", "curve_budget"],
+                        ["greatest", "budget", "curve_budget"],  # adds `budget`: the greatest `curve_budget`
+                        # From here on {base} is the baseline strategy, and `beside` the case that trains with it.
                         ["beside_baseline", "strategy", SAME],
                         [
                             "fields",
@@ -68,6 +75,7 @@ TRAINING: Layout = {
                                 },
                             ],
                         ],
+                        # From here on {base} is "none", and `beside` the training in one process.
                         ["beside_baseline", "strategy", SAME, "none"],
                         [
                             "fields",
@@ -78,6 +86,7 @@ TRAINING: Layout = {
                                     "role": "detail",
                                     "about": "Tokens/s of a rank over those of {base}",
                                     "shown": "%",
+                                    # One process takes the batches of all ranks, thus world_size times a rank's.
                                     "of": 'beside["time_s"] / time_s / world_size',
                                 },
                                 {"name": "ended", "label": "Loss", "role": "detail", "of": ENDED},
@@ -88,9 +97,11 @@ TRAINING: Layout = {
                         ["pivot", ["tokens_per_s"], ["attention"], "row", {"word": "rate"}],
                         ["bars", ["tokens_per_s"], "row", "attention", "rate"],
                         ["pivot", ["speedup"], ["attention"], "row", {"word": "speedup"}],
+                        # "chain" ends the plot's file name; the dotted line at 1.0 has no words.
                         ["lines", ["speedup"], "row", "attention", "chain", {"ceilings": {"speedup": ["", 1.0]}}],
                         [
                             ["fields", [{"name": "plain", "role": "detail", "of": 'without(row, "-reproducible")'}]],
+                            # Adds `plain_case`: the case whose `row` is this case's `plain`.
                             ["matched", "plain_case", "row", "plain", SAME],
                             ["only", 'ends(row, "-reproducible")'],
                             [
@@ -116,6 +127,7 @@ TRAINING: Layout = {
                             "row",
                             {
                                 "word": "loss",
+                                # {right} is the field that the block's steps have added above.
                                 "about": "Loss after the last epoch on {val_tokens} held-out tokens, nats; in brackets"
                                 " how far the loss of a step was at most from that of naive attention in one process,"
                                 " over the first 100 steps{right}",
@@ -123,6 +135,7 @@ TRAINING: Layout = {
                             },
                         ],
                         [
+                            # In place of each case one for each point of its curve, at (`step`, `height`).
                             ["points", "step", "height", "curve_losses", "curve_steps"],
                             [
                                 "fields",
@@ -138,7 +151,7 @@ TRAINING: Layout = {
                                 ],
                             ],
                             ["one_of_each", ["row", "step"]],
-                            ["lines", ["curve_losses"], "step", "row", "curves"],
+                            ["lines", ["curve_losses"], "step", "row", "curves"],  # "curves" ends the file name
                         ],
                         [
                             ["points", "step", "height", "curve_differences", "curve_steps"],
@@ -176,7 +189,7 @@ TRAINING: Layout = {
                         [
                             "listing",
                             ["attention", "row"],
-                            ["mean_s", "speedup", "efficiency", "*", "-time_s"],
+                            ["mean_s", "speedup", "efficiency", "*", "-time_s"],  # "*": all other metrics but time_s
                             "runs",
                             "Every run",
                         ],

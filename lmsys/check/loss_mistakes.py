@@ -1,7 +1,18 @@
 """The formula of the cross-entropy loss, `right`, and the mistakes that people make in it, for `loss.py`.
 
-`formulas.py` tries the `mistakes` one after another to explain a wrong result. To add one, add its words and its
-formula to `mistakes` or a table that it reads.
+`formulas.explain` tries the `mistakes` in their order and reports the first that gives the wrong result: put plainer
+ones first. To add a mistake, add its words and a function to the table for the place of the mistake:
+
+    MAXIMUM          what is subtracted before the exponential
+    IGNORED          ignored tokens
+    _of_vocabulary   classes that are padded, left out or counted several times
+    _of_chunks       means over chunks of tokens
+    _of_gradients    the backward alone; for the gradient of the head's weight alone `_of_weights`
+    BY_COUNT         options (FIRST_FOR_ALL: the backward with options)
+    `others` in `mistakes`: all else
+
+The function is a `Formula` or a `Gradients`. A Formula gives the loss from (inputs, settings), and `forwards` derives
+its gradients by autograd. A Gradients gives mistaken gradients directly, for `backwards`.
 
 Legend: N tokens, V vocabulary.
 """
@@ -51,7 +62,11 @@ def logits_of(inputs: Inputs) -> Tensor:
 
 
 def plain(inputs: Inputs, settings: Settings) -> Tensor:
-    """`right`; in float32 and without options as it is often written, by a log-sum-exp."""
+    """`right`, except in float32 without options: there a log-sum-exp, as it is often written.
+
+    Where logits are large its two terms round, which a right implementation may do too: `judge` allows the larger error
+    of `right` and this.
+    """
     if options_of(settings) or next(iter(inputs.values())).dtype != torch.float32:
         return right(inputs, settings)
     targets = settings["targets"].where(counts(settings), 0)
@@ -93,7 +108,10 @@ def losses(inputs: Inputs, settings: Settings) -> Tensor:
 
 
 def mistakes(problem: Problem) -> Mistakes:
-    """The mistakes for a problem, the plainest first. With options only mistakes in these options are tried."""
+    """The mistakes for a problem, the plainest first, since the first that explains the result is reported.
+
+    With options only mistakes in these options are tried.
+    """
     if options := options_of(problem.settings):
         without = {
             f"{name} is ignored": lambda x, s, name=name: right(x, {each: s[each] for each in s if each != name})
@@ -122,6 +140,7 @@ def mistakes(problem: Problem) -> Mistakes:
     }
     return {
         **forwards({"the losses are summed, not averaged": lambda x, s: losses(x, s).sum()}),
+        # In float32, where exp overflows beyond 88: in float64, beyond 709, it would not for logits of hundreds.
         **forwards(MAXIMUM, torch.float32),
         **forwards(
             ({} if bool(counted.all()) else IGNORED)

@@ -17,7 +17,7 @@ from lmsys import processes, strict_json, values
 from lmsys.kernels.tritons import ON_GPUS
 
 DEADLINE_S = 600.0  # a trial takes a minute or two; the rest is for compiling on a busy machine
-EXACT = ""  # the verdict if nothing was wrong
+EXACT = ""  # the verdict if nothing was wrong: the trial's results were exact. Any other text says what was wrong
 OF_THE_MOMENT = "out of memory"  # an error that says nothing about the version, and is not kept
 
 _verdicts: dict[str, str] = {}  # by key: EXACT, or what was wrong
@@ -28,7 +28,7 @@ def _verdict(value: Any) -> str:
     return value
 
 
-KEPT = strict_json.Kept("trials.json", "verdicts", "try", _verdict)
+KEPT = strict_json.Kept("trials.json", "verdicts", "try", _verdict)  # "try": as in "to try anew", for its messages
 
 
 def refusal(row: str, trial: processes.Function, sources: tuple[Path, ...], capability: tuple[int, int]) -> str | None:
@@ -55,11 +55,16 @@ def refusal(row: str, trial: processes.Function, sources: tuple[Path, ...], capa
 
 
 def _tried(trial: processes.Function, capability: tuple[int, int]) -> str:
+    """The verdict of a trial that runs now: EXACT, or in a line what was wrong.
+
+    A trial that does not end gives a verdict like any other, which is kept: otherwise a version that hangs would
+    cost every process DEADLINE_S.
+    """
     try:
         processes.in_own_process(trial, capability, timeout_s=DEADLINE_S)
-    except processes.ProcessError as error:
+    except processes.ProcessError as error:  # it crashed, did not end in time, or its exception cannot be pickled
         return values.shortened(error.failure[1])
-    except Exception as error:
+    except Exception as error:  # the trial's own, raised here again
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
         text = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"  # the compiler ends with its reason
         return values.shortened(f"{type(error).__name__}: {text}")
@@ -67,6 +72,9 @@ def _tried(trial: processes.Function, capability: tuple[int, int]) -> str:
 
 
 def digest_of(*sources: Path) -> str:
-    """12 hex digits, a hash of files, or of the Python files in folders: a key made of it changes with the code."""
+    """12 hex digits, a hash of files, or of the Python files in folders: a key made of it changes with the code.
+
+    Folders inside of folders are not read.
+    """
     files = [file for source in sources for file in (sorted(source.glob("*.py")) if source.is_dir() else [source])]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

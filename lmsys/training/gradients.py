@@ -29,7 +29,7 @@ WARM_UPS = 3  # calls before the capture: in them, first uses compile, tune and 
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream that all graphs of the current device are captured on. device: its number."""
+    """The stream that all graphs of the current device are captured on. `device`, its number, is only the cache key."""
     return torch.cuda.Stream()
 
 
@@ -37,8 +37,8 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
 def on_capture_stream() -> Iterator[torch.cuda.Stream]:
     """Makes the stream that graphs are captured on the current one, in order with the work around it.
 
-    What keeps the stream that it was made on must be made here: torch's DDP creates the nodes that accumulate gradients
-    in its constructor, and a capture may not wait for the default stream.
+    Build here any object that remembers the stream of its construction, such as torch's DDP, whose constructor creates
+    the nodes that accumulate gradients: a capture may not wait for the default stream.
     """
     stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
@@ -81,8 +81,8 @@ class GraphedGradients:
     `.grad` of the `parameters`. The gradients are the same tensors every time, and so is the loss. Their memory, and
     that of everything between, belongs to the graph until it is dropped.
 
-    NCCL's collectives are captured too. Those begun before a call must have been waited for by then, those begun inside
-    by its end, and all ranks must capture and replay together.
+    NCCL's collectives are captured too. Wait for every earlier collective before a call; `compute` must wait for its
+    own before it returns. All ranks must capture and replay together.
 
     warm_ups  calls of `compute` before the capture, which leave nothing but gradients behind
     """
@@ -93,7 +93,7 @@ class GraphedGradients:
         self._function, self._warm_ups = compute, warm_ups
         self._parameters = [p for p in parameters if p.requires_grad]
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._read: set[RoundedWeights] = set()
+        self._read: set[RoundedWeights] = set()  # copies of weights in the autocast dtype, which the graph reads
 
     def record(self, *inputs: Tensor) -> None:
         """Captures the graph, unless that has been done; the first call does it by itself."""
@@ -107,7 +107,8 @@ class GraphedGradients:
                 self._compute()
         buckets.clear_gradients(self._parameters)
         graph = torch.cuda.CUDAGraph()
-        # The warm-ups have made cuBLAS's workspace. Thread-local: NCCL's watchdog thread queries events meanwhile.
+        # The warm-ups have made cuBLAS's workspace, so that it is not allocated in the graph's pool. Thread-local:
+        # NCCL's watchdog thread queries events meanwhile.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), recorded() as self._read:
             self._loss = self._compute()
         self._gradients = [p.grad for p in self._parameters]
@@ -121,7 +122,7 @@ class GraphedGradients:
             raise ValueError(f"inputs of {given} for a graph that was recorded with {recorded}")
         for x, into in zip(inputs, self._inputs, strict=True):
             into.copy_(x)
-        for copies in self._read:
+        for copies in self._read:  # weights may have been updated since the copies were made
             copies.refresh()
         assert self._graph is not None
         self._graph.replay()
@@ -137,7 +138,8 @@ class Gradients:
     """Forward and backward of micro-batches under a strategy, which leave the mean over the global batch in `.grad`.
 
     loss_of  the loss of a micro-batch under the strategy
-    divisor  what that loss is divided by before its backward
+    divisor  what that loss is divided by before its backward: the number of a rank's micro-batches, as the strategy
+             averages over ranks; in a reproducible training the number of all ranks' leaves (`reproducible.py`)
     tree     parameters whose gradients are added in pairs of micro-batches, as ranks would add theirs, for a
              reproducible training on one rank; None: each backward adds to the gradients that are there
     """
@@ -153,10 +155,10 @@ class Gradients:
         self._tree = None if tree is None else list(tree)
 
     def __call__(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> Tensor:
-        """The mean of the losses of micro-batches, after the backward of each.
+        """The mean of the weighted losses of micro-batches, after the backward of each.
 
         batches  by micro-batch the arguments of `loss_of`
-        weights  by micro-batch the factor of its loss
+        weights  by micro-batch the factor of its loss; 1 but for documents (`lmsys.training.data.Batches.weight`)
         """
         add = self._accumulate if self._tree is None else self._add_in_pairs
         return torch.stack(add(batches, weights)).mean()

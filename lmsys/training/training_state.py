@@ -1,7 +1,7 @@
 """The state of a training that a checkpoint holds: the model, the optimizer under a strategy, random numbers.
 
-The training loop calls `capture` to save, and `restore_optimizer` and `set_rng_state` to resume. A strategy that
-numbers optimizer state in a way of its own is handled here.
+The training loop calls `capture` and `rng_state` to save, and `restore_optimizer` and `set_rng_state` to resume. A
+strategy that numbers optimizer state in a way of its own is handled here.
 """
 
 import torch
@@ -12,7 +12,11 @@ from lmsys.training.checkpoint import Checkpoint, State
 
 
 def optimizer_layout(strategy: adapter.Adapter) -> str:
-    """How the optimizer numbers its state: `flat` parts of blocks, or `whole` parameters."""
+    """How the optimizer's state dict numbers its state; a checkpoint records it as the fact "optimizer".
+
+    "flat"   by flat tensor: `Fsdp` joins the parameters of a block in flat tensors, of which each rank steps its part
+    "whole"  by parameter, as in an ordinary optimizer, also where ranks share the parameters out
+    """
     return "flat" if isinstance(strategy.wrapper, fsdp.Fsdp) else "whole"
 
 
@@ -39,15 +43,15 @@ def restore_optimizer(
         optimizer.load_state_dict(saved.own(rank, "optimizer")["optimizer"])
         return
     module, groups = strategy.module, [group["params"] for group in optimizer.param_groups]
-    if flat:
+    if flat:  # the optimizer holds flat parts, so the strategy says which parameters are in each param group
         groups = strategy.wrapper.parameters_in(optimizer)
-    if "optimizer" in shared:
+    if "optimizer" in shared:  # the whole state, which rank 0 saved
         state = shared["optimizer"]
-    else:
+    else:  # each rank saved its share
         shares = [saved.own(index, "optimizer")["optimizer"] for index in range(saved.world_size)]
-        if was_flat:
+        if was_flat:  # of Fsdp: parts of flat tensors
             state = sharded_optimizer.whole_state(shares, module, groups)
-        else:
+        else:  # of a ShardedOptimizer: the parameters that the rank owned
             state = sharded_optimizer.merge_shares(shares)
     if flat:
         state = sharded_optimizer.flat_share(state, module, rank, world_size, groups)

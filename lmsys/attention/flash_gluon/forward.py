@@ -11,6 +11,19 @@ one CTA run during the softmax of the other. With PING_PONG the consumers of a C
 Under a pattern (windows, documents) a CTA visits the key tiles between the first and the last that its queries see. A
 consumer skips those at either end that only other consumers need (`_pass_over`).
 
+Producer and consumers share a protocol of waits and releases, which a change of scores or masks leaves alone:
+
+- A ring of S slots: use number n has slot n % S and phase (n // S) & 1. Who reads waits for `full` with this phase. Who
+  fills waits for `empty` with the opposite one, so that its first round does not wait.
+- `fill` counts key tiles, `turn` tiles of queries. The producer and all consumers must advance them alike.
+- For each key tile every consumer waits for `k_full`, waits for its turn and passes it on (PING_PONG), and releases K.
+  It waits for `v_full` and releases V one key tile later, since P V of a key tile runs in the step after it.
+- Every path must do all of this for every key tile, `_pass_over` too, which does it at once.
+
+Scores are computed in `_weights` and `_step`, masks in `hide` of `intervals.py`, and settings are chosen in `plans.py`.
+`python -m pytest tests/attention/test_gluon_kernels.py` checks all of this in a simulation without a GPU, and
+`tests/attention/test_flash_gluon.py` on one.
+
 Legend: B batch, H query heads, G query heads of one key head, Q queries, K keys, D head dimension.
 """
 
@@ -47,7 +60,8 @@ LEAST = gl.constexpr(-1.0e30)  # a maximum over nothing: finite, so that exp2(-i
 # Buffers in shared memory, each with a barrier for "loaded" (full) and one for "released" (empty).
 Slots = namedtuple("Slots", "tiles full empty")  # two slots: for tiles of queries, or for the numbers of such tiles
 Ring = namedtuple("Ring", "ks k_full k_empty vs v_full v_empty")  # STAGES tiles of keys, and as many of values
-Sizes = namedtuple("Sizes", "num_heads H G Q K num_tiles at_once")  # num_heads = B H; num_tiles of queries in a head
+# num_heads = B H; num_tiles: tiles of queries in a head; at_once: heads worked on together, for the L2 cache.
+Sizes = namedtuple("Sizes", "num_heads H G Q K num_tiles at_once")
 
 
 @gluon.jit
@@ -74,7 +88,8 @@ def _announced(mailbox, turn):
 def _await_free(empty, stage, fill, NAMED: gl.constexpr, FIRST: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr):
     """The producer waits until all consumers have released the ring's `stage`. `fill`: key tiles loaded so far.
 
-    NAMED: they release it by the named barrier FIRST + stage, else by the mbarriers `empty`.
+    NAMED: they release it by the named barrier FIRST + stage, else by the mbarriers `empty`. The named barrier counts
+    128 * (WGS + 1) threads: 128 of each consumer, which arrive, and 128 of the producer, which waits.
     """
     if NAMED:
         if fill >= STAGES:
@@ -106,7 +121,7 @@ def _producer(
     turn = 0
     index = gl.program_id(0)
     total = sizes.num_heads * sizes.num_tiles
-    if CHAINED:  # ahead of the first load and the counter, and so of all that consumers write
+    if CHAINED:  # ahead of the first load and the counter, and so of all that consumers write: they wait for tiles
         gdc_wait()
     while index < total:
         if DYNAMIC:
@@ -141,7 +156,8 @@ def _producer(
     if CHAINED:
         gdc_launch_dependents()
     if DYNAMIC:
-        # Before the ring is drained: consumers would otherwise wait for this, and the drain for them.
+        # The end is announced before the ring is drained: a consumer that still waits for the number of a tile would
+        # never release the stage that the drain waits for.
         _announce(mailbox, turn, index)
         if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:  # the last leaves the counter as it was found
             gl.store(counter, 0)
@@ -154,7 +170,10 @@ def _producer(
 
 @gluon.jit
 def _partial_sums(p, BLOCK_K: gl.constexpr):
-    """(ROWS, 4): the sums of p (ROWS, BLOCK_K) over the columns that one thread holds."""
+    """(ROWS, 4): the sums of p (ROWS, BLOCK_K) over the columns that one thread holds.
+
+    Four threads hold a row of a matmul's result: of every 8 columns each holds 2 that are adjacent.
+    """
     return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_K // 8, 4, 2]), 3), 1)
 
 
@@ -166,7 +185,8 @@ def _weights(
 ):  # fmt: skip
     """(maxima (ROWS,), weights (ROWS, BLOCK_K)) of a consumer's first key tile: exp2 of scores minus their maximum.
 
-    Without a pattern this is the only key tile that needs a mask.
+    Without a pattern this is the only key tile that needs a mask; under causal order only because BLOCK_K is a multiple
+    of ROWS. The ping-pong's barriers count 256 threads: 128 of the consumer that waits, 128 of the one that arrives.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     if PING_PONG:
@@ -192,7 +212,8 @@ def _first_weights(
 ):  # fmt: skip
     """`_weights`, but only the left half is computed where causal order hides the right half, whose weights are 0.
 
-    That is so where a tile of more than ROWS keys begins at the consumer's own queries.
+    That is so where a tile of more than ROWS keys begins at the consumer's own queries or, under a pattern, where none
+    of these sees anything from the right half's start on.
     """
     if CAUSAL and BLOCK_K > ROWS:
         half = row == col
@@ -237,7 +258,12 @@ def _step(
     OVERLAP: gl.constexpr, NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """(acc, maxima, sums, weights) after the scores of this key tile, and P V of the key tile visited before it.
+    """(acc, top, total, p) after the scores of this key tile, and P V of the key tile visited before it.
+
+    acc    (ROWS, D), the output so far, without this key tile, relative to top
+    top    (ROWS,), the maxima of the scaled scores
+    total  (ROWS, 4), the `_partial_sums` of weights, relative to top
+    p      (ROWS, BLOCK_K), the weights of this key tile, for P V in the next step
 
     With OVERLAP both products run at once, otherwise P V comes first. Only under a pattern may the tile need a mask.
     """
@@ -289,7 +315,7 @@ def _consumer(
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     fill = 0
     turn = 0
-    if PING_PONG and WG == WGS - 1:
+    if PING_PONG and WG == WGS - 1:  # gives consumer 0 the first turn
         named_barrier("arrive", FIRST_BARRIER, 256)
     index = gl.program_id(0)
     if DYNAMIC:
@@ -312,7 +338,7 @@ def _consumer(
             own_low, own_high, stop, full_from, full_to = own_key_tiles(extent, batch, row, low, high, sizes.Q, BLOCK_K)
             first, length = intervals(extent, batch, row, sizes.Q, ROWS, ROW_LAYOUT)
             hides = Hides(extent, first, length, stop, full_from, full_to)
-        elif CAUSAL and WGS * ROWS > BLOCK_K:
+        elif CAUSAL and WGS * ROWS > BLOCK_K:  # the last key tiles may lie beyond this consumer's queries
             own_high = gl.cdiv(gl.minimum(sizes.K, row + ROWS), BLOCK_K)
         if BOUNDED or (CAUSAL and WGS * ROWS > BLOCK_K):
             for _ in range(own_high, high):
@@ -371,7 +397,7 @@ def _consumer(
             store_rows(o_desc, bh // sizes.H, bh % sizes.H, row, out)
             rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
             gl.store(lse_ptr + bh.to(gl.int64) * sizes.Q + rows, lse, mask=rows < sizes.Q)
-    if PING_PONG and WG == 0:
+    if PING_PONG and WG == 0:  # meets the arrival that is left, after the last consumer's last turn
         named_barrier("sync", FIRST_BARRIER, 256)
     tma.store_wait(0)
 
@@ -391,6 +417,9 @@ def forward_kernel(
     """Writes o (B, H, Q, D) and lse (B, H, Q), natural log, float32.
 
     `scale` includes the factor log2(e). `counter` points to two int32 zeros, which are zero again at the end.
+    `launch.forward_options` sets the constants by a `ForwardPlan`: BLOCK_K is its `tile_k`, WGS its `consumers`, and
+    OVERLAP says that `ctas` is 1. REGISTERS, those of a consumer's thread, follow from `consumers` and `ctas`. STAGES,
+    PING_PONG, NAMED, DYNAMIC and CHAINED are the plan's fields of these names.
     RAGGED: K is no multiple of BLOCK_K; a causal kernel masks the last keys in any case, and need not be told.
     `first_ptr`, `end_ptr` and `per_entry` are the queries' `Extent` of `intervals.py`, None without a pattern. A kernel
     that is given one has CAUSAL set: tiles have the order of causal attention, and the consumers of a CTA do not all
@@ -410,13 +439,13 @@ def forward_kernel(
     # to what `atomic_add` returns, without mbarrier.inval. Where processes took turns on a GPU, such kernels hung or
     # left tiles out.
     if NAMED:
-        ring = Ring(ks, k_full, k_full, vs, v_full, v_full)
+        ring = Ring(ks, k_full, k_full, vs, v_full, v_full)  # k_full, v_full as `empty`: placeholders, never waited at
     else:
         ring = Ring(ks, k_full, barriers(STAGES, WGS), vs, v_full, barriers(STAGES, WGS))
     if DYNAMIC:
         mailbox = Slots(tiles, barriers(2, 1), barriers(2, WGS))
     else:
-        mailbox = Slots(tiles, k_full, k_full)
+        mailbox = Slots(tiles, k_full, k_full)  # placeholders, never waited at
     sizes = Sizes(num_heads, H, G, Q, K, num_tiles, at_once)
     extent = Extent(first_ptr, end_ptr, per_entry)
     fence_async_shared()

@@ -85,7 +85,7 @@ class ForwardPlan:
     named: bool  # stages are released through a named barrier: an mbarrier costs 128 threads a BAR.SYNC
     dynamic: bool  # the next tile comes from a counter, not from the CTA's number
     l2_mib: int  # MiB of keys and values for heads worked on together; 0: one head after another
-    tile_k: int = 128  # keys of a tile
+    tile_k: int = 128  # keys of a tile, a multiple of 64: a causal consumer masks only the first tile that it visits
     ctas: int = 1  # on a processor at a time: 2, with half the registers each, begin scores after P V, not before
     chained: bool = False  # begins while the kernel before it in its stream ends: programmatic dependent launch
 
