@@ -13,18 +13,23 @@ from typing import Any
 import triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Patterns: a matmul in Triton's intermediate language, and instructions by what they show.
+# DOT is a regular expression of a matmul in Triton's intermediate language, SPILLS are mnemonics. NVIDIA and AMD have
+# regular expressions of mnemonics, by the field that they count for.
 DOT = r"\b(?:tt\.dot|tt\.dot_scaled|ttng\.warp_group_dot|ttng\.tc_gen5_mma\w*)\b"
 SPILLS = "LDL", "STL"
 NVIDIA = {
     "tensor_cores": r"(?:[HIDQO]MMA|[HIQ]GMMA|UTC[HIQO]MMA)\b",
     "copies": r"(?:LDGSTS|UTMALDG|UBLKCP)\b",  # asynchronous, so that the next tiles load while others are computed
 }
+# MFMA, the matmul instructions of AMD's data center cards (CDNA); other cards of AMD have other ones.
 AMD = {"tensor_cores": "v_s?mfmac?", "copies": r"(?:buffer|global)_load_\w*lds"}
 
 
 def read(kernel: Any) -> dict[str, Any]:
-    """The facts about a compiled kernel, by fields of `answers.Answer`."""
+    """The facts about a compiled kernel, by fields of `answers.Answer`.
+
+    Spills are instructions in loops on NVIDIA's cards, and spilled registers on AMD's.
+    """
     if "cubin" in kernel.asm:
         sass = disassembled(kernel)
         counts = count(NVIDIA, sass)
@@ -52,7 +57,9 @@ def _number(pattern: str, text: str) -> int:
 
 def disassembled(kernel: Any) -> str:
     """The kernel's SASS (NVIDIA's machine code), with an instruction in each line."""
-    return _printed(kernel, "nvdisasm", "-c", "-ndf")  # without data, and without targets of indirect branches
+    # -c: code sections alone. -ndf: no dataflow analysis; it would add the targets of indirect branches, may fail, and
+    # `loops` reads direct branches only.
+    return _printed(kernel, "nvdisasm", "-c", "-ndf")
 
 
 def registers_of(kernel: Any) -> int:
@@ -69,7 +76,7 @@ def _printed(kernel: Any, tool: str, *options: str) -> str:
 
 
 def count(mnemonics: Mapping[str, str], sass: str) -> dict[str, int]:
-    """By key, how many words of `sass` begin with its pattern."""
+    """By key, how many words of the code `sass`, which may also be AMD's, begin with its pattern."""
     return {key: len(re.findall(rf"\b{mnemonic}", sass)) for key, mnemonic in mnemonics.items()}
 
 

@@ -13,7 +13,7 @@ Choices, each measured on one H200 with bfloat16 inputs:
 - All tiles, and the row vectors of the backward, move through tensor descriptors (TMA). These also zero-fill
   what lies outside, so no length needs to be a multiple of a tile. Loading the row vectors by pointers cost up
   to 70 registers and spilled. Where descriptors are slow (`by_tma`) the same kernels move tiles by addresses,
-  which Triton makes asynchronous copies of. That was compiled for other cards, and timed as code for sm_80 on an H100.
+  which Triton makes asynchronous copies of. It was compiled for other cards, but timed only on an H100, as sm_80 code.
 - One loop, with the mask under a branch, instead of a masked and an unmasked loop: fewer registers, one prologue.
   Moved by addresses, the mask is what the first product is added to: see `_masked`.
 - `_dq_kernel` runs first and leaves delta = rowsum(o * do) and the log-sum-exp, in base 2 and padded, to the other.
@@ -50,9 +50,9 @@ KERNELS = {
 }
 AGAIN = {"dq": flash_triton_kernels._dq_again_kernel, "dkdv": flash_triton_kernels._dkdv_again_kernel}
 MAX_LAUNCHES = 4096  # about 1 KiB each
-# What kernels are told of a pattern, the last `_dq_kernel` alone; dense ones are told nothing.
+# Arguments for a pattern, in the kernels' order; only `_dq_kernel` has dlse_ptr. Without a pattern all are None.
 EXTENT = "first_ptr", "end_ptr", "bounds_stride", "softcap", "slopes_ptr", "position_ptr", "dlse_ptr"
-Extent = tuple[Any, ...]  # values for these, of which some are None, or for none of them
+Extent = tuple[Any, ...]  # values for EXTENT, some of them None; () where all would be None
 
 _kernels: dict[tuple[Any, ...], Any] = {}
 _launches: dict[tuple[Any, ...], "_Launch"] = {}
@@ -86,6 +86,7 @@ class _Launch:
             owners = batch * heads
             num_tiles = triton.cdiv(_padded(queries) if name == "dq" else queries, tile.block_q)
         self.grid = triton.cdiv(owners * num_tiles, flash_triton_kernels.TOGETHER.value if clean else 1)
+        # Kernels take arguments by place: descriptors, `others`, `sizes`, `extent`, in the order of their signatures.
         self.sizes = owners, heads, heads // kv_heads, *lengths, num_tiles
         tile_d = block_d(head_dim)
         key = name, tile, q.dtype, head_dim, causal, precision, heads // kv_heads, q.device, _form(extent), clean
@@ -117,12 +118,12 @@ def _length_class(length: int) -> int:
 
 
 def _form(extent: Extent, names: tuple[str, ...] = EXTENT) -> tuple[str, ...]:
-    """The names of what a kernel is told."""
+    """The names of the arguments in `extent` that are not None: kernels are compiled for each such set of them."""
     return extent and tuple(name for name, x in zip(names, extent, strict=False) if x is not None)
 
 
 def _extent(pattern: Pattern, bounds: Bounds | None, q: Tensor, *dlse: Tensor | None) -> Extent:
-    """`bounds`: intervals of keys or of queries; None where `causal` says it all."""
+    """The values for EXTENT. `bounds`: intervals of keys or of queries; None where `causal` says it all."""
     interval: Extent = (None, None, None)
     if bounds is not None:
         interval = bounds.first, bounds.end, 0 if bounds.first.shape[0] == 1 else bounds.first.shape[1]
@@ -146,7 +147,8 @@ def _run(
 ) -> None:
     """Launches a kernel on `tensors` to describe, the first of them q and k, and `others`: pointers, then the scale.
 
-    An `extent` stands in the place of `causal`. `clean`: what an earlier launch has spoilt is made again.
+    `extent`: see EXTENT; () where there is no pattern. With intervals in it `causal` is False, as they say it all.
+    `clean`: the launch makes again what an earlier one has spoilt.
     """
     q, k = tensors[:2]
     precision = dot_precision(q)
@@ -161,10 +163,12 @@ def _run(
         def timed(tile: Tile) -> None:
             made(tile)(tensors, others, extent)
 
+        # [2:] because first_ptr and end_ptr are given if and only if bounds_stride is.
         launch = made(tile or _tuned(name, q, k, causal, precision, _form(extent[2:], EXTENT[2:]), timed))
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
-        if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):  # the tile may be one for want of another
+        # While a graph is captured nothing can be timed, so this tile may be a guess: do not keep it.
+        if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
             _launches[key] = launch
     launch(tensors, others, extent)
 
@@ -240,7 +244,9 @@ def _backward(
             of_keys = _extent(pattern, bounds and bounds.of_keys, q)
         if bounds is not None:
             launches = False, True
-            spoilt = q.new_zeros(max(x.shape[:-1].numel() for x in (q, k)), dtype=torch.bool)  # tiles have rows
+            # An upper bound: there are never more flags than rows. They are not cleared between the two kernels, so
+            # dkdv makes again also the tiles of flags that only dq has set, which costs a little time.
+            spoilt = q.new_zeros(max(x.shape[:-1].numel() for x in (q, k)), dtype=torch.bool)
         for clean in launches:
             _run("dq", (q, k, v, o, do, dq), (lse, lse2, delta, spoilt, scale), causal, tile, of_queries, clean)
         for clean in launches:

@@ -1,17 +1,23 @@
 """The kernels of `flash_triton`, which says how they work; `_fwd_kernel` first.
 
-Dense, `first_ptr` and what follows it are None. Under a pattern a query sees an interval of keys, and a key is seen by
-an interval of queries (`lmsys/attention/bounds.py`): `first_ptr` and `end_ptr` hold those of what the program owns,
-`bounds_stride` apart for each batch entry, 0 where all have the same. `softcap` is None where there is none.
+`first_ptr` and the arguments behind it describe a `Pattern`; each is None where the pattern lacks that option.
+- `first_ptr`, `end_ptr`, `bounds_stride`: each query sees an interval of keys, and each key is seen by an interval of
+  queries (`lmsys/attention/bounds.py`). The first two hold the intervals of what the program owns. Batch entries are
+  `bounds_stride` apart, 0 where all have the same intervals. Where these are None, CAUSAL alone decides who sees what.
+- `softcap`: the cap, a number.
+- `slopes_ptr`, `position_ptr`: for ALiBi the slopes (B, H), and where queries stand among the keys (B, Q). Positions
+  are padded by a tile or more at the end, so their loads need no mask.
+- `dlse_ptr`: the gradient of the log-sum-exp (B, H, Q), where that was a result.
 
-For ALiBi `slopes_ptr` holds the slopes (B, H), and `position_ptr` where queries stand among the keys (B, Q), and as
-much behind it as a tile; `dlse_ptr` holds the gradient of the log-sum-exp (B, H, Q), where that was a result.
-
-Of what a query does not see, NaN and infinity reach the sums of its tile all the same: their weight is zero, and
-0 · NaN is NaN. Sums that are NaN under a pattern are made again, with zeros in place of vectors that are not finite,
-and NaN as the weight of those that are seen. The forward does so at once. In the backward that would take registers
-which the first sums need: a launch notes in `spoilt_ptr` what is spoilt, and another one makes it again. Each of its
-programs stands for TOGETHER tiles, since nearly always there is nothing to do.
+A hidden key (for keys: a hidden query) has weight zero. But 0 · NaN is NaN: a NaN or infinity in its vectors spoils
+the sums of each tile that visits it. With intervals, sums that are NaN are therefore made again:
+1. Vectors that are not finite are loaded as zeros (CLEAN), or their scores are masked after the dot: where hidden,
+   they then add nothing.
+2. The weight of such a vector is made NaN where it is seen, so what sees NaN stays NaN.
+3. The new sums replace the old ones.
+The forward does so at once, in its loop over `again`. In the backward this would take registers which the first sums
+need. There the first launch sets flags in `spoilt_ptr`, one for TOGETHER tiles. A second launch, of `_dq_again_kernel`
+or `_dkdv_again_kernel`, has a program for each flag, and makes its tiles again where it is set; it seldom is.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -23,8 +29,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
-HEADS_AT_ONCE = tl.constexpr(8)
-TOGETHER = tl.constexpr(32)
+HEADS_AT_ONCE = tl.constexpr(8)  # heads whose tiles are computed side by side: see `_owned_tile`
+TOGETHER = tl.constexpr(32)  # tiles that share a flag in `spoilt_ptr`
 TENSORS = ["q", "k", "v", "o", "do", "dq", "dk", "dv", "lse2", "delta"]
 # One binary for all lengths and addresses.
 UNSPECIALISED = ["num_heads", "H", "Q", "Q_PADDED", "K", "num_tiles", "lse_ptr", "lse2_ptr", "delta_ptr"]
@@ -72,7 +78,7 @@ def _has_nan(x):
 
 @triton.jit
 def _note(spoilt_ptr, spoilt):
-    """Notes that this program's tile is spoilt, where it is."""
+    """Sets the flag of this program's tile in `spoilt_ptr` if `spoilt`; never clears it, as other tiles share it."""
     if spoilt_ptr is not None:
         tl.store(spoilt_ptr + tl.program_id(0) // TOGETHER, spoilt, mask=spoilt)
 
@@ -157,9 +163,14 @@ def _add_dot(acc, a, b, PRECISION: tl.constexpr):
 def _interval(
     first_ptr, end_ptr, bounds_stride, batch, start, length, BLOCK: tl.constexpr, BLOCK_OTHER: tl.constexpr
 ):  # fmt: skip
-    """Owners [start, start + BLOCK), of `length`, see [low, stop) together, and each of them its own [first, end).
+    """(low, stop, sight): what owners [start, start + BLOCK) see. Owners are queries and others keys, or the reverse.
 
-    Tiles of others within [full_from, full_to) need no mask.
+    length      how many owners there are
+    low, stop   the tile of owners sees others in [low, stop); low is rounded down to a tile of others
+    sight       (full_from, full_to, first, end). Tiles of others within [full_from, full_to) are seen by all of these
+                owners, and need no mask. Each owner sees its own [first, end), two tensors (BLOCK,)
+    The four limits of the tile are those of its first and its last owner. This is right because neither `first` nor
+    `end` decreases from one owner to the next (`lmsys/attention/bounds.py`).
     """
     base = batch.to(tl.int64) * bounds_stride
     first_ptr += base
@@ -178,7 +189,11 @@ def _keys_seen(
     first_ptr, end_ptr, bounds_stride, batch, row, Q, K,
     CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Queries [row, row + BLOCK_Q) see the keys [start, stop); what `_masked` needs to know of tiles between."""
+    """(start, stop, sight): queries [row, row + BLOCK_Q) see the keys [start, stop).
+
+    `sight` is for `_masked`. With intervals it is the tuple of `_interval`. Without them it is an int: tiles of keys
+    that begin before it need no mask.
+    """
     if first_ptr is None:
         start, stop, sight = 0, K, K // BLOCK_K * BLOCK_K
         if CAUSAL:
@@ -223,13 +238,17 @@ def _hide(scores, rows, cols, K, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _masked(scores, HERE: tl.constexpr, first_ptr, rows, col, K, sight, CAUSAL: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Scores of queries `rows` and keys from `col` on; with HERE -inf where a query does not see a key.
+    """Scores of queries `rows` and keys from `col` on; with HERE they are -inf where a query does not see a key.
 
-    After a product, or before it, on zeros that it is added to: `chained`. For `mma.sync` Triton lays out two products
-    alike, with warps side by side along the rows, where no branch is between them; else scores and P pass through
-    shared memory. A hidden key's NaN then spoils its tile, which under a pattern is made `again`.
+    A kernel calls this twice in its loop, and HERE is True in one of the two calls.
+    - Plain: the mask is put on the scores, after the dot q k^T.
+    - `chained`: the mask is written into the accumulator (0 or -inf) before that dot, so no branch stands between it
+      and the dots that follow. This is for tiles that move by addresses, whose dots are `mma.sync`, not for TMA. Only
+      without a branch does Triton lay out these dots alike, with warps side by side along the rows, and keep P in
+      registers; else scores and P pass through shared memory. But -inf + NaN is NaN: a hidden key's NaN spoils the
+      sums, which with intervals are made again.
 
-    `sight`: dense, where tiles begin that need a mask; else first and end of those that need none, and of each query.
+    `sight` is that of `_keys_seen`: an int, or with intervals a tuple.
     """
     if HERE:
         if first_ptr is None:
@@ -247,7 +266,9 @@ def _masked_keys(
 ):  # fmt: skip
     """x of keys `cols` and queries from `row` on; with HERE it is HIDDEN where a query does not see a key.
 
-    Dense, tiles from `full` on need no mask; else `sight` is first and end of those, and of the queries of each key.
+    This is `_masked` with keys as owners: x is the accumulator where it is called before the dot (`chained`), else P.
+    With intervals `sight` is the tuple of `_interval`. Without them it is None, and queries from `full` on see all
+    of these keys where CAUSAL.
     """
     if HERE and CAUSAL:  # noqa: SIM102 - known when compiling, unlike the next
         if row < full:
@@ -264,6 +285,10 @@ def _fwd_kernel(
     first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """The forward: owns BLOCK_Q queries of a head, reads q, k and v, writes their o and their log-sum-exp, natural log.
+
+    It walks over the keys that these queries see, with an online softmax in base 2.
+    """
     head_index, batch, head, row = _owned_queries(num_heads, num_tiles, H, BLOCK_Q, CAUSAL)
     rows = row + tl.arange(0, BLOCK_Q)
     ratio, scale = _factors(scale, softcap)
@@ -272,12 +297,14 @@ def _fwd_kernel(
         places = tl.load(position_ptr + batch.to(tl.int64) * Q + rows)
     q = _load(q_desc, batch, head, row, BLOCK_Q, D)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    # See `_masked`. A softcap forbids it: `_tanh` would turn a mask's -inf into -1. It was timed up to D = 128 only.
     chained: tl.constexpr = not isinstance(q_desc, tl.tensor_descriptor) and softcap is None and D <= 128
-    total = tl.zeros([BLOCK_Q, 8] if chained else [BLOCK_Q], tl.float32)  # by columns: nothing moves between threads
+    # Chained: 8 partial sums for each row, reduced once at the end, so that nothing moves between threads in the loop.
+    total = tl.zeros([BLOCK_Q, 8] if chained else [BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, D], tl.float32)
     start, stop, sight = _keys_seen(first_ptr, end_ptr, bounds_stride, batch, row, Q, K, CAUSAL, BLOCK_Q, BLOCK_K)
     for again in tl.static_range(1 if first_ptr is None else 2):
-        if again:
+        if again:  # the second turn: if the first made NaN, it starts over, else its range of keys is empty
             spoilt = _has_nan(acc)
             top, total = tl.where(spoilt, float("-inf"), top), tl.where(spoilt, 0.0, total)
             start, acc = tl.where(spoilt, start, stop), tl.where(spoilt, 0.0, acc)
@@ -321,6 +348,12 @@ def _dq_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     CLEAN: tl.constexpr, ahead,
 ):  # fmt: skip
+    """The backward's first pass: owns BLOCK_Q queries of a head, and writes their dq.
+
+    It reads q, k, v, o, do and the log-sum-exp. It also writes what `_dkdv_kernel` reads: lse2, the log-sum-exp in
+    base 2, and delta = rowsum(o * do) - dlse, both padded to Q_PADDED rows. `_dq_again_kernel` calls it with CLEAN, and
+    with `ahead`: how many tiles after its program's own the tile lies that it makes again.
+    """
     head_index, batch, head, row = _owned_queries(num_heads, num_tiles, H, BLOCK_Q, CAUSAL, ahead)
     rows = row + tl.arange(0, BLOCK_Q)
     q = _load(q_desc, batch, head, row, BLOCK_Q, D)
@@ -337,6 +370,7 @@ def _dq_kernel(
     tl.store(lse2_ptr + padded, lse)
     tl.store(delta_ptr + padded, delta)
     dq = tl.zeros([BLOCK_Q, D], tl.float32)
+    # As in `_fwd_kernel`. With CLEAN the mask comes after the dot: hidden scores are then -inf even where q is NaN.
     chained: tl.constexpr = not (CLEAN or isinstance(q_desc, tl.tensor_descriptor)) and softcap is None and D <= 128
     start, stop, sight = _keys_seen(first_ptr, end_ptr, bounds_stride, batch, row, Q, K, CAUSAL, BLOCK_Q, BLOCK_K)
     stop = tl.where(row < Q, stop, 0)
@@ -345,7 +379,8 @@ def _dq_kernel(
         slope = tl.load(slopes_ptr + head_index) * LOG2_E / factor
         places = tl.load(position_ptr + batch.to(tl.int64) * Q + rows)
     for col in tl.range(start, stop, BLOCK_K, num_stages=1 if CLEAN else None):
-        k = _load(k_desc, batch, head // G, col, BLOCK_K, D, CLEAN)  # a query's log-sum-exp is NaN that sees NaN
+        # With CLEAN nothing needs to be made NaN here: a query that sees NaN has a NaN log-sum-exp already.
+        k = _load(k_desc, batch, head // G, col, BLOCK_K, D, CLEAN)
         v = _load(v_desc, batch, head // G, col, BLOCK_K, D, CLEAN)
         scores = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
         scores = _masked(scores, chained, first_ptr, rows, col, K, sight, CAUSAL, BLOCK_K)
@@ -374,6 +409,11 @@ def _dkdv_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     CLEAN: tl.constexpr, ahead,
 ):  # fmt: skip
+    """The backward's second pass: owns BLOCK_K keys of a key/value head, and writes their dk and dv.
+
+    It reads q, k, v, do, and the lse2 and delta of `_dq_kernel`. It walks over the queries that see these keys, of each
+    of the G query heads in turn. Scores are transposed: keys by queries. CLEAN and `ahead` as in `_dq_kernel`.
+    """
     head_index, tile = _owned_tile(num_heads, num_tiles, ahead)  # a key/value head
     batch, kv_head = head_index // (H // G), head_index % (H // G)
     col = tile * BLOCK_K
@@ -384,7 +424,7 @@ def _dkdv_kernel(
     dv = tl.zeros([BLOCK_K, D], tl.float32)
     ratio, factor = _factors(scale, softcap)
     by_tma: tl.constexpr = isinstance(q_desc, tl.tensor_descriptor)
-    chained: tl.constexpr = not by_tma and softcap is None and D <= 128 and not CLEAN
+    chained: tl.constexpr = not by_tma and softcap is None and D <= 128 and not CLEAN  # as in `_dq_kernel`
     start, stop, full, sight = 0, Q, 0, None  # query tiles that start at `full` or later need no mask
     if CAUSAL:
         start = col // BLOCK_Q * BLOCK_Q
@@ -393,7 +433,8 @@ def _dkdv_kernel(
         start, stop, sight = _interval(first_ptr, end_ptr, bounds_stride, batch, col, K, BLOCK_K, BLOCK_Q)
     for group in range(G):
         head = kv_head * G + group
-        # By addresses, CLEAN ahead of its use would need more shared memory than the tile that was timed without.
+        # By addresses, CLEAN loads ahead of their use would need more shared memory than the tile was chosen for: at
+        # D = 128 104 KiB, of 99 that a block has on an RTX 3090.
         for row in tl.range(start, stop, BLOCK_Q, num_stages=1 if CLEAN and not by_tma else None):
             padded = (batch * H + head) * Q_PADDED + row
             q = _load(q_desc, batch, head, row, BLOCK_Q, D, CLEAN)

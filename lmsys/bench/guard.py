@@ -31,7 +31,8 @@ from lmsys import deterministic
 from lmsys.measure.compare import Lost
 
 PACKAGES = "lmsys", "benchmarks", "dev"  # all of their functions and classes are remembered
-OWNERS = (  # of other modules and classes, these
+# Of other owners (modules and classes), only the functions and classes that these hold directly are remembered.
+OWNERS = (
     builtins,
     json,
     math,
@@ -51,7 +52,8 @@ OWNERS = (  # of other modules and classes, these
     torch.nn.functional,
     torch.profiler,
 )
-# Names that are not remembered, and may change.
+# Names that are not remembered, and may change. torch.compile replaces torch.manual_seed when it is first imported,
+# torch.distributed sets sys.excepthook, and interactive shells set sys.displayhook.
 IGNORED = {"__dict__", "__weakref__", "__builtins__", "__cached__", "displayhook", "excepthook", "manual_seed"}
 COMPILED = "__compiled_fn_", "__resume_at_"  # names that torch.compile adds to modules that it compiles, and removes
 # The types of values that are remembered.
@@ -65,7 +67,9 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        for cls in _classes(_modules()):  # torch replaces `step` of an optimizer's class when it makes the first one
+        # torch replaces `step` of an optimizer's class when it makes the first one: so do it now, else it would look
+        # like tampering.
+        for cls in _classes(_modules()):
             if issubclass(cls, torch.optim.Optimizer):
                 cls._patch_step_function(cls.__new__(cls))
         self._known = [(owner, _names(owner)) for owner in (*OWNERS, *_modules(), *_classes(_modules()))]
@@ -126,7 +130,10 @@ OF_COMPILERS = ("TORCH", "_TORCH", "TRITON_CACHE_", "CUDA_MODULE_LOADING", "KINE
 
 
 class Changed(RuntimeError):
-    """Raised when a row has changed the process's state; the message names what it changed."""
+    """Raised when a row has changed the process's state; the message names what it changed.
+
+    `compare.outcome_of` reads `failure`: the row's outcome is then "error".
+    """
 
     failure = property(lambda self: ("error", str(self)))
 
@@ -161,10 +168,13 @@ def _shorten(length: Callable[[], int], pop: Callable[[], Any], right: int) -> N
         pop()
 
 
+# They are put back in this order. The default device stands before "a torch_function mode", because torch holds it as
+# such a mode: in the other order it would be reported as one.
 PARTS = (
     Part("the CPUs that it may use", partial(os.sched_getaffinity, 0), _set_cpus),
     Part("its niceness", partial(os.getpriority, os.PRIO_PROCESS, 0), partial(os.setpriority, os.PRIO_PROCESS, 0)),
     Part("whether gradients are recorded", torch.is_grad_enabled, torch._C._set_grad_enabled),
+    # It cannot be put back: a row that leaves it on ends the worker.
     Part("torch.inference_mode", torch.is_inference_mode_enabled, lambda _: None),
     Part("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Part("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
@@ -244,6 +254,7 @@ class State:
     def mend(self) -> str | None:
         """Puts back what has changed. Returns a sentence that names it, or None. It takes some 20 us.
 
+        Environment variables that were added are removed, and the sentence does not name them.
         Raises Lost, which ends the worker, if something cannot be put back.
         """
         changes = [*self._mend_parts(), *self._mend_variables(), *self._mend_outputs()]

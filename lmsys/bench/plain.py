@@ -20,7 +20,8 @@ def check_plain(name: str, x: Any, like: Tensor, inputs: Iterable[Tensor]) -> No
     """NotAsPromised unless `x` is a plain tensor of the shape, dtype and device of `like`, with memory of its own.
 
     A subclass could compute when it is read; a tensor whose elements share memory is smaller than it says; one that
-    overlaps the inputs changes with them.
+    overlaps the inputs changes with them. Two results of a row may overlap each other here: the values of each are
+    judged later.
     """
     if type(x) is not Tensor:
         raise NotAsPromised(f"{name} must be a plain torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")
@@ -38,6 +39,7 @@ def check_plain(name: str, x: Any, like: Tensor, inputs: Iterable[Tensor]) -> No
 
 
 def _told(fact: Any) -> Any:
+    """A fact about a tensor as a message shows it: a shape as a tuple."""
     return tuple(fact) if isinstance(fact, torch.Size) else fact
 
 

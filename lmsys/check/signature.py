@@ -32,7 +32,9 @@ def parameters_of(implementation: Any) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(call).parameters)
 
 
-MARKS = {  # by kind: one parameter of the call has such a name; of a class, also a parameter of its constructor
+# By kind: a parameter of the call, or of the class's constructor, has one of these names. The first kind that fits
+# wins.
+MARKS = {
     "loss": {"target", "targets", "label", "labels"},
     "rotary": {"positions", "token_positions", "position_ids", "cos"},
     "swiglu": {"gate", "w1", "w_gate"},
@@ -59,7 +61,7 @@ def names_of(parameters: Iterable[str]) -> set[str]:
 class Called:
     """A function that is called by roles.
 
-    roles     by parameter, in their order: its role. Parameters without one keep their defaults
+    roles     {parameter name: role}, in the order of the signature. Parameters without a role keep their defaults
     by_place  names of the parameters that are given by place, not by keyword: all of an autograd Function
     """
 

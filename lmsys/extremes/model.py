@@ -1,12 +1,15 @@
 """Extreme rows for norms, rotary embedding and gates, and extreme gradients for optimizers, by exact operations.
 
+To add a kind of extreme row, add it to ROWS; `write_model` and `group_of` follow.
+
 `lmsys check` takes ROWS, GATES and `extreme`. Benchmarks of models write weights by `write_model`, and gradients by
 `plant`. In a model some rows of the embedding are extreme, and reach norms and rotary embedding with their tokens. In
-each feed-forward some gates are saturated, and what they are multiplied by is scaled down, so that products stay of
-the usual size.
+each feed-forward some gates are saturated, and the values that they are multiplied by are scaled down, so that
+products stay of the usual size.
 
-Squares of huge rows overflow float16, and so do squares of an outlier channel. The exponential of a saturated gate
-overflows float32, for one sign or for both.
+Squares of huge rows overflow float16, and so do squares of an outlier channel. Exponentials of saturated gates x
+overflow float32: exp(-x) for negative gates, exp(x) for positive ones. Which of the two is computed depends on how
+sigmoid is written.
 
 Gradients are zero, tiny, near 1e-20, or huge, near 1e+20. The square of HUGE overflows float32, which ends at 2**128.
 But AdamW adds only 1 - beta2 = 0.001 of it to its second moment, which does not overflow: the order of the products
@@ -25,7 +28,8 @@ from torch import Tensor
 
 HUGE_ROW = 2.0**12  # the factor of a huge row, and the value of an outlier channel
 GATE = 2.0**8  # the size of a saturated gate
-EVERY_ID, EVERY_GATE = 193, 61  # the distance between two extreme embeddings, or gates, of one kind: primes
+# The distance between two extreme embeddings, or gates, of one kind: primes, so that they fall anywhere in tiles.
+EVERY_ID, EVERY_GATE = 193, 61
 
 
 # A token with an ordinary embedding, which must be the first of a sequence: it sees no other token. A row of zeros
@@ -53,7 +57,7 @@ def large_mean(x: Tensor) -> None:
 
 def saturated(x: Tensor) -> None:
     """Makes gates x (N, F) hundreds in size, in place, with opposite signs in neighbouring columns."""
-    x.abs_().add_(1.0).mul_(GATE / 2)
+    x.abs_().add_(1.0).mul_(GATE / 2)  # GATE where |x| is 1, and GATE / 2 at least
     x[..., 1::2].neg_()
 
 
@@ -73,17 +77,18 @@ def write_model(parameters: Mapping[str, Tensor]) -> None:
             for number, make in enumerate(ROWS.values(), start=1):
                 make(x[number::EVERY_ID])
         elif name.endswith(GATES_OF):
-            x[1::EVERY_GATE] *= GATE / 2
+            x[1::EVERY_GATE] *= GATE / 2  # the largest gates of a new model are 2 to 3: they become hundreds
         elif name.endswith(VALUES_OF):
-            x[1::EVERY_GATE] /= GATE / 2
+            x[1::EVERY_GATE] /= GATE / 2  # so that gate times value stays of the usual size
 
 
 def group_of(name: str, rows: int) -> Tensor:
     """(rows,) int64: 0 for an ordinary row of the parameter `name`, 1, 2, ... for each kind of extreme row.
 
-    Gradients are judged by these groups. Rows of saturated gates count as ordinary: their gradients are small, and come
-    from the few tokens at which the gate is near 0, where the rounding of a large gate decides. The rows that these
-    gates are multiplied by have large gradients, and are a group.
+    Gradients are judged by these groups. Rows of saturated gates count as ordinary: their gradients are small, as the
+    values are that the gates are multiplied by. Where a gate happens to be near 0, the rounding of its large terms
+    decides the gradient: it cannot be judged apart. The rows that make these values have large gradients, and are a
+    group.
     """
     group = torch.zeros(rows, dtype=torch.int64)
     if name == EMBEDDINGS:
@@ -101,7 +106,8 @@ SIZES = "zero", "tiny", "huge", "mixed"  # of gradients: see `extreme`
 def planted(held_by_torch: bool) -> tuple[float, ...]:
     """The values of zero, tiny and huge gradients, in this order.
 
-    held_by_torch: the huge one is LARGE, which torch's kernels on a GPU can square.
+    held_by_torch: True where torch's own kernels on a GPU must hold these gradients. The huge one is then LARGE,
+    whose square float32 can hold, in place of HUGE.
     """
     return 0.0, TINY, LARGE if held_by_torch else HUGE
 

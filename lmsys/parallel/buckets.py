@@ -60,6 +60,7 @@ def plan(
         bucket.append(index)
     place = dict(zip(order, count(), strict=False))
     ready = sorted(closed + list(map(tuple, open_.values())), key=lambda bucket: place[bucket[-1]])
+    # Sorted again: without its tail, the bucket that was the last may be ready before others.
     return sorted(_small_tail(ready, sizes, edge), key=lambda bucket: place[bucket[-1]])
 
 
@@ -213,6 +214,7 @@ def pack(params: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> tuple[
     """Copies gradients into a new flat tensor of `dtype`, zeros where there is none. Returns (flat tensor, its views).
 
     Gradients that already are the views of such a tensor, as after `zero_grad(set_to_none=False)`, are not copied.
+    `layout.gaps` of the flat tensor are not written: they hold anything.
     """
     flat = _whole(params, layout, dtype)
     if flat is not None:

@@ -1,8 +1,9 @@
 """What the page begins with: for each question a table of the fastest rows, then what was wrong, and what did not run.
 
-`__main__.build` calls `answers` for the first block, and `step_chapters` for one table of all training steps: their
-model FLOP utilisation (MFU), and their shares of the large matmuls that the machine reached. `contest` decides who is
-fastest. A question is declared by a layout, under "fastest" (`contest.Question`).
+`__main__.build` calls the two halves of this file. `answers` makes the first block, of the tables just named; `contest`
+decides who is fastest. To ask another question, declare it in a benchmark's layout, under "fastest"
+(`contest.Question`). `step_chapters` makes one table of all training steps: their model FLOP utilisation (MFU), and
+their shares of the rate of large matmuls that the machine reached. To add a column there, extend KEYS or SHARES.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,9 @@ from lmsys.reports import cells, items, load, plots, tables, views, words
 from lmsys.reports.contest import Question, reading_order
 
 FEW = 4  # a line tells how many rows took turns where they are fewer
-# Facts of `Contest.line` that the CSV leaves out.
+# Facts of a line that the CSV leaves out. `Contest.line` explains the facts of a line, in which `over` is the base row
+# and `next` the second fastest. Here `over_as` and `next_as` are these two as readers see them, `named` are the rows
+# that the legend explains, and `details` is the text of a figure that a reader points at.
 INNER = "details", "run", "named", "unsteady", "rivals", "over_as", "next_as", "measured", "standing"
 ABOUT = (
     "The rows of a line took turns in one run; (of 2 rows) says that only two did. 1.5 × NAME means 1.5 times as fast"
@@ -34,6 +37,8 @@ WAYS = {
     "fused": "by kernels of lmsys in place of a compiler, and replayed",
     "eager": "PyTorch's own kernels, one after another",
 }
+# Of the table of the fastest. `_texts` returns the second to the sixth, in this order. `fastest_of` counts on the first
+# two being keys and the third being the time: `keys=2`, `best` and `details` there.
 COLUMNS = ["setting", "fastest row", "time", "rate", "speed", "over the next fastest", "MFU", "run"]
 OPTIONAL = {"over the next fastest", "MFU"}  # columns that a table leaves out where all lines are empty there
 ABOUT_MFU = " MFU is that of the fastest row, in the shape where it is highest."
@@ -66,7 +71,7 @@ STEP_FIELDS = {
     "time_s": fields.Field("time_s", "s", "Time", shown="ms"),
     **{name: fields.Field(name, label=label, shown="%") for name, label in SHARES.items()},
 }
-MOST_LINES = 24  # of a table; with more settings, sizes are shapes, over which a line is the mean, and no settings
+MOST_LINES = 24  # if a table would have more, numeric axes are no settings: a line is then the mean over their values
 ABOUT_STEPS = (
     "The arithmetic of a training step by the formula over its median time, as a share of three rates. MFU: of the peak"
     " that the device's maker states. Short ceiling: of a large matmul of this run, which is over before the device is"
@@ -77,6 +82,7 @@ ABOUT_STEPS = (
 
 def answers(machine: load.Machine) -> items.Block:
     """The first block of a machine's part of the page."""
+    # A question's fields and expressions come from a result file: a mistake in them is reported as the layout's.
     with load.drawn_by_layout(" or ".join(machine.benchmarks), known=set[str]().union(*machine.fields.values())):
         fastest = list(map(partial(fastest_of, machine), questions(machine)))
     return items.Block("", fastest + [_wrong(machine)], [_not_run(machine)])
@@ -94,7 +100,7 @@ def questions(machine: load.Machine) -> Iterator[Question]:
                 yield Question(name, **asked, words=machine.words_of(name))
             continue
         view = views.view_of(machine, name)
-        keys = view.chosen(["@?", "-impl", "-device"])
+        keys = view.chosen(["@?", "-impl", "-device"])  # the axes that differ between cases, without impl and device
         if len(view.distinct(keys)) > MOST_LINES:
             keys = [axis for axis in keys if isinstance(view.first[axis], str)]
         keys = keys or ["section"]
@@ -124,7 +130,7 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
         runs[run] = chr(ord("A") + place % 26) + str(place // 26 or "")
     shown = _shown(question, lines, list(settings))
     heads = [_setting(question, line, shown) for line in lines]
-    marks, named, texts = cells.Notes(), set[str](), list[list[str]]()
+    marks, named, texts = cells.Notes(), set[str](), list[list[str]]()  # texts: by line those of COLUMNS, in order
     for head, line in zip(heads, lines, strict=True):
         mfu = f"{words.number(100 * line['mfu'])}\N{NO-BREAK SPACE}%" if question.mfu and line["mfu"] else ""
         texts.append([head] + _texts(line, marks) + [mfu, runs[line["run"]]])
@@ -134,6 +140,7 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
     rows = list(zip(*columns.values(), strict=True))
     name = f"{machine.slug}-fastest-{load.file_name(question.word)}"
     names, made = load.run_names(machine, runs), load.commands(machine, runs)
+    # A line may have several ways, as "compiled or graphed": so each name is looked for in the text of all lines.
     compiled = " ".join(str(line.get("compile")) for line in lines)
     ways = words.sentence("; ".join(f"{name}: {about}" for name, about in WAYS.items() if name in compiled))
     dates = ", ".join(f"{letter} of {names[run]}" for run, letter in runs.items())
@@ -147,6 +154,7 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
         notes=cells.below(marks, rows) + [f"Runs: {dates}."] + load.legend(machine, question.kind, named),
         keys=2,
         source=machine.about(sum(settings.values(), [])),
+        # Column 2 of COLUMNS is the time: the best figure; columns 0 and 1 are keys, and all others have details.
         best=frozenset((at, 2) for at, line in enumerate(lines) if line["fastest"]),
         details={(at, column): line["details"] for at, line in enumerate(lines) for column in range(2, len(columns))},
         plot=standing(machine, lines, heads, question.title, name, question.kind),
@@ -173,7 +181,11 @@ def _setting(question: Question, line: fields.Record, names: Sequence[str]) -> s
 
 
 def _texts(line: fields.Record, notes: cells.Notes) -> list[str]:
-    """The texts of a line: the row, its time and rate, its speed over the base, and over the next row, if another."""
+    """The texts of a line, of the second to the sixth of COLUMNS, in their order.
+
+    They are the row, its time, its rate, its speed over the base, and that over the next fastest row unless that is
+    the base.
+    """
     disturbed = ", all of them disturbed" * (line["disturbed"] == "all")
     if line["disturbed"] == "some":
         disturbed = cells.mark(notes, DISTURBED)
@@ -282,7 +294,7 @@ def _listed(
 
 
 def step_chapters(machine: load.Machine) -> list[items.Chapter]:
-    """A chapter with one table: a line for each timed training step of any benchmark, models by size.
+    """The second half: a chapter with one table, a line for each timed training step of any benchmark, models by size.
 
     [] where no step has one of SHARES.
     """

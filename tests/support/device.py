@@ -14,7 +14,7 @@ class FakeDevice(Sensors):
     """A device that draws power as `curve` says: pairs (seconds, watts), repeated for ever.
 
     period_s  its counter of energy changes every `period_s` seconds
-    scale     the power that its sensor shows, over the power that it draws
+    scale     the ratio of the power that its sensor shows to the power that it draws
     clock     the time in seconds
     """
 
@@ -60,7 +60,7 @@ class FakeDevice(Sensors):
         return self.others
 
     def samples(self, times: Sequence[float]) -> list[Sample]:
-        """The samples that a sampler takes at these times, in seconds."""
+        """The samples that a sampler takes at these times, in seconds. The clock then stays at the last of them."""
         found = []
         for at_s in times:
             self.clock = lambda at_s=at_s: at_s
@@ -71,7 +71,7 @@ class FakeDevice(Sensors):
 class FakeNvml(SimpleNamespace):
     """A stand-in for the module `pynvml`. nvmlDeviceGetX() returns the attribute X; without one it is not supported.
 
-    Text arguments are part of the attribute's name: nvmlDeviceGetX(handle, "sm") returns X_sm.
+    Text arguments, and no others, are part of the attribute's name: nvmlDeviceGetX(handle, "sm") returns X_sm.
     """
 
     NVML_SUCCESS, NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 0, "sm", "memory", 0
