@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["nox>=2025.2.9"]
 # ///
-"""What a change must pass, as sessions of nox: `python3 -m nox` runs lint, tests and bench.
+"""Checks that a change must pass, as sessions of nox: `python3 -m nox` runs lint, tests and bench.
 
 On request, by `python3 -m nox -s NAME`, run: long, gpu, newest, tritons, fuzz, commands, browser, report, docs, site,
 package. Each session makes a virtual environment and runs commands that docs/install.md explains, so that they also run

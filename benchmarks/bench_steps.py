@@ -99,7 +99,7 @@ class TrainingRig(rank.Rig):
 
 @dataclass
 class Alone:
-    """What `train_alone` has measured on this rank.
+    """The measurements of `train_alone` on this rank.
 
     levels    the model's setting `checkpoint_blocks`: the levels of checkpointing
     most      fields of which a record has the largest value of any rank: first_step_s, with compiling and tuning;

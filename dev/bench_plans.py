@@ -56,7 +56,7 @@ OURS, PEER = ATTENTION["flash_gluon"], ATTENTION["sdpa_cudnn"]
 
 @dataclass
 class Form:
-    """What all candidates of a form share.
+    """The setup that all candidates of a form share.
 
     inputs  q, k, v and do
     draws   redraws them before each call

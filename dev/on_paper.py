@@ -1,4 +1,4 @@
-"""What CS336's assignment 2 asks to calculate on paper, as Markdown for `dev.deliverables`: a function a problem.
+"""Answers to the paper problems of CS336's assignment 2, as Markdown for `dev.deliverables`: a function a problem.
 
 Each function takes the folder of the deliverables, which it does not need. The formulas are in
 `dev/paper_formulas.py` and `lmsys/cost/`.

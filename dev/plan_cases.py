@@ -103,7 +103,7 @@ class PlanCase(Case):
 
     @property
     def options(self) -> list[str]:
-        """What distinguishes this row from others of the shape: the plan and the form, in words."""
+        """The plan and the form in words, which distinguish this row from others of the shape."""
         plan = [] if self.planned or self.plan is None else [name_of(self.plan)]
         return plan if self.form == PLAIN else [*plan, self.form]
 

@@ -1,4 +1,4 @@
-"""What hand-written autograd Functions share: refusals of derivatives that they do not have, and questions on context.
+"""Parts of hand-written autograd Functions: refusals of derivatives that they do not have, and questions on context.
 
 The Functions of `lmsys.attention` and `lmsys.model` use it.
 """

@@ -29,7 +29,7 @@ def cache_folder() -> Path:
 
 
 def git(folder: Path, *words: str) -> str | None:
-    """What `git words...` prints in a folder, stripped; None where git fails or is missing."""
+    """The output of `git words...` in a folder, stripped; None where git fails or is missing."""
     try:
         ended = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True)
     except OSError:

@@ -96,7 +96,7 @@ def _verdict(reasons: dict[str, str | None]) -> str:
 
 
 def remedy(entry: Entry, reason: str, device: str, case: Callable[..., Any]) -> str:
-    """What a row needs that is refused here with `reason`, in words.
+    """The needs, in words, of a row that is refused here with `reason`.
 
     case  makes the case for a device and a compute capability
     A reason that names what is missing is the answer itself. Else the row is asked about GPUs of other kinds.

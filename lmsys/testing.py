@@ -301,11 +301,11 @@ class Oracle:
         return {x: rms_budget(self.reference[x], mixed[x]) + self._carried_rms(x) for x in mixed.keys() - {"lse"}}
 
     def _carried_rms(self, name: str) -> float:
-        """What an extreme spot adds to a budget in root mean square."""
+        """The share of an extreme spot in a budget in root mean square."""
         return norm_rms(self._carried[name]) if name in self._carried else 0.0
 
     def _recomputing(self) -> dict[str, float]:
-        """What the budgets of dq, dk, dv have more for a flash backward, which keeps only the log-sum-exp."""
+        """Additions to the budgets of dq, dk, dv for a flash backward, which keeps only the log-sum-exp."""
         (_, group, queries, head_dim), keys = self._q.shape, self._k.shape[2]
         eps = 4 * torch.finfo(torch.float32).eps
         summed = max(1.0, group * queries / keys) ** 0.5
@@ -343,7 +343,7 @@ class Oracle:
         return bounds
 
     def _exponent(self, name: str) -> float:
-        """What a budget has more for errors of 4 eps32 in exponents as large as the log-sum-exp."""
+        """The addition to a budget for errors of 4 eps32 in exponents as large as the log-sum-exp."""
         lse = _norm_max(_finite(self.reference["lse"]))
         return 4 * torch.finfo(torch.float32).eps * lse * _norm_max(self.reference[name])
 

@@ -34,7 +34,7 @@ TYPICAL_ON_CPU = TYPICAL | {"queries": 64, "keys": 64}  # where Triton may be in
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """What is to be run, in plain values. `supports(case)` of every row decides by them whether it can."""
+    """A call of attention in plain values, by which `supports(case)` of every row decides whether it can run it."""
 
     batch: int
     heads: int

@@ -133,7 +133,7 @@ class Session:
         self._groups = grouped(((key[0], self._cases[key].group), self._cases[key]) for key in asked)
 
     def made_up(self) -> Record:
-        """What a result file would hold, with made-up records: of the first and the last case of each section and row.
+        """A result file's content with made-up records: of the first and the last case of each section and row.
 
         ValueError for a benchmark whose metrics return a field that is declared nowhere.
         """

@@ -39,7 +39,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with an answer.
+    """The fault of a wrong answer.
 
     text         where, and the values expected and given, in lines for a reader
     mistake      the known mistake that gives this answer, in words; None if there is none

@@ -46,7 +46,7 @@ def asked(
 
 
 def _fault(call: Callable[[], Any], expected: Tensor, mistakes: Mapping[str, Tensor]) -> Fault | None:
-    """What is wrong with the result, and by which mistake if it is known; None: nothing."""
+    """The fault of the result, with the mistake if it is known; None if it is right."""
     x = call()
     if not isinstance(x, Tensor) or x.shape != expected.shape:
         kind = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__}"

@@ -231,7 +231,7 @@ def judged(part: Part, beyond_s: float, note: Callable[..., object] = lambda *_:
 
 
 def _fault_of(question: Question) -> Fault | None:
-    """What is wrong with the answer, an exception included; None: nothing."""
+    """The fault of the answer, an exception included; None if it is right."""
     try:
         return question.judge()
     except Exception as error:

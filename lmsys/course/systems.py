@@ -187,7 +187,7 @@ def fsdp() -> basics.Questions:
 
 
 def _fault_of_fsdp(dtype: torch.dtype | None, room: float) -> question.Fault | None:
-    """What is wrong with the weights, compared with training in one process. room: the tolerance."""
+    """The fault of the weights, compared with training in one process. room: the tolerance."""
     try:
         with WorkerGroup(strategy.WORLD_SIZE, environment=strategy.QUIET, timeout_s=60.0) as ranks:
             states = ranks.run(train_on_rank, dtype)

@@ -209,7 +209,7 @@ def parts_of(layout: buckets.Layout, segment: slice) -> list[tuple[int, slice, i
 
 
 def _bucket(layout: buckets.Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int, handle: Any) -> _Bucket:
-    """What is done for a bucket, see `_Bucket`. half: the byte at which its half of every rank's inbox begins."""
+    """The work on a bucket, see `_Bucket`. half: the byte at which its half of every rank's inbox begins."""
     rank, world_size = inboxes.rank, inboxes.world_size
     peers = peers_of(rank, world_size)
     segments = segments_of(layout.length, world_size)

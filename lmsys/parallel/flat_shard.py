@@ -1,4 +1,4 @@
-"""What `Fsdp` (fsdp.py) is made of: flat tensors of parameters that ranks share out, and the order of gathering them.
+"""The parts of `Fsdp` (fsdp.py): flat tensors of parameters that ranks share out, and the order of gathering them.
 
 A `FlatShard` holds parameters side by side in a flat tensor, of which this rank keeps one of world_size equal parts.
 While the whole is not gathered, the module's own parameters are `Freed`: they have their shapes, and as gradients this
@@ -214,7 +214,7 @@ class FlatShard:
             self.shard.grad = None
 
     def kept(self, state: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-        """What the next step must leave as it is, as no rank has used the parameter: pairs (part, copy of it).
+        """Parts that the next step leaves as they are, as no rank has used the parameter: pairs (part, copy of it).
 
         Parts are of the shard and of the optimizer's tensors for it. state: the optimizer's state of the shard.
         RuntimeError where its one count of steps would be wrong for a parameter that is used again.

@@ -1,4 +1,4 @@
-"""What strategies ask of a module: the parameters it holds and their blocks, and hooks around forwards and backwards.
+"""The structure of a module: the parameters it holds and their blocks, and hooks around forwards and backwards.
 
 A block is an entry of an outermost ModuleList, such as a Transformer's layer: ZeRO-1 and FSDP gather its parameters
 together. wrapper.py, zero1.py, fsdp.py, peers.py and sharded_optimizer.py call these functions.

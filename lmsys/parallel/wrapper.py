@@ -335,7 +335,7 @@ def whole(x: Any) -> Any:
 
 
 def compared(held: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> Any:
-    """What torch's `load_state_dict` returns for a module that holds `held`: the missing and the unexpected keys.
+    """The result of torch's `load_state_dict` for a module that holds `held`: the missing and the unexpected keys.
 
     RuntimeError for tensors of other shapes, and with `strict` for missing and unexpected keys.
     """

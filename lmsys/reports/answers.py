@@ -1,4 +1,4 @@
-"""What the page begins with: for each question a table of the fastest rows, then what was wrong, and what did not run.
+"""The beginning of the page: for each question a table of the fastest rows, then what was wrong, and what did not run.
 
 `__main__.build` calls the two halves of this file. `answers` makes the first block, of the tables just named; `contest`
 decides who is fastest. To ask another question, declare it in a benchmark's layout, under "fastest"

@@ -18,7 +18,7 @@ BRIEF = 80  # characters: a caption of at most so many is repeated, a longer one
 
 @dataclass(frozen=True)
 class Figures:
-    """What a page has shown so far. `single_file`: plots stand in the page, and it links to no other file."""
+    """The figures of a page so far. `single_file`: plots stand in the page, and it links to no other file."""
 
     single_file: bool
     _shown: set[str] = field(default_factory=set, init=False)

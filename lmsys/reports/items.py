@@ -1,4 +1,4 @@
-"""What a report consists of, as data: `Table` and `Plot` with their files, `Block` and `Chapter` that hold them.
+"""The parts of a report, as data: `Table` and `Plot` with their files, `Block` and `Chapter` that hold them.
 
 `tables`, `plots`, `versus`, `special`, `answers` and `against` make these objects; `page` and the templates read them.
 """

@@ -255,7 +255,7 @@ def listing(
 
 
 def _explained(label: str, about: str) -> str:
-    """What a label means: "Label: about", without the label twice."""
+    """The meaning of a label: "Label: about", without the label twice."""
     return about if about.startswith(f"{label}:") else f"{label}: {words.inside_a_sentence(about)}"
 
 

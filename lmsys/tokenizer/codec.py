@@ -343,7 +343,7 @@ def _is_pair(text: str, known: Container[str]) -> bool:
 
 
 def _stamp(num_merges: int, vocab: bytes) -> str:
-    """What our merges files have behind the version, to show that a pair of files is whole; other readers ignore it."""
+    """Text behind the version in our merges files, to show that a pair of files is whole; other readers ignore it."""
     return f"merges: {num_merges} vocab: {hashlib.sha256(vocab).hexdigest()[:16]}"
 
 

@@ -159,7 +159,7 @@ def _write_array(file: BinaryIO, pieces: Iterator[np.ndarray], dtype: np.dtype) 
 
 
 class Source(Protocol):
-    """What batches are read from: a sequence of token ids, such as `TokenFiles`."""
+    """The source of batches: a sequence of token ids, such as `TokenFiles`."""
 
     def __len__(self) -> int: ...
 

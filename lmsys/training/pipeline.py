@@ -281,7 +281,7 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[data.TokenFiles, e
 
 
 def _facts(text: tuple[chunks.Chunk, ...]) -> list[Any]:
-    """What made.json says of a text: [path, start, stop] of each part."""
+    """The entry of a text in made.json: [path, start, stop] of each part."""
     return [[str(chunk.path), chunk.start, chunk.stop] for chunk in text]
 
 

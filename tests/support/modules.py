@@ -1,4 +1,4 @@
-"""What users do to a module: operations on a wrapped module on ranks, and on a plain one on one process.
+"""Ways in which users treat a module: operations on a wrapped module on ranks, and on a plain one on one process.
 
 `tests/parallel` runs programs of OPERATIONS by `play` and compares what is seen with `play_alone`, single operations of
 ONE_BY_ONE by `do`, and checkpoints between strategies by `save_checkpoint` and `load_checkpoint`. Ranks import this
