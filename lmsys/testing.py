@@ -26,13 +26,14 @@ almost exact, so the budget of o has 4 eps32 max|lse| max|o| more there, as that
 
 On extreme inputs, which a normal draw does not have (`lmsys.extremes`), |lse| may be thousands, and q hundreds. The
 budget of an extreme spot adds what every flash backward then loses, to first order: P_ij is off by 4 eps32 max(1,
-|lse_i|) of itself, and delta_i, since o is rounded to t, by 2 eps √Σ_d (o_id do_id)². Roundings of different queries
-are independent, so their sums in dk and dv grow as a root. Within a row all of P may be off in the same direction,
-which changes dq by that share of itself. Equal scores round alike, so all of P may be off by eps / 2 in dv, in one
-direction. A row that divides the keys of few queries among programs, as flash-decoding does, weighs their results by
-exp(lse_i - lse) of float32 numbers: a weight, and so o, is off by at most eps32 |lse|, half a spacing in each number.
-Under ALiBi |lse| may be hundreds, where all keys that a query sees are far away. A backward in float32 has this room
-there, too.
+|lse_i|) of itself; delta_i, since o is rounded to t, by 2 eps √Σ_d (o_id do_id)²; and dP_ij - delta_i, sums of D
+products in float32, by 4 eps32 ‖do_i‖ ‖v_j‖, which dk needs where all queries see the same key. Roundings of different
+queries are independent, so their sums in dk and dv grow as a root. Within a row all of P may be off in the same
+direction, which changes dq by that share of itself. Equal scores round alike, so all of P may be off by eps / 2 in dv,
+in one direction. A row that divides the keys of few queries among programs, as flash-decoding does, weighs their
+results by exp(lse_i - lse) of float32 numbers: a weight, and so o, is off by at most eps32 |lse|, half a spacing in
+each number. Under ALiBi |lse| may be hundreds, where all keys that a query sees are far away. A backward in float32
+has this room there, too.
 
 Two trainings of one model on the same batches, which differ in kernel or strategy, are one training when their losses
 over the first 100 steps are at most 1e-3 apart in float32 and 0.03 in bfloat16, and the norms of their first gradients,
@@ -333,9 +334,10 @@ class Oracle:
             o, dp = self.reference["o"][units, :, rows], do @ v.mT
             off_p = eps32 * lse * p * (dp - (o * do).sum(dim=-1, keepdim=True)).abs()  # of dS, by P
             off_delta = 2 * eps * (o * do).square().sum(dim=-1, keepdim=True).sqrt()
+            off_dots = eps32 * do.norm(dim=-1, keepdim=True) * v.norm(dim=-1).unsqueeze(-2) * p  # of P (dP - delta)
             alike = eps32 * lse * self.reference["dq"][units, :, rows].abs() / scale + off_delta * (p @ k).abs()
             bounds["dq"][units, :, rows] = (alike + (off_p.square() @ k.square()).sqrt()) * scale
-            squares = (off_p.square() + (p * off_delta).square()).mT @ q.square()
+            squares = (off_p.square() + (p * off_delta).square() + off_dots.square()).mT @ q.square()
             bounds["dk"][units, :, keys] += squares.sum(dim=1, keepdim=True)
             bounds["dv"][units, :, keys] += ((eps32 * lse * p).square().mT @ do.square()).sum(dim=1, keepdim=True)
         bounds["dk"] = bounds["dk"].sqrt() * scale
