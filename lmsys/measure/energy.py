@@ -8,10 +8,12 @@ unless the host launches more slowly than the device works.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,14 +101,14 @@ def of_call(
     marks: list[Mark] = []
     call()  # the first one may compile
     synchronize()
-    with Sampler(lambda: (sensors.joules(), sensors.watts()), SAMPLE_S) as sampler:
+    with sampling(lambda: (sensors.joules(), sensors.watts()), SAMPLE_S) as taken:
         begin_s = perf_counter() + warm_s
         for at_s in repeated(call, synchronize, marks):
-            moves = moves_of(_samples(sampler), begin_s)
+            moves = moves_of(_samples(taken), begin_s)
             # A counter that moves seldom is waited for, but not for ever.
             if (len(moves) > 1 and moves[-1][0] - moves[0][0] >= seconds) or at_s > begin_s + 4 * seconds:
                 break
-    return energy_of(_samples(sampler), marks, begin_s, sensors.limit_w)
+    return energy_of(_samples(taken), marks, begin_s, sensors.limit_w)
 
 
 def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, limit_w: float | None) -> Energy:
@@ -133,6 +135,10 @@ def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, 
         (last_s - first_s) / calls,
         calls,
     )
+
+
+def _samples(taken: Sequence[tuple[float, Any]]) -> list[Sample]:
+    return [Sample(at_s, *values) for at_s, values in list(taken)]
 
 
 def moves_of(samples: Sequence[Sample], begin_s: float) -> list[tuple[float, float]]:
@@ -170,36 +176,22 @@ def repeated(call: Callable[[], Any], synchronize: Callable[[], Any], marks: lis
         yield marks[-1][0]
 
 
-class Sampler:
-    """Within `with`, a thread calls `take` every `every_s` seconds.
-
-    taken  pairs (time by `perf_counter`, what `take` returned)
-    error  the exception that has ended the thread, or None
+@contextmanager
+def sampling(take: Callable[[], Any], every_s: float) -> Iterator[list[tuple[float, Any]]]:
+    """Within `with`, a thread calls `take` every `every_s` seconds, and appends to the list that this gives:
+    (time by `perf_counter`, what `take` returned). EnergyError at the end if `take` has failed, which ends the thread.
     """
+    taken, is_over = list[tuple[float, Any]](), threading.Event()
 
-    def __init__(self, take: Callable[[], Any], every_s: float):
-        self._take, self._every_s, self._end = take, every_s, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.taken: list[tuple[float, Any]] = []
-        self.error: Exception | None = None
+    def sample() -> None:
+        while not is_over.wait(every_s):
+            taken.append((perf_counter(), take()))
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        sampled = threads.submit(sample)
         try:
-            while not self._end.wait(self._every_s):
-                self.taken.append((perf_counter(), self._take()))
-        except Exception as error:
-            self.error = error
-
-
-def _samples(sampler: Sampler) -> list[Sample]:
-    if sampler.error is not None:
-        raise EnergyError(f"a sensor failed: {sampler.error}") from sampler.error
-    return [Sample(at_s, *values) for at_s, values in list(sampler.taken)]
+            yield taken
+        finally:
+            is_over.set()
+    if error := sampled.exception():
+        raise EnergyError(f"a sensor failed: {error}") from error

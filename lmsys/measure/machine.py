@@ -219,7 +219,7 @@ def measure_sustained(device: str, sensors: Sensors) -> dict[str, Any]:
     """
     size, dtype = SIZES[device][-1], DTYPES[device]
     a, marks = torch.randn(size, size, device=device, dtype=dtype), list[energy.Mark]()
-    with energy.Sampler(sensors.read, SAMPLE_S) as sampler:
+    with energy.sampling(sensors.read, SAMPLE_S) as taken:
         for at_s in energy.repeated(partial(torch.matmul, a, a), partial(synchronize, device), marks):
             if has_settled(marks) or at_s - marks[0][0] > MOST_S:
                 break
@@ -227,7 +227,7 @@ def measure_sustained(device: str, sensors: Sensors) -> dict[str, Any]:
     compare.release_memory()
     end_s = marks[-1][0]
     rate = energy.calls_between(marks, end_s - WINDOW_S, end_s) / WINDOW_S * 2 * size**3
-    readings = [reading for at_s, reading in sampler.taken if at_s > end_s - WINDOW_S]
+    readings = [reading for at_s, reading in taken if at_s > end_s - WINDOW_S]
     return {
         "matmul_flops_per_s": {str(dtype).removeprefix("torch."): rate},
         "seconds": end_s - marks[0][0],

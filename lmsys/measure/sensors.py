@@ -31,13 +31,15 @@ class Reading:
 
 
 class Sensors:
-    """The one interface to a device's sensors. This base has none.
+    """The one interface to a device's sensors. This base has none: it stands for a GPU that cannot be asked.
 
     why_no_joules  None where `joules` counts
     limit_w        the power that the device holds to on average
     """
 
-    why_no_joules: str | None = "this device has no counter of energy"
+    why_no_joules: str | None = (
+        "nvidia-ml-py reads the GPU's energy and cannot here: python -m pip install nvidia-ml-py"
+    )
     limit_w: float | None = None
 
     def read(self) -> Reading:
@@ -174,11 +176,7 @@ def sensors_of(device: str) -> Sensors:
     if device != "cuda":
         return Cpu()
     uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    if gpu := nvml(lambda nvml: Gpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))):
-        return gpu
-    nothing = Sensors()
-    nothing.why_no_joules = "nvidia-ml-py reads the GPU's energy and cannot here: python -m pip install nvidia-ml-py"
-    return nothing
+    return nvml(lambda nvml: Gpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))) or Sensors()
 
 
 def nvml(ask: Callable[[Any], Any]) -> Any:
