@@ -227,7 +227,7 @@ class Isolated:
         """
         if (held := host.resident_bytes(worker.pid)) > self._most_bytes:
             raise Ended(f"it held {held / 2**30:.1f} GiB of memory", outcome="oom")
-        beat = watch.read_beat(self._memory)
+        beat = watch.Beat.from_buffer_copy(self._memory)
         if time.monotonic() > self._said_s + QUIET_S:
             ids = self.rows[beat.row] if 0 <= beat.row < len(self.rows) else ["the bench itself"]
             self.say(f"  at work: {ids[0]}, {beat.doing}")
@@ -235,7 +235,7 @@ class Isolated:
             return
         row = beat.row_on_device  # at once: what is known of the GPU ages
         time.sleep(POLL_S)
-        if watch.read_beat(self._memory).number != beat.number:
+        if watch.Beat.from_buffer_copy(self._memory).number != beat.number:
             return  # it was read in the middle of a change
         worker.signal(signal.SIGUSR1)  # it writes down where it is, whatever it does
         time.sleep(1.0)
@@ -245,7 +245,7 @@ class Isolated:
         """The Ended that says how a row has ended the worker; None for an exception of the bench's own code."""
         if failure.kind == "Lost":
             time.sleep(2 * watch.COPY_S)  # until the row that the GPU has reached is copied
-        beat = watch.read_beat(self._memory)
+        beat = watch.Beat.from_buffer_copy(self._memory)
         if failure.kind == DIED and "SIGKILL" in failure.text and host.oom_kills() > self._oom_kills:
             return Ended(f"memory ran out, and the system killed its process {beat.doing}", outcome="oom")
         if failure.kind == DIED:

@@ -12,12 +12,12 @@ lists what is put back after a call. A deadline is the run's --deadline; that of
 WARM_S and TIMES_EXPECTED.
 """
 
+import ctypes
 import math
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -26,37 +26,39 @@ import torch
 from lmsys.bench import guard
 from lmsys.bench.benchmark import Settings
 from lmsys.bench.case import Candidate
-from lmsys.doing import SIZE, map_file
+from lmsys.doing import map_file
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import attempt
 from lmsys.measure.step import Failure, Step, nothing
 
 NOBODY = -1  # the bench itself is at work
 TIMED = "in a timed call"  # a GPU may be far behind the host
-_BEAT = struct.Struct("=qdq128s")  # number, until, row, doing, as in `Beat`
-_GPU_ROW = struct.Struct("=qd")  # gpu_row + 1, gpu_seen, as in `Beat`
-_GPU_AT = SIZE // 2  # the offset of a _GPU_ROW in the shared memory; a _BEAT is at 0
 COPY_S = 0.05  # seconds between two copies of the row that the GPU has reached
 
 
-@dataclass(frozen=True)
-class Beat:
-    """One beat, as the parent reads it.
+class Beat(ctypes.Structure):
+    """One beat, as it lies in the shared memory: `from_buffer` writes there, and `from_buffer_copy` reads.
 
     number    grows with every beat
     until     deadline, by `time.monotonic`
     row       index of the row among the candidates of its group; NOBODY while the bench itself is at work
-    doing     a phrase such as "in its first call"
+    phrase    such as b"in its first call"; `doing` has it as text
     gpu_row   index of the row that the GPU had reached at the last copy; NOBODY if unknown
     gpu_seen  time of that copy, by `time.monotonic`
     """
 
-    number: int
-    until: float
-    row: int
-    doing: str
-    gpu_row: int
-    gpu_seen: float
+    _fields_ = (
+        ("number", ctypes.c_int64),
+        ("until", ctypes.c_double),
+        ("row", ctypes.c_int64),
+        ("phrase", ctypes.c_char * 128),
+        ("gpu_row", ctypes.c_int64),
+        ("gpu_seen", ctypes.c_double),
+    )
+
+    @property
+    def doing(self) -> str:
+        return str(self.phrase, errors="replace")
 
     @property
     def row_on_device(self) -> int:
@@ -78,13 +80,14 @@ class Heartbeat:
     """Writes the beats of this process into a shared file, by its number, or without one into private memory."""
 
     def __init__(self, file: int = -1):
-        self._memory, self._number = map_file(file), 0
+        self._now = Beat.from_buffer(map_file(file))
+        self._now.gpu_row = NOBODY
         self.rest()
 
     def beat(self, row: int, doing: str, seconds: float) -> None:
         """The row at this index is at work, for at most `seconds`; `doing` completes "it crashed ..."."""
-        self._number += 1
-        _BEAT.pack_into(self._memory, 0, self._number, time.monotonic() + seconds, row, doing.encode()[:128])
+        self._now.until, self._now.row, self._now.phrase = time.monotonic() + seconds, row, doing.encode()[:128]
+        self._now.number += 1  # last: who reads a beat before it is whole sees that its number changes
 
     def rest(self) -> None:
         """No row is at work: the bench itself may take as long as it needs."""
@@ -92,29 +95,21 @@ class Heartbeat:
 
     def renew(self, seconds: float) -> None:
         """Extends the current row's deadline to `seconds` from now."""
-        last = read_beat(self._memory)
-        self.beat(last.row, last.doing, seconds if last.row != NOBODY else math.inf)
+        self.beat(self._now.row, self._now.doing, seconds if self._now.row != NOBODY else math.inf)
 
     @cached_property
     def gpu(self) -> "GpuRow":
         """Tells which row the GPU is at, which is behind the host."""
-        return GpuRow(self._memory)
-
-
-def read_beat(memory: Any) -> Beat:
-    """The last beat in the shared memory."""
-    number, until, row, doing = _BEAT.unpack_from(memory, 0)
-    gpu_row, gpu_seen = _GPU_ROW.unpack_from(memory, _GPU_AT)
-    return Beat(number, until, row, doing.rstrip(b"\0").decode(errors="replace"), gpu_row - 1, gpu_seen)
+        return GpuRow(self._now)
 
 
 class GpuRow:
     """The row that the GPU is at: a number in pinned memory, which the GPU writes and a thread copies to the parent."""
 
-    def __init__(self, memory: Any):
-        self._memory = memory
-        self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self._rows: Any = torch.arange(1, 1025, device="cuda")  # 0 stands for no row yet; a group has fewer rows
+    def __init__(self, beat: Beat):
+        self._beat = beat
+        self._host = torch.full((1,), NOBODY, dtype=torch.int64, pin_memory=True)
+        self._rows: Any = torch.arange(1024, device="cuda")  # a group has fewer rows
         self._seen = self._host.numpy()
         threading.Thread(target=self._copy, daemon=True).start()
 
@@ -124,7 +119,7 @@ class GpuRow:
 
     def _copy(self) -> None:
         while True:
-            _GPU_ROW.pack_into(self._memory, _GPU_AT, int(self._seen[0]), time.monotonic())
+            self._beat.gpu_row, self._beat.gpu_seen = int(self._seen[0]), time.monotonic()
             time.sleep(COPY_S)
 
 
