@@ -197,8 +197,7 @@ class Worker:
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process alone, unless it has ended."""
-        if self._process.poll() is None:
-            self._process.send_signal(number)
+        self._process.send_signal(number)
 
     def __enter__(self) -> Self:
         return self
@@ -264,20 +263,16 @@ def futures(
 
     timeout_s  of each task, whose process is then killed. Tasks are taken as they are needed: they may be endless.
     """
-    from queue import SimpleQueue
-
     pickled, pending = pickle.dumps(function, protocol=5), deque[Any]()
     workers = [Worker(environment) for _ in range(count)]
-    idle: SimpleQueue[Worker] = SimpleQueue()
-    for worker in workers:
-        idle.put(worker)
+    idle = deque(workers)  # threads take from it and append to it at once; there are no more threads than workers
 
     def run(task: Any) -> Any:
-        worker = idle.get()
+        worker = idle.popleft()
         try:
             return worker.call(_apply, pickled, task, timeout_s=timeout_s)
         finally:
-            idle.put(worker)
+            idle.append(worker)
 
     threads = ThreadPoolExecutor(count)
     try:

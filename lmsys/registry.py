@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self, get_origin, get_type_hints
 
@@ -268,32 +268,27 @@ class Table(Mapping[str, Entry]):
         self._own_rows = {entry.name: entry for entry in entries}
         for entry in self._own_rows.values():
             traits.checked(entry.name, entry.stated)
-        self._all_rows: dict[str, Entry] | None = None
 
-    def _rows(self) -> dict[str, Entry]:
+    @cached_property
+    def _all_rows(self) -> dict[str, Entry]:
         """All rows, with those that other packages add; these are read once. ValueError where one redefines our own."""
-        if self._all_rows is None:
-            plugins = {
-                point.name: Entry(point.name, point.value)
-                for point in importlib.metadata.entry_points(group=self.group)
-            }
-            clash = sorted(plugins.keys() & self._own_rows.keys())
-            hold((not clash, f"entry points in {self.group!r} redefine the rows {clash}; give them other names"))
-            self._all_rows = self._own_rows | plugins
-        return self._all_rows
+        points = importlib.metadata.entry_points(group=self.group)
+        plugins = {point.name: Entry(point.name, point.value) for point in points}
+        clash = sorted(plugins.keys() & self._own_rows.keys())
+        hold((not clash, f"entry points in {self.group!r} redefine the rows {clash}; give them other names"))
+        return self._own_rows | plugins
 
     def __getitem__(self, name: str) -> Entry:
-        rows = self._rows()
-        if name not in rows:
-            near = difflib.get_close_matches(str(name), rows, n=3) or sorted(rows)
+        if name not in self._all_rows:
+            near = difflib.get_close_matches(str(name), self._all_rows, n=3) or sorted(self._all_rows)
             raise ValueError(f"unknown {self.kind} {name!r}; did you mean {', '.join(near)}?")
-        return rows[name]
+        return self._all_rows[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows())
+        return iter(self._all_rows)
 
     def __len__(self) -> int:
-        return len(self._rows())
+        return len(self._all_rows)
 
     def select(self, names: Iterable[str]) -> list[Entry]:
         """The rows of these names. "path.py:attr" makes a row of the user's code, named by its attribute.
@@ -313,7 +308,10 @@ class Table(Mapping[str, Entry]):
         implementation, name = load_target(target), target.rpartition(":")[2]
         hold(
             (callable(implementation), f"{target=} must name a function or a class; it is {implementation!r}"),
-            (name not in self._rows(), f"{target=}: the table has a row {name!r} of its own; give yours another name"),
+            (
+                name not in self._all_rows,
+                f"{target=}: the table has a row {name!r} of its own; give yours another name",
+            ),
         )
         entry = Entry(name, target)
         self.traits.of(entry)
