@@ -320,7 +320,8 @@ class DataParallel(ParallelBenchmark):
 
 def _entropy(turn: Sequence[ParallelCase], trial: Any) -> int:
     """A number that the first rank draws now: no row can foresee it."""
-    return int(trial.runner.ranks.entropy(max(case.world_size for case in turn), turn[0].backend))
+    world_size = max(case.world_size for case in turn)
+    return int(trial.runner.ranks.run(world_size, turn[0].backend, ranks.entropy)[0])
 
 
 test_data_parallel = bench(DataParallel)

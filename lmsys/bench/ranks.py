@@ -27,7 +27,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 TIMEOUT_S = 420.0  # seconds after which ranks that do not answer are ended
 PARENT = "LMSYS_PARENT"  # environment variable of ranks: id of the process that all processes of this run descend from
-_SUBGROUPS: dict[int, Any] = {}  # on a rank: {world size: group of the first ranks}
 _ENTROPY = random.SystemRandom()
 
 
@@ -101,10 +100,6 @@ class Ranks:
         """The results of function(case, *args) on the ranks of a case."""
         return self.run(case.world_size, case.backend, function, case, *args)
 
-    def entropy(self, world_size: int, backend: str) -> int:
-        """A number that nobody can foresee: the first rank's, so that under torchrun all have the same."""
-        return int(self.run(world_size, backend, entropy)[0])
-
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
@@ -128,13 +123,12 @@ class Ranks:
         return self._group
 
 
+@cache
 def subgroup(world_size: int) -> Any:
     """On a rank: the process group of the first `world_size` ranks. All ranks must call it."""
     if world_size == dist.get_world_size():
         return dist.group.WORLD
-    if world_size not in _SUBGROUPS:
-        _SUBGROUPS[world_size] = dist.new_group(range(world_size))
-    return _SUBGROUPS[world_size]
+    return dist.new_group(range(world_size))
 
 
 def takes_part(world_size: int) -> bool:
@@ -221,7 +215,7 @@ def _together(group: Any) -> Callable[[], Any]:
 
 
 def entropy() -> int:
-    """Draws a number on a rank that nobody can foresee."""
+    """Draws a number on a rank that nobody can foresee. The first rank's can be sent to all: under torchrun, too."""
     return _ENTROPY.getrandbits(53)
 
 
