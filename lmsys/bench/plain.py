@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys.values import hold
+
 
 class NotAsPromised(ValueError):
     """Raised for a result that is not as promised; the message says what it is."""
@@ -23,19 +25,29 @@ def check_plain(name: str, x: Any, like: Tensor, inputs: Iterable[Tensor]) -> No
     overlaps the inputs changes with them. Two results of a row may overlap each other here: the values of each are
     judged later.
     """
-    if type(x) is not Tensor:
-        raise NotAsPromised(f"{name} must be a plain torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")
+    hold(
+        (
+            type(x) is Tensor,
+            f"{name} must be a plain torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}",
+        ),
+        error=NotAsPromised,
+    )
     for fact in ("shape", "dtype", "device", "layout"):
-        if (value := getattr(x, fact)) != (right := getattr(like, fact)):
-            raise NotAsPromised(f"{name} must have {fact} {_told(right)}; got {_told(value)}")
-    if not _is_dense(x):
-        raise NotAsPromised(
-            f"{name} must have memory for each element, without gaps; got strides {x.stride()} of shape"
-            f" {tuple(x.shape)}"
-        )
+        right, value = _told(getattr(like, fact)), _told(getattr(x, fact))
+        hold((value == right, f"{name} must have {fact} {right}; got {value}"), error=NotAsPromised)
     begin, end = _memory(x)
-    if any(begin < last and first < end for first, last in map(_memory, inputs)):
-        raise NotAsPromised(f"{name} must have memory of its own; it overlaps an input")
+    hold(
+        (
+            _is_dense(x),
+            f"{name} must have memory for each element, without gaps; got strides {x.stride()} of shape"
+            f" {tuple(x.shape)}",
+        ),
+        (
+            not any(begin < last and first < end for first, last in map(_memory, inputs)),
+            f"{name} must have memory of its own; it overlaps an input",
+        ),
+        error=NotAsPromised,
+    )
 
 
 def _told(fact: Any) -> Any:
