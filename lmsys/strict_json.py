@@ -47,25 +47,21 @@ def overlay(config: Any, given: Any, path: str = "") -> Any:
 
 
 class Checked:
-    """The base of a config dataclass, whose fields are checked when it is made."""
+    """The base of a config dataclass, whose fields are checked when it is made.
+
+    ValueError unless every field has a value of its declared type, as JSON would. A rule that the type is annotated
+    with, as the types of `lmsys.values` are, is called as rule(name, value).
+    """
 
     def __post_init__(self) -> None:
-        check_fields(self)
-
-
-def check_fields(config: Any) -> None:
-    """ValueError unless every field of a config dataclass has a value of its declared type, as JSON would.
-
-    A rule that the type is annotated with, as the types of `lmsys.values` are, is called as rule(name, value).
-    """
-    for name, hint in get_type_hints(type(config)).items():
-        if not is_dataclass(hint):
-            _typed(getattr(config, name), hint, name)
-    for name, hint in get_type_hints(type(config), include_extras=True).items():
-        value, kinds = getattr(config, name), (hint, *get_args(hint))  # a type, or that beside None
-        rules = [rule for kind in kinds for rule in getattr(kind, "__metadata__", ())]
-        for rule in rules if value is not None else ():
-            rule(name, value)
+        for name, hint in get_type_hints(type(self)).items():
+            if not is_dataclass(hint):
+                _typed(getattr(self, name), hint, name)
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            value, kinds = getattr(self, name), (hint, *get_args(hint))  # a type, or that beside None
+            rules = [rule for kind in kinds for rule in getattr(kind, "__metadata__", ())]
+            for rule in rules if value is not None else ():
+                rule(name, value)
 
 
 def parse_json(text: str) -> Any:

@@ -109,7 +109,7 @@ def shortly(value: Any) -> str:
     return text if len(text) <= SHORT else f"{text[:SHORT]}..."
 
 
-# Types of fields, which `lmsys.strict_json.check_fields` holds a config to.
+# Types of fields, which `lmsys.strict_json.Checked` holds a config to.
 Count = Annotated[int, partial(whole, least=1)]
 Natural = Annotated[int, partial(whole, least=0)]
 Seed = Annotated[int, partial(whole, least=0, most=2**63 - 1)]  # of torch's and numpy's generators
