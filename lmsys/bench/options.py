@@ -1,7 +1,7 @@
 """The options of a run: their declarations, and functions that read and check them for `lmsys.bench.plugin`.
 
 A new option is an entry of OPTIONS and a use in `plugin._session`. Every refusal is a ValueError with the option and
-its value. Imports torch only to cap the memory of a GPU.
+its value. Imports no torch.
 """
 
 import os
@@ -17,7 +17,7 @@ import pytest
 from lmsys.bench import benchmark, fields, record, results
 from lmsys.bench.checkout import Checkout
 from lmsys.files import claim
-from lmsys.values import choice, finite, hold, whole
+from lmsys.values import choice, finite, hold, shortly, whole
 
 LONG = "--lmsys-"  # prefix of the options' long names
 OPTIONS: dict[str, dict[str, Any]] = {  # by name; the rest is what argparse's add_argument takes
@@ -80,6 +80,11 @@ ABOUT_TABLES = tuple(
     f"--benchmark-{option}"
     for option in "columns sort group-by name time-unit compare compare-fail histogram verbose".split()
 )
+UNITS = {  # of memory
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+    **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
+}
 
 
 def add_options(parser: pytest.Parser, prefix: str = "--") -> None:
@@ -210,22 +215,20 @@ def margin(text: str | None) -> float:
 
 
 def memory_limit(text: str | None, device: str) -> int | None:
-    from lmsys.measure.memory import parse_size
-
+    """The bytes that "24GiB", "512MiB" or "16GB" name; None without the option."""
     if text is None:
         return None
-    try:
-        limit = parse_size(text)
-    except ValueError as error:
-        raise ValueError(f"--memory-limit {error}") from None
-    hold((device == "cuda", f"--memory-limit {text} caps the CUDA allocator, and this machine has no CUDA device"))
-    return limit
-
-
-def output(config: pytest.Config) -> Path | None:
-    """Where the result goes. Before 5.3.1, pytest-benchmark opens the file, which empties it, as it reads options."""
-    given = config.getoption("benchmark_json") or config.getoption("lmsys_resume")
-    return given if given is None or isinstance(given, Path) else Path(getattr(given, "name", given))
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?i?B)", text.strip())
+    size = round(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
+    hold(
+        (
+            size > 0,
+            f"--memory-limit {shortly(text)} is not a size; write a positive number and a unit, such as 24GiB, 512MiB"
+            " or 16GB",
+        ),
+        (device == "cuda", f"--memory-limit {text} caps the CUDA allocator, and this machine has no CUDA device"),
+    )
+    return size
 
 
 def check_free(output: Path, command: str) -> None:

@@ -28,13 +28,7 @@ from torch import Tensor
 from torch.autograd.profiler import profile, record_function
 
 from lmsys.measure import clock, host
-from lmsys.values import hold, one_of, shortly
-
-UNITS = {
-    "B": 1,
-    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
-    **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
-}
+from lmsys.values import hold, one_of
 
 LINE = "line: "  # prefix of our ranges among a profiler's events
 TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -67,19 +61,6 @@ def cap_host_memory() -> None:
     available = int(host.available_bytes())
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (available if hard < 0 else min(available, hard), hard))
-
-
-def parse_size(text: str) -> int:
-    """Bytes that "24GiB", "512MiB" or "16GB" name. ValueError for anything else."""
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?i?B)", text.strip())
-    size = round(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
-    hold(
-        (
-            size > 0,
-            f"{shortly(text)} is not a size; write a positive number and a unit, such as 24GiB, 512MiB or 16GB",
-        )
-    )
-    return size
 
 
 def peak_bytes(call: Callable[[], Any], device: str) -> int:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmsys.bench import record
-from lmsys.bench.options import check_free, check_group_by
+from lmsys.bench.options import check_free, check_group_by, memory_limit
 from lmsys.measure import machine
 from tests.bench.test_plugin import BAD, EXAMPLE, ROOT, SMALL, run
 from tests.support.collected import collect
@@ -171,3 +171,17 @@ def test_what_selects_nothing_ends_before_the_machine_is_measured(
     ended = run(ROOT, *asked, "--benchmark-only", "--benchmark-json", tmp_path / "out.json", *options, plugin=False)
     assert ended.returncode == 5 and sentence in ended.stdout + ended.stderr, ended.stdout + ended.stderr
     assert "measuring what this machine reaches" not in ended.stdout and not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize("text", ["24GiB", "0.5GiB", "512 MiB", "16GB", "100B"])
+def test_sizes_are_read(text: str) -> None:
+    expected = {"24GiB": 24 * 2**30, "0.5GiB": 2**29, "512 MiB": 2**29, "16GB": 16 * 10**9, "100B": 100}
+    assert memory_limit(text, "cuda") == expected[text]
+
+
+@pytest.mark.parametrize(
+    "text", ["24", "GiB", "-1GiB", "0GiB", "24gib", "24GBit", "", pytest.param("9" * 400 + "GiB", id="of 400 digits")]
+)
+def test_what_is_not_a_size_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        memory_limit(text, "cuda")

@@ -129,20 +129,6 @@ def test_an_interrupt_is_not_an_outcome() -> None:
         attempt(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
 
 
-@pytest.mark.parametrize("text", ["24GiB", "0.5GiB", "512 MiB", "16GB", "100B"])
-def test_sizes_are_read(text: str) -> None:
-    expected = {"24GiB": 24 * 2**30, "0.5GiB": 2**29, "512 MiB": 2**29, "16GB": 16 * 10**9, "100B": 100}
-    assert memory.parse_size(text) == expected[text]
-
-
-@pytest.mark.parametrize(
-    "text", ["24", "GiB", "-1GiB", "0GiB", "24gib", "24GBit", "", pytest.param("9" * 400 + "GiB", id="of 400 digits")]
-)
-def test_what_is_not_a_size_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a size"):
-        memory.parse_size(text)
-
-
 def test_peak_counts_what_is_live_at_once(device: str) -> None:
     size = 2**22
 
