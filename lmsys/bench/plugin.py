@@ -8,7 +8,7 @@ a benchmark is collected or one of the fixtures is used.
 
 import os
 import shlex
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,10 @@ class RecordedTimer:
 
     __name__ = "recorded"
 
-    def replay(self, samples: Iterable[float]) -> None:
+    def replay(self, benchmark: Any, samples: Sequence[float]) -> None:
+        """Hands pytest-benchmark these samples as its own."""
         self._ticks = iter([tick for sample in samples for tick in (0.0, sample)])
+        benchmark.pedantic(lambda: None, rounds=len(samples))
 
     def __call__(self) -> float:
         return next(self._ticks)
@@ -87,7 +89,7 @@ def lmsys_measured(request: pytest.FixtureRequest, lmsys_timer: RecordedTimer, b
             pytest.skip(f"{record['outcome']}: {record['reason']}")
         benchmark.extra_info |= {name: value for name, value in record.items() if not isinstance(value, list | dict)}
         benchmark.group, _, _ = record["comparison"].partition(" ")
-        replay(benchmark, lmsys_timer, result.samples or [0.0])
+        lmsys_timer.replay(benchmark, result.samples or [0.0])
 
     return measure
 
@@ -119,16 +121,10 @@ def lmsys_device_benchmark(
         if sampled.failures:
             raise RuntimeError(f"the function failed while it was timed: {sampled.failures['fn'][1]}")
         benchmark.extra_info["clock"] = clock.name
-        replay(benchmark, lmsys_timer, sampled.samples["fn"])
+        lmsys_timer.replay(benchmark, sampled.samples["fn"])
         return result
 
     return measure
-
-
-def replay(benchmark: Any, timer: RecordedTimer, samples: list[float]) -> None:
-    """Hands pytest-benchmark these samples as its own."""
-    timer.replay(samples)
-    benchmark.pedantic(lambda: None, rounds=len(samples))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -225,7 +221,6 @@ def _session(config: pytest.Config) -> results.Session:
     """This run's session, made when the first benchmark is collected. ValueError for wrong options."""
     if SESSION in config.stash:
         return config.stash[SESSION]
-    hold((FAULT not in config.stash, config.stash.get(FAULT, "")))
     import torch
 
     from lmsys.bench.ranks import joined
@@ -255,7 +250,7 @@ def _session(config: pytest.Config) -> results.Session:
             command="python -m pytest " + shlex.join(str(word) for word in config.invocation_params.args),
         ),
         sweep,
-        options.output(config),
+        config.getoption("benchmark_json") or config.getoption("lmsys_resume"),
         options.texts(config),
         lambda text: _say(config, text),
         fail_on=options.outcomes(config.getoption("lmsys_fail_on")),

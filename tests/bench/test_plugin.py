@@ -306,8 +306,7 @@ TIMER = RecordedTimer()
 @pytest.mark.benchmark(timer=TIMER)
 def test_replayed_samples_are_the_stats(benchmark: Any) -> None:
     samples = [0.1, 1 / 3, 2e-7, 1e-9, 123.456, 0.1 + 0.2]
-    TIMER.replay(samples)
-    benchmark.pedantic(lambda: None, rounds=len(samples))
+    TIMER.replay(benchmark, samples)
     if benchmark.enabled:
         assert benchmark.stats.stats.data == samples
 
