@@ -81,7 +81,7 @@ class Runner(instruments.Instruments):
             for turn in benchmark.turns(cases) if self.settings.timed or benchmark.streams else ():
                 self._in_session(trial, trial.take, turn)
                 if benchmark.streams:
-                    yield from trial.results(turn)
+                    yield from map(trial.result, turn)
             self._in_session(trial, trial.check_again)
             self._in_session(trial, trial.repeat)
         trial.release()
@@ -93,7 +93,8 @@ class Runner(instruments.Instruments):
             and kept > 2**28  # more has leaked; less may be caches of allocators
         ):
             raise MemoryEaten(f"a row has kept {kept / 2**30:.1f} GiB of memory, and others found too little")
-        yield from trial.results(cases)
+        if not benchmark.streams:
+            yield from map(trial.result, cases)
 
     def _in_session(self, trial: Trial, part: Callable[..., None], *args: Any) -> None:
         """Runs a part of the trial while the other worker of --against, if any, waits and has freed its memory."""

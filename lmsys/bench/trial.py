@@ -1,15 +1,15 @@
 """A trial: one group of cases on its way from inputs to records.
 
 `lmsys.bench.runner` makes a `Trial` per group and calls its parts in order: prepare (inputs, first calls, checks), take
-(samples and checks of timed calls, turn by turn), check_again, repeat, results. A *candidate* is a row on its way; a
-*turn* is the cases that are sampled together. `_result` decides what a record holds, beside what the benchmark's hooks
+(samples and checks of timed calls, turn by turn), check_again, repeat, result. A *candidate* is a row on its way; a
+*turn* is the cases that are sampled together. `result` decides what a record holds, beside what the benchmark's hooks
 add.
 """
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -61,7 +61,6 @@ class Trial:
             candidate.watch = partial(self.watch.attempt, candidate)
         self.measurements = {case.id: Measurement() for case in cases}
         self.setup: Any = None
-        self._given: set[str] = set()
         self._readings: list[sensors.Reading] = []  # of the turn that is sampled
         self.called_here: set[str] = set()  # cases whose calls this process makes
 
@@ -318,13 +317,7 @@ class Trial:
         candidate, failure = self.candidate(case), self.measurements[case.id].failure
         return failure if failure and candidate.outcome == "ok" else (candidate.outcome, candidate.reason)
 
-    def results(self, cases: Iterable[Case]) -> Iterator[Result]:
-        for case in cases:
-            if case.id not in self._given:
-                self._given.add(case.id)
-                yield self._result(case)
-
-    def _result(self, case: Case) -> Result:
+    def result(self, case: Case) -> Result:
         benchmark, candidate, measurement = self.benchmark, self.candidate(case), self.measurements[case.id]
         outcome, reason = self.ending(case)
         samples = measurement.samples if outcome == "ok" else None
