@@ -7,6 +7,7 @@ its answers. To change when two rows count as equally fast, edit NEAR.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import geometric_mean, median
 
 from lmsys.bench import fields, record
@@ -112,7 +113,11 @@ def lines(records: Sequence[fields.Record]) -> Iterator[str]:
     """How a run's cases ended: counts, what could not run, what was disturbed, and what was wrong."""
     counts = Counter(case["outcome"] for case in records)
     yield ", ".join(f"{counts[outcome]} {outcome}" for outcome in record.OUTCOMES if counts[outcome])
-    yield from _not_run(records)
+    reasons = not_run(records)
+    for reason, rows in islice(reasons.items(), MOST_REASONS):
+        yield f"not run, {rows.total()} case{'s' if rows.total() > 1 else ''} of {', '.join(rows)}: {reason}"
+    if (left := len(reasons) - MOST_REASONS) > 0:
+        yield f"... and {left} more {'reason' if left == 1 else 'reasons'}: the report lists them"
     if disturbed := [case["disturbed"] for case in records if case.get("disturbed")]:
         several = f"{len(disturbed)} cases are" if len(disturbed) > 1 else "1 case is"
         yield f"{several} flagged, because the machine was disturbed: {Counter(disturbed).most_common(1)[0][0]}"
@@ -127,14 +132,3 @@ def failed(records: Iterable[fields.Record]) -> dict[tuple[str, str, str], list[
     return fields.grouped(
         ((case["outcome"], case["impl"], case["benchmark"]), case) for case in records if case["outcome"] in FAILED
     )
-
-
-def _not_run(records: Sequence[fields.Record]) -> Iterator[str]:
-    """Each reason once, with its rows."""
-    reasons = list(not_run(records).items())
-    yield from (
-        f"not run, {rows.total()} case{'s' if rows.total() > 1 else ''} of {', '.join(rows)}: {reason}"
-        for reason, rows in reasons[:MOST_REASONS]
-    )
-    if (left := len(reasons) - MOST_REASONS) > 0:
-        yield f"... and {left} more {'reason' if left == 1 else 'reasons'}: the report lists them"
