@@ -81,13 +81,11 @@ class Shift:
         return NormalDist().cdf(near) + NormalDist().cdf(far)
 
 
-def between(old: Sequence[float], new: Sequence[float]) -> Shift | None:
-    """The shift from `old` to `new`, two samples from different runs, in logarithms; None for fewer than FEWEST rounds.
+def between(old: Sequence[float], new: Sequence[float]) -> Shift:
+    """The shift from `old` to `new`, two samples from different runs, in logarithms, of FEWEST rounds or more.
 
     The candidates are all differences new[i] - old[j].
     """
-    if min(len(old), len(new)) < FEWEST:
-        return None
     x, y = (np.asarray(values[:MOST], dtype=float) for values in (old, new))
     return _shift(
         np.subtract.outer(y, x).ravel(),
@@ -96,15 +94,13 @@ def between(old: Sequence[float], new: Sequence[float]) -> Shift | None:
     )
 
 
-def paired(differences: Sequence[float]) -> Shift | None:
-    """The shift of two samples that took turns; None for fewer than FEWEST rounds.
+def paired(differences: Sequence[float]) -> Shift:
+    """The shift of two samples of FEWEST rounds or more that took turns.
 
     differences  by round: the logarithm of the new time, less that of the old one
 
     The candidates are the Walsh averages: (x[i] + x[j]) / 2 for all i <= j.
     """
-    if len(differences) < FEWEST:
-        return None
     x = np.asarray(differences[:MOST], dtype=float)
     means = np.add.outer(x, x)[np.triu_indices(len(x))] / 2
     return _shift(means, variance=len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24, alike=_alike(x))
@@ -407,7 +403,7 @@ def _change(old: fields.Record, new: fields.Record, anchor: Pair | None = None, 
     return Change(old, new, beside=str(beside["impl"]), shift=shift)
 
 
-def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, between_runs: float) -> Shift | None:
+def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, between_runs: float) -> Shift:
     """The shift by rounds in turns with the earlier row, else by ratios to the anchor, else by times alone."""
     if old.get("against"):
         shift, between_runs = paired(_ratios(new, old)), max(_spreads(old, new))
@@ -415,7 +411,7 @@ def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, betwe
         shift = between(_ratios(old, anchor[0]), _ratios(new, anchor[1]))
     else:
         return between(_logarithms(old), _logarithms(new))
-    return shift and shift.widened(between_runs)
+    return shift.widened(between_runs)
 
 
 def _spreads(*records: fields.Record) -> list[float]:

@@ -35,10 +35,6 @@ def test_a_few_slow_rounds_do_not_move_it() -> None:
         assert found and abs(found.estimate) < 0.002
 
 
-def test_of_too_few_rounds_nothing_is_said() -> None:
-    assert between([0.0] * (FEWEST - 1), [0.0] * 100) is None and paired([0.0] * (FEWEST - 1)) is None
-
-
 def noise(rng: random.Random, count: int, alike: float) -> list[float]:
     """Rounds of which each resembles the one before."""
     found = [rng.gauss(0, 1)]
