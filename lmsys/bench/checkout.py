@@ -7,9 +7,7 @@ registry is in earlier.py. Imports no torch.
 """
 
 import shutil
-import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,10 +50,9 @@ class Checkout:
         try:
             earlier = folder.resolve()
             if self.commit:
-                earlier = self._temporary / "earlier"
-                archive = subprocess.Popen(["git", "-C", self.root, "archive", self.commit], stdout=subprocess.PIPE)
-                with archive, tarfile.open(fileobj=archive.stdout, mode="r|") as file:
-                    file.extractall(earlier, filter="data")
+                earlier, archive = self._temporary / "earlier", self._temporary / "earlier.tar"
+                git(self.root, "archive", f"--output={archive}", self.commit)
+                shutil.unpack_archive(archive, earlier, filter="data")
             self.folder = self._temporary / "tree"
             _mirror(earlier, self.folder)
             bench = [path for path in sorted(PACKAGE.iterdir()) if path.name not in (*ROWS, "__pycache__")]
