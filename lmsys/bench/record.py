@@ -160,7 +160,6 @@ def load_file(path: Path) -> fields.Record:
 
     A journal has "lmsys" alone. ValueError as of `load`, also for entries that pytest-benchmark does not write.
     """
-    path = Path(path)
     journal = path.with_name(path.name + ".partial")
     if journal.is_file() and not (path.is_file() and path.stat().st_size):
         path = journal  # an empty result is one that a run has opened, to see that it may, and not yet written

@@ -48,16 +48,13 @@ class AllocatorEvent:
 def cap_gpu_memory(limit_bytes: int) -> None:
     """The allocator of this process gives no more. ValueError for more than the GPU has."""
     total = torch.cuda.get_device_properties(0).total_memory
-    if limit_bytes > total:
-        limit, most = (f"{size / 2**30:.4g}GiB" for size in (limit_bytes, total))
-        raise ValueError(f"--memory-limit {limit} is more than the {most} of this GPU")
+    limit, most = (f"{size / 2**30:.4g}GiB" for size in (limit_bytes, total))
+    hold((limit_bytes <= total, f"--memory-limit {limit} is more than the {most} of this GPU"))
     torch.cuda.set_per_process_memory_fraction(limit_bytes / total)
 
 
 def cap_host_memory() -> None:
     """Makes what is too large for a CPU fail as the GPU's allocator does, rather than bring the machine down."""
-    if sys.platform != "linux":
-        return
     available = int(host.available_bytes())
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (available if hard < 0 else min(available, hard), hard))
@@ -200,9 +197,9 @@ def write_snapshot(path: Path, call: Callable[[], Any], device: str) -> Path:
     hold(
         (device == "cuda", f"{device=}: a memory snapshot needs CUDA, whose allocator keeps it; see timeline() instead")
     )
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_bytes(pickle.dumps(_history(call, "all")))
-    return Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps(_history(call, "all")))
+    return path
 
 
 def allocator_events(call: Callable[[], Any], device: str, *, lines: bool = False) -> list[AllocatorEvent]:
@@ -243,7 +240,7 @@ def allocator_events(call: Callable[[], Any], device: str, *, lines: bool = Fals
 def _history(call: Callable[[], Any], context: str | None) -> dict[str, Any]:
     """The allocator's snapshot with the history of `call`; frames of C++ too, where torch can read them."""
     record = torch.cuda.memory._record_memory_history
-    cpp = sys.platform == "linux" and platform.machine() == "x86_64"
+    cpp = platform.machine() == "x86_64"
     torch.cuda.synchronize()
     record("all", context=context, stacks="all" if cpp else "python", clear_history=True)
     try:
