@@ -191,6 +191,7 @@ class Isolated:
         Raises Ended when the worker is gone.
         """
         self._reading.close()  # and its worker, where an interrupt fell before the answer's end
+        self.rows = []
         worker = self._worker or self._start()
         self._reading = self._answers(worker, answer, self._path(), pickle.dumps((name, args)))
         return self._reading
@@ -211,6 +212,8 @@ class Isolated:
                     done = True
                 elif isinstance(message.what, str):
                     self.say(message.what)
+                elif isinstance(message.what, Begun):
+                    self.rows = message.what.candidates
                 else:
                     yield message.what
         except Exception as error:
@@ -275,27 +278,23 @@ class Group:
     def __init__(self, isolated: Isolated, benchmark: Benchmark, cases: Cases):
         self.isolated, self.benchmark, self.cases = isolated, benchmark, {case.id: case for case in cases}
         self.left, self.ended = dict(self.cases), dict[str, Any]()
-        self._tried_alone, self._rows = False, list[list[str]]()
+        self._tried_alone = False
 
     def results(self, in_turns: bool = False) -> Generator[Any, None, None]:
         """Yields a result for each case in `left`, and None while none comes. Raises Ended if a row ends the worker.
 
         in_turns  the worker takes turns with the other one of a pair, which runs the same group
         """
-        self._rows = []
         for message in self.isolated.stream("run", self.benchmark, list(self.left.values()), self.ended, in_turns):
-            if isinstance(message, Begun):
-                self._rows = self.isolated.rows = message.candidates
-                continue
             if message is not None:
                 del self.left[message.record["id"]]
             yield message
 
     def blame(self, fault: Ended) -> None:
         """Adds the cases that a fault is blamed on to `ended`. RuntimeError if the bench itself cannot run."""
-        if 0 <= fault.row < len(self._rows):
-            endings = dict.fromkeys(self._rows[fault.row], (fault.outcome, fault.reason, True))
-        elif self._rows and not self._tried_alone:
+        if 0 <= fault.row < len(self.isolated.rows):
+            endings = dict.fromkeys(self.isolated.rows[fault.row], (fault.outcome, fault.reason, True))
+        elif self.isolated.rows and not self._tried_alone:
             self._tried_alone, endings = True, self._alone()
         else:
             endings = dict.fromkeys(self.left, ("error", f"the bench's process ended: {fault.reason}", True))
@@ -308,12 +307,12 @@ class Group:
     def _alone(self) -> dict[str, Any]:
         """The endings of the rows that fail even alone, each in a fresh worker."""
         endings: dict[str, Any] = {}
-        for ids in self._rows:
+        for ids in self.isolated.rows:
             cases = [self.left[name] for name in ids if name in self.left and name not in self.ended]
             self.isolated.close(0.0)
             try:
                 for result in self.isolated.stream("run", self.benchmark, cases, {}, False) if cases else ():
-                    if result and not isinstance(result, Begun) and result.record["outcome"] != "ok":
+                    if result and result.record["outcome"] != "ok":
                         endings[result.record["id"]] = result.record["outcome"], result.record["reason"], False
             except Ended as fault:
                 endings |= dict.fromkeys((case.id for case in cases), (fault.outcome, fault.reason, True))
