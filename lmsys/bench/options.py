@@ -231,6 +231,12 @@ def memory_limit(text: str | None, device: str) -> int | None:
     return size
 
 
+def output(config: pytest.Config) -> Path | None:
+    """The file of the result. pytest-benchmark 5.2, which GPU images still have, gives a file that it has opened."""
+    given = config.getoption("benchmark_json") or config.getoption("lmsys_resume")
+    return given if given is None or isinstance(given, Path) else Path(getattr(given, "name", given))
+
+
 def check_free(output: Path, command: str) -> None:
     """ValueError where the output, or its journal, holds what this command would lose: another command's result.
 

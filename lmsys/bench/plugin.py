@@ -250,7 +250,7 @@ def _session(config: pytest.Config) -> results.Session:
             command="python -m pytest " + shlex.join(str(word) for word in config.invocation_params.args),
         ),
         sweep,
-        config.getoption("benchmark_json") or config.getoption("lmsys_resume"),
+        options.output(config),
         options.texts(config),
         lambda text: _say(config, text),
         fail_on=options.outcomes(config.getoption("lmsys_fail_on")),

@@ -5,14 +5,15 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmsys.bench import record
-from lmsys.bench.options import check_free, check_group_by, memory_limit
+from lmsys.bench.options import check_free, check_group_by, memory_limit, output
 from lmsys.measure import machine
 from tests.bench.test_plugin import BAD, EXAMPLE, ROOT, SMALL, run
 from tests.support.collected import collect
@@ -185,3 +186,12 @@ def test_sizes_are_read(text: str) -> None:
 def test_what_is_not_a_size_is_named(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         memory_limit(text, "cuda")
+
+
+def test_a_result_that_pytest_benchmark_has_opened_is_a_path(tmp_path: Path) -> None:
+    """As version 5.2 does; later ones give the path. Without it, --lmsys-resume names the file."""
+    path = tmp_path / "x.json"
+    with path.open("wb") as file:
+        for benchmark_json, resume in ((file, None), (path, None), (None, path)):
+            given = {"benchmark_json": benchmark_json, "lmsys_resume": resume}
+            assert output(cast(pytest.Config, SimpleNamespace(getoption=given.get))) == path
