@@ -265,22 +265,17 @@ def claim_writable(output: Path) -> Callable[[], None]:
         (
             output.is_file() or not output.exists(),
             f"cannot write the result to {output}: it is there, and it is no file",
-        )
+        ),
+        (
+            os.access(output, os.W_OK) or not output.exists(),
+            f"cannot write the result to {output}: it is there, and may not be written",
+        ),
     )
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        release = claim(output)
-        existed = output.exists()  # asked under the claim: until then another run may write it
-        try:
-            output.open("ab").close()
-        except OSError:
-            release()
-            raise
+        output.resolve().parent.mkdir(parents=True, exist_ok=True)  # a link is followed when the result is written
+        return claim(output)
     except OSError as error:
         raise ValueError(f"cannot write the result to {output}: {error.strerror}") from error
-    if not existed:
-        output.unlink()
-    return release
 
 
 def _given(config: pytest.Config, option: str) -> bool:

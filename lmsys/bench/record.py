@@ -162,7 +162,7 @@ def load_file(path: Path) -> fields.Record:
     """
     journal = path.with_name(path.name + ".partial")
     if journal.is_file() and not (path.is_file() and path.stat().st_size):
-        path = journal  # an empty result is one that a run has opened, to see that it may, and not yet written
+        path = journal  # an empty file is no result
     text = files.read_text(path)
     try:
         content = {"lmsys": _from_journal(text)} if path.suffix == ".partial" else strict_json.parse_json(text)

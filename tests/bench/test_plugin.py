@@ -215,11 +215,24 @@ def test_what_another_run_writes_is_neither_made_nor_removed(tmp_path: Path, mon
     assert output.read_text() == "its result" and list(tmp_path.iterdir()) == [output]
 
 
-def test_a_claim_to_what_cannot_be_written_ends_at_once(tmp_path: Path) -> None:
-    (tmp_path / "out.json").symlink_to(tmp_path / "no" / "folder")
-    with pytest.raises(ValueError, match="cannot write the result to .*out.json: No such file or directory"):
-        claim_writable(tmp_path / "out.json")
-    claim(tmp_path / "out.json")()
+def test_a_claim_to_what_cannot_be_written_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, no_folder = tmp_path / "out.json", tmp_path / "no_folder"
+    no_folder.write_text("")
+    output.symlink_to(no_folder / "out.json")
+    with pytest.raises(ValueError, match="cannot write the result to .*out.json: File exists"):
+        claim_writable(output)
+    output.unlink()
+    output.write_text("")
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="out.json: it is there, and may not be writ"):
+        patch.setattr(os, "access", lambda path, mode: False)  # root may write all files
+        claim_writable(output)
+    claim(output)()
+
+
+def test_the_folder_that_a_link_leads_to_is_made(tmp_path: Path) -> None:
+    (tmp_path / "out.json").symlink_to(tmp_path / "new" / "out.json")
+    claim_writable(tmp_path / "out.json")()
+    assert (tmp_path / "new").is_dir() and len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.on_request
