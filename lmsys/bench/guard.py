@@ -86,8 +86,7 @@ class Guard:
                     changed.append(f"{owner.__name__}.{name}")
                     setattr(owner, name, value)
             if owner in (torch.cuda.Event, torch.cuda.Stream, torch.Tensor):  # what they inherit may not be hidden
-                added = [name for name in now if name not in names and name not in IGNORED]
-                for name in [name for name in added if isinstance(now[name], KINDS)]:
+                for name in _names(owner).keys() - names.keys():
                     changed.append(f"{owner.__name__}.{name}")
                     delattr(owner, name)
         for function, code, defaults in self._code:
