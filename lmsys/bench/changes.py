@@ -61,10 +61,6 @@ class Shift:
     estimate: float
     error: float
 
-    def widened(self, error: float) -> "Shift":
-        """A copy whose error includes another, independent one."""
-        return Shift(self.estimate, math.hypot(self.error, error))
-
     @property
     def interval(self) -> tuple[float, float]:
         """Bounds of 95 %."""
@@ -411,7 +407,7 @@ def _shift_of(old: fields.Record, new: fields.Record, anchor: Pair | None, betwe
         shift = between(_ratios(old, anchor[0]), _ratios(new, anchor[1]))
     else:
         return between(_logarithms(old), _logarithms(new))
-    return shift.widened(between_runs)
+    return replace(shift, error=math.hypot(shift.error, between_runs))
 
 
 def _spreads(*records: fields.Record) -> list[float]:

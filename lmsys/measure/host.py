@@ -52,25 +52,23 @@ def oom_kills(root: Path = Path("/")) -> int:
 @dataclass(frozen=True)
 class Load:
     """At a moment `at_s`: CPU seconds since the machine began, of everybody on the cores that this process may use, and
-    of a `family` of processes; `at_s` by `time.monotonic`."""
+    of a family of processes; `at_s` by `time.monotonic`."""
 
     at_s: float
     busy_s: float
     own_s: float
-    family: frozenset[int]
 
 
 def load(parent: int, root: Path = Path("/")) -> Load | None:
     """The load now, `parent` and all that it has started being the family; None where Linux does not tell."""
     with suppress(OSError, ValueError, IndexError):
         ticks, processes = os.sysconf("SC_CLK_TCK"), processes_in(root / "proc")
-        family = family_of(parent, processes)
-        family_ticks = sum(processes[pid][1] for pid in family if pid in processes)
+        family_ticks = sum(processes[pid][1] for pid in family_of(parent, processes) if pid in processes)
         cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         lines = [words for words in map(str.split, (root / "proc/stat").read_text().splitlines()) if words]
         # All but idling and waiting for a disk: user, nice, system, irq, softirq and steal.
         busy = sum(int(words[at]) for words in lines if words[0] in cores for at in (1, 2, 3, 6, 7, 8))
-        return Load(time.monotonic(), busy / ticks, family_ticks / ticks, frozenset(family))
+        return Load(time.monotonic(), busy / ticks, family_ticks / ticks)
     return None
 
 

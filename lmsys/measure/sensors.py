@@ -248,8 +248,7 @@ class Conditions:
         processes = self._sensors.processes()
         if processes is None:
             return None
-        load = host.load(self._parent)
-        family = load.family if load else {self._parent, os.getpid()}
+        family = host.family_of(self._parent, host.processes_in(Path("/proc")))
         return len(set(processes) - family) if os.getpid() in processes else max(0, len(processes) - len(family))
 
 

@@ -50,7 +50,7 @@ def test_what_others_take_is_told_once_and_threads_then_sleep(monkeypatch: pytes
 
 def test_the_share_of_others_is_of_the_time_that_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
-    loads = iter([host.Load(1.0, 10.0, 5.0, frozenset()), host.Load(2.0, 10.0 + 0.8 * cores, 5.2, frozenset())])
+    loads = iter([host.Load(1.0, 10.0, 5.0), host.Load(2.0, 10.0 + 0.8 * cores, 5.2)])
     slept: list[float] = []
     monkeypatch.setattr(host, "load", lambda _: next(loads))
     monkeypatch.setattr(host.time, "sleep", slept.append)

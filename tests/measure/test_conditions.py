@@ -72,9 +72,7 @@ def test_who_is_of_this_run_is_no_stranger_on_the_device() -> None:
 
 
 def test_in_another_count_of_processes_a_surplus_is_strangers() -> None:
-    load = host.load(os.getpid())
-    assert load is not None
-    ours = len(load.family)
+    ours = len(host.family_of(os.getpid(), host.processes_in(Path("/proc"))))
     for surplus in (0, 2):
         device = FakeDevice()
         device.others = [2**30 + number for number in range(ours + surplus)]
@@ -105,8 +103,8 @@ def test_the_cpu_that_others_took_is_what_neither_we_nor_our_children_used(
     busy, ended = 10 + own + of_child + of_ended + others, (9, 6 + own, of_ended)
     proc(root, busy, p7=(8, 5 + of_child, 0), p8=ended, p9=(1, 1, 0), p10=(1, 4 + others, 0))
     after = host.load(9, root)
-    assert before and after and before.family == {7, 8, 9}
-    after = host.Load(before.at_s + 2.0, after.busy_s, after.own_s, after.family)
+    assert before and after and host.family_of(9, host.processes_in(root / "proc")) == {7, 8, 9}
+    after = host.Load(before.at_s + 2.0, after.busy_s, after.own_s)
     assert host.others_share(before, after) == pytest.approx(min(others / per_s / 2 / cores, 1))
     assert host.others_share(before, before) is None and host.others_share(None, after) is None
 
