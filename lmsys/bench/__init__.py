@@ -1,6 +1,6 @@
 """The harness, a pytest plugin: benchmarks are verified, sampled side by side and recorded. Imports no torch."""
 
-from lmsys.bench.benchmark import Benchmark, OnRanks, Settings, Tools, bench
+from lmsys.bench.benchmark import Benchmark, OnRanks, Settings, bench
 from lmsys.bench.case import Candidate, Case, Measurement
 from lmsys.bench.fields import Axis, Field, Grid, Record, Sweep, one_of, positive, yes_no
 from lmsys.measure.step import Failure, Kept, Step
@@ -23,7 +23,6 @@ __all__ = [
     "Step",
     "Sweep",
     "Table",
-    "Tools",
     "Traits",
     "bench",
     "one_of",

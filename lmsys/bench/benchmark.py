@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lmsys.bench.case import Candidate, Case
 from lmsys.bench.fields import Axis, Field, Grid, Record, grouped
@@ -31,8 +31,7 @@ from lmsys.measure.step import Failure, Kept, Step
 from lmsys.registry import Entry, Table
 
 if TYPE_CHECKING:
-    from lmsys.bench.ranks import Ranks
-    from lmsys.measure.clock import Clock
+    from lmsys.bench.instruments import Instruments
 
 DEFAULT_ROUNDS = 10
 
@@ -70,21 +69,6 @@ class Settings:
 
 Cases = Sequence[Any]
 Collected = tuple[dict[str, Case], dict[tuple[str, str], Record]]  # cases by id; rows of theirs by kind and name
-
-
-class Tools(Protocol):
-    """The part of the runner that a benchmark's hooks may use."""
-
-    settings: Settings
-    say: Callable[[str], None]
-
-    @property
-    def ranks(self) -> "Ranks":
-        """Started when first asked for."""
-
-    @property
-    def clocks(self) -> "Mapping[str, Clock]":
-        """Each by its kind, as in `Benchmark.clock`."""
 
 
 class Benchmark:
@@ -172,8 +156,11 @@ class Benchmark:
         """
         return {}
 
-    def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Tools) -> None:
-        """Judges every candidate; overridden where checks share something that does not fit in memory twice."""
+    def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: "Instruments") -> None:
+        """Judges every candidate; overridden where checks share something that does not fit in memory twice.
+
+        runner  has the settings, `ranks`, and `say`, which prints a line for the user
+        """
         for candidate in candidates:
             if ratios := candidate.attempt(self.check, candidate, setup):
                 candidate.judge(ratios)
@@ -237,7 +224,7 @@ class Benchmark:
         """Fills the measurements of a turn: interleaved, with the runner's clock."""
         trial.interleave(turn)
 
-    def clock_name(self, case: Any, runner: Tools) -> str:
+    def clock_name(self, case: Any, runner: "Instruments") -> str:
         """How the case is timed, as its record says it."""
         return runner.clocks[self.clock].name
 
@@ -264,7 +251,7 @@ class OnRanks(Benchmark):
 
     opens = False
 
-    def clock_name(self, case: Any, runner: Tools) -> str:
+    def clock_name(self, case: Any, runner: "Instruments") -> str:
         return CLOCKS[case.backend]
 
 
