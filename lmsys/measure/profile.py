@@ -13,7 +13,7 @@ import statistics
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -94,7 +94,7 @@ class part(ContextDecorator):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._range: record_function | None = None
+        self._ranges: ExitStack | None = None
 
     def _recreate_cm(self) -> "part":  # a decorated function may call itself
         return part(self.name)
@@ -103,17 +103,14 @@ class part(ContextDecorator):
         # Asked first, so that compiled code does not depend on whether parts are on, and is not compiled anew.
         if torch.compiler.is_compiling() or not _parts_are_on:
             return
+        self._ranges = ExitStack()
+        self._ranges.enter_context(record_function(PART + self.name))
         if _nvtx:
-            torch.cuda.nvtx.range_push(self.name)
-        self._range = record_function(PART + self.name)
-        self._range.__enter__()
+            self._ranges.enter_context(torch.cuda.nvtx.range(self.name))
 
     def __exit__(self, *exception: Any) -> None:
-        if self._range is not None:
-            self._range.__exit__(*exception)
-            self._range = None
-            if _nvtx:
-                torch.cuda.nvtx.range_pop()
+        if self._ranges is not None:
+            self._ranges.close()
 
 
 @contextmanager
@@ -419,11 +416,8 @@ def call_in_ranges(name: str, step: Step, device: str) -> None:
         prepared = step.prepare()
         step.redraw_late(draw)
         clock.synchronize(device)
-        torch.cuda.nvtx.range_push(name)
-        try:
+        with torch.cuda.nvtx.range("{}", name):
             with torch.autograd.set_multithreading_enabled(False):
                 result = step.run(prepared)
             clock.synchronize(device)
-        finally:
-            torch.cuda.nvtx.range_pop()
         step.keep(result, None)

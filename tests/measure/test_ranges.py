@@ -14,7 +14,7 @@ class Adding(Telling):
 
 
 class Ranges:
-    """Stands for `torch.cuda.nvtx`: what happens, in order, pushes and pops among it."""
+    """What happens, in order, pushes and pops of `torch.cuda.nvtx` among it."""
 
     def __init__(self) -> None:
         self.happened: list[str] = []
@@ -29,7 +29,8 @@ class Ranges:
 @pytest.fixture
 def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
     found = Ranges()
-    monkeypatch.setattr(torch.cuda, "nvtx", found)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", found.range_push)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", found.range_pop)
     return found
 
 
@@ -43,8 +44,8 @@ def test_a_range_holds_the_call_and_nothing_else(ranges: Ranges) -> None:
         redraw_late=lambda draw: tell(f"late {draw}"),
         keep=lambda found, key: tell(f"keep {key}"),
     )
-    call_in_ranges("one-case", step, "cpu")
-    own = ["push one-case", "run 7", "pop", "keep None"]
+    call_in_ranges("one-{case}", step, "cpu")
+    own = ["push one-{case}", "run 7", "pop", "keep None"]
     assert ranges.happened == [
         one for i in range(NUM_CALLS) for one in ("before", f"redraw {i}", "prepare", f"late {i}", *own)
     ]
