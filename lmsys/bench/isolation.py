@@ -197,10 +197,10 @@ class Isolated:
         return self._reading
 
     def _answers(self, worker: Worker, function: Callable[..., None], *args: Any) -> Generator[Any, None, None]:
-        self._said_s, done = time.monotonic(), False
+        self._said_s = time.monotonic()
         try:
             worker.send(function, *args)
-            while not done:
+            while True:
                 if not answered([worker], POLL_S):
                     self._look_at(worker)
                     yield None
@@ -209,19 +209,18 @@ class Isolated:
                 if failure is not None:
                     raise self._ended(failure) or failure.error()
                 if not isinstance(message, Told):
-                    done = True
-                elif isinstance(message.what, str):
+                    return
+                if isinstance(message.what, str):
                     self.say(message.what)
                 elif isinstance(message.what, Begun):
                     self.rows = message.what.candidates
                 else:
                     yield message.what
-        except Exception as error:
-            done = not isinstance(error, Ended)
-            raise
-        finally:
-            if not done and worker is self._worker:  # nobody waits for what it still says, and no other is in its place
+        except BaseException as error:
+            has_answered = isinstance(error, Exception) and not isinstance(error, Ended)
+            if not has_answered and worker is self._worker:  # nobody waits for it, and no other is in its place
                 self.close(0.0)
+            raise
 
     def _look_at(self, worker: Worker) -> None:
         """Raises Ended if the worker has missed its deadline or holds more memory than it may.
