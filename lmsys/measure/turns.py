@@ -27,21 +27,24 @@ LEAVES = "leaves"
 
 
 class Turns:
-    """One of two sides of a line.
+    """One of two sides of a line. Without a line nobody takes turns with this side, and its sessions do nothing.
 
     is_first  has the baton when a session begins
     rest      called before this side waits
     together  while the other side is in the session
     """
 
-    def __init__(self, line: Connection, is_first: bool, rest: Callable[[], Any] = nothing):
-        self.is_first, self.together = is_first, False
-        self._line, self._rest = line, rest
+    def __init__(self, line: Connection | None = None, is_first: bool = True, rest: Callable[[], Any] = nothing):
+        self.is_first, self.together, self._rest = is_first, False, rest
+        self._line: Any = line
         self._heard: Any = None  # with the baton, the last time
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """Both sides come to the same sessions, in the same order, and leave each when both have done their work."""
+        if self._line is None:
+            yield
+            return
         self.together, self._heard = True, None
         if not self.is_first:
             self._wait()
@@ -97,15 +100,4 @@ class Turns:
             self.together, self._heard = False, None
 
 
-class Alone(Turns):
-    """Nobody to take turns with."""
-
-    def __init__(self) -> None:
-        self.is_first, self.together, self._heard = True, False, None
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        yield
-
-
-ALONE = Alone()
+ALONE = Turns()
