@@ -29,9 +29,8 @@ class Hooks:
     """Hooks that the conftest of a repository of benchmarks may implement."""
 
     @pytest.hookspec(firstresult=True)
-    def pytest_lmsys_sweeps(self) -> Mapping[str, Mapping[str, fields.Sweep]]:
+    def pytest_lmsys_sweeps(self) -> Mapping[str, Mapping[str, fields.Sweep]] | None:
         """Sweeps by name, each by device ("cpu", "cuda"); without it every benchmark runs its axes' defaults."""
-        return {}
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:

@@ -270,11 +270,9 @@ def _profiled(call: Callable[[], Any]) -> list[Any]:
     with profile(use_kineto=True, profile_memory=True) as recorded:
         result = call()
     del result
-    waiting = list(recorded.kineto_results.experimental_event_tree())
-    events = []
-    while waiting:
-        events.append(waiting.pop())
-        waiting.extend(events[-1].children)
+    events = list(recorded.kineto_results.experimental_event_tree())
+    for event in events:  # of all levels: the list grows while it is walked
+        events.extend(event.children)
     return events
 
 

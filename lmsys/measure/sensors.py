@@ -181,15 +181,13 @@ def sensors_of(device: str) -> Sensors:
 
 def nvml(ask: Callable[[Any], Any]) -> Any:
     """The answer of NVML, by the module `pynvml`; None where it is not installed or there is no such answer."""
-    try:
+    with suppress(ImportError):
         import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        return ask(pynvml)
-    except pynvml.NVMLError:
-        return None
+
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            return ask(pynvml)
+    return None
 
 
 def _scaled(unit: float, value: float | None) -> float | None:
