@@ -8,7 +8,6 @@ registry is in earlier.py. Imports no torch.
 
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,15 +22,20 @@ JUDGES = "attention/contract.py", "attention/naive.py", "parallel/group.py", "tr
 
 
 class Checkout:
-    """The folder that a worker of the earlier state imports from; `close` removes it.
+    """The folder that a worker of the earlier state imports from.
 
+    folder          its path
     name            a short name, as in the row `flash_triton@1a2b3c4d5e`
     commit          the whole hash; "" for a folder
     working_folder  the folder that stands for the one that this process works in
     """
 
-    def __init__(self, text: str):
-        """`text`: a git reference or a folder. ValueError where it is neither, or both."""
+    def __init__(self, text: str, temporary: Path):
+        """ValueError where the text is neither, or both.
+
+        text       a git reference or a folder
+        temporary  an empty folder, which the caller removes: this folder is made there, and a commit's files are
+        """
         self.text = text
         self.root = Path(git(Path.cwd(), "rev-parse", "--show-toplevel") or Path.cwd())  # without git the folder itself
         folder = Path(text).expanduser()
@@ -46,29 +50,24 @@ class Checkout:
             (self.commit.isalnum() or is_folder, f"{begin}: neither a folder nor a git reference of {self.root}"),
         )
         self.name = self.commit[:10] or "".join(letter if letter.isalnum() else "-" for letter in folder.resolve().name)
-        self._temporary = Path(tempfile.mkdtemp(prefix="lmsys-against-"))
-        try:
-            earlier = folder.resolve()
-            if self.commit:
-                earlier, archive = self._temporary / "earlier", self._temporary / "earlier.tar"
-                git(self.root, "archive", f"--output={archive}", self.commit)
-                shutil.unpack_archive(archive, earlier, filter="data")
-            self.folder = self._temporary / "tree"
-            _mirror(earlier, self.folder)
-            bench = [path for path in sorted(PACKAGE.iterdir()) if path.name not in (*ROWS, "__pycache__")]
-            for path in (*bench, *(PACKAGE / name for name in JUDGES)):
-                self.use_today(path)
-            # Today's registry, and names of it that rows of earlier states use.
-            registry = self._mapped(PACKAGE / "registry.py")
-            if registry.is_symlink():
-                text = registry.read_text() + (PACKAGE / "bench" / "earlier.py").read_text()
-                registry.unlink()
-                registry.write_text(text)
-            self.working_folder = self._mapped(Path.cwd())
-            hold((self.working_folder.is_dir(), f"{begin}: it has no folder {Path.cwd().relative_to(self.root)}"))
-        except BaseException:
-            self.close()
-            raise
+        earlier = folder.resolve()
+        if self.commit:
+            earlier, archive = temporary / "earlier", temporary / "earlier.tar"
+            git(self.root, "archive", f"--output={archive}", self.commit)
+            shutil.unpack_archive(archive, earlier, filter="data")
+        self.folder = temporary / "tree"
+        _mirror(earlier, self.folder)
+        bench = [path for path in sorted(PACKAGE.iterdir()) if path.name not in (*ROWS, "__pycache__")]
+        for path in (*bench, *(PACKAGE / name for name in JUDGES)):
+            self.use_today(path)
+        # Today's registry, and names of it that rows of earlier states use.
+        registry = self._mapped(PACKAGE / "registry.py")
+        if registry.is_symlink():
+            text = registry.read_text() + (PACKAGE / "bench" / "earlier.py").read_text()
+            registry.unlink()
+            registry.write_text(text)
+        self.working_folder = self._mapped(Path.cwd())
+        hold((self.working_folder.is_dir(), f"{begin}: it has no folder {Path.cwd().relative_to(self.root)}"))
 
     def path(self, today: Sequence[str]) -> list[str]:
         """`sys.path` for the worker: folders of the repository are those of the checkout, others stay as they are."""
@@ -97,10 +96,6 @@ class Checkout:
         """A row's target, which may name a file by its whole path."""
         path, colon, attribute = target.rpartition(":")
         return f"{self._mapped(Path(path))}{colon}{attribute}" if Path(path).is_absolute() else target
-
-    def close(self) -> None:
-        """Removes the folder, and the files of a commit that were written for it."""
-        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _mapped(self, path: Path) -> Path:
         """The place in the checkout of a path in the repository; other paths, and installed packages, as they are."""

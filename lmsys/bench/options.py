@@ -7,6 +7,7 @@ its value. Imports no torch.
 import os
 import re
 import shlex
+import tempfile
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -204,9 +205,9 @@ def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
         ("--repeat", config.getoption("lmsys_repeat") != 1),
     ):
         hold((not is_given, f"--against {text}: {option} cannot be with it: its rows run in a process of their own"))
-    state = Checkout(text)
-    config.add_cleanup(state.close)
-    return state
+    folder = tempfile.TemporaryDirectory(prefix="lmsys-against-", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    return Checkout(text, Path(folder.name))
 
 
 def margin(text: str | None) -> float:

@@ -4,12 +4,16 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lmsys import files
-from lmsys.bench import checkout
+from lmsys.bench import checkout, options
 from lmsys.bench.checkout import JUDGES, PACKAGE, ROWS, Checkout
 
 
@@ -53,7 +57,7 @@ def copied(repository: Path) -> Path:
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_rows_are_as_they_were_and_the_bench_is_of_today(is_folder: bool, repository: Path) -> None:
     text = str(copied(repository)) if is_folder else "HEAD"
-    found = Checkout(text)
+    found = Checkout(text, repository.parent / "temporary")
     said = {
         path.relative_to(found.folder).as_posix(): path.read_text()
         for path in sorted(found.folder.glob("[lw]*/**/*.py"), key=str)
@@ -71,14 +75,12 @@ def test_rows_are_as_they_were_and_the_bench_is_of_today(is_folder: bool, reposi
     assert (found.working_folder / "mine.py").read_text() == "earlier"
     assert found.commit == ("" if is_folder else git(repository, "rev-parse", "HEAD").strip())
     assert found.name == ("a-copy" if is_folder else found.commit[:10])
-    found.close()
-    assert not list((repository.parent / "temporary").iterdir())
     if is_folder:
         assert git(Path(text), "status", "--short") == ""
 
 
 def test_what_is_installed_is_imported_as_it_is(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Checkout("HEAD")
+    found = Checkout("HEAD", repository.parent / "temporary")
     monkeypatch.setattr(sys, "prefix", str(repository / ".venv"))
     packages = str(repository / ".venv" / "lib")
     assert found.path(["", str(repository), packages, "/usr/lib"]) == [
@@ -86,20 +88,34 @@ def test_what_is_installed_is_imported_as_it_is(repository: Path, monkeypatch: p
     ]  # fmt: skip
     assert found.target("mine.py:f") == "mine.py:f" and found.target("math:sin") == "math:sin"
     assert found.target(f"{repository}/work/mine.py:f") == f"{found.working_folder}/mine.py:f"
-    found.close()
 
 
 def test_what_is_no_state_is_refused(repository: Path) -> None:
+    folder = repository.parent / "temporary"
     with pytest.raises(ValueError, match="'v9': neither a folder nor a git reference of"):
-        Checkout("v9")
+        Checkout("v9", folder)
     with pytest.raises(ValueError, match=r"'\^HEAD': neither a folder nor a git reference of"):
-        Checkout("^HEAD")
+        Checkout("^HEAD", folder)
     (repository / "work" / "HEAD").mkdir()
     with pytest.raises(ValueError, match="'HEAD' is a folder and a git reference: name one by ./HEAD or its commit"):
-        Checkout("HEAD")
+        Checkout("HEAD", folder)
+    assert not list(folder.iterdir())
     with pytest.raises(ValueError, match="it has no folder work"):
-        Checkout("./HEAD")
-    assert not list((repository.parent / "temporary").iterdir())
+        Checkout("./HEAD", folder)
+
+
+@pytest.mark.parametrize("text", ["HEAD", "v9", "."])
+def test_a_run_leaves_nothing_of_it_behind(text: str, repository: Path) -> None:
+    cleanups: list[Callable[[], None]] = []
+    asked = {"against": text, "margin": None, "no_isolation": False, "nvtx": False, "repeat": 1}
+    asked = {f"lmsys_{name}": value for name, value in asked.items()}
+    config: Any = SimpleNamespace(getoption=asked.get, add_cleanup=cleanups.append)
+    with nullcontext() if text == "HEAD" else pytest.raises(ValueError, match="--against"):
+        state = options.checkout(config, on_ranks=False)
+        assert state is not None and state.working_folder.is_dir()
+    for cleanup in cleanups:
+        cleanup()
+    assert cleanups and not list((repository.parent / "temporary").iterdir())
 
 
 def test_the_list_of_what_stays_as_it_was_names_what_there_is() -> None:
@@ -109,10 +125,9 @@ def test_the_list_of_what_stays_as_it_was_names_what_there_is() -> None:
 def test_the_registry_has_what_earlier_rows_need(repository: Path) -> None:
     tell(repository, "lmsys/registry.py", text="today\n")
     tell(repository, "lmsys/bench/earlier.py", text="and more\n")
-    state = Checkout("HEAD")
+    state = Checkout("HEAD", repository.parent / "temporary")
     assert (state.folder / "lmsys" / "registry.py").read_text() == "today\nand more\n"
     assert (repository / "lmsys" / "registry.py").read_text() == "today\n"
-    state.close()
 
 
 def test_earlier_rows_read_traits_by_name_and_have_any() -> None:
@@ -155,7 +170,9 @@ print(loop.__file__)
 
 
 @pytest.mark.long
-def test_todays_benchmarks_train_a_model_as_it_was_before_there_was_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_todays_benchmarks_train_a_model_as_it_was_before_there_was_prepare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = PACKAGE.parent
     monkeypatch.chdir(root)
     added = files.git(root, "log", "--diff-filter=A", "--format=%H", "--", "lmsys/training/prepare.py")
@@ -163,17 +180,14 @@ def test_todays_benchmarks_train_a_model_as_it_was_before_there_was_prepare(monk
         pytest.skip(
             "the history from before lmsys/training/prepare.py is not here: fetch it with git fetch --unshallow"
         )
-    state = Checkout(f"{added}^")
-    try:
-        state.use_today(root / "benchmarks")
-        ended = subprocess.run(
-            [sys.executable, "-c", STEP],
-            cwd=state.folder,
-            env=os.environ | {"PYTHONPATH": str(state.folder)},
-            capture_output=True,
-            text=True,
-        )
-        assert ended.returncode == 0, ended.stderr
-        assert not Path(ended.stdout.strip()).resolve().is_relative_to(root), "the rows are today's"
-    finally:
-        state.close()
+    state = Checkout(f"{added}^", tmp_path)
+    state.use_today(root / "benchmarks")
+    ended = subprocess.run(
+        [sys.executable, "-c", STEP],
+        cwd=state.folder,
+        env=os.environ | {"PYTHONPATH": str(state.folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert not Path(ended.stdout.strip()).resolve().is_relative_to(root), "the rows are today's"
