@@ -23,15 +23,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from lmsys.bench.case import Candidate, Case
 from lmsys.bench.fields import Axis, Field, Grid, Record, grouped
 from lmsys.measure.step import Failure, Kept, Step
 from lmsys.registry import Entry, Table
-
-if TYPE_CHECKING:
-    from lmsys.bench.instruments import Instruments
 
 DEFAULT_ROUNDS = 10
 
@@ -156,10 +153,10 @@ class Benchmark:
         """
         return {}
 
-    def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: "Instruments") -> None:
+    def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         """Judges every candidate; overridden where checks share something that does not fit in memory twice.
 
-        runner  has the settings, `ranks`, and `say`, which prints a line for the user
+        runner  the `lmsys.bench.instruments.Instruments`; its `say` prints a line for the user
         """
         for candidate in candidates:
             if ratios := candidate.attempt(self.check, candidate, setup):
@@ -224,7 +221,7 @@ class Benchmark:
         """Fills the measurements of a turn: interleaved, with the runner's clock."""
         trial.interleave(turn)
 
-    def clock_name(self, case: Any, runner: "Instruments") -> str:
+    def clock_name(self, case: Any, runner: Any) -> str:
         """How the case is timed, as its record says it."""
         return runner.clocks[self.clock].name
 
@@ -251,7 +248,7 @@ class OnRanks(Benchmark):
 
     opens = False
 
-    def clock_name(self, case: Any, runner: "Instruments") -> str:
+    def clock_name(self, case: Any, runner: Any) -> str:
         return CLOCKS[case.backend]
 
 
