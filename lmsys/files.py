@@ -17,10 +17,9 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import BinaryIO
 
 MOST_BYTES = 2**30  # of unpacked text: a few compressed kilobytes could fill the memory
-_claims: dict[Path, IO[str]] = {}  # this process's lock files, held open: closing one ends the lock
 
 
 def cache_folder() -> Path:
@@ -90,6 +89,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def claim(path: Path) -> Callable[[], None]:
     """Makes this process the only one that writes `path`, until it ends or calls the function that is returned.
 
+    That function holds the lock file open, so it must be kept.
     ValueError, with the other process's number, where another one writes it. The lock is `<path>.lock`; `path` itself
     is not touched. Temporary files that a killed writer of it, or of its journal, has left are removed.
     """
@@ -110,7 +110,6 @@ def claim(path: Path) -> Callable[[], None]:
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
-    _claims[lock] = file
     left_over = re.compile(re.escape(path.name) + r"(\.partial)?\.[0-9a-f]{8}\.tmp")
     for beside in path.parent.iterdir():
         if left_over.fullmatch(beside.name):
@@ -118,7 +117,7 @@ def claim(path: Path) -> Callable[[], None]:
 
     def release() -> None:
         lock.unlink(missing_ok=True)
-        _claims.pop(lock).close()
+        file.close()  # which ends the lock
 
     return release
 

@@ -15,7 +15,7 @@ from lmsys.files import check_private, claim, read_text, replacing
 from tests.support.processes import ENVIRONMENT
 
 HOLD = "import sys, time; from lmsys.files import claim; from pathlib import Path\n"
-HOLD += "claim(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+HOLD += "release = claim(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
 
 
 def test_what_is_replaced_stands_until_the_new_is_whole(tmp_path: Path) -> None:
