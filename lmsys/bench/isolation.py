@@ -158,7 +158,6 @@ class Isolated:
         """Ends the worker, which gets `grace_s` seconds to end by itself. The next call starts a fresh one."""
         if self._worker is not None:
             self._worker.close(grace_s)
-            self._memory.close()
             os.close(self._shared)
             self._trace.close()
         self._worker = None

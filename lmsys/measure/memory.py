@@ -244,13 +244,11 @@ def _history(call: Callable[[], Any], context: str | None) -> dict[str, Any]:
     torch.cuda.synchronize()
     record("all", context=context, stacks="all" if cpp else "python", clear_history=True)
     try:
-        result = call()
+        _ = call()  # alive until the end
         torch.cuda.synchronize()
-        snapshot = torch.cuda.memory._snapshot()
-        del result
+        return torch.cuda.memory._snapshot()
     finally:
         record(None)
-    return snapshot
 
 
 def _source(frames: list[dict[str, Any]]) -> tuple[str, str]:
@@ -268,8 +266,7 @@ def _profiled(call: Callable[[], Any]) -> list[Any]:
     The profiler is that of autograd: torch.profiler's, which makes one, imports the compiler, for a second or two.
     """
     with profile(use_kineto=True, profile_memory=True) as recorded:
-        result = call()
-    del result
+        _ = call()
     events = list(recorded.kineto_results.experimental_event_tree())
     for event in events:  # of all levels: the list grows while it is walked
         events.extend(event.children)
