@@ -133,15 +133,16 @@ def load(target: str, shape: tuple[int, ...], dtype: str, grad: bool) -> Callabl
     from lmsys import registry
 
     function: Any = registry.load_target(target) if ".py" in target else _row(target)
-    signature = inspect.signature(function)
+    taken = inspect.signature(function)
     variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    if all(x.default is not x.empty or x.kind in variadic for x in signature.parameters.values()):
+    if all(x.default is not x.empty or x.kind in variadic for x in taken.parameters.values()):
         return function
-    from lmsys.attention import contract  # here, since it takes seconds that functions without parameters need not wait
+    from lmsys import signature  # here, since it takes seconds that functions without parameters need not wait
+    from lmsys.attention import contract
 
-    if not contract.is_function(function) and len(signature.parameters) < 3:
+    if not signature.is_function(function) and len(taken.parameters) < 3:
         raise ValueError(
-            f"{target} takes {signature}: name a function of q, k, v, or one without parameters"
+            f"{target} takes {taken}: name a function of q, k, v, or one without parameters"
             " that makes its own tensors and calls your kernels"
         )
     return partial(_attend, contract.adapt(function), shape, dtype, grad)

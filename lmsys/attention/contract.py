@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys import signature
 from lmsys.attention.documents import Documents
 from lmsys.attention.pattern import OFFSETS, OPTIONS, TWO_SIDED, Pattern
 from lmsys.kernels.custom_op import constant
@@ -253,39 +254,21 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
     are given by position.
     """
     hold((callable(implementation), f"an attention row must be callable; got {implementation!r}"))
-    taken, takes_all = _taken(implementation), _takes_all(implementation)
-    by_place = is_function(implementation) or any(x.kind is x.POSITIONAL_ONLY for x in taken.values())
-    if not by_place and (takes_all or ROLES.keys() <= taken.keys()):
+    taken, is_function = _taken(implementation), signature.is_function(implementation)
+    keywords = {name for name, x in taken.items() if x.kind is not x.POSITIONAL_ONLY}
+    if not is_function and (_takes_all(implementation) or ROLES.keys() <= keywords):
         return implementation
-    roles = {name: role for role, names in ROLES.items() for name in names if name in taken}
-    by_name = "scale" in roles.values() or "causal" in taken and not is_function(implementation)
-    function = implementation.apply if is_function(implementation) else implementation
-    if not by_name and len(taken) > 3:
-        return _adapt_cs336(function)
-    others = {name: x.default for name, x in list(taken.items())[3:] if by_place and name not in roles}
-    hold(
-        (
-            inspect.Parameter.empty not in others.values(),
-            "an attention row has parameters without a default or a name known here: "
-            + ", ".join(name for name, default in others.items() if default is inspect.Parameter.empty),
-        )
-    )
+    is_4d = "causal" in taken and not is_function or not taken.keys().isdisjoint(ROLES["scale"])
+    if len(taken) > 3 and not is_4d:
+        return _adapt_cs336(implementation.apply if is_function else implementation)
+    call = signature.called(implementation, ROLES, dict(list(taken.items())[3:]))
 
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-        values = {"causal": causal, "scale": q.shape[-1] ** -0.5 if scale is None else scale}
-        if causal and "causal" not in roles.values():
+        if causal and not call.has("causal"):
             raise ValueError(f"{causal=}: this row has no parameter for it")
-        given = {
-            name: values[roles[name]] if name in roles else others[name] for name in taken if name in roles | others
-        }
-        return function(q, k, v, *given.values()) if by_place else function(q, k, v, **given)
+        return call({"causal": causal, "scale": q.shape[-1] ** -0.5 if scale is None else scale}, q, k, v)
 
     return row
-
-
-def is_function(implementation: Any) -> bool:
-    """True for an autograd Function."""
-    return isinstance(implementation, type(torch.autograd.Function))  # the metaclass of every such class
 
 
 def _taken(implementation: Any) -> dict[str, inspect.Parameter]:
@@ -294,9 +277,9 @@ def _taken(implementation: Any) -> dict[str, inspect.Parameter]:
     Of an autograd Function these are the first four of `forward` after ctx, and others that have no default. Where
     `causal` comes behind the fourth, all up to the last one with a name of ROLES.
     """
-    if not is_function(implementation):
-        return dict(inspect.signature(implementation).parameters)
-    taken = list(inspect.signature(implementation.forward).parameters.items())[1:]  # behind ctx
+    taken = list(signature.parameters_of(implementation).items())
+    if not signature.is_function(implementation):
+        return dict(taken)
     places = [place for place, (name, _) in enumerate(taken, start=1) if name in ROLES["causal"] + ROLES["scale"]]
     last = max(places) if any(name in ROLES["causal"] for name, _ in taken[4:]) else 4
     return dict(taken[:last]) | {name: x for name, x in taken[4:] if x.default is x.empty}

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys import draws, testing
-from lmsys.check import question, signature
+from lmsys import draws, signature, testing
+from lmsys.check import question
 
 Inputs = Mapping[str, Tensor]  # by name, as in `Problem`
 Settings = Mapping[str, Any]  # other arguments, by role
@@ -240,11 +240,12 @@ def judge(
 
 
 def run(call: signature.Called, problem: Problem) -> Outputs:
-    """The result of a function, and those gradients that reach its inputs."""
+    """The result of a function, the first of a tuple, and those gradients that reach its inputs."""
     grad = problem.grad_output is not None
     leaves = {name: x.detach().requires_grad_(grad) for name, x in problem.inputs.items()}
     with torch.set_grad_enabled(grad):
         result = call({**leaves, **problem.settings})
+    result = result[0] if isinstance(result, tuple) else result
     outputs = {RESULT: result.detach()}
     if grad and result.requires_grad:
         gradients = torch.autograd.grad(

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from lmsys.attention import ATTENTION, contract
-from lmsys.check import laptop, signature
+from lmsys import signature
+from lmsys.attention import ATTENTION
+from lmsys.check import laptop
 from lmsys.check.question import Fault, Holds, Options, Question, poison
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry, Table, load_target
@@ -88,7 +89,7 @@ def kind_of(implementation: Any) -> str:
         return "optimizer"
     if kind := signature.kind_of(implementation):
         return kind
-    if contract.is_function(implementation):
+    if signature.is_function(implementation):
         return "attention"
     names = list(inspect.signature(implementation).parameters)
     if hasattr(implementation, "finish_gradient_synchronization") or names[:1] == ["module"]:

@@ -15,9 +15,8 @@ from functools import partial
 
 import torch
 
-from lmsys import config, draws, registry
-from lmsys.attention.contract import is_function
-from lmsys.check import formulas, loss_mistakes, question, signature
+from lmsys import config, draws, registry, signature
+from lmsys.check import formulas, loss_mistakes, question
 from lmsys.extremes.loss import KINDS, WIDTH, write_head, write_kind
 
 ROLES: signature.Roles = {
@@ -31,6 +30,9 @@ ROLES: signature.Roles = {
     "label_smoothing": ("label_smoothing", "smoothing"),
     "z_loss": ("z_loss", "lse_square_scale", "z_loss_weight", "z_loss_multiplier"),
     "softcap": ("softcap", "logit_softcap", "logits_soft_cap", "final_logit_softcapping"),
+}
+OF_LOGITS = {"logits": (*ROLES["logits"], *ROLES["hidden"])} | {
+    role: names for role, names in ROLES.items() if role not in ("logits", "hidden", "weight")
 }
 UPSTREAM = 0.625  # the gradient of the loss: exact, and not 1, so that ignoring it shows
 TOKENS, ODD = 24, (101, 517)  # ODD: no multiple of anything
@@ -92,14 +94,10 @@ def roles_of(implementation: object) -> signature.Roles:
     An autograd Function is not asked for options, since it takes no keywords.
     """
     parameters = signature.parameters_of(implementation)
-    roles = {
-        name: ROLES[name] for name in ROLES if name not in loss_mistakes.OPTIONS or not is_function(implementation)
-    }
-    if signature.names_of(name for name, x in parameters.items() if x.default is x.empty) & set(ROLES["weight"]):
-        return roles
-    return {"logits": (*ROLES["logits"], *ROLES["hidden"])} | {
-        name: roles[name] for name in roles if name not in ("logits", "hidden", "weight")
-    }
+    needed = signature.names_of(name for name, x in parameters.items() if x.default is x.empty)
+    roles = OF_LOGITS if needed.isdisjoint(ROLES["weight"]) else ROLES
+    left_out = loss_mistakes.OPTIONS if signature.is_function(implementation) else ()
+    return {role: names for role, names in roles.items() if role not in left_out}
 
 
 def _problem(call: signature.Called, case: formulas.Case, options: question.Options) -> formulas.Problem:

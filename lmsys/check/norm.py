@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.check import formulas, question, signature
+from lmsys import registry, signature
+from lmsys.check import formulas, question
 from lmsys.extremes.model import ROWS, large_mean
-from lmsys.registry import Entry
 
 ROLES: signature.Roles = {
     "x": ("x", "input", "hidden", "hidden_states", "inp"),
@@ -45,7 +45,7 @@ EXTREME = ROWS | {"rows with a large mean": large_mean}
 LARGE_MEAN = formulas.Case("rows with a large mean", ODD, extreme="rows with a large mean")
 
 
-def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
+def questions(entry: registry.Entry, options: question.Options) -> Iterator[question.Question]:
     """A question for each case: those of LayerNorm if the implementation has a bias, else those of RMSNorm."""
     implementation = entry.load()
     with_bias = (
@@ -82,7 +82,7 @@ def _of_module(implementation: Any, problem: formulas.Problem) -> signature.Call
         given = zip(dict(module.named_parameters()), parameters.values(), strict=False)
         return torch.func.functional_call(module, dict(given), (x,))
 
-    return signature.Called(call, {name: name for name in problem.inputs}, by_place=())
+    return signature.Called(call, {name: name for name in problem.inputs})
 
 
 def _problem(case: formulas.Case, options: question.Options, with_bias: bool) -> formulas.Problem:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.check import formulas, question, signature
+from lmsys import registry, signature
+from lmsys.check import formulas, question
 from lmsys.extremes.model import ROWS
-from lmsys.registry import Entry
 
 ROLES: signature.Roles = {
     "x": ("x", "q", "input", "in_query_or_key", "t"),
@@ -53,7 +53,7 @@ CASES = (
 )
 
 
-def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
+def questions(entry: registry.Entry, options: question.Options) -> Iterator[question.Question]:
     """A question for each case. The first case also shows which pairs the implementation rotates."""
     implementation = entry.load()
     call = None if signature.is_module(implementation) else signature.called(implementation, ROLES)
@@ -65,7 +65,7 @@ def questions(entry: Entry, options: question.Options) -> Iterator[question.Ques
     return formulas.questions_of(CASES, partial(_judged, implementation, options), options, reason)
 
 
-def remark(entry: Entry, options: question.Options) -> str:
+def remark(entry: registry.Entry, options: question.Options) -> str:
     """Which pairs are rotated, in words, to end the report with."""
     return f"it turns {pairs_of(entry.load(), options)}"
 

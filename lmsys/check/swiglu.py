@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys.check import formulas, question, signature
+from lmsys import registry, signature
+from lmsys.check import formulas, question
 from lmsys.extremes.model import GATES
-from lmsys.registry import Entry
 
 ROLES: signature.Roles = {
     "x": ("x", "input", "hidden", "hidden_states"),
@@ -36,7 +36,7 @@ CASES = (
 )
 
 
-def questions(entry: Entry, options: question.Options) -> Iterator[question.Question]:
+def questions(entry: registry.Entry, options: question.Options) -> Iterator[question.Question]:
     """A question for each case."""
     return formulas.questions_of(CASES, partial(_judged, signature.called(entry.load(), ROLES), options), options)
 

@@ -243,7 +243,7 @@ def test_parameters_between_those_that_are_known_keep_their_defaults(causal: boo
         torch.testing.assert_close(
             adapt(foreign)(q, k, k, causal=causal, scale=0.3), naive(q, k, k, causal=causal, scale=0.3)
         )
-    with pytest.raises(ValueError, match="without a default or a name known here: dropout_p"):
+    with pytest.raises(ValueError, match="parameter 'dropout_p' has no default and no known name"):
         adapt(NeedsDropout)
 
 

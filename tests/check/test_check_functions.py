@@ -16,9 +16,9 @@ from lmsys.check.formulas import RESULT, Problem, explain, outputs_of
 from lmsys.check.kinds import kind_of
 from lmsys.check.loss import CASES, ROLES, faults_of_options, questions, roles_of
 from lmsys.check.question import Options
-from lmsys.check.signature import called
 from lmsys.check.swiglu import mistakes, right
 from lmsys.registry import Entry
+from lmsys.signature import called
 
 MUSEUM = Path(__file__).parents[1] / "museum"
 
@@ -177,14 +177,16 @@ def test_a_mistake_of_a_forward_is_not_named_where_the_result_is_right() -> None
 
 
 def test_what_is_taken_by_place_stays_in_its_place() -> None:
-    """A parameter without a role ends what is given by place, and keywords stay keywords."""
+    """A parameter without a role is given its default where others follow by place, and keywords stay keywords."""
 
-    def gap(x: int, flag: bool = False, weight: int = 0, /) -> tuple[int, bool, int]:
-        return (x, flag, weight), 1  # type: ignore[return-value]
+    def gap(x: int, flag: bool = False, weight: int = 0, more: int = 1, /, *, bias: int = 0) -> tuple[Any, ...]:
+        return x, flag, weight, more, bias
 
-    def mixed(x: int, /, other: int = 5, *, weight: int) -> tuple[int, int, int]:
-        return (x, other, weight), 1  # type: ignore[return-value]
+    def mixed(x: int, /, other: int = 5, *, weight: int) -> tuple[Any, ...]:
+        return x, other, weight
 
-    roles = {"x": ("x",), "weight": ("weight",)}
-    assert called(gap, roles)({"x": 3, "weight": 7}) == (3, False, 0)
-    assert called(mixed, roles)({"x": 3, "weight": 7}) == (3, 5, 7)
+    roles = {"x": ("x",), "weight": ("weight",), "bias": ("bias",)}
+    values = {"x": 3, "weight": 7, "bias": 2}
+    assert called(gap, roles)(values) == (3, False, 7, 1, 2)
+    assert called(gap, roles)({"x": 3, "bias": 2}) == (3, False, 0, 1, 2)
+    assert called(mixed, roles)(values) == (3, 5, 7)

@@ -19,8 +19,8 @@ from lmsys.check.norm import ROLES as NORM
 from lmsys.check.question import Options
 from lmsys.check.rotary import HALVES, pairs_of
 from lmsys.check.rotary import ROLES as ROTARY
-from lmsys.check.signature import called
 from lmsys.check.swiglu import ROLES as SWIGLU
+from lmsys.signature import called
 
 B, S, D, H, V = 4, 64, 32, 2, 64
 Function = Callable[..., Any]

@@ -1,0 +1,114 @@
+"""Finds out how to call a function that somebody wrote: its parameters are known by usual names.
+
+The kinds of `lmsys.check`, and `lmsys.attention.contract` for rows of attention, list the names of each role, and call
+`called` and `built`. `check/kinds.py` tells the kind of an implementation by `kind_of`, from the names in MARKS.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lmsys.values import hold
+
+Roles = Mapping[str, Sequence[str]]  # by role, such as "targets", the names that its parameter may have
+
+
+def is_function(implementation: Any) -> bool:
+    """True for an autograd Function."""
+    return isinstance(implementation, type(torch.autograd.Function))  # the metaclass of every such class
+
+
+def is_module(implementation: Any) -> bool:
+    """True for a class derived from nn.Module."""
+    return inspect.isclass(implementation) and issubclass(implementation, nn.Module)
+
+
+def parameters_of(implementation: Any) -> dict[str, inspect.Parameter]:
+    """The parameters of a call, by name.
+
+    For an autograd Function, or a module's class, they are those of its forward without ctx or self.
+    """
+    if is_module(implementation) or is_function(implementation):
+        return dict(list(inspect.signature(implementation.forward).parameters.items())[1:])
+    call = implementation.forward if isinstance(implementation, nn.Module) else implementation
+    return dict(inspect.signature(call).parameters)
+
+
+# By kind: a parameter of the call, or of the class's constructor, has one of these names. The first kind that fits
+# wins.
+MARKS = {
+    "loss": {"target", "targets", "label", "labels"},
+    "rotary": {"positions", "token_positions", "position_ids", "cos"},
+    "swiglu": {"gate", "w1", "w_gate"},
+    "norm": {"eps", "epsilon", "variance_epsilon"},
+}
+
+
+def kind_of(implementation: Any) -> str | None:
+    """The kind in MARKS that an implementation is, by the names of its parameters; None if it is none of them."""
+    if not callable(implementation):
+        return None
+    names = names_of(parameters_of(implementation))
+    if is_module(implementation):
+        names |= names_of(inspect.signature(implementation).parameters)
+    others = names & {"params", "module"} or {"q", "k", "v"} <= names  # optimizers, strategies, attention
+    return None if others else next((kind for kind, marks in MARKS.items() if names & marks), None)
+
+
+def names_of(parameters: Iterable[str]) -> set[str]:
+    return {name.strip("_").lower() for name in parameters}
+
+
+@dataclass(frozen=True)
+class Called:
+    """A function that is called by roles.
+
+    roles   {parameter name: role}, in the order of the signature
+    placed  {parameter name: default} of those that are given by place, not by keyword: all of an autograd Function
+    """
+
+    function: Callable[..., Any]
+    roles: Mapping[str, str]
+    placed: Mapping[str, Any] = field(default_factory=dict)
+
+    def has(self, role: str) -> bool:
+        return role in self.roles.values()
+
+    def __call__(self, values: Mapping[str, Any], *first: Any) -> Any:
+        """Calls the function with the arguments `first`, which it takes by place, and then values by role."""
+        given = {name: values[role] for name, role in self.roles.items() if role in values}
+        last = max((place for place, name in enumerate(self.placed, start=1) if name in given), default=0)
+        placed = [given.pop(name, default) for name, default in list(self.placed.items())[:last]]
+        return self.function(*first, *placed, **given)
+
+
+def called(implementation: Any, roles: Roles, parameters: Mapping[str, inspect.Parameter] | None = None) -> Called:
+    """The implementation, to be called by roles. ValueError for a parameter that has neither a role nor a default.
+
+    `parameters` are those that the values go to, by default all.
+    """
+    parameters = parameters_of(implementation) if parameters is None else parameters
+    all_placed = is_function(implementation)
+    placed = {name: x.default for name, x in parameters.items() if all_placed or x.kind is x.POSITIONAL_ONLY}
+    return Called(implementation.apply if all_placed else implementation, roles_of(parameters, roles), placed)
+
+
+def built(implementation: Any, roles: Roles, values: Mapping[str, Any]) -> nn.Module:
+    """A module of the class `implementation`, constructed with values by role. ValueError as in `called`."""
+    known = roles_of(inspect.signature(implementation).parameters, roles)
+    return implementation(**{name: values[role] for name, role in known.items()})
+
+
+def roles_of(parameters: Mapping[str, inspect.Parameter], roles: Roles) -> dict[str, str]:
+    """{parameter name: role} of those that have one. ValueError for others without a default."""
+    known = {name: role for role, names in roles.items() for name in names}
+    usual = "; ".join(f"{role}: {', '.join(names)}" for role, names in roles.items())
+    of_names = {name: known.get(name.strip("_").lower()) for name in parameters}
+    for name, x in parameters.items():
+        is_optional = x.default is not x.empty or x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
+        hold((of_names[name] or is_optional, f"parameter {name!r} has no default and no known name ({usual})"))
+    return {name: role for name, role in of_names.items() if role}
