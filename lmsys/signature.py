@@ -1,7 +1,7 @@
 """Finds out how to call a function that somebody wrote: its parameters are known by usual names.
 
 The kinds of `lmsys.check`, and `lmsys.attention.contract` for rows of attention, list the names of each role, and call
-`called` and `built`. `check/kinds.py` tells the kind of an implementation by `kind_of`, from the names in MARKS.
+`called` and `built`.
 """
 
 import inspect
@@ -36,27 +36,6 @@ def parameters_of(implementation: Any) -> dict[str, inspect.Parameter]:
         return dict(list(inspect.signature(implementation.forward).parameters.items())[1:])
     call = implementation.forward if isinstance(implementation, nn.Module) else implementation
     return dict(inspect.signature(call).parameters)
-
-
-# By kind: a parameter of the call, or of the class's constructor, has one of these names. The first kind that fits
-# wins.
-MARKS = {
-    "loss": {"target", "targets", "label", "labels"},
-    "rotary": {"positions", "token_positions", "position_ids", "cos"},
-    "swiglu": {"gate", "w1", "w_gate"},
-    "norm": {"eps", "epsilon", "variance_epsilon"},
-}
-
-
-def kind_of(implementation: Any) -> str | None:
-    """The kind in MARKS that an implementation is, by the names of its parameters; None if it is none of them."""
-    if not callable(implementation):
-        return None
-    names = names_of(parameters_of(implementation))
-    if is_module(implementation):
-        names |= names_of(inspect.signature(implementation).parameters)
-    others = names & {"params", "module"} or {"q", "k", "v"} <= names  # optimizers, strategies, attention
-    return None if others else next((kind for kind, marks in MARKS.items() if names & marks), None)
 
 
 def names_of(parameters: Iterable[str]) -> set[str]:

@@ -11,7 +11,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,14 @@ KINDS = {
     name: Kind(name, Table(name, [OURS[name]] if name in OURS else []), f"lmsys.check.{name}:questions")
     for name in ("optimizer", "loss", "norm", "rotary", "swiglu")
 }
+# By kind: a parameter of the call, or of the class's constructor, has one of these names. The first kind that fits
+# wins.
+MARKS = {
+    "loss": {"target", "targets", "label", "labels"},
+    "rotary": {"positions", "token_positions", "position_ids", "cos"},
+    "swiglu": {"gate", "w1", "w_gate"},
+    "norm": {"eps", "epsilon", "variance_epsilon"},
+}
 OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # the parameter for torch's optimizer has such a name
 
 
@@ -82,20 +90,19 @@ def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
 
 def kind_of(implementation: Any) -> str:
     """The name of the kind that an implementation looks like, by its class or the names of its parameters."""
-    with suppress(TypeError, ValueError):
-        if OF_SHARDED_OPTIMIZERS & inspect.signature(implementation).parameters.keys():
-            return "sharded_optimizer"
+    own = inspect.signature(implementation).parameters  # of a module's class those of the constructor
+    names = signature.names_of([*own, *signature.parameters_of(implementation)])
+    if not OF_SHARDED_OPTIMIZERS.isdisjoint(own):
+        return "sharded_optimizer"
     if inspect.isclass(implementation) and issubclass(implementation, torch.optim.Optimizer):
         return "optimizer"
-    if kind := signature.kind_of(implementation):
-        return kind
-    if signature.is_function(implementation):
-        return "attention"
-    names = list(inspect.signature(implementation).parameters)
-    if hasattr(implementation, "finish_gradient_synchronization") or names[:1] == ["module"]:
+    marked = next((kind for kind, marks in MARKS.items() if names & marks), None)
+    if marked and not (names & {"params", "module"} or {"q", "k", "v"} <= names):  # optimizers, strategies, attention
+        return marked
+    if hasattr(implementation, "finish_gradient_synchronization") or list(own)[:1] == ["module"]:
         return "strategy"
-    if len(names) >= 3 and not inspect.isclass(implementation):  # q, k, v by any names
-        return "attention"
+    if signature.is_function(implementation) or (len(own) >= 3 and not inspect.isclass(implementation)):
+        return "attention"  # q, k, v by any names
     raise ValueError(
         f"it cannot be told what {getattr(implementation, '__name__', implementation)!r} is: say --kind, one of"
         f" {', '.join(KINDS)}; attention is a function of q, k, v, not a module"
