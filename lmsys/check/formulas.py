@@ -78,24 +78,20 @@ class Problem:
 
     inputs       the tensors whose gradients are checked, by name, in the dtype that is tested
     settings     the other arguments, by role
-    grad_output  None: gradients are not checked
+    grad_output  the gradient of the result
+    grad         False: gradients are not checked
     extreme      plain PyTorch may be exact on these inputs, so the mean error is not judged
     """
 
     inputs: Inputs
     settings: Settings
-    grad_output: Tensor | None
+    grad_output: Tensor
+    grad: bool = True
     extreme: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
         return next(iter(self.inputs.values())).dtype
-
-    @property
-    def upstream(self) -> Tensor:
-        """grad_output, which must not be None."""
-        assert self.grad_output is not None
-        return self.grad_output
 
     @classmethod
     def of(
@@ -106,7 +102,8 @@ class Problem:
         return cls(
             {name: x.to(device, case.dtype) for name, x in inputs.items()},
             {name: x.to(device) if isinstance(x, Tensor) else x for name, x in settings.items()},
-            grad_output.to(device, case.dtype) if options.grad else None,
+            grad_output.to(device, case.dtype),
+            options.grad,
             bool(case.extreme),
         )
 
@@ -124,7 +121,7 @@ def outputs_of(formula: Formula, problem: Problem, dtype: torch.dtype = torch.fl
     """The result of a formula computed in `dtype`, and its gradients by the names of the inputs."""
     leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in problem.inputs.items()}
     result = formula(leaves, problem.settings)
-    if problem.grad_output is None:
+    if not problem.grad:
         return {RESULT: result.detach()}
     gradients = torch.autograd.grad(
         result,
@@ -151,12 +148,12 @@ def backwards(formula: Formula, gradients: Mapping[str, Gradients]) -> Mistakes:
 
 
 def _ones(formula: Formula, exact: Problem, _: Outputs) -> Outputs:
-    outputs = outputs_of(formula, replace(exact, grad_output=torch.ones_like(exact.upstream)))
+    outputs = outputs_of(formula, replace(exact, grad_output=torch.ones_like(exact.grad_output)))
     return {name: outputs[name] for name in exact.inputs}
 
 
 def _backward(formula: Formula, made: Gradients, problem: Problem) -> Outputs:
-    if problem.grad_output is None:
+    if not problem.grad:
         return {}
     inputs = {name: x.detach().double() for name, x in problem.inputs.items()}
     exact = replace(problem, inputs=inputs, grad_output=problem.grad_output.double())
@@ -241,15 +238,14 @@ def judge(
 
 def run(call: signature.Called, problem: Problem) -> Outputs:
     """The result of a function, the first of a tuple, and those gradients that reach its inputs."""
-    grad = problem.grad_output is not None
-    leaves = {name: x.detach().requires_grad_(grad) for name, x in problem.inputs.items()}
-    with torch.set_grad_enabled(grad):
+    leaves = {name: x.detach().requires_grad_(problem.grad) for name, x in problem.inputs.items()}
+    with torch.set_grad_enabled(problem.grad):
         result = call({**leaves, **problem.settings})
     result = result[0] if isinstance(result, tuple) else result
     outputs = {RESULT: result.detach()}
-    if grad and result.requires_grad:
+    if problem.grad and result.requires_grad:
         gradients = torch.autograd.grad(
-            result, list(leaves.values()), problem.upstream.to(result.dtype).expand(result.shape), allow_unused=True
+            result, list(leaves.values()), problem.grad_output.to(result.dtype).expand(result.shape), allow_unused=True
         )
         outputs |= {name: x for name, x in zip(leaves, gradients, strict=True) if x is not None}
     torch.cuda.synchronize() if result.is_cuda else None

@@ -161,7 +161,7 @@ BY_COUNT: dict[str, Formula] = {
 FIRST_FOR_ALL: dict[str, Gradients] = {
     "every token's gradient is multiplied by the first token's grad_output, not by its own": (
         lambda problem, _: outputs_of(
-            right, replace(problem, grad_output=problem.upstream.flatten()[0].expand(problem.upstream.shape))
+            right, replace(problem, grad_output=problem.grad_output.flatten()[0].expand(problem.grad_output.shape))
         )
     )
 }
@@ -289,7 +289,7 @@ def _through_the_head(
         one_hot = F.one_hot(problem.settings["targets"].where(counted, 0), logits.shape[-1])
         one_hot = one_hot.to(logits).where(counted[:, None], 0)
         d_logits = of_logits(logits.softmax(dim=-1), one_hot).where(tokens[:, None], 0)
-        d_logits = d_logits * problem.upstream / counted.sum()
+        d_logits = d_logits * problem.grad_output / counted.sum()
         if "logits" in inputs:
             return {"logits": d_logits}
         both = {"hidden": d_logits @ inputs["weight"], "weight": d_logits.mT @ inputs["hidden"]}

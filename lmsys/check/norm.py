@@ -289,7 +289,7 @@ def _of_dx(centred: bool) -> dict[str, formulas.Gradients]:
 
     def of(made: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> formulas.Gradients:
         def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
-            do, x = exact.upstream, less(exact.inputs["x"])
+            do, x = exact.grad_output, less(exact.inputs["x"])
             rstd = 1 / rms(x, exact.settings["eps"])
             return {"x": made(do * exact.inputs["weight"], x * rstd, rstd, do)}
 
@@ -323,7 +323,7 @@ def _of_weights(x: Tensor, centred: bool) -> dict[str, formulas.Gradients]:
         def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
             x = less_mean(exact.inputs["x"], centred)
             y = x / rms(x, exact.settings["eps"]) if normalised else x
-            each = {"weight": exact.upstream * y, "bias": exact.upstream}
+            each = {"weight": exact.grad_output * y, "bias": exact.grad_output}
             return {name: times * each[name].flatten(0, -2)[rows].sum(0) for name in each.keys() & exact.inputs.keys()}
 
         return gradients

@@ -199,7 +199,7 @@ def mistakes(call: signature.Called, problem: formulas.Problem) -> formulas.Mist
 def _turning(times: float) -> formulas.Gradients:
     """A backward that rotates by `times` the angles; -1 would be right."""
     return lambda exact, _: {
-        "x": turned(exact.upstream, times * angles_of(exact.inputs["x"], exact.settings), exact.settings["pairs"])
+        "x": turned(exact.grad_output, times * angles_of(exact.inputs["x"], exact.settings), exact.settings["pairs"])
     }
 
 

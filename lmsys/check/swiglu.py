@@ -148,7 +148,7 @@ BACKWARDS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Te
 
 def _gradients(made: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> formulas.Gradients:
     def gradients(exact: formulas.Problem, _: formulas.Outputs) -> formulas.Outputs:
-        x, g = exact.inputs, exact.upstream
+        x, g = exact.inputs, exact.grad_output
         if "gate" in x:
             return dict(zip(("gate", "up"), made(g, x["gate"], x["up"], x["gate"].sigmoid()), strict=True))
         a, b = F.linear(x["x"], x["w1"]), F.linear(x["x"], x["w3"])
