@@ -113,18 +113,18 @@ def tasks(
             yield replace(task, case=replace(task.case, dtype=dtype), aspect=aspect)
 
 
-def larger(case: AttentionCase) -> Iterator[Task]:
+def larger(case: AttentionCase) -> list[Task]:
     """Variants of a small case as real models have them: more heads and keys, other head dimensions, and USES."""
-    yield Task("a negative scale", replace(case, scale=-0.3), aspect="scale")
-    yield Task("six heads", replace(case, heads=6, kv_heads=6), aspect=HEADS)
-    yield Task("30 pairs of batch and head", replace(case, batch=5, heads=6, kv_heads=6), aspect=HEADS)
-    yield Task("more than 1,024 keys", replace(case, keys=1100, queries=32, causal=False), aspect=LONGER)
-    yield Task("a last tile of one key", replace(case, keys=65, queries=65), aspect=LONGER)
-    yield from (
-        Task(f"head dimension {width}", replace(case, head_dim=width), aspect="head dimensions")
-        for width in (40, 80, 96)
-    )
-    yield from (Task(about, case, aspect="calls of models", use=use) for about, use in USES.items())
+    widths = [replace(case, head_dim=width) for width in (40, 80, 96)]
+    return [
+        Task("a negative scale", replace(case, scale=-0.3), aspect="scale"),
+        Task("six heads", replace(case, heads=6, kv_heads=6), aspect=HEADS),
+        Task("30 pairs of batch and head", replace(case, batch=5, heads=6, kv_heads=6), aspect=HEADS),
+        Task("more than 1,024 keys", replace(case, keys=1100, queries=32, causal=False), aspect=LONGER),
+        Task("a last tile of one key", replace(case, keys=65, queries=65), aspect=LONGER),
+        *(Task(f"head dimension {wide.head_dim}", wide, aspect="head dimensions") for wide in widths),
+        *(Task(about, case, aspect="calls of models", use=use) for about, use in USES.items()),
+    ]
 
 
 def tasks_of_options(case: AttentionCase) -> Iterator[Task]:

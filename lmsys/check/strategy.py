@@ -140,22 +140,10 @@ def fault(ask: Ask, trial: Trial, results: Sequence[trained.Result], rules: Rule
 CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # options that a schedule changes
 
 
-def optimizer_rules(steps: Sequence[trained.Before]) -> Iterator[Rule]:
+def optimizer_rules(steps: Sequence[trained.Before]) -> list[Rule]:
     """A rule for each known mistake of a sharded optimizer: its words, and the weights after the last step with it."""
-    now, number, trial = steps[-1], len(steps) - 1, steps[-1].trial
+    now, is_first, trial = steps[-1], len(steps) == 1, steps[-1].trial
     g, world_size, given = now.means, trial.world_size, OPTIMIZERS[trial.optimizer]
-    yield "no rank updates {names}", now.weights
-    for names in CHANGED if trial.schedule and number > 0 else ():
-        words = f"changes of {' and '.join(names)} in param_groups are not used"
-        yield words, now.after(g, {name: given[name] for name in names})
-    yield (
-        "the optimizer sums gradients over ranks again; they are averaged already",
-        now.after({name: world_size * x for name, x in g.items()}),
-    )
-    yield (
-        "the optimizer divides gradients by the number of ranks; they are averaged already",
-        now.after({name: x / world_size for name, x in g.items()}),
-    )
     lost: dict[str, dict[str, object]] = {
         "a group's own options are ignored: the first group's options are used": now.optimizer.param_groups[0],
         "a group's own options are ignored: the constructor's defaults are used": now.optimizer.defaults,
@@ -163,17 +151,40 @@ def optimizer_rules(steps: Sequence[trained.Before]) -> Iterator[Rule]:
             getattr(torch.optim, trial.optimizer)([torch.zeros(1)]).defaults
         ),
     }
-    for words, options in lost.items():
-        yield words, now.after(g, {name: value for name, value in options.items() if name != "params"})
-    if number > 0:
-        yield "the optimizer's state is lost between steps", now.after(g, afresh=True)
+    made = [
+        ("no rank updates {names}", now.weights),
+        *(
+            (
+                f"changes of {' and '.join(names)} in param_groups are not used",
+                now.after(g, {name: given[name] for name in names}),
+            )
+            for names in (CHANGED if trial.schedule and not is_first else ())
+        ),
+        (
+            "the optimizer sums gradients over ranks again; they are averaged already",
+            now.after({name: world_size * x for name, x in g.items()}),
+        ),
+        (
+            "the optimizer divides gradients by the number of ranks; they are averaged already",
+            now.after({name: x / world_size for name, x in g.items()}),
+        ),
+        *(
+            (words, now.after(g, {name: value for name, value in options.items() if name != "params"}))
+            for words, options in lost.items()
+        ),
+    ]
+    if not is_first:
         left = steps[-2].means
-        yield (
-            "zero_grad() leaves gradients of parameters that other ranks own, and the next step's are added to them",
-            now.after({name: x + left[name] * (world_size - 1) / world_size for name, x in g.items()}),
-        )
-        yield (
-            "zero_grad() leaves gradients, and the next step's are added to them",
-            now.after({name: x + left[name] for name, x in g.items()}),
-        )
-    yield "the update is applied twice", now.after(g, times=2)
+        made += [
+            ("the optimizer's state is lost between steps", now.after(g, afresh=True)),
+            (
+                "zero_grad() leaves gradients of parameters that other ranks own, and the next step's are added to"
+                " them",
+                now.after({name: x + left[name] * (world_size - 1) / world_size for name, x in g.items()}),
+            ),
+            (
+                "zero_grad() leaves gradients, and the next step's are added to them",
+                now.after({name: x + left[name] for name, x in g.items()}),
+            ),
+        ]
+    return [*made, ("the update is applied twice", now.after(g, times=2))]

@@ -6,7 +6,7 @@ parameter by parameter. Mistakes of a strategy are listed in MISTAKES and `rules
 `strategy.optimizer_rules`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ Ask = Callable[[Trial], Sequence[Result]]  # trains on the ranks; the results by
 # A rule is a mistake in words, where {gradients} and {names} stand for parameters, and the weights after a step with
 # that mistake: (...) on all ranks, or (world_size, ...) on each. It does not apply to parameters without weights in it.
 Rule = tuple[str, State]
-Rules = Callable[[Sequence[Before]], Iterator[Rule]]  # from the steps up to the wrong one, which is the last
+Rules = Callable[[Sequence[Before]], Iterable[Rule]]  # from the steps up to the wrong one, which is the last
 
 
 @dataclass(frozen=True)
