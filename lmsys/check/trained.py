@@ -143,17 +143,18 @@ def _trained(
 
 def why_not(entry: registry.Entry, trial: Trial, loaded: Any) -> str | None:
     """None, or why the row cannot run the trial. `loaded` is what the row's entry loads."""
-    traits = StrategyTraits.of(entry)
-    if not traits.synchronizes:
-        return "it synchronizes nothing"
+    traits, takes_sizes, accumulates = StrategyTraits.of(entry), True, trial.micro_batches > 1
     with suppress(TypeError, ValueError):
-        if trial.small_buckets and not {"bucket_mb", "bucket_size_mb"} & inspect.signature(loaded).parameters.keys():
-            return "it takes no size of buckets"
-    if trial.micro_batches > 1 and not (hasattr(loaded, "no_sync") and traits.accumulates):
-        return "it does not accumulate" if hasattr(loaded, "no_sync") else "it has no no_sync()"
-    if {"once", "idle", "rare"} & set(trial.parts) and (reason := traits.why_not_unused):
-        return reason
-    return traits.why_not_unequal or None if "rare" in trial.parts else None
+        takes_sizes = not {"bucket_mb", "bucket_size_mb"}.isdisjoint(inspect.signature(loaded).parameters)
+    refusals = (
+        ("it synchronizes nothing", not traits.synchronizes),
+        ("it takes no size of buckets", trial.small_buckets and not takes_sizes),
+        ("it has no no_sync()", accumulates and not hasattr(loaded, "no_sync")),
+        ("it does not accumulate", accumulates and not traits.accumulates),
+        (traits.why_not_unused, not {"once", "idle", "rare"}.isdisjoint(trial.parts)),
+        (traits.why_not_unequal, "rare" in trial.parts),
+    )
+    return next((reason for reason, is_refused in refusals if reason and is_refused), None)
 
 
 @dataclass(frozen=True)
