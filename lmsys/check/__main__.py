@@ -24,7 +24,6 @@ from lmsys import commands, processes, registry, values
 from lmsys.check import cases, question
 from lmsys.check.kinds import KINDS, LIMIT_S, RIGHT, SCHEMA, WRONG, Answer, check_target, verdict_on
 
-USAGE = 2
 MOST_COMPILED = 4  # how many cases --all asks of a row that compiles for each case
 
 
@@ -53,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     except ValueError as error:
         print(f"lmsys check: error: {error}", file=sys.stderr)
-        return USAGE
+        return commands.USAGE
     except Exception as error:
         reason = _reason(error)
         row = {"schema": SCHEMA, "name": given.target.rpartition(":")[2], "verdict": "wrong", "reason": reason}

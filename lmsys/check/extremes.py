@@ -6,7 +6,7 @@ row of scores.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +25,6 @@ FEW_QUERIES, MANY_KEYS = 32, 4133  # a sum of ones stops growing at 2,048 in flo
 SMALLEST, LARGEST = math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max)
 DENORMAL = math.log(2.0**-149)
 RESOLUTION = 2.0  # the step between the scores that `score_range` asks
-Row = Callable[..., torch.Tensor]
 Wrong = tuple[Unit, str, float, Oracle]  # the unit, its first wrong tensor, its error over its budget, and the oracle
 
 
@@ -37,7 +36,7 @@ def case_of_kinds(case: AttentionCase, length: int | None = None) -> AttentionCa
 
 
 def failure(
-    row: Row, case: AttentionCase, grad: bool, seed: int, rms: bool = False, named: bool = True
+    row: cases.Row, case: AttentionCase, grad: bool, seed: int, rms: bool = False, named: bool = True
 ) -> question.Fault | None:
     """The fault of the row on inputs of every kind, in a case of `case_of_kinds`; None if all units are right.
 
@@ -63,7 +62,7 @@ def failure(
 
 
 def _fault(
-    row: Row,
+    row: cases.Row,
     case: AttentionCase,
     outputs: Mapping[str, torch.Tensor],
     wrong: Mapping[str, Wrong],
@@ -89,7 +88,7 @@ def _fault(
     return question.Fault("\n".join(lines), mistake, ratio, backward=name != "o")
 
 
-def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | None:
+def range_mistake(row: cases.Row, case: AttentionCase, grad: bool = False) -> str | None:
     """The mistake that follows from the range of scores in which the row is right, in words; None if it has no end."""
     try:
         full = score_range(row, replace(case, causal=False), WHOLE, grad)
@@ -133,7 +132,7 @@ class Range:
     leaks: bool
 
 
-def score_range(row: Row, case: AttentionCase, keys: int, grad: bool) -> Range:
+def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> Range:
     """The range of scores in which the row is right, if all keys of a query have the same score.
 
     ValueError if it is wrong at ordinary scores.
@@ -157,7 +156,7 @@ def score_range(row: Row, case: AttentionCase, keys: int, grad: bool) -> Range:
 
 
 def _lost(
-    row: Row, case: AttentionCase, keys: int, grad: bool, scores: torch.Tensor
+    row: cases.Row, case: AttentionCase, keys: int, grad: bool, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(lost, leaks), by query: True where o is wrong, and where it is too large, since it has values of masked keys.
 

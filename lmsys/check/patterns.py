@@ -191,11 +191,11 @@ def outputs_of(forward: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inpu
 
 def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Tensor]:
     """The gradient `name` with each mistake that only a backward can make, by the mistake in words."""
-    scale = right(case).scale
+    formula = right(case)
+    scale = formula.scale
     q, k, v, do = (x.detach().double() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
     keys, values = (repeat_heads(x, case.heads) for x in (k, v))
-    scores = q @ keys.mT * scale
-    seen = scores.masked_fill(~_visible(case, q), -math.inf)
+    seen = formula.scores(q, k)
     p, dp, lse = seen.softmax(dim=-1), do @ values.mT, seen.logsumexp(dim=-1, keepdim=True)
     delta = (p * dp).sum(dim=-1, keepdim=True)
     rows, ones = torch.arange(case.queries, device=q.device)[:, None], torch.ones_like(do)
@@ -229,6 +229,7 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
             p, p * (dp - delta * (rows % tile < tile // 2))
         )
     if case.causal:
+        scores = right(replace(case, causal=False)).scores(q, k)
         made["the causal mask is ignored"] = with_p((scores - lse).exp())
         made["P is recomputed without the causal mask: masked keys count in its row sum, too"] = with_p(
             scores.softmax(dim=-1)
@@ -351,11 +352,6 @@ def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
                         + ' (in Triton tl.dot with input_precision="ieee")'
                     ] = forward(*(x.double() for x in of_given))
     return made
-
-
-def _visible(case: AttentionCase, q: Tensor) -> Tensor:
-    i, j = (torch.arange(n, device=q.device) for n in (case.queries, case.keys))
-    return right(case).visible(i[:, None], j)
 
 
 def _nearest(x: Tensor, dtype: torch.dtype | None) -> Tensor:
