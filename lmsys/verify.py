@@ -150,23 +150,28 @@ def verify(
     return recomputed, [f"{where}: {fault}" for where, fault in faults if not fault.startswith(NOT_RECOMPUTED)]
 
 
-def _of_seal(file: fields.Record) -> Iterator[str]:
+def _of_seal(file: fields.Record) -> list[str]:
+    """A sentence on what the file's seal does not show, or shows to be changed; [] where all is as it was."""
     content = file["lmsys"]
-    if "seal" not in content:
-        yield NO_SEAL
-    elif content["seal"] == older_file_seal(content):
-        yield (
+    sealed, has_others = content.get("seal"), content.get("others") == others_seal(file)
+    sentences = (
+        ("seal" not in content, NO_SEAL),
+        (
+            sealed == older_file_seal(content),
             f"{NOT_RECOMPUTED}the file's seal is one of lmsys 0.1, which does not cover fields, layouts, rows and"
-            " pytest-benchmark's part"
-        )
-    elif content["seal"] != seal(content):
-        yield "its seal is not that of its content: something was changed, added or left out"
-    elif content.get("others") != others_seal(file):
-        yield (
-            "pytest-benchmark's part is not the one that was sealed"
-            if file.get("benchmarks")
-            else f"{NOT_RECOMPUTED}the file is kept without pytest-benchmark's entries"
-        )
+            " pytest-benchmark's part",
+        ),
+        (
+            sealed != seal(content),
+            "its seal is not that of its content: something was changed, added or left out",
+        ),
+        (
+            not has_others and file.get("benchmarks"),
+            "pytest-benchmark's part is not the one that was sealed",
+        ),
+        (not has_others, f"{NOT_RECOMPUTED}the file is kept without pytest-benchmark's entries"),
+    )
+    return [sentence for is_so, sentence in sentences if is_so][:1]
 
 
 def _of_entries(file: fields.Record) -> Iterator[tuple[str, str]]:
