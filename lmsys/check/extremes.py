@@ -7,7 +7,7 @@ row of scores.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -91,51 +91,42 @@ def _fault(
 def range_mistake(row: cases.Row, case: AttentionCase, grad: bool = False) -> str | None:
     """The mistake that follows from the range of scores in which the row is right, in words; None if it has no end."""
     try:
-        full = score_range(row, replace(case, causal=False), WHOLE, grad)
-        tail = score_range(row, replace(case, causal=False), LENGTH[case.device], grad)
-        causal = score_range(row, replace(case, causal=True), WHOLE, grad)
+        least, most, _ = score_range(row, replace(case, causal=False), WHOLE, grad)
+        least_of_tail, _, _ = score_range(row, replace(case, causal=False), LENGTH[case.device], grad)
+        least_masked, _, leaks = score_range(row, replace(case, causal=True), WHOLE, grad)
     except Exception:
         return None  # the row is wrong in another way, which has no name here
-    least, most = full.least, full.most
-    if math.isfinite(least) and math.isfinite(most):
-        number = most - (LARGEST - math.log(WHOLE))  # a sum of WHOLE exponentials overflows from this score on
-        fixed = f"a fixed number, about {number:.3g}, is subtracted in place of the row maximum"
-        return "no maximum is subtracted before the exponential" if abs(number) < 2 * RESOLUTION else fixed
-    if math.isfinite(most):
-        return f"exp overflows for scores above about {most:.4g}: it must be taken of score - row maximum"
-    if math.isfinite(least):
-        begin = least - (SMALLEST + DENORMAL) / 2  # the middle, since a GPU may or may not flush denormals to zero
-        about = f"{begin:.4g}" if abs(begin) > SMALLEST - DENORMAL else "0"
-        return f"the running maximum starts at about {about}, not at -inf: rows of lower scores are lost"
-    if math.isfinite(tail.least):
-        return "keys that pad the last tile count in the maximum, with a score of 0, not -inf"
-    if causal.leaks:
-        return (
-            f"masked scores are set to about {causal.least:.4g}, not to -inf: in rows whose visible scores are lower,"
-            " masked keys get the weight"
-        )
-    return (
-        "masked keys count in the maximum, which must be that of visible keys" if math.isfinite(causal.least) else None
+    number = most - (LARGEST - math.log(WHOLE))  # a sum of WHOLE exponentials overflows from this score on
+    begin = least - (SMALLEST + DENORMAL) / 2  # the middle, since a GPU may or may not flush denormals to zero
+    about = f"{begin:.4g}" if abs(begin) > SMALLEST - DENORMAL else "0"
+    has_least, has_most = math.isfinite(least), math.isfinite(most)
+    mistakes = (
+        (
+            has_least and has_most and abs(number) < 2 * RESOLUTION,
+            "no maximum is subtracted before the exponential",
+        ),
+        (has_least and has_most, f"a fixed number, about {number:.3g}, is subtracted in place of the row maximum"),
+        (has_most, f"exp overflows for scores above about {most:.4g}: it must be taken of score - row maximum"),
+        (has_least, f"the running maximum starts at about {about}, not at -inf: rows of lower scores are lost"),
+        (
+            math.isfinite(least_of_tail),
+            "keys that pad the last tile count in the maximum, with a score of 0, not -inf",
+        ),
+        (
+            leaks,
+            f"masked scores are set to about {least_masked:.4g}, not to -inf: in rows whose visible scores are lower,"
+            " masked keys get the weight",
+        ),
+        (math.isfinite(least_masked), "masked keys count in the maximum, which must be that of visible keys"),
     )
+    return next((words for is_made, words in mistakes if is_made), None)
 
 
-@dataclass(frozen=True)
-class Range:
-    """The range of scores in which a row is right.
+def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> tuple[float, float, bool]:
+    """(least, most, leaks): the scores in which the row is right, if all keys of a query have the same score.
 
-    least, most  its ends; -inf and inf if it has none
-    leaks        below `least` the results have values of keys that a query must not see
-    """
-
-    least: float
-    most: float
-    leaks: bool
-
-
-def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> Range:
-    """The range of scores in which the row is right, if all keys of a query have the same score.
-
-    ValueError if it is wrong at ordinary scores.
+    They are -inf and inf where the range has no end. `leaks`: below `least` results have values of keys that a query
+    must not see. ValueError if the row is wrong at ordinary scores.
     """
     far = 2.0 ** torch.arange(8, 13 if case.dtype == "float16" else 20)
     near = torch.arange(0.0, 256.0, RESOLUTION)
@@ -146,13 +137,13 @@ def score_range(row: cases.Row, case: AttentionCase, keys: int, grad: bool) -> R
     below, above = scores[lost & (scores < 0)], scores[lost & (scores > 0)]
     most = above.min().item() if len(above) else math.inf
     if not len(below):
-        return Range(-math.inf, most, False)
+        return -math.inf, most, False
     least = below.max().item()
     if least <= -256:  # there only powers of two were asked: ask the scores between two of them
         between = torch.linspace(least, least / 2, 256)
         lost, leaks = _lost(row, case, keys, grad, between)
         least = between[lost].max().item()
-    return Range(least, most, bool(leaks.any()))
+    return least, most, bool(leaks.any())
 
 
 def _lost(
