@@ -23,6 +23,7 @@ from lmsys.check import laptop
 from lmsys.check.question import Fault, Holds, Options, Question, poison
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry, Table, load_target
+from lmsys.values import hold
 
 LIMIT_S = 600.0  # for the check of one implementation
 
@@ -91,22 +92,22 @@ def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
 def kind_of(implementation: Any) -> str:
     """The name of the kind that an implementation looks like, by its class or the names of its parameters."""
     own = inspect.signature(implementation).parameters  # of a module's class those of the constructor
-    names = signature.names_of([*own, *signature.parameters_of(implementation)])
-    if not OF_SHARDED_OPTIMIZERS.isdisjoint(own):
-        return "sharded_optimizer"
-    if inspect.isclass(implementation) and issubclass(implementation, torch.optim.Optimizer):
-        return "optimizer"
-    marked = next((kind for kind, marks in MARKS.items() if names & marks), None)
-    if marked and not (names & {"params", "module"} or {"q", "k", "v"} <= names):  # optimizers, strategies, attention
-        return marked
-    if hasattr(implementation, "finish_gradient_synchronization") or list(own)[:1] == ["module"]:
-        return "strategy"
-    if signature.is_function(implementation) or (len(own) >= 3 and not inspect.isclass(implementation)):
-        return "attention"  # q, k, v by any names
-    raise ValueError(
-        f"it cannot be told what {getattr(implementation, '__name__', implementation)!r} is: say --kind, one of"
-        f" {', '.join(KINDS)}; attention is a function of q, k, v, not a module"
+    names = signature.names_of(own) | signature.names_of(signature.parameters_of(implementation))
+    is_class = inspect.isclass(implementation)
+    is_other = names & {"params", "module"} or {"q", "k", "v"} <= names  # optimizers, strategies, attention
+    looks = (
+        ("sharded_optimizer", not OF_SHARDED_OPTIMIZERS.isdisjoint(own)),
+        ("optimizer", is_class and issubclass(implementation, torch.optim.Optimizer)),
+        *((kind, names & marks and not is_other) for kind, marks in MARKS.items()),
+        ("strategy", hasattr(implementation, "finish_gradient_synchronization") or list(own)[:1] == ["module"]),
+        # q, k, v by any names
+        ("attention", signature.is_function(implementation) or (len(own) >= 3 and not is_class)),
     )
+    kind = next((kind for kind, is_so in looks if is_so), "")
+    name = getattr(implementation, "__name__", implementation)
+    advice = f"say --kind, one of {', '.join(KINDS)}; attention is a function of q, k, v, not a module"
+    hold((kind, f"it cannot be told what {name!r} is: {advice}"))
+    return kind
 
 
 RIGHT, WRONG = 0, 1  # exit codes

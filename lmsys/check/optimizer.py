@@ -27,14 +27,14 @@ def questions(entry: registry.Entry, options: question.Options) -> Iterator[ques
     ValueError for an optimizer that looks like none of AdamW, Adam and SGD.
     """
     optimizer = entry.load()
-    claim, device = optimizer_runs.claim_of(optimizer), _device()
-    form = form_of(optimizer, claim, options.seed, device)
+    claim = optimizer_runs.claim_of(optimizer)
+    form = form_of(optimizer, claim, options.seed)
     held_to = f"{claim}\n  its first steps are those of {form}" if form and form.differs else str(claim)
     for case in optimizer_runs.cases_of(claim):
         about = f"{case.about}, {str(case.dtype).removeprefix('torch.')}"
         yield question.Question(
             about,
-            partial(failure, optimizer, claim, form, case, options.seed, device),
+            partial(failure, optimizer, claim, form, case, options.seed),
             f"{about}\n  {held_to}",
             case.why_not(claim),
             extreme=bool(case.sizes),
@@ -45,20 +45,16 @@ def remark(entry: registry.Entry, options: question.Options) -> str:
     """The form that the optimizer follows, in words, to end the report with."""
     optimizer = entry.load()
     claim = optimizer_runs.claim_of(optimizer)
-    return str(form_of(optimizer, claim, options.seed, _device()) or optimizer_formula.FORMS[claim.algorithm][0])
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return str(form_of(optimizer, claim, options.seed) or optimizer_formula.FORMS[claim.algorithm][0])
 
 
 NEAR_EPS = 2.0**-27  # scales gradients to about 7.5e-9, so that an eps of 1e-8 shows
 
 
-def form_of(optimizer: Any, claim: optimizer_runs.Claim, seed: int, device: str) -> optimizer_formula.Form | None:
+def form_of(optimizer: Any, claim: optimizer_runs.Claim, seed: int) -> optimizer_formula.Form | None:
     """The form that an optimizer follows for the most of its first four steps; None if none gives its first step."""
     decay = claim.taken({"weight_decay": 0.5}) if claim.algorithm == "AdamW" else {}
-    run = optimizer_runs.run_of(optimizer_runs.Case("the first steps", 4, (decay,)), seed, device)
+    run = optimizer_runs.run_of(optimizer_runs.Case("the first steps", 4, (decay,)), seed)
     run = replace(run, gradients=[[g * NEAR_EPS for g in of_step if g is not None] for of_step in run.gradients])
     try:
         made = optimizer_runs.trace_of(optimizer, claim, run)
@@ -66,7 +62,7 @@ def form_of(optimizer: Any, claim: optimizer_runs.Claim, seed: int, device: str)
         return None  # the questions report the exception
     if not all(bool(p.isfinite().all()) for of_step in made for p in of_step):
         return None
-    begins = [list(run.parameters), *made[:-1]]
+    begins = [list(run.parameters)] + made[:-1]
     followed = [_followed(form, run, begins, made) for form in optimizer_formula.FORMS[claim.algorithm]]
     return optimizer_formula.FORMS[claim.algorithm][followed.index(max(followed))] if max(followed) else None
 
@@ -83,7 +79,7 @@ def _followed(
     )
     pairs = [zip(*of_step, strict=True) for of_step in zip(made, exact, plain, strict=True)]
     right = [all(testing.error_ratio(*of) <= 1 for of in of_step) for of_step in pairs]
-    return [*right, False].index(False)
+    return (right + [False]).index(False)
 
 
 def failure(
@@ -92,13 +88,12 @@ def failure(
     form: optimizer_formula.Form | None,
     case: optimizer_runs.Case,
     seed: int,
-    device: str,
 ) -> question.Fault | None:
     """The fault of an optimizer's steps in the run of a case; None if all are right.
 
     form: None compares with torch's form.
     """
-    run = optimizer_runs.run_of(case, seed, device)
+    run = optimizer_runs.run_of(case, seed)
     changed: list[tuple[int, int]] = []
     try:
         made = optimizer_runs.trace_of(optimizer, claim, run, changed=lambda step, i: changed.append((step, i)))
@@ -110,7 +105,7 @@ def failure(
         return question.Fault.explained(
             place, "step() changes the gradient in place; gradients must stay as they are", None
         )
-    begins = None if case.masters else [list(run.parameters), *made[:-1]]
+    begins = None if case.masters else [list(run.parameters)] + made[:-1]
     exact = optimizer_formula.Formula((form or optimizer_formula.FORMS[claim.algorithm][0]).rule).trace(run, begins)
     plain = _plain(claim, form, run, begins)
     for step, i in product(range(case.steps), range(len(run.parameters))):
@@ -216,7 +211,7 @@ def _gives(
     The error allowed is the usual one: plain PyTorch's error, added to where the mistake leads.
     """
     differs = False
-    flat = [list(chain.from_iterable(trace)) for trace in (*traces, mistaken)]
+    flat = [list(chain.from_iterable(trace)) for trace in traces + (mistaken,)]
     for made, exact, plain, wrong in zip(*flat, strict=True):
         finite = made.isfinite()
         if not torch.equal(finite, wrong.isfinite()):

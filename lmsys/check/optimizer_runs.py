@@ -56,23 +56,20 @@ def claim_of(optimizer: Any) -> Claim:
     ValueError for any other, with the settings that it takes.
     """
     parameters, name = _parameters(optimizer), optimizer.__name__
+    other = next((algorithm for algorithm in OTHERS if algorithm in name), None)
+    claims = [
+        ("betas" in parameters and "adamw" in name.lower(), "AdamW", "it takes betas and AdamW is in its name"),
+        ("betas" in parameters, "Adam", "it takes betas and AdamW is not in its name"),
+        ("momentum" in parameters, "SGD", "it takes momentum"),
+        ("sgd" in name.lower(), "SGD", "it takes no betas"),
+    ]
+    fitting = [(algorithm, why) for fits, algorithm, why in claims if fits]
+    takes = ", ".join(parameters) or "no settings"
     values.hold(
-        (
-            not (other := next((algorithm for algorithm in OTHERS if algorithm in name), None)),
-            f"{name} looks like {other}: AdamW, Adam and SGD can be checked",
-        )
+        (not other, f"{name} looks like {other}: AdamW, Adam and SGD can be checked"),
+        (fitting, f"{name} takes {takes}: neither betas (AdamW, Adam) nor momentum (SGD)"),
     )
-    if "betas" in parameters and "adamw" in name.lower():
-        algorithm, why = "AdamW", "it takes betas and AdamW is in its name"
-    elif "betas" in parameters:
-        algorithm, why = "Adam", "it takes betas and AdamW is not in its name"
-    elif "momentum" in parameters or "sgd" in name.lower():
-        algorithm, why = "SGD", f"it takes {'momentum' if 'momentum' in parameters else 'no betas'}"
-    else:
-        raise ValueError(
-            f"{name} takes {', '.join(parameters) or 'no settings'}: neither betas (AdamW, Adam) nor momentum (SGD)"
-        )
-    return Claim(algorithm, why, frozenset(parameters) & frozenset(DEFAULTS), _masters(name, parameters))
+    return Claim(*fitting[0], frozenset(parameters) & frozenset(DEFAULTS), _masters(name, parameters))
 
 
 def _parameters(optimizer: Any) -> dict[str, inspect.Parameter]:
@@ -177,12 +174,13 @@ def cases_of(claim: Claim) -> list[Case]:
     about, before_each = "float32 masters, saved and loaded before each of many tiny steps", range(1, MASTER_STEPS)
     given, dtype = ({"lr": MASTER_LR},), torch.bfloat16
     tiny = Case("float32 masters, many tiny steps", MASTER_STEPS, given, dtype=dtype, masters=True)
-    of_masters = tiny, replace(tiny, about=about, reloads=frozenset(before_each))
-    return [Case("several steps", 6), *(of_sgd if sgd else of_adam), *of_all, *of_extremes, *of_masters]
+    of_masters = [tiny, replace(tiny, about=about, reloads=frozenset(before_each))]
+    return [Case("several steps", 6)] + (of_sgd if sgd else of_adam) + of_all + of_extremes + of_masters
 
 
-def run_of(case: Case, seed: int, device: str) -> Run:
+def run_of(case: Case, seed: int) -> Run:
     """The run of a case: its parameters, settings and gradients, with the same bits on any machine."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def drawn(name: str) -> list[torch.Tensor]:
         return [

@@ -50,7 +50,7 @@ def test_the_formula_is_that_of_torch(algorithm: str) -> None:
     claim = claim_of(getattr(torch.optim, algorithm))
     for case in cases_of(claim):
         if case.dtype == torch.float32 and case.why_not(claim) is None:
-            run = run_of(case, 3, "cpu")
+            run = run_of(case, 3)
             made = trace_of(claim.plain, claim, run)
             for found, exact in zip(made, Formula(FORMS[algorithm][0].rule).trace(run), strict=True):
                 for p, right in zip(found, exact, strict=True):
@@ -61,7 +61,7 @@ def test_the_formula_is_that_of_torch(algorithm: str) -> None:
 def test_every_mistake_shows_in_some_run(algorithm: str, form: Form) -> None:
     claim = claim_of(getattr(torch.optim, algorithm))
     able = [case for case in cases_of(claim) if case.why_not(claim) is None]
-    runs = [run_of(case, 0, "cpu") for case in able]
+    runs = [run_of(case, 0) for case in able]
     rights = [Formula(form.rule).trace(run) for run in runs]
     for words, formula in mistakes(algorithm, form.rule):
         shown = (values(formula.trace(run)) != values(right) for run, right in zip(runs, rights, strict=True))
