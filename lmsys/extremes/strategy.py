@@ -117,7 +117,7 @@ class Probe(nn.Module):
         super().__init__()
         self.parts = trial.parts
         self.embed = nn.Embedding(trial.vocabulary, trial.width)
-        self.layers = nn.ModuleList(Layer(trial.width) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(trial.width, trial.width) for _ in range(2))
         more = {LAYERS[part]: nn.Linear(trial.width, trial.width) for part in trial.parts if part in LAYERS}
         if "twice" in trial.parts and apart:
             more["again"] = nn.Linear(trial.width, trial.width)
@@ -137,7 +137,7 @@ class Probe(nn.Module):
     def forward(self, tokens: Tensor, rare: bool = False, once: bool = False) -> Tensor:
         x = self.embed(tokens) * self.scale  # (B, S, width)
         for layer in self.layers:
-            x = layer(x)
+            x = x + torch.tanh(layer(x))
         if "twice" in self.parts:
             x = x + torch.tanh(getattr(self, "again", self.shared)(torch.tanh(self.shared(x))))
         for name, asked in {"frozen": True, "transposed": True, "once": once, "rare": rare}.items():
@@ -149,17 +149,6 @@ class Probe(nn.Module):
             for exponent, p in zip(EXPONENTS, self.sizes, strict=True):
                 loss = loss + (by_token * p).mean() * 2.0**exponent
         return loss
-
-
-class Layer(nn.Module):
-    """A residual block (B, S, width) -> (B, S, width)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
 
 
 def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:

@@ -122,7 +122,7 @@ def test_the_verdict_for_programs(
     assert check(forgets, Options(), "strategy", as_json=True) == WRONG_VERDICT
     first, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["case"], first["verdict"], last["verdict"]) == ("one step", "wrong", "wrong")
-    assert first["mistake"].startswith("the gradients of layers.1.linear.weight are never synchronized")
+    assert first["mistake"].startswith("the gradients of layers.1.weight are never synchronized")
 
 
 def test_a_rank_that_dies_is_named(ranks: Ranks) -> None:

@@ -36,7 +36,7 @@ class OneLayerForgotten(Container):
     """Reduces all gradients but that of one layer of the check's model, `Probe` in lmsys/extremes/strategy.py."""
 
     def reduce(self, name: str, grad: Tensor) -> None:
-        if name != "layers.1.linear.weight":
+        if name != "layers.1.weight":
             mean_(grad)
 
 
@@ -133,7 +133,7 @@ class LosesItsState(Sharded):
 # The class's name, and a part of the mistake that `lmsys check` must report.
 WRONG = {
     "WeightedByTokens": "weighted by the number of tokens",
-    "OneLayerForgotten": "the gradients of layers.1.linear.weight are never synchronized",
+    "OneLayerForgotten": "the gradients of layers.1.weight are never synchronized",
     "AccumulatedStaysLocal": "synchronized for the last micro-batch only: gradients made under no_sync() stay local",
     "SumsInFloat16": "communicated in float16",
     "LeftWhereUnused": "divided by the number of ranks that use the parameter",
