@@ -182,14 +182,11 @@ def _store() -> Any:
 
 def _read(keys: list[str], timeout_s: float) -> list[str] | None:
     """The notes under these keys, once the store has all of them; None after `timeout_s`."""
-    store, before = _store(), _store().timeout
-    store.set_timeout(datetime.timedelta(seconds=timeout_s))
     try:
-        return [note.decode() for note in store.multi_get(keys)]
+        _store().wait(keys, datetime.timedelta(seconds=timeout_s))
     except dist.DistStoreError:
         return None
-    finally:
-        store.set_timeout(before)
+    return [note.decode() for note in _store().multi_get(keys)]
 
 
 def _tensors(value: Any) -> list[Tensor]:
