@@ -27,7 +27,7 @@ Formula = Callable[[Inputs, Settings], Tensor]
 RESULT = "result"
 BLOCKS = (32, 64, 128, 256, 512, 1024)  # columns that a kernel may take at a time
 NARROW = torch.bfloat16, torch.float16
-DTYPES = torch.float32, *NARROW
+DTYPES = (torch.float32,) + NARROW
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,21 @@ class Case:
     def __str__(self) -> str:
         more = "".join(f", {name} {value}" for name, value in self.more.items())
         return f"{self.about} ({str(self.dtype)[6:]}, shape {self.shape}{more})"
+
+
+def in_narrow_dtypes(about: str, shape: tuple[int, ...], more: Settings | None = None) -> tuple[Case, ...]:
+    """A case in each dtype of NARROW."""
+    return tuple(Case(about, shape, dtype, more=more or {}) for dtype in NARROW)
+
+
+def on_extreme_inputs(
+    kinds: Iterable[str],
+    shape: tuple[int, ...],
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    more: Settings | None = None,
+) -> tuple[Case, ...]:
+    """A case for each kind of extreme inputs, by its name, in each of these dtypes."""
+    return tuple(Case(kind, shape, dtype, kind, more or {}) for dtype in dtypes for kind in kinds)
 
 
 def questions_of(

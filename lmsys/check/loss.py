@@ -46,15 +46,17 @@ OPTION_CASES = (
     formulas.Case("a soft cap", ODD, more={"softcap": 1.5}),
 )
 CASES = (
-    formulas.Case("a few tokens", (TOKENS, 96)),
-    formulas.Case("an odd vocabulary size", ODD),
-    formulas.Case("more tokens than a chunk", LONG),
-    formulas.Case("ignored tokens", LONG, more={"ignored": 101, "ignore_index": config.IGNORED}),
-    formulas.Case("another ignore_index", ODD, more={"ignored": 33, "ignore_index": 7}),
-    *OPTION_CASES,
-    *(formulas.Case("an odd vocabulary size", ODD, dtype) for dtype in formulas.NARROW),
-    *(formulas.Case(about, ODD, dtype, about) for dtype in formulas.DTYPES[:2] for about in KINDS),
-    formulas.Case("all tokens ignored", (TOKENS, 96), more={"ignored": TOKENS, "ignore_index": config.IGNORED}),
+    (
+        formulas.Case("a few tokens", (TOKENS, 96)),
+        formulas.Case("an odd vocabulary size", ODD),
+        formulas.Case("more tokens than a chunk", LONG),
+        formulas.Case("ignored tokens", LONG, more={"ignored": 101, "ignore_index": config.IGNORED}),
+        formulas.Case("another ignore_index", ODD, more={"ignored": 33, "ignore_index": 7}),
+    )
+    + OPTION_CASES
+    + formulas.in_narrow_dtypes("an odd vocabulary size", ODD)
+    + formulas.on_extreme_inputs(KINDS, ODD, formulas.DTYPES[:2])
+    + (formulas.Case("all tokens ignored", (TOKENS, 96), more={"ignored": TOKENS, "ignore_index": config.IGNORED}),)
 )
 
 

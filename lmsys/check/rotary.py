@@ -37,19 +37,17 @@ THETA, LONGEST = 10_000.0, 2**11  # the theta of most cases; more than any posit
 SMALL, ODD = (1, 2, 16, 64), (1, 2, 33, 64)
 LATE = {"first position": LONGEST - 33}  # the last token of ODD is then at LONGEST - 1
 CASES = (
-    formulas.Case("a few tokens", SMALL),
-    formulas.Case("several batches, an odd length", (2, 3, 37, 32)),
-    formulas.Case("positions that begin later", SMALL, more={"first position": 100}),
-    formulas.Case("the same length at other positions", SMALL, more={"first position": 7, "step": 3}),
-    formulas.Case("a theta of its own", SMALL, more={"first position": 50, "theta": 500_000.0}),
-    formulas.Case("late positions", ODD, more=LATE),
-    *(formulas.Case("a few tokens", SMALL, dtype) for dtype in formulas.NARROW),
-    *(formulas.Case("late positions", ODD, dtype, more=LATE) for dtype in formulas.NARROW),
-    *(
-        formulas.Case(x, ODD, dtype, x, {"first position": 3})
-        for dtype in (torch.float32, torch.bfloat16)
-        for x in ROWS
-    ),
+    (
+        formulas.Case("a few tokens", SMALL),
+        formulas.Case("several batches, an odd length", (2, 3, 37, 32)),
+        formulas.Case("positions that begin later", SMALL, more={"first position": 100}),
+        formulas.Case("the same length at other positions", SMALL, more={"first position": 7, "step": 3}),
+        formulas.Case("a theta of its own", SMALL, more={"first position": 50, "theta": 500_000.0}),
+        formulas.Case("late positions", ODD, more=LATE),
+    )
+    + formulas.in_narrow_dtypes("a few tokens", SMALL)
+    + formulas.in_narrow_dtypes("late positions", ODD, LATE)
+    + formulas.on_extreme_inputs(ROWS, ODD, formulas.DTYPES[:2], {"first position": 3})
 )
 
 
@@ -111,7 +109,7 @@ def _problem(case: formulas.Case, options: question.Options, pairs: str) -> form
     if case.extreme:
         ROWS[case.extreme](x.view(-1, head_dim))
     positions = torch.arange(case.shape[2]) * case.more.get("step", 1) + case.more.get("first position", 0)
-    angles = positions.double()[:, None] * theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+    angles = angles_of(x.double(), {"positions": positions, "theta": theta})
     settings = {
         "positions": positions,
         "theta": theta,
@@ -128,13 +126,12 @@ THETAS = (100.0, 1000.0, 10_000.0, 500_000.0, 1_000_000.0)
 
 def angles_of(x: Tensor, settings: formulas.Settings) -> Tensor:
     """positions · theta^(-2i / D) (S, D / 2), in x's dtype, at least float32."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return settings["positions"].to(dtype)[:, None] * frequencies(x, settings["theta"])
+    return settings["positions"][:, None] * frequencies(x, settings["theta"])
 
 
 def frequencies(x: Tensor, theta: float) -> Tensor:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return theta ** (-torch.arange(0, x.shape[-1], 2, device=x.device).to(dtype) / x.shape[-1])
+    columns = torch.arange(0, x.shape[-1], 2, device=x.device).to(torch.promote_types(x.dtype, torch.float32))
+    return theta ** (-columns / x.shape[-1])
 
 
 def turned(x: Tensor, angles: Tensor, pairs: str, columns: str = "") -> Tensor:

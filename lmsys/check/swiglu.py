@@ -28,11 +28,13 @@ ROLES: signature.Roles = {
 }
 WIDTH = 48  # d_model of the whole feed-forward
 ODD = 33, 237  # no multiple of a tile
-CASES = (
-    formulas.Case("a few rows", (8, 64)),
-    formulas.Case("an odd width", ODD),
-    *(formulas.Case("an odd width", ODD, dtype) for dtype in formulas.NARROW),
-    *(formulas.Case(about, ODD, dtype, about) for dtype in formulas.DTYPES for about in GATES),
+CASES: tuple[formulas.Case, ...] = (
+    (
+        formulas.Case("a few rows", (8, 64)),
+        formulas.Case("an odd width", ODD),
+    )
+    + formulas.in_narrow_dtypes("an odd width", ODD)
+    + formulas.on_extreme_inputs(GATES, ODD)
 )
 
 
