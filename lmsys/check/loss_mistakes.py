@@ -121,13 +121,14 @@ def mistakes(problem: Problem) -> Mistakes:
         return forwards(without | (BY_COUNT if "token_weights" in options else {})) | backwards(right, FIRST_FOR_ALL)
     counted = counts(problem.settings)
     tokens, vocabulary = logits_of(problem.inputs).shape
-    smoothed: dict[str, Formula] = {}
-    for amount in SMOOTHINGS:
-        smoothed[f"labels are smoothed by {amount:g}"] = _smoothed(1.0 - amount, amount)
-        smoothed[
+    smoothed = {
+        **{f"labels are smoothed by {amount:g}": _smoothed(1.0 - amount, amount) for amount in SMOOTHINGS},
+        **{
             f"label smoothing adds the mean over classes times 1, not times {amount:g}:"
-            f" target probabilities sum to {2 - amount:g}"
-        ] = _smoothed(1.0 - amount, 1.0)
+            f" target probabilities sum to {2 - amount:g}": _smoothed(1.0 - amount, 1.0)
+            for amount in SMOOTHINGS
+        },
+    }
     others: dict[str, Formula] = {
         "the softmax is taken over tokens, not over classes": (
             lambda x, s: mean(-at_target(logits_of(x).log_softmax(dim=0), s), s)
@@ -300,7 +301,7 @@ def _through_the_head(
 
 def _of_weights(counted: Tensor) -> dict[str, Gradients]:
     tokens = len(counted)
-    sizes = {*CHUNKS, *(math.ceil(tokens / parts) for parts in (2, 4, 8))}
+    sizes = {math.ceil(tokens / parts) for parts in (2, 4, 8)}.union(CHUNKS)
     gradients = {}
     for text, rows in parts_of_sum("tokens", tokens, sorted(sizes)).items():
         some = torch.zeros_like(counted)

@@ -119,18 +119,23 @@ def right(case: AttentionCase) -> Formula:
 
 def mistakes(case: AttentionCase) -> dict[str, Formula]:
     """The formula with each mistake of a forward, by the mistake in words, the plainest first."""
-    changes: dict[str, dict[str, Any]] = {words: {"scale": scale} for words, scale in _scales(case).items()}
-    changes["the softmax runs over queries, not over keys"] = {"axis": -2}
-    changes |= {words: {"visible": visible} for words, visible in _masks(case).items()}
-    if case.causal:
-        changes["masked scores are set to 0, not to -inf"] = {"hidden": 0.0}
     ends = {case.queries, *range(16, case.keys, 16), *(case.keys // t * t for t in TILES), case.keys - 1}
-    for keys in sorted(ends & set(range(1, case.keys))):
-        changes[f"keys from {keys} on are ignored"] = {"read": lambda x, n=keys: x[:, :, :n]}
-    for more in sorted({-case.keys % tile for tile in TILES} - {0}):
-        changes[f"{more} keys past the last one are read as zeros: their scores must be -inf"] = {
-            "read": partial(torch.nn.functional.pad, pad=(0, 0, 0, more))
-        }
+    changes: dict[str, dict[str, Any]] = {
+        **{words: {"scale": scale} for words, scale in _scales(case).items()},
+        "the softmax runs over queries, not over keys": {"axis": -2},
+        **{words: {"visible": visible} for words, visible in _masks(case).items()},
+        **({"masked scores are set to 0, not to -inf": {"hidden": 0.0}} if case.causal else {}),
+        **{
+            f"keys from {keys} on are ignored": {"read": lambda x, n=keys: x[:, :, :n]}
+            for keys in sorted(ends & set(range(1, case.keys)))
+        },
+        **{
+            f"{more} keys past the last one are read as zeros: their scores must be -inf": {
+                "read": partial(torch.nn.functional.pad, pad=(0, 0, 0, more))
+            }
+            for more in sorted({-case.keys % tile for tile in TILES} - {0})
+        },
+    }
     if case.heads != case.kv_heads:
         changes["query head h reads key head h % kv_heads, not h // group"] = {
             "heads": lambda head: head % case.kv_heads
@@ -223,22 +228,29 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Te
         "do is ignored: the backward uses ones in its place": summed(
             p, p * (by_ones - (p * by_ones).sum(dim=-1, keepdim=True)), scale, ones
         ),
+        **{
+            f"delta is computed only for the first half of each tile of {tile} rows": summed(
+                p, p * (dp - delta * (rows % tile < tile // 2))
+            )
+            for tile in TILES
+            if tile < 2 * case.queries
+        },
     }
-    for tile in [tile for tile in TILES if tile < 2 * case.queries]:
-        made[f"delta is computed only for the first half of each tile of {tile} rows"] = summed(
-            p, p * (dp - delta * (rows % tile < tile // 2))
-        )
     if case.causal:
         scores = right(replace(case, causal=False)).scores(q, k)
-        made["the causal mask is ignored"] = with_p((scores - lse).exp())
-        made["P is recomputed without the causal mask: masked keys count in its row sum, too"] = with_p(
-            scores.softmax(dim=-1)
-        )
+        made |= {
+            "the causal mask is ignored": with_p((scores - lse).exp()),
+            "P is recomputed without the causal mask: masked keys count in its row sum, too": with_p(
+                scores.softmax(dim=-1)
+            ),
+        }
     if case.heads != case.kv_heads and name != "dq":
         grouped = by_head(p, p * (dp - delta)).unflatten(1, (case.kv_heads, -1))
-        made["only the last query head of a group counts"] = grouped[:, :, -1]
-        made["only the first query head of a group counts"] = grouped[:, :, 0]
-        made["the group's gradients are averaged, not summed"] = grouped.mean(dim=2)
+        made |= {
+            "only the last query head of a group counts": grouped[:, :, -1],
+            "only the first query head of a group counts": grouped[:, :, 0],
+            "the group's gradients are averaged, not summed": grouped.mean(dim=2),
+        }
     return made
 
 
