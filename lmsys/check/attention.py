@@ -205,7 +205,7 @@ def failure(row: Any, task: Task, grad: bool, seed: int, named: bool = True) -> 
         return fault
     oracle = Oracle(case, inputs, scale=case.scale, grad="dq" in outputs, pattern=pattern)
     oracle.budget = {name: budget + task.room for name, budget in oracle.budget.items()}
-    for name in [name for name in (*LIKE, "lse") if name in outputs]:
+    for name in filter(outputs.__contains__, list(LIKE) + ["lse"]):
         ratio = oracle.error_ratios({name: outputs[name]})[name]
         if ratio > 1:
             mistake = None if case.options else ""  # "": it was not searched for

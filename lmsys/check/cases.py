@@ -105,9 +105,10 @@ def tasks(
     ]
     memory = [Task(about, replace(causal, batch=2), name, "strides") for name, (_, _, about) in MEMORY.items()]
     memory.insert(1, replace(memory[0], about=f"{memory[0].about}, again"))
-    yield from [*rare, *memory]
+    yield from rare + memory
     for dtype in DTYPES[1:]:
-        for task in (simple[0], simple[3 if masked else 2], *simple[6:][: length == ODD], rare[-2], *memory[2:]):
+        plain = [simple[0], simple[3 if masked else 2]] + simple[6:] * (length == ODD)
+        for task in plain + [rare[-2]] + memory[2:]:
             # A kernel that refuses grouped heads says nothing about dtypes, so that task keeps its aspect.
             aspect = task.aspect if task is rare[-2] else dtype
             yield replace(task, case=replace(task.case, dtype=dtype), aspect=aspect)
@@ -116,15 +117,15 @@ def tasks(
 def larger(case: AttentionCase) -> list[Task]:
     """Variants of a small case as real models have them: more heads and keys, other head dimensions, and USES."""
     widths = [replace(case, head_dim=width) for width in (40, 80, 96)]
-    return [
+    usual = [
         Task("a negative scale", replace(case, scale=-0.3), aspect="scale"),
         Task("six heads", replace(case, heads=6, kv_heads=6), aspect=HEADS),
         Task("30 pairs of batch and head", replace(case, batch=5, heads=6, kv_heads=6), aspect=HEADS),
         Task("more than 1,024 keys", replace(case, keys=1100, queries=32, causal=False), aspect=LONGER),
         Task("a last tile of one key", replace(case, keys=65, queries=65), aspect=LONGER),
-        *(Task(f"head dimension {wide.head_dim}", wide, aspect="head dimensions") for wide in widths),
-        *(Task(about, case, aspect="calls of models", use=use) for about, use in USES.items()),
     ]
+    wide = [Task(f"head dimension {x.head_dim}", x, aspect="head dimensions") for x in widths]
+    return usual + wide + [Task(about, case, aspect="calls of models", use=use) for about, use in USES.items()]
 
 
 def tasks_of_options(case: AttentionCase) -> Iterator[Task]:

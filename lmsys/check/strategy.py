@@ -151,15 +151,14 @@ def optimizer_rules(steps: Sequence[trained.Before]) -> list[Rule]:
             getattr(torch.optim, trial.optimizer)([torch.zeros(1)]).defaults
         ),
     }
-    made = [
-        ("no rank updates {names}", now.weights),
-        *(
-            (
-                f"changes of {' and '.join(names)} in param_groups are not used",
-                now.after(g, {name: given[name] for name in names}),
-            )
-            for names in (CHANGED if trial.schedule and not is_first else ())
-        ),
+    changes = [
+        (
+            f"changes of {' and '.join(names)} in param_groups are not used",
+            now.after(g, {name: given[name] for name in names}),
+        )
+        for names in (CHANGED if trial.schedule and not is_first else ())
+    ]
+    averaged = [
         (
             "the optimizer sums gradients over ranks again; they are averaged already",
             now.after({name: world_size * x for name, x in g.items()}),
@@ -168,11 +167,12 @@ def optimizer_rules(steps: Sequence[trained.Before]) -> list[Rule]:
             "the optimizer divides gradients by the number of ranks; they are averaged already",
             now.after({name: x / world_size for name, x in g.items()}),
         ),
-        *(
-            (words, now.after(g, {name: value for name, value in options.items() if name != "params"}))
-            for words, options in lost.items()
-        ),
     ]
+    of_options = [
+        (words, now.after(g, {name: value for name, value in options.items() if name != "params"}))
+        for words, options in lost.items()
+    ]
+    made = [("no rank updates {names}", now.weights)] + changes + averaged + of_options
     if not is_first:
         left = steps[-2].means
         made += [
@@ -187,4 +187,4 @@ def optimizer_rules(steps: Sequence[trained.Before]) -> list[Rule]:
                 now.after({name: x + left[name] for name, x in g.items()}),
             ),
         ]
-    return [*made, ("the update is applied twice", now.after(g, times=2))]
+    return made + [("the update is applied twice", now.after(g, times=2))]
