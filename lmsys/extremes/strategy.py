@@ -43,8 +43,6 @@ class Trial:
     groups         the optimizer has two param groups: biases are in the second, with other options
     schedule       learning rate and momentum change after each step
     single         the optimizer has a single parameter, so that some ranks own none
-    vocabulary     the number of different tokens
-    width          the features of a layer
     """
 
     about: str
@@ -61,8 +59,6 @@ class Trial:
     single: bool = False
     world_size: int = 2
     seed: int = 0
-    vocabulary: int = VOCABULARY
-    width: int = WIDTH
 
     @property
     def twins(self) -> dict[str, str]:
@@ -116,23 +112,23 @@ class Probe(nn.Module):
     def __init__(self, trial: Trial, apart: bool = False):
         super().__init__()
         self.parts = trial.parts
-        self.embed = nn.Embedding(trial.vocabulary, trial.width)
-        self.layers = nn.ModuleList(nn.Linear(trial.width, trial.width) for _ in range(2))
-        more = {LAYERS[part]: nn.Linear(trial.width, trial.width) for part in trial.parts if part in LAYERS}
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        more = {LAYERS[part]: nn.Linear(WIDTH, WIDTH) for part in trial.parts if part in LAYERS}
         if "twice" in trial.parts and apart:
-            more["again"] = nn.Linear(trial.width, trial.width)
+            more["again"] = nn.Linear(WIDTH, WIDTH)
         if "frozen" in more:
             more["frozen"].requires_grad_(False)
         if "transposed" in more:
-            more["transposed"].weight = nn.Parameter(torch.empty(trial.width, trial.width).t())
+            more["transposed"].weight = nn.Parameter(torch.empty(WIDTH, WIDTH).t())
         for name, layer in more.items():
             self.add_module(name, layer)
         if "sizes" in trial.parts:
-            self.sizes = nn.ParameterList(nn.Parameter(torch.empty(trial.width)) for _ in EXPONENTS)
-        self.head = nn.Linear(trial.width, trial.vocabulary, bias=False)
+            self.sizes = nn.ParameterList(nn.Parameter(torch.empty(WIDTH)) for _ in EXPONENTS)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if "tied" in trial.parts and not apart:
             self.head.weight = self.embed.weight
-        self.register_buffer("scale", torch.empty(trial.width))
+        self.register_buffer("scale", torch.empty(WIDTH))
 
     def forward(self, tokens: Tensor, rare: bool = False, once: bool = False) -> Tensor:
         x = self.embed(tokens) * self.scale  # (B, S, width)
@@ -173,7 +169,7 @@ def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
 def batch(trial: Trial, step: int, micro_batch: int, rank: int) -> Tensor:
     """The tokens (B, SEQUENCE) of a rank for one forward and backward."""
     key, count = draws.key(trial.seed, f"step {step}, micro-batch {micro_batch}, rank {rank}"), trial.examples(rank)
-    return draws.whole_numbers(key, 0, count * SEQUENCE, trial.vocabulary).view(count, SEQUENCE)
+    return draws.whole_numbers(key, 0, count * SEQUENCE, VOCABULARY).view(count, SEQUENCE)
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
