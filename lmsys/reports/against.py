@@ -160,9 +160,11 @@ def block_and_chapters(pair: Compared) -> tuple[items.Block, list[items.Chapter]
         keys=4,
     )
     changed = [change for change in pair.changes if change.is_changed]
-    tables = [("What changed", "changed", changed)] if changed else []
-    for name, cases in fields.grouped((str(change.new["benchmark"]), change) for change in pair.changes).items():
-        tables.append((f"All cases: {name.replace('_', ' ')}", f"all-{load.file_name(name)}", cases))
+    by_benchmark = fields.grouped((str(change.new["benchmark"]), change) for change in pair.changes)
+    tables = [("What changed", "changed", changed)] * bool(changed) + [
+        (f"All cases: {name.replace('_', ' ')}", f"all-{load.file_name(name)}", cases)
+        for name, cases in by_benchmark.items()
+    ]
     return items.Block("", [verdicts, runs]), [
         items.Chapter(title, [items.Block("", [_table(f"{slug}-{name}", title, cases, source)])])
         for title, name, cases in tables

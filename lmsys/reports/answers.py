@@ -125,9 +125,8 @@ def fastest_of(machine: load.Machine, question: Question) -> items.Table | None:
             lines.append(dict(zip(question.keys, key, strict=True)) | facts)
     if not lines:
         return None
-    runs: dict[int, str] = {}
-    for place, run in enumerate(dict.fromkeys(map(itemgetter("run"), lines))):
-        runs[run] = chr(ord("A") + place % 26) + str(place // 26 or "")
+    in_order = enumerate(dict.fromkeys(map(itemgetter("run"), lines)))
+    runs = {run: chr(ord("A") + place % 26) + str(place // 26 or "") for place, run in in_order}
     shown = _shown(question, lines, list(settings))
     heads = [_setting(question, line, shown) for line in lines]
     marks, named, texts = cells.Notes(), set[str](), list[list[str]]()  # texts: by line those of COLUMNS, in order

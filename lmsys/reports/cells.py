@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import chain
 
 from lmsys.bench import fields, verdict
-from lmsys.reports import views, words
+from lmsys.reports import load, views, words
 
 SPEEDUP = "speedup"
 
@@ -204,7 +204,7 @@ def detail(view: views.View, case: fields.Record | None) -> str:
         ", ".join(_conditions(view, case)): True,
         case.get("energy_note"): True,
         SAME_BITS[case.get("repeatable")]: True,
-        view.machine.run_of(case): True,
+        load.run_told(view.machine.runs[case["run"]]): True,
     }
     return DETAILS.join(text for text, is_known in facts.items() if text and is_known)
 

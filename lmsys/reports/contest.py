@@ -174,7 +174,7 @@ class Contest:
         rows = sorted(set(map(ROW, self.cases)))
         shapes = f"{winner.comparisons} shape" + "s" * (winner.comparisons != 1)
         details = [
-            self.machine.run_of(self.cases[0]),
+            load.run_told(self.machine.runs[self.cases[0]["run"]]),
             f"{', '.join(rows)} took turns",
             f"in {winner.first} of {shapes} no other was more than {verdict.NEAR_TEXT} faster",
             f"time and rate in its longest shape: {figures['shape']}" * bool(figures["shape"]),

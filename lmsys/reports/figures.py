@@ -143,13 +143,13 @@ def _of_run(run: Record) -> dict[str, str]:
     """The known facts of a run, as texts, by name."""
     ceilings, sustained, settings = (run.get(name) or {} for name in ("ceilings", "sustained", "settings"))
     short, memory, copy = load.matmul_rates(run), run.get("memory_bytes"), ceilings.get("copy_bytes_per_s")
-    facts = {name: run.get(name) for name in FACTS}
-    if run.get("dirty") and facts["commit"]:
-        facts["commit"] += " with local changes"
-    facts["memory"] = memory and f"{memory / 2**30:.1f} GiB"
-    for dtype, rate in sorted(short.items()):
-        facts[f"matmul {dtype}"] = f"{words.number(rate / 1e12)} TFLOP/s"
-    facts["copy"] = copy and f"{words.number(copy / 1e9)} GB/s"
+    commit = run.get("commit")
+    facts = {name: run.get(name) for name in FACTS} | {
+        "commit": commit and commit + " with local changes" * bool(run.get("dirty")),
+        "memory": memory and f"{memory / 2**30:.1f} GiB",
+        **{f"matmul {dtype}": f"{words.number(rate / 1e12)} TFLOP/s" for dtype, rate in sorted(short.items())},
+        "copy": copy and f"{words.number(copy / 1e9)} GB/s",
+    }
     state, reasons = cells.state_of(sustained), sustained.get("clock_reasons")
     for dtype, rate in (sustained.get("matmul_flops_per_s") or {}).items():
         share = short.get(dtype) and f"{rate / short[dtype]:.0%} of the short one"

@@ -118,10 +118,6 @@ class Machine:
         """The machine facts of the runs that these cases come from."""
         return [self.runs[run] for run in sorted({case["run"] for case in cases})]
 
-    def run_of(self, case: Record) -> str:
-        """The date, to the minute, and the commit of a case's run."""
-        return run_told(self.runs[case["run"]])
-
     def about(self, cases: Iterable[Record]) -> str:
         """A sentence with machine, versions, commits and dates of these cases, each version once."""
         dates = dict[str, list[str]]()
@@ -131,10 +127,6 @@ class Machine:
             dates.setdefault(versions, []).append(f"{commit_of(run)}, {str(run.get('date') or 'undated')[:10]}")
         parts = (", ".join(filter(None, [versions] + list(dict.fromkeys(dated)))) for versions, dated in dates.items())
         return f"{self.title}; {'; also '.join(parts)}."
-
-    def ceiling(self, cases: Iterable[Record], dtype: str) -> float | None:
-        """The rate of the best matmul that these cases' runs measured in a dtype, FLOP/s; None where none did."""
-        return max(filter(None, (matmul_rates(run).get(dtype) for run in self.runs_of(cases))), default=None)
 
 
 def read(paths: Iterable[Path]) -> list[Machine]:

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter
 
 from lmsys.bench.fields import Field, Record
 from lmsys.cost.communication import fit_latency_bandwidth
-from lmsys.reports import cells, items, plots, tables, views, words
+from lmsys.reports import cells, items, load, plots, tables, views, words
 from lmsys.reports.steps import last_of, one_of_each, step
 
 WAYS = ("precision", "compile", "checkpoint", "residual", "impl")
@@ -75,7 +75,8 @@ def products(view: views.View, names: Sequence[Sequence[str]]) -> views.View:
 @step
 def peak(view: views.View, dtype: str) -> views.View:
     """Adds `peak`, the rate of these runs' best matmul in the dtype that a field names, TFLOP/s, and `peak_text`."""
-    rate = (view.machine.ceiling(view.cases, view.first[dtype]) or 0.0) / 1e12 or None
+    runs = view.machine.runs_of(view.cases)
+    rate = max(load.matmul_rates(run).get(view.first[dtype], 0.0) for run in runs) / 1e12 or None
     return view.with_facts(peak=rate, peak_text=rate and f"matmul {words.number(rate)} TFLOP/s")
 
 
