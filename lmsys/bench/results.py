@@ -427,8 +427,8 @@ class Session:
             case = self._cases.get((name, answer["id"]))
             names = (case.entry.target, case.entry.name) if case else ()
             asked = [f"{option}={answer[axis]}" for axis, option in ASKED.items() if answer.get(axis)]
-            kinds = [KINDS[kind] for kind in self.benchmarks[name].tables if kind in KINDS]
-            known = [(row, kind.name) for kind in kinds for row in names if ".py:" in row or row in [*kind.table]]
+            kinds = [kind for kind in self.benchmarks[name].tables if kind in KINDS]
+            known = [(row, kind) for kind in kinds for row in names if ".py:" in row or row in list(KINDS[kind].table)]
             for row, kind in known[:1]:
                 yield f"why {impl} was {outcome}: lmsys check {shlex.join([row, f'--kind={kind}', *asked])}"
 

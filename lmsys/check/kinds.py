@@ -36,7 +36,6 @@ class Kind:
     asks   `module:function` of its questions. The module may also have `remark(entry, options)`, a last line
     """
 
-    name: str
     table: Table
     asks: str
 
@@ -55,15 +54,14 @@ OURS = {  # our own implementations of kinds that have no table
     "norm": Entry("RMSNorm", "lmsys.model.transformer:RMSNorm"),
 }
 KINDS = {
-    "attention": Kind("attention", ATTENTION, "lmsys.check.attention:questions"),
-    "strategy": Kind("strategy", STRATEGIES, "lmsys.check.strategy:questions"),
+    "attention": Kind(ATTENTION, "lmsys.check.attention:questions"),
+    "strategy": Kind(STRATEGIES, "lmsys.check.strategy:questions"),
     "sharded_optimizer": Kind(
-        "sharded_optimizer",
         Table("sharded_optimizer", [OURS["sharded_optimizer"]]),
         "lmsys.check.strategy:optimizer_questions",
     ),
 } | {
-    name: Kind(name, Table(name, [OURS[name]] if name in OURS else []), f"lmsys.check.{name}:questions")
+    name: Kind(Table(name, [OURS[name]] if name in OURS else []), f"lmsys.check.{name}:questions")
     for name in ("optimizer", "loss", "norm", "rotary", "swiglu")
 }
 # By kind: a parameter of the call, or of the class's constructor, has one of these names. The first kind that fits
@@ -77,15 +75,15 @@ MARKS = {
 OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # the parameter for torch's optimizer has such a name
 
 
-def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
+def find(target: str, kind: str | None) -> tuple[str, Entry]:
     """The kind, and the row, of a name in a table or of path.py:attribute. ValueError for others, with all kinds.
 
-    kind: the name of the kind; None: the one that it looks like.
+    kind: None: the one that it looks like.
     """
     if kind is None and ".py" not in target:
-        kind = next((kind.name for kind in KINDS.values() if target in list(kind.table)), "attention")
+        kind = next((name for name, known in KINDS.items() if target in list(known.table)), "attention")
     if kind is not None:
-        return KINDS[kind], KINDS[kind].table.select([target])[0]
+        return kind, KINDS[kind].table.select([target])[0]
     return find(target, kind_of(Table("implementation", []).select([target])[0].load()))
 
 
@@ -122,8 +120,8 @@ def check_target(target: str, kind: str | None, options: Options, as_json: bool 
     """
     laptop.install()
     with laptop.Laptop() if ".py:" in target else nullcontext():
-        known, entry = find(target, kind)
-    return check(entry, options, known.name, as_json)
+        kind, entry = find(target, kind)
+    return check(entry, options, kind, as_json)
 
 
 def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool = False) -> int:

@@ -44,7 +44,6 @@ CASES: tuple[formulas.Case, ...] = (
     + formulas.on_extreme_inputs(ROWS, ODD)
 )
 EXTREME = ROWS | {"rows with a large mean": large_mean}
-LARGE_MEAN = formulas.Case("rows with a large mean", ODD, extreme="rows with a large mean")
 
 
 def questions(entry: registry.Entry, options: question.Options) -> Iterator[question.Question]:
@@ -56,7 +55,7 @@ def questions(entry: registry.Entry, options: question.Options) -> Iterator[ques
         else signature.called(implementation, ROLES).has("bias")
     )
     return formulas.questions_of(
-        CASES + (LARGE_MEAN,) if with_bias else CASES,
+        CASES + formulas.on_extreme_inputs(EXTREME.keys() - ROWS, ODD, formulas.DTYPES[:1]) if with_bias else CASES,
         partial(_judged, implementation, with_bias, options),
         options,
     )

@@ -18,7 +18,6 @@ from lmsys import draws
 VOCABULARY, WIDTH, SEQUENCE = 11, 6, 3
 EXAMPLES, FEW = 4, 1  # in a batch, and in a smaller batch of the last rank
 EXPONENTS = (-66, -33, 0, 33)  # sizes of gradients: 2**-66 = 1.4e-20, 2**33 = 8.6e+9
-PARTS = ("buffers", "tied", "twice", "frozen", "transposed", "once", "rare", "idle", "sizes")
 LAYERS = {"twice": "shared"} | {part: part for part in ("frozen", "transposed", "once", "rare", "idle")}  # by part
 # By the name of the second use of a weight in a `Probe` with `apart`: the weight's own name.
 TIED = {"head.weight": "embed.weight"}
@@ -30,7 +29,7 @@ class Trial:
     """A training on `world_size` ranks.
 
     about          the trial in words
-    parts          names in PARTS of what the module has: `buffers` that differ between ranks at first; `tied` weights;
+    parts          what the module has: `buffers` that differ between ranks at first; `tied` weights;
                    a layer used `twice`; a `frozen` layer; a layer whose weight lies `transposed` in memory; a layer
                    that only the first micro-batch uses (`once`), only rank 0 (`rare`), or no rank (`idle`); gradients
                    of many `sizes`

@@ -154,7 +154,7 @@ def test_every_row_of_a_table_has_a_verdict(
         Entry("refused", f"{FILE}:right", supports=f"{__name__}:never"),
     ]
     rows.append(Entry("absent", "no_such_package:f", install="no-such-package"))
-    kind = Kind("attention", Table("attention", rows), KINDS["attention"].asks)
+    kind = Kind(Table("attention", rows), KINDS["attention"].asks)
     monkeypatch.setattr(command, "KINDS", {"attention": kind, "norm": KINDS["norm"]})
     options = ["--all", "--dtype", "float32", "--head-dim", "32", *(["--json"] if as_json else [])]
     assert main(options) == WRONG

@@ -109,9 +109,9 @@ def test_ranks_that_have_died_are_started_again(ranks: Ranks) -> None:
 
 
 def test_the_kind_is_told_by_the_parameters() -> None:
-    assert find("docs/examples/mine.py:MyDDP", None)[0].name == "strategy"
-    assert find(f"{SUPPORT}/wrong_strategies.py:NotShared", None)[0].name == "sharded_optimizer"
-    assert find("torch_ddp", None)[0].name == "strategy"
+    assert find("docs/examples/mine.py:MyDDP", None)[0] == "strategy"
+    assert find(f"{SUPPORT}/wrong_strategies.py:NotShared", None)[0] == "sharded_optimizer"
+    assert find("torch_ddp", None)[0] == "strategy"
 
 
 def test_the_verdict_for_programs(
