@@ -4,6 +4,7 @@ A block is an entry of an outermost ModuleList, such as a Transformer's layer: Z
 together. wrapper.py, zero1.py, fsdp.py, peers.py and sharded_optimizer.py call these functions.
 """
 
+import operator
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -27,21 +28,18 @@ class Structure:
 
     def __init__(self, module: nn.Module):
         self.module = module
-        self._held: list[tuple[Any, list[tuple[str, Any]]]] = []
+        self._held: list[tuple[Any, list[str], list[Any]]] = []
         for child in module.modules():
-            self._held.append((child._parameters, list(child._parameters.items())))
-            self._held.append((child._modules, list(child._modules.items())))
+            for entries in (child._parameters, child._modules):
+                self._held.append((entries, list(entries), list(entries.values())))
         self._parameters = _parameters(module)
         self._trained = [(p, p.requires_grad) for p in module.parameters()]
 
     def is_as_it_was(self) -> bool:
         """True where nothing has changed. It compares identities only, as it runs in every forward: 25 µs for 200."""
-        for entries, before in self._held:
-            if len(entries) != len(before):
+        for entries, names, before in self._held:
+            if list(entries) != names or not all(map(operator.is_, entries.values(), before)):
                 return False
-            for name, entry in before:
-                if entries.get(name) is not entry:
-                    return False
         return all(p.requires_grad is trained for p, trained in self._trained)
 
     def change(self) -> str:
