@@ -11,7 +11,6 @@ __all__ = ["STRATEGIES", "StrategyTraits"]
 
 
 def _ours(name: str, target: str, label: str, color: str = "", supports: str = "") -> Entry:
-    supports = supports and f"lmsys.parallel.{supports}"
     return Entry(name, f"lmsys.parallel.{target}", label, supports=supports, traits={"color": color})
 
 
@@ -19,7 +18,7 @@ def _peer(name: str, attribute: str, label: str, color: str) -> Entry:
     return Entry(name, f"lmsys.parallel.peers:{attribute}", label, peer=True, traits={"color": color})
 
 
-ON_GPUS = "copy_engine:copy_engine_supports"
+ON_GPUS = "lmsys.parallel.copy_engine:copy_engine_supports"
 STRATEGIES = Table(
     "strategy",
     [

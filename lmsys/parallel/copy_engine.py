@@ -77,7 +77,7 @@ class Exchange:
         cuda: Any = torch.cuda,
     ):
         self.flats, self._mean, self._copy, self._cuda = list(flats), mean, copy, cuda
-        self._inboxes, self.rank, self._timeout_ms = inboxes, inboxes.rank, timeout_ms
+        self.rank, self._signal = inboxes.rank, partial(inboxes.barrier, timeout_ms=timeout_ms)
         self._buckets: list[_Bucket] = []
         for layout, flat, handle in zip(layouts, flats, handles or [None] * len(flats), strict=True):
             offset = len(self._buckets) % HALVES * (inbox.numel() // HALVES)
@@ -103,10 +103,10 @@ class Exchange:
         if number >= HALVES:
             self._inward.wait_event(self._added[number - HALVES])  # its half of the inbox is free again
         with self._cuda.stream(self._inward):
-            self._signal(READY)
+            self._signal(channel=READY)
             for index, part, into in sending:
                 self._copy(into, flat_gradients[index][part])
-            self._signal(ARRIVED)
+            self._signal(channel=ARRIVED)
         self._outward.wait_event(self._inward.record_event())
         with self._cuda.stream(self._outward):
             for index, part, others, out in adding:
@@ -121,12 +121,9 @@ class Exchange:
         if not self._added:
             return
         with self._cuda.stream(self._outward):
-            self._signal(DONE)
+            self._signal(channel=DONE)
         self._cuda.current_stream().wait_stream(self._outward)
         self._begin()  # a CUDA graph cannot wait for events from before its capture
-
-    def _signal(self, channel: int) -> None:
-        self._inboxes.barrier(channel=channel, timeout_ms=self._timeout_ms)
 
 
 class AllGather:
@@ -147,8 +144,9 @@ class AllGather:
         copy: Callable[[Tensor, Tensor], Any] = Tensor.copy_,
         cuda: Any = torch.cuda,
     ):
-        self._handle, self._timeout_ms, self._copy, self._cuda = handles[0], timeout_ms, copy, cuda
-        rank, world_size = self._handle.rank, self._handle.world_size
+        self._copy, self._cuda = copy, cuda
+        self._signal = partial(handles[0].barrier, timeout_ms=timeout_ms)
+        rank, world_size = handles[0].rank, handles[0].world_size
         peers, self._copies = peers_of(rank, world_size), []
         for flat, handle in zip(flats, handles, strict=True):
             length = flat.numel() // world_size
@@ -169,15 +167,12 @@ class AllGather:
         self._stream.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(self._stream):
             if number == 0:
-                self._signal(READY)
+                self._signal(channel=READY)
             for into, source in self._copies[number]:
                 self._copy(into, source)
-            self._signal(ARRIVED)
+            self._signal(channel=ARRIVED)
             arrived = self._stream.record_event()
         return collectives.Pending(then=lambda: self._cuda.current_stream().wait_event(arrived))
-
-    def _signal(self, channel: int) -> None:
-        self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
 
 
 def peers_of(rank: int, world_size: int) -> list[int]:
