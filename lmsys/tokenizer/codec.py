@@ -193,15 +193,12 @@ class Tokenizer:
             (listed_twice is None, f"merge {listed_twice} is listed twice"),
         )
         made = {left + right for left, right in self.merges}
-        for left, right in self.merges:
-            for token in (left, right, left + right):
-                wrong = ""
+        for merge in self.merges:
+            for token in (*merge, b"".join(merge)):
                 if token not in self._ids:
-                    wrong = f"{values.shortly(token)} is not in the vocabulary"
-                elif len(token) > 1 and token not in made:
-                    wrong = f"no merge makes {values.shortly(token)}"
-                if wrong:
-                    raise ValueError(f"merge {values.shortly((left, right))}: {wrong}")
+                    raise ValueError(f"merge {values.shortly(merge)}: {values.shortly(token)} is not in the vocabulary")
+                if len(token) > 1 and token not in made:
+                    raise ValueError(f"merge {values.shortly(merge)}: no merge makes {values.shortly(token)}")
         for special in self.special_tokens:
             is_ordinary = len(special.encode()) == 1 or special.encode() in made
             values.hold((not is_ordinary, f"special token {special!r} is an ordinary token of this vocabulary"))
