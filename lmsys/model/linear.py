@@ -138,11 +138,8 @@ class RoundedWeights:
         self._made_of: list[tuple[int, int] | None] = []  # version and address
         self._shown = False  # weights have their copies as `rounded`
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self._layers}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> Any:
+        return type(self), (self._layers,)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
