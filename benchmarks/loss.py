@@ -27,22 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.models import (
-    BUDGET_RTOL,
-    ERROR_RTOL,
-    LOSS_SCALE,
-    ROUNDING,
-    mean_ratio,
-    ratio_by_group,
-    widened,
-)
+from benchmarks.models import BUDGET_RTOL, ERROR_RTOL, LOSS_SCALE, ROUNDING, mean_ratio, ratio_by_group
 from lmsys import draws, testing
-from lmsys.bench import Record
+from lmsys.bench import Kept, Record
 from lmsys.bench.plain import check_plain
 from lmsys.extremes import has_extremes
 from lmsys.extremes.loss import WIDTH, ExtremeTokens, is_extreme, write_head, write_kind
-from lmsys.measure.step import Kept
-from lmsys.model.linear import matmul_dtype
+from lmsys.model import functions, linear
 from lmsys.training.prepare import autocast
 
 LOSS, D_HIDDEN, D_WEIGHT = OUTPUTS = ("loss", "gradient of hidden", "gradient of weight")
@@ -55,7 +46,7 @@ cross_entropy: Formula = partial(F.cross_entropy, reduction="none")
 
 def unchunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The head and the loss as they are usually written: the logits of all tokens, in float32 or wider."""
-    return F.cross_entropy(widened(F.linear(hidden, weight)), targets)
+    return F.cross_entropy(functions.widened(F.linear(hidden, weight)), targets)
 
 
 def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -65,7 +56,7 @@ def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     64. On an AMD EPYC matrix products of such chunks sum over the vocabulary term by term. In float32 the gradient of
     hidden then has several times the error that it has in the usual loss, and the benchmark calls it wrong.
     """
-    dtype = matmul_dtype(hidden)
+    dtype = linear.matmul_dtype(hidden)
     return F.linear_cross_entropy(
         hidden.to(dtype), weight.to(dtype), targets, options=torch.nn.LinearCrossEntropyOptions()
     )
@@ -145,7 +136,7 @@ class Inputs:
         for hidden_block, targets in self.blocks():
             hidden = hidden_block.to(dtype).requires_grad_()
             with autocast(precision, self.device):
-                loss = formula(widened(F.linear(hidden, weight)), targets)
+                loss = formula(functions.widened(F.linear(hidden, weight)), targets)
             gradients = torch.autograd.grad(loss.sum() * share, (hidden, weight))
             losses.append(loss.detach())
             d_hidden.append(gradients[0])
@@ -298,13 +289,13 @@ def sampled_answer(
         hidden = hidden_block.to(dtype)
         with autocast(precision, inputs.device):
             # The logits of these classes are made of `rows`, a leaf: no gradient of the whole weight is made.
-            logits = widened(F.linear(hidden, weight).index_copy(1, columns, F.linear(hidden, rows)))
+            logits = functions.widened(F.linear(hidden, weight).index_copy(1, columns, F.linear(hidden, rows)))
             loss = formula(logits, targets)
         d_rows += torch.autograd.grad(loss.sum() * share, rows)[0]
         losses.append(loss.detach())
     leaf = inputs.hidden.detach()[tokens].to(dtype).requires_grad_()
     with autocast(precision, inputs.device):
-        loss = formula(widened(F.linear(leaf, weight)), inputs.targets[tokens])
+        loss = formula(functions.widened(F.linear(leaf, weight)), inputs.targets[tokens])
     (d_hidden,) = torch.autograd.grad(loss.sum() * share, leaf)
     return torch.cat(losses), d_hidden, d_rows
 

@@ -63,11 +63,6 @@ def matmuls(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def widened(logits: Tensor) -> Tensor:
-    """The logits in float32, in which losses are computed, or in float64 if they have it."""
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
 def ratio_by_group(
     x: Tensor,
     reference: Tensor,

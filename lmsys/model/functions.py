@@ -1,4 +1,4 @@
-"""SiLU and softmax as functions of tensors, and checks of ids that users give: tokens, class indices, positions."""
+"""SiLU, softmax and widening as functions of tensors; checks of ids that users give: tokens, classes, positions."""
 
 import torch
 from torch import Tensor
@@ -17,6 +17,11 @@ def softmax(x: Tensor, dim: int) -> Tensor:
     The largest element is subtracted before, so that no exponential overflows.
     """
     return torch.softmax(x, dim)
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in float32, or in float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 Shape = tuple[int | str, ...]  # a text stands for any size

@@ -81,7 +81,7 @@ def cross_entropy(
     functions.check_ids(
         "targets", targets, "class indices", [tuple(logits.shape[:-1])], logits.shape[-1], but=ignore_index
     )
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
+    wide = functions.widened(logits).reshape(-1, logits.shape[-1])
     counts = counts_of(token_weights, targets, options, wide.dtype)
     wide = wide if softcap is None else softcap * torch.tanh(wide / softcap)
     losses = nn.functional.cross_entropy(
@@ -325,7 +325,7 @@ def _replace_by_gradient(
         from lmsys.model.loss_triton import replace_by_gradient
 
         return replace_by_gradient(logits, labels, factors, options, gradient)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float32 and float64: the logits themselves
+    wide = functions.widened(logits)  # float32 and float64: the logits themselves
     counted = (labels != options.ignore_index)[:, None]
     label = labels[:, None].where(counted, 0)
     smoothing, softcap = options.label_smoothing, options.softcap

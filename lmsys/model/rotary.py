@@ -86,7 +86,7 @@ class RotaryEmbedding(nn.Module):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (..., D) with its pairs of neighbours rotated, in PyTorch; cos and sin broadcast to (..., D / 2)."""
-    even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = functions.widened(x).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
 
 

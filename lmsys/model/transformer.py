@@ -60,11 +60,6 @@ class Embedding(nn.Embedding):
         nn.init.trunc_normal_(self.weight, std=1.0, a=-3.0, b=3.0)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """x in float32, or in float64 if it is that."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 class RMSNorm(nn.RMSNorm):
     """x / rms(x) · weight over the last dimension, in float32 at least.
 
@@ -74,8 +69,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         with part("norms"):
-            weight = None if self.weight is None else _wide(self.weight)  # without elementwise_affine
-            return torch.nn.functional.rms_norm(_wide(x), self.normalized_shape, weight, self.eps).to(
+            weight = None if self.weight is None else functions.widened(self.weight)  # without elementwise_affine
+            return nn.functional.rms_norm(functions.widened(x), self.normalized_shape, weight, self.eps).to(
                 linear.matmul_dtype(x)
             )
 
@@ -386,12 +381,12 @@ class TransformerLM(nn.Module):
         batch, length = tokens.shape
         if length > self.config.context_length:
             raise ValueError(f"{length} tokens are more than context_length={self.config.context_length}")
-        if documents is not None:
-            fits = documents.num_tokens == length and documents.batch in (1, batch)
-            if not fits or documents.device != tokens.device:
-                raise ValueError(
-                    f"documents must fill {batch} sequences of {length} tokens on {tokens.device}; got {documents}"
-                )
+        if documents is not None and (
+            documents.num_tokens != length or documents.batch not in (1, batch) or documents.device != tokens.device
+        ):
+            raise ValueError(
+                f"documents must fill {batch} sequences of {length} tokens on {tokens.device}; got {documents}"
+            )
         if positions is not None:
             functions.check_ids(
                 "positions", positions, "positions in the context", [(length,), (batch, length)],

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from benchmarks.bench_loss import Loss
 from benchmarks.loss import LossDraws, _evidence, indices, slices_of
-from benchmarks.models import widened
 from lmsys.draws import VERSION, Draws
 from lmsys.extremes import BEFORE
+from lmsys.model.functions import widened
 from lmsys.model.loss import linear_cross_entropy
 from tests.benchmarks.test_bench_loss import PRECISIONS, drawn, records
 from tests.support.cheats import CLOCK, seen
