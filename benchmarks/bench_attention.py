@@ -116,20 +116,6 @@ class AttentionTest(Case):
         return patterns.visible(self.batch, self.queries, self.keys, causal=self.causal, **self.options)
 
 
-@dataclass
-class Setup:
-    """Inputs that all rows of a shape share, and how parts of timed calls are checked.
-
-    case  with gradients if any of the group's cases needs them
-    """
-
-    case: AttentionCase
-    pattern: Pattern
-    inputs: testing.Inputs
-    draws: AttentionDraws
-    spots: check.Spots
-
-
 class Attention(Benchmark):
     """Each row is held to one float64 oracle, in float32 where it has such a form, and in the case's own dtype."""
 
@@ -205,17 +191,18 @@ class Attention(Benchmark):
     def context(self, cases: Sequence[AttentionTest]) -> AbstractContextManager[None]:
         return deterministic.deterministic_mode() if cases[0].deterministic else nullcontext()
 
-    def setup(self, cases: Sequence[AttentionTest], settings: Settings) -> Setup:
+    def setup(self, cases: Sequence[AttentionTest], settings: Settings) -> check.Spots:
+        """Inputs that all rows of a shape share; with gradients if any of the cases needs them."""
         case = replace(cases[0].asked, grad=any(test.asked.grad for test in cases))
         inputs, pattern = testing.make_inputs(case, settings.seed), cases[0].pattern
         draws = AttentionDraws(inputs.tensors, settings.seed, pattern.causal)
-        return Setup(case, pattern, inputs, draws, check.Spots(case, draws, inputs, pattern))
+        return check.Spots(case, draws, inputs, pattern)
 
-    def open(self, candidate: Candidate, setup: Setup) -> None:
+    def open(self, candidate: Candidate, setup: check.Spots) -> None:
         candidate.call = contract.adapt(candidate.entry.load())
         testing.run(candidate.call, setup.inputs, pattern=setup.pattern, grad=candidate.case.asked.grad)
 
-    def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
+    def check_all(self, candidates: Sequence[Candidate], setup: check.Spots, runner: Any) -> None:
         """Judges rows in float32 first, once, where an error of 1 % shows.
 
         A row that cannot run in float32, or not in this memory, is held to the stricter root-mean-square rule in its
@@ -235,11 +222,11 @@ class Attention(Benchmark):
                 candidate.failed(*failure)
         check.check_small([row for row in candidates if runner.settings.checks_files or ".py:" not in row.entry.target])
 
-    def redraw(self, setup: Setup, draw: int) -> None:
+    def redraw(self, setup: check.Spots, draw: int) -> None:
         setup.draws.fill(draw)
 
-    def judge(self, case: AttentionTest, candidate: Candidate, setup: Setup, kept: Kept) -> Mapping[str, float]:
-        return setup.spots.judge(case.direction != "fwd", kept, rms=candidate.state != "has float32")
+    def judge(self, case: AttentionTest, candidate: Candidate, setup: check.Spots, kept: Kept) -> Mapping[str, float]:
+        return setup.judge(case.direction != "fwd", kept, rms=candidate.state != "has float32")
 
     def repeat(self, record: Record, call: Record) -> Iterator[str | int]:
         shape = {name: record[name] for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")}
@@ -248,7 +235,7 @@ class Attention(Benchmark):
         make = partial(patterns.make, case.batch, case.queries, case.keys, "cpu", causal=case.causal, **options)
         yield from check.repeat(case, record["direction"] != "fwd", record["proof"], call, make)
 
-    def step(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Step:
+    def step(self, case: AttentionTest, candidate: Candidate, setup: check.Spots) -> Step:
         """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""
         call, do = candidate.call, setup.inputs.do
         q, k, v = setup.inputs.leaves(candidate.case.asked.grad)
@@ -270,11 +257,11 @@ class Attention(Benchmark):
             **parts,
             redraw=partial(setup.draws.fill, names=("q", "k", "v")),
             redraw_late=partial(setup.draws.fill, names=("do",)),
-            keep=partial(setup.spots.keep, case.direction != "fwd"),
+            keep=partial(setup.keep, case.direction != "fwd"),
             num_kept=check.NUM_KEPT,
         )
 
-    def outputs(self, candidate: Candidate, setup: Setup, element: int | None = None) -> Mapping[str, Tensor]:
+    def outputs(self, candidate: Candidate, setup: check.Spots, element: int | None = None) -> Mapping[str, Tensor]:
         inputs, pattern = setup.inputs, setup.pattern
         if element is not None:
             inputs, pattern = inputs.alone(element), pattern.of_entries([element])
@@ -294,7 +281,7 @@ class Attention(Benchmark):
         rows = (1 if case.direction == "fwd" else 2) * case.heads * case.queries + 2 * case.kv_heads * case.keys_seen
         return products * forward, case.dtype, rows * case.batch * case.head_dim * contract.DTYPES[case.dtype].itemsize
 
-    def inspect(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Record:
+    def inspect(self, case: AttentionTest, candidate: Candidate, setup: check.Spots) -> Record:
         """Peak bytes of what is timed, above what was live before it, the bytes saved from forward to backward, and the
         time of what is made before any call."""
         step = self.step(case, candidate, setup)

@@ -163,7 +163,7 @@ class Spots:
     """Copies and judges spots of timed calls; the key of a call says which."""
 
     def __init__(self, case: AttentionCase, draws: AttentionDraws, inputs: Inputs, pattern: Pattern | None = None):
-        self.case, self.draws, self.inputs, self.pattern = case, draws, inputs, pattern
+        self.case, self.draws, self.inputs, self.pattern = case, draws, inputs, pattern or PLAIN[case.causal]
 
     def keep(self, backward: bool, result: Any, key: int | None) -> Any:
         """Copies of the spots that the key selects, by tensor name; None without a key. ValueError by `check_plain`."""
