@@ -66,7 +66,6 @@ class CollectiveCase(Case):
 MAX_ROUNDS = 200
 LEAD_S = 0.05  # longer than the host needs to launch MAX_ROUNDS calls
 MEANS = ("all_reduce", "reduce_scatter")
-_ENTROPY = random.SystemRandom()
 
 
 @dataclass
@@ -92,22 +91,17 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
     plain = _plain(case, inputs.stream[: case.numel].clone(), group)
     calls = max(2, min(20, int(0.3 / _loop(plain, 1, group))))  # of a loop of 0.3 s
     loop = min(_loop(plain, calls, group) for _ in range(2))
-    rounds = torch.tensor(max(min_rounds, min(MAX_ROUNDS, int(seconds / loop))), device=device())
-    dist.broadcast(rounds, 0, group=group)
-    drawn, checked = _plan(int(rounds), group)
+    # Rank 0 says now, when sampling begins, how many calls there are and by which seed they are drawn.
+    plan = torch.tensor([max(min_rounds, min(MAX_ROUNDS, int(seconds / loop))), ranks.entropy()], device=device())
+    dist.broadcast(plan, 0, group=group)
+    rounds, chance = int(plan[0]), random.Random(int(plan[1]))
+    drawn = [chance.getrandbits(53) for _ in range(rounds)]
+    checked = sorted(chance.sample(range(rounds), min(3, rounds)))
     samples, kept = _times(call, inputs, drawn, checked, group)
     loop = min(loop, _loop(plain, calls, group))
     for draw, text in _differences(inputs, {drawn[number]: result for number, result in kept.items()}).items():
         wrong = f"right before it was timed, not in timed call {drawn.index(draw)}: {text}"
     return Measured(wrong, samples, loop, [(number, drawn[number]) for number in checked])
-
-
-def _plan(rounds: int, group: Any) -> tuple[list[int], list[int]]:
-    """The draws of so many calls, and the numbers of those that are checked: told by rank 0 when sampling begins."""
-    checked = _ENTROPY.sample(range(rounds), min(3, rounds))
-    plan = torch.tensor([[_ENTROPY.getrandbits(53), number in checked] for number in range(rounds)], device=device())
-    dist.broadcast(plan, 0, group=group)
-    return plan[:, 0].tolist(), plan[:, 1].nonzero().flatten().tolist()
 
 
 def _times(
