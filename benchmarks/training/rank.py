@@ -153,9 +153,11 @@ class TrainingCase(TrainedCase):
         """The case as the training loop takes it. ValueError for an option that the loop does not have."""
         if isinstance(self.bucket_mb, str):
             raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
-        not_fused = self.compile == "fused" and self.traits.why_not_fused
-        not_reproducible = self.reproducible and self.traits.why_not_reproducible
-        values.hold((not not_fused, str(not_fused)), (not not_reproducible, str(not_reproducible)))
+        traits = self.traits
+        values.hold(
+            (self.compile != "fused" or not traits.why_not_fused, traits.why_not_fused),
+            (not self.reproducible or not traits.why_not_reproducible, traits.why_not_reproducible),
+        )
         steps = self.steps * self.epochs
         train = TrainConfig(
             steps=steps,
