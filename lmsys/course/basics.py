@@ -132,11 +132,7 @@ def rope() -> Questions:
     yield asked("positions of each sequence", call, expected, beyond=True)
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
-    """Attention; mask is True where a query sees a key."""
-    scores = (q @ k.mT).double() * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
-    return (scores.softmax(-1) @ v.double()).to(q.dtype)
+attended = F.scaled_dot_product_attention  # its mask is True where a query sees a key
 
 
 def attention() -> Questions:
@@ -148,12 +144,12 @@ def attention() -> Questions:
         mask[..., -1:] = False  # so that no row of its opposite is empty
         mistakes = {
             "the mask is the opposite: True hides": attended(q, k, v, ~mask),
-            "the mask is ignored": attended(q, k, v, None),
-            "scores are not divided by the root of d_k": attended(q, k, v, mask, 1.0),
-            "scores are divided by d_k, not by its root": attended(q, k, v, mask, 1 / M),
+            "the mask is ignored": attended(q, k, v),
+            "scores are not divided by the root of d_k": attended(q, k, v, mask, scale=1.0),
+            "scores are divided by d_k, not by its root": attended(q, k, v, mask, scale=1 / M),
         }
         yield asked(f"{len(lead) + 2} dimensions", partial(run, q, k, v, mask), attended(q, k, v, mask), mistakes)
-    yield asked("no mask", partial(run, q, k, v), attended(q, k, v, None), beyond=True)
+    yield asked("no mask", partial(run, q, k, v), attended(q, k, v), beyond=True)
 
 
 CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
@@ -215,8 +211,7 @@ def weights_of(layer: int) -> dict[str, Tensor]:
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm with eps 1e-5."""
-    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    return F.rms_norm(x, (M,), weight, eps=1e-5)
 
 
 def block_of(x: Tensor, weights: Mapping[str, Tensor], rotated: str = "qk", form: str = "pre") -> Tensor:

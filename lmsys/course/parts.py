@@ -21,7 +21,6 @@ from lmsys.check import attention, kinds
 from lmsys.check.question import DIRECTIONS, Fault, Holds, Options, Question, poison
 from lmsys.commands import PIP
 from lmsys.course import basics, basics_training, checkout, systems
-from lmsys.course.basics import Questions
 from lmsys.registry import Entry
 from lmsys.testing import Inputs
 
@@ -57,19 +56,19 @@ class Part:
     """
 
     adapter: str
-    questions: Callable[[], Questions]
+    questions: Callable[[], basics.Questions]
     asks: str
     backward: bool = False
 
 
-def _of_kind(kind: str, name: str, asked: str) -> Questions:
+def _of_kind(kind: str, name: str, asked: str) -> basics.Questions:
     """The questions of `lmsys check` for a kind; the handout asks those whose names begin with the pattern `asked`."""
     options = Options(grad=False, dtypes=("float32", "bfloat16"))
     for question in kinds.KINDS[kind].questions(Entry(name, f"{systems.__name__}:{name}"), options):
         yield question, not re.match(asked, question.about)
 
 
-def _of_flash(name: str, backward: bool) -> Questions:
+def _of_flash(name: str, backward: bool) -> basics.Questions:
     """The handout's cases of attention, forward or backward, then, beyond it, the questions of `lmsys check`.
 
     The handout allows the function in PyTorch to ignore the causal mask.
@@ -104,7 +103,6 @@ def saved_lse(call: Callable[..., Tensor], inputs: Inputs, grad: bool) -> dict[s
     return {"o": o.detach().clone(), "lse": saved[0].detach().float().reshape(inputs.q.shape[:-1])}
 
 
-PYTORCH, TRITON = (f"get_flashattention_autograd_function_{name}" for name in ("pytorch", "triton"))
 LENGTHS = "float32, lengths of 128 and 256"
 DDP = "steps of SGD from rank 0's weights, tied weights, frozen parameters"
 OF_DDP = "one step|several steps|small buckets|tied weights|frozen parameters"
@@ -154,18 +152,20 @@ PARTS: dict[str, Part] = {
         "get_tokenizer", basics_training.bpe_encoding, "encode, decode, encode_iterable, special tokens"
     ),
     "FlashAttention in PyTorch, forward": Part(
-        PYTORCH, partial(_of_flash, "flash_pytorch", False), f"{LENGTHS}, no mask, the saved log-sum-exp"
+        systems.CLASSES["flash_pytorch"],
+        partial(_of_flash, "flash_pytorch", False),
+        f"{LENGTHS}, no mask, the saved log-sum-exp",
     ),
     "FlashAttention in PyTorch, backward": Part(
-        PYTORCH, partial(_of_flash, "flash_pytorch", True), f"{LENGTHS}, no mask", True
+        systems.CLASSES["flash_pytorch"], partial(_of_flash, "flash_pytorch", True), f"{LENGTHS}, no mask", True
     ),
     "FlashAttention in Triton, forward": Part(
-        TRITON,
+        systems.CLASSES["flash_triton"],
         partial(_of_flash, "flash_triton", False),
         f"{LENGTHS}, full and causal, the saved log-sum-exp, a Triton kernel",
     ),
     "FlashAttention in Triton, backward": Part(
-        TRITON, partial(_of_flash, "flash_triton", True), f"{LENGTHS}, full and causal", True
+        systems.CLASSES["flash_triton"], partial(_of_flash, "flash_triton", True), f"{LENGTHS}, full and causal", True
     ),
     "DDP": Part("get_ddp", partial(_of_kind, "strategy", "Ddp", OF_DDP), DDP),
     "DDP, each parameter": Part(

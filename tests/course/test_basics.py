@@ -43,7 +43,7 @@ def test_ours_are_right(part: str, adapters: Adapters) -> None:
 
 
 def attention_of(mask: Callable[[Tensor], Tensor | None], scale: float | None = None) -> Callable[..., Tensor]:
-    return lambda q, k, v, given: attended(q, k, v, mask(given), scale)
+    return lambda q, k, v, given: attended(q, k, v, mask(given), scale=scale)
 
 
 def with_positions(shift: int, **how: Any) -> Callable[..., Tensor]:
