@@ -17,8 +17,12 @@ def fit_latency_bandwidth(sizes: Sequence[float], times_s: Sequence[float]) -> t
     ValueError for fewer than two sizes, or for times that do not grow with size.
     """
     what = f"{list(sizes)} bytes, {list(times_s)} s"
-    is_able = len({*sizes}) >= 2 and len(sizes) == len(times_s) and all(time > 0 for time in times_s)
-    hold((is_able, f"a fit needs positive times of at least two sizes; got {what}"))
+    hold(
+        (
+            len(set(sizes)) >= 2 and len(sizes) == len(times_s) and all(time > 0 for time in times_s),
+            f"a fit needs positive times of at least two sizes; got {what}",
+        )
+    )
     rows = [(1 / time**2, size, time) for size, time in zip(sizes, times_s, strict=True)]
     total = math.fsum(w for w, _, _ in rows)
     mean_size, mean_time = math.fsum(w * s for w, s, _ in rows) / total, math.fsum(w * t for w, _, t in rows) / total

@@ -266,8 +266,12 @@ class Bucketed(Overlapped):
         bucket_mb: float | str | None = 25,
         comm_dtype: torch.dtype | None = None,
     ):
-        known = bucket_mb in (None, "auto") or buckets.is_size(bucket_mb)
-        values.hold((known, f'{bucket_mb=} must be a positive number of MiB, "auto", or None for one bucket'))
+        values.hold(
+            (
+                bucket_mb in (None, "auto") or buckets.is_size(bucket_mb),
+                f'{bucket_mb=} must be a positive number of MiB, "auto", or None for one bucket',
+            )
+        )
         self.bucket_mb = bucket_mb
         super().__init__(module, process_group, comm_dtype)
 

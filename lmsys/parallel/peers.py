@@ -122,16 +122,13 @@ class TorchFSDP2(_Peer):
             torch.distributed.group.WORLD if process_group is None else process_group,
             next(module.parameters()).device.type,
         )
-        options = {
-            "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
-            ),
-            "reshard_after_forward": self.reshards_after_forward,
-        }
-        for block in structure.blocks_of(module):
-            fully_shard(block, **options)
-        self.module = fully_shard(module, **options)
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
+        )
+        for part in chain(structure.blocks_of(module), [module]):
+            self.module = fully_shard(
+                part, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshards_after_forward
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

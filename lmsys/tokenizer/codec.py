@@ -51,8 +51,12 @@ class Tokenizer:
     ):
         self.vocab, self.merges = dict(vocab), list(merges)
         self.special_tokens = list(dict.fromkeys(special_tokens or ()))
-        are_texts = all(isinstance(special, str) for special in self.special_tokens)
-        values.hold((are_texts, f"special_tokens={values.shortly(self.special_tokens)} must be strings"))
+        values.hold(
+            (
+                all(isinstance(special, str) for special in self.special_tokens),
+                f"special_tokens={values.shortly(self.special_tokens)} must be strings",
+            )
+        )
         known = set(self.vocab.values())
         for special in map(str.encode, self.special_tokens):
             if special not in known:
@@ -319,8 +323,12 @@ def read_files(
             special_tokens.append(text)
     stamp = head.rstrip("\r").removeprefix(f"{_VERSION} ")
     if stamp.startswith("merges: "):
-        is_whole = stamp == _stamp(len(pairs), vocab.read_bytes())
-        values.hold((is_whole, f"{merges}: cut, or not of the tokenizer that {vocab} is of: make both anew"))
+        values.hold(
+            (
+                stamp == _stamp(len(pairs), vocab.read_bytes()),
+                f"{merges}: cut, or not of the tokenizer that {vocab} is of: make both anew",
+            )
+        )
     else:
         lost = [text for text in special_tokens if text not in named and _is_pair(text, written)]
         such = f"{len(lost):,} of the tokens in {vocab}, such as {values.shortly(''.join(lost[:1]))}"
