@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from lmsys import registry, traits
+from lmsys import registry, traits, values
 from lmsys.attention import Documents, Pattern
 from lmsys.measure import clock, compare
-from lmsys.values import hold
 
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap"  # axes of the benchmark, in their fields' order
 MEDIAN, SIGMA = 64, 1.3  # of mixed documents: a sequence is 64 times as long as their median; sigma of its logarithm
@@ -65,7 +64,7 @@ def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float,
     ValueError for sizes that no run has: a forged result may name any, and memory would be taken for them.
     """
     # So many positions take some GiB.
-    hold((batch * max(queries, keys) <= 2**26, f"{batch} x {queries} x {keys} is too large for a pattern"))
+    values.hold((batch * max(queries, keys) <= 2**26, f"{batch} x {queries} x {keys} is too large for a pattern"))
     bounds = make(batch, queries, keys, "cpu", **options).bounds(queries, keys, torch.device("cpu"))
     pairs, seen_by = ((interval.end - interval.first).clamp(min=0).long() for interval in (bounds, bounds.of_keys))
     return pairs.sum(1).double().mean().item(), (seen_by > 0).sum(1).double().mean().item()

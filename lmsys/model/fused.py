@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys import values
-from lmsys.autograd import is_transformed, once_differentiable
+from lmsys import autograd, values
 from lmsys.config import ModelConfig
 from lmsys.kernels import HAS_TRITON
 from lmsys.measure.profile import part
@@ -97,7 +96,7 @@ def run(layers: list[Any], last: Any, x: Tensor, attend: list[Any], rope: Any, p
 
 def is_plain(x: Tensor) -> bool:
     """True where PyTorch's functions take x: off CUDA, in float64, without Triton, and inside of torch.func."""
-    return not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64) or is_transformed()
+    return not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64) or autograd.is_transformed()
 
 
 class _AddNorm(torch.autograd.Function):
@@ -113,7 +112,7 @@ class _AddNorm(torch.autograd.Function):
         return (x if branch is None else total.view(x.shape)), normalised.view(x.shape)
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         total, weight, rstd = ctx.saved_tensors
         d_total, d_normalised = (None if g is None else g.contiguous().view(total.shape) for g in grads)
@@ -130,6 +129,6 @@ class _SwiGLU(torch.autograd.Function):
         return kernels().swiglu(halves)
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return kernels().swiglu_backward(grads[0].contiguous(), *ctx.saved_tensors)
