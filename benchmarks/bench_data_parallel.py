@@ -193,8 +193,9 @@ class DataParallel(ParallelBenchmark):
         ):
             ways = product(variants(grid, entry), grid.product("checkpoint", "residual"))
             for variant, (kept, stream) in ways if world_size > 1 or not StrategyTraits.of(entry).synchronizes else ():
-                asked = grid.name, entry, settings.device, *model, world_size, *variant
-                yield ParallelCase(*asked, checkpoint=kept, residual=stream)
+                yield ParallelCase(
+                    grid.name, entry, settings.device, *model, world_size, *variant, checkpoint=kept, residual=stream
+                )
 
     def contends(self, case: ParallelCase) -> bool:
         return bool(case.traits.synchronizes)
@@ -288,8 +289,7 @@ class DataParallel(ParallelBenchmark):
             trial.candidate(first).notes.setdefault("held_by", {})[second.impl] = pair.held_by
             trial.candidate(second).notes.setdefault("held_by", {})[first.impl] = pair.held_by
             if pair.held_by == WRONG:
-                reason = f"after the timed steps of {first.impl} and it {pair.why}"
-                trial.candidate(second).failed("wrong", reason)
+                trial.candidate(second).failed("wrong", f"after the timed steps of {first.impl} and it {pair.why}")
 
     def _judge_pass(
         self, case: ParallelCase, candidate: Candidate, asked: Pass, number: int, trial: Any
@@ -313,8 +313,9 @@ class DataParallel(ParallelBenchmark):
         candidate.judge(worst)
         candidate.error_ratio = max(before, candidate.error_ratio or 0.0)
         if candidate.outcome != "ok":
-            begin = f"right before it was timed, not in the timed steps of pass {number + 1}"
-            candidate.reason = f"{begin}: {candidate.reason}"
+            candidate.reason = (
+                f"right before it was timed, not in the timed steps of pass {number + 1}: {candidate.reason}"
+            )
         return worst
 
 

@@ -36,7 +36,6 @@ from lmsys.bench import (
     positive,
 )
 from lmsys.check.loss import faults_of_options
-from lmsys.draws import Draws
 from lmsys.measure import memory
 
 UNCHUNKED = "benchmarks.loss:unchunked"
@@ -81,7 +80,7 @@ class Setup:
 
     inputs: Inputs
     odd: Inputs
-    draws: Draws
+    draws: LossDraws
 
 
 class Loss(Benchmark):

@@ -17,11 +17,10 @@ from benchmarks.model.cases import AXES, FIELDS, Gate, ModelTest, Row, model_of
 from benchmarks.model.layout import MODEL as LAYOUT
 from benchmarks.model.rig import Rig, cold_samples
 from lmsys import checkpointing, processes, traits
-from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, Step, bench, fields
+from lmsys.bench import Axis, Benchmark, Candidate, Failure, Field, Grid, Kept, Record, Settings, Step, bench, fields
 from lmsys.cost import memory, operations
 from lmsys.measure.compare import attempt
 from lmsys.measure.machine import peak_flops_per_s
-from lmsys.measure.step import Failure, Kept
 
 
 @dataclass
@@ -57,8 +56,10 @@ class ModelBenchmark(Benchmark):
         ):
             # Other modes keep nothing for a backward.
             if checkpoint == "none" or mode in ("train_forward", "backward", "step"):
-                asked = grid.name, entry, settings.device, *shape, compile, mode, warmup
-                yield ModelTest(*asked, checkpoint=checkpoint, residual=residual)
+                yield ModelTest(
+                    grid.name, entry, settings.device, *shape, compile, mode, warmup,
+                    checkpoint=checkpoint, residual=residual,
+                )  # fmt: skip
 
     def key(self, case: ModelTest) -> Row:
         return case.row

@@ -42,9 +42,7 @@ from lmsys.bench import (
     ranks,
 )
 from lmsys.bench.trial import NOT_TIMED
-from lmsys.measure import memory
-from lmsys.measure.profile import KINDS, Profile, communication_of, part, profile_call, register_kernels
-from lmsys.measure.sensors import Reading, sensors_of, state_of
+from lmsys.measure import memory, profile, sensors
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
 from lmsys.training.optimizer import clip_factor, scale_gradients, whole_norm
@@ -78,7 +76,7 @@ class TrainingRig(rank.Rig):
         self.group = ranks.subgroup(case.world_size)
 
     def update(self) -> None:
-        with part(UPDATE):
+        with profile.part(UPDATE):
             if self.case.traits.fused_adamw:  # the trait of rows whose parameters are DTensors: torch knows their norm
                 torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
             else:
@@ -118,15 +116,15 @@ class Alone:
     losses: list[float]
     finite: bool
     times: dict[str, float]
-    readings: list[Reading]
+    readings: list[sensors.Reading]
 
 
 @ranks.on_part
 def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
     """Builds the row, takes its steps, and looks into some more."""
     for row in attention.ATTENTION.values():
-        register_kernels(Traits.of(row).kernels, "attention")
-    register_kernels(case.traits.kernels, "communication")
+        profile.register_kernels(Traits.of(row).kernels, "attention")
+    profile.register_kernels(case.traits.kernels, "communication")
     kind, group = device().type, ranks.subgroup(case.world_size)
     with rank.compiler_of(case):
         rigs: list[TrainingRig] = []
@@ -139,23 +137,23 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         (rig,) = rigs
         held = sum(rig.breakdown().values())
         ranks.release()
-        losses, readings, sensors = list[Tensor](), list[Reading](), sensors_of(kind)
+        losses, readings, device_sensors = list[Tensor](), list[sensors.Reading](), sensors.sensors_of(kind)
 
         def timed(_: object) -> None:
             losses.append(rig.step())
             if kind == "cuda":  # the host is ahead of it; on a CPU reading would count as a part of the step
-                readings.append(sensors.read())
+                readings.append(device_sensors.read())
 
         samples, _ = ranks.times(Step(timed), range(steps), group, finish=rig.finish)
         if kind == "cpu":
-            readings.append(sensors.read())
+            readings.append(device_sensors.read())
         sums = torch.stack(losses).double()
         dist.all_reduce(sums, group=group)
         finite = rig.finite()
-        sent = communication_of(rig.step, rig.finish, partial(dist.barrier, group), kind)
+        sent = profile.communication_of(rig.step, rig.finish, partial(dist.barrier, group), kind)
         dist.barrier(group)
-        profile = profile_call(step, kind, steps=1)
-    kinds, optimizer_s = by_kind(profile)
+        taken = profile.profile_call(step, kind, steps=1)
+    kinds, optimizer_s = by_kind(taken)
     most = {
         "first_step_s": first_step_s,
         "held_bytes": held + rig.outside_bytes,
@@ -163,7 +161,7 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
     }
     times_s = {f"{name}_s": seconds for name, seconds in kinds.items()} | {
         "optimizer_s": optimizer_s,
-        "profiled_s": profile.profiled_s,
+        "profiled_s": taken.profiled_s,
         "communication_s": sent.time_s,
         "exposed_s": sent.time_s * (1 - (sent.overlap_fraction or 0.0)),
     }
@@ -178,10 +176,10 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
     )
 
 
-def by_kind(profile: Profile) -> tuple[dict[str, float], float]:
+def by_kind(taken: profile.Profile) -> tuple[dict[str, float], float]:
     """(seconds by kind without the optimizer's, the optimizer's), of one step."""
-    update: dict[str, float] = next((part.kinds for part in profile.parts if part.name == UPDATE), {})
-    others = {kind: max(0.0, profile.shares[kind] * profile.kernel_s - update.get(kind, 0.0)) for kind in KINDS}
+    update: dict[str, float] = next((part.kinds for part in taken.parts if part.name == UPDATE), {})
+    others = {kind: max(0.0, taken.shares[kind] * taken.kernel_s - update.get(kind, 0.0)) for kind in profile.KINDS}
     return others, sum(update.values())
 
 
@@ -283,8 +281,10 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
             grid["residual"],
         ):
             if row.peer or model == "ours":  # somebody else's model is there as its users train it
-                asked = grid.name, row, settings.device, *work, world_size
-                yield StepsCase(*asked, checkpoint=kept, residual=residual, steps=grid["steps"], model=model)
+                yield StepsCase(
+                    grid.name, row, settings.device, *work, world_size,
+                    checkpoint=kept, residual=residual, steps=grid["steps"], model=model,
+                )  # fmt: skip
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         """Judges each row by `check.gate`: three steps on the ranks beside those of one process."""
@@ -334,7 +334,7 @@ def findings_of(ranks: Sequence[Alone]) -> Record:
         "first_loss": least.losses[0],
         "last_loss": least.losses[-1],
         **least.times,
-        **state_of([reading for rank in ranks for reading in rank.readings]),
+        **sensors.state_of([reading for rank in ranks for reading in rank.readings]),
     }
 
 

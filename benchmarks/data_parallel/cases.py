@@ -177,11 +177,14 @@ def pair(first: Steps, second: Steps) -> Pair:
     if first.case.same_bits(second.case):
         return Pair(first, second, WRONG, "their weights must have the same bits, and have not")
     for steps in (first, second):
-        beyond = {name: ratio for name, ratio in (steps.ratios or {}).items() if not ratio <= 1}
-        for name, ratio in beyond.items():
-            return Pair(first, second, WRONG, f"{steps.case.impl}: {name} is {ratio:.3g} times the allowed error off")
-    unknown = UNKNOWN, "plain steps in float64 do not fit in this memory"
-    return Pair(first, second, *(unknown if None in (first.ratios, second.ratios) else (TOLERANCE, "")))
+        for name, ratio in (steps.ratios or {}).items():
+            if not ratio <= 1:
+                return Pair(
+                    first, second, WRONG, f"{steps.case.impl}: {name} is {ratio:.3g} times the allowed error off"
+                )
+    if None in (first.ratios, second.ratios):
+        return Pair(first, second, UNKNOWN, "plain steps in float64 do not fit in this memory")
+    return Pair(first, second, TOLERANCE, "")
 
 
 def pairs(versions: Iterable[Steps]) -> list[Pair]:

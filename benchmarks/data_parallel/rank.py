@@ -140,8 +140,8 @@ class Rig:
 
         It differs by more if ranks have or step only parts of the model, or if it needs a CUDA graph of its own.
         """
-        is_whole = not self.case.traits.zero_stage and not self.case.sharded_optimizer
-        return self.strategy.can_stay_local and is_whole and not self.case.replayed
+        is_divided = self.case.traits.zero_stage or self.case.sharded_optimizer
+        return self.strategy.can_stay_local and not is_divided and not self.case.replayed
 
     @property
     def outside_bytes(self) -> int:

@@ -23,11 +23,10 @@ from torch.optim import Optimizer
 from benchmarks.model import cases, spots
 from benchmarks.models import LOSS_SCALE, Batch, arithmetic, build
 from lmsys import draws, testing
-from lmsys.bench import Settings, Step, plain
+from lmsys.bench import Kept, Settings, Step, plain
 from lmsys.bench.case import verdict
 from lmsys.extremes.model import FIRST_ID, plant, planted, write_model
 from lmsys.measure import clock, memory
-from lmsys.measure.step import Kept
 from lmsys.training import gradients, optimizer, prepare
 
 MOMENTS = "exp_avg", "exp_avg_sq"
@@ -298,8 +297,10 @@ class Rig:
                 self.loss(case).backward()
                 launched = [p.grad for p in self.base.parameters()]
                 self.graph_of(case)()
-                pairs = zip(self.base.parameters(), launched, strict=True)
-                worst = max(testing.norm_rms(p.grad - x) / testing.norm_rms(x) for p, x in pairs)
+                worst = max(
+                    testing.norm_rms(p.grad - x) / testing.norm_rms(x)
+                    for p, x in zip(self.base.parameters(), launched, strict=True)
+                )
                 if not worst <= 4 * torch.finfo(torch.bfloat16).eps:  # additions have no fixed order
                     raise plain.NotAsPromised(f"a gradient of the graph is off by {worst:.2g} of its size")
             return seconds

@@ -217,8 +217,10 @@ class Spots:
         update = parts.pop(UPDATE, None)
         if broken := [name for name, x in parts.items() if not x.isfinite().all()]:
             return dict.fromkeys(broken, float("inf"))
-        is_narrow = case.residual == "narrow"
-        references = [Reference(self.base, self.precision, exact, meant, is_narrow) for exact in (True, False)]
+        references = [
+            Reference(self.base, self.precision, exact, meant, narrow=case.residual == "narrow")
+            for exact in (True, False)
+        ]
         ratios = update.ratios() if update else {}
         if ALL_STATES in parts:
             ratios[LOSS] = mean_ratio(
@@ -229,8 +231,15 @@ class Spots:
         if EMBEDDINGS in parts:
             parts[EMBEDDINGS] = parts[EMBEDDINGS][self._sequences(spot)[1]]
         for name in parts.keys() - {LOSS, ALL_STATES}:
-            right = exact[name], plain[name], ROUNDING[self.precision], self._groups(name, spot)
-            ratios[name] = ratio_by_group(parts[name], *right, spot.rows.get(name), SPOT_TIMES)
+            ratios[name] = ratio_by_group(
+                parts[name],
+                exact[name],
+                plain[name],
+                ROUNDING[self.precision],
+                self._groups(name, spot),
+                spot.rows.get(name),
+                SPOT_TIMES,
+            )
         return ratios
 
     def _ids(self, spot: Spot) -> Tensor:
