@@ -213,12 +213,8 @@ class Layout:
 def pack(params: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """Copies gradients into a new flat tensor of `dtype`, zeros where there is none. Returns (flat tensor, its views).
 
-    Gradients that already are the views of such a tensor, as after `zero_grad(set_to_none=False)`, are not copied.
     `layout.gaps` of the flat tensor are not written: they hold anything.
     """
-    flat = _whole(params, layout, dtype)
-    if flat is not None:
-        return flat, [p.grad for p in params if p.grad is not None]
     flat = params[0].new_empty(layout.length, dtype=dtype)
     views = layout.views(flat)
     copy_gradients(params, views)
@@ -254,16 +250,3 @@ def widen(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     torch._foreach_copy_([p.grad for p in params], views)
-
-
-def _whole(params: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor | None:
-    """The flat tensor of this layout whose views all gradients are already; None if there is none."""
-    first = params[0].grad
-    flat = None if first is None else first._base
-    if flat is None or flat.dim() != 1 or flat.numel() != layout.length or flat.dtype != dtype:
-        return None
-    for p, (_, _, start) in zip(params, layout.places, strict=True):
-        grad = p.grad
-        if grad is None or grad._base is not flat or grad.storage_offset() != start or not grad.is_contiguous():
-            return None
-    return flat
