@@ -93,7 +93,7 @@ def split(parts: Sequence[Chunk], pretokenizer: Pretokenizer, count: int) -> lis
             while start < part.stop:
                 share = min(count - 1, done * count // total)
                 border = start + -(-(share + 1) * total // count) - done
-                stop = part.stop if share == count - 1 else cut_file(file.fileno(), pretokenizer, border, part.stop)
+                stop = cut_file(file.fileno(), pretokenizer, border, part.stop)  # of the last share it is the end
                 shares[share].append(Chunk(part.path, start, stop))
                 start, done = stop, done + stop - start
     return shares

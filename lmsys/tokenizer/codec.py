@@ -93,10 +93,8 @@ class Tokenizer:
         """The ids of UTF-8 text, in an array of `dtype`. ValueError for what is neither text nor bytes."""
         if not isinstance(text, bytes):  # not by `hold`: a sentence with the text would be made of every text
             raise ValueError(f"text={values.shortly(text)} must be a str or bytes")
-        if not text:
-            return np.zeros(0, self.dtype)
         with self._lock:
-            return np.concatenate(list(map(self._encode, self._pretokenizer.blocks(text))))
+            return np.concatenate([np.zeros(0, self.dtype), *map(self._encode, self._pretokenizer.blocks(text))])
 
     def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
         """The ids of the texts joined, such as the lines of a file; it holds a piece of them at a time.
@@ -109,7 +107,7 @@ class Tokenizer:
             size += len(text)
             if size >= enough:
                 data = _utf8("".join(waiting))
-                cut = self._late_cut(data)
+                cut = self._pretokenizer.cut(data, len(data) // 2) or 0
                 yield from self.encode_array(data[:cut]).tolist()
                 waiting = [data[cut:].decode()]
                 size = len(waiting[0])
@@ -260,14 +258,6 @@ class Tokenizer:
                     if rank is not None:
                         heapq.heappush(queue, rank)
         return text
-
-    def _late_cut(self, data: bytes) -> int:
-        """A place to cut, as near to the end as a few tries find one; 0: there is none."""
-        for after in (max(0, len(data) - 4096), len(data) // 2, 0):
-            place = self._pretokenizer.cut(data, after)
-            if place is not None:
-                return place
-        return 0
 
 
 def _utf8(text: str) -> bytes:
