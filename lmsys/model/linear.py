@@ -53,8 +53,7 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _cast_to(weights: Sequence[Tensor]) -> torch.dtype | None:
     """The narrow dtype that autocast would cast these weights to; None: it would not, or not all are float32."""
-    device = weights[0].device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+    dtype = matmul_dtype(weights[0])
     return dtype if dtype.itemsize < 4 and all(t.dtype == torch.float32 for t in weights) else None
 
 
@@ -67,7 +66,7 @@ class _NarrowLinear(torch.autograd.Function):
         needs_x, _, _, *needs_weights = ctx.needs_input_grad
         kept = sources if all(w.dtype == dtype for w in sources) else [weight]  # kept copies need no more memory
         ctx.save_for_backward(narrow if any(needs_weights) else None, *(kept if needs_x else ()))
-        ctx.wide, ctx.rows = x.dtype, [len(w) for w in weights]
+        ctx.wide, ctx.rows = x.dtype, list(map(len, weights))
         return (narrow @ weight.mT).view(*x.shape[:-1], len(weight))
 
     @staticmethod
@@ -93,7 +92,7 @@ def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return weights[0].to(dtype)
     if torch.compiler.is_compiling():
         return torch.cat([w.to(dtype) for w in weights])
-    rows, width = sum(len(w) for w in weights), weights[0].shape[-1]
+    rows, width = sum(map(len, weights)), weights[0].shape[-1]
     if _follow_each_other(weights, dtype):
         return weights[0].as_strided((rows, width), (width, 1))
     return torch.cat(weights, out=weights[0].new_empty(rows, width, dtype=dtype))
