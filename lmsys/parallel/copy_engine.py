@@ -41,7 +41,6 @@ from lmsys.parallel import buckets, collectives, overlapped, sharded_optimizer, 
 
 READY, ARRIVED, DONE = range(3)  # the channels of the barriers
 HALVES = 2  # of an inbox
-Mean = Callable[[Tensor, Tensor, Tensor, int], None]
 
 
 # What is done for a bucket, in three lists. Sending: (number of a gradient, slice of it, where it goes in a peer's
@@ -71,7 +70,7 @@ class Exchange:
         inbox: Tensor,
         inboxes: Any,
         handles: Sequence[Any],
-        mean: Mean,
+        mean: Callable[[Tensor, Tensor, Tensor, int], None],
         timeout_ms: int,
         copy: Callable[[Tensor, Tensor], Any] = Tensor.copy_,
         cuda: Any = torch.cuda,
@@ -291,13 +290,13 @@ class CopyEngines(overlapped.Collectives):
         inboxes = self._handle(inbox)
         if buckets[0].whole:
             flats = [self._empty(bucket.layout.length, bucket.dtype) for bucket in buckets]
-            handles = [self._handle(flat) for flat in flats]
+            handles = list(map(self._handle, flats))
         else:
             flats, handles = [inbox.new_empty(bucket.own.length, dtype=bucket.dtype) for bucket in buckets], []
         return Exchange(layouts, flats, inbox, inboxes, handles, self._mean, self._timeout_ms())
 
     def _all_gather_of(self, flats: Sequence[Tensor]) -> AllGather:
-        return AllGather(flats, [self._handle(flat) for flat in flats], self._timeout_ms())
+        return AllGather(flats, list(map(self._handle, flats)), self._timeout_ms())
 
     def _empty(self, length: int, dtype: torch.dtype) -> Tensor:
         """A tensor (length,) in symmetric memory of the current device, unwritten; also an empty one has an address."""
@@ -335,7 +334,7 @@ class CopyEngines(overlapped.Collectives):
 def _means(bucket: overlapped.Bucket, flat: Tensor) -> list[Any]:
     """For each parameter the view of `flat` where its mean will be; None for one that this rank does not own."""
     views = dict(zip(bucket.owned, bucket.own.views(flat), strict=True))
-    return [views.get(p) for p in bucket.params]
+    return list(map(views.get, bucket.params))
 
 
 class ByCopyEngines:
