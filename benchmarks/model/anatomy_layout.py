@@ -13,8 +13,6 @@ PART_FIELDS = [
     {"name": "total_s", "unit": "s", "label": "time", "shown": "ms"},
     {"name": "backward_s", "unit": "s", "label": "backward", "shown": "ms"},
 ]
-OWN_TIME = 'number(1000.0 * total_s) + (f" / {number(1000.0 * backward_s)}" if backward_s else "")'
-SCORES = "num_layers * batch * num_heads * context * context"
 KINDS = ["matmul", "attention", "elementwise", "reduction", "copy", "communication", "other"]
 MEASURED = ["parameters", "gradients", "optimizer", "activations"]
 GIB = 2**30
@@ -34,7 +32,18 @@ def parts_of(mode: str, word: str) -> list[Any]:
     """The table of the parts of a model in one kind of call."""
     return [
         ["only", f'mode == "{mode}"'],
-        ["unfolded", "parts", [*PART_FIELDS, {"name": "own_s", "label": f"Parts of one {word}, ms", "of": OWN_TIME}]],
+        [
+            "unfolded",
+            "parts",
+            [
+                *PART_FIELDS,
+                {
+                    "name": "own_s",
+                    "label": f"Parts of one {word}, ms",
+                    "of": 'number(1000.0 * total_s) + (f" / {number(1000.0 * backward_s)}" if backward_s else "")',
+                },
+            ],
+        ],
         [
             "pivot",
             ["own_s"],
@@ -112,7 +121,8 @@ TIME_GOES = [
                             "unit": "FLOP",
                             "label": "forward",
                             "shown": "GFLOP",
-                            "of": f'{SCORES} * (5 if name == "softmax" else 2 * d_model // num_heads)',
+                            "of": "num_layers * batch * num_heads * context * context"
+                            ' * (5 if name == "softmax" else 2 * d_model // num_heads)',
                         },
                     ],
                 ],
@@ -279,8 +289,9 @@ MEMORY_GOES = [
         ],
     },
 ]
-PARTS = ["forward", "norms", "projections", "rotation", "attention", "scores", "softmax", "values"]
-PARTS += ["feed-forward", "head and loss", "backward", "optimizer"]  # in the order of a step
+PARTS = (  # in the order of a step
+    "forward,norms,projections,rotation,attention,scores,softmax,values,feed-forward,head and loss,backward,optimizer"
+).split(",")
 ANATOMY: Layout = {
     "place": 40,
     "words": WORDS,
