@@ -45,7 +45,7 @@ def table(judged: Iterable[Pair]) -> str:
     lines = ["| version | and | held by | errors / allowed |", "|---|---|---|---|"]
     for pair in judged:
         ratios = " and ".join(
-            "unknown" if two.error_ratio is None else f"{two.error_ratio:.3f}" for two in (pair.first, pair.second)
+            "unknown" if two.ratios is None else f"{max(two.ratios.values()):.3f}" for two in (pair.first, pair.second)
         )
         held = f"{pair.held_by}: {pair.why}" if pair.why else pair.held_by
         lines.append(f"| {name_of(pair.first.case)} | {name_of(pair.second.case)} | {held} | {ratios} |")

@@ -155,10 +155,6 @@ class Steps:
     bits: str
     ratios: Mapping[str, float] | None
 
-    @property
-    def error_ratio(self) -> float | None:
-        return None if self.ratios is None else max(self.ratios.values())
-
 
 @dataclass(frozen=True)
 class Pair:
