@@ -100,21 +100,13 @@ def _tell(method: str, optimizer: Optimizer, *_: Any) -> None:
 
 
 class Among:
-    """A set of parameters, to ask in each step whether an optimizer holds any of them.
-
-    An optimizer's param groups are looked through once, and again when their number changes.
-    """
+    """A set of parameters, to ask in each step whether an optimizer holds any of them."""
 
     def __init__(self, params: Iterable[nn.Parameter]):
         self._ids = frozenset(map(id, params))
-        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
     def held_by(self, optimizer: Optimizer) -> bool:
-        count = len(optimizer.param_groups)
-        if self._known.get(optimizer, (None, False))[0] != count:
-            held = any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
-            self._known[optimizer] = count, held
-        return self._known[optimizer][1]
+        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
 
 
 _PLAIN = (
