@@ -20,7 +20,6 @@ from lmsys import checkpointing, processes, traits
 from lmsys.bench import Axis, Benchmark, Candidate, Failure, Field, Grid, Kept, Record, Settings, Step, bench, fields
 from lmsys.cost import memory, operations
 from lmsys.measure.compare import attempt
-from lmsys.measure.machine import peak_flops_per_s
 
 
 @dataclass
@@ -195,9 +194,7 @@ class Model(ModelBenchmark):
         work: Record = {"predicted_bytes": predicted_bytes(case, record), "flops": flops}
         work |= {"tokens_per_s": tokens / time_s} if time_s else {}
         if time_s and flops:
-            work |= models.matmul_rates(flops, time_s, case.precision, machine)
-            stated = peak_flops_per_s(machine["gpu"], case.precision)
-            work["mfu"] = work["flops_per_s"] / stated if stated else None
+            work |= models.model_rates(flops, time_s, case.precision, machine)
         return work
 
 

@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import axes, bench_data_parallel, models
-from benchmarks.data_parallel import check, passes, rank
+from benchmarks.data_parallel import check, passes, rank, steps_layout
 from benchmarks.data_parallel.cases import MODELS, ParallelCase, StepsCase
-from benchmarks.data_parallel.steps_layout import STEPS as LAYOUT
 from lmsys import attention, checkpointing
 from lmsys.bench import (
     Axis,
@@ -202,7 +201,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
     """Each case alone is checked, then trains."""
 
     name = "steps"
-    layout = LAYOUT
+    layout = steps_layout.STEPS
     case_type = StepsCase
     tables = {"strategy": STRATEGIES}
     streams = True  # each case is a turn of its own: two models do not fit in memory together

@@ -22,6 +22,7 @@ from lmsys import checkpointing, testing
 from lmsys.attention import ATTENTION, AttentionCase, compiled
 from lmsys.bench import Case, Entry, Field, Record, Table, ranks
 from lmsys.config import ModelConfig, model_config
+from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM, transformer
 from lmsys.training.prepare import AUTOCAST, run_blocks
 from lmsys.traits import AttentionTraits, StrategyTraits
@@ -120,6 +121,12 @@ def matmul_rates(flops: float, time_s: float, dtype: str, machine: Record) -> Re
         "matmul_ceiling_fraction": flops / time_s / reached if reached else None,
         "sustained_ceiling_fraction": flops / time_s / sustained if sustained else None,
     }
+
+
+def model_rates(flops: float, time_s: float, precision: str, machine: Record) -> Record:
+    """`matmul_rates` of a model, and its share of the peak that the device's maker states: None where none is known."""
+    stated = peak_flops_per_s(machine["gpu"], precision)
+    return matmul_rates(flops, time_s, precision, machine) | {"mfu": flops / time_s / stated if stated else None}
 
 
 COMPILED = ("compiled", "graphed")  # ways to run blocks that need a compiler

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import COMPILED, LLAMA, TrainedCase, matmul_rates
+from benchmarks.models import COMPILED, LLAMA, TrainedCase, model_rates
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Entry, Grid, Record, Settings
 from lmsys.cost.communication import ddp_overhead
 from lmsys.cost.memory import zero_memory
 from lmsys.cost.operations import model_flops, model_parameters
-from lmsys.measure.machine import peak_flops_per_s
 from lmsys.measure.profile import Communication
 from lmsys.model import fused as fused_blocks
 from lmsys.training.prepare import AUTOCAST
@@ -125,8 +124,11 @@ class StepsCase(ParallelCase):
 
     @property
     def axes(self) -> Record:
-        defaults = "asked_bucket_mb", "comm_dtype", "sharded_optimizer"  # axes that these cases do not vary
-        return {name: value for name, value in super().axes.items() if name not in defaults}
+        return {
+            name: value
+            for name, value in super().axes.items()
+            if name not in ("asked_bucket_mb", "comm_dtype", "sharded_optimizer")  # which these cases do not vary
+        }
 
 
 def variants(grid: Grid, entry: Entry) -> Iterable[tuple[float | str | None, str, bool]]:
@@ -267,13 +269,8 @@ def step_rates(case: ParallelCase, time_s: float, machine: Record) -> Record:
     """Operations of a step and tokens/s, of all ranks; a rank's rate and its share of measured and stated peaks."""
     tokens = case.world_size * case.batch * case.context
     flops = model_flops(case.config, tokens=tokens, context=case.context, mode="step")
-    rates = {
-        "flops": flops,
-        "tokens_per_s": tokens / time_s,
-        **matmul_rates(flops / case.world_size, time_s, case.precision, machine),
-    }
-    stated = peak_flops_per_s(machine["gpu"], case.precision)
-    return rates | {"mfu": rates["flops_per_s"] / stated if stated else None}
+    rates = model_rates(flops / case.world_size, time_s, case.precision, machine)
+    return {"flops": flops, "tokens_per_s": tokens / time_s} | rates
 
 
 def communication(row: Row, rows: Sequence[Row]) -> Record:

@@ -16,7 +16,6 @@ SIZES = [
     "optimizer_fraction!",
     "peak_bytes!",
 ]
-SETTING = ["size", "batch", "context", "precision", "compile", "world_size", "checkpoint", "residual", LIMIT]
 RANK_KEYS = ["batch", "world_size", "impl"]
 DATA_PARALLEL: Layout = {
     "place": 70,
@@ -81,7 +80,17 @@ DATA_PARALLEL: Layout = {
                             ["only", 'not sharded_optimizer and comm_dtype != "bfloat16" and world_size > 1'],
                             [
                                 "rivals",
-                                SETTING,
+                                [
+                                    "size",
+                                    "batch",
+                                    "context",
+                                    "precision",
+                                    "compile",
+                                    "world_size",
+                                    "checkpoint",
+                                    "residual",
+                                    LIMIT,
+                                ],
                                 ["{size} b{batch} s{context}, {precision}, ", "{world_size} ranks{how}"],
                                 "data-parallel-{section}-peers",
                                 "Speed of ours, × of the row beside it · {section}",

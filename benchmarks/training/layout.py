@@ -8,8 +8,6 @@ Names in braces stand for fields of the cases, and texts under "of" are expressi
 
 from benchmarks.layouts import COMPILED, WORDS, Layout
 
-# An expression over a case's fields, in which texts have quotes of their own.
-ENDED = '("" if valid_loss is None else f"{valid_loss:.4f}") + f" ({curve_difference:.1e})"'
 SAME = ["attention", "comparison"]  # axes on which a case agrees with the one that it is compared with
 TRAINING: Layout = {
     "place": 100,
@@ -89,7 +87,14 @@ TRAINING: Layout = {
                                     # One process takes the batches of all ranks, thus world_size times a rank's.
                                     "of": 'beside["time_s"] / time_s / world_size',
                                 },
-                                {"name": "ended", "label": "Loss", "role": "detail", "of": ENDED},
+                                {
+                                    "name": "ended",
+                                    "label": "Loss",
+                                    "role": "detail",
+                                    # An expression over a case's fields, in which texts have quotes of their own.
+                                    "of": '("" if valid_loss is None else f"{valid_loss:.4f}")'
+                                    ' + f" ({curve_difference:.1e})"',
+                                },
                             ],
                         ],
                     ],
