@@ -17,7 +17,7 @@ Legend: T tokens, M input features, O output features.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, count, pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -132,9 +132,8 @@ class RoundedWeights:
     def __init__(self, layers: Sequence[Sequence[nn.Module]]):
         self._layers = layers
         self._weights: list[Any] = []
-        self._copies: list[Tensor] = []
-        self._numbers: dict[int, int] = {}  # by id of the weight
-        self._made_of: list[tuple[int, int] | None] = []  # version and address
+        self._copies: dict[int, Tensor] = {}  # by id of the weight
+        self._made_of: dict[int, tuple[int, int]] = {}  # version and address of the weight, by its id
         self._shown = False  # weights have their copies as `rounded`
 
     def __reduce__(self) -> Any:
@@ -151,18 +150,17 @@ class RoundedWeights:
             yield  # nothing is cast, or changes of a weight are not counted
             return
         if not self._are_of(weights, dtype):
-            self._weights, self._copies = weights, []
+            self._weights, self._copies, self._made_of = weights, {}, {}
             for group in groups:
                 rows, device = list(map(len, group)), group[0].device
-                self._copies += torch.empty(sum(rows), group[0].shape[-1], dtype=dtype, device=device).split(rows)
-            self._numbers = dict(zip(map(id, weights), count(), strict=False))
-            self._made_of = [None] * len(weights)
+                copies = torch.empty(sum(rows), group[0].shape[-1], dtype=dtype, device=device).split(rows)
+                self._copies.update(zip(map(id, group), copies, strict=True))
         self.refresh()
         for recording in _recordings:
             recording.add(self)
         self._shown = True
-        for weight, copy in zip(weights, self._copies, strict=True):
-            weight.rounded = copy
+        for weight in weights:
+            weight.rounded = self._copies[id(weight)]
         try:
             yield
         finally:
@@ -172,32 +170,30 @@ class RoundedWeights:
 
     def refresh(self) -> None:
         """Copies again the weights that have changed."""
-        now = [(weight._version, weight.data_ptr()) for weight in self._weights]
-        stale = [number for number, made_of in enumerate(self._made_of) if made_of != now[number]]
+        now = {id(weight): (weight._version, weight.data_ptr()) for weight in self._weights}
+        stale = [weight for weight in self._weights if self._made_of.get(id(weight)) != now[id(weight)]]
         if not stale:
             return
         with torch.no_grad():
-            torch._foreach_copy_([self._copies[i] for i in stale], [self._weights[i] for i in stale])
-        if self._weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            torch._foreach_copy_([self._copies[id(weight)] for weight in stale], stale)
+        if stale[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return  # a capture has copied nothing yet: a replay will
-        for number in stale:
-            self._made_of[number] = now[number]
+        self._made_of = now
 
     def of(self, weight: Tensor) -> Tensor | None:
         """The copy of a weight, for an optimizer to write; None where there is none."""
-        number = self._numbers.get(id(weight))
-        return None if number is None else self._copies[number]
+        return self._copies.get(id(weight))
 
     def follow(self, weights: Iterable[Tensor]) -> None:
         """Called by an optimizer that has stepped these weights and written their copies: notes that they are equal."""
         for weight in weights:
-            number = self._numbers.get(id(weight))
-            if number is not None:
-                self._made_of[number] = weight._version, weight.data_ptr()
+            if id(weight) in self._copies:
+                self._made_of[id(weight)] = weight._version, weight.data_ptr()
 
     def _are_of(self, weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
         """True where the copies are of these weights, in that dtype and on their devices."""
         return len(weights) == len(self._weights) and all(
-            weight is other and copy.dtype == dtype and copy.device == weight.device
-            for weight, other, copy in zip(weights, self._weights, self._copies, strict=True)
+            weight is other
+            and (self._copies[id(weight)].dtype, self._copies[id(weight)].device) == (dtype, weight.device)
+            for weight, other in zip(weights, self._weights, strict=True)
         )
