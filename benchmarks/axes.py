@@ -12,10 +12,9 @@ from pathlib import Path
 from lmsys import config, values
 from lmsys.bench.fields import Axis, Parse, one_of, positive, yes_no
 from lmsys.checkpointing import FIT, LEVELS, RUN
-from lmsys.cost.memory import MATMUL_BYTES
+from lmsys.cost import memory, operations
 
 DTYPES = ("float32", "float16", "bfloat16")
-DIRECTIONS = ("fwd", "bwd", "fwdbwd")
 MODES = ("forward", "train_forward", "backward", "optimizer", "step")
 END = -1  # an offset that stands for K - Q
 MODELS_ONLY = (
@@ -123,7 +122,12 @@ NAMED = (
     Axis("heads", head_pair, ((1, 1),), "--heads", "query heads, or query:key heads: 16,32:8", "H"),
     Axis("dtype", one_of(*DTYPES), option="--dtype", help=", ".join(DTYPES)),
     Axis("causal", yes_no, option="--causal", help="yes, no"),
-    Axis("direction", one_of(*DIRECTIONS), option="--direction", help=", ".join(DIRECTIONS)),
+    Axis(
+        "direction",
+        one_of(*operations.FLOPS_OF_FORWARD),
+        option="--direction",
+        help=", ".join(operations.FLOPS_OF_FORWARD),
+    ),
     Axis("deterministic", asked, (None,), "--deterministic", "in torch's deterministic mode: yes, no"),
     Axis("window", or_none(positive), (None,), "--window", "keys that a causal query sees at most: 1024, none", "W"),
     Axis(
@@ -139,7 +143,7 @@ NAMED = (
     Axis("context", positive, option="--context", metavar="S", help="sequence lengths of the language model: 512,1024"),
     Axis(
         "precision",
-        one_of(*MATMUL_BYTES),
+        one_of(*memory.MATMUL_BYTES),
         ("bf16",),
         "--precision",
         "fp32, tf32, bf16 (autocast), fp16 (autocast and loss scaling)",

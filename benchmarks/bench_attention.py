@@ -105,6 +105,11 @@ class AttentionTest(Case):
         """Pairs of a query and a key that it sees, of a head; None where `causal` says it all."""
         return self._visible[0] if self.options else None
 
+    def flops(self, direction: str) -> float:
+        """Operations of the matmuls in this direction."""
+        shape = {name: size for name, size in self.shape.items() if name != "kv_heads"}
+        return operations.attention_flops(**shape, causal=self.causal, direction=direction, pairs=self.pairs)
+
     @property
     def keys_seen(self) -> float:
         """Keys of a head that some query sees."""
@@ -274,12 +279,13 @@ class Attention(Benchmark):
 
     def least_work(self, case: AttentionTest) -> tuple[float, str, float]:
         """A forward's two products; of a backward's five one may be kept from the forward. Inputs are read once."""
-        shape = case.shape
-        del shape["kv_heads"]
         products = {"fwd": 1, "bwd": 2, "fwdbwd": 3}[case.direction]  # in units of two
-        forward = operations.attention_flops(**shape, causal=case.causal, direction="fwd", pairs=case.pairs)
         rows = (1 if case.direction == "fwd" else 2) * case.heads * case.queries + 2 * case.kv_heads * case.keys_seen
-        return products * forward, case.dtype, rows * case.batch * case.head_dim * contract.DTYPES[case.dtype].itemsize
+        return (
+            products * case.flops("fwd"),
+            case.dtype,
+            rows * case.batch * case.head_dim * contract.DTYPES[case.dtype].itemsize,
+        )
 
     def inspect(self, case: AttentionTest, candidate: Candidate, setup: check.Spots) -> Record:
         """Peak bytes of what is timed, above what was live before it, the bytes saved from forward to backward, and the
@@ -300,11 +306,9 @@ class Attention(Benchmark):
 
     def metrics(self, case: AttentionTest, record: Record, machine: Record) -> Record:
         """Work, ideal traffic, and with a time the rates and their share of what this machine reaches."""
-        shape = case.shape
-        read = shape | ({"keys": case.keys_seen} if case.options and case.direction == "fwd" else {})
+        read = case.shape | ({"keys": case.keys_seen} if case.options and case.direction == "fwd" else {})
         moved = operations.attention_bytes(**read, dtype=case.dtype, direction=case.direction)
-        del shape["kv_heads"]
-        flops = operations.attention_flops(**shape, causal=case.causal, direction=case.direction, pairs=case.pairs)
+        flops = case.flops(case.direction)
         work: Record = {"flops": flops, "bytes": round(moved)}
         if case.pairs is not None:
             work["visible_share"] = case.pairs / (case.queries * case.keys)

@@ -9,7 +9,6 @@ V vocabulary size, S sequence length.
 from lmsys.config import ModelConfig
 from lmsys.values import one_of
 
-DIRECTIONS = ("fwd", "bwd", "fwdbwd")
 FLOPS_OF_FORWARD = {"fwd": 1.0, "bwd": 2.5, "fwdbwd": 3.5}  # a backward does five matmuls where the forward does two
 FLOPS_OF_STEP = {"forward": 1 / 3, "train_forward": 1 / 3, "backward": 2 / 3, "step": 1.0}  # share of a step, by mode
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -46,7 +45,7 @@ def attention_flops(
     Neither the softmax nor recomputing scores in the backward counts as work. ValueError for an unknown direction.
     """
     forward = 4 * batch * heads * head_dim * (attention_pairs(queries, keys, causal) if pairs is None else pairs)
-    return forward * FLOPS_OF_FORWARD[one_of("direction", direction, DIRECTIONS)]
+    return forward * FLOPS_OF_FORWARD[one_of("direction", direction, FLOPS_OF_FORWARD)]
 
 
 def attention_bytes(
@@ -60,7 +59,7 @@ def attention_bytes(
     query_side = batch * heads * queries * head_dim  # q, o, do, dq
     key_side = batch * kv_heads * keys * head_dim  # k, v, dk, dv
     num_query_side, num_key_side = {"fwd": (2, 2), "bwd": (3, 4), "fwdbwd": (4, 4)}[
-        one_of("direction", direction, DIRECTIONS)
+        one_of("direction", direction, FLOPS_OF_FORWARD)
     ]
     return (num_query_side * query_side + num_key_side * key_side) * ELEMENT_BYTES[dtype]
 

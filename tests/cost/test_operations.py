@@ -17,7 +17,7 @@ from lmsys.config import SIZES, ModelConfig, model_config
 from lmsys.cost.communication import bus_factor, ddp_overhead, fit_latency_bandwidth, optimal_bucket_bytes
 from lmsys.cost.memory import zero_memory
 from lmsys.cost.operations import (
-    DIRECTIONS,
+    FLOPS_OF_FORWARD,
     attention_bytes,
     attention_flops,
     attention_pairs,
@@ -51,7 +51,7 @@ def test_bytes_are_the_sizes_of_inputs_and_outputs(batch: int, heads: int, group
     q, k = batch * heads * group * queries * 8 * 2, batch * heads * keys * 8 * 2
     moved = {
         direction: attention_bytes(batch, heads * group, heads, queries, keys, 8, dtype="bfloat16", direction=direction)
-        for direction in DIRECTIONS
+        for direction in FLOPS_OF_FORWARD
     }
     assert moved == {
         "fwd": q + k + k + q,
