@@ -1,10 +1,11 @@
 """Mixed precision: what rounding does to a long sum, and which dtype autocast gives each tensor. Nothing is timed.
 
-Each study is a function of a dtype and the settings that returns fields of the record; `Precision.cases` lists them.
+Each study is a function of a dtype and a device that returns fields of the record; `Precision.cases` lists them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ WATCHED = (  # modules whose outputs are looked at
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def sums(low: torch.dtype, settings: Settings) -> Record:
+def sums(low: torch.dtype, device: str) -> Record:
     """ADDEND added TIMES times in four ways: all in float32, all in `low`, and a float32 sum of `low` values, cast by
     torch or by hand.
 
@@ -60,25 +61,28 @@ def _total(accumulator: torch.dtype, addend: torch.Tensor) -> float:
     return running.item()
 
 
-def tensors(dtype: torch.dtype, settings: Settings) -> Record:
+def tensors(dtype: torch.dtype, device: str) -> Record:
     """The dtypes of a training step under autocast: of a model's parameters, outputs, loss and gradients."""
-    model = models.build(CONFIG, settings.device, settings.seed)
-    tokens = torch.arange(CONFIG.context_length, device=settings.device)[None]
-    names = {model.get_submodule(name): name for name in WATCHED}
+    model = models.build(CONFIG, device, seed=0)
+    tokens = torch.arange(CONFIG.context_length, device=device)[None]
     outputs: dict[str, torch.dtype] = {}
 
-    def note(module: torch.nn.Module, _: Any, output: Any) -> None:
-        if module in names:
-            outputs[names[module]] = output.dtype
+    def note(name: str, _: torch.nn.Module, __: Any, output: Any) -> None:
+        outputs[name] = output.dtype
 
-    with torch.nn.modules.module.register_module_forward_hook(note):
-        with torch.autocast(settings.device, dtype):
-            model(tokens)
-            loss = model.loss(tokens, tokens)
-        loss.backward()
+    for name in WATCHED:
+        model.get_submodule(name).register_forward_hook(partial(note, name))
+    with torch.autocast(device, dtype):
+        model(tokens)
+        loss = model.loss(tokens, tokens)
+    loss.backward()
     weight = model.layers[0].attn.q_proj.weight
-    dtypes = {"parameters": weight.dtype} | {f"output of {name}": outputs[name] for name in WATCHED}
-    dtypes |= {"loss": loss.dtype, "gradients": weight.grad.dtype}
+    dtypes = {
+        "parameters": weight.dtype,
+        **{f"output of {name}": outputs[name] for name in WATCHED},
+        "loss": loss.dtype,
+        "gradients": weight.grad.dtype,
+    }
     return {"tensors": [{"name": name, "dtype": _name(kept_in)} for name, kept_in in dtypes.items()]}
 
 
@@ -115,11 +119,8 @@ class Precision(Benchmark):
         ):
             yield from (Study(study.name, study, settings.device, dtype) for dtype in DTYPES)
 
-    def setup(self, cases: Sequence[Study], settings: Settings) -> Settings:
-        return settings
-
-    def open(self, candidate: Candidate, setup: Settings) -> None:
-        candidate.notes |= candidate.entry.load()(DTYPES[candidate.case.dtype], setup)
+    def open(self, candidate: Candidate, setup: None) -> None:
+        candidate.notes |= candidate.entry.load()(DTYPES[candidate.case.dtype], candidate.case.device)
         candidate.reason = "a study: nothing is timed"
 
     def turns(self, cases: Sequence[Study]) -> Iterable[Sequence[Study]]:

@@ -3,18 +3,17 @@
 import torch
 
 from benchmarks.bench_precision import sums, tensors
-from lmsys.bench import Settings
 
 
 def test_a_rounded_sum_loses_more_than_rounded_addends() -> None:
-    half, brain = (sums(dtype, Settings(device="cpu"))["sums"] for dtype in (torch.float16, torch.bfloat16))
+    half, brain = (sums(dtype, "cpu")["sums"] for dtype in (torch.float16, torch.bfloat16))
     exact, low, mixed, cast = (abs(way["error"]) for way in half)
     assert exact < 1e-3 < mixed == cast < 1e-2 < low and half[1]["result"] == 9.953125
     assert abs(brain[1]["error"]) > 5  # 0.01 is below half a unit of 4: the sum stands still
 
 
 def test_autocast_keeps_parameters_norms_loss_and_gradients_wide() -> None:
-    found = {one["name"]: one["dtype"] for one in tensors(torch.bfloat16, Settings(device="cpu"))["tensors"]}
+    found = {one["name"]: one["dtype"] for one in tensors(torch.bfloat16, "cpu")["tensors"]}
     narrow = {name for name, dtype in found.items() if dtype == "bfloat16"}
     assert {"output of layers.0.attn.qkv", "output of layers.0.ffn.w1", "output of lm_head"} <= narrow
     assert {name for name, dtype in found.items() if dtype == "float32"} == {
