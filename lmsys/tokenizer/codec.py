@@ -57,11 +57,10 @@ class Tokenizer:
                 f"special_tokens={values.shortly(self.special_tokens)} must be strings",
             )
         )
-        known = set(self.vocab.values())
-        for special in map(str.encode, self.special_tokens):
-            if special not in known:
-                self.vocab[len(self.vocab)] = special
         self._ids = {token: number for number, token in self.vocab.items()}
+        for special in map(str.encode, self.special_tokens):
+            number = self._ids.setdefault(special, len(self.vocab))
+            self.vocab[number] = special
         self._check()
         self._special_ids = {special: self._ids[special] for special in map(str.encode, self.special_tokens)}
         self._pretokenizer = Pretokenizer(self.special_tokens)
@@ -202,8 +201,8 @@ class Tokenizer:
                 if len(token) > 1 and token not in made:
                     raise ValueError(f"merge {values.shortly(merge)}: no merge makes {values.shortly(token)}")
         for special in self.special_tokens:
-            is_ordinary = len(special.encode()) == 1 or special.encode() in made
-            values.hold((not is_ordinary, f"special token {special!r} is an ordinary token of this vocabulary"))
+            is_special = len(special.encode()) != 1 and special.encode() not in made
+            values.hold((is_special, f"special token {special!r} is an ordinary token of this vocabulary"))
 
     def _forget(self) -> None:
         """Drops the pre-tokens that are kept. Word number i has _lengths[i] ids, from _flat[_places[i]] on."""
