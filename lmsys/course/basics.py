@@ -179,8 +179,12 @@ def multihead() -> Questions:
             attended(q, k, v, CAUSAL).transpose(1, 2).flatten(-2) @ weights[3].mT
         ),
     }
-    call = partial(adapter("run_multihead_self_attention"), M, H, *weights, x)
-    yield asked("causal, 4 heads", call, heads(x, weights), mistakes)
+    yield asked(
+        "causal, 4 heads",
+        partial(adapter("run_multihead_self_attention"), M, H, *weights, x),
+        heads(x, weights),
+        mistakes,
+    )
 
 
 def multihead_with_rope() -> Questions:
@@ -237,15 +241,23 @@ def block() -> Questions:
         "there are no residual connections": block_of(x, weights, form="none"),
         "RoPE is not applied": block_of(x, weights, rotated=""),
     }
-    call = partial(adapter("run_transformer_block"), M, H, FF, LONGEST, THETA, weights, x)
-    yield asked("a block", call, block_of(x, weights), mistakes)
+    yield asked(
+        "a block",
+        partial(adapter("run_transformer_block"), M, H, FF, LONGEST, THETA, weights, x),
+        block_of(x, weights),
+        mistakes,
+    )
 
 
 def language_model() -> Questions:
-    layers, ids = [weights_of(layer) for layer in range(LAYERS)], torch.arange(B * S).view(B, S) * 5 % V
+    layers, ids = list(map(weights_of, range(LAYERS))), torch.arange(B * S).view(B, S) * 5 % V
     table, head, gain = drawn("ids", V, M), drawn("head", V, M) / 8, 1 + drawn("ln_final", M) / 4
-    weights = {f"layers.{i}.{name}": w for i, layer in enumerate(layers) for name, w in layer.items()}
-    weights |= {"token_embeddings.weight": table, "lm_head.weight": head, "ln_final.weight": gain}
+    weights = {
+        "token_embeddings.weight": table,
+        **{f"layers.{i}.{name}": w for i, layer in enumerate(layers) for name, w in layer.items()},
+        "ln_final.weight": gain,
+        "lm_head.weight": head,
+    }
     x = reduce(block_of, layers, table[ids])
     logits = normed(x, gain) @ head.mT
     mistakes = {

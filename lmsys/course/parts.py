@@ -63,8 +63,9 @@ class Part:
 
 def _of_kind(kind: str, name: str, asked: str) -> basics.Questions:
     """The questions of `lmsys check` for a kind; the handout asks those whose names begin with the pattern `asked`."""
-    options = Options(grad=False, dtypes=("float32", "bfloat16"))
-    for question in kinds.KINDS[kind].questions(Entry(name, f"{systems.__name__}:{name}"), options):
+    for question in kinds.KINDS[kind].questions(
+        Entry(name, f"{systems.__name__}:{name}"), Options(grad=False, dtypes=("float32", "bfloat16"))
+    ):
         yield question, not re.match(asked, question.about)
 
 

@@ -129,8 +129,14 @@ def toy() -> nn.Module:
     from cs336_basics.model import Embedding, Linear, RMSNorm  # type: ignore[import-not-found]
 
     torch.manual_seed(42)
-    wide = Linear(WIDTH, 2 * WIDTH), nn.ReLU(), Linear(2 * WIDTH, WIDTH)
-    return nn.Sequential(Embedding(VOCABULARY, WIDTH), RMSNorm(WIDTH), *wide, Linear(WIDTH, VOCABULARY))
+    return nn.Sequential(
+        Embedding(VOCABULARY, WIDTH),
+        RMSNorm(WIDTH),
+        Linear(WIDTH, 2 * WIDTH),
+        nn.ReLU(),
+        Linear(2 * WIDTH, WIDTH),
+        Linear(WIDTH, VOCABULARY),
+    )
 
 
 def train(model: nn.Module, part: slice, rate: float, after: Callable[[Any], object]) -> None:
@@ -138,8 +144,9 @@ def train(model: nn.Module, part: slice, rate: float, after: Callable[[Any], obj
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=True)
-        draw = torch.Generator().manual_seed(step)
-        ids, targets = torch.randint(VOCABULARY, (2, EXAMPLES, POSITIONS), generator=draw)[:, part]
+        ids, targets = torch.randint(
+            VOCABULARY, (2, EXAMPLES, POSITIONS), generator=torch.Generator().manual_seed(step)
+        )[:, part]
         nn.functional.cross_entropy(model(ids).float().flatten(0, 1), targets.flatten()).backward()
         after(optimizer)
         optimizer.step()
@@ -171,8 +178,10 @@ def train_on_rank(dtype: torch.dtype | None) -> State:
             assert fits or not p.requires_grad, f"after the backward {name} has no gradient of its shape and dtype"
 
     train(wrapped, slice(first, first + EXAMPLES // strategy.WORLD_SIZE), RATE, after)
-    full = checkout.adapter("fsdp_gather_full_params")(wrapped)
-    return {name.removeprefix("module."): x.detach().cpu().clone() for name, x in full.items()}
+    return {
+        name.removeprefix("module."): x.detach().cpu().clone()
+        for name, x in checkout.adapter("fsdp_gather_full_params")(wrapped).items()
+    }
 
 
 def fsdp() -> basics.Questions:
