@@ -193,9 +193,8 @@ class DataParallel(ParallelBenchmark):
         ):
             ways = product(variants(grid, entry), grid.product("checkpoint", "residual"))
             for variant, (kept, stream) in ways if world_size > 1 or not StrategyTraits.of(entry).synchronizes else ():
-                yield ParallelCase(
-                    grid.name, entry, settings.device, *model, world_size, *variant, checkpoint=kept, residual=stream
-                )
+                asked = grid.name, entry, settings.device, *model, world_size, *variant
+                yield ParallelCase(*asked, checkpoint=kept, residual=stream)
 
     def contends(self, case: ParallelCase) -> bool:
         return bool(case.traits.synchronizes)

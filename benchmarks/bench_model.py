@@ -55,10 +55,8 @@ class ModelBenchmark(Benchmark):
         ):
             # Other modes keep nothing for a backward.
             if checkpoint == "none" or mode in ("train_forward", "backward", "step"):
-                yield ModelTest(
-                    grid.name, entry, settings.device, *shape, compile, mode, warmup,
-                    checkpoint=checkpoint, residual=residual,
-                )  # fmt: skip
+                asked = grid.name, entry, settings.device, *shape, compile, mode, warmup
+                yield ModelTest(*asked, checkpoint=checkpoint, residual=residual)
 
     def key(self, case: ModelTest) -> Row:
         return case.row

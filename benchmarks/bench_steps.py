@@ -280,10 +280,8 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
             grid["residual"],
         ):
             if row.peer or model == "ours":  # somebody else's model is there as its users train it
-                yield StepsCase(
-                    grid.name, row, settings.device, *work, world_size,
-                    checkpoint=kept, residual=residual, steps=grid["steps"], model=model,
-                )  # fmt: skip
+                asked = grid.name, row, settings.device, *work, world_size
+                yield StepsCase(*asked, checkpoint=kept, residual=residual, steps=grid["steps"], model=model)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         """Judges each row by `check.gate`: three steps on the ranks beside those of one process."""

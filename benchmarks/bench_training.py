@@ -154,9 +154,8 @@ class Training(Benchmark):
             buckets = grid["bucket_mb"] if traits.takes_bucket_mb or traits.tuned_bucket_mb else (None,)
             ways = product(buckets, grid["reproducible"])
             for bucket_mb, same in ways if num_ranks > 1 or not traits.synchronizes else ():
-                case = TrainingCase(
-                    grid.name, entry, settings.device, *model, row, num_ranks, bucket_mb, *text, same, len(buckets) > 1
-                )
+                asked = *model, row, num_ranks, bucket_mb, *text, same, len(buckets) > 1
+                case = TrainingCase(grid.name, entry, settings.device, *asked)
                 if grid.given & {"train_tokens", "val_tokens"}:
                     _ = case.steps, case.windows
                 yield case

@@ -47,14 +47,14 @@ WORDS = {  # how values of fields are read, by field, in reading order
     },
     "size": {name: name for name in ("tiny", "small", "medium", "large", "xl", "2.7b", "10b", "1b", "3b", "8b")},
 }
-# The words that names of files and headings have for the way of compiling.
-HOW = (
-    '"" if compile == "eager" else ", as one CUDA graph" if compile == "graphed" else'
-    ' ", fused blocks as one CUDA graph" if compile == "fused" else f", blocks {compile}"'
-)
-COMPILED = [
+COMPILED = [  # the words that names of files and headings have for the way of compiling
     {"name": "way", "role": "detail", "of": '"" if compile == "eager" else f"-{compile}"'},
-    {"name": "how", "role": "detail", "of": HOW},
+    {
+        "name": "how",
+        "role": "detail",
+        "of": '"" if compile == "eager" else ", as one CUDA graph" if compile == "graphed" else'
+        ' ", fused blocks as one CUDA graph" if compile == "fused" else f", blocks {compile}"',
+    },
 ]
 KEPT = [  # older files say neither
     ["defaulted", "checkpoint", "none", ["matmuls", "attention", "whole"]],

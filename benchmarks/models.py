@@ -286,9 +286,11 @@ class Batch:
 
     @classmethod
     def draw(cls, config: ModelConfig, batch: int, device: str, seed: int) -> "Batch":
-        generator = torch.Generator(device).manual_seed(seed)
         tokens = torch.randint(
-            config.vocab_size, (batch, config.context_length + 1), device=device, generator=generator
+            config.vocab_size,
+            (batch, config.context_length + 1),
+            device=device,
+            generator=torch.Generator(device).manual_seed(seed),
         )
         return cls(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 

@@ -54,9 +54,8 @@ def check_small(candidates: Sequence[Candidate]) -> None:
     it is interpreted and never timed, nor in cases with options such as windows. A row may refuse a case by raising.
     """
     for candidate in candidates:
-        if candidate.outcome not in ("ok", "wrong") or candidate.case.asked.options:
-            continue
-        if candidate.interpreted or Traits.of(candidate.entry).compiles:
+        is_slow = candidate.interpreted or Traits.of(candidate.entry).compiles
+        if is_slow or candidate.outcome not in ("ok", "wrong") or candidate.case.asked.options:
             continue
         asked = candidate.case.asked
         dtypes, of_table = tuple(dict.fromkeys(("float32", asked.dtype))), ".py:" not in candidate.entry.target

@@ -94,8 +94,9 @@ class ParallelCase(TrainedCase):
         if settings[0] != settings[1] or (self.device, self.compile) != ("cpu", "eager"):
             return False
         exact = self.precision == "fp32" and self.narrow == other.narrow is None and self.world_size <= 2
-        adds = self.traits.halves_sums and other.traits.halves_sums
-        return replace(self, checkpoint=other.checkpoint) == other or (exact and adds)
+        return replace(self, checkpoint=other.checkpoint) == other or (
+            exact and self.traits.halves_sums and other.traits.halves_sums
+        )
 
 
 @dataclass(frozen=True)

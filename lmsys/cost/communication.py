@@ -26,8 +26,9 @@ def fit_latency_bandwidth(sizes: Sequence[float], times_s: Sequence[float]) -> t
     rows = [(1 / time**2, size, time) for size, time in zip(sizes, times_s, strict=True)]
     total = math.fsum(w for w, _, _ in rows)
     mean_size, mean_time = math.fsum(w * s for w, s, _ in rows) / total, math.fsum(w * t for w, _, t in rows) / total
-    slope = math.fsum(w * (s - mean_size) * (t - mean_time) for w, s, t in rows)
-    slope /= math.fsum(w * (s - mean_size) ** 2 for w, s, _ in rows)
+    slope = math.fsum(w * (s - mean_size) * (t - mean_time) for w, s, t in rows) / math.fsum(
+        w * (s - mean_size) ** 2 for w, s, _ in rows
+    )
     hold((slope > 0, f"times do not grow with size, so there is no bandwidth: {what}"))
     return max(mean_time - slope * mean_size, 1e-6), 1 / slope
 

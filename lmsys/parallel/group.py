@@ -158,7 +158,7 @@ class WorkerGroup:
                 deadline = 0.0  # the others wait for this rank
         if not waiting and not failures:
             return [results[rank] for rank in range(self.world_size)]
-        error = _blame(failures, sorted(waiting.values()), timeout_s, [doing.read(board) for board in self._doing])
+        error = _blame(failures, sorted(waiting.values()), timeout_s, list(map(doing.read, self._doing)))
         self._end(grace_s=0.0)
         raise error
 
