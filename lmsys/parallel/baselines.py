@@ -3,8 +3,6 @@
 They send nothing, or begin to communicate when the backward has ended. They are the shortest examples of a strategy.
 """
 
-import torch
-
 from lmsys.parallel import buckets, collectives, structure, wrapper
 
 
@@ -41,8 +39,6 @@ class Naive(AfterBackward):
 
     def _average(self) -> None:
         for p in self.trainable:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
             collectives.all_reduce_mean(wrapper.dense(p), self.group, async_op=False).wait()
 
 

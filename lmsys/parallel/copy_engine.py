@@ -271,12 +271,10 @@ class CopyEngines(overlapped.Collectives):
         if bucket.dtype != params[0].dtype:
             buckets.copy_gradients(params, means)
             return collectives.Pending(self._exchange.send(bucket.number, means), partial(buckets.widen, params, means))
-        gradients = []
-        for p, mean in zip(params, means, strict=True):
-            if p.grad is not None:
-                gradients.append(wrapper.dense(p))
-            else:
-                gradients.append(torch.zeros_like(p) if mean is None else mean.zero_())
+        gradients = [
+            mean.zero_() if p.grad is None and mean is not None else wrapper.dense(p)
+            for p, mean in zip(params, means, strict=True)
+        ]
         buckets.set_gradients(params, means)
         return self._exchange.send(bucket.number, gradients)
 

@@ -73,8 +73,6 @@ class Collectives:
             return self._reduce_scatter(bucket)
         params = bucket.params
         if len(params) == 1 and bucket.dtype == params[0].dtype:
-            if params[0].grad is None:
-                params[0].grad = torch.zeros_like(params[0])
             return collectives.all_reduce_mean(wrapper.dense(params[0]), self.group)
         flat, views = buckets.pack(params, bucket.layout, bucket.dtype)
         if bucket.dtype != params[0].dtype:
@@ -151,11 +149,13 @@ class Overlapped(wrapper.Wrapper):
         self._absent: list[int] = []  # gradients that were missing when their bucket was sent
 
     def _watch(self, tensors: list[Tensor], hidden: bool) -> None:
-        if hidden and not tensors and self.trainable:
-            raise ValueError(
+        values.hold(
+            (
+                tensors or not hidden or not self.trainable,
                 "the module returned nothing that tells when a backward begins: let it return the tensors that it"
-                " begins from, in tuples, lists, dicts or dataclasses"
+                " begins from, in tuples, lists, dicts or dataclasses",
             )
+        )
         super()._watch(tensors, hidden)
 
     def _begin_backward(self) -> None:

@@ -372,10 +372,10 @@ def check_floating(name: str, dtype: Any) -> None:
 
 
 def dense(p: Tensor) -> Tensor:
-    """The gradient of p, made contiguous in place: collectives take no other."""
-    assert p.grad is not None
-    p.grad = p.grad.contiguous()
-    return p.grad
+    """The gradient of p, zeros where it has none, made contiguous in place: collectives take no other."""
+    grad = (torch.zeros_like(p) if p.grad is None else p.grad).contiguous()
+    p.grad = grad
+    return grad
 
 
 def _agree(module: nn.Module, group: collectives.Group) -> None:
