@@ -206,7 +206,7 @@ class Layout:
         for shape, _, start in self.places:
             gaps.append(slice(end, start))
             end = start + shape.numel()
-        return [gap for gap in [*gaps, slice(end, numel)] if gap.start < gap.stop]
+        return [gap for gap in gaps + [slice(end, numel)] if gap.start < gap.stop]
 
 
 @torch.no_grad()
