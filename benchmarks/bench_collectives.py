@@ -299,8 +299,9 @@ class Collectives(OnRanks):
             candidate.failed("wrong", wrong[0])
         elif answers and settings.timed:
             measurement.samples = ranks.slowest(answer.samples for answer in answers)
-            for number, draw in answers[0].checked:
-                measurement.proof.append({"call": number, "draw": draw, "error_ratios": {"result": 0.0}})
+            measurement.proof += [
+                {"call": number, "draw": draw, "error_ratios": {"result": 0.0}} for number, draw in answers[0].checked
+            ]
             candidate.judge({"result": 0.0})
             candidate.notes["loop_s"] = max(answer.loop_s for answer in answers)
 

@@ -373,7 +373,7 @@ def _inputs_of(record: Record, call: Record) -> Inputs:
         if whole.extreme:
             whole.extreme.write_tokens(hidden, weight, targets, rows.start)
         sampled.append((hidden, targets))
-    hidden, targets = (torch.cat(x) for x in zip(*sampled, strict=True))
+    hidden, targets = map(torch.cat, zip(*sampled, strict=True))
     return Inputs(
         hidden,
         weight,

@@ -89,7 +89,7 @@ class Update:
 
         Of ordinary rows the worst counts; each planted row is judged by itself.
         """
-        exact, plain = (self._by_formula(dtype) for dtype in (torch.float64, torch.float32))
+        exact, plain = map(self._by_formula, (torch.float64, torch.float32))
         ratios: dict[str, float] = {}
         for what, x in self.new.items():
             for i in range(len(self.rows)):

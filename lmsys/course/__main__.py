@@ -108,7 +108,7 @@ def _answer(worker: processes.Worker, part: str, progress: Path) -> Answer:
         about, aspect, so_far = json.loads(progress.read_text())
         text = f"{about}: {str(error).splitlines()[0]}"
         if so_far:
-            return so_far | {"beyond": so_far["beyond"] | {aspect: "refused"}, "notes": [*so_far["notes"], text]}
+            return so_far | {"beyond": so_far["beyond"] | {aspect: "refused"}, "notes": so_far["notes"] + [text]}
         return {"verdict": parts.REFUSED, "text": text, "mistake": None}
 
 

@@ -147,7 +147,7 @@ def bpe_training() -> basics.Questions:
             file = Path(folder, "text.txt")
             file.write_text(TEXT, encoding="utf-8")
             vocab, merges = checkout.adapter("run_train_bpe")(file, VOCABULARY, [END])
-        merges = [tuple(pair) for pair in merges]
+        merges = list(map(tuple, merges))
         at = next((i for i, pair in enumerate(expected) if i >= len(merges) or merges[i] != pair), None)
         if at is not None:
             got = merges[at] if at < len(merges) else "none"
@@ -187,7 +187,7 @@ def bpe_encoding() -> basics.Questions:
         expected = Tokenizer(dict(vocab), list(merges), special or []).encode(given)
         if ids != expected:
             at = next(
-                i for i, pair in enumerate(zip([*ids, None], [*expected, None], strict=False)) if len(set(pair)) > 1
+                i for i, pair in enumerate(zip([*ids, None], expected + [None], strict=False)) if len(set(pair)) > 1
             )
             pieces = [[vocab.get(i) for i in of[at : at + 3]] for of in (expected, ids)]
             split = special and END not in [vocab.get(i, b"").decode(errors="replace") for i in ids] and END in given

@@ -145,11 +145,10 @@ class Tokenizer:
                 raise ValueError(f"special token {text!r} cannot be saved: an ordinary token is written so")
         content = json.dumps(written, ensure_ascii=False).encode()
         lines = [f"{_VERSION} {_stamp(len(self.merges), content)}"]
-        for left, right in self.merges:
-            lines.append(f"{as_written(left)} {as_written(right)}")
+        lines += [f"{as_written(left)} {as_written(right)}" for left, right in self.merges]
         vocab_name, merges_name = NAMES[0]
         with files.replacing(Path(folder) / merges_name) as file:
-            file.write("\n".join([*lines, ""]).encode())
+            file.write("\n".join(lines + [""]).encode())
         with files.replacing(Path(folder) / vocab_name) as file:
             file.write(content)
 
@@ -170,7 +169,7 @@ class Tokenizer:
         """As `load`, by the names of the two files."""
         named = list(special_tokens or ())
         vocabulary, pairs, specials = read_files(Path(vocab), Path(merges), named)
-        return cls(vocabulary, pairs, [*specials, *named])
+        return cls(vocabulary, pairs, specials + named)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -287,7 +286,7 @@ def read_files(
     """
     head, *lines = files.read_text(merges).split("\n")  # splitlines would also split at characters that stand for bytes
     if not head.startswith("#version"):
-        head, lines = "", [head, *lines]
+        head, lines = "", [head] + lines
     pairs, ordinary = [], set(_BYTE_OF)
     for number, line in enumerate(lines, start=1 + bool(head)):
         if line:
