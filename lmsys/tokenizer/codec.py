@@ -302,13 +302,9 @@ def read_files(
     )
     twice = _repeated(written.values())
     values.hold((twice is None, f"{vocab}: id {twice} is given twice"))
-    vocabulary, special_tokens = {}, []
-    for text, number in sorted(written.items(), key=itemgetter(1)):
-        if text in ordinary:
-            vocabulary[number] = _bytes(text)
-        else:
-            vocabulary[number] = text.encode()
-            special_tokens.append(text)
+    by_id = {number: text for text, number in sorted(written.items(), key=itemgetter(1))}
+    vocabulary = {number: _bytes(text) if text in ordinary else text.encode() for number, text in by_id.items()}
+    special_tokens = [text for text in by_id.values() if text not in ordinary]
     stamp = head.rstrip("\r").removeprefix(f"{_VERSION} ")
     if stamp.startswith("merges: "):
         values.hold(
