@@ -145,14 +145,22 @@ def smoke(length: int, odd: int, head_dim: int, batch: int, compiled_dtype: str)
     )
     causal = full.but(length=square(odd), causal=(True,), heads=((4, 2),))
     compiled = full.but(dtype=(compiled_dtype,), causal=(True,), attention=COMPILED_ROWS, without=())
-    rows = ("naive", "flash_torch", "flash_triton", "sdpa")
-    few = causal.but(dtype=("float32",), direction=("fwdbwd",), batch=(1,), heads=((2, 1),), attention=rows, without=())
-    patterns = (
+    few = causal.but(
+        dtype=("float32",),
+        direction=("fwdbwd",),
+        batch=(1,),
+        heads=((2, 1),),
+        attention=("naive", "flash_torch", "flash_triton", "sdpa"),
+        without=(),
+    )
+    return (
+        full,
+        causal,
+        compiled,
         few.but("documents", documents=("mixed",)),
         few.but("window", window=(20,), softcap=(5.0,)),
         few.but("decode", length=((3, odd),), batch=(2,), direction=("fwd",), offset=(END,), key_lengths=(True,)),
     )
-    return full, causal, compiled, *patterns
 
 
 # The language model. attention: its rows; "auto" is the fastest that can run the case, "llama" is Hugging Face's whole

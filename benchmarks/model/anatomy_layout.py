@@ -15,7 +15,6 @@ PART_FIELDS = [
 ]
 KINDS = ["matmul", "attention", "elementwise", "reduction", "copy", "communication", "other"]
 MEASURED = ["parameters", "gradients", "optimizer", "activations"]
-GIB = 2**30
 DEVIATION = (
     'f"{{number({0}_bytes / {1})}} / {{number(predicted_{0}_bytes / {1})}} '
     '({{100 * (predicted_{0}_bytes / {0}_bytes - 1):+.1f}} %)"'
@@ -228,7 +227,7 @@ MEMORY_GOES = [
             ],
             [
                 ["only", 'mode == "step" and predicted_parameters_bytes is not None'],
-                ["fields", [{"name": name, "of": DEVIATION.format(name, GIB)} for name in MEASURED]],
+                ["fields", [{"name": name, "of": DEVIATION.format(name, 2**30)} for name in MEASURED]],
                 [
                     "listing",
                     ANATOMY_KEYS,
