@@ -22,7 +22,6 @@ from lmsys.parallel import collectives, structure, wrapper
 from lmsys.values import finite, hold, shortly, whole
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-OTHER_ALGORITHMS = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False}  # not AdamW in a torch group
 
 
 class AdamW(Optimizer):
@@ -50,6 +49,12 @@ class AdamW(Optimizer):
 
     grad_factor: Tensor | None = None
     rounded: Any = None
+    other_algorithms: dict[str, Any] = {  # options of a param group in a state dict that is not AdamW's
+        "amsgrad": True,
+        "maximize": True,
+        "decoupled_weight_decay": False,
+        "use_muon": True,
+    }
 
     def __init__(
         self,
@@ -59,20 +64,22 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        self._plans: dict[int, tuple[list[Tensor], list[_Bundle]]] = {}  # by param group: (tensors, their bundles)
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        _validate(**defaults)
+        self._begin(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def _begin(self, params: Iterable[Any], **defaults: Any) -> None:
+        self._plans: dict[int, tuple[list[Tensor], list[Any]]] = {}  # by param group: (tensors, their bundles)
+        self._validate(**defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        _validate(**{**self.defaults, **param_group})
+        self._validate(**{**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name, other in OTHER_ALGORITHMS.items():
+        for name, other in self.other_algorithms.items():
             for group in state_dict["param_groups"]:
-                its_own = group.get(name) is not other
-                hold((its_own, f"the state dict is not AdamW's: its param group has {name}={other}"))
+                is_ours = group.get(name) is not other
+                hold((is_ours, f"the state dict is not {type(self).__name__}'s: its param group has {name}={other}"))
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -83,6 +90,14 @@ class AdamW(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """GradScaler reads it: True where `step` acts on the `grad_scale` and `found_inf` that it sets."""
         return all(p.is_cuda for group in self.param_groups for p in group["params"])
+
+    @staticmethod
+    def _validate(*, lr: float, betas: Any, eps: float, weight_decay: float, **_: Any) -> None:
+        for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
+            finite(name, value, least=0)
+        is_pair = isinstance(betas, Sequence) and len(betas) == 2
+        are_right = is_pair and all(isinstance(beta, Real) and 0 <= float(beta) < 1 for beta in betas)
+        hold((are_right, f"{betas=} must be two numbers in [0, 1)"))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -97,14 +112,14 @@ class AdamW(Optimizer):
         with torch._C.DisableTorchFunctionSubclass():  # under some strategies gradients are of the class `Part`
             for group, bundles in zip(self.param_groups, plans, strict=True):
                 for bundle in bundles:
-                    _step(bundle, group, self.rounded, *scaling)
+                    bundle.step(group, self.rounded, *scaling)
         return loss
 
-    def _plan(self, index: int) -> "list[_Bundle]":
+    def _plan(self, index: int) -> list[Any]:
         """The bundles of param group `index`, kept while the same parameters have gradients and their state is the same
-        tensors. ValueError for wrong options, and for gradients that AdamW does not take."""
+        tensors. ValueError for wrong options, and for gradients that the algorithm does not take."""
         group = self.param_groups[index]
-        _validate(**group)
+        self._validate(**group)
         live = [p for p in group["params"] if p.grad is not None]
         (before, bundles), now = self._plans.get(index, ([], [])), self._with_state(live)
         if len(before) != len(now) or not all(map(is_, before, now)):
@@ -112,22 +127,26 @@ class AdamW(Optimizer):
                 hold(
                     (
                         p.grad.layout == torch.strided and p.is_floating_point(),
-                        f"AdamW takes dense floating-point gradients, and one is {p.grad.layout} of {p.dtype}, shape"
-                        f" {tuple(p.shape)}",
+                        f"{type(self).__name__} takes dense floating-point gradients, and one is {p.grad.layout} of"
+                        f" {p.dtype}, shape {tuple(p.shape)}",
                     )
                 )
-            for p in live:
-                state = self.state[p]
-                if not state:
-                    state.update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                home = p.device if p.is_cuda else "cpu"
-                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=home)
-            bundles = [
-                _Bundle(params, *([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")))
-                for params in structure.by_kind(live)
-            ]
+            bundles = self._bundles(live, group)
             self._plans[index] = self._with_state(live), bundles
         return bundles
+
+    def _bundles(self, live: list[Tensor], group: dict[str, Any]) -> list[Any]:
+        """The bundles of a group's parameters that have a gradient, with new state where one has none."""
+        for p in live:
+            state = self.state[p]
+            if not state:
+                state.update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            home = p.device if p.is_cuda else "cpu"
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=home)
+        return [
+            _Bundle(params, *([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")))
+            for params in structure.by_kind(live)
+        ]
 
     def _with_state(self, live: list[Tensor]) -> list[Any]:
         """The parameters and the tensors of their state."""
@@ -135,41 +154,42 @@ class AdamW(Optimizer):
 
 
 @dataclass
-class _Bundle:
-    """Parameters of one group, device and dtype, and their state: the lists that a multi-tensor kernel takes."""
+class Bundle:
+    """Parameters of one group, device and dtype, which are stepped at once."""
 
     params: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    steps: list[Tensor]
-    kernel: Any = None  # the FusedAdamW of optimizer_triton.py, from the first step on
 
-    def grads(self, factor: Tensor | None = None) -> list[Tensor]:
+    def grads(self, factor: Tensor | None = None) -> list[Any]:
         """The gradients, or copies of them times a factor."""
         grads = [p.grad for p in self.params]
         return grads if factor is None else list(torch._foreach_mul(grads, factor.to(grads[0])))
 
 
-def _step(bundle: _Bundle, group: dict[str, Any], rounded: Any, *scaling: Tensor | None) -> None:
-    """Steps a bundle with a param group's options. scaling: grad_scale, found_inf and grad_factor."""
-    device, on_cuda = bundle.params[0].device, bundle.params[0].is_cuda
-    moved = [None if x is None else x.to(device, non_blocking=on_cuda) for x in scaling]
-    lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs
-    has_kernel = HAS_TRITON and on_cuda and bundle.params[0].dtype == torch.float32
-    if has_kernel and all(map(Tensor.is_contiguous, chain(*lists))):
-        _triton_step(bundle, group, rounded, *moved)
-    else:
-        _torch_step(bundle, group, on_cuda, *moved)
+@dataclass
+class _Bundle(Bundle):
+    """A bundle of AdamW: with the state, these are the lists that a multi-tensor kernel takes."""
+
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
+    kernel: Any = None  # the FusedAdamW of optimizer_triton.py, from the first step on
+
+    def step(self, group: dict[str, Any], rounded: Any, *scaling: Tensor | None) -> None:
+        """Steps the parameters with a param group's options. scaling: grad_scale, found_inf and grad_factor."""
+        device, on_cuda = self.params[0].device, self.params[0].is_cuda
+        moved = [None if x is None else x.to(device, non_blocking=on_cuda) for x in scaling]
+        lists = self.params, self.grads(), self.exp_avgs, self.exp_avg_sqs
+        has_kernel = HAS_TRITON and on_cuda and self.params[0].dtype == torch.float32
+        if has_kernel and all(map(Tensor.is_contiguous, chain(*lists))):
+            _triton_step(self, group, rounded, *moved)
+        else:
+            _torch_step(self, group, on_cuda, *moved)
 
 
 def _triton_step(
-    bundle: _Bundle,
-    group: dict[str, Any],
-    rounded: Any,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    bundle: _Bundle, group: dict[str, Any], rounded: Any, grad_scale: Tensor | None, found_inf: Tensor | None,
     factor: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     from lmsys.training.optimizer_triton import FusedAdamW
 
     bundle.kernel = bundle.kernel or FusedAdamW(bundle.params)
@@ -182,26 +202,15 @@ def _triton_step(
 
 
 def _torch_step(
-    bundle: _Bundle,
-    group: dict[str, Any],
-    fused: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    bundle: _Bundle, group: dict[str, Any], fused: bool, grad_scale: Tensor | None, found_inf: Tensor | None,
     factor: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     beta1, beta2 = group["betas"]
     adamw(
         bundle.params, bundle.grads(factor), bundle.exp_avgs, bundle.exp_avg_sqs, [], bundle.steps, foreach=not fused,
         fused=fused, grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, beta1=beta1, beta2=beta2,
         lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
     )  # fmt: skip
-
-
-def _validate(*, lr: float, betas: Any, eps: float, weight_decay: float, **_: Any) -> None:
-    for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
-        finite(name, value, least=0)
-    are_right = isinstance(betas, Sequence) and all(isinstance(beta, Real) and 0 <= float(beta) < 1 for beta in betas)
-    hold((are_right and len(betas) == 2, f"{betas=} must be two numbers in [0, 1)"))
 
 
 def cosine_schedule(step: int, *, max_lr: float, min_lr: float, warmup_steps: int, total_steps: int) -> float:
@@ -235,10 +244,14 @@ def undecayed(module: nn.Module, parts: str) -> structure.Groups:
     return options
 
 
-def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Sets the rate of every param group: `set_lr(optimizer, cosine_schedule(step, ...))` before each step."""
+def set_lr(optimizer: Optimizer, lr: float, matrix_lr: float | None = None) -> None:
+    """Sets the rate of every param group: `set_lr(optimizer, cosine_schedule(step, ...))` before each step.
+
+    matrix_lr  the rate of groups that `Muon` steps; None: lr
+    """
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        of_matrices = matrix_lr is not None and group.get("use_muon", False)
+        group["lr"] = matrix_lr if of_matrices else lr
 
 
 @torch.no_grad()
