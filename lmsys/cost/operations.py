@@ -64,6 +64,15 @@ def attention_bytes(
     return (num_query_side * query_side + num_key_side * key_side) * ELEMENT_BYTES[dtype]
 
 
+def newton_schulz_flops(rows: int, columns: int, steps: int) -> float:
+    """Operations of Muon's `steps` Newton-Schulz iterations on a matrix of the sides n and m, n at most m.
+
+    Each multiplies n x m by m x n and n x n by n x m, 2 n² m operations both, and squares an n x n matrix, 2 n³.
+    """
+    short, long = sorted((rows, columns))
+    return steps * (4.0 * short**2 * long + 2.0 * short**3)
+
+
 def model_parameters(config: ModelConfig) -> int:
     """How many numbers `TransformerLM` learns: two embeddings, a last norm; in each layer seven matrices, two norms."""
     width = config.d_model

@@ -1,0 +1,213 @@
+"""Muon: the momentum of each hidden matrix is orthogonalized before it steps the matrix; AdamW steps all else.
+
+An orthogonal step moves a matrix by as much in every direction: rare directions of the gradient, which its few large
+singular values hide, are learned too. The Newton-Schulz iteration comes near to the orthogonal matrix by products of
+matrices alone, in bfloat16.
+
+A param group has `use_muon`: True for matrices, False for what AdamW steps. `matrix_groups` makes both of a model:
+
+    optimizer = wrapper.make_optimizer(Muon, groups=matrix_groups(model), lr=0.02)
+
+Under `ShardedOptimizer` and `Zero1` a rank orthogonalizes the whole matrices that it owns, and no others.
+
+Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the scale that matches AdamW's is
+that of Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv 2502.16982).
+
+Legend: N matrices, R rows, C columns.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lmsys.cost.operations import newton_schulz_flops
+from lmsys.parallel import structure
+from lmsys.training.optimizer import AdamW, Bundle
+from lmsys.values import finite, flag, hold, one_of, whole
+
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Jordan's: steep at 0, so that small singular values grow in few iterations
+EPS = 1e-7  # a matrix of a smaller norm is taken as one of this norm
+BATCH = 2**26  # elements of the matrices that are orthogonalized at once, which bounds the memory that a step takes
+SCALES = "original", "match_rms_adamw"
+ADAMW_RMS = 0.2  # the root mean square of AdamW's updates, about
+
+
+class Muon(AdamW):
+    """Muon for param groups with `use_muon`, AdamW for the others; for matrices equal to torch's Muon but for rounding.
+
+        B = momentum B + (1 - momentum) G,  U = (1 - momentum) G + momentum B  (U = B without nesterov)
+        W = W - lr weight_decay W - lr scale newton_schulz(U)
+
+    Matrices of one shape, dtype and device are orthogonalized in one batch. Their state is `momentum_buffer` (like the
+    parameter), as in torch; that of other parameters is AdamW's. Each group has options of its own: schedules, a
+    group's `lr` and state dicts work as with any optimizer.
+
+    lr, weight_decay  of both algorithms
+    adjust_lr_fn      original: the scale is √max(1, R / C); match_rms_adamw: 0.2 √max(R, C), with which a learning rate
+                      and a weight decay that were chosen for AdamW go on to be right
+    ns_coefficients   a, b and c of the polynomial a X + b (X Xᵀ) X + c (X Xᵀ)² X, applied `ns_steps` times
+    ns_dtype          dtype of the iteration
+    batched           False: each matrix by itself. Libraries choose another kernel for another number of matrices, so
+                      only then are a matrix's bits the same whichever others are stepped beside it
+    betas, eps        AdamW's
+
+    `torch.amp.GradScaler` unscales the gradients itself, and skips a step by itself.
+    ValueError: as of `AdamW`; a momentum outside [0, 1), another `adjust_lr_fn`, a parameter with `use_muon` that is no
+    matrix, a state dict of which a group has another `use_muon`, or none.
+    """
+
+    other_algorithms = {name: other for name, other in AdamW.other_algorithms.items() if name != "use_muon"}
+    _step_supports_amp_scaling = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        adjust_lr_fn: str = "original",
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        batched: bool = True,
+        use_muon: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        self._begin(
+            params, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn,
+            ns_coefficients=ns_coefficients, ns_steps=ns_steps, ns_dtype=ns_dtype, batched=batched, use_muon=use_muon,
+            betas=betas, eps=eps,
+        )  # fmt: skip
+
+    @staticmethod
+    def cost(p: Tensor, use_muon: bool = True, ns_steps: int = 5, **_: Any) -> float:
+        """The operations by which a step of `p`, with these options of its group, is counted: ranks share them out."""
+        return newton_schulz_flops(len(p), p.shape[1], ns_steps) if use_muon and p.dim() == 2 else float(p.numel())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        shapes = [tuple(p.shape) for p in group["params"] if p.dim() != 2]
+        if group["use_muon"] and shapes:
+            self.param_groups.pop()
+            raise ValueError(f"Muon steps matrices, not shape {shapes[0]}: that parameter's group needs use_muon=False")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            here, there = group["use_muon"], saved.get("use_muon")
+            hold((here is there, f"the state dict has a param group with use_muon={there}, where this one has {here}"))
+        super().load_state_dict(state_dict)
+
+    @staticmethod
+    def _validate(**options: Any) -> None:
+        AdamW._validate(**options)
+        for name in ("nesterov", "batched", "use_muon"):
+            flag(name, options[name])
+        hold((0 <= finite("momentum", options["momentum"]) < 1, f"momentum={options['momentum']} must be in [0, 1)"))
+        one_of("adjust_lr_fn", options["adjust_lr_fn"], SCALES)
+        whole("ns_steps", options["ns_steps"], least=1, most=99)
+        coefficients, dtype = options["ns_coefficients"], options["ns_dtype"]
+        are_three = isinstance(coefficients, Sequence) and len(coefficients) == 3
+        hold(
+            (are_three, f"ns_coefficients={coefficients!r} must be three numbers"),
+            (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point,
+                f"ns_dtype={dtype!r} must be a floating-point dtype, such as torch.bfloat16",
+            ),
+        )
+        for value in coefficients:
+            finite("ns_coefficients", value)
+
+    def _bundles(self, live: list[Tensor], group: dict[str, Any]) -> list[Any]:
+        if not group["use_muon"]:
+            return super()._bundles(live, group)
+        by_shape: dict[Any, list[Tensor]] = defaultdict(list)
+        for p in live:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            by_shape[p.shape, p.dtype, p.device].append(p)
+        bundles = []
+        for params in by_shape.values():
+            count = max(1, BATCH // max(1, params[0].numel())) if group["batched"] else 1
+            for start in range(0, len(params), count):
+                batch = params[start : start + count]
+                bundles.append(_Matrices(batch, [self.state[p]["momentum_buffer"] for p in batch]))
+        return bundles
+
+
+@dataclass
+class _Matrices(Bundle):
+    """Matrices of one group, shape, dtype and device, and their momentum."""
+
+    momentum: list[Tensor]
+
+    def step(self, group: dict[str, Any], rounded: Any, *scaling: Tensor | None) -> None:
+        """Steps the matrices. scaling: only its last, grad_factor, is given; the version of a matrix counts the step,
+        so that a copy in `rounded` is made again."""
+        factor = scaling[-1]
+        grads = self.grads(None if factor is None else factor.to(self.params[0].device))
+        torch._foreach_lerp_(self.momentum, grads, 1 - group["momentum"])
+        updates = torch._foreach_lerp(grads, self.momentum, group["momentum"]) if group["nesterov"] else self.momentum
+        steps = newton_schulz(normalized(updates, group["ns_dtype"]), group["ns_steps"], group["ns_coefficients"])
+        rows, columns = self.params[0].shape
+        ratio = math.sqrt(max(1, rows / max(1, columns)))
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            ratio = ADAMW_RMS * math.sqrt(max(rows, columns))
+        torch._foreach_mul_(self.params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(self.params, list(steps.to(self.params[0].dtype)), alpha=-group["lr"] * ratio)
+
+
+def normalized(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Matrices (R, C) -> (N, R, C) in `dtype`, each divided by its Frobenius norm: no singular value is above 1.
+
+    The norms are computed in float32 or wider, one matrix at a time.
+    """
+    wide = torch.promote_types(matrices[0].dtype, torch.float32)
+    norms = torch.stack(torch._foreach_norm(list(matrices), 2, dtype=wide))
+    return (torch.stack(list(matrices)) / norms.clamp(min=EPS)[:, None, None]).to(dtype)
+
+
+def newton_schulz(x: Tensor, steps: int = 5, coefficients: tuple[float, float, float] = COEFFICIENTS) -> Tensor:
+    """x (N, R, C), of singular values at most 1 -> (N, R, C): U V' for x = U S V', roughly: singular values come to lie
+    between about 0.7 and 1.2, but for very small ones."""
+    a, b, c = coefficients
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    for _ in range(steps):
+        gram = x @ x.mT  # of the shorter side
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
+    """The matrices that Muon steps: trained parameters of two dimensions in one block (an entry of a ModuleList), but
+    for embeddings. So the head, and weights that are tied to something outside of a block, are left to AdamW."""
+    embeddings: set[nn.Parameter] = set()
+    for child in module.modules():
+        embeddings.update(child.parameters(recurse=False) if isinstance(child, nn.Embedding) else ())
+    matrices: set[nn.Parameter] = set()
+    for block in structure.parameters_by_block(module)[1:]:
+        matrices.update(p for p in block if p.dim() == 2 and p.requires_grad and p not in embeddings)
+    return matrices
+
+
+def matrix_groups(module: nn.Module, more: structure.Groups | None = None) -> structure.Groups:
+    """The `groups` of make_optimizer by which Muon steps the hidden matrices of `module`, and AdamW all else.
+
+    more  gives further options of a parameter, such as `lmsys.training.optimizer.undecayed` does
+    ValueError where there is no such matrix.
+    """
+    matrices = hidden_matrices(module)
+    hold((matrices, f"{type(module).__name__} has no hidden matrices: Muon steps those in the entries of a ModuleList"))
+
+    def options(name: str, p: nn.Parameter) -> dict[str, Any]:
+        return {"use_muon": p in matrices} | (more(name, p) if more is not None else {})
+
+    return options

@@ -1,0 +1,370 @@
+"""Muon against torch's Muon and AdamW, against the formula in float64, and against laws of its own."""
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lmsys.config import model_config
+from lmsys.cost.operations import newton_schulz_flops
+from lmsys.model import TransformerLM
+from lmsys.parallel.structure import grouped
+from lmsys.testing import error_ratio, ratio_of
+from lmsys.training.muon import BATCH, COEFFICIENTS, Muon, hidden_matrices, matrix_groups, newton_schulz, normalized
+from lmsys.training.optimizer import AdamW, clip_factor, clip_grad_norm, grad_norm, scale_gradients, set_lr
+from tests.support.ranks import Net, Recipe
+
+flags = st.booleans()
+recipes = st.builds(
+    Recipe, width=st.integers(1, 9), layers=st.integers(1, 3), tied=flags, frozen=flags, unused=flags, mixed=flags
+)
+options = st.fixed_dictionaries(
+    {
+        "lr": st.sampled_from([0.02, 0.1]),
+        "weight_decay": st.sampled_from([0.0, 0.1]),
+        "momentum": st.sampled_from([0.0, 0.5, 0.95]),
+        "nesterov": flags,
+        "adjust_lr_fn": st.sampled_from(["original", "match_rms_adamw"]),
+        "ns_steps": st.integers(1, 6),
+    }
+)
+shapes = st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(1, 40))
+SLOW = {"betas": (0.9, 0.95), "eps": 1e-8}  # options of AdamW
+
+
+def groups_of(net: nn.Module) -> list[Any]:
+    return grouped(net, matrix_groups(net))
+
+
+def of_blocks(net: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """(the matrices of blocks, all others), by their names and shapes."""
+    trained = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+    hidden = [p for name, p in trained if name.startswith("layers.") and p.dim() == 2]
+    return hidden, [p for _, p in trained if not any(p is other for other in hidden)]
+
+
+class Pair:
+    """torch's Muon and torch's AdamW, as their users step a model by both."""
+
+    def __init__(self, net: nn.Module, chosen: dict[str, Any]):
+        hidden, others = of_blocks(net)
+        adamw = {"lr": chosen["lr"], "weight_decay": chosen["weight_decay"]}
+        self.muon = torch.optim.Muon(hidden, **chosen) if hidden else None
+        self.adamw = torch.optim.AdamW(others, foreach=True, **SLOW, **adamw)
+
+    def step(self) -> None:
+        for optimizer in filter(None, (self.muon, self.adamw)):
+            optimizer.step()
+
+
+def draw_gradients(nets: list[nn.Module], missing: float, generator: torch.Generator) -> None:
+    """Equal gradients for all nets, none for a share of the parameters; of float32 also where a net is float64."""
+    for same in zip(*(net.parameters() for net in nets), strict=True):
+        grad = torch.randn(same[0].shape, generator=generator)
+        has_none = bool(torch.rand((), generator=generator) < missing)
+        for p in same:
+            p.grad = None if has_none or not p.requires_grad else grad.to(p.dtype, copy=True)
+
+
+@given(recipes, options, st.integers(1, 4), st.sampled_from([0.0, 0.3]), st.integers(0, 2**32))
+def test_muon_is_torchs_muon_with_torchs_adamw(
+    recipe: Recipe, chosen: dict[str, Any], steps: int, missing: float, seed: int
+) -> None:
+    """Momentum and what AdamW steps bit for bit; matrices as near to the exact steps as torch's."""
+    torch.manual_seed(seed % 1000)
+    ours = Net(recipe)
+    theirs, exact = copy.deepcopy(ours), copy.deepcopy(ours).double()
+    start = copy.deepcopy(exact)
+    one, two = Muon(groups_of(ours), **chosen), Pair(theirs, chosen)
+    wide = Muon(groups_of(exact), ns_dtype=torch.float64, **chosen)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        draw_gradients([ours, theirs, exact], missing, generator)
+        for optimizer in (one, two, wide):
+            optimizer.step()
+    hidden, others = of_blocks(ours)
+    for p, q in zip(others, of_blocks(theirs)[1], strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
+        assert one.state[p].keys() == two.adamw.state[q].keys()
+    for p, q, r, first in zip(hidden, *(of_blocks(net)[0] for net in (theirs, exact, start)), strict=True):
+        buffers = one.state[p].get("momentum_buffer"), two.muon.state[q].get("momentum_buffer")
+        assert buffers == (None, None) or torch.equal(*buffers)
+        moved = [x.detach().double() - first.detach() for x in (p, r, q)]
+        assert not moved[1].any() or ratio_of(*moved, torch.bfloat16, mean=False) <= 1
+
+
+def formula(x: Tensor) -> Tensor:
+    """a X + b (X Xᵀ) X + c (X Xᵀ)² X of one matrix, as the paper writes it."""
+    a, b, c = COEFFICIENTS
+    gram = x @ x.T
+    return a * x + (b * gram + c * gram @ gram) @ x
+
+
+@given(shapes, st.integers(2, 6), st.integers(0, 2**32), st.sampled_from([1e-3, 1.0, 1e6]))
+def test_newton_schulz_is_the_formula(shape: tuple[int, int, int], steps: int, seed: int, size: float) -> None:
+    """An iteration in float32, against each matrix alone in float64; several are one after another, bit for bit."""
+    x = normalized(list(size * torch.randn(shape, generator=torch.Generator().manual_seed(seed))), torch.float32)
+    torch.testing.assert_close(torch.linalg.matrix_norm(x), torch.ones(len(x)))
+    once = newton_schulz(x, 1)
+    for one, matrix in zip(once, x, strict=True):
+        exact, ways = formula(matrix.double()), (formula(matrix), formula(matrix.T).T)
+        assert error_ratio(one, exact, max(ways, key=lambda plain: (plain - exact).abs().max())) <= 1
+    assert torch.equal(newton_schulz(x, steps), newton_schulz(once, steps - 1))
+
+
+def test_a_matrix_of_zeros_is_not_moved() -> None:
+    for shape in ((3, 2), (0, 2), (2, 0)):
+        assert not newton_schulz(normalized([torch.zeros(shape)], torch.bfloat16)).any()
+
+
+@given(shapes, st.integers(0, 2**32), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_singular_values_come_near_to_one(shape: tuple[int, int, int], seed: int, dtype: torch.dtype) -> None:
+    """Of matrices that are not nearly singular; singular vectors stay, so that the product with Xᵀ is positive."""
+    generator = torch.Generator().manual_seed(seed)
+    u, _, vh = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
+    x = (u * (0.1 + torch.rand(u.shape[-1], generator=generator))) @ vh
+    found = newton_schulz(normalized(list(x), dtype)).float()
+    assert torch.linalg.svdvals(found).min() > 0.6 and torch.linalg.svdvals(found).max() < 1.3
+    assert ((u.mT @ found @ vh.mT).diagonal(dim1=-2, dim2=-1) > 0.5).all()
+
+
+@given(st.integers(1, 5), st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**32))
+def test_a_matrix_by_itself_has_the_same_bits_whichever_others_are_stepped(
+    count: int, rows: int, columns: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, grads = torch.randn(2, count, rows, columns, generator=generator)
+    together = [row.clone().requires_grad_() for row in x]
+    alone = [row.clone().requires_grad_() for row in x]
+    for p, q, grad in zip(together, alone, grads, strict=True):
+        p.grad, q.grad = grad, grad.clone()
+        Muon([q], batched=False).step()
+    Muon(together, batched=False).step()
+    assert all(map(torch.equal, together, alone))
+
+
+def test_matrices_of_one_shape_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as their elements fit into BATCH."""
+    params = [torch.randn(shape, requires_grad=True) for shape in ((2, 3), (3, 2), (2, 3), (2, 3))]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    sizes = []
+    for limit in (BATCH, 12, 1):
+        monkeypatch.setattr("lmsys.training.muon.BATCH", limit)
+        sizes.append([len(bundle.params) for bundle in Muon(params)._plan(0)])
+    assert sizes == [[3, 1], [2, 1, 1], [1, 1, 1, 1]]
+
+
+def trained(optimizer: torch.optim.Optimizer, net: nn.Module, steps: range) -> None:
+    for step in steps:
+        draw_gradients([net], 0.0, torch.Generator().manual_seed(step))
+        optimizer.step()
+
+
+@given(recipes, flags, st.integers(0, 99))
+def test_a_saved_state_goes_on(recipe: Recipe, batched: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    whole = Net(recipe)
+    part = copy.deepcopy(whole)
+    uninterrupted, half = (Muon(groups_of(net), lr=0.1, batched=batched) for net in (whole, part))
+    trained(uninterrupted, whole, range(5))
+    trained(half, part, range(2))
+    file = io.BytesIO()
+    torch.save(half.state_dict(), file)
+    file.seek(0)
+    resumed = Muon(groups_of(part))
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    trained(resumed, part, range(2, 5))
+    assert all(map(torch.equal, whole.parameters(), part.parameters()))
+    assert all(group["batched"] is batched and group["lr"] == 0.1 for group in resumed.param_groups)
+
+
+def test_it_is_an_optimizer() -> None:
+    """A closure, a schedule, a group that is added later and a copy: each does what it does to torch's AdamW."""
+    p, q = torch.randn(3, 3, requires_grad=True), torch.randn(3, requires_grad=True)
+    optimizer = Muon([p], lr=0.1, weight_decay=0.0)
+    optimizer.add_param_group({"params": [q], "use_muon": False, "lr": 0.01})
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum() + q.square().sum()
+        loss.backward()
+        return loss
+
+    losses = []
+    for _ in range(6):
+        losses.append(optimizer.step(closure).item())
+        schedule.step()
+    assert losses == sorted(losses, reverse=True)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1 / 64, 0.01 / 64]
+    twin = copy.deepcopy(optimizer)
+    for one in (optimizer, twin):
+        for group, lr in zip(one.param_groups, (0.5, 0.25), strict=True):
+            group["params"][0].grad = torch.ones_like(group["params"][0])
+            group["lr"] = lr
+        one.step()
+    assert torch.equal(p, twin.param_groups[0]["params"][0]) and torch.equal(q, twin.param_groups[1]["params"][0])
+
+
+def test_each_algorithm_has_a_rate_of_its_own() -> None:
+    net = Net(Recipe())
+    optimizer = Muon(groups_of(net))
+    for rates, expected in (((0.5,), {0.5}), ((0.5, 0.25), {0.5, 0.25})):
+        set_lr(optimizer, *rates)
+        assert {group["lr"] for group in optimizer.param_groups} == expected
+    assert all(group["lr"] == 0.25 for group in optimizer.param_groups if group["use_muon"])
+
+
+@given(recipes, st.sampled_from([0.0, 0.5]), st.integers(0, 99))
+def test_a_step_on_scaled_gradients_is_one_after_clipping(recipe: Recipe, max_norm: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    ours = Net(recipe)
+    clipped = copy.deepcopy(ours)
+    one, other = (Muon(groups_of(net), lr=0.1, momentum=0.5) for net in (ours, clipped))
+    for step in range(3):
+        draw_gradients([ours, clipped], 0.2, torch.Generator().manual_seed(seed + step))
+        if step != 1:
+            scale_gradients(one, clip_factor(grad_norm(list(ours.parameters())), max_norm))
+            clip_grad_norm(list(clipped.parameters()), max_norm)
+        one.step()
+        other.step()
+    assert all(map(torch.equal, ours.parameters(), clipped.parameters()))
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_loss_scaling_unscales_and_skips(overflow: bool) -> None:
+    p, q = (torch.full((2, 2), 3.0, requires_grad=True) for _ in range(2))
+    optimizer, plain = Muon([p], lr=0.1), Muon([q], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(p.square().sum()).backward()
+    q.square().sum().backward()
+    if overflow:
+        p.grad[0, 0] = math.inf
+    scaler.step(optimizer)
+    plain.step()
+    assert torch.equal(p, torch.full((2, 2), 3.0) if overflow else q)
+
+
+def test_the_hidden_matrices_of_a_transformer_are_those_of_its_blocks() -> None:
+    model = TransformerLM(model_config("tiny"))
+    names = {name for name, p in model.named_parameters() if p in hidden_matrices(model)}
+    assert names == {f"layers.{i}.{name}.weight" for i in range(model.config.num_layers) for name in MATRICES}
+    with_decay = matrix_groups(model, lambda name, p: {"weight_decay": 0.0} if p.dim() < 2 else {})
+    found = {name: with_decay(name, p) for name, p in model.named_parameters()}
+    assert found["ln_final.weight"] == {"use_muon": False, "weight_decay": 0.0}
+    assert found["lm_head.weight"] == {"use_muon": False} and found["layers.0.ffn.w2.weight"] == {"use_muon": True}
+
+
+MATRICES = [*(f"attn.{name}_proj" for name in ("q", "k", "v", "output")), "ffn.w1", "ffn.w2", "ffn.w3"]
+
+
+def test_embeddings_and_shared_weights_of_blocks_are_left_to_adamw() -> None:
+    net = nn.Module()
+    net.layers = nn.ModuleList([nn.Embedding(3, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 5)])
+    net.layers[2].weight = net.layers[1].weight
+    assert hidden_matrices(net) == {net.layers[3].weight}
+    with pytest.raises(ValueError, match="Linear has no hidden matrices"):
+        matrix_groups(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"weight_decay": math.nan}, "weight_decay=nan"),
+        ({"betas": (1.0, 0.9)}, r"betas=\(1.0, 0.9\)"),
+        ({"momentum": 1.0}, r"momentum=1.0 must be in \[0, 1\)"),
+        ({"momentum": "0.9"}, "momentum='0.9' must be a finite number"),
+        ({"nesterov": "no"}, "nesterov='no' must be True or False"),
+        ({"use_muon": None}, "use_muon=None must be True or False"),
+        ({"batched": 1}, "batched=1 must be True or False"),
+        ({"adjust_lr_fn": "moonshot"}, "adjust_lr_fn='moonshot' must be one of original, match_rms_adamw"),
+        ({"ns_steps": 0}, "ns_steps=0 must be at least 1 and at most 99"),
+        ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients=\(1.0, 2.0\) must be three numbers"),
+        ({"ns_coefficients": (1.0, 2.0, math.inf)}, "ns_coefficients=inf must be a finite number"),
+        ({"ns_dtype": torch.int64}, "ns_dtype=torch.int64 must be a floating-point dtype"),
+    ],
+    ids=lambda x: None if isinstance(x, dict) else x.replace("\\", ""),
+)
+def test_bad_options_are_named(wrong: dict[str, Any], message: str) -> None:
+    p = torch.ones(1, 1, requires_grad=True)
+    for make in (lambda: Muon([p], **wrong), lambda: Muon([{"params": [p], **wrong}])):
+        with pytest.raises(ValueError, match=message):
+            make()
+    optimizer = Muon([p])
+    p.grad = torch.ones(1, 1)
+    optimizer.param_groups[0].update(wrong)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(p, torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2, 2)])
+def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
+    p = torch.ones(shape, requires_grad=True)
+    with pytest.raises(ValueError, match=r"Muon steps matrices, not shape \(.*\): .* needs use_muon=False"):
+        Muon([p])
+    optimizer = Muon([torch.ones(1, 1)])
+    with pytest.raises(ValueError, match="Muon steps matrices"):
+        optimizer.add_param_group({"params": [p]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [p], "use_muon": False})
+
+
+def test_sparse_and_complex_gradients_are_refused() -> None:
+    p, z = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, dtype=torch.complex64, requires_grad=True)
+    p.grad, z.grad = torch.ones(2, 2).to_sparse(), torch.ones_like(z)
+    for wrong, kind in ((p, "torch.sparse_coo"), (z, "complex64")):
+        with pytest.raises(ValueError, match=f"Muon takes dense floating-point gradients, .*{kind}"):
+            Muon([wrong]).step()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: AdamW([p]), "use_muon=None, where this one has True"),
+        (lambda p: Muon([p], use_muon=False), "use_muon=False, where this one has True"),
+        (lambda p: torch.optim.AdamW([p], amsgrad=True), "use_muon=None"),
+    ],
+)
+def test_the_state_of_another_algorithm_is_refused(make: Callable[[Tensor], Any], message: str) -> None:
+    p = torch.ones(1, 1, requires_grad=True)
+    with pytest.raises(ValueError, match=message):
+        Muon([p]).load_state_dict(make(p).state_dict())
+    with pytest.raises(ValueError, match="the state dict is not AdamW's: its param group has use_muon=True"):
+        AdamW([p]).load_state_dict(Muon([p]).state_dict())
+
+
+def test_operations_are_counted_by_the_products() -> None:
+    """The larger product twice and the square, as torch's counter of operations sees them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for rows, columns in ((3, 7), (7, 3), (4, 4)):
+        with FlopCounterMode(display=False) as counter:
+            newton_schulz(torch.randn(1, rows, columns), steps=5)
+        assert newton_schulz_flops(rows, columns, 5) == counter.get_total_flops()
+        assert Muon.cost(torch.ones(rows, columns)) == newton_schulz_flops(rows, columns, 5)
+    assert Muon.cost(torch.ones(3, 7), use_muon=False) == 21 and Muon.cost(torch.ones(5)) == 5
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_the_gpu() -> None:
+    net = Net(Recipe()).cuda()
+    optimizer = Muon(groups_of(net))
+    for _ in range(2):
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            scale_gradients(optimizer, clip_factor(grad_norm(list(net.parameters())), 1.0))
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
