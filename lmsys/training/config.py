@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 from lmsys import config, strict_json, values
 
 PRECISIONS = ("fp32", "bf16")
+OPTIMIZERS = ("adamw", "muon")
+MATRIX_SCALES = ("original", "match_rms_adamw")  # of `lmsys.training.muon.Muon`: its adjust_lr_fn
 TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"
 
 
@@ -83,10 +85,15 @@ class TrainConfig(strict_json.Checked):
     reproducible      train to the same weights, bit for bit, on any number of ranks and under any strategy of ours
     leaves            parts that the batch is divided into if `reproducible`, in place of micro-batches: a power of two,
                       as their gradients are added in pairs. The run then takes 1, leaves / 2 or leaves ranks
+    optimizer         adamw, or muon: Muon steps the matrices of the blocks, AdamW all else
     lr, min_lr        the largest and the last learning rate of the cosine schedule
+    matrix_lr         the largest learning rate of Muon's matrices, which rises and falls as lr does
+    momentum          Muon's
+    adjust_lr_fn      what Muon multiplies the rate of a matrix of R rows and C columns by: original, √max(1, R / C); or
+                      match_rms_adamw, 0.2 √max(R, C), where matrix_lr is to be chosen as for AdamW
     warmup_steps      steps from a rate of 0 to lr; None: 20, or half of the steps where these are fewer than 40
     betas, eps        AdamW's: the decay rates of its two moments, and what is added to the denominator
-    weight_decay      AdamW's decay of weights, as a share of the weight for a learning rate of 1
+    weight_decay      the decay of weights, as a share of the weight for a learning rate of 1
     undecayed         parameters without weight decay: parts of their names, divided by |, such as ln|embeddings; None:
                       all decay
     clip_norm         the norm that gradients are clipped to; 0: they are not clipped
@@ -113,8 +120,12 @@ class TrainConfig(strict_json.Checked):
     micro_batch_size: values.Count = 8
     reproducible: bool = False
     leaves: values.Count = 4
+    optimizer: Annotated[str, partial(values.one_of, known=OPTIMIZERS)] = "adamw"
     lr: values.Amount = 3e-3
     min_lr: values.Amount = 3e-4
+    matrix_lr: values.Amount = 0.02
+    momentum: values.Amount = 0.95
+    adjust_lr_fn: Annotated[str, partial(values.one_of, known=MATRIX_SCALES)] = "original"
     warmup_steps: values.Natural | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     eps: values.Amount = 1e-8
@@ -143,6 +154,11 @@ class TrainConfig(strict_json.Checked):
             (self.min_lr <= self.lr, f"min_lr={self.min_lr} must be at most lr={self.lr}"),
             (self.warmup < self.steps, f"warmup_steps={self.warmup} must be less than steps={self.steps}"),
             (all(0 <= beta < 1 for beta in self.betas), f"betas={self.betas} must be two numbers in [0, 1)"),
+            (self.momentum < 1, f"momentum={self.momentum} must be less than 1"),
+            (
+                self.lr > 0 or self.optimizer == "adamw",
+                "lr=0 with optimizer=muon: it must be above 0, as matrix_lr rises and falls as lr does",
+            ),
             (
                 not (self.compile and self.fused),
                 "compile=true and fused=true are two ways to run the blocks: one of them must be false",

@@ -29,6 +29,7 @@ from lmsys.training import (
     evaluation,
     gradients,
     log,
+    muon,
     optimizer,
     possible,
     prepare,
@@ -50,6 +51,7 @@ def facts_of(config: RunConfig) -> dict[str, Any]:
         "batch_size": train.batch_size,
         "seed": train.seed,
         "undecayed": train.undecayed,  # the optimizer numbers parameters by group
+        "train.optimizer": train.optimizer if train.optimizer != "adamw" else None,  # checkpoints from before have none
         "packing": packing if packing == "documents" else None,  # checkpoints from before this setting have none
     }
 
@@ -117,9 +119,8 @@ class Trainer:
             shared = saved.shared("model", "progress")
             self.model.load_state_dict(shared["model"])
         self._warmup = train.warmup
-        self._settings = dict[str, Any](betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
-        groups = {} if train.undecayed is None else {"groups": optimizer.undecayed(self.model, train.undecayed)}
-        prepared = prepare.prepare(self.model, plan.execution, lr=train.lr, **self._settings, **groups)
+        optimizer_cls, self._settings, groups = muon.optimizer_of(train, self.model)
+        prepared = prepare.prepare(self.model, plan.execution, optimizer_cls, lr=train.lr, **self._settings, **groups)
         self.strategy, self.optimizer, self.autocast = prepared
         possible.check_accumulation(config, self.world_size, able=self.strategy.can_stay_local)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -147,7 +148,8 @@ class Trainer:
     def schedule(self) -> dict[str, float]:
         """The settings of the learning rate, and the rate of the next step, by name."""
         train = self.config.train
-        return {
+        of_matrices = {"train.matrix_lr": train.matrix_lr} if train.optimizer == "muon" else {}
+        return of_matrices | {
             "train.steps": train.steps,
             "train.lr": train.lr,
             "train.min_lr": train.min_lr,
@@ -160,7 +162,7 @@ class Trainer:
     def train_step(self, stop: int = 0) -> tuple[Step, int]:
         """Takes a step; returns it and the largest `stop` of any rank: 0, the number of a signal, or _TIME."""
         train, lr = self.config.train, self.schedule["the rate of the next step"]
-        optimizer.set_lr(self.optimizer, lr)
+        optimizer.set_lr(self.optimizer, lr, lr / train.lr * train.matrix_lr if train.optimizer == "muon" else None)
         micros = range(self.batches.accumulation)
         weights = [self.batches.weight(self.step, micro) for micro in micros]
         with reproducible.deterministic(self.device) if train.reproducible else nullcontext():

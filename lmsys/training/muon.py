@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from lmsys.cost.operations import newton_schulz_flops
 from lmsys.parallel import structure
-from lmsys.training.optimizer import AdamW, Bundle
+from lmsys.training.config import MATRIX_SCALES, TrainConfig
+from lmsys.training.optimizer import AdamW, Bundle, undecayed
 from lmsys.values import finite, flag, hold, one_of, whole
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # Jordan's: steep at 0, so that small singular values grow in few iterations
 EPS = 1e-7  # a matrix of a smaller norm is taken as one of this norm
 BATCH = 2**26  # elements of the matrices that are orthogonalized at once, which bounds the memory that a step takes
-SCALES = "original", "match_rms_adamw"
 ADAMW_RMS = 0.2  # the root mean square of AdamW's updates, about
 
 
@@ -111,7 +111,7 @@ class Muon(AdamW):
         for name in ("nesterov", "batched", "use_muon"):
             flag(name, options[name])
         hold((0 <= finite("momentum", options["momentum"]) < 1, f"momentum={options['momentum']} must be in [0, 1)"))
-        one_of("adjust_lr_fn", options["adjust_lr_fn"], SCALES)
+        one_of("adjust_lr_fn", options["adjust_lr_fn"], MATRIX_SCALES)
         whole("ns_steps", options["ns_steps"], least=1, most=99)
         coefficients, dtype = options["ns_coefficients"], options["ns_dtype"]
         are_three = isinstance(coefficients, Sequence) and len(coefficients) == 3
@@ -211,3 +211,17 @@ def matrix_groups(module: nn.Module, more: structure.Groups | None = None) -> st
         return {"use_muon": p in matrices} | (more(name, p) if more is not None else {})
 
     return options
+
+
+def optimizer_of(train: TrainConfig, model: nn.Module) -> tuple[type[AdamW], dict[str, Any], dict[str, Any]]:
+    """(class, options for all its param groups, `groups` where there are several) of the optimizer of a training.
+
+    In a reproducible one a matrix is orthogonalized by itself: ranks that own other matrices beside it get its bits.
+    ValueError as of `undecayed` and `matrix_groups`.
+    """
+    options: dict[str, Any] = {"betas": train.betas, "eps": train.eps, "weight_decay": train.weight_decay}
+    groups = None if train.undecayed is None else undecayed(model, train.undecayed)
+    if train.optimizer == "adamw":
+        return AdamW, options, {} if groups is None else {"groups": groups}
+    options |= {"momentum": train.momentum, "adjust_lr_fn": train.adjust_lr_fn, "batched": not train.reproducible}
+    return Muon, options, {"groups": matrix_groups(model, groups)}

@@ -1,0 +1,154 @@
+"""Trainings by Muon: settings, one sha256 on any number of ranks, resumed equals uninterrupted."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmsys.parallel.group import WorkerGroup
+from lmsys.training.config import TrainConfig
+from lmsys.training.muon import Muon
+from lmsys.training.optimizer import AdamW
+from tests.support.training_runs import config, reproduced, trainer
+from tests.support.variants import some
+
+STEPS = 5
+MUON = "train.optimizer=muon", "train.undecayed=ln|embeddings", f"train.steps={STEPS}"
+REPRODUCIBLE = *MUON, "train.reproducible=true", "train.clip_norm=0.5"
+SHARDED = "train.sharded_optimizer=true"
+
+
+def on(strategy: str) -> tuple[str, ...]:
+    """The settings of a strategy, in which "+sharded" stands for train.sharded_optimizer."""
+    name = strategy.removesuffix("+sharded")
+    return f"train.strategy={name}", *((SHARDED,) if name != strategy else ())
+
+
+def test_without_the_setting_adamw_steps_all(tmp_path: Path) -> None:
+    optimizer = trainer(config(tmp_path)).optimizer
+    (group,) = optimizer.param_groups
+    assert type(optimizer) is AdamW and group.keys() == {"params", "lr", "betas", "eps", "weight_decay"}
+
+
+def test_settings_reach_the_param_groups(tmp_path: Path) -> None:
+    settings = "train.matrix_lr=0.5", "train.momentum=0.7", "train.adjust_lr_fn=match_rms_adamw", "train.lr=0.25"
+    training = trainer(config(tmp_path, *MUON, *settings, "train.warmup_steps=2"))
+    names = {p: name for name, p in training.model.named_parameters()}
+    assert type(training.optimizer) is Muon and len(training.optimizer.param_groups) == 3
+    for rate in (0.0, 0.5, 1.0):  # of the largest one
+        taken, _ = training.train_step()
+        assert taken.lr == rate * 0.25
+        for group in training.optimizer.param_groups:
+            assert group["lr"] == rate * (0.5 if group["use_muon"] else 0.25)
+    for group in training.optimizer.param_groups:
+        held = {names[p] for p in group["params"]}
+        hidden = {name for name in held if name.startswith("layers.") and ".ln" not in name}
+        assert hidden == (held if group["use_muon"] else set())
+        assert (group["momentum"], group["adjust_lr_fn"], group["batched"]) == (0.7, "match_rms_adamw", True)
+        assert group["weight_decay"] == (0.0 if any("ln" in name or "embeddings" in name for name in held) else 0.1)
+
+
+STRATEGIES = "naive", "flat+sharded", "overlapped", "overlapped+sharded", "bucketed", "bucketed+sharded", "zero1"
+
+
+@pytest.fixture(scope="module")
+def expected(ranks: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = config(tmp_path_factory.mktemp("run"), *REPRODUCIBLE, "train.strategy=none")
+    return ranks.run(reproduced, run, 1, STEPS)[0]
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), some(product(STRATEGIES, (1, 2, 4)), 2))
+def test_weights_have_one_sha256(
+    ranks: WorkerGroup, expected: str, tmp_path: Path, strategy: str, world_size: int
+) -> None:
+    found = ranks.run(reproduced, config(tmp_path, *REPRODUCIBLE, *on(strategy)), world_size, STEPS)
+    assert found[:world_size] == [expected] * world_size
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(("bucketed+sharded", 4), ("bucketed+sharded", 2)), (("zero1", 2), ("naive", 1)), (("none", 1), ("zero1", 4))],
+)
+def test_a_run_that_goes_on_elsewhere_ends_the_same(
+    ranks: WorkerGroup, expected: str, tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
+) -> None:
+    """Ended after three steps, and resumed under another strategy on another number of ranks."""
+    for (strategy, world_size), steps in ((before, 3), (after, STEPS)):
+        run = config(tmp_path, *REPRODUCIBLE, *on(strategy))
+        found = set(ranks.run(reproduced, run, world_size, steps, str(tmp_path))[:world_size])
+        assert len(found) == 1
+    assert found == {expected}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [("none", 1), ("bucketed+sharded", 2), ("zero1", 2), ("torch_ddp", 2), ("torch_zero1", 2)],
+)
+def test_resumed_equals_uninterrupted(ranks: WorkerGroup, tmp_path: Path, strategy: str, world_size: int) -> None:
+    """In batches of matrices, too, on as many ranks as before."""
+    run = config(tmp_path, *MUON, *on(strategy))
+    whole = ranks.run(reproduced, run, world_size, STEPS)
+    for steps in (2, STEPS):
+        found = ranks.run(reproduced, run, world_size, steps, str(tmp_path))
+    assert found == whole and len(set(found[:world_size])) == 1
+
+
+def test_a_checkpoint_of_the_other_optimizer_is_refused(tmp_path: Path) -> None:
+    for saved, resumed in ((("train.optimizer=muon",), ()), ((), ("train.optimizer=muon",))):
+        folder = tmp_path / ("muon" if saved else "adamw")
+        trainer(config(folder, *saved)).save(folder / "checkpoints")
+        with pytest.raises(ValueError, match=r"saved with train\.optimizer=.*; this run has "):
+            trainer(config(folder, *resumed), resume=True)
+
+
+def test_a_run_that_goes_on_has_its_own_settings(tmp_path: Path) -> None:
+    trainer(run := config(tmp_path, *MUON)).save(tmp_path / "checkpoints")
+    changed = run.changed(["train.momentum=0.5", "train.adjust_lr_fn=match_rms_adamw", "train.reproducible=true"])
+    for group in trainer(changed, resume=True).optimizer.param_groups:
+        assert (group["momentum"], group["adjust_lr_fn"], group["batched"]) == (0.5, "match_rms_adamw", False)
+
+
+def test_a_matrix_that_is_not_finite_is_not_stepped(tmp_path: Path) -> None:
+    training = trainer(config(tmp_path, *MUON, "train.warmup_steps=0"))
+    before = training.model.state_dict()["layers.0.ffn.w1.weight"].clone()
+    loss_of = training.model.loss
+    training.model.loss = lambda *batch: loss_of(*batch) * torch.nan
+    assert not training.train_step()[0].taken
+    assert torch.equal(training.model.state_dict()["layers.0.ffn.w1.weight"], before)
+    training.model.loss = loss_of
+    assert training.train_step()[0].taken
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer": "sgd"}, "optimizer='sgd' must be one of adamw, muon"),
+        ({"adjust_lr_fn": "none"}, "adjust_lr_fn='none' must be one of original, match_rms_adamw"),
+        ({"momentum": 1.0}, "momentum=1.0 must be less than 1"),
+        ({"matrix_lr": -1.0}, "matrix_lr=-1.0 must be at least 0"),
+        ({"optimizer": "muon", "lr": 0.0, "min_lr": 0.0}, "lr=0 with optimizer=muon: it must be above 0"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**settings)
+
+
+def test_a_strategy_that_divides_matrices_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="train.optimizer=muon with strategy 'fsdp': ranks have parts of matrices"):
+        trainer(config(tmp_path, *MUON, "train.strategy=fsdp"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("execution", ["", "train.fused=true", "train.compile=true"])
+def test_it_trains_on_a_gpu_as_on_a_cpu(tmp_path: Path, execution: str) -> None:
+    """Fused blocks read bfloat16 copies of the matrices, which a step makes old."""
+    curves: list[Any] = []
+    for device in ("cpu", "cuda"):
+        settings = "train.precision=bf16", "train.strategy=none", f"train.device={device}", "model.attention=auto"
+        run = config(tmp_path, *MUON, *settings, *([execution] if execution and device == "cuda" else []))
+        training = trainer(run, device=torch.device(device))
+        curves.append([training.train_step()[0].loss for _ in range(STEPS)])
+    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 0.05
