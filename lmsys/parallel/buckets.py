@@ -93,17 +93,17 @@ class Segmented:
         return tuple(chain(*self.members))
 
 
-def share_out(numels: Sequence[int], world_size: int) -> list[list[int]]:
-    """The places of `numels`, shared out to world_size parts of about equal sums.
+def share_out(costs: Sequence[float], world_size: int) -> list[list[int]]:
+    """The places of `costs`, shared out to world_size parts of about equal sums.
 
     The largest goes first, to the part that has least (Graham 1969, longest processing time).
     """
     parts: list[list[int]] = [[] for _ in range(world_size)]
-    loads = [0] * world_size
-    for index in sorted(range(len(numels)), key=numels.__getitem__, reverse=True):
+    loads: list[float] = [0] * world_size
+    for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
         least = loads.index(min(loads))
         parts[least].append(index)
-        loads[least] += numels[index]
+        loads[least] += costs[index]
     return parts
 
 
@@ -113,32 +113,35 @@ def plan_segments(
     limit: float,
     world_size: int,
     kinds: Sequence[Hashable] | None = None,
-    loads: list[int] | None = None,
+    loads: list[Any] | None = None,
+    costs: Sequence[float] | None = None,
 ) -> list[Segmented]:
     """Buckets of world_size segments of whole tensors, each of about `limit` elements, or more to save padding.
 
     A bucket grows until its segments average `limit` elements and at least BALANCED of it is not padding. If it reaches
-    four times that size first, it is cut where its segments were most even. The longest segment goes to the rank that
-    owns least so far.
+    four times that size first, it is cut where its segments were most even. The segment that costs most goes to the
+    rank whose segments have cost least so far.
 
-    loads  elements that each rank owns, from earlier calls; it is updated
+    loads  costs that each rank bears, from earlier calls; it is updated
+    costs  of each tensor, by which tensors are shared out to segments; None: their elements
     ValueError for a limit that is not positive.
     """
     hold((limit > 0, f"a bucket must hold something: its size is {limit:g} elements, and must be positive"))
     kinds = kinds or [None] * len(numels)
     loads = [0] * world_size if loads is None else loads
+    costs = numels if costs is None else costs
     segments = []
     for kind in dict.fromkeys(_entries(kinds, order)):
         left = [index for index in order if kinds[index] == kind]
         while left:
-            end = _cut(numels, left, limit * world_size, world_size)
-            segments.append(_segmented(numels, left[:end], world_size, loads))
+            end = _cut(numels, left, limit * world_size, world_size, costs)
+            segments.append(_segmented(numels, left[:end], world_size, loads, costs))
             left = left[end:]
     place = dict(zip(order, count(), strict=False))
     return sorted(segments, key=lambda bucket: max(_entries(place, bucket.indices)))
 
 
-def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: int) -> int:
+def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: int, costs: Sequence[float]) -> int:
     """How many of the places in `order` make the first bucket. limit: elements of the whole bucket."""
     best, most_even, total = len(order), 0.0, 0
     for end, index in enumerate(order, start=1):
@@ -146,7 +149,7 @@ def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: 
         if total > 4 * limit and most_even:
             break
         if total >= limit or end == len(order):
-            parts = share_out(_entries(numels, order[:end]), world_size)
+            parts = share_out(_entries(costs, order[:end]), world_size)
             longest = max(sum(_entries(numels, _entries(order, part))) for part in parts)
             evenness = total / (world_size * longest) if longest else 1.0
             if evenness > most_even:
@@ -156,15 +159,17 @@ def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: 
     return best
 
 
-def _segmented(numels: Sequence[int], indices: Sequence[int], world_size: int, loads: list[int]) -> Segmented:
+def _segmented(
+    numels: Sequence[int], indices: Sequence[int], world_size: int, loads: list[Any], costs: Sequence[float]
+) -> Segmented:
     """The bucket of these places, shared out to ranks; updates `loads`."""
-    parts = [_entries(indices, part) for part in share_out(_entries(numels, indices), world_size)]
-    parts.sort(key=lambda part: sum(_entries(numels, part)), reverse=True)
+    parts = [_entries(indices, part) for part in share_out(_entries(costs, indices), world_size)]
+    parts.sort(key=lambda part: sum(_entries(costs, part)), reverse=True)
     ranks = sorted(range(world_size), key=loads.__getitem__)
     members: list[tuple[int, ...]] = [()] * world_size
     for rank, part in zip(ranks, parts, strict=True):
         members[rank] = tuple(part)
-        loads[rank] += sum(_entries(numels, part))
+        loads[rank] += sum(_entries(costs, part))
     return Segmented(tuple(members), max(offsets(_entries(numels, owned))[1] for owned in members))
 
 

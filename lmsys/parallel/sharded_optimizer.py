@@ -75,7 +75,8 @@ class ShardedOptimizer(Optimizer):
     """`optimizer_cls` over the parameters that this rank owns; its param groups hold the parameters of all ranks.
 
     params        tensors or param groups, equal on every rank
-    flat_buffers  where a strategy has made them; None: made here, balanced by size
+    flat_buffers  where a strategy has made them; None: made here, balanced by size, or by `optimizer_cls.cost` where
+                  there is one: cost(parameter, **options of its group), as of `lmsys.training.muon.Muon`
     kwargs        options of `optimizer_cls`
     `state_dict` is this rank's share. `full_state_dict` is whole, and loads at any world size and into `optimizer_cls`
     itself; `load_state_dict` takes either. All ranks call the constructor, `step` and `full_state_dict`.
@@ -93,6 +94,7 @@ class ShardedOptimizer(Optimizer):
         self.world_size, self.rank = collectives.size_and_rank(process_group)
         self.flat_buffers = list(flat_buffers or [])
         self.owners = owners_in(self.flat_buffers)
+        self._cost = getattr(optimizer_cls, "cost", None)
         self._loads = [0] * self.world_size
         self._local: Any = None
         super().__init__(params, kwargs)
@@ -107,16 +109,17 @@ class ShardedOptimizer(Optimizer):
         group = self.param_groups[-1]
         strangers = [p for p in group["params"] if p not in self.owners]  # in no buffer yet
         if strangers:
-            self._flatten(strangers)
+            self._flatten(strangers, without(group, "params"))
         if self._local is not None:
             self._local.add_param_group(self._own(group))
             group.update(without(self._local.param_groups[-1], "params"))
 
-    def _flatten(self, params: list[Tensor]) -> None:
-        """Shares out parameters to ranks, and moves them into flat buffers."""
+    def _flatten(self, params: list[Tensor], options: dict[str, Any]) -> None:
+        """Shares out parameters of a group with these options to ranks, and moves them into flat buffers."""
         planned = buckets.plan_segments(
             [p.numel() for p in params], range(len(params)), CHUNK, self.world_size,
             [(p.device, p.dtype) for p in params], self._loads,
+            None if self._cost is None else [self._cost(p, **options) for p in params],
         )  # fmt: skip
         self.flat_buffers += [flatten(params, bucket) for bucket in planned]
         self.owners = owners_in(self.flat_buffers)

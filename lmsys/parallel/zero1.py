@@ -257,7 +257,7 @@ class Zero1Optimizer(sharded_optimizer.ShardedOptimizer):
         super().__init__(chosen, optimizer_cls, wrapper.group, wrapper.flat_buffers, **kwargs)
         wrapper.optimizers.update((self, self._local))
 
-    def _flatten(self, params: list[Tensor]) -> None:
+    def _flatten(self, params: list[Tensor], options: dict[str, Any]) -> None:
         self.param_groups.pop()  # the group of `params`, which is refused
         raise ValueError(
             f"{len(params)} parameters, of {sum(p.numel() for p in params)} numbers, are none that ZeRO-1 trains: of"

@@ -1,0 +1,174 @@
+"""Muon on ranks that own matrices: bit for bit the steps of ranks that each do all the work, with shared-out state."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lmsys.config import model_config
+from lmsys.cost.operations import newton_schulz_flops
+from lmsys.model import TransformerLM
+from lmsys.parallel import STRATEGIES, collectives
+from lmsys.parallel.buckets import plan_segments
+from lmsys.parallel.group import WorkerGroup, device
+from lmsys.parallel.sharded_optimizer import ShardedOptimizer
+from lmsys.parallel.structure import grouped
+from lmsys.testing import ratio_of
+from lmsys.training.muon import Muon, matrix_groups
+from tests.support import ranks as on_ranks
+from tests.support.ranks import Net, Recipe, group_of
+
+flags = st.booleans()
+recipes = st.builds(
+    Recipe, width=st.integers(1, 9), layers=st.integers(1, 4), tied=flags, frozen=flags, unused=flags, mixed=flags
+)
+REPLICATED = "none", "naive", "flat", "overlapped", "bucketed"
+OPTIONS = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.8}
+
+
+def _owned(strategy: str, wrapper: Any, net: Net, group: Any, **options: Any) -> Any:
+    """The optimizer in which each rank steps what it owns."""
+    if strategy not in REPLICATED:
+        return wrapper.make_optimizer(Muon, groups=matrix_groups(net), **options)
+    return ShardedOptimizer(grouped(net, matrix_groups(net)), Muon, collectives.unwrapped(group), **options)
+
+
+def _steps(recipe: Recipe, strategy: str, world_size: int, owned: bool, batched: bool, seed: int) -> Any:
+    """On a rank: (the model before and after three steps; the numbers of the parameters that this rank has state of;
+    by number the rank that owns a parameter; gathers of a step). Gradients are added as one tree under every strategy.
+    """
+    group, rank = group_of(world_size), dist.get_rank()
+    if rank >= world_size:
+        return None
+    tree = collectives.TreeSums(group)
+    torch.manual_seed(seed)
+    net = Net(recipe).to(device())
+    wrapper = STRATEGIES[strategy].load()(net, tree)
+    options = OPTIONS | {"batched": batched}
+    if owned:
+        optimizer = _owned(strategy, wrapper, net, tree, **options)
+    else:
+        optimizer = wrapper.make_optimizer(Muon, groups=matrix_groups(net), **options)
+    before = on_ranks.copies(wrapper.full_state_dict())
+    gathers: list[int] = []
+
+    def counting(real: Any) -> Any:
+        return lambda out, x, *rest: gathers.append(x.numel()) or real(out, x, *rest)
+
+    data = torch.randn(3, world_size, 4, recipe.width, generator=torch.Generator().manual_seed(seed)).to(device())
+    with on_ranks.use((collectives, "all_gather", counting)):
+        for x in data:
+            wrapper(x[rank if strategy != "none" else 0]).backward()
+            wrapper.finish_gradient_synchronization()
+            optimizer.step()
+            optimizer.zero_grad()
+        after = on_ranks.copies(wrapper.full_state_dict())
+    params = [p for one in optimizer.param_groups for p in one["params"]]
+    held = {number for number, p in enumerate(params) if optimizer.state.get(p)}
+    owners = getattr(optimizer, "owners", dict.fromkeys(params, rank))
+    return before, after, held, [owners[p] for p in params], len(gathers) / len(data)
+
+
+@settings(max_examples=24)
+@given(
+    recipe=recipes,
+    strategy=st.sampled_from([*REPLICATED, "zero1"]),
+    world_size=st.sampled_from([1, 2, 4]),
+    batched=flags,
+    seed=st.integers(0, 99),
+)
+def test_owned_steps_are_those_of_ranks_that_do_all_the_work(
+    ranks: WorkerGroup, recipe: Recipe, strategy: str, world_size: int, batched: bool, seed: int
+) -> None:
+    """Bit for bit where each matrix is orthogonalized by itself; else another batch may round in another way."""
+    plain = "none" if strategy == "none" else "naive"
+    alone = ranks.run(_steps, recipe, plain, world_size, False, batched, seed)[:world_size]
+    found = ranks.run(_steps, recipe, strategy, world_size, True, batched, seed)[:world_size]
+    for rank, (one, other) in enumerate(zip(alone, found, strict=True)):
+        (before, expected, *_), (start, state, held, owners, gathers) = one, other
+        assert all(torch.equal(before[name], x) for name, x in start.items())
+        assert all(owners[number] == rank for number in held) and owners == found[0][3]
+        assert gathers <= 6  # two groups of parameters, of two dtypes each; zero1: its buckets
+        for name, x in expected.items():
+            same = torch.equal(state[name], x)
+            assert same if not batched else same or _ratio(state[name], x, before[name]) <= 1
+    assert set.union(*(held for _, _, held, *_ in found)) == alone[0][2]
+
+
+def _ratio(state: Tensor, expected: Tensor, before: Tensor) -> float:
+    moved, reference = state.double() - before, expected.double() - before
+    return ratio_of(moved, reference, reference, torch.bfloat16, mean=False)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_replicated_ranks_of_any_number_step_as_one(ranks: WorkerGroup, world_size: int) -> None:
+    """Also on three ranks, whose gradients cannot be added as a tree: rank 0's are taken."""
+    found = ranks.run(_given_gradients, world_size)
+    assert all(torch.equal(x, y) for state in found[:world_size] for x, y in zip(*state, strict=True))
+
+
+def _given_gradients(world_size: int) -> Any:
+    """On a rank: a model's parameters after steps by equal gradients, by owners and by this rank alone."""
+    group = group_of(world_size)
+    if dist.get_rank() >= world_size:
+        return None
+    ends = []
+    for owned in (True, False):
+        torch.manual_seed(0)
+        net = Net(Recipe(width=7, layers=5)).to(device())
+        made = grouped(net, matrix_groups(net))
+        make = (lambda params, **options: ShardedOptimizer(params, Muon, group, **options)) if owned else Muon
+        optimizer = make(made, batched=False, **OPTIONS)
+        for _ in range(3):
+            for p in net.parameters():
+                p.grad = torch.randn(p.shape).to(p)
+            optimizer.step()
+        ends.append([p.detach().cpu().clone() for p in net.parameters()])
+    return ends
+
+
+costs = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=12)
+
+
+@given(costs, st.integers(1, 8))
+def test_matrices_are_shared_out_by_the_cost_of_their_steps(sizes: list[tuple[int, int]], world_size: int) -> None:
+    """No rank has more than the least one's and the largest matrix, as the largest go first, to the rank with least."""
+    work = [newton_schulz_flops(*size, 5) for size in sizes]
+    numels, loads = [rows * columns for rows, columns in sizes], [0] * world_size
+    (segmented,) = plan_segments(numels, range(len(sizes)), 2**26, world_size, None, loads, work)
+    assert sorted(segmented.indices) == list(range(len(sizes)))
+    assert loads == [sum(work[index] for index in owned) for owned in segmented.members]
+    assert max(loads) - min(loads) <= max(work)
+    assert segmented.length >= max(sum(numels[index] for index in owned) for owned in segmented.members)
+
+
+@pytest.mark.parametrize(("use_muon", "owners"), [(True, [0, 1, 1]), (False, [0, 1, 0])])
+def test_the_optimizers_cost_decides_who_owns_a_matrix(use_muon: bool, owners: list[int]) -> None:
+    """A thin matrix has as many numbers as a square one, and costs less to orthogonalize."""
+    params = [torch.ones(shape, requires_grad=True) for shape in ((32, 32), (1, 1024), (1, 1024))]
+    optimizer = _as_rank([{"params": params, "use_muon": use_muon}], 0, 2)
+    assert [optimizer.owners[p] for p in params] == owners
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_work_of_a_transformer_comes_out_even(world_size: int) -> None:
+    """Beside embeddings, which have many numbers and cost no orthogonalization."""
+    model = TransformerLM(model_config("tiny", num_layers=8))
+    groups = grouped(model, matrix_groups(model))
+    optimizers = [_as_rank(groups, rank, world_size) for rank in range(world_size)]
+    loads = []
+    for optimizer in optimizers:
+        steps = [one for one in optimizer._local.param_groups if one["use_muon"]]
+        loads.append(sum(newton_schulz_flops(*p.shape, 5) for one in steps for p in one["params"]))
+    assert max(loads) <= 1.02 * sum(loads) / world_size
+    assert sum(len(one["params"]) for it in optimizers for one in it._local.param_groups) == len([*model.parameters()])
+
+
+def _as_rank(groups: list[Any], rank: int, world_size: int) -> ShardedOptimizer:
+    """The optimizer that this rank of so many would make."""
+    with on_ranks.use((collectives, "size_and_rank", lambda _: lambda group: (world_size, rank))):
+        return ShardedOptimizer([dict(group) for group in groups], Muon)
