@@ -98,13 +98,14 @@ class FlatShard:
             self._rounded = [view.data for view in self._views]
             self._views = [p.new_full((1,) * p.dim(), torch.nan).expand(p.shape) for p in params]  # of one element each
         self._stamped = self._rounded or self.params  # the tensors that autograd saves
-        self._homes = [(weakref.ref(self), place) for place in self._places()]
+        self._homes = [(weakref.ref(self), place) for place in self.places(self.rank)]
         self._point_to(self._views)
         self._release()
 
-    def _places(self) -> list[slice]:
-        """For each parameter the slice of the shard that is this rank's part of it; empty where it has none."""
-        first, length = self._own.start, self.shard.numel()
+    def places(self, rank: int) -> list[slice]:
+        """For each parameter the slice of a rank's shard that is its part of it; empty where it has none."""
+        length = self.shard.numel()
+        first = rank * length
         spans = [(start - first, start - first + shape.numel()) for shape, _, start in self.layout.places]
         return [slice(min(max(a, 0), length), min(max(b, 0), length)) for a, b in spans]
 

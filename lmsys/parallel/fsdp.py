@@ -110,7 +110,10 @@ class Fsdp(wrapper.Wrapper):
     def make_optimizer(
         self, optimizer_cls: Any, groups: structure.Groups | None = None, **kwargs: Any
     ) -> torch.optim.Optimizer:
-        """As `Wrapper.make_optimizer`; `groups` lays out parameters anew: ValueError once training has begun."""
+        """As `Wrapper.make_optimizer`; `groups` lays out parameters anew: ValueError once training has begun.
+
+        A class with the attribute `takes_whole_matrices` gets `flats`, by each flat part its `FlatShard`.
+        """
         chosen: list[Any] = list(self.parameters())
         if groups is not None:
             hold(
@@ -124,6 +127,8 @@ class Fsdp(wrapper.Wrapper):
             self._lay_out(marks)
             for group, mark in zip(chosen, marks, strict=True):
                 group["params"] = [flat.shard for flat in self._flats() if flat.params[0] in mark]
+        if getattr(optimizer_cls, "takes_whole_matrices", False):
+            kwargs["flats"] = {flat.shard: flat for flat in self._flats()}
         optimizer = optimizer_cls(chosen, **kwargs)
         self._optimizers.add(optimizer)
         return optimizer

@@ -8,7 +8,7 @@ A param group has `use_muon`: True for matrices, False for what AdamW steps. `ma
 
     optimizer = wrapper.make_optimizer(Muon, groups=matrix_groups(model), lr=0.02)
 
-Under `ShardedOptimizer` and `Zero1` a rank orthogonalizes the whole matrices that it owns, and no others.
+Under `ShardedOptimizer`, `Zero1` and `Fsdp` a rank orthogonalizes the whole matrices that it owns, and no others.
 
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the scale that matches AdamW's is
 that of Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv 2502.16982).
@@ -18,7 +18,7 @@ Legend: N matrices, R rows, C columns.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lmsys.cost.operations import newton_schulz_flops
-from lmsys.parallel import structure
+from lmsys.parallel import assembly, structure
 from lmsys.training.config import MATRIX_SCALES, TrainConfig
 from lmsys.training.optimizer import AdamW, Bundle, undecayed
 from lmsys.values import finite, flag, hold, one_of, whole
@@ -55,6 +55,7 @@ class Muon(AdamW):
     batched           False: each matrix by itself. Libraries choose another kernel for another number of matrices, so
                       only then are a matrix's bits the same whichever others are stepped beside it
     betas, eps        AdamW's
+    flats             of `Fsdp.make_optimizer`: by parameter the `FlatShard` of several that the parameter is a part of
 
     `torch.amp.GradScaler` unscales the gradients itself, and skips a step by itself.
     ValueError: as of `AdamW`; a momentum outside [0, 1), another `adjust_lr_fn`, a parameter with `use_muon` that is no
@@ -63,6 +64,8 @@ class Muon(AdamW):
 
     other_algorithms = {name: other for name, other in AdamW.other_algorithms.items() if name != "use_muon"}
     _step_supports_amp_scaling = False
+    takes_whole_matrices = True  # read by `Fsdp.make_optimizer`
+    _flats: Mapping[Tensor, Any] = {}
 
     def __init__(
         self,
@@ -79,7 +82,9 @@ class Muon(AdamW):
         use_muon: bool = True,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        flats: Mapping[Tensor, Any] | None = None,
     ) -> None:
+        self._flats = flats or {}
         self._begin(
             params, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn,
             ns_coefficients=ns_coefficients, ns_steps=ns_steps, ns_dtype=ns_dtype, batched=batched, use_muon=use_muon,
@@ -94,10 +99,14 @@ class Muon(AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        shapes = [tuple(p.shape) for p in group["params"] if p.dim() != 2]
+        shapes = [tuple(x.shape) for p in group["params"] for x in self._whole(p) if x.dim() != 2]
         if group["use_muon"] and shapes:
             self.param_groups.pop()
             raise ValueError(f"Muon steps matrices, not shape {shapes[0]}: that parameter's group needs use_muon=False")
+
+    def _whole(self, p: Tensor) -> list[Any]:
+        """The parameters that p is a part of, side by side, under `Fsdp`; elsewhere p itself."""
+        return self._flats[p].params if p in self._flats else [p]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
@@ -128,40 +137,80 @@ class Muon(AdamW):
     def _bundles(self, live: list[Tensor], group: dict[str, Any]) -> list[Any]:
         if not group["use_muon"]:
             return super()._bundles(live, group)
-        by_shape: dict[Any, list[Tensor]] = defaultdict(list)
         for p in live:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            by_shape[p.shape, p.dtype, p.device].append(p)
         bundles = []
-        for params in by_shape.values():
-            count = max(1, BATCH // max(1, params[0].numel())) if group["batched"] else 1
-            for start in range(0, len(params), count):
-                batch = params[start : start + count]
-                bundles.append(_Matrices(batch, [self.state[p]["momentum_buffer"] for p in batch]))
+        for params in structure.by_kind(live):
+            momentum = [self.state[p]["momentum_buffer"] for p in params]
+            if params[0] in self._flats:
+                costs = [self.cost(x, **group) for p in params for x in self._whole(p)]
+                parts = assembly.Assembly([self._flats[p] for p in params], costs)
+                bundles.append(_Matrices(params, momentum, parts))
+                continue
+            for places in in_batches([p.shape for p in params], group["batched"]):  # which bounds a step's memory
+                bundles.append(_Matrices([params[place] for place in places], [momentum[place] for place in places]))
         return bundles
 
 
 @dataclass
 class _Matrices(Bundle):
-    """Matrices of one group, shape, dtype and device, and their momentum."""
+    """Matrices of one group, dtype and device, which may be flat parts of some, and their momentum.
+
+    parts  assembles whole matrices of flat parts; None: they are whole, and one batch
+    """
 
     momentum: list[Tensor]
+    parts: assembly.Assembly | None = None
 
     def step(self, group: dict[str, Any], rounded: Any, *scaling: Tensor | None) -> None:
         """Steps the matrices. scaling: only its last, grad_factor, is given; the version of a matrix counts the step,
         so that a copy in `rounded` is made again."""
-        factor = scaling[-1]
+        factor, dtype = scaling[-1], group["ns_dtype"]
         grads = self.grads(None if factor is None else factor.to(self.params[0].device))
         torch._foreach_lerp_(self.momentum, grads, 1 - group["momentum"])
         updates = torch._foreach_lerp(grads, self.momentum, group["momentum"]) if group["nesterov"] else self.momentum
-        steps = newton_schulz(normalized(updates, group["ns_dtype"]), group["ns_steps"], group["ns_coefficients"])
-        rows, columns = self.params[0].shape
-        ratio = math.sqrt(max(1, rows / max(1, columns)))
-        if group["adjust_lr_fn"] == "match_rms_adamw":
-            ratio = ADAMW_RMS * math.sqrt(max(rows, columns))
         torch._foreach_mul_(self.params, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(self.params, list(steps.to(self.params[0].dtype)), alpha=-group["lr"] * ratio)
+        if self.parts is None:
+            params, shapes = self.params, [p.shape for p in self.params]
+            steps = orthogonalized(updates, group)
+        else:
+            params, shapes = self.parts.views([p.detach() for p in self.params]), self.parts.shapes
+            steps = self.parts.parts(orthogonalized(self.parts.whole(updates), group), dtype)
+        for places in in_batches(shapes):
+            rate = group["lr"] * lr_ratio(shapes[places[0]], group["adjust_lr_fn"])
+            stepped = [params[place] for place in places]
+            torch._foreach_add_(stepped, [steps[place].to(stepped[0].dtype) for place in places], alpha=-rate)
+
+
+def in_batches(shapes: Sequence[torch.Size], batched: bool = True) -> list[list[int]]:
+    """The places of equal shapes, in lists of at most BATCH elements in all; of one place each if not `batched`."""
+    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
+    for place, shape in enumerate(shapes):
+        by_shape[shape].append(place)
+    batches = []
+    for shape, places in by_shape.items():
+        size = max(1, BATCH // max(1, shape.numel())) if batched else 1
+        batches += [places[start : start + size] for start in range(0, len(places), size)]
+    return batches
+
+
+def lr_ratio(shape: torch.Size, adjust_lr_fn: str) -> float:
+    """The factor of a matrix's learning rate: `adjust_lr_fn` of `Muon`."""
+    rows, columns = shape
+    if adjust_lr_fn == "original":
+        return math.sqrt(max(1, rows / max(1, columns)))
+    return ADAMW_RMS * math.sqrt(max(rows, columns))
+
+
+def orthogonalized(matrices: Sequence[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
+    """`newton_schulz` of matrices of one dtype and device, with a param group's options, in batches of one shape."""
+    steps: list[Any] = [None] * len(matrices)
+    for places in in_batches([x.shape for x in matrices], group["batched"]):
+        batch = normalized([matrices[place] for place in places], group["ns_dtype"])
+        for place, step in zip(places, newton_schulz(batch, group["ns_steps"], group["ns_coefficients"]), strict=True):
+            steps[place] = step
+    return steps
 
 
 def normalized(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -104,11 +104,6 @@ def _check_strategy(
             f"{name} needs a process group: start it by --ranks 1 or torchrun",
         ),
         (
-            train.optimizer == "adamw" or traits.zero_stage != 3,
-            f"train.optimizer={train.optimizer} with {name}: ranks have parts of matrices, and Muon steps whole ones;"
-            " take zero1, where each has whole matrices",
-        ),
-        (
             not (train.sharded_optimizer and traits.shards_gradients),
             f"{name} shards its optimizer itself: train.sharded_optimizer is false",
         ),

@@ -50,7 +50,16 @@ def test_settings_reach_the_param_groups(tmp_path: Path) -> None:
         assert group["weight_decay"] == (0.0 if any("ln" in name or "embeddings" in name for name in held) else 0.1)
 
 
-STRATEGIES = "naive", "flat+sharded", "overlapped", "overlapped+sharded", "bucketed", "bucketed+sharded", "zero1"
+STRATEGIES = (
+    "naive",
+    "flat+sharded",
+    "overlapped",
+    "overlapped+sharded",
+    "bucketed",
+    "bucketed+sharded",
+    "zero1",
+    "fsdp",
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +78,13 @@ def test_weights_have_one_sha256(
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(("bucketed+sharded", 4), ("bucketed+sharded", 2)), (("zero1", 2), ("naive", 1)), (("none", 1), ("zero1", 4))],
+    [
+        (("bucketed+sharded", 4), ("bucketed+sharded", 2)),
+        (("zero1", 2), ("naive", 1)),
+        (("none", 1), ("zero1", 4)),
+        (("fsdp", 4), ("bucketed+sharded", 2)),
+        (("zero1", 2), ("fsdp", 1)),
+    ],
 )
 def test_a_run_that_goes_on_elsewhere_ends_the_same(
     ranks: WorkerGroup, expected: str, tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
@@ -84,7 +99,7 @@ def test_a_run_that_goes_on_elsewhere_ends_the_same(
 
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [("none", 1), ("bucketed+sharded", 2), ("zero1", 2), ("torch_ddp", 2), ("torch_zero1", 2)],
+    [("none", 1), ("bucketed+sharded", 2), ("zero1", 2), ("fsdp", 2), ("torch_ddp", 2), ("torch_zero1", 2)],
 )
 def test_resumed_equals_uninterrupted(ranks: WorkerGroup, tmp_path: Path, strategy: str, world_size: int) -> None:
     """In batches of matrices, too, on as many ranks as before."""
@@ -134,11 +149,6 @@ def test_a_matrix_that_is_not_finite_is_not_stepped(tmp_path: Path) -> None:
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig(**settings)
-
-
-def test_a_strategy_that_divides_matrices_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="train.optimizer=muon with strategy 'fsdp': ranks have parts of matrices"):
-        trainer(config(tmp_path, *MUON, "train.strategy=fsdp"))
 
 
 @pytest.mark.gpu

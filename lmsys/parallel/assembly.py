@@ -1,0 +1,70 @@
+"""Whole tensors on the ranks that own them, from the flat parts of `Fsdp`, and back: an all-to-all each way.
+
+An optimizer that looks at whole matrices, such as `lmsys.training.muon.Muon`, keeps its state in flat parts, as any
+other does, and calls this for what it computes of whole ones: a rank assembles those that it owns.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lmsys.parallel import buckets, collectives, flat_shard
+
+
+class Assembly:
+    """Who owns which parameter of `flats`, and what each rank sends to which. It is equal on all ranks.
+
+    costs  of each parameter, by which they are shared out: the largest first, to the rank that has least
+    """
+
+    def __init__(self, flats: Sequence[flat_shard.FlatShard], costs: Sequence[float]):
+        self._group, self._device = flats[0].group, flats[0].shard.device
+        self._world_size, rank = collectives.size_and_rank(self._group)
+        self._members = buckets.share_out(costs, self._world_size)  # by rank the parameters that it owns
+        self._owned = self._members[rank]
+        self.shapes = [p.shape for flat in flats for p in flat.params]
+        self._places = [(number, place) for number, flat in enumerate(flats) for place in flat.places(rank)]
+        self._sizes: list[list[int]] = []  # by rank: the elements of its part of each parameter
+        for other in range(self._world_size):
+            places = [place for flat in flats for place in flat.places(other)]
+            self._sizes.append([place.stop - place.start for place in places])
+        self._own_sizes = self._sizes[rank]
+
+    def views(self, flat_parts: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's part of each flat -> its part of each parameter."""
+        return [flat_parts[number][place] for number, place in self._places]
+
+    def whole(self, flat_parts: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's part of each flat -> the whole tensors that it owns. All ranks call it."""
+        views, count = self.views(flat_parts), len(self._owned)
+        sent = [[views[index] for index in owned] for owned in self._members]
+        sizes = [[of_rank[index] for index in self._owned] for of_rank in self._sizes]
+        pieces = self._exchange(sent, sizes, flat_parts[0].dtype)  # those of rank 0, those of rank 1, and so on
+        return [torch.cat(pieces[k::count]).view(self.shapes[index]) for k, index in enumerate(self._owned)]
+
+    def parts(self, wholes: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """The whole tensors that this rank owns, in `dtype` -> its part of each parameter. All ranks call it."""
+        pieces = []
+        for x, index in zip(wholes, self._owned, strict=True):
+            pieces.append(x.reshape(-1).split([of_rank[index] for of_rank in self._sizes]))
+        sent = [[of_ranks[rank] for of_ranks in pieces] for rank in range(self._world_size)]
+        sizes = [[self._own_sizes[index] for index in owned] for owned in self._members]
+        received = self._exchange(sent, sizes, dtype)
+        by_index = dict(zip([index for owned in self._members for index in owned], received, strict=True))
+        return [by_index[index] for index in range(len(self.shapes))]
+
+    def _exchange(
+        self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Sends each rank its list of tensors, flat; gives what has come, rank by rank. sizes: of that, by rank."""
+        nothing = torch.empty(0, dtype=dtype, device=self._device)
+        flat = torch.cat([nothing, *(x for of_rank in sent for x in of_rank)])
+        counts = [sum(x.numel() for x in of_rank) for of_rank in sent]
+        received = flat
+        if self._world_size > 1:
+            received = flat.new_empty(sum(map(sum, sizes)))
+            group = collectives.unwrapped(self._group)
+            dist.all_to_all_single(received, flat, list(map(sum, sizes)), counts, group=group)
+        return received.split([size for of_rank in sizes for size in of_rank])
