@@ -209,6 +209,13 @@ NAMED = (
         "optimizer state divided among ranks: yes, no",
     ),
     Axis(
+        "optimizer",
+        one_of("adamw", "muon"),
+        ("adamw",),
+        "--optimizer",
+        "adamw, or muon: Muon steps the matrices of blocks, AdamW all else",
+    ),
+    Axis(
         "reproducible",
         yes_no,
         (False,),

@@ -74,7 +74,7 @@ class DataParallel(ParallelBenchmark):
     tables = {"strategy": STRATEGIES}
     axes: tuple[Axis, ...] = axes.named(
         "--size --context --batch --precision --compile --strategy",
-        "--world-size --bucket-mb --comm-dtype --sharded-optimizer",
+        "--world-size --bucket-mb --comm-dtype --sharded-optimizer --optimizer",
         "--checkpoint --residual",
         world_size=(1, 0),  # one rank, which scaling is measured against, and 0: as many as there are
     )
@@ -82,7 +82,7 @@ class DataParallel(ParallelBenchmark):
         "strategy size context batch precision compile",
         Field("world_size", label="ranks", role="axis"),
         Field("asked_bucket_mb", "MiB", "bucket size", "axis", "Size of a bucket that the case asks for"),
-        "comm_dtype sharded_optimizer backend",
+        "comm_dtype sharded_optimizer optimizer backend",
         models.WHAT_IS_KEPT,
         Field("num_nodes", label="nodes", role="axis"),
         Field("num_parameters", label="parameters", role="axis"),
@@ -191,10 +191,12 @@ class DataParallel(ParallelBenchmark):
             ranks.world_sizes(grid, ranks.backend_of(settings.device)),
             STRATEGIES.select(grid["strategy"] or STRATEGIES),
         ):
-            ways = product(variants(grid, entry), grid.product("checkpoint", "residual"))
-            for variant, (kept, stream) in ways if world_size > 1 or not StrategyTraits.of(entry).synchronizes else ():
+            ways = product(variants(grid, entry), grid.product("checkpoint", "residual", "optimizer"))
+            for variant, (kept, stream, optimizer) in (
+                ways if world_size > 1 or not StrategyTraits.of(entry).synchronizes else ()
+            ):
                 asked = grid.name, entry, settings.device, *model, world_size, *variant
-                yield ParallelCase(*asked, checkpoint=kept, residual=stream)
+                yield ParallelCase(*asked, checkpoint=kept, residual=stream, optimizer=optimizer)
 
     def contends(self, case: ParallelCase) -> bool:
         return bool(case.traits.synchronizes)

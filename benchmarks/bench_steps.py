@@ -207,7 +207,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
     streams = True  # each case is a turn of its own: two models do not fit in memory together
     axes: tuple[Axis, ...] = axes.named(
         "--size --context --batch --precision --compile --strategy",
-        "--world-size --checkpoint --residual",
+        "--world-size --checkpoint --residual --optimizer",
         Axis("model", one_of(*MODELS), ("ours",), help="ours, and beside torch's strategies llama, Hugging Face's"),
         Axis("steps", positive, STEPS, single=True, help="of each row, timed; their losses must fall"),
     )
@@ -216,7 +216,7 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
         Field("model", role="axis", about="Whose model is trained: ours, or Hugging Face's Llama"),
         Field("world_size", label="ranks", role="axis"),
         models.WHAT_IS_KEPT,
-        "backend",
+        "optimizer backend",
         Field("num_nodes", label="nodes", role="axis"),
         Field("num_parameters", label="parameters", role="axis"),
         fields.TIME.called(about="Median time of a step, of the slowest rank", shown="s"),
@@ -271,17 +271,19 @@ class TrainingSteps(bench_data_parallel.ParallelBenchmark):
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[StepsCase]:
         """Rows that synchronize, on two ranks or more."""
-        for work, world_size, row, model, kept, residual in product(
+        for work, world_size, row, model, kept, residual, optimizer in product(
             grid.product("size", "context", "batch", "precision", "compile"),
             [size for size in ranks.world_sizes(grid, ranks.backend_of(settings.device)) if size > 1],
             [row for row in STRATEGIES.select(grid["strategy"]) if StrategyTraits.of(row).synchronizes],
             grid["model"],
             grid["checkpoint"],
             grid["residual"],
+            grid["optimizer"],
         ):
             if row.peer or model == "ours":  # somebody else's model is there as its users train it
                 asked = grid.name, row, settings.device, *work, world_size
-                yield StepsCase(*asked, checkpoint=kept, residual=residual, steps=grid["steps"], model=model)
+                kept_as = {"checkpoint": kept, "residual": residual, "optimizer": optimizer}
+                yield StepsCase(*asked, steps=grid["steps"], model=model, **kept_as)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         """Judges each row by `check.gate`: three steps on the ranks beside those of one process."""

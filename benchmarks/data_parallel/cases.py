@@ -12,6 +12,7 @@ field is declared in `bench_data_parallel.py` and computed here. A new option of
 """
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
@@ -24,7 +25,7 @@ from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Entry, Grid, Record, Settings
 from lmsys.cost.communication import ddp_overhead
 from lmsys.cost.memory import zero_memory
-from lmsys.cost.operations import model_flops, model_parameters
+from lmsys.cost.operations import block_matrices, model_flops, model_parameters
 from lmsys.measure.profile import Communication
 from lmsys.model import fused as fused_blocks
 from lmsys.training.prepare import AUTOCAST
@@ -44,12 +45,14 @@ class ParallelCase(TrainedCase):
     asked_bucket_mb    MiB, "auto", "all" for one bucket, or None: the strategy has no buckets, or a size of its own
     comm_dtype         the dtype in which gradients are sent; float32 stands for their own dtype
     sharded_optimizer  a `ShardedOptimizer` steps the parameters
+    optimizer          adamw; or muon, for the matrices of blocks
     """
 
     world_size: int
     asked_bucket_mb: float | str | None = None
     comm_dtype: str = "float32"
     sharded_optimizer: bool = False
+    optimizer: str = field(default="adamw", kw_only=True)
 
     @property
     def impl(self) -> str:
@@ -57,6 +60,10 @@ class ParallelCase(TrainedCase):
         bucket = "" if mb is None else f"-{mb}" if isinstance(mb, str) else f"-{mb}MiB"
         comm = "" if self.comm_dtype == "float32" else f"-{self.comm_dtype}"
         return f"{self.entry.name}{bucket}{comm}{'-sharded' if self.sharded_optimizer else ''}{self.keeps}"
+
+    @property
+    def keeps(self) -> str:
+        return f"-{self.optimizer}" * (self.optimizer != "adamw") + super().keeps
 
     @property
     def id(self) -> str:
@@ -88,15 +95,15 @@ class ParallelCase(TrainedCase):
 
         That holds only on a CPU, eager, for one precision and one residual stream. There the level of checkpointing
         changes no number. Nor does the strategy, on at most two ranks, if both have the trait `halves_sums`: two
-        numbers can be added in one order only, as long as none is rounded before.
+        numbers can be added in one order only, as long as none is rounded before. Muon's matrices are orthogonalized in
+        batches, which may round otherwise where a rank owns fewer.
         """
         settings = [(case.device, case.compile, case.world_size, case.residual) for case in (self, other)]
         if settings[0] != settings[1] or (self.device, self.compile) != ("cpu", "eager"):
             return False
         exact = self.precision == "fp32" and self.narrow == other.narrow is None and self.world_size <= 2
-        return replace(self, checkpoint=other.checkpoint) == other or (
-            exact and self.traits.halves_sums and other.traits.halves_sums
-        )
+        adds = self.traits.halves_sums and other.traits.halves_sums and self.optimizer == other.optimizer == "adamw"
+        return replace(self, checkpoint=other.checkpoint) == other or (exact and adds)
 
 
 @dataclass(frozen=True)
@@ -187,8 +194,11 @@ def pair(first: Steps, second: Steps) -> Pair:
 
 
 def pairs(versions: Iterable[Steps]) -> list[Pair]:
-    """All pairs of rows on equally many ranks; on other numbers of ranks batches differ."""
-    return [pair(a, b) for a, b in combinations(versions, 2) if a.case.world_size == b.case.world_size]
+    """All pairs of rows on equally many ranks, by one optimizer; on other numbers of ranks batches differ."""
+    groups = defaultdict[Any, list[Steps]](list)
+    for steps in versions:
+        groups[steps.case.world_size, steps.case.optimizer].append(steps)
+    return [pair(a, b) for alike in groups.values() for a, b in combinations(alike, 2)]
 
 
 @dataclass
@@ -262,6 +272,11 @@ def why_not(case: ParallelCase) -> str | None:
             case.precision == "fp16"
             and "float16 gradients need loss scaling, which no strategy here does: --precision bf16"
         )
+        or (
+            case.optimizer == "muon"
+            and case.traits.fused_adamw
+            and "its parameters are DTensors, and Muon steps plain tensors: --optimizer adamw"
+        )
         or case.entry.why_not(case)
     )
 
@@ -285,7 +300,8 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
         "num_buckets": seen.num_buckets,
         "timeline": list(map(list, seen.communication.timeline)),
     }
-    alone = {timed.case.world_size: timed for timed in rows if timed.passes and not timed.case.traits.synchronizes}
+    alike = [timed for timed in rows if timed.passes and timed.case.optimizer == case.optimizer]
+    alone = {timed.case.world_size: timed for timed in alike if not timed.case.traits.synchronizes}
     if 1 in alone:
         record["scaling_efficiency"] = statistics.median(alone[1].samples) / time_s
     if case.world_size == 1 or not case.traits.synchronizes:
@@ -310,9 +326,13 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
 
 
 def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The row that a row's communication is compared with, if it has been timed: on as many ranks, sharded alike."""
-    asked = row.case.world_size, row.case.sharded_optimizer
-    same = [other for other in rows if other.passes and (other.case.world_size, other.case.sharded_optimizer) == asked]
+    """The row that a row's communication is compared with, if it has been timed: on as many ranks, stepped alike."""
+    same = []
+    for other in rows:
+        sharded = other.case.sharded_optimizer == row.case.sharded_optimizer
+        stepped_alike = sharded and other.case.optimizer == row.case.optimizer
+        if other.passes and stepped_alike and other.case.world_size == row.case.world_size:
+            same.append(other)
     largest = max(same, key=lambda other: other.case.traits.baseline, default=None)
     return largest if largest and largest.case.traits.baseline else None
 
@@ -320,9 +340,13 @@ def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
 def memory(row: Row) -> Record:
     """Bytes by field, of the rank with most; and the bytes that ZeRO predicts where the strategy says its stage."""
     case, num_parameters = row.case, model_parameters(row.case.config)
+    state_bytes = 8 * num_parameters  # two float32 moments of each; Muon's matrices have one
+    if case.optimizer == "muon":
+        state_bytes -= 4 * case.config.num_layers * block_matrices(case.config)
     record: Record = {name: max(seen.memory[name] for seen in row.seen) for name in row.seen[0].memory}
-    record["optimizer_fraction"] = record["optimizer_bytes"] / (8 * num_parameters)
+    record["optimizer_fraction"] = record["optimizer_bytes"] / state_bytes
     if (stage := case.traits.zero_stage) is not None:
         predicted = zero_memory(num_parameters, case.world_size, max(stage, int(case.sharded_optimizer)))
         record |= {f"predicted_{name}_bytes": value for name, value in predicted.items()}
+        record["predicted_optimizer_bytes"] *= state_bytes / (8 * num_parameters)
     return record

@@ -36,11 +36,13 @@ DATA_PARALLEL: Layout = {
             "compile": 'compile or "eager"',
         },
         "bases": ["torch_ddp_tuned", "torch_ddp", "torch_fsdp2", "torch_fsdp2_zero2", "torch_zero1", "naive"],
-        "contends": 'strategy != "none" and world_size not in (None, 1) and comm_dtype != "bfloat16"',
+        "contends": 'strategy != "none" and world_size not in (None, 1) and comm_dtype != "bfloat16" and optimizer !='
+        ' "muon"',
         "kind": "strategy",
     },
     "prepare": [
         *KEPT,
+        ["defaulted", "optimizer", "adamw"],
         ["checked", ["context", "batch", "world_size"], ["section", "size", "precision", "strategy"]],
         ["traits", "strategy", "all_reduce_model"],  # of copy engines older files predict by the times of NCCL
         [
@@ -77,7 +79,11 @@ DATA_PARALLEL: Layout = {
                     "title": "Beside torch's own",
                     "lead": [
                         [
-                            ["only", 'not sharded_optimizer and comm_dtype != "bfloat16" and world_size > 1'],
+                            [
+                                "only",
+                                'not sharded_optimizer and comm_dtype != "bfloat16" and world_size > 1 and optimizer !='
+                                ' "muon"',
+                            ],
                             [
                                 "rivals",
                                 [

@@ -6,10 +6,10 @@ vectors. `bench_data_parallel.py` then asks for `judge_pass`, which compares by 
 
 - the timed steps of the row;
 - *plain steps*: the model unwrapped on every rank, with naive attention, its own gradients, torch's all-reduce of each,
-  and torch's AdamW, in the case's precision. If the row computes or communicates in a narrower dtype (`case.narrow`),
-  parameters or gradients are rounded to that dtype;
+  and torch's AdamW, in the case's precision. If the case has Muon, torch's Muon steps the matrices. If the row computes
+  or communicates in a narrower dtype (`case.narrow`), parameters or gradients are rounded to that dtype;
 - *exact steps*: plain steps in float64, except that forward and backward are in float32 where the case's precision is
-  narrower than fp32.
+  narrower than fp32. Torch's Muon has no float64: ours steps the matrices then.
 
 The budget of a parameter is the error of plain steps against exact ones, by `lmsys.testing.ratio_of`. In a single
 parameter that error may be tiny by chance. So it counts as at least (error of all parameters / movement of all
@@ -21,6 +21,7 @@ What is compared is set by the constants below, and how, by `judge_pass`.
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,13 +34,16 @@ from lmsys.bench.ranks import on_part, release, subgroup
 from lmsys.config import ModelConfig
 from lmsys.cost.operations import model_parameters
 from lmsys.model import Loss
+from lmsys.parallel import structure
 from lmsys.parallel.group import device
-from lmsys.training import prepare, reproducible
+from lmsys.training import muon, prepare, reproducible
 
 # Settings of AdamW in plain steps and in `rank.py`. With eps far above a gradient's size AdamW moves in proportion to
 # the gradient: a gradient that is halved shows, and where one is near zero no rounding turns the step around. At this
 # rate hundreds of steps train, and do not diverge.
-ADAMW: dict[str, object] = {"lr": 1e-3, "eps": 1e-2}
+ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-2}
+# Beside ADAMW: as torch's AdamW has them by default, and the rate of matrices, too, is then AdamW's.
+MUON: dict[str, Any] = {"betas": (0.9, 0.999), "weight_decay": 1e-2, "adjust_lr_fn": "match_rms_adamw"}
 # {device type: untimed steps}, which `rank.py` takes first. The first plans buckets, the second runs with them.
 WARM_STEPS = {"cpu": 2, "cuda": 3}
 # MAX_LINES rows of each matrix are kept: fewer, but at least one, where all slices would have more than MAX_NUMBERS
@@ -188,7 +192,7 @@ def _plain(
     known = _RIGHT.get(case.world_size)
     if known is None or known[0] != asked:
         known = _RIGHT[case.world_size] = asked, {}
-    what = dtype, precision, narrow, case.config, case.batch, case.residual
+    what = dtype, precision, narrow, case.config, case.batch, case.residual, case.optimizer
     if what not in known[1]:
         start, end = _take_steps(case, asked, dtype, precision, narrow)
         if bad := [name for name, x in end.items() if not x.isfinite().all()]:
@@ -224,7 +228,7 @@ def _take_steps(
     module = Loss(build(config, str(device()), asked.seed)).to(dtype)
     params = dict(module.named_parameters())
     rounded = narrow[1] if narrow and narrow[0] == "compute_dtype" else dtype
-    optimizer = torch.optim.AdamW(params.values(), **ADAMW)
+    optimizers = _optimizers(case, module, dtype)
     start = _slices_of(params, asked.key)
     at_once = max(1, MAX_SCORES // (config.num_layers * config.num_heads * config.context_length**2))  # sequences
     for batch in Batches(config, case.batch, asked).all:
@@ -233,9 +237,24 @@ def _take_steps(
                 loss = torch.func.functional_call(module, {name: p.to(rounded) for name, p in params.items()}, inputs)
             (loss * (len(inputs[0]) / case.batch)).backward()
         _average(params.values(), case.world_size, narrow)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     return start, _slices_of(params, asked.key)
+
+
+def _optimizers(case: ParallelCase, module: torch.nn.Module, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+    """The optimizers of plain steps, or of exact ones where `dtype` is float64."""
+    if case.optimizer == "adamw":
+        return [torch.optim.AdamW(module.parameters(), **ADAMW)]
+    if dtype == torch.float64:
+        groups = structure.grouped(module, muon.matrix_groups(module))
+        return [muon.Muon(groups, ns_dtype=dtype, **ADAMW | MUON)]
+    matrices = muon.hidden_matrices(module)
+    others = [p for p in module.parameters() if p not in matrices]
+    of_both = {"lr": ADAMW["lr"], "weight_decay": MUON["weight_decay"]}
+    of_matrices = torch.optim.Muon(list(matrices), adjust_lr_fn=MUON["adjust_lr_fn"], **of_both)
+    return [of_matrices, torch.optim.AdamW(others, **of_both, betas=MUON["betas"], eps=ADAMW["eps"])]
 
 
 def _average(params: Iterable[Tensor], world_size: int, narrow: Narrow) -> None:

@@ -21,7 +21,7 @@ from lmsys.config import ModelConfig
 from lmsys.measure import clock, memory, profile
 from lmsys.measure.step import Step
 from lmsys.parallel import group, overlapped
-from lmsys.training import gradients, optimizer, prepare
+from lmsys.training import gradients, muon, optimizer, prepare
 
 INSPECTED = 3  # steps that are timed to learn what one costs
 _COMPILED: list[str] = []  # the group of cases whose graphs this rank holds
@@ -91,10 +91,14 @@ class Rig:
 
     def __init__(self, case: cases.ParallelCase, asked: passes.Pass, adamw: dict[str, Any] = passes.ADAMW):
         self.case, on, rank = case, str(group.device()), torch.distributed.get_rank()
-        fused = {"fused": on != "cpu"} if case.traits.fused_adamw else {}
-        cls = torch.optim.AdamW if fused else optimizer.AdamW
         model = model_of(case, config_of(case), asked.seed + rank)
-        self.prepared = prepare.prepare(model, execution(case), cls, **adamw, **fused)
+        cls: type[torch.optim.Optimizer] = optimizer.AdamW
+        more: dict[str, Any] = {}
+        if case.optimizer == "muon":
+            cls, more = muon.Muon, passes.MUON | {"groups": muon.matrix_groups(model)}
+        elif case.traits.fused_adamw:
+            cls, more = torch.optim.AdamW, {"fused": on != "cpu"}
+        self.prepared = prepare.prepare(model, execution(case), cls, **more | adamw)
         self.strategy, self.optimizer, _ = self.prepared
         self.gradients = self.prepared.gradients()
         self.batches = passes.Batches(case.config, case.batch, asked)

@@ -2,7 +2,7 @@
 
 from benchmarks.layouts import COMPILED, KEPT, WORDS, Layout
 
-STEP_KEYS = ["size", "context", "strategy", "model?", "checkpoint?", "residual?", "compile?"]
+STEP_KEYS = ["size", "context", "strategy", "model?", "optimizer?", "checkpoint?", "residual?", "compile?"]
 STEPS: Layout = {
     "place": 80,
     "words": WORDS,
@@ -10,6 +10,7 @@ STEPS: Layout = {
         ["said_also", '"each row had the GPUs to itself, one after another"'],
         *KEPT,
         ["defaulted", "model", "ours", [], False],
+        ["defaulted", "optimizer", "adamw"],
         [
             "checked",
             ["context", "batch", "world_size", "steps"],
@@ -27,6 +28,7 @@ STEPS: Layout = {
             "steps",
             "strategy",
             "model",
+            "optimizer",
             "checkpoint",
             "residual",
             "compile",

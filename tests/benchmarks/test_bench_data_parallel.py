@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from benchmarks.bench_data_parallel import PASSES, DataParallel
-from benchmarks.data_parallel.cases import Inspection, ParallelCase, Row
+from benchmarks.data_parallel.cases import Inspection, ParallelCase, Row, Steps, memory, pairs
 from benchmarks.data_parallel.check import gate, small_training
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import Taken, inspect, take_pass
@@ -26,6 +26,7 @@ from lmsys.bench import Grid, Settings, Sweep
 from lmsys.bench.fields import given_axes
 from lmsys.bench.ranks import Ranks, Unsupported
 from lmsys.bench.results import Session
+from lmsys.cost.operations import block_matrices, model_parameters
 from lmsys.measure.profile import Communication
 from lmsys.model import TransformerLM, fused
 from lmsys.parallel import STRATEGIES as TABLE
@@ -147,6 +148,28 @@ def test_the_command_line_names_rows_and_their_variants() -> None:
     }
 
 
+def test_optimizers_are_rows_of_their_own() -> None:
+    adamw, muon = cases_of(strategy=("naive",), optimizer=("adamw", "muon"))
+    fsdp2 = replace(muon, entry=TABLE["torch_fsdp2"])
+    assert (adamw.impl, muon.impl, muon.axes["optimizer"]) == ("naive", "naive-muon", "muon")
+    assert adamw.group == muon.group and DataParallel().why_not(muon) is None
+    assert "Muon steps plain tensors" in str(DataParallel().why_not(fsdp2))
+    assert replace(adamw, checkpoint="whole").same_bits(adamw) and replace(muon, checkpoint="whole").same_bits(muon)
+    assert not muon.same_bits(adamw) and not muon.same_bits(replace(muon, entry=TABLE["flat"]))
+    steps = [Steps(case, case.impl, {"weight": 0.5}) for case in (adamw, muon, replace(adamw, entry=TABLE["flat"]))]
+    assert [(one.first.case.impl, one.second.case.impl) for one in pairs(steps)] == [("naive", "flat")]
+
+
+def test_the_state_of_muon_is_a_moment_less_for_each_matrix() -> None:
+    adamw, muon = cases_of(strategy=("naive",), optimizer=("adamw", "muon"))
+    hidden = adamw.config.num_layers * block_matrices(adamw.config)
+    held = 8 * model_parameters(adamw.config) - 4 * hidden
+    seen = Inspection({"optimizer_bytes": held}, Communication(0.0, None, []), 0.1, None, None, True)
+    record = memory(Row(muon, [seen]))
+    assert record["optimizer_fraction"] == 1 and record["predicted_optimizer_bytes"] == pytest.approx(held)
+    assert memory(Row(adamw, [seen]))["predicted_optimizer_bytes"] == 8 * model_parameters(adamw.config)
+
+
 def test_one_bucket_for_all_is_asked_for_by_a_word() -> None:
     sized, whole = cases_of(strategy=("bucketed",), world_size=(2,), bucket_mb=(25, "all"))
     assert (sized.impl, whole.impl) == ("bucketed-25MiB", "bucketed-all")
@@ -216,6 +239,7 @@ def test_all_rows_of_a_group_share_compiled_blocks(two_ranks: Ranks) -> None:
         ("--world-size", "two", "--world-size 'two': must be a positive whole number"),
         ("--comm-dtype", "bf16", "--comm-dtype 'bf16': must be one of float32, float16, bfloat16"),
         ("--sharded-optimizer", "maybe", "--sharded-optimizer 'maybe': must be one of yes, no"),
+        ("--optimizer", "sgd", "--optimizer 'sgd': must be one of adamw, muon"),
     ],
 )
 def test_a_bad_value_is_refused(option: str, text: str, said: str) -> None:

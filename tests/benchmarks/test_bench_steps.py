@@ -148,6 +148,14 @@ def test_llama_trains_as_our_model_does_by_whatever_it_keeps() -> None:
         assert one["losses"] == pytest.approx(ours["losses"], rel=1e-3)
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_steps_by_muon_train(strategy: str) -> None:
+    (result,) = harness.results(TrainingSteps(), cases_of(strategy=(strategy,), optimizer=("muon",), steps=8))
+    record = result.record
+    assert record["outcome"] == "ok" and record["impl"] == f"{strategy}-muon", record["reason"]
+    assert record["optimizer"] == "muon" and record["last_loss"] < record["first_loss"]
+
+
 class Answers(Ranks):
     """Ranks that answer without running: what each row is told to have found."""
 

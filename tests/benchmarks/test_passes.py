@@ -66,6 +66,26 @@ def test_cheats_are_wrong(cheat: type, two_ranks: Ranks) -> None:
     assert worst(two_ranks, case_of(target(cheat))) > 10
 
 
+@pytest.mark.parametrize(
+    ("strategy", "values"),
+    [
+        ("naive", {}),
+        ("bucketed", {"bucket_mb": (1,), "sharded_optimizer": (True,)}),
+        ("zero1", {"bucket_mb": (1,)}),
+        ("fsdp", {"precision": ("bf16",)}),
+        ("torch_ddp", {}),
+    ],
+)
+def test_honest_steps_by_muon_are_right(strategy: str, values: dict[str, Any], two_ranks: Ranks) -> None:
+    """Plain steps are those of torch's Muon on one process's gradients."""
+    assert worst(two_ranks, case_of(strategy, optimizer=("muon",), **values)) < MARGIN
+
+
+@pytest.mark.parametrize("cheat", some(rank_cheats.CHEATS, 2))
+def test_cheats_by_muon_are_wrong(cheat: type, two_ranks: Ranks) -> None:
+    assert worst(two_ranks, case_of(target(cheat), optimizer=("muon",))) > 5
+
+
 @pytest.mark.parametrize("cheat", some([rank_cheats.HalvedGradients, rank_cheats.StaleGradients], 2))
 def test_cheats_in_bfloat16_are_wrong(cheat: type, two_ranks: Ranks) -> None:
     assert worst(two_ranks, case_of(target(cheat), precision=("bf16",))) > 3
