@@ -1,6 +1,6 @@
-"""Parts of hand-written autograd Functions: refusals of derivatives that they do not have, and questions on context.
+"""Helpers of hand-written autograd Functions: to refuse derivatives that they lack, and to ask if torch traces them.
 
-The Functions of `lmsys.attention` and `lmsys.model` use it.
+The Functions of `lmsys.attention` and `lmsys.model` use this module.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ import torch
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the backward of an autograd Function without second derivatives: RuntimeError with create_graph=True.
 
-    torch's decorator of this name raises only when a second backward reaches its own node. On the way to other inputs
-    `torch.autograd.grad` goes around that node, and takes the derivatives for zero.
+    torch's decorator of this name raises only when a second backward reaches its own node. `torch.autograd.grad` of
+    other inputs never visits that node, and silently counts its derivatives as zero.
     """
 
     @wraps(backward)
@@ -30,7 +30,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def no_forward_mode(ctx: Any, *tangents: Any) -> Any:
-    """Use it as the `jvp` of an attention Function that has none: NotImplementedError."""
+    """The `jvp` of attention Functions without forward-mode derivatives: raises NotImplementedError."""
     raise NotImplementedError("this attention has no forward-mode derivatives (jvp); impl='naive' has them")
 
 

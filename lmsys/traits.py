@@ -1,9 +1,9 @@
 """The traits of attention rows and strategies: facts that others act on, with types and defaults. Imports no torch.
 
-A row states those in which it differs, in its table or as attributes of its function or class; readers call
-`AttentionTraits.of(row)` and `StrategyTraits.of(row)`. A new trait is a field here and a line in the docstring. The
-classes stand outside of the tables' packages, so that under `--against` today's benchmarks can read the traits of rows
-in an earlier state of the code.
+A row states the traits in which it differs from the defaults, in its table or as attributes of its function or class;
+readers call `AttentionTraits.of(row)` and `StrategyTraits.of(row)`. A new trait is a field here and a line in the
+docstring. The classes stand outside of the tables' packages, so that under `--against` today's benchmarks can read the
+traits of rows of an earlier commit.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ class AttentionTraits(Traits):
     """Traits of an attention row. A function in a user's file has them as attributes.
 
     keeps_scores  it holds Q x K scores: memory grows as the square of the length
-    isolates      nothing that a pattern hides from a query changes its result, be it NaN
-    mask          module:attr of a function (pattern, queries, keys, device), which makes what it reads of a pattern
+    isolates      NaN and infinity in keys that a pattern hides from a query never reach that query's result
+    mask          "module:attr" of a function (pattern, queries, keys, device), which makes the mask or the intervals
+                  that the row reads in place of the pattern: benchmarks time it
     """
 
     keeps_scores: bool = False
@@ -27,31 +28,34 @@ class AttentionTraits(Traits):
 
 @dataclass(frozen=True)
 class StrategyTraits(Traits):
-    """Traits of a strategy. Its class has those in which it differs from the defaults as attributes.
+    """Traits of a strategy. Its class has, as attributes, those in which it differs from the defaults.
 
-    synchronizes      False: every rank trains for itself, as the row `none` does, which others are measured against
-    zero_stage        what ranks divide between steps: 0 nothing, so that every rank has all mean gradients, as a
-                      ShardedOptimizer needs them, and a step under no_sync() is the same computation without
-                      communication; 1 optimizer state, 2 gradients too, 3 parameters too; None: it does not say
+    synchronizes      False: ranks train apart, without communication, as the baseline `none` does
+    zero_stage        what is divided among ranks between steps (ZeRO). 0: nothing, so every rank has all mean
+                      gradients, as a ShardedOptimizer needs them, and a step under no_sync() is the same computation
+                      without communication. 1: optimizer state. 2: gradients too. 3: parameters too. None: unknown
     accumulates       backwards under no_sync() may come before one that synchronizes
-    sums_each_backward  every backward is summed over ranks, also under no_sync(): ranks come before micro-batches
-    all_reduce_model  latency and bandwidth of an all-reduce predict the communication that its buckets expose
+    sums_each_backward  every backward is summed over ranks, also under no_sync(): gradients are added over ranks
+                      first, and then over micro-batches
+    all_reduce_model  the latency and bandwidth of an all-reduce predict how much communication its buckets expose
     takes_bucket_mb   the benchmark's bucket sizes are its option `bucket_mb`
     tuned_bucket_mb   the benchmark chooses its option `bucket_mb` by timing a few
     comm_dtypes       the benchmark's communication dtypes are its option `comm_dtype`
-    compute_dtype     with bf16 its option `compute_dtype` is bfloat16: parameters are gathered as matmuls read them
-    halves_sums       the mean over two ranks is their sum, halved: two such strategies have the same bits in float32
+    compute_dtype     with precision bf16 the benchmark sets its option `compute_dtype` to bfloat16, so that parameters
+                      are gathered in the dtype of the matmuls
+    halves_sums       the mean over two ranks is half of their sum: two such strategies have equal bits in float32
     fused_adamw       its parameters are DTensors: the optimizer must be torch's own AdamW, on a GPU the fused one
     why_not_graphed   why its step cannot be replayed as a CUDA graph; empty: it can
-    why_not_fused     why it cannot train blocks of `TransformerLM.fuse_blocks`: it hooks blocks, or writes parameters
-                      without a change of their versions, so that copies of them would be old; empty: it can
+    why_not_fused     why it cannot train blocks of `TransformerLM.fuse_blocks`: it hooks blocks, or it writes
+                      parameters without raising their version counters, so that copies go stale; empty: it can
     why_not_saved     why the training loop cannot save its state; empty: it can
     why_not_unused    why every rank must use every parameter in each backward; empty: it need not
     why_not_unequal   why ranks must use the same parameters; empty: they need not
-    why_not_reproducible  why its sums cannot be those of a tree; empty: they can
+    why_not_reproducible  why it cannot add gradients in the order of one tree for any number of ranks, as
+                      `train.reproducible` asks; empty: it can
 
-    One fact is an attribute of the class alone, and no trait: `warm_ups_before_graph`, calls before a CUDA graph is
-    captured where the usual number is too small.
+    One fact is an attribute of the class alone, and no trait: `warm_ups_before_graph`, the number of calls before a
+    CUDA graph is captured, where the usual number is too small.
     """
 
     synchronizes: bool = True
@@ -74,5 +78,5 @@ class StrategyTraits(Traits):
 
     @property
     def shards_gradients(self) -> bool:
-        """True where a rank is left with a part of the gradients: their norm is that of all parts."""
+        """True if each rank keeps a part of the gradients, so that their norm needs the parts of all ranks."""
         return (self.zero_stage or 0) >= 2

@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Annotated, Any
 
 SHORT = 80  # the most characters of a value in a message
-BEYOND = 1e100  # no measured number is larger, or smaller than one over it
+BEYOND = 1e100  # measured numbers lie between 1 / BEYOND and BEYOND, or are 0
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:

@@ -1,7 +1,8 @@
 """`Bounds`: the interval of keys that each query sees, which is all that flash rows read of a pattern.
 
-`Pattern.bounds` makes them by `intervals_of`. Windows, documents, a prefix, lengths and causal order leave each query
-an interval of keys, whose two ends never decrease from one query to the next. Only a mask may leave other sets.
+`Pattern.bounds` makes them by `intervals_of`. Under windows, documents, a prefix, lengths and causal order each
+query sees one interval of keys, whose two ends never decrease from one query to the next. Only under a mask may it see
+another set of keys; rows that need intervals refuse masks.
 
 So a tile of queries visits the keys from the `first` of its first query to the `end` of its last query. The keys from
 the `first` of its last query to the `end` of its first query are seen by all queries of the tile, and need no mask. The
@@ -35,7 +36,7 @@ class Bounds:
         return self.seen_by()
 
     def seen_by(self) -> "Bounds":
-        """`of_keys`, computed anew: torch.compile traces this, but not a cached property."""
+        """The result of `of_keys`, computed anew: torch.compile can trace a method, but no cached property."""
         keys = torch.arange(self.num_keys, dtype=torch.int32, device=self.first.device)
         keys = keys.expand(self.first.shape[0], -1).contiguous()
         return Bounds(

@@ -137,6 +137,7 @@ def row_of(impl: str, case: contract.AttentionCase) -> tuple[Callable[..., Any],
 
 
 def _picked(impl: str, case: contract.AttentionCase) -> tuple[str, tuple[Callable[..., Any], bool]]:
+    """(name of the row, the result of `row_of`) outside of torch.compile."""
     entry = table.ATTENTION.pick(impl, case)
     row = contract.adapt(entry.load())
     if case.options and (reason := contract.why_not_told(row, [name for name in OPTIONS if getattr(case, name)])):

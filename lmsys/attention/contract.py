@@ -23,7 +23,7 @@ from lmsys.attention.pattern import OFFSETS, OPTIONS, TWO_SIDED, Pattern
 from lmsys.kernels.custom_op import constant
 from lmsys.values import finite, hold
 
-FEW_QUERIES = 16  # up to so many queries do not fill a GPU by tiles of queries: decoding
+FEW_QUERIES = 16  # with at most this many queries (decoding), tiles of queries alone do not fill a GPU
 FLOAT32_MAX = torch.finfo(torch.float32).max
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -65,7 +65,7 @@ class AttentionCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that are given, by name. Forms that few rows know have names of their own: TWO_SIDED, OFFSETS."""
+        """The options that are given: name -> value. Two forms that few rows know are named TWO_SIDED and OFFSETS."""
         values = [getattr(self, name) for name in OPTIONS]
         if not any(values):
             return {}
@@ -114,24 +114,24 @@ def options_of(pattern: Pattern) -> dict[str, Any]:
 
 
 def why_not_plain(case: AttentionCase, *known: str) -> str | None:
-    """None, or why a row cannot run the case that knows only these options, and needs v of the head dimension of k."""
+    """None, or why the case needs more than the options `known`, or has a v whose head dimension is not that of k."""
     return why_not_options(case, *known) or why_not_value_dim(case)
 
 
 def why_not_options(case: AttentionCase, *known: str) -> str | None:
-    """None, or why a row cannot run the case that knows only these options."""
+    """None if the case has no options but those `known` to a row; else a text that names the others."""
     unknown = [name for name in case.options if name not in known]
     return f"knows no {' and no '.join(unknown)}" if unknown else None
 
 
 def why_not_value_dim(case: AttentionCase) -> str | None:
-    """None, or why a row cannot run the case that needs v of the head dimension of k."""
+    """None if v has the head dimension of k; else a text that says that the row needs this."""
     fits = case.value_dim in (None, case.head_dim)
     return None if fits else f"needs v of the head dimension of k, {case.head_dim}; got {case.value_dim}"
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
-    """ValueError, with the value at fault, unless q (..., H, Q, D) or (B, Q, D) and k, v fit together."""
+    """Raises ValueError, which names the value at fault, unless q (..., H, Q, D) or (B, Q, D), k and v fit together."""
     for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")
@@ -181,7 +181,7 @@ def constants_of(case: AttentionCase) -> tuple[Any, ...]:
     fields, typical = [], TYPICAL_ON_CPU if case.device == "cpu" else TYPICAL
 
     def closed(name: str, value: int) -> int:
-        # int() would leave a length open that torch.compile knows.
+        # int() would keep a length symbolic that torch.compile knows; the length of a range is a plain number.
         return typical[name] if name in typical and not has_static_value(value) else len(range(value))
 
     for name in AttentionCase.__dataclass_fields__:
@@ -272,10 +272,10 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
 
 
 def _taken(implementation: Any) -> dict[str, inspect.Parameter]:
-    """The parameters of a call, by name, in their order.
+    """The parameters that `adapt` gives arguments to, by name, in their order.
 
-    Of an autograd Function these are the first four of `forward` after ctx, and others that have no default. Where
-    `causal` comes behind the fourth, all up to the last one with a name of ROLES.
+    For an autograd Function they are the first four parameters of `forward` after ctx, and all later ones without a
+    default. If `causal` comes later than the fourth, they are all parameters up to the last one with a name of ROLES.
     """
     taken = list(signature.parameters_of(implementation).items())
     if not signature.is_function(implementation):
@@ -286,6 +286,7 @@ def _taken(implementation: Any) -> dict[str, inspect.Parameter]:
 
 
 def _takes_all(implementation: Any) -> bool:
+    """True if it has a parameter `**kwargs`."""
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _taken(implementation).values())
 
 
@@ -330,6 +331,8 @@ def _parameters(row: Callable[..., Tensor]) -> frozenset[str]:
 
 
 def _adapt_cs336(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A row's callable, as `adapt` returns it, made of `function(q, k, v, is_causal)` on (B, S, D)."""
+
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         if scale is not None and not math.isclose(scale, q.shape[-1] ** -0.5):
             raise ValueError(f"{scale=}: this row knows only the default scale, head_dim ** -0.5")

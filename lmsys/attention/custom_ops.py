@@ -1,4 +1,4 @@
-"""Makes a forward and a backward kernel into a flash row that PyTorch can differentiate, compile and trace.
+"""Makes a row of the table from a forward and a backward kernel: PyTorch can differentiate, compile and trace it.
 
 Each flash row calls `flash` with its two launchers. `flash` returns an autograd Function, which eager calls use, and
 the function of the row. Under torch.compile, torch.func and dispatch modes the row calls custom operators instead:

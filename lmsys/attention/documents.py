@@ -1,7 +1,7 @@
 """`Documents`: documents packed one after another into a sequence, as an option of `attention`.
 
-They are made once for many calls, so they also keep tensors that rows derive from them, such as masks: `keep` and
-`kept_on_documents`. `Pattern` reads `starts`, `ends` and `places`; rows of FlashAttention read `cu_seqlens`.
+A user makes them once for many calls. So they also keep tensors that rows derive from them, such as masks: see `keep`
+and `kept_on_documents`. `Pattern` reads `starts`, `ends` and `places`; rows of FlashAttention read `cu_seqlens`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -164,10 +164,10 @@ class Documents:
 def keep(
     kept: dict[Hashable, Any] | None, key: Hashable, make: Callable[[], Any], device: torch.device, most: int = 64
 ) -> Any:
-    """kept[key]. If it is missing, make() is called and its result kept; with `most` entries the oldest is dropped.
+    """The entry `key` of `kept`, or make(), which becomes that entry. Beyond `most` entries the oldest is dropped.
 
-    Three results are not kept: where `kept` is None, under a tracer such as torch.compile, and while a CUDA graph is
-    recorded, since they become part of the graph.
+    make() does not become an entry if `kept` is None, under a tracer such as torch.compile, or while a CUDA graph is
+    recorded, of which it becomes a part.
     """
     if kept is None or is_watched():
         return make()
@@ -181,10 +181,10 @@ def keep(
 
 
 def _made_to_last(make: Callable[[], Any], device: torch.device) -> Any:
-    """make(), called in a thread of its own, where the modes of this thread are off.
+    """make(), called in another thread, to which inference mode and the memory pool of this thread do not apply.
 
-    Autograd would always refuse tensors made in inference mode. torch.compile's CUDA graphs warm up in a memory pool of
-    their own, and check that nothing is left there.
+    Autograd refuses tensors that were made in inference mode, also in later calls. torch.compile's CUDA graphs warm up
+    in a memory pool of their own, and check that nothing stays there.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 

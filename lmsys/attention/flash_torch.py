@@ -139,8 +139,8 @@ def _tile_weights(
 ) -> tuple[Tensor, ...]:
     """(P, scale · dS) of one tile, (N, R, C) in `dtype`, from scores = q kᵀ and dp = do vᵀ. torch.compile fuses it.
 
-    `others`: first the bias of the scores, if there is one, whose gradient is then the third result; last `visible`, as
-    `_hide` takes it, for a tile at an edge.
+    `others` has the bias of the scores, if there is one, and then `visible`, as `_hide` takes it, if the tile is at an
+    edge. With a bias, its gradient is a third result.
     """
     scores = scores * scale
     if softcap is not None:

@@ -25,22 +25,23 @@ def kept_apart(
     row: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, pattern: Pattern
 ) -> Any:
     """The result of `row`, in which nothing that the pattern hides from a query changes the result of that query."""
-    sight = _sight(pattern, q.shape[2], k.shape[2], q.device)
-    q, k, v, bias, sinks, spoilt = _Sound.apply(q, k, v, pattern.bias, pattern.sinks, *sight)
+    visibility = _visibility(pattern, q.shape[2], k.shape[2], q.device)
+    q, k, v, bias, sinks, spoilt = _FiniteInputs.apply(q, k, v, pattern.bias, pattern.sinks, *visibility)
     if bias is not None or sinks is not None:
         pattern = replace(pattern, bias=bias, sinks=sinks)
     result = row(q, k, v, scale=scale, **keywords_of(row, pattern))
     if not pattern.return_lse:
-        return _Spoilt.apply(result, spoilt)
+        return _SpoiltResult.apply(result, spoilt)
     o, lse = result
-    return _Spoilt.apply(o, spoilt), _Spoilt.apply(lse.unsqueeze(-1), spoilt).squeeze(-1)
+    return _SpoiltResult.apply(o, spoilt), _SpoiltResult.apply(lse.unsqueeze(-1), spoilt).squeeze(-1)
 
 
-def _sight(pattern: Pattern, queries: int, keys: int, device: torch.device) -> tuple[Tensor | None, ...]:
-    """(first, end, key_first, key_end, mask) for `_Sound`.
+def _visibility(pattern: Pattern, queries: int, keys: int, device: torch.device) -> tuple[Tensor | None, ...]:
+    """(first, end, key_first, key_end, mask) for `_FiniteInputs`: which keys each query sees.
 
-    A query sees the keys [first, end), (B or 1, Q), and the queries [key_first, key_end), (B or 1, K), see a key; the
-    mask is None. A pattern that has a mask gives only that: boolean, broadcastable to (B, H, Q, K), after four None.
+    Without a mask, a query sees the keys [first, end), both (B or 1, Q); a key is seen by the queries [key_first,
+    key_end), both (B or 1, K); the last item is None. With one, the first four are None, and the last is boolean,
+    broadcastable to (B, H, Q, K): all that the pattern lets queries see.
     """
     if pattern.mask is not None:
         return None, None, None, None, pattern.seen(queries, keys, device)
@@ -49,15 +50,16 @@ def _sight(pattern: Pattern, queries: int, keys: int, device: torch.device) -> t
     return bounds.first, bounds.end, of_keys.first, of_keys.end, None
 
 
-class _Sound(torch.autograd.Function):
-    """(q, k, v, bias, sinks, spoilt) from q, k, v, bias, sinks and `_sight`.
+class _FiniteInputs(torch.autograd.Function):
+    """(q, k, v, bias, sinks, spoilt) from q, k, v, bias, sinks and `_visibility`.
 
     q, k and v have zeros in place of vectors that are not finite. `spoilt` (B, H, Q) has q's dtype: 1 for a query that
     is spoilt, else 0.
 
-    Each tensor of `_sight` is a parameter of its own, not one of `*sight`: where no gradient is recorded, torch.compile
-    calls `forward` without a context only if `apply` is given as many arguments as `forward` has parameters. Otherwise
-    it passes a context as q, and fails ("AutogradFunctionContextVariable object has no attribute proxy").
+    Each tensor of `_visibility` is a parameter of its own, not one of `*visibility`: where no gradient is recorded,
+    torch.compile calls `forward` without a context only if `apply` is given as many arguments as `forward` has
+    parameters. Otherwise it passes a context as q, and fails ("AutogradFunctionContextVariable object has no attribute
+    proxy").
     """
 
     generate_vmap_rule = True
@@ -103,10 +105,10 @@ class _Sound(torch.autograd.Function):
         return dq, dk, dv, dbias, dsinks, None, None, None, None, None
 
 
-class _Spoilt(torch.autograd.Function):
+class _SpoiltResult(torch.autograd.Function):
     """o (B, H, Q, D), or the log-sum-exp (B, H, Q, 1), with NaN for the queries that are `spoilt` (B, H, Q).
 
-    The gradient of `spoilt` is 1 for the queries that are spoilt in the backward, else 0: `_Sound` reads it there.
+    The gradient of `spoilt` is 1 for the queries that are spoilt in the backward, else 0: `_FiniteInputs` reads it.
     """
 
     generate_vmap_rule = True
@@ -144,8 +146,8 @@ def _any_for(bad: Tensor, x: Tensor) -> Tensor:
 def _any_seen(bad: Tensor, first: Any, end: Any, mask: Tensor | None) -> Tensor:
     """(B, H, N): True for each of N that sees one of M that is `bad` (B, H, M).
 
-    N are queries and M keys, or the other way round, for the queries that see a key. Each of N sees [first, end), both
-    (B or 1, N), or what the mask says, (B, H, N, M) or broadcastable to it.
+    N are queries and M the keys that they see, or N are keys and M the queries that see them. Each of N sees the items
+    [first, end) of M, both (B or 1, N), or those where the mask is True, broadcastable to (B, H, N, M).
     """
     if mask is not None:
         return torch.einsum("bhnm,bhm->bhn", mask.bfloat16(), bad.bfloat16()) > 0

@@ -1,7 +1,7 @@
-"""The log-sum-exp of attention as a result with a gradient: `merge` combines partial results by it.
+"""The log-sum-exp of attention as a result with a gradient, and `merge`, which combines partial results by it.
 
-`merge` is public. Flash rows are called by `attend_with_lse`, instead of by their own Function, for the options NEEDS:
-there the backward needs the gradient of the log-sum-exp, of sinks or of a bias.
+`merge` is public. For the options in NEEDS, `custom_ops.flash` calls the kernels of a flash row by `attend_with_lse`
+instead of by the row's own autograd Function, which has no gradients of the log-sum-exp, of sinks and of a bias.
 
 Legend: B batch, H query heads, Q queries, K keys, D head dimension, Dv that of the values.
 """
@@ -44,8 +44,8 @@ class WithLse(torch.autograd.Function):
     """`.apply(kernels, q, k, v, bias, sinks, scale, pattern)` -> (o, log-sum-exp), on 4-D tensors.
 
     `kernels` is a pair: a forward, and a backward that takes `dlse` and returns the gradient of a bias, if there is
-    one, as its fourth result. Kernels know no sinks. They are merged into o and the log-sum-exp afterwards; the
-    backward kernel computes P from that log-sum-exp, which is then right for all other keys.
+    one, as its fourth result. Kernels know no sinks: these are merged into o and the log-sum-exp afterwards. The
+    backward kernel computes P from the merged log-sum-exp, and so gets the right P for all keys.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Attention as it is written on paper: the row `naive`, and the reference for all others.
 
-In float64 it is the oracle that results are compared with, in low precision the error that they may have
-(`lmsys/testing.py`). `naive_compiled` is a row of its own. `log_sum_exp` and `with_sinks` also serve other rows.
+`lmsys/testing.py` compares results with it in float64, and allows them about the error that it has in low precision.
+`naive_compiled` is a row of its own. `log_sum_exp` and `with_sinks` also serve other rows.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension, Dv that of the values.
 Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
@@ -23,7 +23,7 @@ def masked_scores(
     """(scores, blind): scale · q kᵀ (B, H, Q, K), capped and biased, and -inf for keys that a query must not see.
 
     Row i is query `first_query + i`. `blind` is True for queries that see nothing, broadcastable to (B, H, Q, 1), or
-    None; nothing is hidden from those, as in `Pattern.seen_and_blind`. For float16 the scores are float32, so that
+    None; such a query keeps all its scores, as in `Pattern.seen_and_blind`. For float16 the scores are float32, so that
     those beyond 65,504 stay finite.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -1,9 +1,9 @@
 """`Pattern`: the options of a call of attention, which say what each query sees and what is added to its scores.
 
-`attention` makes one of its arguments by `checked_pattern`, and rows of the table read it. Plain rows ask it for
-boolean masks (`seen_and_blind`), flash rows for intervals of keys (`bounds`). To add an option: a name in OPTIONS (and
-HIDING, if it hides keys), a field of `Pattern`, its check in `checked_pattern`, a field of `contract.AttentionCase`,
-and a parameter of `attention`.
+`attention` calls `checked_pattern`, which makes a `Pattern` of its arguments; rows of the table read it. Plain rows ask
+it for boolean masks (`seen_and_blind`), flash rows for intervals of keys (`bounds`). A new option needs a name in
+OPTIONS (and in HIDING, if it hides keys), a field of `Pattern`, a check in `checked_pattern`, a field of
+`contract.AttentionCase`, and a parameter of `attention`.
 
 Legend: B batch, H query heads, Q queries, K keys, S = Q = K.
 """
@@ -18,7 +18,7 @@ from lmsys import autograd, values
 from lmsys.attention.bounds import Bounds, intervals_of
 from lmsys.attention.documents import FARTHEST, Documents, check_integers, kept_on_documents
 
-NO_CAP = 2.0**40  # so large a softcap changes no score below 2**28 by as much as float32 shows
+NO_CAP = 2.0**40  # a softcap of this size or more changes scores below 2**28 by less than float32 can represent
 TWO_SIDED, OFFSETS = "window on both sides", "offset of each entry"  # forms of two options that few rows know
 # Options under which a query still sees one interval of keys. (A softcap hides nothing.)
 INTERVALS = "window", TWO_SIDED, "prefix", "offset", OFFSETS, "documents", "key_lengths", "softcap"
@@ -44,10 +44,10 @@ class Pattern:
 
     causal       j <= p, the position of query i among the keys: i + offset, or its place in `documents` + offset
     window       with `causal` a number, j > p - window; or (left, right): p - left <= j <= p + right
-    prefix       with `causal` and without `window`: also the first so many keys, of its document where there are some
-    offset       the position of query 0 among the keys, or (B,) int32 or int64: that in each batch entry
-    documents    those of i's own document
-    key_lengths  (B,) int32 or int64, taken contiguous: j < key_lengths[b]
+    prefix       with `causal`, without `window`: also the first `prefix` keys, with `documents` those of i's document
+    offset       the position of query 0 among the keys: a number, or (B,) int32 or int64, one for each batch entry
+    documents    the keys of i's own document
+    key_lengths  (B,) int32 or int64, copied if not contiguous: j < key_lengths[b]
     mask         boolean, broadcastable to (B, H, Q, K): True where i sees j
     softcap      scores become softcap · tanh(score / softcap)
     bias         broadcastable to (B, H, Q, K): added to the scores
@@ -85,7 +85,7 @@ class Pattern:
 
     @property
     def bounded(self) -> bool:
-        """True if another option than `causal` says which keys a query sees."""
+        """True if an option other than `causal` hides keys from queries."""
         return not HIDING.isdisjoint(self.options)
 
     @property
@@ -110,7 +110,7 @@ class Pattern:
     def seen(self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0) -> Tensor:
         """True where a query sees a key: boolean, broadcastable to (B, H, Q, K).
 
-        It is asked of `num_queries` queries from `first_query` on, and of the first `num_keys` keys.
+        The queries are `num_queries` ones from `first_query` on, the keys are the first `num_keys`.
         """
         if not self.bounded:
             position = self.position(num_queries, device, first_query)[:, None, :, None]
@@ -122,7 +122,7 @@ class Pattern:
         return seen if self.mask is None else seen & tile_of(self.mask, rows, slice(num_keys))
 
     def _intervals(self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0) -> Bounds:
-        """The intervals of keys that queries from `first_query` on see, without a mask. The host waits for nothing."""
+        """The intervals of keys that queries from `first_query` on see; a mask is left out. Does not wait for a GPU."""
         position, edges = self.position(num_queries, device, first_query), None
         if self.documents is not None:
             rows = slice(first_query, first_query + num_queries)
@@ -157,9 +157,9 @@ class Pattern:
         return seen | blind, blind
 
     def bounds(self, num_queries: int, num_keys: int, device: torch.device) -> Bounds:
-        """The interval of keys that each query sees. Made once and kept, but for an offset of each batch entry.
+        """The interval of keys that each query sees, for a pattern without a mask.
 
-        A pattern with a mask has no such intervals.
+        It is computed once and kept, but anew in every call if `offset` is a tensor.
         """
         assert self.mask is None
         if isinstance(self.offset, Tensor):
@@ -175,7 +175,7 @@ class Pattern:
         return longest if self.left is None or self.right is None else min(longest, self.left + 1 + self.right)
 
     def of_entries(self, entries: list[int]) -> "Pattern":
-        """The pattern of some batch entries; a mask or bias must have all of them, or one for all."""
+        """The pattern of some batch entries. A mask or a bias must have B entries, or one for all."""
         documents = self.documents
         if documents is not None and documents.batch > 1:
             documents = documents.of_entries(entries)
@@ -300,7 +300,7 @@ def _checked_window(window: Any, causal: bool) -> int | tuple[int, int]:
 def _checked_offset(
     offset: Any, q: Tensor, k: Tensor, batch: int, documents: Documents | None, key_lengths: Tensor | None
 ) -> int | Tensor:
-    """The offset as a number or a tensor. "end" becomes the one with which the last query stands at the last key."""
+    """The offset as a number or a tensor. "end" becomes the offset that puts the last query at the last key."""
     if isinstance(offset, Tensor):
         _check_lengths("offset", offset, q, batch)
         return offset

@@ -1,4 +1,4 @@
-"""Peers: the attention of torch itself, called as its users would call it, as rows of `table.py` to compare ours with.
+"""Peers: rows of `table.py` that call torch's own attention as its users would, to compare our rows with.
 
 `sdpa` leaves the choice of a backend to PyTorch. Each other row forces one implementation. A case that it cannot run is
 refused, with the reason that the implementation gives, and never worked around. For a row `name` here, `name_supports`

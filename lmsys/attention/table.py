@@ -1,4 +1,9 @@
-"""The attention table, in reading order. A new kernel is a file beside this one and a row below."""
+"""The table of attention rows: `attention` picks one of them, benchmarks measure them, reports list them in this order.
+
+A new kernel is a file beside this one and a row below. Our own rows come first, then peers. `_ours` and `_peer` name
+the function of a row and its `supports`; other keywords are its traits, which `lmsys/traits.py` and `lmsys.registry`
+explain.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -13,7 +18,10 @@ BOOLEAN = "lmsys.attention.peers:boolean_mask"
 
 
 def _ours(name: str, module: str, label: str, *, extra: str = "", supports: str | None = "", **traits: Any) -> Entry:
-    """A row of this package. `supports`: by default `<name>_supports` of its module; None: the row runs every case."""
+    """A row whose function is `name` in a module of this package.
+
+    `supports` is "module:function". By default it is `<name>_supports` of the row's module; None: it runs every case.
+    """
     if supports is not None:
         supports = f"lmsys.attention.{supports or f'{module}:{name}_supports'}"
     return Entry(
@@ -29,6 +37,7 @@ def _ours(name: str, module: str, label: str, *, extra: str = "", supports: str 
 def _peer(
     name: str, label: str, extra: str = "peers", install: str = "", module: str = "peers", **traits: Any
 ) -> Entry:
+    """A row that calls other people's code. `install`: what pip installs for it, in the message where it is missing."""
     return replace(_ours(name, module, label, extra=extra, **traits), peer=True, install=install)
 
 

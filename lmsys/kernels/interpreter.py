@@ -1,7 +1,8 @@
 """Patches for Triton's interpreter (TRITON_INTERPRET=1): a fix for numpy 2.4, and caches that make it twice as fast.
 
 `launch.py` calls `mend` once. The interpreter is patched only if its functions have the parameters in PARAMETERS;
-another version of it stays as it is. To cache another question, add a function here, and its name to PARAMETERS.
+another version of it stays as it is. To cache another of its functions, add a replacement here, and its name to
+PARAMETERS.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """Launches compiled Triton kernels with little Python between a call and the driver.
 
-Launchers of rows make a `Kernel` once and keep it; kernels without tensor descriptors are called by `launch`.
+The launchers of attention rows make a `Kernel` once and keep it. `launch` calls kernels without tensor descriptors.
 
 Triton's own launch looks a kernel up by all its arguments, and encodes each tensor descriptor again: 57 us, and
 17 us for each descriptor, against 10 us or less for the kernel of a short sequence. Here a kernel is compiled once,
@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lmsys.kernels.tritons import is_known
 
 FUSED = {"enable_fp_fusion": True}  # Triton's default, given since 3.9 warns that 3.10 will change it
-FARTHEST_ROWS = 2**23  # row stride in elements, with which a tile of at most 256 rows spans 2**31
+FARTHEST_ROWS = 2**23  # row stride in elements at which a tile of 256 rows, the most, spans 2**31 elements
 MAX_DESCRIPTORS = 8192  # kept at a time, about 1 KiB each
 
 _descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -74,8 +74,8 @@ def arch_of(device: torch.device) -> int:
 def by_tma(device: torch.device) -> bool:
     """True if kernels move tiles by descriptors: on sm_90 and sm_100, and in the interpreter, which takes both.
 
-    Descriptors are slow on other GPUs. Without TMA each element has a 64-bit address and a load, none of them ahead of
-    its use. On sm_120, which has TMA, registers spill.
+    Descriptors are slow on other GPUs. Without TMA the compiler makes of them a 64-bit address and a load for each
+    element, and no load runs ahead of its use. On sm_120, which has TMA, registers spill.
     """
     return device.type != "cuda" or 90 <= arch_of(device) < 110
 
@@ -192,7 +192,7 @@ class DirectKernel:
 
 
 class PublicKernel:
-    """Has the interface of `DirectKernel`, but only uses what Triton documents. Pointers among `others` are tensors.
+    """A kernel called as `DirectKernel` is, but by Triton's documented interface. Pointers among `others` are tensors.
 
     TypeError for a call with tensors of other dtypes than it was made with; `DirectKernel` does not check them.
     """
@@ -221,7 +221,7 @@ def _dtypes(others: Sequence[Any]) -> list[Any]:
 def _describe(x: Tensor, block: list[int] | None) -> Any:
     """x as a descriptor of tiles of shape `block`, or for None as `strided`.
 
-    It skips the constructor's checks, which the example given to `__init__` has passed: they cost more than the launch.
+    The constructor is not called: its checks cost more than the launch, and `PublicKernel`'s examples have passed them.
     """
     if block is None:
         return strided(x, x)

@@ -17,8 +17,8 @@ from lmsys import processes, strict_json, values
 from lmsys.kernels.tritons import ON_GPUS
 
 DEADLINE_S = 600.0  # a trial takes a minute or two; the rest is for compiling on a busy machine
-EXACT = ""  # the verdict if nothing was wrong: the trial's results were exact. Any other text says what was wrong
-OF_THE_MOMENT = "out of memory"  # an error that says nothing about the version, and is not kept
+EXACT = ""  # the verdict of a trial whose results were exact. Any other verdict says what was wrong
+OF_THE_MOMENT = "out of memory"  # a verdict with these words may pass, and is not kept on disk
 
 _verdicts: dict[str, str] = {}  # by key: EXACT, or what was wrong
 
