@@ -1,8 +1,8 @@
 """pytest's configuration for this repository: tests and benchmarks alike.
 
 It sets environment variables that must stand before Triton or CUDA start, tells the plugin `lmsys.bench.plugin` this
-repository's options and sweeps, and leaves out tests that a plain run does not run: those with the marks of HOW.
-Helpers and fixtures of tests alone are in tests/conftest.py.
+repository's options and sweeps, and deselects tests that a plain run leaves out: those with the marks in HOW. A new
+mark of this kind is a line in HOW and a name in ASKED. Helpers and fixtures of tests alone are in tests/conftest.py.
 """
 
 import gc
@@ -35,13 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """For --deterministic, sets cuBLAS's workspace now: a process reads the variable before its first matmul."""
     axis = [axis for axis in NAMED if axis.name == "deterministic"]
-    with suppress(ValueError):  # a wrong value is told when cases are collected from the same texts
+    with suppress(ValueError):  # a wrong value is reported later, when cases are collected
         if any(given_axes(axis, texts(config)).get("deterministic", ())):
             os.environ.setdefault(*CUBLAS_WORKSPACE)
 
 
 def pytest_unconfigure() -> None:
-    """Ends half a second earlier: objects that torch holds are no longer searched for garbage."""
+    """Saves half a second at exit: Python no longer searches the objects that torch holds for garbage."""
     gc.freeze()
 
 
@@ -52,8 +52,8 @@ def pytest_lmsys_sweeps() -> Mapping[str, Mapping[str, Sweep]]:
     return SWEEPS
 
 
-LEFT_OUT = pytest.StashKey[dict[str, int]]()  # by mark the number of tests that were left out
-HOW = {  # by mark what its tests need, and how to run them
+LEFT_OUT = pytest.StashKey[dict[str, int]]()  # by mark: the number of tests that were left out
+HOW = {  # by mark: the end of the summary's line, "tests left out, ...", with what the tests need and how to run them
     "gpu": "which need a GPU: {} (python -m pytest -m gpu, where there is one)",
     "long": "which compile, or start many processes: {} (python3 -m nox -s long, as CI does)",
     "on_request": "which take minutes: {} (python -m pytest -m on_request)",
@@ -65,7 +65,10 @@ ASKED = "on_request", "long", "browser"  # marks of tests that run only where -m
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests with a mark of ASKED, and with `gpu` where there is none; with -m gpu the latter are skipped."""
+    """Deselects tests that have a mark in ASKED which -m does not name, and without a GPU those marked `gpu`.
+
+    Without a GPU, -m gpu selects the latter, and they are skipped.
+    """
     has_gpu, asked = torch.cuda.is_available(), config.option.markexpr or ""
     left_out: dict[str, list[pytest.Item]] = {mark: [] for mark in HOW}
     for item in items:
@@ -89,7 +92,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Takes the counts of any worker of xdist: each has collected all tests. One that died has sent none."""
+    """Takes the counts from any worker of xdist, since each collects all tests. A worker that died has sent none."""
     if left_out := getattr(node, "workeroutput", {}).get("left_out"):
         node.config.stash[LEFT_OUT] = left_out
 

@@ -7,7 +7,7 @@
 On request, by `python3 -m nox -s NAME`, run: long, gpu, newest, tritons, fuzz, commands, browser, report, docs, site,
 package. Each session makes a virtual environment and runs commands that docs/install.md explains, so that they also run
 without nox. `python3 -m nox -s bench -- --sweep full` passes what follows `--` to the command. A new session is a
-function here; .ci/run says which of them continuous integration runs.
+function here; .ci/run says which sessions continuous integration runs.
 """
 
 import argparse
@@ -25,8 +25,8 @@ nox.options.default_venv_backend = "virtualenv"  # pip and its settings, also wh
 nox.options.reuse_venv = "yes"
 
 TORCH = "torch==2.13.0"
-TRITON = "triton==3.6.0"  # installed beside a CPU build of torch, which brings none: its interpreter runs the kernels
-TRITONS = list(dict.fromkeys(re.findall(r'"([\d.]+)"', Path("lmsys/kernels/tritons.py").read_text())))  # versions
+TRITON = "triton==3.6.0"  # installed where torch is built for CPUs and brings none: its interpreter runs the kernels
+TRITONS = list(dict.fromkeys(re.findall(r'"([\d.]+)"', Path("lmsys/kernels/tritons.py").read_text())))  # all known
 SITE = Path("reports/site")
 WORKERS = str(min(8, 1 + (os.cpu_count() or 1)))  # processes that run tests: one may wait while others compute
 NOTHING_TO_BUILD = 3  # exit code of flash_cuda's build without a compiler: its row then says why, others are tested
@@ -56,8 +56,8 @@ def lint(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Runs all tests but the long ones, for every row that this machine can run."""
     install(session, "test")
-    # A file's tests stay in one process: what they share is made once. tests/conftest.py orders files, longest first.
-    # Tests start hundreds of interpreters, which need not all compile the same modules.
+    # The tests of a file run in one process, which makes their shared fixtures once. tests/conftest.py orders files,
+    # the longest first. Tests start hundreds of interpreters: with bytecode on disk each module is compiled once.
     env = {"PYTHONDONTWRITEBYTECODE": ""}
     pytest = "python", "-m", "pytest", "-n", WORKERS, "--dist", "loadfile", "--no-loadscope-reorder"
     session.run(*pytest, *session.posargs, env=env)
@@ -167,7 +167,7 @@ def site(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def package(session: nox.Session) -> None:
-    """Builds the wheel in out/dist; it, and an install by git, must check, measure and report in an empty folder."""
+    """Builds the wheel in out/dist. Installed from it or from git, `lmsys` must check, measure and report elsewhere."""
     session.install(TORCH, "build")
     root, dist = Path.cwd(), Path("out/dist").resolve()
     shutil.rmtree(dist, ignore_errors=True)
@@ -175,7 +175,7 @@ def package(session: nox.Session) -> None:
     (wheel,) = dist.glob("*.whl")
     for source in (wheel.as_uri(), f"git+{root.as_uri()}"):
         session.install(f"lmsys[bench] @ {source}")
-        session.install("--force-reinstall", "--no-deps", f"lmsys @ {source}")  # they have the same version
+        session.install("--force-reinstall", "--no-deps", f"lmsys @ {source}")  # both sources have the same version
         with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
             for example in ("mine.py", "bench_matmul.py"):
                 shutil.copy(root / "docs" / "examples" / example, ".")
@@ -191,7 +191,7 @@ def build_docs(session: nox.Session) -> None:
 
 
 def build(session: nox.Session, folder: Path, *arguments: str) -> None:
-    """Builds the report of these result files in a folder, and tells where its page is."""
+    """Builds the report of these result files in a folder, and logs the path of its page."""
     if session.run("python", "-m", "reports", "-o", str(folder), *arguments):  # None with --install-only
         session.log(f"report: {(folder / 'index.html').resolve()}")
 

@@ -83,7 +83,7 @@ Setup = Mapping[str, Form]  # by the form's name
 class Call:
     """A timed call, `run(prepare())`, of which only `run` is timed. It returns o and perhaps lse, or the gradients.
 
-    forward  for a backward, a call that takes as long as its `prepare` should: `Step.like`
+    forward  for a backward: its forward alone. The runner refuses a `prepare` that takes far longer (`Step.like`)
     """
 
     run: Callable[[Any], Sequence[Tensor]]
@@ -95,7 +95,7 @@ class Call:
 
 
 class Plans(Benchmark):
-    """The benchmark: each plan is checked by the float64 oracle, and is first compiled in a process of its own."""
+    """The benchmark. Each plan is compiled in a process of its own, then checked by the float64 oracle and timed."""
 
     name = "plans"
     num_proofs = Step.num_kept
@@ -213,7 +213,7 @@ class Plans(Benchmark):
 
 
 class ShortPlans(Plans):
-    """Forwards of short sequences: a sample is 100 calls, eager, or of a single sequence as one CUDA graph.
+    """Forwards of short sequences: a sample is 100 calls, either eager or, with a batch of 1, as one CUDA graph.
 
     The plan that the row takes is called as users call the row, other plans without autograd.
     """

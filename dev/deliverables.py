@@ -5,8 +5,8 @@ python -m dev.deliverables -o FOLDER [--problem benchmarking_script] [--row mine
 It runs the commands that docs/cs336.md has for each problem, and writes FOLDER/PROBLEM.md: what is asked, the command,
 the mean and the deviation of every case, and the tables and plots that the page names. Problems that no benchmark
 answers are computed here (COMPUTED): the ToyModel under autocast, the largest contributors to saved memory,
-checkpointing, and by `on_paper.py` all that is calculated on paper. Without a GPU all sizes are small, and each file
-has the command that measures in full.
+checkpointing, and, in `on_paper.py`, the problems for paper and pencil. A new one is a function in COMPUTED. Without a
+GPU all sizes are small, and each file has the command that measures the full ones.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """Gives result files the layouts that benchmarks declare today: `python -m dev.layouts reports/results/*.json.gz`.
 
 A layout is the plain data by which the report draws a benchmark (`lmsys.reports.layout`). Files are rewritten in place;
-run this from the repository's root. Records and machine stay as they are, so that their seals stay valid. The seal of a
-file is made anew where it is of the layouts too; that of lmsys 0.1 is not.
+run this from the repository's root. Records and machine facts do not change, so their seals (hashes, which
+`lmsys verify` checks) stay valid. The seal of a whole file is computed anew if it covers the layouts, as all do but
+those of lmsys 0.1.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from lmsys.verify import benchmarks_in
 
 
 def with_layouts(text: str, layouts: Mapping[str, Any]) -> str:
-    """The text of a result file with these layouts, of the benchmarks that it has; that of another file as it is."""
+    """The text of a result file with the layouts of those benchmarks that it has. Text of other files is unchanged."""
     content = json.loads(text)
     ours = content.get("lmsys")
     if ours is None:

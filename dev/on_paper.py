@@ -1,7 +1,7 @@
-"""Answers to the paper problems of CS336's assignment 2, as Markdown for `dev.deliverables`: a function a problem.
+"""Answers to the paper problems of CS336's assignment 2, as Markdown: one function for each problem.
 
-Each function takes the folder of the deliverables, which it does not need. The formulas are in
-`dev/paper_formulas.py` and `lmsys/cost/`.
+`dev.deliverables` calls them and writes the files. Their argument, its output folder, is not needed here. The formulas
+are in `dev/paper_formulas.py` and `lmsys/cost/`.
 """
 
 from collections.abc import Iterable, Sequence

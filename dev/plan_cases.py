@@ -1,6 +1,7 @@
 """The cases of `bench_plans.py`: their shapes, how a plan is named and read, and which plans are worth timing.
 
-To have another plan timed, add it to `candidates`.
+A plan is one setting of `flash_gluon`'s forward or backward kernel (`lmsys/attention/flash_gluon/plans.py`). To have
+another plan timed, add it to `candidates`.
 """
 
 import dataclasses
@@ -22,8 +23,8 @@ PLANNED, CANDIDATES = "planned", "candidates"
 PLAIN, DETERMINISTIC, RAGGED, TRANSPOSED, GROUPED = FORMS = "plain", "deterministic", "ragged", "transposed", "grouped"
 PLANS: Mapping[str, Any] = {"fwd": (ForwardPlan, plans.forward_plan), "bwd": (BackwardPlan, plans.backward_plan)}
 Plan = ForwardPlan | BackwardPlan
-SHORT = 512  # up to so many keys a forward has too few key tiles to hide the start and the end of a tile of queries
-SMALL_TILES = 1024  # up to so many keys, tiles of 64 keys may win
+SHORT = 512  # with at most this many keys, key tiles are too few to hide the start and the end of a tile of queries
+SMALL_TILES = 1024  # with at most this many keys, tiles of 64 keys may be the fastest
 
 
 def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[ForwardPlan] | list[BackwardPlan]:
@@ -123,6 +124,7 @@ class PlanCase(Case):
 
     @property
     def asked(self) -> AttentionCase:
+        """The case of attention that the plan runs."""
         heads, length = max(1, WIDTH // self.head_dim), self.length - (self.form == RAGGED)
         kv_heads = max(1, heads // 8) if self.form == GROUPED else heads
         shape = self.batch, heads, kv_heads, length, length, self.head_dim

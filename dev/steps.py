@@ -1,10 +1,11 @@
-"""Compares versions of a training step: by their bits if these must agree, else by the tolerance.
+"""Compares versions of a training step: bit by bit if their bits must agree, else within a tolerance.
 
 python -m dev.steps --size tiny --context 32 --strategy naive,fsdp --checkpoint none,whole
 
-It takes the axes of `benchmarks/bench_data_parallel.py`, times nothing, and prints a table in Markdown: a line for each
-pair of versions, by what they agree, and the error of each against plain steps in float64. Which pairs must agree is
-decided in `benchmarks/data_parallel/cases.py`. The exit code is 1 if a pair does not agree.
+A version is one choice of the axes of `benchmarks/bench_data_parallel.py`, which are the options here. Nothing is
+timed. A table in Markdown has a line for each pair of versions: whether they agree by their bits or by the tolerance,
+and the error of each against plain steps in float64. `benchmarks/data_parallel/cases.py` decides which pairs must have
+equal bits. The exit code is 1 if a pair does not agree.
 """
 
 import argparse
@@ -28,7 +29,7 @@ DEFAULTS = Grid(
 
 
 def steps_of(case: ParallelCase, asked: Pass, ranks: Ranks) -> Steps:
-    """Takes the steps of a version on its ranks: their bits, and their errors against plain steps in float64."""
+    """Runs the steps of a version on its ranks. Returns their bits, and their errors against plain steps in float64."""
     start = case.world_size, case.backend
     taken = ranks.run(*start, take_pass, case, asked)
     by_rank = ranks.run(*start, judge_pass, case, asked)

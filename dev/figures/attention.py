@@ -1,4 +1,7 @@
-"""Figures of attention in README.md and docs/results.md, for `python -m dev.figures`: see `figures`."""
+"""Figures of attention in README.md and docs/results.md: `python -m dev.figures` calls `figures` and writes them.
+
+Each function reads committed runs (`runs.py`) and yields tables and sentences of the pages. A new figure is one more.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +12,7 @@ from lmsys.attention import ATTENTION
 
 README, RESULTS = "README.md", "docs/results.md"
 RUN = "attention-bf16", H200  # the run that sampled all rows of these tables together
-BEST = "flash_attn_4", "sdpa_cudnn"  # the peers of which one is the fastest in each shape
+BEST = "flash_attn_4", "sdpa_cudnn"  # in each shape the fastest peer is one of these
 WAYS = {"forward": "fwd", "backward": "bwd"}
 PATTERNS = {  # by line of the table: the run, its section and head dimensions
     "documents": ("documents-and-windows", "documents", (64, 128)),
@@ -28,7 +31,7 @@ def figures() -> Iterator[Table | Sentence]:
 
 
 def shapes_of(direction: str, name: str, machine: str) -> dict[Any, dict[str, Record]]:
-    """By (causal, head_dim, keys), the records of each shape with 16,384 tokens, by row, in the order of the tables."""
+    """(causal, head_dim, keys) -> the records by row, for each shape with 16,384 tokens, in the order of the tables."""
     cases = records(name, machine, section="tokens16k", direction=direction)
     shapes = grouped(cases, "causal", "head_dim", "keys")
     return dict(sorted(shapes.items(), key=lambda shape: (not shape[0][0], *shape[0][1:])))
@@ -118,8 +121,8 @@ def _patterns() -> Iterator[Table]:
 
 
 def _decoding() -> Table:
-    """The table of decoding: by how much `flash_triton` is faster than the fastest other row, and the share of a copy's
-    speed at which it reads."""
+    """The table of decoding. A cell has the speed of `flash_triton` relative to the fastest other row, and in brackets
+    its memory bandwidth relative to that of a copy."""
     shapes = grouped(records("decode", outcome="ok"), "batch", "keys")
     batches, lengths = (sorted({shape[at] for shape in shapes}) for at in (0, 1))
     lines = []

@@ -1,4 +1,8 @@
-"""Figures of the notebooks docs/flash_gluon.md and docs/flash_triton.md, and one of docs/install.md: see `figures`."""
+"""Figures of the notebooks docs/flash_gluon.md and docs/flash_triton.md, and one of docs/install.md.
+
+`python -m dev.figures` calls `figures` and writes them. Each function reads committed runs (`runs.py`) and yields
+tables and sentences of the pages. A plan is one setting of `flash_gluon`'s kernels.
+"""
 
 import json
 import re
@@ -13,8 +17,8 @@ from dev.plan_cases import name_of, plan_called
 from lmsys.attention.flash_gluon.plans import BackwardPlan
 
 GLUON, TRITON = "docs/flash_gluon.md", "docs/flash_triton.md"
-ORDER = "wide+late_dv+by_query+fma_exp+peeled"  # the fields that all plans of the first table share, but one
-SHORT_PLANS = {  # by line of the table: the plan
+ORDER = "wide+late_dv+by_query+fma_exp+peeled"  # fields that all plans of `_short_plans` share, but for "l2_mib5"
+SHORT_PLANS = {  # by line of the table of `_short_plans`: the plan, or the row of a peer
     "5 MiB of heads": f"l2_mib5+{ORDER}",
     "22 MiB of heads": f"l2_mib22+{ORDER}",
     "5 MiB of heads, the plain order of a step": "l2_mib5",
@@ -33,9 +37,10 @@ EMULATED_FORMS = (
     "mask added, sums by columns",
     "two loops, loads without a mask, sums by columns",
 )
-ENERGY_CELLS = "64-causal", "64-full", "128-causal", "128-full"
+ENERGY_CELLS = "64-causal", "64-full", "128-causal", "128-full"  # head dimension and mask of each run of energy
 ALL_THREE = {"wide": True, "late_dv": True, "by_query": True}
-IDEAS: dict[str, dict[str, Callable[[Any], Any]]] = {  # by direction and line of the table: the row's plan -> another
+# By direction and line of the table: a function from the plan that the row takes to the plan of this line.
+IDEAS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "bwd": {
         "none of the fields": lambda plan: BackwardPlan(plan.prefetch, plan.l2_mib),
         "none, `prefetch` the other way": lambda plan: BackwardPlan(not plan.prefetch, plan.l2_mib),
@@ -64,7 +69,7 @@ def figures() -> Iterator[Table | Sentence]:
 
 
 def _short_plans() -> Table:
-    """The table of plans of the backward for few keys, by speed relative to the earlier plan, of 11 MiB."""
+    """The table of plans of the backward for few keys: speeds relative to the earlier plan, whose `l2_mib` is 11."""
     lengths: dict[int, dict[str, Record]] = {}
     for name in ("short-backwards", "short-backwards-2"):
         for case in records(name, H200, "flash_gluon"):
@@ -77,7 +82,7 @@ def _short_plans() -> Table:
 
 
 def energy_cells(direction: str) -> list[dict[str, Record]]:
-    """For each of ENERGY_CELLS, the records by plan or row; that of the plan which the row takes also as "plan"."""
+    """For each of ENERGY_CELLS, records by plan, or peers' by row. The plan that the row takes is also under "plan"."""
     cells = []
     for name in ENERGY_CELLS:
         cases: dict[str, Record] = {}
@@ -122,6 +127,7 @@ def _energy_of_plans() -> Iterator[Table | Sentence]:
 
 
 def _energy_of_rows() -> Iterator[Sentence]:
+    """The energy of a call of `flash_triton` and of `flash_attn_4`, relative to `flash_gluon`."""
     rows = grouped(records("attention", H200, "energy"), "impl", row="direction")
     theirs = "takes {} times the energy of one of `flash_gluon` in the forward, and {} times in the backward"
     peers = "takes {} times as much as `flash_gluon` in the forward, and {} times in the backward"
@@ -131,7 +137,10 @@ def _energy_of_rows() -> Iterator[Sentence]:
 
 
 def _forms() -> Iterator[Table | Sentence]:
-    """Forms of flash_triton's forward relative to today's loop with the same tiles; the row relative to the fastest."""
+    """Speeds of other forms of `flash_triton`'s forward loop, relative to today's form with the same tiles.
+
+    Also the speed of the row itself, relative to the fastest row.
+    """
     runs = _lines_of("forward-forms.jsonl", "flash_triton")
     lines = []
     for label, form in FORMS.items():

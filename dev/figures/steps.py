@@ -1,4 +1,8 @@
-"""Figures of training steps, of models and strategies, in docs/results.md, training.md and strategy.md."""
+"""Figures of training steps, by model and strategy, in docs/results.md, docs/training.md and docs/strategy.md.
+
+`python -m dev.figures` calls `figures` and writes them. Each function reads committed runs or published tables
+(`runs.py`) and yields tables and sentences of the pages.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +19,7 @@ SIZES = "small", "medium", "xl"
 # Names of published tables; {} is the number of GPUs.
 BESIDE_LLAMA = f"{H200}-model-peers-step-beside-llama"
 PEERS = "{}-nvidia-h200-data-parallel-sizes-peers"
-SHOWN_WAYS = ("graphed", "wide"), ("fused", "wide"), ("fused", "narrow")  # (compile, residual) of the lines shown
+SHOWN_WAYS = ("graphed", "wide"), ("fused", "wide"), ("fused", "narrow")  # (compile, residual) of the table's lines
 BESIDE_TORCH = {  # by (row, peer): how their steps are launched
     ("copy_engine", "torch_ddp_tuned"): "graphed",
     ("bucketed", "torch_ddp_tuned"): "graphed",
@@ -42,6 +46,7 @@ def figures() -> Iterator[Table | Sentence]:
 
 
 def _beside_llama() -> Iterator[Table | Sentence]:
+    """Steps of our model relative to those of `transformers`' Llama."""
     head, *body = published(BESIDE_LLAMA)
     columns = [head.index(name) for name in ("speedup, ×", "MFU, %", "Llama MFU, %", "memory over Llama's, ×")]
     shown = [line for line in body if (line[2], line[3]) in SHOWN_WAYS]
@@ -53,7 +58,7 @@ def _beside_llama() -> Iterator[Table | Sentence]:
 
 
 def _gradients() -> Iterator[Table | Sentence]:
-    """Errors of gradients, relative to the gradients."""
+    """Errors of gradients, relative to the gradients' size."""
     runs = [record for name in ("model-peers", "model-peers-xl") for record in records(name, H200)]
     errors = {
         (case["size"], case["impl"], case["compile"], case["residual"]): case["gradient_error"]
@@ -80,6 +85,7 @@ def _gradients() -> Iterator[Table | Sentence]:
 
 
 def _beside_torch() -> Iterator[Table | Sentence]:
+    """Steps of our strategies relative to those of torch's own."""
     lines = []
     for (row, peer), launched in BESIDE_TORCH.items():
         end = {"graphed": ", as one CUDA graph", "eager": ""}[launched]
@@ -126,6 +132,7 @@ def _buckets() -> Iterator[Table | Sentence]:
 
 
 def _eight_billion() -> Iterator[Table | Sentence]:
+    """Steps of the size `8b`, by strategy and model."""
     cases = records("steps-8b", H200)
     lines = []
     for case in cases:
@@ -145,7 +152,7 @@ def _eight_billion() -> Iterator[Table | Sentence]:
 
 
 def _what_bounds_it() -> Iterator[Table | Sentence]:
-    """The time of each kind of kernel, and the time that its arithmetic takes at the sustained rate."""
+    """The time of each kind of kernel in a step of `8b`, beside the time of its arithmetic at the sustained rate."""
     config = model_config("8b")
     case, rate = (
         records("steps-8b", H200)[0],

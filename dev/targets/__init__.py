@@ -1,4 +1,6 @@
-"""`python -m dev.targets`: what a Triton kernel becomes on each card, by its compiler alone. Nothing runs on a GPU.
+"""`python -m dev.targets` compiles Triton kernels for each card (kind of GPU) and says whether and how they fit.
+
+Nothing runs on a GPU: the facts, such as registers, spills and shared memory, come from the compiled binaries.
 
 `__main__.py` prints the answers, `answers.py` asks for them in a process for each card, `recording.py` records the
 launches and compiles them, `binary.py` reads the binaries, and `cards.py` lists the cards; a new card is a line there.

@@ -1,10 +1,11 @@
-"""`python -m dev.targets mine.py:f`: what the Triton kernels of f become on each card. It needs no GPU.
+"""`python -m dev.targets mine.py:f` compiles the Triton kernels of f for each card (kind of GPU). It needs no GPU.
 
-f is attention: a function of q, k, v as `lmsys check` takes it, or a row of its table by name. Or it is a function
-without parameters, which makes its own tensors with device="cuda" and calls your kernels. It is called once for each
-card. Its launches are not run, but recorded, with every configuration of an autotuner, and compiled for that card.
-That a kernel compiles and fits does not say that it is fast, nor how inputs of other sizes or options are launched.
-Exit codes: 0 every kernel fits in some configuration on each card, 1 one does not, 2 an unknown target or option.
+It prints whether they compile and fit, their shared memory, registers, spills and so on. f is attention: a function of
+q, k, v as `lmsys check` takes it, or a row of its table by name. Or it is a function without parameters, which makes
+its own tensors with device="cuda" and calls your kernels. It is called once for each card. Its launches are not run,
+but recorded, with every configuration of an autotuner, and compiled for that card. That a kernel compiles and fits does
+not say that it is fast, nor how inputs of other sizes or options are launched. Exit codes: 0 every kernel fits in some
+configuration on each card, 1 one does not, 2 an unknown target or option.
 """
 
 import argparse

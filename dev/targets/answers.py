@@ -1,6 +1,7 @@
-"""Finds out what the kernels of a target become on one card, in processes of their own: see `asked`.
+"""Compiles the kernels of a target for one card, in a process of its own, and returns the facts: see `answers_on`.
 
-`__main__.py` calls `load` and `asked`; `begin` and `answer` run in the processes.
+A card is a kind of GPU, a target is a function that launches kernels. `__main__.py` calls `load` and `answers_on`;
+`begin` and `answer` run in the process. A new fact is a field of `Answer`, which `binary.read` fills.
 """
 
 import inspect
@@ -19,7 +20,7 @@ from lmsys import processes
 COMPILED = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}  # environment: kernels are compiled, not interpreted
 LONGEST = 300  # characters of a message
 LIMIT_S = 600.0  # for recording the launches of a card, and for compiling each of them
-CALLER = "its caller"  # stands for a kernel's name where the code that launches kernels fails
+CALLER = "its caller"  # in place of a kernel's name, for a failure of the code that launches kernels
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ class Answer:
 def answers_on(card: Card, load: Callable[[], Callable[[], Any]], folder: Path) -> list[Answer]:
     """The answers for a card, one for each configuration of each kernel.
 
-    They come from a process of their own, since code may remember which card it has seen. A compiler may end its
-    process: that is the answer for the kernel that it compiled, and another process goes on with the next kernel.
-    ValueError for a target that `load` refuses. `folder` is for logs and caches.
+    The target runs in a process of its own, since its code may remember which card it has seen. If the compiler ends
+    this process, the answer for its kernel says so, and another process goes on with the next kernel. ValueError for a
+    target that `load` refuses. `folder` is for logs and caches.
     """
     answers: list[Answer] = []
     log = folder / card.arch

@@ -80,5 +80,5 @@ CARDS = {
 
 
 def select(names: str | None) -> list[Card]:
-    """The cards whose `arch` is in `names`, separated by commas; None: all. ValueError for an unknown name."""
+    """The cards with these `arch`s, which are separated by commas; None: all cards. ValueError for an unknown name."""
     return [CARDS[choice(name, CARDS)] for name in (names.split(",") if names else CARDS)]

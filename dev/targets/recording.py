@@ -1,8 +1,8 @@
 """Records launches of Triton kernels instead of running them, and compiles them for a card.
 
-`answers.py` calls `install`, `record` and `compiled`, in a process for each card. The code that launches kernels is
-told that its tensors are on such a card (`lmsys.check.laptop`). Results of kernels are whatever was in memory. An
-autotuner launches every configuration that its pruning leaves.
+`answers.py` calls `install`, `record` and `compiled`, in a process for each card (kind of GPU). To the code that
+launches kernels, tensors of the CPU seem to be on such a card (`lmsys.check.laptop`). Results of kernels are whatever
+was in memory. An autotuner launches every configuration that its pruning leaves.
 """
 
 import warnings
@@ -27,7 +27,7 @@ _run, _impl = JITFunction.run, Library.impl
 NUMBERS = "num_warps", "num_stages", "num_ctas"
 MOST_THREADS = 1024  # in a block
 MEMORY_BYTES = 16 * 2**30  # the GPU memory that every card claims to have
-# By dispatch key that a custom operator registers its implementation for: the key that it gets here.
+# The dispatch keys for which custom operators register implementations, and the keys that they are given here instead.
 KEYS = {"CUDA": "CPU", "CompositeExplicitAutograd": "CompositeExplicitAutograd"}
 
 
@@ -62,9 +62,9 @@ launches: list[Launch] = []  # those recorded in this process
 
 
 def install(card: Card) -> None:
-    """Patches this process: kernels are recorded, not run, and torch and Triton say that this card is there.
+    """Patches this process: kernels are recorded, not run, and torch and Triton report this card as the GPU.
 
-    A process can have only one card, since code remembers what it has asked about its device.
+    A process can have only one card, since code may cache facts about its device.
     """
     laptop.install()
     import lmsys.kernels.launch as ours
@@ -102,7 +102,7 @@ def install(card: Card) -> None:
 
 
 def record(load: Callable[[], Callable[[], Any]]) -> Exception | None:
-    """Calls load()(), and leaves its launches in `launches`, each once. Returns the exception that it raised, or None.
+    """Calls load()() and fills `launches`, without duplicates. Returns the exception that the call raised, or None.
 
     Exceptions of `load` itself are not caught.
     """
@@ -148,7 +148,7 @@ def _record(self: Any, *args: Any, grid: Any = None, warmup: bool = False, strea
 
 
 def _as_it_is(x: Any) -> Any:
-    """x, or a copy if it is a descriptor: an autotuner's hook changes its block for the next configuration."""
+    """x, or a copy if it is a descriptor, since an autotuner's hook changes its block for the next configuration."""
     return replace(x, block_shape=list(x.block_shape)) if isinstance(x, TensorDescriptor) else x
 
 
