@@ -1,4 +1,8 @@
-"""The laws of attention, held by every row that this machine can run, forward and every gradient."""
+"""Laws of attention: properties that every row of the table must have, in its result and in all gradients.
+
+`law` (`tests/support/attention_rows.py`) calls a test for each row that this machine can run, with drawn cases and
+seeds. A new row is tested without a change here.
+"""
 
 import importlib
 from collections.abc import Callable
@@ -26,6 +30,8 @@ TILES = {
 
 
 def with_tile(row: Row, size: tuple[int, int]) -> Callable[..., torch.Tensor]:
+    """The function of a row, with tiles of `size` (queries, keys) instead of those that it chooses."""
+
     def call(
         q: torch.Tensor,
         k: torch.Tensor,
@@ -168,10 +174,10 @@ def test_the_tile_size_does_not_matter(row: Row, case: AttentionCase, seed: int)
 
 @law(only=KEEPS_LSE)
 def test_repeats_are_bitwise_equal(row: Row, case: AttentionCase, seed: int) -> None:
-    """No sum has more than one order, where torch is told so: without atomics, or with them in turn."""
+    """In torch's deterministic mode every sum has one order: rows use no atomic additions, or make them take turns."""
     inputs = make_inputs(case, seed)
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # matmuls ask for a setting that these need not
+    torch.use_deterministic_algorithms(True, warn_only=True)  # matmuls ask for CUBLAS_WORKSPACE_CONFIG
     try:
         first, second = row.run(case, inputs), row.run(case, inputs)
     finally:
@@ -192,7 +198,7 @@ def test_three_dimensions_equal_four(row: Row, case: AttentionCase, seed: int) -
 
 @pytest.mark.parametrize("shape", [(2, 50, 16), (2, 3, 50, 16), (2, 2, 3, 50, 16)])
 def test_flash_torch_apply_takes_any_rank_and_keeps_one_log_sum_exp(shape: tuple[int, ...]) -> None:
-    """As CS336 calls it: `.apply(q, k, v, is_causal)`, then the saved tensor of shape q.shape[:-1]."""
+    """CS336's tests call `.apply(q, k, v, is_causal)`, and then look for one saved tensor of shape q.shape[:-1]."""
     q, k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(i), requires_grad=True) for i in range(3))
     o = FlashTorch.apply(q, k, v, True)
     lse = saved_lse(o, q)
@@ -231,7 +237,7 @@ def test_very_long_sequences(name: str, dtype: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["flash_triton", "flash_cuda"])
 def test_a_backward_may_be_the_first_cuda_work_of_its_thread(name: str) -> None:
-    """As in autograd, which runs backwards in threads of its own."""
+    """Autograd runs backwards in threads of its own, which may have no CUDA context yet."""
     case = Row(name, "cuda").case(queries=128, keys=128, head_dim=64)
     if reason := ATTENTION[name].why_not(case):
         pytest.skip(reason)
@@ -250,7 +256,7 @@ def test_a_backward_may_be_the_first_cuda_work_of_its_thread(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", ["flash_torch", "flash_triton", "flash_cuda", "flash_gluon"])
-def test_more_elements_than_an_int32_counts(name: str, transposed: bool) -> None:
+def test_tensors_of_more_than_2_to_the_31_elements(name: str, transposed: bool) -> None:
     row = Row(name, "cuda")
     case = row.case(batch=192, heads=96, kv_heads=96, queries=1024, keys=1024, head_dim=128, causal=True, grad=True)
     if reason := row.why_not(case):

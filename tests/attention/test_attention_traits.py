@@ -15,8 +15,8 @@ ROWS = {name: row for name, row in ATTENTION.items() if row.target.startswith("l
 
 
 @pytest.mark.parametrize("mask", sorted({AttentionTraits.of(row).mask for row in ROWS.values()} - {""}))
-def test_a_mask_is_made_anew_whenever_it_is_asked_for(mask: str) -> None:
-    """Else its time would be that of a cache."""
+def test_a_mask_is_computed_anew_in_every_call(mask: str) -> None:
+    """Benchmarks time these functions, and must not time a cache."""
     make, pattern = load_target(mask), Pattern(True, 5, documents=Documents([3, 13]))
     asked = pattern, 16, 16, torch.device("cpu")
     assert make(*asked) is not make(*asked)
@@ -24,20 +24,20 @@ def test_a_mask_is_made_anew_whenever_it_is_asked_for(mask: str) -> None:
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
 def test_every_row_states_every_trait(row: Entry) -> None:
-    """In the table itself: to read one must not import what the row needs."""
+    """Traits stand in the table itself, so that reading them imports nothing that the row needs."""
     assert isinstance(row.traits, AttentionTraits)
     assert re.fullmatch("(#[0-9a-f]{6})?", row.traits.color)
 
 
-def test_rows_stand_in_reading_order_in_colors_of_their_own() -> None:
+def test_peers_come_last_and_colors_differ() -> None:
     peers = [row.peer for row in ROWS.values()]
     assert peers == sorted(peers)
     colors = [color for row in ROWS.values() if (color := AttentionTraits.of(row).color)]
     assert len(set(colors)) == len(colors)
 
 
-def test_facts_that_single_rows_have() -> None:
-    """These lists are of the rows that they name: a new row is added in two places, and this is no third."""
+def test_traits_that_single_rows_state() -> None:
+    """Only the rows named here are checked, so a new row needs no change of this test."""
     sdpa = ["sdpa", "sdpa_math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn"]
     ours = ["flash_torch", "flash_triton_torch_bwd", "flash_triton", "flash_gluon"]
     judged = ["naive", "naive_compiled", "vectorized", *ours, "flash_cuda", *sdpa, "flex"]

@@ -1,4 +1,4 @@
-"""Intervals of keys: they are what a pattern says, tiles outside of them are not visited, and off by one is caught."""
+"""`Bounds`: its intervals are those of the pattern, flash rows visit no tile outside of them, off by one is noticed."""
 
 import weakref
 from collections.abc import Callable
@@ -39,6 +39,7 @@ PATTERNS = {
 
 @st.composite
 def drawn(draw: st.DrawFn) -> tuple[AttentionCase, int]:
+    """(a case with options whose queries see intervals of keys, a seed for their values)."""
     keys = draw(LENGTHS)
     documents, causal = draw(st.booleans()), draw(st.booleans())
     case = AttentionCase(2, 1, 1, draw(LENGTHS), keys, 16, "float32", causal, documents=documents)
@@ -86,7 +87,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Non
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_flash_torch_visits_what_is_seen_and_masks_what_is_at_an_edge(
+def test_flash_torch_visits_tiles_that_are_seen_and_masks_those_at_an_edge(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pattern = PATTERNS[name]
@@ -102,7 +103,7 @@ def test_flash_torch_visits_what_is_seen_and_masks_what_is_at_an_edge(
 
 
 @pytest.mark.parametrize("name", [name for name in PATTERNS if name not in ("full", "causal")])
-def test_flash_triton_visits_what_is_seen_and_masks_what_is_at_an_edge(
+def test_flash_triton_visits_tiles_that_are_seen_and_masks_those_at_an_edge(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason := interpreted_row().why_not(interpreted_row().case()):
@@ -130,6 +131,7 @@ def interpreted_row() -> Row:
 
 
 def moved(documents: Documents, by: int) -> Documents:
+    """Documents whose first one is longer by `by` tokens, and the second shorter."""
     first, second, *rest = documents.lengths[0]
     return Documents([first + by, second - by, *rest])
 
@@ -139,7 +141,7 @@ def off_documents(right: Pattern, by: int) -> Pattern:
 
 
 PACKED = Pattern(True, documents=Documents([20, 20, 24]))
-OFF: dict[str, tuple[Pattern, Callable[[Pattern, int], Pattern]]] = {  # a pattern, and the same off by one or by -1
+OFF: dict[str, tuple[Pattern, Callable[[Pattern, int], Pattern]]] = {  # a pattern, and a function that moves its edge
     "window": (Pattern(True, 9), lambda right, by: replace(right, window=right.window + by)),
     "causal": (Pattern(True, offset=3), lambda right, by: replace(right, offset=right.offset + by)),
     "documents": (PACKED, off_documents),
@@ -173,7 +175,8 @@ EDGES = {"low": (0, 1), "full from": (1, -1), "full to": (2, 1), "high": (3, -1)
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_an_edge_of_tiles_that_is_off_by_one_is_caught(edge: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A document begins just before a tile, with it, or just after it: one of these shows that an edge has moved."""
+    """In one of three patterns the moved edge makes the result wrong: a document begins one key before a tile, at its
+    first key, or one key later."""
     edges, (moved_edge, by) = Bounds._edges.func, EDGES[edge]
     row = Row("flash_torch", "cpu")
     case = row.case(batch=1, heads=1, kv_heads=1, queries=LENGTH, keys=LENGTH, dtype="float32", grad=True)
@@ -201,8 +204,8 @@ MADE: dict[str, Callable[[Documents], Any]] = {
 
 
 @pytest.mark.parametrize("what", MADE)
-def test_what_is_made_of_documents_is_made_once_and_does_not_hold_them(what: str) -> None:
-    """In packed training each batch has documents of its own."""
+def test_what_is_kept_on_documents_is_made_once_and_freed_with_them(what: str) -> None:
+    """In packed training each batch has other documents: if they were held, memory would grow."""
     documents, others = Documents([TILE, LENGTH - TILE]), Documents([1, LENGTH - 1])
     made = MADE[what](documents)
     assert MADE[what](documents) is made and MADE[what](others) is not made

@@ -1,4 +1,4 @@
-"""Bad input is a ValueError that names the value at fault; odd but good input gives q's shape and dtype."""
+"""The contract of `attention`: errors for bad input, the order of "auto", views and ranks, and foreign signatures."""
 
 import re
 from dataclasses import replace
@@ -93,7 +93,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("impl", ["auto", "naive", "flash_torch", "sdpa_flash"])
-def test_views_are_taken_for_what_they_show(view: str, impl: str) -> None:
+def test_views_give_what_their_copies_give(view: str, impl: str) -> None:
     tensors = [VIEWS[view](torch.randn(2, 4, 32, 16)) for _ in range(3)]
     found = attention(*tensors, impl=impl)
     assert torch.allclose(found, attention(*[x.contiguous() for x in tensors], impl=impl), atol=1e-6)
@@ -136,8 +136,8 @@ NEVER_TIMED = [None, (7, 5), (8, 0), (8, 6), (8, 9), (9, 4), (10, 0), (12, 0)]
 
 
 @pytest.mark.parametrize("capability", NEVER_TIMED)
-def test_auto_takes_torch_s_choice_on_cards_that_nobody_timed(capability: tuple[int, int] | None) -> None:
-    """But where SDPA has nothing but a mask of Q x K, or no word for it, and a row of ours runs."""
+def test_auto_takes_torch_s_choice_on_gpus_without_measurements(capability: tuple[int, int] | None) -> None:
+    """`sdpa` is taken, but for options that it lacks or needs a mask of Q x K for, if another row runs them."""
     case = AttentionCase(1, 2, 2, 32, 32, 64, "float16", causal=True, device="cuda", capability=capability)
     for plain in ({}, {"grad": True}, {"queries": 1}, {"mask": True}, {"head_dim": 512}):
         assert ATTENTION.pick("auto", replace(case, **plain)).name == "sdpa"
@@ -215,7 +215,7 @@ def test_rows_written_as_cs336_asks_are_accepted_as_they_are(foreign: Any, causa
 
 
 class WithDropout(torch.autograd.Function):
-    """As flash-attn writes them: behind a parameter that has no name known here."""
+    """A signature like flash-attn's: `causal` comes after a parameter that `adapt` does not know."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = False,
@@ -252,7 +252,7 @@ def test_a_row_must_be_callable() -> None:
         adapt(3)
 
 
-def test_what_torch_refuses_without_a_word_is_answered_by_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_torch_without_a_reason_names_cases_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses_groups(params: Any, debug: bool) -> bool:
         return params.query.shape[1] == params.key.shape[1]
 
@@ -265,7 +265,7 @@ def test_what_torch_refuses_without_a_word_is_answered_by_what_it_takes(monkeypa
     assert "SDPA math runs every case" in (nothing(AttentionCase(1, 4, 2, 8, 8, 16, "float32")) or "")
 
 
-def test_torch_is_asked_of_the_keys_that_causal_queries_see(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_asked_about_only_the_keys_that_causal_queries_see(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that takes 9 keys, but no single one, cannot run one causal query: `attention` gives it one key."""
     monkeypatch.setattr(peers, "_asked", lru_cache(peers._asked.__wrapped__))
     takes_more = partial(

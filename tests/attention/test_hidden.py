@@ -1,5 +1,6 @@
-"""Laws of hidden memory: what an option hides from a query never changes what the query gives, be it NaN or infinity,
-forward and backward.
+"""Keys that an option hides from a query never change its result or its gradient, even if they hold NaN or infinity.
+
+A law is a test that every row of the table must pass: see `tests/support/attention_rows.py`.
 """
 
 from dataclasses import replace
@@ -22,6 +23,7 @@ LIKE = {"o": "q", "lse": "q", "dq": "q", "dk": "k", "dv": "k"}
 
 
 def answer(impl: str, inputs: Inputs, case: AttentionCase, pattern: Pattern) -> dict[str, Tensor]:
+    """The results of `attention` by name: o, with `return_lse` lse, and with gradients dq, dk and dv."""
     q, k, v = inputs.leaves(case.grad)
     options = pattern.options | {name: x[0] for name, x in pattern.options.items() if name in ("alibi", "sinks")}
     with torch.set_grad_enabled(case.grad):
@@ -35,7 +37,10 @@ def answer(impl: str, inputs: Inputs, case: AttentionCase, pattern: Pattern) -> 
 
 
 def spoilt_by(name: str, at: tuple[int, int, int], sees: Tensor, case: AttentionCase) -> dict[str, Tensor]:
-    """The vectors of q (B, H, Q) and of k (B, Hkv, K) that a value in vector `at` of a tensor may reach."""
+    """The vectors of q (B, H, Q) and k (B, Hkv, K) whose results or gradients vector `at` of tensor `name` may change.
+
+    `sees` (B, H, Q, K) is True where a query sees a key.
+    """
     batch, head, place = at
     queries = torch.zeros(case.batch, case.heads, case.queries, dtype=torch.bool, device=sees.device)
     if name in ("k", "v"):
@@ -49,7 +54,8 @@ def spoilt_by(name: str, at: tuple[int, int, int], sees: Tensor, case: Attention
 
 
 @partial(law, of=patterned)()
-def test_what_a_query_does_not_see_never_reaches_it(row: Row, case: AttentionCase, seed: int) -> None:
+def test_a_bad_value_reaches_only_queries_that_see_it(row: Row, case: AttentionCase, seed: int) -> None:
+    """NaN or infinity is put into one vector of q, k, v or do: all other results stay within their error budget."""
     pattern = make_pattern(case, seed)
     offset = pattern.offset if isinstance(pattern.offset, Tensor) else abs(pattern.offset)  # as attention() takes it
     pattern = replace(pattern, offset=offset, sinks=None if pattern.sinks is None else pattern.sinks[:1])
@@ -82,10 +88,10 @@ INTERPRETED = [*product(("flash_triton",), ("sinks", "alibi", ""), HIDES)]  # it
 
 
 @pytest.mark.parametrize(("impl", "added", "hides"), [*BESIDE, *some(INTERPRETED, 6)])
-def test_nan_behind_lengths_reaches_no_result_beside_other_options(
+def test_nan_beyond_key_lengths_reaches_no_result_under_other_options(
     impl: str, added: str, hides: dict[str, Any]
 ) -> None:
-    """o and the log-sum-exp, and the gradients of q, k, v and of what is added, of 9 queries at the end of caches."""
+    """9 queries at the ends of caches: o, the log-sum-exp, and the gradients of q, k, v and of a bias or sinks."""
     torch.manual_seed(0)
     made = {"sinks": torch.randn(4), "alibi": torch.rand(4), "bias": torch.randn(1, 4, 1, 40)}
     lengths, tensors = torch.tensor([17, 33]), [torch.randn(2, 4, 9, 16), *torch.randn(2, 2, 2, 40, 16)]
@@ -105,7 +111,7 @@ def test_nan_behind_lengths_reaches_no_result_beside_other_options(
 
     for found, expected in zip(asked(NAN), asked(0.0), strict=True):
         torch.testing.assert_close(found, expected)
-    if added == "sinks" and "window" not in hides:  # of heads 2 and 3, whose key of place 15 is NaN
+    if added == "sinks" and "window" not in hides:  # heads 2 and 3 read the key head whose key 15 is NaN
         found = asked(0.0, seen=NAN)[-1]
         assert bool(found[:2].isfinite().all()) and bool(found[2:].isnan().all())
     if added == "bias":
@@ -128,7 +134,7 @@ def test_keys_that_no_causal_query_sees_may_be_anything(row: Row, case: Attentio
 
 @pytest.mark.parametrize("impl", ["auto", "naive", "vectorized", "flash_torch", "flash_triton", "sdpa"])
 def test_a_cache_of_uninitialised_memory_decodes(impl: str) -> None:
-    """`torch.empty` is NaN in tests."""
+    """In tests the memory of `torch.empty` is filled with NaN."""
     torch.manual_seed(0)
     q, (k, v) = torch.randn(2, 4, 1, 16), (torch.empty(2, 2, 64, 16) for _ in range(2))
     lengths = torch.tensor([5, 33])
@@ -142,8 +148,11 @@ def test_a_cache_of_uninitialised_memory_decodes(impl: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_spoilt_tile_is_made_again(device: str) -> None:
-    """By `flash_triton`, whose programs make many tiles again: the last of them makes fewer."""
+def test_flash_triton_computes_every_tile_with_nan_again(device: str) -> None:
+    """`flash_triton` finds NaN in sums afterwards, and computes these tiles again, many in each program.
+
+    Their number is no multiple of that, so the last program computes fewer.
+    """
     pytest.importorskip("triton")
     tokens = 190 if device == "cpu" else 1990
     case = AttentionCase(1, 6, 6, tokens, tokens, 16, "float32", causal=True, grad=True, device=device)

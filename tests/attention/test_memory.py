@@ -1,4 +1,4 @@
-"""Any memory: how inputs, the gradient and `key_lengths` lie never changes a result."""
+"""The memory layout of inputs, gradients and `key_lengths` never changes a result; empty inputs and extreme values."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ from tests.support.patterns import make_pattern, patterned
 
 
 @law()
-def test_rows_read_and_are_given_any_memory(row: Row, case: AttentionCase, seed: int) -> None:
+def test_rows_read_inputs_and_gradients_of_any_layout(row: Row, case: AttentionCase, seed: int) -> None:
     memory = [*MEMORY][seed % len(MEMORY)]
     inputs = make_inputs(case, seed, memory=memory)
     ratios = Oracle(case, inputs).error_ratios(row.run(case, inputs))
@@ -24,7 +24,7 @@ def test_rows_read_and_are_given_any_memory(row: Row, case: AttentionCase, seed:
 
 
 @partial(law, of=patterned)(key_lengths=True, batch=2)
-def test_key_lengths_lie_anywhere(row: Row, case: AttentionCase, seed: int) -> None:
+def test_key_lengths_have_any_layout(row: Row, case: AttentionCase, seed: int) -> None:
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
     room = torch.tensor([[0, case.keys, 0]] * case.batch, device=case.device)
     for lengths in (room[:, 1], room[0, 1:2].expand(case.batch)):
@@ -44,7 +44,7 @@ def _fields(pattern: Pattern) -> dict[str, object]:
     expands=st.sets(st.integers(0, 3)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_what_is_aligned_is_not_copied_and_what_is_not_is(
+def test_aligned_copies_only_tensors_that_are_not_aligned(
     shape: tuple[int, ...], more: int, offset: int, order: list[int], expands: set[int], dtype: torch.dtype
 ) -> None:
     sizes = [1 if at in expands else n for at, n in enumerate(shape)]
@@ -61,7 +61,7 @@ def test_what_is_aligned_is_not_copied_and_what_is_not_is(
 
 
 class Probe(torch.autograd.Function):
-    """Keeps the gradient that comes."""
+    """Keeps the gradient that reaches its backward, as `Probe.found`."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Probe(torch.autograd.Function):
         return grads[0]
 
 
-def test_a_gradient_is_aligned_before_it_comes_to_a_backward() -> None:
+def test_a_gradient_is_aligned_before_a_backward_reads_it() -> None:
     x = torch.randn(2, 3, 8, requires_grad=True)
     with_aligned_gradient(Probe.apply(x)).sum().backward()
     assert Probe.found.is_contiguous()
@@ -85,7 +85,7 @@ def test_a_gradient_is_aligned_before_it_comes_to_a_backward() -> None:
     assert Probe.found.data_ptr() == right.data_ptr()
 
 
-EMPTY = [
+EMPTY = [  # (shape of q, shape of k and v)
     ((2, 3, 0, 8), (2, 3, 5, 8)),
     ((2, 4, 5, 8), (2, 2, 0, 8)),
     ((0, 3, 5, 8), (0, 3, 5, 8)),
@@ -107,7 +107,7 @@ def test_without_queries_keys_or_entries_there_is_nothing_to_compute(
 
 
 @pytest.mark.parametrize("impl", ["auto", "naive", "vectorized", "flash_torch", "flash_triton", "sdpa"])
-def test_scores_beyond_float16_are_no_infinity(impl: str) -> None:
+def test_scores_beyond_float16_do_not_become_infinite(impl: str) -> None:
     q, k, v = (torch.full((1, 2, 8, 80), 256.0, dtype=torch.float16) for _ in range(3))
     assert torch.equal(attention(q, k, v, impl=impl), v)
 

@@ -1,5 +1,5 @@
 """attention() inside of programs: compiled, exported, under autocast, in torch.func, checkpointed, differentiated
-twice, after inference mode. What a row gives there is right as well: the oracle is `naive` in float64."""
+twice, after inference mode. The results of rows are compared with those of `naive` in float64."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +24,7 @@ KERNELS = ("flash_torch", "flash_triton", "flash_triton_torch_bwd", "flash_cuda"
 ROWS = ("flash_torch", "flash_triton", "vectorized", "naive", "sdpa_flash", "sdpa_math", "auto")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ON_DEVICES = [*product(KERNELS[:3], ["cpu"]), *(pytest.param(row, "cuda", marks=pytest.mark.gpu) for row in KERNELS)]
-# Options of a call on so many tokens of two sequences.
+# By name: a function (tokens, device) -> options of a call on two sequences.
 OPTIONS: dict[str, Callable[[int, str], dict[str, Any]]] = {
     "causal": lambda n, device: {"causal": True},
     "window": lambda n, device: {"causal": True, "window": 3},
@@ -64,13 +64,13 @@ def call(row: str, asked: dict[str, Any], q: Tensor) -> Callable[..., Tensor]:
 
 
 def results(function: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
-    """The value and the gradients of a sum."""
+    """[o, dq, dk, dv]: the function's result, and the gradients of a sum over it."""
     o = function(*leaves)
     return [o.detach(), *torch.autograd.grad(o.sin().sum(), leaves)]
 
 
 def assert_right(found: list[Tensor], run: Callable[..., list[Tensor]], leaves: list[Tensor], **asked: Any) -> None:
-    """Found is what `run` makes of attention on the leaves, within the error that `naive` has in their dtype."""
+    """`found` equals run(attention in float64, leaves), within the error that `naive` has in the leaves' dtype."""
     plain = partial(attention, impl="naive", **asked)
     exact = run(plain, *(x.detach().double().requires_grad_() for x in leaves))
     for one, right, usual in zip(found, exact, run(plain, *leaves), strict=True):
@@ -157,7 +157,7 @@ def test_autocast_leaves_float64_as_sdpa_does(row: str) -> None:
 
 
 def transformed(function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Values and gradients by torch.func, of one batch and of three, which have another axis each."""
+    """Values and gradients by torch.func, of one batch and by vmap of three, which are another axis of each tensor."""
     q, k, v = (x.detach() for x in (q, k, v))
     several = torch.stack([q, -q, q * 2], dim=1), torch.stack([k, k / 2, -k])
 
@@ -198,7 +198,7 @@ def differentiated_again(function: Callable[..., Tensor], *leaves: Tensor) -> li
 @pytest.mark.parametrize(("row", "device"), ON_DEVICES)
 @pytest.mark.parametrize("options", but(OPTIONS, "window", "key_lengths", "two sides"))
 def test_derivatives_of_gradients_are_right(row: str, options: str, device: str) -> None:
-    """Also those that `torch.autograd.grad` takes on the way to its inputs, which were zero."""
+    """Also those that `torch.autograd.grad` of some inputs alone computes: they were zero once."""
     dtype, head_dim = (torch.bfloat16, 64) if row == "flash_gluon" else (torch.float32, 16)
     leaves = tensors(9, device, dtype, head_dim)
     asked = OPTIONS[options](9, device)
@@ -206,7 +206,7 @@ def test_derivatives_of_gradients_are_right(row: str, options: str, device: str)
 
 
 @pytest.mark.parametrize("row", KERNELS[:2])
-def test_sinks_are_differentiated_once_and_in_a_graph_of_their_own(row: str) -> None:
+def test_sinks_are_differentiable_once_and_break_the_compilers_graph(row: str) -> None:
     torch.compiler.reset()
     leaves, asked = tensors(), {"causal": True, "sinks": torch.tensor([0.5, 0.2, 0.1, 0.05])}
     found = results(torch.compile(partial(attention, impl=row, **asked), backend="aot_eager"), *leaves)
@@ -261,7 +261,7 @@ def test_selective_checkpointing_finds_the_operators(row: str) -> None:
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("options", ["window", "documents", "softcap"])
 def test_training_after_inference_mode(row: str, options: str) -> None:
-    """Masks and bounds that are kept are no tensors of the mode in which they were first made."""
+    """Masks and bounds made under inference mode are kept, and must be usable outside of it."""
     leaves = tensors(8)
     with torch.inference_mode():
         asked = OPTIONS[options](8, "cpu")

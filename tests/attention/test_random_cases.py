@@ -1,9 +1,9 @@
 r"""Random calls of `attention()`: shapes, dtypes, memory, options and contexts, by every row that can and by auto.
 
-LMSYS_RANDOM cases, by default 300 on a GPU and ten on a CPU, from the seed LMSYS_RANDOM_SEED, by default 0, and from
-the number LMSYS_RANDOM_FIRST on, by default 0. One is run again by its number: `LMSYS_RANDOM_ONLY=17`. This command
-runs 2,000 on one GPU, in as many processes as there are cores, but 12 at most, in parts, since kernels compile for
-minutes. After each part it prints how many calls each row had, by context:
+Environment variables choose the cases. LMSYS_RANDOM is their number: by default 300 on a GPU and ten on a CPU.
+LMSYS_RANDOM_SEED is the seed, LMSYS_RANDOM_FIRST the number of the first case: both 0 by default. LMSYS_RANDOM_ONLY=17
+runs case 17 alone. The command below runs 2,000 on one GPU, in as many processes as there are cores, but 12 at most. It
+does so in parts, since kernels compile for minutes. After each part it prints how many calls each row had, by context:
 
     for first in 0 250 500 750 1000 1250 1500 1750; do LMSYS_RANDOM=250 LMSYS_RANDOM_FIRST=$first LMSYS_RANDOM_SEED=1 \
         python -m pytest -q -s -m gpu tests/attention/test_random_cases.py; done
@@ -25,9 +25,9 @@ ONLY = os.environ.get("LMSYS_RANDOM_ONLY")
 FIRST = int(os.environ.get("LMSYS_RANDOM_FIRST", "0"))
 COUNT = {device: int(os.environ.get("LMSYS_RANDOM", few)) for device, few in (("cpu", 10), ("cuda", 300))}
 PROCESSES = min(12, os.cpu_count() or 1)
-ALONE = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # of each, or they would be in each other's way
-EVERY_S = 10.0  # a line of how far it is
-LATE_S = 200.0  # for the cases of a process that are done together: their first calls compile
+ALONE = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # environment of each process: one thread
+EVERY_S = 10.0  # between lines that print the progress
+LATE_S = 200.0  # time limit of a task, which is several cases: their first calls compile
 
 
 def numbers(device: str) -> list[int]:
@@ -35,7 +35,10 @@ def numbers(device: str) -> list[int]:
 
 
 def judged(device: str, given: list[list[int]]) -> Iterator[Judged]:
-    """On a GPU in processes: what ends one, such as a CUDA error, is a fault of its cases alone."""
+    """The results of tasks (lists of case numbers). On a GPU each runs in another process.
+
+    So an error that ends a process, such as one of CUDA, counts as a fault of its task alone.
+    """
     if device == "cpu":
         yield from (judge_all(device, task) for task in given)
         return

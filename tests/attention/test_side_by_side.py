@@ -1,4 +1,7 @@
-"""Queries, keys and values as parts of one tensor: when they are, and gradients that lie as they do."""
+"""q, k and v that are parts of one tensor, as a projection writes them: their gradients are parts of one tensor too.
+
+`custom_ops.whole_of` finds the tensor, `custom_ops.gradients_like` makes the gradients.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -18,18 +21,20 @@ sizes = st.tuples(*(st.integers(1, n) for n in (2, 5, 2, 2)), st.sampled_from([4
 
 
 def parts_of(whole: Tensor, kv_heads: int) -> list[Tensor]:
+    """q, k and v (B, H, S, D) as views of (B, S, H + 2 Hkv, D)."""
     heads = whole.shape[2] - 2 * kv_heads
     return [x.transpose(1, 2) for x in whole.split([heads, kv_heads, kv_heads], dim=2)]
 
 
 def drawn(size: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+    """(the whole tensor, its parts q, k, v), of random numbers; `size` is one of `sizes`."""
     batch, length, kv_heads, group, head_dim = size
     whole = torch.randn(batch, length, (group + 2) * kv_heads, head_dim, generator=torch.Generator().manual_seed(1))
     return whole, parts_of(whole, kv_heads)
 
 
 @given(sizes)
-def test_parts_are_found_whole(size: tuple[int, ...]) -> None:
+def test_the_tensor_of_its_parts_is_found(size: tuple[int, ...]) -> None:
     whole, parts = drawn(size)
     found = whole_of(*parts)
     assert found is not None
@@ -37,8 +42,8 @@ def test_parts_are_found_whole(size: tuple[int, ...]) -> None:
 
 
 @given(size=sizes, number=st.integers(0, 2))
-def test_others_are_no_parts(size: tuple[int, ...], number: int) -> None:
-    """One is elsewhere, has fewer rows, or one value in all columns; or two have changed places."""
+def test_other_tensors_are_no_parts_of_one(size: tuple[int, ...], number: int) -> None:
+    """One of three is a copy, has fewer rows, or is expanded over columns; or k and v are exchanged."""
     whole, parts = drawn(size)
     one = parts[number]
     for other in (one.clone(), one[:, :, :-1], one[..., :1].expand_as(one)):
@@ -49,7 +54,7 @@ def test_others_are_no_parts(size: tuple[int, ...], number: int) -> None:
 
 
 @given(sizes)
-def test_gradients_lie_as_their_inputs_do(size: tuple[int, ...]) -> None:
+def test_gradients_are_parts_of_one_tensor_if_their_inputs_are(size: tuple[int, ...]) -> None:
     _, parts = drawn(size)
     together = gradients_like(*parts, torch.empty_like)
     assert whole_of(*together) is not None
@@ -59,13 +64,14 @@ def test_gradients_lie_as_their_inputs_do(size: tuple[int, ...]) -> None:
         assert [x.shape for x in found] == [x.shape for x in parts]
 
 
-def test_rows_that_no_descriptor_takes_are_made_apart() -> None:
+def test_gradients_that_no_descriptor_can_address_are_separate() -> None:
+    """With a head dimension of 2 in float32 rows are 8 bytes long, and descriptors need multiples of 16."""
     _, parts = drawn((1, 3, 1, 1, 2))
     assert whole_of(*gradients_like(*parts, torch.empty_like)) is None
 
 
 def assert_bits(whole: Tensor, kv_heads: int, run: Callable[..., Sequence[Tensor]]) -> None:
-    """`run` makes a result and three gradients of parts of one tensor, and the same of these inputs apart."""
+    """`run`(q, k, v), which returns o and three gradients, gives equal bits for parts of one tensor and for copies."""
     found = []
     for apart in (False, True):
         o, *grads = run(*(x.clone() if apart else x for x in parts_of(whole, kv_heads)))
@@ -75,6 +81,8 @@ def assert_bits(whole: Tensor, kv_heads: int, run: Callable[..., Sequence[Tensor
 
 
 def of_row(name: str) -> Callable[..., Sequence[Tensor]]:
+    """A function (q, k, v) -> (o, dq, dk, dv) of the row."""
+
     def run(*parts: Tensor) -> Sequence[Tensor]:
         leaves = [x.detach().requires_grad_() for x in parts]
         o = ATTENTION[name].load()(*leaves, causal=True)
@@ -92,8 +100,8 @@ def test_flash_triton_has_the_same_bits(size: tuple[int, ...], dtype: torch.dtyp
 
 
 @needs_triton
-def test_compiled_code_gets_gradients_as_it_was_told_of_them(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its operators have told how results lie before they ran; others would have to be copied."""
+def test_operators_return_results_in_the_layout_that_they_declare(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A custom operator declares the layout of its results to torch.compile: no result has to be copied into it."""
     from lmsys.attention import custom_ops, flash_triton
 
     def laid_out(x: Tensor) -> Tensor:
@@ -108,7 +116,7 @@ def test_compiled_code_gets_gradients_as_it_was_told_of_them(device: str, monkey
 
 
 @needs_triton
-def test_flash_gluon_has_the_same_bits_as_it_is_simulated() -> None:
+def test_flash_gluon_has_the_same_bits_in_a_simulation() -> None:
     from lmsys.attention.flash_gluon import launch
     from lmsys.kernels.tritons import KNOWN_TRITON, is_known
     from tests.support.gluon_simulator import simulated

@@ -1,4 +1,4 @@
-"""The tile tuner: picks the fastest that fits, remembers it on disk, and says so when the disk holds nonsense."""
+"""The tuner of tiles: it picks the fastest that fits, keeps the choice on disk, and names a corrupt file."""
 
 from pathlib import Path
 
@@ -33,9 +33,11 @@ def nothing_tuned_yet(
 def clock(
     monkeypatch: pytest.MonkeyPatch, times: dict[Tile, float], drift: float = 0.0, boost: float = 0.0
 ) -> list[Tile]:
-    """Makes `tune` see `times`, of which infinity is that of a tile for which there is no room; returns the list of the
-    tiles that it timed. Each of them makes the next slower, by a share `drift` of its time. The first is faster by a
-    share `boost`, the next by a tenth of that, and so on, as on a GPU that has rested."""
+    """Makes `tune` measure these `times`; infinity stands for a tile that does not fit. Returns a list, to which each
+    tile is added when it is timed.
+
+    `drift`: each measurement is slower than the one before it by this share of its time. `boost`: the first is faster
+    by this share, the second by a tenth of it, and so on, as on a GPU that was idle."""
     timed: list[Tile] = []
 
     def time(tile: Tile, launch: object) -> float:
@@ -62,8 +64,8 @@ def test_the_fastest_that_fits_is_chosen_and_remembered(order: list[float]) -> N
 
 
 @given(order=st.permutations([1.0, 1.02, 1.04]), drift=st.floats(-0.1, 0.1))
-def test_a_clock_that_drifts_decides_nothing(order: list[float], drift: float) -> None:
-    """A tile that is timed while a GPU is cool looks better than it is, by more than the best is better."""
+def test_a_clock_that_drifts_does_not_change_the_choice(order: list[float], drift: float) -> None:
+    """A tile that is timed while a GPU is cool gains more by this than the best tile is faster."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(tuning, "_chosen", {})
         tuning.KEPT.path.unlink(missing_ok=True)
@@ -72,7 +74,7 @@ def test_a_clock_that_drifts_decides_nothing(order: list[float], drift: float) -
 
 
 @given(order=st.permutations([1.0, 1.02, 1.04]), boost=st.floats(0.0, 0.1))
-def test_a_gpu_that_has_rested_decides_nothing(order: list[float], boost: float) -> None:
+def test_a_gpu_that_was_idle_does_not_change_the_choice(order: list[float], boost: float) -> None:
     """Its clock is higher in the first moments, in which the first tile is timed."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(tuning, "_chosen", {})
@@ -124,7 +126,7 @@ def test_no_tile_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE)
 
 
-def test_a_tile_for_which_there_is_no_room_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_that_does_not_fit_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[Tile] = []
 
     def launch(tile: Tile) -> None:

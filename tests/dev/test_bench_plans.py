@@ -1,4 +1,4 @@
-"""The benchmark of plans: none unless asked for, each as it is asked for, and what a bad one comes to."""
+"""The benchmark of plans (`dev/bench_plans.py`): which cases it has, how plans are run and judged, and bad plans."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -28,11 +28,11 @@ ONE = {"plan": ("planned",), "head_dim": (64,), "length": ((128, 128),), "causal
 
 
 def works(case: PlanCase) -> None:
-    """In place of a first call on a GPU."""
+    """Stands for `first_call`, which needs a GPU."""
 
 
 def in_this_process(function: Callable[[Any], Any], tasks: Iterable[Any], count: int, **_: Any) -> Iterator[Any]:
-    """In place of `futures`, where nothing dies."""
+    """Stands for `futures`, without processes."""
     for task in tasks:
         function(task)
         yield SimpleNamespace(exception=lambda: None)
@@ -47,7 +47,10 @@ def dies_by_one(case: PlanCase) -> None:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Small shapes, plain arithmetic in place of the kernels; the list of what they were asked."""
+    """Runs the benchmark on a CPU: small shapes, and plain PyTorch in place of the kernels.
+
+    The list gets an item for each call: a forward's plan, or a backward's (deterministic, plan).
+    """
     from lmsys.attention.flash_gluon import launch
 
     asked: list[Any] = []
@@ -106,7 +109,7 @@ def test_a_plan_is_read_from_its_name() -> None:
             plan_called(text)
 
 
-def test_no_sweep_has_plans_and_every_one_has_its_own_id_where_it_is_asked_for() -> None:
+def test_without_the_option_there_are_no_plans_and_with_it_each_has_an_id() -> None:
     assert not cases_of(Plans()) and not cases_of(ShortPlans())
     for benchmark in (Plans(), ShortPlans()):
         for plan in ("planned", "candidates"):
@@ -120,7 +123,7 @@ def test_no_sweep_has_plans_and_every_one_has_its_own_id_where_it_is_asked_for()
     assert {name.rpartition("-")[2] for name in found["ids"]} == {"sdpa_cudnn]", "l2_mib5]"}
 
 
-def test_a_plan_is_asked_of_its_own_direction_alone() -> None:
+def test_a_plan_is_timed_in_its_own_direction_alone() -> None:
     plans = ForwardPlan(2, 2, False, False, True, 0), BackwardPlan(True, 5)
     cases = cases_of(Plans(), plan=plans, direction=("fwd", "bwd", "fwdbwd"), head_dim=(64,))
     assert {(case.direction, case.plan) for case in cases} == {
@@ -235,7 +238,7 @@ def test_a_wrong_plan_has_no_time(on_cpu: list[Any], monkeypatch: pytest.MonkeyP
 
 @known
 @pytest.mark.parametrize(("direction", "kernel"), [("fwd", "_forward"), ("bwd", "_backward")])
-def test_a_plan_that_answers_with_what_it_remembers_is_refused(
+def test_a_plan_that_returns_an_earlier_result_is_refused(
     direction: str, kernel: str, on_cpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lmsys.attention.flash_gluon import launch
@@ -255,7 +258,7 @@ def test_a_plan_that_answers_with_what_it_remembers_is_refused(
 
 
 def replayed(calls: Callable[[], Any]) -> Callable[[], Any]:
-    """In place of a CUDA graph: the same tensors every time."""
+    """Stands for a CUDA graph: each replay writes into the same tensors."""
     static = calls()
 
     def replay() -> Any:
@@ -267,13 +270,14 @@ def replayed(calls: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def never_replayed(calls: Callable[[], Any]) -> Callable[[], Any]:
+    """Stands for a CUDA graph whose replays compute nothing."""
     static = calls()
     return lambda: static
 
 
 @known
 @pytest.mark.parametrize(("graph", "outcome"), [(replayed, "ok"), (never_replayed, "wrong")])
-def test_a_graphs_outputs_are_looked_at_after_each_replay(
+def test_a_graphs_outputs_are_judged_after_each_replay(
     graph: Any, outcome: str, on_cpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_plans, "graph_of", graph)

@@ -1,4 +1,4 @@
-"""The folder of deliverables: a file for each problem that a benchmark answers, and those that are computed."""
+"""`dev.deliverables` writes a file for each problem of CS336: those that a benchmark answers, and computed ones."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from dev import deliverables
 from dev.deliverables import COMPUTED, PAGE, command_of, main, problems, saved_by, shown, spread
 
 
-def test_every_command_of_the_page_has_a_file() -> None:
+def test_every_problem_of_the_page_with_a_command_has_a_file() -> None:
     page, found = PAGE.read_text(), [*problems()]
     lines = [line for line in page.splitlines() if line.startswith("| ") and "`lmsys bench " in line]
     assert len(found) == len(lines) > 15
@@ -73,7 +73,7 @@ def test_a_table_has_mean_and_deviation(tmp_path: Path) -> None:
     assert spread(tmp_path / "r.json") == ""
 
 
-def test_files_of_a_report_are_shown_by_the_page(tmp_path: Path) -> None:
+def test_tables_and_plots_that_the_page_names_are_shown(tmp_path: Path) -> None:
     for name in ("tables/cpu-2-model-sizes-forward-time-x.md", "tables/cpu-2-other.md", "plots/cpu-2-model-sizes.svg"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -81,7 +81,7 @@ def test_files_of_a_report_are_shown_by_the_page(tmp_path: Path) -> None:
     assert parts == ["![cpu-2-model-sizes](plots/cpu-2-model-sizes.svg)", "tables/cpu-2-model-sizes-forward-time-x.md"]
 
 
-def test_what_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_computed_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(deliverables, "SHAPE", ("tiny", 16, 2))
     prefixes = [word for name in COMPUTED for word in ("--problem", name)]
     monkeypatch.setattr(deliverables, "problems", lambda: iter(()))
@@ -110,7 +110,7 @@ def test_saved_tensors_by_operation() -> None:
     assert sorted(saved) == sorted([("Exp", z.data_ptr()), ("Mul", x.data_ptr()), ("Mul", y.data_ptr())])
 
 
-def test_memory_that_does_not_fit_is_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_a_gap_in_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> float:
         raise torch.OutOfMemoryError
 

@@ -1,4 +1,4 @@
-"""Seconds of groups that the sweep ships: made from results, and of groups that there are."""
+"""The committed seconds of each group of cases: `dev.durations` makes them of results, and the sweep has the groups."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def test_a_group_of_several_results_has_the_geometric_mean(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("machine", [{"sweep": "smoke", "took_s": {"a": 1.0}}, {"sweep": "default"}])
-def test_another_sweep_is_refused_and_so_is_a_run_without_times(machine: dict[str, Any], tmp_path: Path) -> None:
+def test_results_of_another_sweep_or_without_times_are_refused(machine: dict[str, Any], tmp_path: Path) -> None:
     path = result(tmp_path / "out.json", device="cpu", **machine)
     line = [sys.executable, "-m", "dev.durations", str(path)]
     done = subprocess.run(line, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
@@ -43,7 +43,7 @@ def test_another_sweep_is_refused_and_so_is_a_run_without_times(machine: dict[st
 
 
 def test_the_sweep_ships_seconds_of_its_own_groups() -> None:
-    """Make the file again, as `dev/durations.py` says, where the sweep has other groups."""
+    """If this fails, the sweep has other groups: make the file again, as `dev/durations.py` says."""
     sweep, runner = SWEEPS["default"]["cpu"], Runner(Settings(device="cpu", timed=False))
     groups = set[str]()
     for name, benchmark in benchmarks_in(Path("benchmarks")).items():

@@ -1,4 +1,4 @@
-"""Figures of README and docs are those that committed runs give, and so is what words claim of them."""
+"""The figures in README and docs are those of the committed runs, and claims in words about them are true."""
 
 from datetime import datetime, timedelta
 
@@ -18,13 +18,13 @@ TEXT = "of rows:\n\n| row | 2 GPUs |\n| --- | ---: |\n| a | 1.00 |\n\nIt is 1.10
 
 
 def test_figures_of_pages_are_those_of_the_runs() -> None:
-    """`python -m dev.figures` writes them."""
+    """If this fails, write them again with `python -m dev.figures`."""
     made = dict(pages())
     assert made.keys() >= {"README.md", "docs/results.md", "docs/flash_gluon.md", "docs/strategy.md"}
     assert made == {page: PAGES[page] for page in made}
 
 
-def test_a_figure_is_put_in_wherever_lines_break_and_a_lost_place_is_an_error() -> None:
+def test_a_figure_is_written_wherever_lines_break_and_missing_words_are_an_error() -> None:
     text = Table("page", ("row",), [["a", "1.01"], ["b", ""]]).filled(TEXT)
     text = Sentence("page", "is {} times as fast, and {} times.", ["2.5", "1,024"]).filled(text)
     assert text == TEXT.replace("1.00 |", "1.01 |\n| b | |").replace("1.10", "2.5").replace("1.20", "1,024")
@@ -34,7 +34,7 @@ def test_a_figure_is_put_in_wherever_lines_break_and_a_lost_place_is_an_error() 
         Table("page", ("row",), [], place=1).filled(TEXT)
 
 
-def test_tables_of_attention_are_of_clean_code_and_by_the_command_of_the_pages() -> None:
+def test_the_run_behind_attentions_tables_was_clean_and_had_the_pages_command() -> None:
     machine = run(*RUN)["machine"]
     assert not machine["dirty"]
     for page in ("README.md", "docs/results.md"):
@@ -45,7 +45,7 @@ def test_tables_of_attention_are_of_clean_code_and_by_the_command_of_the_pages()
             assert f"{option} {words[words.index(option) + 1]}" in line, (page, option)
 
 
-def test_rows_of_attention_stand_as_pages_say() -> None:
+def test_claims_of_pages_about_attention_are_true() -> None:
     forward, backward = (shapes_of(direction, *RUN).values() for direction in ("fwd", "bwd"))
     assert len(forward) == len(backward) == len(shapes_of("fwd", "attention", "nvidia-h100-80gb-hbm3")) == 12
     assert min(speedups([*forward, *backward], "flash_gluon", "sdpa")) > 0.995
@@ -59,7 +59,7 @@ def test_rows_of_attention_stand_as_pages_say() -> None:
         assert fastest["plan"] == f"l2_mib5+{ORDER}" and plan_called(fastest["plan"]) == backward_plan(64, True, keys)
 
 
-def test_steps_are_as_pages_say() -> None:
+def test_claims_of_pages_about_steps_are_true() -> None:
     shapes = complete_shapes()
     assert len(shapes) == 5 and all(case["last_loss"] < case["first_loss"] for cases in shapes for case in cases)
     assert all(share_at_work(cases[0]) > 0.99 for cases in shapes if cases[0]["context"] == 4096)

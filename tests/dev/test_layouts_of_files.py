@@ -1,4 +1,4 @@
-"""A result file that is given today's layouts is one that `lmsys verify` still knows as it was sealed."""
+"""`dev.layouts` gives a result file today's layouts, and `lmsys verify` still accepts its seals."""
 
 import json
 from typing import Any
@@ -11,6 +11,7 @@ from tests.support.records import content_of, record
 
 
 def sealed(older: bool) -> dict[str, Any]:
+    """The content of a result file with its seal; `older`: that of lmsys 0.1, which does not cover layouts."""
     ours = content_of([record("attention", "naive")])
     content: dict[str, Any] = json.loads(json.dumps({"benchmarks": [], "lmsys": ours}))
     ours = content["lmsys"]

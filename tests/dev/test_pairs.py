@@ -1,4 +1,4 @@
-"""Two versions of a training step, held to each other: which of the two holds, and what neither does."""
+"""Pairs of versions of a training step: when their bits must be equal, and when the tolerance decides (`dev.steps`)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +50,7 @@ VERSIONS = st.builds(Steps, st.sampled_from(ALL), st.sampled_from(["x", "y"]), R
 
 
 @given(first=VERSIONS, second=VERSIONS)
-def test_bits_hold_a_pair_or_must_else_the_tolerance_of_both(first: Steps, second: Steps) -> None:
+def test_a_pair_agrees_by_its_bits_or_else_by_the_tolerance_of_both(first: Steps, second: Steps) -> None:
     found = pair(first, second)
     assert pair(second, first).held_by == found.held_by and bool(found.why) == (found.held_by in (WRONG, UNKNOWN))
     ratios = [one.ratios for one in (first, second)]
@@ -65,7 +65,7 @@ def test_bits_hold_a_pair_or_must_else_the_tolerance_of_both(first: Steps, secon
 
 
 @given(one=st.sampled_from(ALL), other=st.sampled_from(ALL))
-def test_bits_are_asked_of_nothing_that_rounds_otherwise(one: ParallelCase, other: ParallelCase) -> None:
+def test_versions_that_round_otherwise_need_not_have_equal_bits(one: ParallelCase, other: ParallelCase) -> None:
     assert one.same_bits(one) == (one.compile == "eager") and one.same_bits(other) == other.same_bits(one)
     if one.same_bits(other):
         assert (one.precision, one.residual, one.compile, one.world_size) == (
@@ -76,19 +76,20 @@ def test_bits_are_asked_of_nothing_that_rounds_otherwise(one: ParallelCase, othe
     assert not replace(one, device="cuda").same_bits(replace(other, device="cuda"))
 
 
-def test_pairs_are_of_as_many_ranks() -> None:
+def test_both_versions_of_a_pair_have_as_many_ranks() -> None:
     versions = [Steps(case, "x", {}) for case in ALL[:: len(ALL) // 12]]
     for one in pairs(versions):
         assert one.first.case.world_size == one.second.case.world_size and one.first is not one.second
 
 
 def told(line: str) -> tuple[str, str, str]:
+    """(first version, second version, how they agree) of a line of the tool's table."""
     first, second, held, _ = (cell.strip().replace(", eager, 2 ranks", "") for cell in line.strip("|").split("|"))
     return first, second, held.partition(":")[0]
 
 
 @pytest.mark.long
-def test_the_tool_says_what_holds_each_pair(
+def test_the_tool_says_how_each_pair_agrees(
     two_ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tool, "Ranks", lambda: SimpleNamespace(run=two_ranks.run, close=lambda: None))

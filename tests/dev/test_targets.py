@@ -1,4 +1,7 @@
-"""`python -m dev.targets`: a kernel that does not fit a card is foretold, and all that its caller launches is asked."""
+"""`python -m dev.targets` says which of the kernels that a target launches do not compile for a card, or do not fit it.
+
+The targets are functions of `tests/support/kernels_for_cards.py`.
+"""
 
 import json
 import re
@@ -18,11 +21,12 @@ KERNELS = "tests/support/kernels_for_cards.py"
 
 
 def asked(capsys: pytest.CaptureFixture[str], name: str, *options: str) -> tuple[int, list[dict[str, Any]]]:
+    """(exit code, answers) of the command for a target."""
     status = main([name, *options, "--json"])
     return status, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_what_does_not_fit_a_card_is_foretold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kernel_that_does_not_fit_a_card_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
     status, lines = asked(capsys, f"{KERNELS}:launch_products", "--card", "sm_86,sm_90")
     assert status == 0 and len(lines) == 6  # two launches of three configurations are three kernels on each card
     by_card = {card: [x for x in lines if x["card"] == card] for card in ("sm_86", "sm_90")}
@@ -36,14 +40,14 @@ def test_what_does_not_fit_a_card_is_foretold(capsys: pytest.CaptureFixture[str]
     assert small[2]["constants"] == {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2, "num_ctas": 1}
 
 
-def test_every_configuration_has_a_block_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_configuration_has_descriptors_of_its_own_block(capsys: pytest.CaptureFixture[str]) -> None:
     _, lines = asked(capsys, f"{KERNELS}:launch_described", "--card", "sm_90")
     assert [x["constants"]["ROWS"] for x in lines] == [16, 64]
     assert lines[0]["needs"] * 4 == pytest.approx(lines[1]["needs"], rel=0.2)
 
 
-def test_what_does_not_compile_says_why_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:
-    """Triton multiplies no whole numbers on a card without instructions of its own for them, and prints its module."""
+def test_a_kernel_that_does_not_compile_has_a_reason_of_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """For sm_75 Triton cannot compile a matmul of whole numbers, and prints its whole module with the error."""
     status = main([f"{KERNELS}:launch_what_does_not_compile", "--card", "sm_75"])
     captured = capfd.readouterr()
     assert status == 1 and captured.err == ""
@@ -54,8 +58,12 @@ def test_what_does_not_compile_says_why_in_a_line(capfd: pytest.CaptureFixture[s
     assert lacking == "    sm_75 has no bfloat16 in hardware" and " no " in second  # of the tensor cores
 
 
-def test_a_caller_is_answered_as_on_its_card(capfd: pytest.CaptureFixture[str]) -> None:
-    """Versions, limits, device numbers, custom operators, warm-ups, benchmarks, the best configuration, and prints."""
+def test_a_target_sees_its_card(capfd: pytest.CaptureFixture[str]) -> None:
+    """What the target asks of torch and Triton is answered as on that card, and its output is kept apart.
+
+    It asks for versions, limits and device numbers, and uses custom operators, warm-ups, benchmarks and the best
+    configuration.
+    """
     assert main([f"{KERNELS}:launch_as_libraries_do", "--card", "sm_75,gfx942", "--json"]) == 0
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     by_card = {card: [x["kernel"] for x in lines if x["card"] == card] for card in ("sm_75", "gfx942")}
@@ -63,7 +71,7 @@ def test_a_caller_is_answered_as_on_its_card(capfd: pytest.CaptureFixture[str]) 
     assert [x["constants"]["BLOCK"] for x in lines] == [64, 32, 16, 128] * 2
 
 
-def test_a_caller_that_ends_its_process_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_ends_its_process_has_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     status, (line,) = asked(capsys, f"{KERNELS}:end_the_process", "--card", "sm_90")
     assert status == 1 and line["kernel"] == "its caller" and "SIGABRT" in line["reason"]
 
@@ -78,13 +86,13 @@ def test_a_caller_that_ends_its_process_is_an_answer(capsys: pytest.CaptureFixtu
         ("launch_products", ["--head-dim", "0"], "--head-dim=0 must be"),
     ],
 )
-def test_bad_input_is_told(capsys: pytest.CaptureFixture[str], target: str, options: list[str], told: str) -> None:
+def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], target: str, options: list[str], told: str) -> None:
     assert main([f"{KERNELS}:{target}", "--card", "sm_90", *options]) == 2
     assert re.search(told, capsys.readouterr().err)
 
 
-def test_our_row_is_asked_what_it_would_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """All tiles, for what the options say; a row that refuses a card is no error of the command."""
+def test_a_row_of_ours_launches_all_tiles_that_it_would_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """A row that refuses a card gets an answer with the reason, and is no error of the command."""
     options = "--head-dim", "32", "--length", "256", "--dtype", "bfloat16", "--forward"
     status, (refused, *lines) = asked(capsys, "flash_triton", "--card", "sm_75,sm_86", *options)
     assert status == 1 and refused["kernel"] == "its caller" and "ValueError" in refused["reason"]
@@ -124,7 +132,7 @@ def test_blocks_of_known_kernels(arch: str, registers: int, shared: int, warps: 
 
 
 def test_a_compiler_that_ends_its_process_costs_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
-    """LLVM aborts where instructions of one card are asked of another. What the caller raises is told behind all."""
+    """LLVM aborts on instructions of another card. An exception that the target raises is the last answer."""
     status, (ended, behind, caller) = asked(capsys, f"{KERNELS}:launch_what_ends_the_compiler", "--card", "sm_86")
     assert status == 1 and ended["reason"] == "its compiler ends: LLVM ERROR: Cannot select: intrinsic"
     assert behind["kernel"] == "double" and behind["reason"] is None

@@ -1,4 +1,4 @@
-"""Kernels launched directly get what Triton's own launch would give them, in every call and at any address."""
+"""`DirectKernel` gives a kernel the same arguments as Triton's own launch does, in every call and at any address."""
 
 import shutil
 import sysconfig
@@ -24,8 +24,11 @@ SHAPES = [(1, 4, 4, 256, 64), (2, 4, 2, 100, 64), (1, 4, 4, 256, 64), (1, 4, 4, 
 @pytest.mark.long
 @pytest.mark.skipif(not is_known(), reason=f"pip install triton=={KNOWN_TRITON[0]}, whose launcher is called directly")
 @pytest.mark.parametrize("capability", some([90, 80], 2))
-def test_the_driver_is_given_the_same_by_both_ways(capability: int, tmp_path: Path) -> None:
-    """Compiled for a GPU with TMA and for one without, launched into a stub of the driver, compared byte by byte."""
+def test_both_launchers_give_the_driver_equal_parameters(capability: int, tmp_path: Path) -> None:
+    """Kernels are compiled for a GPU with TMA and for one without, and launched into a stub of the CUDA driver.
+
+    The parameters that `DirectKernel` and `PublicKernel` pass to it are compared byte by byte.
+    """
     if shutil.which("gcc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
         pytest.skip("Triton builds its launcher with gcc and Python.h: install gcc and Python's headers")
     found = compiling("tests.support.launches", capability, TRITON_CACHE_DIR=str(tmp_path))
@@ -40,8 +43,8 @@ def test_the_driver_is_given_the_same_by_both_ways(capability: int, tmp_path: Pa
             assert line["descriptors"] <= line["most"]
 
 
-def test_launches_are_kept_apart_by_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A switch to TF32 is not answered by the kernel before it, and what is kept has a bound."""
+def test_a_launch_is_kept_by_its_precision_and_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a switch to TF32 the kernel for "ieee" is not launched again."""
     kept: dict[tuple[Any, ...], Any] = {}
     monkeypatch.setattr(flash_triton, "_launches", kept)
     monkeypatch.setattr(flash_triton, "MAX_LAUNCHES", 3)
@@ -75,12 +78,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
 
 
 def both(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
+    """[o, lse, dq, dk, dv] of `flash_triton`."""
     o, lse = forward(q, k, v, do)
     return [o, lse, *flash_triton._backward(q, k, v, o, lse, do, True, 0.125)]
 
 
 def forget(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    """As a process begins, with `changes` to the module."""
+    """Empties the caches of kernels and descriptors, as in a new process; `changes` are set in `flash_triton`."""
     monkeypatch.setattr(launch, "_descriptors", {})
     for name, value in {"_launches": {}, "_kernels": {}, **changes}.items():
         monkeypatch.setattr(flash_triton, name, value)
@@ -88,7 +92,10 @@ def forget(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 
 @pytest.mark.gpu
 def test_calls_of_many_shapes_and_addresses_equal_fresh_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors come and go, so that addresses are met again in other shapes; Triton's own launch is the truth."""
+    """Tensors are freed and allocated, so that later ones of other shapes lie at addresses of earlier ones.
+
+    The expected results are those of Triton's own launch.
+    """
     forget(monkeypatch)
     inputs = [drawn(*shape, "cuda", dtype) for shape in SHAPES for dtype in (torch.bfloat16, torch.float32)]
     kept: list[list[Tensor]] = []

@@ -1,4 +1,7 @@
-"""A Triton that nobody has tried is tried once, in a process of its own; the verdict stands until something changes."""
+"""`trial.refusal` tries a row once on an untested version of Triton, in a process of its own, and keeps the verdict.
+
+The trials are stand-ins from `tests/support/trials.py`, which count how often they run.
+"""
 
 import json
 import os
@@ -28,20 +31,22 @@ def nothing_tried_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a later process begins."""
+    """Empties the memory of verdicts, as in a later process; those on disk stay."""
     monkeypatch.setattr(trial, "_verdicts", {})
 
 
 def asked(function: Callable[[tuple[int, int]], None], capability: tuple[int, int] = CAPABILITY) -> str | None:
+    """The reason why a row is refused whose trial is `function`, or None."""
     return trial.refusal("a_row", function, FILES, capability)
 
 
 def trials() -> list[str]:
+    """The process ids of the trials that have run."""
     file = Path(os.environ[COUNT])
     return file.read_text().split() if file.exists() else []
 
 
-def test_one_that_is_exact_is_not_refused_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_whose_trial_is_exact_is_taken_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(right) is None and asked(right) is None
     forget(monkeypatch)
     assert asked(right) is None
@@ -70,12 +75,12 @@ def test_a_refusal_says_why_and_what_to_do(
     assert asked(right) is None
 
 
-def test_what_the_compiler_says_last_is_told() -> None:
+def test_a_refusal_has_the_last_line_of_the_compilers_message() -> None:
     assert "RuntimeError: at 3:11: ... AttributeError: no reinterpret;" in str(asked(uncompiled))
 
 
-def test_a_verdict_is_of_its_versions_its_gpu_and_its_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every file of a folder counts; each change is tried, and what stood before stands."""
+def test_a_verdict_is_for_its_versions_gpu_and_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every file of a folder counts. After each change there is a new trial; verdicts on earlier states are kept."""
     source = tmp_path / "kernels" / "one.py"
     source.parent.mkdir()
     source.write_text("x = 1\n")
@@ -101,7 +106,7 @@ def test_a_verdict_is_of_its_versions_its_gpu_and_its_sources(monkeypatch: pytes
     assert len(json.loads(trial.KEPT.path.read_text())) == 5
 
 
-def test_what_was_full_for_a_moment_is_told_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_reported_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "out of memory" in str(asked(full)) and "out of memory" in str(asked(full))
     assert len(trials()) == 1 and not trial.KEPT.path.exists()
     forget(monkeypatch)
@@ -120,7 +125,7 @@ def test_corrupt_verdicts_are_named(text: str) -> None:
     assert str(trial.KEPT.path) in str(error.value)
 
 
-def test_where_nothing_can_be_written_a_verdict_lasts_for_the_process(tmp_path: Path) -> None:
+def test_a_verdict_that_cannot_be_written_lasts_for_the_process(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
     with pytest.warns(UserWarning, match="for this process only"):
         assert "dq is wrong" in str(asked(wrong))
