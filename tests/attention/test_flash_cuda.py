@@ -1,4 +1,8 @@
-"""flash_cuda without a GPU: its source, for sm_80 and for sm_75, run by an emulator, and faults seeded into it."""
+"""flash_cuda without a GPU: an emulator runs its source for sm_80 and for sm_75, and notices faults planted into it.
+
+The emulator, `tests/support/cuda_emulator.h`, lets g++ compile the CUDA source for the CPU. Kernels that the row builds
+with nvcc are tested in `test_flash_cuda_build.py`.
+"""
 
 import ctypes
 import shutil
@@ -33,20 +37,20 @@ def capability_id(value: Any) -> str | None:
 
 SMALL = Tiles(Tile(64, 32, 4, 32, False, 1), Tile(64, 32, 4, 16, False, 1), Tile(32, 64, 4, 16, False, 1))
 KEPT = Tiles(Tile(64, 32, 4, 32, True, 1), Tile(64, 32, 4, 16, True, 1), Tile(32, 64, 4, 16, True, 1))
-WINDOWS = [  # with queries that see nothing yet in their warp's first tile, and queries past the last window
+WINDOWS = [  # in the first, some queries see no key of their warp's first tile; in the second, some see no key at all
     AttentionCase(1, 4, 2, 150, 133, 32, "float16", causal=True, grad=True, window=34),
     AttentionCase(2, 2, 1, 190, 70, 32, "float16", causal=True, grad=True, window=5),
 ]
-CASES = [  # more keys than queries and fewer, in several tiles of SMALL, the last of them cut
+CASES = [  # more keys than queries, and fewer; several tiles of SMALL, of which the last is not full
     AttentionCase(1, 4, 2, 70, 150, 32, "float16", causal=True, grad=True),
     AttentionCase(2, 2, 1, 150, 133, 32, "float16", causal=False, grad=True),
 ]
-STDS = (3.0, 1.0)  # of q and k; only with the larger does a maximum grow by enough to be followed
+STDS = (3.0, 1.0)  # standard deviations of q and k; only the larger makes running maxima grow much from tile to tile
 
 
 @cache
 def emulated(source: str, header: str, architecture: int, *variant: Any) -> ctypes.CDLL:
-    """flash_cuda.cu for this machine's CPU, of a `variant` as `flash_cuda.macros` takes it."""
+    """flash_cuda.cu as a library for this machine's CPU. `variant`: the arguments of `flash_cuda.macros`."""
     folder = Path(mkdtemp(prefix="lmsys-"))
     (folder / "flash_cuda.cu").write_text(source)
     (folder / "flash_cuda.cuh").write_text(header)
@@ -62,9 +66,9 @@ def emulated(source: str, header: str, architecture: int, *variant: Any) -> ctyp
 
 @pytest.fixture
 def emulate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`emulate(capability, right, wrong)`: flash_cuda then runs on CPU tensors as on a GPU of that capability.
+    """A function (capability, right, wrong): after its call flash_cuda runs on CPU tensors, as on such a GPU.
 
-    `right` in its source is replaced by `wrong`.
+    In its source the piece `right`, if one is given, is replaced by `wrong`.
     """
     if shutil.which("g++") is None:
         pytest.skip("the emulator of CUDA needs g++")
@@ -140,7 +144,7 @@ def test_every_variant_matches_the_oracle(
 def test_a_window_matches_the_oracle(
     dtype: str, head_dim: int, capability: tuple[int, int], emulate: Callable[..., None]
 ) -> None:
-    """Windows of one key, within a tile and of several; queries that see nothing are among those past all keys."""
+    """Windows have one key, lie within a tile, or span several. With fewer keys than queries some see none."""
     emulate(capability)
     lengths, windows = st.integers(1, 150), st.one_of(st.sampled_from([1, 16, 32, 33, 64, 65]), st.integers(1, 150))
 
@@ -154,7 +158,7 @@ def test_a_window_matches_the_oracle(
 
 
 def test_a_window_visits_the_tiles_that_are_seen(emulate: Callable[..., None]) -> None:
-    """Copied are tiles in which a query sees a key, and a warp multiplies those in which its own rows do."""
+    """Only tiles in which some query sees some key are copied. A warp multiplies only those that its own rows see."""
     emulate()
     case = AttentionCase(1, 1, 1, 192, 192, 32, "float16", causal=True, grad=True, window=20)
     library = flash_cuda._library(torch.float16, 32, torch.device("cpu"), SMALL, True)
@@ -188,7 +192,7 @@ LAYOUTS = "a slice of wider rows", "every other element", "odd offset", "one for
 
 @pytest.mark.parametrize("layout", some(LAYOUTS, 2))
 def test_rows_of_any_layout(layout: str, emulate: Callable[..., None]) -> None:
-    """As they are where 16 bytes can be moved at once, else by a copy; gradients come in the shape of the inputs."""
+    """Layouts whose rows cannot be moved 16 bytes at a time are copied first. Gradients have the inputs' shapes."""
     emulate()
     inputs = make_inputs(CASES[0], 0)
     wide = torch.randn(*inputs.v.shape[:-1], 80, generator=torch.Generator().manual_seed(1)).to(inputs.v.dtype)
@@ -227,7 +231,7 @@ def test_memory_is_linear_in_the_length() -> None:
     assert peak["flash_cuda"] <= peak["naive"] / 5
 
 
-FAULTS = {  # name -> the piece that is right, the one that is not
+FAULTS = {  # name -> (a piece of the right source, the faulty piece that replaces it)
     "dropped rescale of the sum of values": ("acc[i / 2][j / 2][i % 2 * 2 + j % 2] *= rescale;", ";"),
     "dropped rescale of the sum of weights": ("total[i / 2][i % 2] *= rescale;", ""),
     "maximum of one thread's columns only": ("largest = row_max(largest);", ""),

@@ -1,4 +1,4 @@
-"""flash_cuda as built: what nvcc makes of it, what is kept of a build, what it refuses, and code for sm_75 on a GPU."""
+"""flash_cuda as nvcc builds it: its registers and SASS, the cache of builds, refusals, and code for sm_75 on a GPU."""
 
 import ctypes
 import re
@@ -28,10 +28,10 @@ from tests.support.variants import some
     ("dtype", "head_dim", "windowed"),
     some([(*one, windowed) for one in VARIANTS[3:] + VARIANTS[:3] for windowed in (True, False)], 18),
 )
-def test_what_ships_compiles_for_turing_ampere_and_hopper_and_hardly_spills(
+def test_all_variants_compile_for_turing_ampere_and_hopper_and_hardly_spill(
     dtype: str, head_dim: int, windowed: bool, tmp_path: Path
 ) -> None:
-    """On Turing nothing; else some words that the loop over tiles does not change may spill, no more."""
+    """For Turing no register may spill; otherwise only as many bytes as values have that the loop does not change."""
     most = {TURING: 0, AMPERE: 128 if dtype == "float32" else 32}
     most[9, 0] = most[AMPERE]
     if dtype == "bfloat16":
@@ -59,7 +59,7 @@ def test_what_ships_compiles_for_turing_ampere_and_hopper_and_hardly_spills(
 @pytest.mark.parametrize("capability", [AMPERE, TURING], ids=capability_id)
 @pytest.mark.parametrize("head_dim", some(HEAD_DIMS, 3))
 def test_every_product_runs_on_tensor_cores(head_dim: int, capability: tuple[int, int], tmp_path: Path) -> None:
-    """In SASS: the mma.sync that the products of a tile need, operands by ldmatrix, tiles by cp.async or by loads."""
+    """SASS has as many mma.sync as a tile's products need, ldmatrix for operands, and cp.async or loads for tiles."""
     triton = pytest.importorskip("triton", reason="pip install triton==3.6.0 for its cuobjdump")
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     dtype, instruction, depth, copy = {
@@ -89,7 +89,7 @@ def test_tiles_that_do_not_fit_turing_do_not_compile(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def counting_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in that notes each compilation in the file returned, and fails where ELEMENT is __half."""
+    """Replaces nvcc by a script that fails if ELEMENT is __half. The file returned gets a line for each compilation."""
     notes, script = tmp_path / "compiled", tmp_path / "nvcc"
     script.write_text(
         "#!/bin/sh\n"
@@ -104,7 +104,7 @@ def counting_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return notes
 
 
-def test_a_build_is_kept_by_what_it_was_made_of(
+def test_a_build_is_kept_until_its_sources_options_or_nvcc_change(
     counting_nvcc: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     variant = torch.bfloat16, 64, (9, 0)
@@ -138,7 +138,7 @@ def test_a_library_that_others_can_write_is_not_taken(what: str, counting_nvcc: 
     assert library.exists() and len(counting_nvcc.read_text().splitlines()) == 1
 
 
-def test_a_build_that_fails_leaves_nothing_and_says_what_nvcc_said(counting_nvcc: Path, tmp_path: Path) -> None:
+def test_a_build_that_fails_leaves_no_file_and_has_nvccs_message(counting_nvcc: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no such element"):
         flash_cuda.build(torch.float16, 64, (9, 0))
     assert not list((tmp_path / "cache").iterdir())
@@ -156,7 +156,7 @@ def test_a_gpu_gets_the_variants_that_it_can_run(monkeypatch: pytest.MonkeyPatch
     assert dtypes == {TURING: {torch.float32, torch.float16}, AMPERE: {*dtypes[TURING], torch.bfloat16}}
 
 
-def test_what_it_cannot_run_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_that_it_cannot_run_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     case = AttentionCase(1, 2, 2, 8, 8, 64, "bfloat16", device="cuda", capability=(9, 0))
     supports = flash_cuda.flash_cuda_supports
     monkeypatch.setattr(flash_cuda, "nvcc", lambda: "nvcc")
@@ -176,7 +176,7 @@ def test_what_it_cannot_run_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def as_turing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash_cuda as a Turing GPU gets it: PTX of compute_75, which the driver translates for the GPU at hand."""
+    """Makes flash_cuda run its code for Turing GPUs: PTX for compute_75, which the driver translates for this GPU."""
     command = flash_cuda.nvcc_command
 
     def to_ptx(*variant: Any) -> list[str]:
@@ -212,11 +212,11 @@ LAWS = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("law", LAWS, ids=[law.__name__.removeprefix("test_") for law in LAWS])
-def test_a_law_holds_for_what_turing_gets(law: Callable[[str, str], None], as_turing: None) -> None:
+def test_a_law_holds_for_turings_code(law: Callable[[str, str], None], as_turing: None) -> None:
     law("flash_cuda", "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "head_dim"), [variant for variant in VARIANTS if variant[0] != "bfloat16"])
-def test_a_growing_maximum_is_followed_by_what_turing_gets(dtype: str, head_dim: int, as_turing: None) -> None:
+def test_a_growing_maximum_is_followed_by_turings_code(dtype: str, head_dim: int, as_turing: None) -> None:
     test_flash_cuda.test_a_growing_maximum_is_followed_on_a_gpu(dtype, head_dim)

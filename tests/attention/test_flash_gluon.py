@@ -43,14 +43,15 @@ shapes = st.fixed_dictionaries(
 )
 
 
-def product() -> Any:
+def gluon() -> Any:
+    """The module that launches the kernels. Without Triton it cannot be imported, so the file does not import it."""
     from lmsys.attention.flash_gluon import launch
 
     return launch
 
 
 def drawn(shape: dict[str, Any], make: Callable[..., Tensor]) -> list[Tensor]:
-    """q, k, v, do by `make(*size)`, some as views of (B, S, H, D) memory."""
+    """[q, k, v, do] by `make(*size)`; if `transposed`, as views of (B, S, H, D) memory. `shape`: one of `shapes`."""
     heads, kv_heads = shape["heads"]
     found = []
     for h, length in ((heads, "queries"), (kv_heads, "keys"), (kv_heads, "keys"), (heads, "queries")):
@@ -61,14 +62,14 @@ def drawn(shape: dict[str, Any], make: Callable[..., Tensor]) -> list[Tensor]:
 
 
 def check_selection(shape: dict[str, Any], deterministic: bool) -> None:
-    """Every query puts all its weight on one key: o is that value, dv a sum of whole numbers, dq and dk are zero."""
+    """Every query gives all its weight to one key: o is that key's value, dv a sum of whole numbers, dq and dk zero."""
     generator = torch.Generator("cuda").manual_seed(shape["seed"])
     whole = lambda *size: torch.randint(-3, 4, size, generator=generator, device="cuda").float()  # noqa: E731
     q, k, v, do = drawn(shape, whole)
     batch, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
     k.copy_(torch.randint(0, 2, k.shape, generator=generator, device="cuda") * 2 - 1)
-    # Keys that differ: the index in base 2 in the first places, and as many more elsewhere as chance brings.
+    # No two keys are equal: the first elements spell the key's index in base 2; the others are random.
     bits = torch.arange(keys, device="cuda")[:, None] >> torch.arange(12, device="cuda") & 1
     k[..., :12] = (bits * 2 - 1).to(k.dtype)
     last = torch.arange(queries, device="cuda").clamp(max=keys - 1) + 1 if shape["causal"] else keys
@@ -78,8 +79,8 @@ def check_selection(shape: dict[str, Any], deterministic: bool) -> None:
     of_query = lambda x: x.repeat_interleave(heads // kv_heads, dim=1)  # noqa: E731
     index = pick[..., None].expand(-1, -1, -1, head_dim)
     q.copy_(of_query(k).gather(2, index))
-    o, lse = product()._forward(q, k, v, shape["causal"], 64.0)
-    dq, dk, dv = product()._backward(q, k, v, o, lse, do, shape["causal"], 64.0, deterministic)
+    o, lse = gluon()._forward(q, k, v, shape["causal"], 64.0)
+    dq, dk, dv = gluon()._backward(q, k, v, o, lse, do, shape["causal"], 64.0, deterministic)
     expected = torch.zeros(batch, heads, keys, head_dim, device="cuda", dtype=torch.float64)
     expected.scatter_add_(2, index, do.double())
     expected = expected.unflatten(1, (kv_heads, -1)).sum(2)
@@ -97,7 +98,7 @@ def test_a_selection_is_exact(shape: dict[str, Any], deterministic: bool) -> Non
 @settings(max_examples=2500)
 @given(shape=shapes)
 def test_soak(shape: dict[str, Any]) -> None:
-    """Thousands of shapes one after another, in one process: a wrong wait shows as a wrong bit or as a hang."""
+    """Thousands of shapes run one after another in a process. A missing wait shows as a wrong bit or as a hang."""
     check_selection(shape, deterministic=False)
 
 
@@ -112,9 +113,10 @@ def test_soak(shape: dict[str, Any]) -> None:
 def test_gradients_of_whole_numbers_are_exact(
     shape: dict[str, Any], log_keys: int, of_queries: bool, deterministic: bool, many: tuple[int, int] | None
 ) -> None:
-    """Equal weights of 2 ** -n: dq, or with the roles changed dk, are whole numbers over 2 ** n, in any order.
+    """With equal weights of 2 ** -n, dq and dk are whole numbers over 2 ** n, in whatever order they are added up.
 
-    `many`: a batch of so many, of so many queries.
+    `of_queries`: the keys are zero, so that dk is tested; otherwise the queries are, so that dq is. `many` is (batch
+    size, queries).
     """
     if many:
         shape |= {"batch": many[0], "queries": many[1]}
@@ -127,8 +129,8 @@ def test_gradients_of_whole_numbers_are_exact(
         v[:, :, 1::2] = -v[:, :, ::2]  # so that o is zero
     else:
         v.zero_()
-    o, lse = product()._forward(q, k, v, False, 0.125)
-    dq, dk, _ = product()._backward(q, k, v, o, lse, do, False, 0.125, deterministic)
+    o, lse = gluon()._forward(q, k, v, False, 0.125)
+    dq, dk, _ = gluon()._backward(q, k, v, o, lse, do, False, 0.125, deterministic)
     group = shape["heads"][0] // shape["heads"][1]
     q64, do64, k64, v64 = q.double(), do.double(), *(x.double().repeat_interleave(group, 1) for x in (k, v))
     ds = do64 @ v64.mT * 2.0**-log_keys
@@ -145,11 +147,11 @@ def test_repeats_are_bitwise_equal(shape: dict[str, Any]) -> None:
     generator = torch.Generator("cuda").manual_seed(shape["seed"])
     q, k, v, do = drawn(shape, lambda *size: torch.randn(size, generator=generator, device="cuda"))
     causal = shape["causal"]
-    o, lse = product()._forward(q, k, v, causal, 0.125)
-    first = (o, lse, *product()._backward(q, k, v, o, lse, do, causal, 0.125, True))
+    o, lse = gluon()._forward(q, k, v, causal, 0.125)
+    first = (o, lse, *gluon()._backward(q, k, v, o, lse, do, causal, 0.125, True))
     for _ in range(20):
-        again = product()._forward(q, k, v, causal, 0.125)
-        again = *again, *product()._backward(q, k, v, o, lse, do, causal, 0.125, True)
+        again = gluon()._forward(q, k, v, causal, 0.125)
+        again = *again, *gluon()._backward(q, k, v, o, lse, do, causal, 0.125, True)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
@@ -158,8 +160,11 @@ def test_repeats_are_bitwise_equal(shape: dict[str, Any]) -> None:
     ("flash_triton", False, set())],
 )  # fmt: skip
 @pytest.mark.parametrize("causal", [False, True])
-def test_what_repeats_on_a_busy_gpu(row: str, deterministic: bool, differing: set[str], causal: bool) -> None:
-    """By default dq alone is added up in no fixed order; a fixed order, or a kernel of its own for dq, repeats."""
+def test_which_results_repeat_on_a_busy_gpu(row: str, deterministic: bool, differing: set[str], causal: bool) -> None:
+    """By default only dq of `flash_gluon` is added up in no fixed order, and so differs from call to call.
+
+    It repeats in the deterministic mode, as does dq of `flash_triton`, which a kernel of its own computes.
+    """
     asked = Row(row, "cuda")
     case = asked.case(batch=2, heads=8, kv_heads=8, queries=4096, keys=4096, head_dim=128, causal=causal, grad=True)
     inputs = make_inputs(case, 0)
@@ -181,12 +186,13 @@ def test_ctas_that_add_in_order_follow_one_another(
     queries: int, keys: int, processors: int | None, in_order: int, causal: bool, head_dim: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The fixed order where a head has more key tiles than run at once, on real or supposed processors.
+    """The fixed order of additions, for heads with more key tiles than CTAs can run at once.
 
-    `in_order`: heads that alternate; there are four.
+    `processors`: the number of multiprocessors that the launcher is told, None: the real one. `in_order`: how many of
+    the four key heads alternate.
     """
-    monkeypatch.setattr(product(), "heads_at_once", lambda *_: in_order)
-    monkeypatch.setattr(product(), "_launches", {})
+    monkeypatch.setattr(gluon(), "heads_at_once", lambda *_: in_order)
+    monkeypatch.setattr(gluon(), "_launches", {})
     if processors is not None:
         major, minor = torch.cuda.get_device_capability()
         few = SimpleNamespace(multi_processor_count=processors, major=major, minor=minor)
@@ -196,13 +202,14 @@ def test_ctas_that_add_in_order_follow_one_another(
         dtype="bfloat16",
     )  # fmt: skip
     x, scale = make_inputs(case, 0), head_dim**-0.5
-    o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
-    first, again = (product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, True) for _ in range(2))
+    o, lse = gluon()._forward(x.q, x.k, x.v, causal, scale)
+    first, again = (gluon()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, True) for _ in range(2))
     assert_within_budget(Oracle(case, x).error_ratios(dict(zip(("dq", "dk", "dv"), first, strict=True)), rms=True))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
 def plans() -> list[Any]:
+    """(direction, head dimension, causal, plan) for every plan of the row."""
     from lmsys.attention.flash_gluon import plans
 
     table = [("forward", plans.FORWARD), ("backward", plans.BACKWARD)]
@@ -214,7 +221,8 @@ def plans() -> list[Any]:
 def test_every_plan_is_right_at_any_length(
     direction: str, head_dim: int, causal: bool, plan: Any, batch: int, heads: int, length: int
 ) -> None:
-    """More CTAs than the GPU takes at once; both walks of grouped heads, and both orders of additions."""
+    """Some shapes have more CTAs than the GPU runs at once. Grouped heads walk down and up, and dq is added up in both
+    orders."""
     case = ROW.case(
         batch=batch, heads=heads, kv_heads=heads // 2, queries=length, keys=length, head_dim=head_dim, causal=causal,
         grad=True, dtype="bfloat16",
@@ -222,11 +230,11 @@ def test_every_plan_is_right_at_any_length(
     inputs = make_inputs(case, 0)
     fwd, bwd = (plan, None) if direction == "forward" else (None, plan)
     scale = head_dim**-0.5
-    o, lse = product()._forward(inputs.q, inputs.k, inputs.v, causal, scale, fwd)
+    o, lse = gluon()._forward(inputs.q, inputs.k, inputs.v, causal, scale, fwd)
     oracle = Oracle(case, inputs)
-    for mode, most_down in ((False, product().MOST_DOWN), (False, 0), (True, 0)):
-        with patch.multiple(product(), MOST_DOWN=most_down, _launches={}):
-            grads = product()._backward(inputs.q, inputs.k, inputs.v, o, lse, inputs.do, causal, scale, mode, bwd)
+    for mode, most_down in ((False, gluon().MOST_DOWN), (False, 0), (True, 0)):
+        with patch.multiple(gluon(), MOST_DOWN=most_down, _launches={}):
+            grads = gluon()._backward(inputs.q, inputs.k, inputs.v, o, lse, inputs.do, causal, scale, mode, bwd)
         outputs = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
         assert_within_budget(oracle.error_ratios(outputs, rms=True))
 
@@ -239,7 +247,7 @@ def short_plans() -> list[Any]:
 
 @pytest.fixture
 def uncaptured(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Shows what a process prints before it ends itself."""
+    """Turns off pytest's capture, so that `time_limit` can print before it ends the process."""
     with capfd.disabled():
         yield
 
@@ -248,7 +256,7 @@ def uncaptured(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
 @pytest.mark.parametrize(("head_dim", "plan"), short_plans() if REASON is None else [])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_candidate_for_short_sequences_alone_and_in_a_chain(head_dim: int, plan: Any, causal: bool) -> None:
-    """A forward reads at once what the one before it wrote: bit for bit as where each is waited for.
+    """In a chain each forward reads the result of the one before. Bits are those of calls that wait for one another.
 
     A hang ends the process, which first prints what hung.
     """
@@ -265,7 +273,7 @@ def test_every_candidate_for_short_sequences_alone_and_in_a_chain(head_dim: int,
     def chain(wait: bool) -> list[Tensor]:
         outputs, q = [], x.q
         for _ in range(20):
-            q, lse = product()._forward(q, x.k, x.v, causal, head_dim**-0.5, plan)
+            q, lse = gluon()._forward(q, x.k, x.v, causal, head_dim**-0.5, plan)
             outputs += [q, lse]
             if wait:
                 torch.cuda.synchronize()
@@ -274,7 +282,7 @@ def test_every_candidate_for_short_sequences_alone_and_in_a_chain(head_dim: int,
     def differing(found: list[Tensor]) -> list[int]:
         return [i for i, (one, other) in enumerate(zip(found, alone, strict=True)) if not torch.equal(one, other)]
 
-    product()._forward(x.q, x.k, x.v, causal, head_dim**-0.5, plan)  # compiles
+    gluon()._forward(x.q, x.k, x.v, causal, head_dim**-0.5, plan)  # compiles
     with time_limit(f"one by one: {what}"):
         alone = chain(wait=True)
     assert_within_budget(Oracle(case, x).error_ratios({"o": alone[0], "lse": alone[1]}, rms=True))
@@ -290,7 +298,7 @@ def test_every_candidate_for_short_sequences_alone_and_in_a_chain(head_dim: int,
 
 
 def test_processes_that_take_turns_on_a_gpu(tmp_path: Path) -> None:
-    """See `tests/support/turns.py`."""
+    """Four processes run the row on one GPU at the same time: see `tests/support/turns.py`."""
     command = [sys.executable, "-m", "tests.support.turns", "15", str(tmp_path), "4"]
     root = Path(__file__).parents[2]
     started = [
@@ -313,18 +321,18 @@ def test_processes_that_take_turns_on_a_gpu(tmp_path: Path) -> None:
 )
 def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
     case, inputs = growing(growth, causal, seed, "cuda")
-    o, lse = product()._forward(inputs.q, inputs.k, inputs.v, causal, case.head_dim**-0.5)
+    o, lse = gluon()._forward(inputs.q, inputs.k, inputs.v, causal, case.head_dim**-0.5)
     assert_within_budget(Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True))
 
 
 def both(x: Any, causal: bool) -> tuple[Tensor, ...]:
-    o, lse = product()._forward(x.q, x.k, x.v, causal, 0.125)
-    return o, lse, *product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, 0.125, True)
+    o, lse = gluon()._forward(x.q, x.k, x.v, causal, 0.125)
+    return o, lse, *gluon()._backward(x.q, x.k, x.v, o, lse, x.do, causal, 0.125, True)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_graphs_replay_and_streams_do_not_disturb_one_another(causal: bool) -> None:
-    """The counter of tiles is one for each stream; a graph has its own."""
+    """Each stream has a counter of tiles of its own, and so has each graph."""
     case = ROW.case(batch=2, heads=4, kv_heads=4, queries=700, keys=700, head_dim=64, causal=causal)
     inputs = [make_inputs(case, seed) for seed in range(4)]
     expected = [both(x, causal) for x in inputs]
@@ -375,10 +383,10 @@ PATTERNS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_patterns_match_the_oracle_in_both_orders_and_in_graphs(name: str, head_dim: int) -> None:
-    """Grouped heads, more CTAs than the GPU takes at once; the fixed order repeats, a graph gives the same bits."""
-    told = dict(PATTERNS[name])
-    documents = Documents(told.pop("lengths"), "cuda") if "lengths" in told else None
-    pattern = Pattern(**told, documents=documents)
+    """Heads are grouped, and there are more CTAs than the GPU runs at once. The fixed order and graphs repeat bits."""
+    options = dict(PATTERNS[name])
+    documents = Documents(options.pop("lengths"), "cuda") if "lengths" in options else None
+    pattern = Pattern(**options, documents=documents)
     case = ROW.case(
         batch=2, heads=8, kv_heads=2, queries=4000, keys=4000, head_dim=head_dim, causal=pattern.causal, grad=True,
         dtype="bfloat16", window=pattern.window, documents=documents is not None,
@@ -386,9 +394,9 @@ def test_patterns_match_the_oracle_in_both_orders_and_in_graphs(name: str, head_
     x, scale = make_inputs(case, 0), head_dim**-0.5
 
     def run_both(deterministic: bool) -> tuple[Tensor, ...]:
-        o, lse = product()._forward(x.q, x.k, x.v, case.causal, scale, pattern=pattern)
+        o, lse = gluon()._forward(x.q, x.k, x.v, case.causal, scale, pattern=pattern)
         arguments = x.q, x.k, x.v, o, lse, x.do, case.causal, scale, deterministic
-        return o, lse, *product()._backward(*arguments, pattern=pattern)
+        return o, lse, *gluon()._backward(*arguments, pattern=pattern)
 
     oracle = Oracle(case, x, pattern=pattern)
     for deterministic in (False, True):
@@ -405,12 +413,12 @@ def test_patterns_match_the_oracle_in_both_orders_and_in_graphs(name: str, head_
 
 def test_a_backward_may_be_the_first_cuda_work_of_its_thread() -> None:
     x = make_inputs(ROW.case(queries=128, keys=128, head_dim=64), 0)
-    o, lse = product()._forward(x.q, x.k, x.v, True, 0.125)
+    o, lse = gluon()._forward(x.q, x.k, x.v, True, 0.125)
     arguments = x.q, x.k, x.v, o, lse, x.do, True, 0.125, True
     torch.cuda.synchronize()
     with ThreadPoolExecutor(max_workers=1) as fresh_thread:
-        found = fresh_thread.submit(product()._backward, *arguments).result()
-    assert all(torch.equal(one, other) for one, other in zip(found, product()._backward(*arguments), strict=True))
+        found = fresh_thread.submit(gluon()._backward, *arguments).result()
+    assert all(torch.equal(one, other) for one, other in zip(found, gluon()._backward(*arguments), strict=True))
 
 
 def test_views_that_tma_cannot_address_and_expanded_gradients() -> None:

@@ -1,6 +1,7 @@
-"""flash_triton where there is no TMA: tiles that are moved by addresses give what those by descriptors give.
+"""`flash_triton` on GPUs without TMA: kernels that load tiles by addresses give the results of those with descriptors.
 
-Bit by bit in the interpreter, as the mathematics has one source; on a GPU, where other tiles are taken, by the oracle.
+In the interpreter bits must be equal, since only the loads differ. On a GPU, where the two kinds of kernels have other
+tiles, the oracle judges.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from tests.support.patterns import make_pattern, patterned  # noqa: E402
 
 @contextmanager
 def by_addresses() -> Iterator[list[str]]:
-    """Kernels that are made meanwhile take no descriptor; gives the names of those that were."""
+    """A context in which kernels are made without descriptors. Its value is a list of the names of those made in it."""
     made: list[str] = []
 
     def recorded(function: object, descriptors: list[object], others: list[object], **options: object) -> object:
@@ -43,7 +44,10 @@ def by_addresses() -> Iterator[list[str]]:
 
 
 def assert_right(run: Callable[[], dict[str, Tensor]], oracle: Oracle | None, *kernels: str) -> None:
-    """By the oracle, where there is one, and beside what descriptors give."""
+    """The results of run() by addresses are right by the oracle, if there is one, and equal those by descriptors.
+
+    The `kernels` are names of which each must have been made.
+    """
     described = run()
     with by_addresses() as made:
         moved = run()
@@ -58,7 +62,7 @@ def assert_right(run: Callable[[], dict[str, Tensor]], oracle: Oracle | None, *k
 
 @law(only=("flash_triton",))
 def test_both_ways_give_attention(row: Row, case: AttentionCase, seed: int) -> None:
-    """At head dimensions that fill a tile or not, on views."""
+    """Head dimensions may be smaller than a tile's columns, and inputs may be views."""
     case = replace(case, head_dim=[case.head_dim, 20, 17, 48][seed % 4])
     inputs = make_inputs(case, seed, memory="" if seed % 2 else "transposed")
     assert_right(lambda: row.run(case, inputs), Oracle(case, inputs))
@@ -66,7 +70,7 @@ def test_both_ways_give_attention(row: Row, case: AttentionCase, seed: int) -> N
 
 @law(only=("flash_triton",), of=patterned)
 def test_both_ways_give_attention_under_patterns(row: Row, case: AttentionCase, seed: int) -> None:
-    """Also where a NaN is hidden from some queries, which makes tiles walk twice."""
+    """Half of the cases have a NaN that is hidden from some queries: the kernels then compute tiles a second time."""
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
     oracle = None if seed % 2 else Oracle(case, inputs, pattern=pattern)
     if seed % 2:
@@ -101,8 +105,8 @@ def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
     assert describable(near).stride() == near.stride() and describable(far).stride(2) == 64
 
 
-def test_numbers_are_such_that_no_binary_is_of_one_call() -> None:
-    """Strides of 16 bytes, as 2 n + 1: Triton makes a constant of 1, and a fact of each multiple of 16."""
+def test_strides_are_passed_as_odd_numbers_above_one() -> None:
+    """Strides n, in units of 16 bytes, are passed as 2 n + 1: Triton compiles 1 and multiples of 16 into the binary."""
     for dtype, length in product((torch.float16, torch.float32), (1, 5, 17)):
         x = describable(torch.zeros(2, 1, length, 20, dtype=dtype)[..., 1:])
         base, *numbers, columns = strided(x, x)

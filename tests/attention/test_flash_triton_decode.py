@@ -1,4 +1,4 @@
-"""Attention of few queries: into how many parts the keys are divided changes nothing, and is chosen well."""
+"""Attention of few queries over keys in parts: the number of parts changes no result, and `parts_of` fills the GPU."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def as_decoding(case: AttentionCase, queries: int, group: int) -> AttentionCase:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_number_of_parts_gives_attention(device: str) -> None:
-    """o and the log-sum-exp, also where parts have no keys, for any options together."""
+    """o and the log-sum-exp match the oracle for any options together, also where some parts have no keys."""
     row = row_of(device)
 
     @settings(max_examples=60 if device == "cuda" else 6, suppress_health_check=list(HealthCheck))
@@ -58,7 +58,7 @@ def test_any_number_of_parts_gives_attention(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("parts", [1, 3, 40])
 def test_each_query_has_a_window_of_its_own(parts: int, device: str) -> None:
-    """Also in more parts than are combined at once."""
+    """40 parts are more than `_combine_kernel` reads at a time."""
     case = row_of(device).case(heads=4, kv_heads=2, queries=3, keys=600, causal=True, window=580, offset=597)
     inputs, pattern = make_inputs(case, parts), make_pattern(case, 0)
     o, lse = decode(inputs.q, inputs.k, inputs.v, case.head_dim**-0.5, pattern, parts)
@@ -66,8 +66,8 @@ def test_each_query_has_a_window_of_its_own(parts: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_keys_beyond_a_cache_are_as_if_they_were_not_there(device: str) -> None:
-    """Bit by bit: parts are of the keys that are seen. An empty cache gives zeros."""
+def test_keys_beyond_key_lengths_change_no_bit(device: str) -> None:
+    """Only keys that are seen are divided into parts, so bits equal those of a short cache. Without keys: zeros."""
     row = row_of(device)
     lengths, keys = ([0, 1, 33, 70], 70) if device == "cpu" else ([0, 1, 4097, 32_768], 32_768)
     case = row.case(batch=4, heads=8, kv_heads=2, queries=1, keys=keys)
@@ -123,7 +123,7 @@ def test_it_takes_few_queries_and_no_documents(monkeypatch: pytest.MonkeyPatch) 
 
 @given(st.integers(1, 2000), st.integers(0, 500), st.integers(1, 300))
 def test_parts_fill_the_gpu(owners: int, most: int, places: int) -> None:
-    """As well as any number of them does in as many waves, or well enough; fewer waves come first."""
+    """The programs fill FULL of the places, or no smaller number of parts would. One more part needs a new wave."""
     parts = parts_of(owners, most, places)
     assert 1 <= parts <= max(1, most)
     if parts == most or parts == 1:
@@ -150,5 +150,5 @@ def test_parts_fill_the_gpu(owners: int, most: int, places: int) -> None:
     ],
 )
 def test_parts_on_an_h200(owners: int, most: int, parts: int) -> None:
-    """132 multiprocessors, a program each at head dimension 128, where 32,768 keys are 256 tiles."""
+    """It has 132 multiprocessors, each of which runs one program at head dimension 128; 32,768 keys are 256 tiles."""
     assert parts_of(owners, most, 132) == parts

@@ -1,4 +1,4 @@
-"""Windows and documents in the kernels of `flash_gluon`, simulated on the CPU: results, tiles visited, order."""
+"""Windows and documents in the kernels of `flash_gluon`, simulated on a CPU: results, visited tiles, fixed order."""
 
 from collections import Counter
 from typing import Any
@@ -30,7 +30,7 @@ lengths = st.one_of(st.sampled_from([1, 64, 128, 129, 192, 193, 257]), st.intege
 
 @st.composite
 def patterned(draw: st.DrawFn) -> AttentionCase:
-    """A window, documents or both, of one or three query heads to a key head."""
+    """Cases with a window, documents or both, and with one or three query heads for each key head."""
     window = draw(st.none() | st.integers(1, 320))
     documents = window is None or draw(st.booleans())
     keys = draw(lengths)
@@ -44,7 +44,8 @@ def patterned(draw: st.DrawFn) -> AttentionCase:
     )  # fmt: skip
 
 
-def product() -> Any:
+def gluon() -> Any:
+    """The module that launches the kernels. Without Triton it cannot be imported, so the file does not import it."""
     from lmsys.attention.flash_gluon import launch
 
     return launch
@@ -62,10 +63,10 @@ def assert_right(
     pattern = pattern or make_pattern(case, seed)
     oracle = Oracle(case, x, pattern=pattern)
     with simulated():
-        o, lse = product()._forward(x.q, x.k, x.v, case.causal, scale, plan, pattern)
+        o, lse = gluon()._forward(x.q, x.k, x.v, case.causal, scale, plan, pattern)
         outputs = {"o": o, "lse": lse}
         for deterministic in orders:
-            grads = product()._backward(x.q, x.k, x.v, o, lse, x.do, case.causal, scale, deterministic, pattern=pattern)
+            grads = gluon()._backward(x.q, x.k, x.v, o, lse, x.do, case.causal, scale, deterministic, pattern=pattern)
             outputs |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
             ratios = oracle.error_ratios(outputs, rms=True)
             assert max(ratios.values()) <= 1, (deterministic, ratios)
@@ -87,14 +88,14 @@ def test_simulated_it_matches_the_oracle(case: AttentionCase, seed: int) -> None
 @known
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_intervals_may_end_before_they_begin(head_dim: int) -> None:
-    """As those of queries do whose window lies beyond a short cache, and those of the keys behind it."""
+    """So do the intervals of queries whose window lies beyond a short cache, and of the keys beyond that cache."""
     pattern = Pattern(True, 30, key_lengths=torch.tensor([70, 250]))
     assert (pattern.bounds(250, 250, CPU).end < pattern.bounds(250, 250, CPU).first).any()
     case = AttentionCase(2, 2, 1, 250, 250, head_dim, "bfloat16", True, grad=True, window=30, key_lengths=True)
     assert_right(case, 0, pattern=pattern)
 
 
-EDGES = [  # with a key alone at the edge of a tile, or a few behind half of one
+EDGES = [  # (head dimension, pattern): some query sees a single key of a tile, or a few keys of its second half
     (64, Pattern(True, 191)),
     (128, Pattern(True, 63)),
     (128, Pattern(documents=Documents([70, 57, 65, 8]))),
@@ -104,7 +105,7 @@ EDGES = [  # with a key alone at the edge of a tile, or a few behind half of one
 @known
 @pytest.mark.parametrize(("head_dim", "pattern"), EDGES)
 def test_a_key_too_many_or_too_few_shows(head_dim: int, pattern: Pattern) -> None:
-    """Queries of zero: each gets the mean of the values that it sees, of which one is a large part."""
+    """Queries are zero, so each gets the mean of the values that it sees. Values are large: one more or less shows."""
     case = AttentionCase(
         1, 1, 1, 200, 200, head_dim, "bfloat16", pattern.causal, window=pattern.window,
         documents=pattern.documents is not None,
@@ -113,7 +114,7 @@ def test_a_key_too_many_or_too_few_shows(head_dim: int, pattern: Pattern) -> Non
     x.q.zero_()
     x.v.copy_(64 * x.v.sign())
     with simulated():
-        o, lse = product()._forward(x.q, x.k, x.v, case.causal, 0.125, pattern=pattern)
+        o, lse = gluon()._forward(x.q, x.k, x.v, case.causal, 0.125, pattern=pattern)
     assert_within_budget(Oracle(case, x, pattern=pattern).error_ratios({"o": o, "lse": lse}, rms=True))
 
 
@@ -128,10 +129,10 @@ def every_plan() -> list[tuple[int, Any]]:
 @given(queries=lengths, keys=lengths, window=st.integers(1, 200), seed=SEEDS)
 @example(queries=600, keys=600, window=100, seed=0)
 @pytest.mark.parametrize(("head_dim", "plan"), some(every_plan(), 4) if is_known() else [])
-def test_every_plan_passes_over_tiles_on_either_side(
+def test_every_plan_skips_tiles_on_either_side(
     head_dim: int, plan: Any, queries: int, keys: int, window: int, seed: int
 ) -> None:
-    """On a GPU of two multiprocessors, so that a CTA comes to several tiles, and its consumers to different keys."""
+    """A GPU of two multiprocessors is simulated: a CTA takes several tiles, and its consumers see different keys."""
     case = AttentionCase(1, 2, 2, queries, keys, head_dim, "bfloat16", True, window=window)
     with patch.object(gluon_simulator, "PROCESSORS", 2):
         assert_right(case, seed, plan, orders=())
@@ -140,7 +141,7 @@ def test_every_plan_passes_over_tiles_on_either_side(
 @settings(max_examples=20)
 @given(case=patterned(), seed=SEEDS)
 def test_no_query_sees_more_than_the_span(case: AttentionCase, seed: int) -> None:
-    """Without a causal mask, some query sees as many keys as the span."""
+    """`Pattern.span` is an upper limit; without a causal mask some query sees exactly as many keys."""
     pattern = make_pattern(case, seed)
     most = int(pattern.seen(case.queries, case.keys, CPU).sum(-1).max())
     assert most <= pattern.span(case.keys)
@@ -156,7 +157,7 @@ def test_a_short_span_has_a_plan_of_its_own(head_dim: int, most: int) -> None:
     x = make_inputs(AttentionCase(1, 1, 1, 2700, 2700, head_dim, "bfloat16", True), 0)
     with plans_taken("_Forward") as taken:
         for window in (most, most + 1):
-            product()._forward(x.q, x.k, x.v, True, 1.0, pattern=Pattern(True, window))
+            gluon()._forward(x.q, x.k, x.v, True, 1.0, pattern=Pattern(True, window))
     assert taken == [SHORT_SPAN_PLAN[head_dim], forward_plan(head_dim, True, 2700)]
 
 
@@ -179,10 +180,10 @@ drawn = given(
 
 @settings(max_examples=8)
 @drawn
-def test_no_tile_is_visited_that_hides_all_nor_masked_that_hides_nothing(
+def test_tiles_without_visible_keys_are_skipped_and_only_edges_are_masked(
     length: int, window: int | None, causal: bool, documents: bool, seed: int, block_q: int
 ) -> None:
-    """Between the first and the last tile in which somebody sees something; a mask where not all see all."""
+    """Tiles are visited from the first to the last in which a query sees a key. A mask is used where one does not."""
     pattern, bounds = bounds_of(length, window, causal, documents, seed)
     seen = pattern.seen(length, length, CPU).expand(1, 1, length, length)[0, 0]
     backward, forward = gluon_simulator.kernels("backward"), gluon_simulator.kernels("forward")
@@ -206,10 +207,10 @@ def test_no_tile_is_visited_that_hides_all_nor_masked_that_hides_nothing(
 
 @settings(max_examples=8)
 @drawn
-def test_key_tiles_wait_for_those_on_their_right_alone(
+def test_key_tiles_wait_only_for_those_on_their_right(
     length: int, window: int | None, causal: bool, documents: bool, seed: int, block_q: int
 ) -> None:
-    """In the deterministic order, at each tile of queries: the values to wait for are 0, 1, 2 ... from the highest."""
+    """In the deterministic mode a semaphore's values at a tile of queries are 0, 1, 2 ... from the highest key tile."""
     _, bounds = bounds_of(length, window, causal, documents, seed)
     backward = gluon_simulator.kernels("backward")
     ends = extent_of(bounds).end

@@ -1,4 +1,4 @@
-"""A log-sum-exp that is a result: partial results merge by it. Biases and sinks have the gradients of a definition."""
+"""`return_lse`, biases and sinks: partial results merge by their log-sum-exp, and all gradients are right."""
 
 import re
 from dataclasses import replace
@@ -21,7 +21,10 @@ lawful = partial(law, of=patterned, only=())
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_log_sum_exp_may_be_rounded_where_all_keys_are_far_away(seed: int) -> None:
-    """Under ALiBi, queries behind the last key have scores of hundreds, whose float32 roundings a backward meets."""
+    """Under ALiBi, queries far past the last key have scores of minus hundreds, and a log-sum-exp that float32 rounds.
+
+    A backward from a log-sum-exp that is off by half a unit in the last place must pass, by 64 units it must fail.
+    """
     case = AttentionCase(1, 2, 2, 700, 700, 64, "float32", causal=True, grad=True)
     pattern, inputs = Pattern(True, alibi=torch.ones(1, 2), key_lengths=torch.tensor([99])), make_inputs(case, seed)
     oracle, (q, k, v) = Oracle(case, inputs, pattern=pattern), inputs.leaves(False)
@@ -33,7 +36,7 @@ def test_a_log_sum_exp_may_be_rounded_where_all_keys_are_far_away(seed: int) -> 
         assert (max(ratios.values()) <= 1) == right, ratios
 
 
-def of_all(attend: Any, tensors: dict[str, Tensor], pattern: Pattern) -> dict[str, Tensor]:
+def with_gradients(attend: Any, tensors: dict[str, Tensor], pattern: Pattern) -> dict[str, Tensor]:
     """o, and the gradients of q, k, v and the pattern's own tensors among `tensors`."""
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items() if name != "do"}
     given = replace(pattern, **{name: x for name, x in leaves.items() if name not in "qkv"})
@@ -45,12 +48,13 @@ def of_all(attend: Any, tensors: dict[str, Tensor], pattern: Pattern) -> dict[st
 def assert_gradients_are_those_of_the_definition(row: Row, case: AttentionCase, seed: int, learns: str) -> None:
     pattern, inputs = make_pattern(case, seed), make_inputs(case, seed)
     tensors = inputs.tensors | {learns: getattr(pattern, learns)}
-    found = of_all(row.call, tensors, pattern)
-    expected = of_all(partial(defined, case=case), {name: x.double() for name, x in tensors.items()}, pattern)
-    plain = of_all(naive, tensors, pattern)
+    found = with_gradients(row.call, tensors, pattern)
+    expected = with_gradients(partial(defined, case=case), {name: x.double() for name, x in tensors.items()}, pattern)
+    plain = with_gradients(naive, tensors, pattern)
     x = found[learns]
     assert x.dtype == tensors[learns].dtype and x.shape == expected[learns].shape
-    # dS may cancel wholly, so a flash backward has as much more as `lmsys.testing` gives dq, but for scale and k.
+    # A sum of dS may cancel to 0. So a flash backward is allowed the error that `lmsys.testing` allows dq for this,
+    # without the factors scale and k.
     oracle = Oracle(case, inputs, pattern=pattern)
     more = oracle._recomputing()["dq"] / (case.head_dim**-0.5 * inputs.k.abs().max().item())
     summed = case.batch * case.heads * case.queries * case.keys / x.numel()
@@ -70,7 +74,7 @@ def test_sinks_have_the_gradient_of_the_definition(row: Row, case: AttentionCase
 
 @lawful(return_lse=True, causal=False, window=None, prefix=None, documents=False, alibi=False, sinks=False, offset=0)
 def test_keys_in_two_parts_merge_to_the_whole(row: Row, case: AttentionCase, seed: int) -> None:
-    """Also where one part is hidden from a query, or both are: values, log-sum-exp and gradients."""
+    """Values, log-sum-exp and gradients are those of the whole, also if one part or both are hidden from a query."""
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
     cut = 1 + seed % max(1, case.keys - 1)
     if case.keys == 1 or row.why_not(replace(case, keys=cut)) or row.why_not(replace(case, keys=case.keys - cut)):
@@ -93,7 +97,7 @@ def test_keys_in_two_parts_merge_to_the_whole(row: Row, case: AttentionCase, see
     assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=pattern)])
 
 
-def test_what_nobody_saw_merges_to_zeros() -> None:
+def test_queries_that_see_nothing_in_both_parts_merge_to_zeros() -> None:
     o, blind = torch.randn(2, 3, 4, requires_grad=True), torch.full((2, 3), -torch.inf, requires_grad=True)
     merged, lse = merge(o, blind, o, blind)
     assert not merged.any() and bool((lse == -torch.inf).all())
@@ -103,7 +107,7 @@ def test_what_nobody_saw_merges_to_zeros() -> None:
     torch.testing.assert_close(merge(o, seen, o + 1, blind), (o, seen))
 
 
-def test_merge_refuses_what_does_not_fit_together() -> None:
+def test_merge_refuses_shapes_that_do_not_fit_together() -> None:
     o, lse = torch.zeros(2, 3, 4), torch.zeros(2, 3)
     told = (
         "o1, lse1, o2, lse2 must be (..., Q, Dv), (..., Q), and again; got shapes [(2, 3, 4), (2, 3), (2, 3, 4), (2,)]"
@@ -114,7 +118,7 @@ def test_merge_refuses_what_does_not_fit_together() -> None:
 
 @pytest.mark.parametrize("impl", ["auto", "naive", "vectorized", "flash_torch"])
 @pytest.mark.parametrize("shape", [(3, 8, 16), (2, 4, 8, 16), (2, 3, 4, 8, 16)])
-def test_what_is_added_fits_inputs_of_any_rank(impl: str, shape: tuple[int, ...]) -> None:
+def test_bias_alibi_and_sinks_fit_inputs_of_any_rank(impl: str, shape: tuple[int, ...]) -> None:
     q, k, v = torch.randn(3, *shape)
     heads = shape[-3] if len(shape) > 3 else 1
     options = {"bias": torch.randn(*shape[:-1], 8), "alibi": torch.rand(heads), "sinks": torch.randn(heads)}

@@ -1,4 +1,8 @@
-"""The laws of patterns, and of values of another head dimension than keys, held by every row that takes them."""
+"""Laws of patterns, and of values with another head dimension than keys: every row that takes these must pass them.
+
+A law is a test that `law` (`tests/support/attention_rows.py`) calls for each row with drawn cases. Also errors for bad
+options, and rows of users' files.
+"""
 
 import random
 import re
@@ -33,7 +37,7 @@ def defined(
     q: Tensor, k: Tensor, v: Tensor, *, case: AttentionCase, causal: bool = False, pattern: Pattern | None = None,
     scale: float | None = None,
 ) -> Any:  # fmt: skip
-    """Each query's mean of the values that it sees, weighted by exp(scale · q kᵀ); zeros where it sees none."""
+    """Attention by its definition: each query's mean of the values that it sees, weighted by exp(scale · q kᵀ)."""
     pattern = pattern or Pattern(causal)
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
@@ -47,7 +51,7 @@ def defined(
         away = (at[:, None] - torch.arange(case.keys)).abs().to(q.device)
         scores = scores - pattern.alibi.double()[..., None, None] * away
     top = scores.amax(-1, keepdim=True).detach()
-    if pattern.sinks is not None:  # of keys that are far away all scores may lie 800 below
+    if pattern.sinks is not None:  # if all keys are far away, scores may be 800 below the sinks
         top = top.maximum(pattern.sinks.detach()[..., None, None])
     weights = (scores - top).exp() * spelled(pattern, case)
     total = weights.sum(-1, keepdim=True)
@@ -72,8 +76,8 @@ def parts(inputs: Inputs, queries: slice, keys: slice, batch: slice = slice(None
 
 
 @lawful(only=("naive", "vectorized"))
-def test_what_is_seen_is_what_the_options_say(row: Row, case: AttentionCase, seed: int) -> None:
-    """In float64, from the definition, so that a mistake of `naive` is not its own measure."""
+def test_queries_see_what_the_options_say(row: Row, case: AttentionCase, seed: int) -> None:
+    """In float64, against `defined`: `naive` is the oracle of other tests, and so cannot be judged by itself."""
     inputs, pattern = make_inputs(case, seed, "float64"), make_pattern(case, seed)
     sees = spelled(pattern, case)
     found = run(row.call, inputs, pattern=pattern, grad=case.grad)
@@ -133,7 +137,7 @@ def test_a_pattern_is_the_mask_that_spells_it(row: Row, case: AttentionCase, see
 
 @lawful(documents=True, offset=0, key_lengths=False, mask=False, square=True)
 def test_documents_packed_are_documents_apart(row: Row, case: AttentionCase, seed: int) -> None:
-    """One by one: o, the gradients and the log-sum-exp."""
+    """o, the gradients and the log-sum-exp of packed documents are those of calls with one document each."""
     inputs, lengths = make_inputs(case, seed), document_lengths(case.keys, seed)
     lengths = lengths[:6] + [sum(lengths[6:])] * (len(lengths) > 6)  # each is a call of the row
     pattern = Pattern(case.causal, case.window, documents=Documents(lengths, case.device), softcap=case.softcap)
@@ -182,7 +186,7 @@ def test_a_window_of_one_is_the_value_at_its_place(row: Row, case: AttentionCase
 
 
 @lawful(softcap=2.0**20)
-def test_a_softcap_that_is_far_away_is_none(row: Row, case: AttentionCase, seed: int) -> None:
+def test_a_huge_softcap_changes_nothing(row: Row, case: AttentionCase, seed: int) -> None:
     inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
     plain = replace(pattern, softcap=None)
     found, expected = (row.run(case, inputs, pattern=one) for one in (pattern, plain))
@@ -250,7 +254,7 @@ TAKE_MASKS = ["naive", "vectorized", "sdpa", "sdpa_math", "sdpa_flash"]  # of th
 @pytest.mark.parametrize("impl", ["auto", *TAKE_MASKS])
 @pytest.mark.parametrize("shape", [(3, 8, 16), (2, 4, 8, 16), (2, 3, 4, 8, 16)])
 def test_a_mask_fits_inputs_of_any_rank(impl: str, shape: tuple[int, ...]) -> None:
-    """(B, Q, K) for (B, S, D), as CS336 calls it, else (..., H, Q, K), or what broadcasts to it."""
+    """It broadcasts to (B, Q, K) for inputs (B, S, D), as CS336 passes them, and else to (..., H, Q, K)."""
     q, k, v = torch.randn(3, *shape)
     whole = torch.rand(*shape[:-1], shape[-2]) < 0.5
     flat = [x.reshape(-1, 1, *shape[-2:]) for x in (q, k, v)]
@@ -265,7 +269,7 @@ def test_a_mask_fits_inputs_of_any_rank(impl: str, shape: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("shape", [(3, 8, 16), (3, 4, 8, 16), (1, 3, 4, 8, 16)])
 def test_options_fit_inputs_of_any_rank(shape: tuple[int, ...]) -> None:
-    """Documents and lengths are of batch entries, which are the leading dimensions."""
+    """Documents and lengths are given for each batch entry; all leading dimensions together are the batch."""
     q, k, v = torch.randn(3, *shape)
     options = {
         "documents": Documents([[8], [2, 6], [1, 7]]),
@@ -304,7 +308,7 @@ TAKES = {
 
 @pytest.mark.parametrize(("name", "known"), [("flash_gluon", ("window", "documents")), ("flash_cuda", ("window",))])
 def test_rows_refuse_the_options_that_they_do_not_know(name: str, known: tuple[str, ...]) -> None:
-    """With the reason, and before they ask for a GPU."""
+    """The reason names the option, also on a machine without a GPU."""
     case = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", causal=True, device="cuda", capability=(9, 0))
     for option, value in EXAMPLES.items():
         reason = ATTENTION[name].why_not(replace(case, **{option: value}))
@@ -384,7 +388,7 @@ def test_bad_documents_are_refused_where_they_are_made(name: str) -> None:
         make()
 
 
-def test_documents_are_the_same_however_they_are_told() -> None:
+def test_documents_from_lengths_edges_and_ids_are_equal() -> None:
     lengths = Documents([3, 1, 4])
     edges = Documents.from_cu_seqlens(torch.tensor([0, 3, 4, 8]))
     ids = Documents.from_ids(torch.tensor([7, 7, 7, -1, 2, 2, 2, 2]))
@@ -395,8 +399,8 @@ def test_documents_are_the_same_however_they_are_told() -> None:
 
 
 @pytest.mark.parametrize("impl", ["flash_gluon", "flash_cuda"])
-def test_an_option_that_hides_nothing_is_none(impl: str) -> None:
-    """So that a row of dense kernels runs it: what it cannot here has another reason."""
+def test_an_option_that_hides_nothing_is_dropped(impl: str) -> None:
+    """So rows of dense kernels can run the call. Here they refuse it for another reason, and name no option."""
     wide = {"causal": True, "window": 8}, {"causal": True, "offset": 7}, {"offset": 3}
     for options in wide:
         with pytest.raises(ValueError, match=r"cannot run q \(2, 4, 8, 16\) with k and v \(2, 4, 8, 16\) in float32"):
@@ -404,7 +408,7 @@ def test_an_option_that_hides_nothing_is_none(impl: str) -> None:
         torch.testing.assert_close(attention(Q, Q, Q, **options), attention(Q, Q, Q, impl="naive", **options))
 
 
-def test_a_named_row_that_cannot_says_why() -> None:
+def test_a_named_row_that_cannot_run_a_call_says_why() -> None:
     mask = torch.ones(8, 8, dtype=torch.bool)
     said = r"'naive_compiled' cannot run q .* under mask in float32 on cpu: knows no mask"
     with pytest.raises(ValueError, match=said):
@@ -423,7 +427,7 @@ OWN += "    return naive(q, k, v, scale=scale, pattern=Pattern(causal{given}))\n
 
 
 def test_rows_of_others_are_given_the_options_that_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only where a call has them: a row `f(q, k, v, *, causal, scale)` goes on working."""
+    """A row `f(q, k, v, *, causal, scale)` is called without them, and refuses calls that have options."""
     files = {"plain": "", "masked": "mask", "windowed": "window"}
     targets = []
     for name, option in files.items():
@@ -445,6 +449,6 @@ def test_rows_of_others_are_given_the_options_that_they_take(tmp_path: Path, mon
 
 
 def test_a_drawn_mask_blinds_some_query() -> None:
-    """Else the laws of queries that see nothing would say little."""
+    """Otherwise the laws of queries that see nothing would hold for no query."""
     case = AttentionCase(2, 4, 2, 40, 40, 16, "float32", mask=True)
     assert any((~drawn_mask(case, seed).any(-1)).any() for seed in range(5))

@@ -1,4 +1,7 @@
-"""Peers under a pattern: they are told what it says. Their packages need GPUs, and stubs stand for them."""
+"""Peers under a pattern: the arguments that they are called with mean what the pattern says.
+
+Their packages need GPUs. Stubs stand for them here: plain PyTorch functions, written from the packages' documentation.
+"""
 
 import inspect
 import sys
@@ -19,7 +22,7 @@ from lmsys.deterministic import deterministic_mode
 from lmsys.processes import in_own_process
 from lmsys.testing import Oracle, make_inputs, run
 
-BEYOND = "offset", "prefix of documents"  # what the functions of FlashAttention do not know
+BEYOND = "offset", "prefix of documents"  # PATTERNS that the functions of FlashAttention cannot express
 PACKED = Documents([5, 1, 10])
 EACH = Documents([[16], [7, 9]])
 PATTERNS = {
@@ -61,7 +64,7 @@ def test_flex_is_compiled_once_for_documents_that_are_alike(monkeypatch: pytest.
 def dense(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool, window_size: Any = (-1, -1)
 ) -> Tensor:
-    """flash_attn_func by its documentation: (B, S, H, D), causal at the bottom right, a window of keys to the left."""
+    """A stub of flash_attn_func: (B, S, H, D), causal at the bottom right, a window of keys to the left and right."""
     left, right = window_size
     assert (left >= 0) == (right >= 0)
     pattern = Pattern(causal, (left, right) if left >= 0 else None, offset=k.shape[1] - q.shape[1])
@@ -72,7 +75,7 @@ def varlen(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """flash_attn_varlen_func by its documentation, on (tokens, H, D); with a log-sum-exp, as version 4 gives it."""
+    """A stub of flash_attn_varlen_func on (tokens, H, D). It also returns a log-sum-exp, as version 4 does."""
     parts = []
     for tensors, edges, longest in (((q,), cu_seqlens_q, max_seqlen_q), ((k, v), cu_seqlens_k, max_seqlen_k)):
         lengths = edges.diff().tolist()
@@ -82,7 +85,7 @@ def varlen(
 
 
 def cached(q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor | None, **options: Any) -> Tensor:
-    """flash_attn_with_kvcache by its documentation: batch entry b has a cache of cache_seqlens[b] keys."""
+    """A stub of flash_attn_with_kvcache: batch entry b has a cache of cache_seqlens[b] keys."""
     assert not torch.is_grad_enabled() or not q.requires_grad
     if cache_seqlens is None:
         return dense(q, k, v, **options)
@@ -92,7 +95,7 @@ def cached(q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor | None, **o
 
 
 @pytest.mark.parametrize("name", [name for name in PATTERNS if name not in BEYOND])
-def test_flash_attn_is_told_what_the_pattern_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_is_called_by_the_pattern(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stub = types.SimpleNamespace(flash_attn_func=dense, flash_attn_varlen_func=varlen)
     monkeypatch.setitem(sys.modules, "flash_attn", stub)
     q, k, v = torch.randn(2, 4, 16, 8), *torch.randn(2, 2, 2, 16, 8)
@@ -119,7 +122,7 @@ def test_flash_attn_is_deterministic_where_torch_is(name: str, monkeypatch: pyte
 
 
 def test_flash_attn_3_decodes_by_its_call_for_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few queries of many keys, or of caches of several lengths; what learns, or has many queries, goes elsewhere."""
+    """That call is for few queries over more keys, or over caches; with gradients or many queries another is taken."""
     calls: list[str] = []
 
     def noted(name: str, function: Any) -> Any:
@@ -146,7 +149,7 @@ def test_flash_attn_3_decodes_by_its_call_for_caches(monkeypatch: pytest.MonkeyP
 
 
 def of_torch(*args: Any, scale: float | None, window_size: tuple[int, int], enable_gqa: bool = False) -> Tensor:
-    """torch's varlen_attn by its documentation: a window of (-1, -1) is full, one of (W, 0) causal."""
+    """A stub of torch's varlen_attn: a window of (-1, -1) is full attention, one of (W, 0) is causal."""
     q, k, v, *edges, max_q, max_k = args
     assert enable_gqa == (q.shape[1] != k.shape[1])
     ends = {"cu_seqlens_q": edges[0], "cu_seqlens_k": edges[1], "max_seqlen_q": max_q, "max_seqlen_k": max_k}
@@ -156,7 +159,7 @@ def of_torch(*args: Any, scale: float | None, window_size: tuple[int, int], enab
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("name", ["full", *(name for name in PATTERNS if name not in (*BEYOND, "documents of each"))])
-def test_varlen_attn_is_told_what_the_pattern_says(name: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_attn_is_called_by_the_pattern(name: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch)
     q, k, v = torch.randn(1, 4, 16, 8), *torch.randn(2, 1, kv_heads, 16, 8)
     pattern = PATTERNS.get(name, Pattern())
@@ -168,13 +171,13 @@ def test_varlen_attn_is_told_what_the_pattern_says(name: str, kv_heads: int, mon
         torch.testing.assert_close(found, naive(queries, k, v, scale=0.3, pattern=told))
 
 
-def test_varlen_attn_has_the_parameters_that_it_is_called_by() -> None:
+def test_torchs_varlen_attn_has_the_parameters_of_its_stub() -> None:
     parameters = inspect.signature(torch_varlen_attn).parameters
     assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
     assert {"scale", "window_size"} <= parameters.keys()
 
 
-def test_varlen_attn_says_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_attn_says_which_cases_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     case = AttentionCase(1, 4, 2, 16, 16, 64, "bfloat16", causal=True, grad=True, device="cuda", capability=(9, 0))
     why_not = ATTENTION["varlen_attn"].why_not
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch)
@@ -184,7 +187,7 @@ def test_varlen_attn_says_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "enable_gqa" in str(why_not(case)) and why_not(replace(case, kv_heads=4)) is None
 
 
-def test_flash_attn_says_which_patterns_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_says_which_patterns_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(flash_attn_func=dense))
     case = AttentionCase(1, 2, 2, 4, 16, 64, "bfloat16", causal=True, device="cuda", capability=(9, 0))
@@ -201,7 +204,10 @@ def test_flash_attn_says_which_patterns_it_cannot(monkeypatch: pytest.MonkeyPatc
 
 
 def _errors_of_cudnn(layouts: tuple[str, ...]) -> float:
-    """The worst error over its budget in the last of some calls, whose do is (B, H, S, D) or (B, S, H, D) memory."""
+    """The largest error over its budget in the last of some calls. `layouts`: that of the gradient do in each call.
+
+    "contiguous" is (B, H, S, D) in memory, "transposed" (B, S, H, D).
+    """
     case = AttentionCase(1, 2, 2, 128, 583, 128, "float16", False, True, "cuda", torch.cuda.get_device_capability())
     inputs = make_inputs(case, 0)
     for layout in layouts:
@@ -226,5 +232,5 @@ def _errors_of_cudnn(layouts: tuple[str, ...]) -> float:
     ],
 )
 def test_cudnn_reads_do_as_it_lies_in_memory(layouts: tuple[str, ...]) -> None:
-    """In a process of its own, which keeps no other backward."""
+    """Each case runs in a process of its own, in which torch has cached no backward yet."""
     assert in_own_process(_errors_of_cudnn, layouts) <= 1

@@ -1,5 +1,7 @@
 """Ideas of the peers' own tests of attention, restated for `flash_torch` and `flash_triton`.
 
+A docstring begins with the peer that has such a test.
+
 Sources: pytorch/pytorch test/test_transformers.py; Dao-AILab/flash-attention tests/test_flash_attn.py;
 fla-org/flash-linear-attention tests/ops/test_attn.py. docs/kernel.md lists what does not apply, with the reason.
 """
@@ -31,14 +33,14 @@ causals = pytest.mark.parametrize("causal", [False, True])
 
 
 def by_row(row: Row, interpreted: list[Any], cpu: list[Any], cuda: list[Any]) -> list[Any]:
-    """The one of three lists of sizes that this row is quick with."""
+    """Picks the list of sizes that this row runs quickly: for the interpreter, another CPU row, or a GPU."""
     return cuda if row.device == "cuda" else interpreted if row.interpreted else cpu
 
 
 def held(
     row: Row, case: AttentionCase, inputs: Inputs, scale: float | None = None, **options: Any
 ) -> dict[str, Tensor]:
-    """Runs the row forward and backward, holds o, dq, dk, dv and the log-sum-exp to float64, and returns them."""
+    """Runs the row forward and backward, compares o, dq, dk, dv and lse with the float64 oracle, and returns them."""
     if reason := row.why_not(case):
         pytest.skip(reason)
     pattern = Pattern(causal=case.causal, **options) if options else None
@@ -49,6 +51,7 @@ def held(
 
 
 def asked(row: Row, queries: int, keys: int, head_dim: int = 16, **fields: Any) -> AttentionCase:
+    """A case of the row with gradients, unless `fields` say otherwise."""
     return row.case(**{"queries": queries, "keys": keys, "head_dim": head_dim, "grad": True, **fields})
 
 
@@ -107,7 +110,7 @@ def test_queries_that_share_keys(row: Row, heads: int, kv_heads: int) -> None:
 @rows
 @pytest.mark.parametrize("scale", [-1e4, -0.3, 1.0])
 def test_a_scale_that_is_negative_or_large(row: Row, scale: float) -> None:
-    """torch: softmax of the products over -0.0001, where a maximum is wrongly taken before the scale."""
+    """torch: products divided by -0.0001. A kernel that takes the maximum before it scales is wrong there."""
     length = by_row(row, [33], [64], [300])[0]
     case = asked(row, length, length, dtype="float32", grad=False)
     inputs = make_inputs(case, seed=0)
@@ -117,8 +120,8 @@ def test_a_scale_that_is_negative_or_large(row: Row, scale: float) -> None:
 @rows
 @causals
 @pytest.mark.parametrize("queries", [1, 2, 5, 17, 128])
-def test_large_inputs_of_a_part_of_a_tile_overflow_nothing(row: Row, queries: int, causal: bool) -> None:
-    """flash-attn: what lies behind the last key once made dq NaN."""
+def test_large_inputs_shorter_than_a_tile_do_not_overflow(row: Row, queries: int, causal: bool) -> None:
+    """flash-attn: memory past the last key once made dq NaN."""
     if row.interpreted and queries > 17:
         pytest.skip("the interpreter takes long: asked on a GPU")
     case = asked(row, queries, queries, batch=2, causal=causal)
@@ -130,10 +133,10 @@ def test_large_inputs_of_a_part_of_a_tile_overflow_nothing(row: Row, queries: in
 
 @rows
 def test_the_largest_scores_give_the_value_and_no_nan(row: Row) -> None:
-    """torch: q = k = v = 133,120 in bfloat16. In float16 256 is as far as products of 64 numbers can be seen to go.
+    """torch: q = k = v = 133,120 in bfloat16. In float16 256 is used, so that sums of 64 products stay small enough.
 
-    A Triton kernel scales scores and subtracts their maximum in one instruction: what the maximum was rounded by, at
-    2^29 up to 32, is then an exponent of 2.
+    `flash_triton` is given 8,192: its kernel scales scores and subtracts their maximum in one instruction. The rounding
+    error of that maximum, up to 32 at 2^29, would become an exponent of 2.
     """
     dtype, size = ("float16", 256.0) if row.interpreted else ("bfloat16", 133_120.0)
     size = 8_192.0 if row.name == "flash_triton" and not row.interpreted else size
@@ -145,7 +148,7 @@ def test_the_largest_scores_give_the_value_and_no_nan(row: Row) -> None:
 
 
 def test_gradients_in_float64_are_those_of_differences() -> None:
-    """torch's gradcheck, contiguous and of a packed projection; `flash_triton` has no float64."""
+    """torch: gradcheck, here on a packed projection. `flash_triton` is not tested, since it has no float64."""
     generator = torch.Generator().manual_seed(0)
     packed = torch.randn(2, 4, 3, 2, 8, dtype=torch.float64, generator=generator, requires_grad=True)
 
@@ -159,7 +162,7 @@ def test_gradients_in_float64_are_those_of_differences() -> None:
 
 
 def views(row: Row, case: AttentionCase, kind: str) -> Inputs:
-    """Inputs of a case as a program holds them."""
+    """Inputs of a case, as views of the `kind` that programs have: one of KINDS."""
     inputs = make_inputs(case, seed=1)
     if kind == "one projection":  # (B, S, 3, H, D)
         packed = torch.stack([x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v)], dim=2)
@@ -192,7 +195,7 @@ KINDS = (
 
 @rows
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_as_programs_hold_it(row: Row, kind: str) -> None:
+def test_views_as_programs_have_them(row: Row, kind: str) -> None:
     """torch's packed, strided, expanded and unaligned inputs, and flash-attn's gradient that is not contiguous."""
     length = by_row(row, [33], [97], [200])[0]
     case = asked(row, length, length, batch=2, causal=True)
@@ -247,8 +250,8 @@ def test_a_window_hides_whole_tiles(row: Row, window: int) -> None:
 
 @rows
 @pytest.mark.parametrize("window", [None, 16])
-def test_packed_sequences_are_those_apart(row: Row, window: int | None) -> None:
-    """flash-attn's and fla's variable lengths, torch's nested tensors: one of a token, of a tile, of more; windows."""
+def test_packed_sequences_equal_separate_ones(row: Row, window: int | None) -> None:
+    """flash-attn's and fla's variable lengths, torch's nested tensors: sequences of a token, a tile, and longer."""
     packings = by_row(row, [[1, 15, 30]], [[15, 85, 1, 99]], [[15], [256, 244, 500], [15, 85, 200, 900, 800], [1] * 40])
     for lengths in packings:
         total = sum(lengths)
@@ -264,7 +267,7 @@ def test_packed_sequences_are_those_apart(row: Row, window: int | None) -> None:
 
 
 @rows
-def test_short_documents_of_large_numbers_overflow_nothing(row: Row) -> None:
+def test_short_documents_of_large_numbers_do_not_overflow(row: Row) -> None:
     """flash-attn: dq was NaN where a document ended within a tile."""
     length = by_row(row, [48], [128], [256])[0]
     case = asked(row, length, length, causal=True, documents=True)
@@ -276,7 +279,7 @@ def test_short_documents_of_large_numbers_overflow_nothing(row: Row) -> None:
 @rows
 @pytest.mark.parametrize("softcap", [1.0, 50.0])
 def test_a_soft_cap_of_scores_that_reach_it(row: Row, softcap: float) -> None:
-    """flash-attn: queries are as large as the cap, so that it is seen."""
+    """flash-attn: queries are so large that scores reach the cap."""
     length = by_row(row, [33], [97], [384])[0]
     case = asked(row, length, length, causal=True, softcap=softcap)
     inputs = make_inputs(case, seed=3)
@@ -286,7 +289,7 @@ def test_a_soft_cap_of_scores_that_reach_it(row: Row, softcap: float) -> None:
 @rows
 @pytest.mark.parametrize("queries", [1, 3, 16])
 def test_few_queries_of_long_caches_of_different_lengths(row: Row, queries: int) -> None:
-    """flash-attn's split keys and caches: what lies behind a cache's length is not read."""
+    """flash-attn's split keys and caches: keys beyond a cache's length are not read."""
     keys = by_row(row, [70], [300], [3131])[0]
     case = asked(row, queries, keys, 32, batch=3, heads=6, kv_heads=3, grad=False, key_lengths=True)
     inputs = make_inputs(case, seed=queries)
@@ -297,8 +300,8 @@ def test_few_queries_of_long_caches_of_different_lengths(row: Row, queries: int)
 
 
 @rows
-def test_padding_behind_sequences_has_no_gradient(row: Row) -> None:
-    """flash-attn's padding masks: in training too a sequence's keys end where it does."""
+def test_padding_after_sequences_has_no_gradient(row: Row) -> None:
+    """flash-attn's padding masks: keys of the padding are hidden, and get no gradient."""
     length = by_row(row, [33], [97], [257])[0]
     case = asked(row, length, length, batch=2, key_lengths=True)
     lengths = torch.tensor([length - 16, length], device=row.device)
@@ -322,7 +325,7 @@ def test_alibi_takes_slopes_times_distances(row: Row, causal: bool) -> None:
 @rows
 @pytest.mark.parametrize("dims", [1, 2, 3, 4])
 def test_a_bias_of_any_shape_that_broadcasts(row: Row, dims: int) -> None:
-    """torch's additive masks, of one row for all queries up to one for each batch entry and head; and expanded."""
+    """torch's additive masks: from one row for all queries up to one matrix for each batch entry and head."""
     queries, keys = by_row(row, [(33, 17)], [(64, 32)], [(512, 400)])[0]
     case = asked(row, queries, keys, batch=2, bias=True)
     inputs = make_inputs(case, seed=dims)
@@ -399,7 +402,7 @@ def test_a_cuda_graph_gives_the_same_bits_and_reads_new_inputs(row: Row, causal:
 
 
 @rows
-def test_what_does_not_fit_is_refused_in_words(row: Row) -> None:
+def test_tensors_that_do_not_fit_together_are_refused(row: Row) -> None:
     """torch's failure modes: dtypes, ranks, batches and head dimensions that differ, and two devices."""
     q = torch.randn(2, 4, 8, 16, device=row.device)
     bad: list[tuple[tuple[Tensor, Tensor, Tensor], str]] = [
@@ -420,7 +423,7 @@ def test_what_does_not_fit_is_refused_in_words(row: Row) -> None:
 
 @rows
 def test_a_row_that_cannot_run_a_case_says_why(row: Row) -> None:
-    """torch: a forced backend refuses a mask, a dtype or a head dimension; none is taken in its place."""
+    """torch: a forced backend refuses a mask, a dtype or a head dimension, and no other backend replaces it."""
     q = torch.randn(1, 1, 8, 16, device=row.device)
     with pytest.raises(ValueError, match=f"{row.name}.*mask"):
         attention(q, q, q, mask=torch.ones(8, 8, dtype=torch.bool, device=row.device), impl=row.name)

@@ -1,7 +1,8 @@
-"""The Triton kernels, compiled for every card without a GPU: they fit, spill nothing, use tensor cores.
+"""The Triton kernels, compiled for every card (kind of GPU) without one: they fit, spill nothing, use tensor cores.
 
-`nox -s tritons` compiles all of them, with each Triton; a plain run some.
-That a kernel compiles and fits does not say that it is fast: of these cards only sm_90 was measured.
+`nox -s tritons` compiles all of them with each known version of Triton; a plain run compiles some. The instructions are
+counted in SASS, NVIDIA's machine code (`tests/support/sass.py`). That a kernel compiles and fits does not say that it
+is fast: of these cards only sm_90 was measured.
 """
 
 from functools import cache
@@ -19,7 +20,7 @@ from tests.support.sass import DECODING, KERNELS, MASKS, PRODUCTS, SHARED, TMA, 
 
 
 def some(arch: int, head_dim: int, kernel: str, mask: str) -> Any:
-    """Causal kernels for sm_90 at head dimension 128 are compiled always, and the rest on request."""
+    """Parameters of a test. Causal kernels for sm_90 at head dimension 128 are compiled always, the rest on request."""
     first = arch == 90 and head_dim == 128 and (mask == "causal" or kernel == "split_keys")
     return pytest.param(arch, head_dim, kernel, mask, marks=[] if first else [pytest.mark.on_request])
 
@@ -33,7 +34,7 @@ ON_CARDS += [some(arch, head_dim, name, "bounds") for arch, head_dim, name in pr
 ON_CARDS += [some(arch, one[0], "split_keys", f"Q{one[1]}") for arch in OTHER_CARDS for one in DECODING[:-1]]
 
 
-def test_words_choose_kernels_and_a_word_that_chooses_none_is_refused() -> None:
+def test_words_of_the_command_line_select_kernels_or_are_refused() -> None:
     selection = Selection.of(["sm_86", "full", "64", "float16"])
     assert selection == Selection(archs=[86], dtypes=["float16"], head_dims=[64], masks=["full"])
     assert Selection.of([]).masks == list(MASKS) and Selection.of(["full"]).dtypes == ["bfloat16"]
@@ -42,7 +43,7 @@ def test_words_choose_kernels_and_a_word_that_chooses_none_is_refused() -> None:
             Selection.of(["causal", word])
 
 
-def test_words_choose_kernels_for_hopper_or_are_refused() -> None:
+def test_words_of_the_command_line_select_hoppers_kernels_or_are_refused() -> None:
     assert sass_gluon.chosen([]) == (["bfloat16"], False, [64, 128])
     assert sass_gluon.chosen(["128", "every", "float16"]) == (["float16"], True, [128])
     for word in ("evry", "96", "float32"):
@@ -57,7 +58,10 @@ def compiled(arch: int, head_dim: int, *masks: str) -> dict[tuple[str, int, str]
 
 
 def program(arch: int, head_dim: int, kernel: str, mask: str) -> dict[str, Any]:
-    """The line of a compiled kernel. Of head dimension 128 causal ones are compiled apart: a plain run asks those."""
+    """The facts about a compiled kernel.
+
+    At head dimension 128 causal kernels are compiled apart from others, since a plain run needs only them.
+    """
     masks = () if mask in ("full", "bounds", "alibi") or head_dim == 64 else ("causal",)
     return compiled(arch, head_dim, *masks)[kernel, head_dim, mask]
 
@@ -102,7 +106,7 @@ def test_a_kernel_for_hopper_is_well_made(arch: int, head_dim: int, kernel: str,
 
 
 @pytest.mark.parametrize(("arch", "head_dim", "kernel", "mask"), DECODES)
-def test_programs_that_decode_fill_a_multiprocessor(arch: int, head_dim: int, kernel: str, mask: str) -> None:
+def test_decoding_kernels_fill_a_multiprocessor(arch: int, head_dim: int, kernel: str, mask: str) -> None:
     programs = 1 if mask == "Q1" and head_dim > 64 else 2
     found = program(arch, head_dim, kernel, mask)
     assert found["LDL"] == found["STL"] == 0, "registers spill to local memory"

@@ -1,4 +1,4 @@
-"""The checks of test_attention must reject what is wrong: faults seeded into a row that is right."""
+"""The error budget of `lmsys.testing` must reject wrong rows: faults are planted into the source of `flash_torch`."""
 
 import itertools
 import types
@@ -13,7 +13,7 @@ from lmsys.testing import Inputs, Oracle, make_inputs, run
 
 TILE = 32
 numbers = itertools.count()
-FAULTS = {  # name -> the line that is right, the line that is not
+FAULTS = {  # name -> (a piece of the right source, the faulty piece that replaces it)
     "dropped rescale of the sum of values": (
         "acc = acc.mul_(rescale).add_(_dot(p.to(operand), v_tile))",
         "acc = acc.add_(_dot(p.to(operand), v_tile))",
@@ -97,7 +97,7 @@ def test_a_seeded_fault_is_rejected(fault: str, checked: tuple[AttentionCase, In
 
 @pytest.mark.parametrize("name", ["o", "dq", "dk", "dv"])
 def test_one_percent_is_rejected(name: str, checked: tuple[AttentionCase, Inputs, Oracle]) -> None:
-    """In float32 by the largest error; in bfloat16, where that is within rounding, by the root mean square."""
+    """In float32 the largest error shows it. In bfloat16 that is within rounding, and the root mean square shows it."""
     case, inputs, oracle = checked
     outputs = run(flash_torch.flash_torch, inputs, causal=case.causal)
     outputs[name] = (outputs[name].double() * 1.01).to(outputs[name].dtype)
@@ -113,7 +113,7 @@ def test_not_a_number_is_never_right(checked: tuple[AttentionCase, Inputs, Oracl
 
 
 def test_a_sample_of_heads_still_sees_every_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above the limit whole heads are drawn, by seed; the budget of those is what a full check would give them."""
+    """Above MAX_SCORES scores, whole heads are drawn by the seed; their error budget is that of a full check."""
     monkeypatch.setattr("lmsys.testing.MAX_SCORES", 3 * 2 * 50 * 40)
     monkeypatch.setattr("lmsys.testing.BLOCK_SCORES", {"cpu": 300, "cuda": 300})
     case = AttentionCase(2, 8, 4, 50, 40, 16, "float32", causal=True, grad=True)
