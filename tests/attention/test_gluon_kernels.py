@@ -1,4 +1,7 @@
-"""The kernels of `flash_gluon` without a GPU: simulated on the CPU, host code and all, and compiled for sm_90a."""
+"""The kernels of `flash_gluon` without a GPU: simulated on a CPU, with their launchers, and compiled for sm_90a.
+
+`tests/support/gluon_simulator.py` is the simulator. A few tests also plant faults into kernels, which it must notice.
+"""
 
 import itertools
 import subprocess
@@ -46,7 +49,8 @@ cases = st.builds(
 )
 
 
-def product() -> Any:
+def gluon() -> Any:
+    """The module that launches the kernels. Without Triton it cannot be imported, so the file does not import it."""
     from lmsys.attention.flash_gluon import launch
 
     return launch
@@ -65,7 +69,7 @@ def every_plan(direction: str) -> list[tuple[int, bool, Any]]:
 def test_simulated_it_matches_the_oracle(case: AttentionCase, seed: int, scale: float | None) -> None:
     inputs = make_inputs(case, seed, memory="" if seed % 2 else "transposed")
     with simulated():
-        outputs = run(product().flash_gluon, inputs, causal=case.causal, scale=scale, lse=True)
+        outputs = run(gluon().flash_gluon, inputs, causal=case.causal, scale=scale, lse=True)
     assert_within_budget(Oracle(case, inputs, scale).error_ratios(outputs, rms=True))
 
 
@@ -77,7 +81,7 @@ def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int,
     case = AttentionCase(1, 3, 3 // group, length, 1 + seed % 420, head_dim, "bfloat16", causal)
     inputs = make_inputs(case, seed)
     with simulated():
-        o, lse = product()._forward(inputs.q, inputs.k, inputs.v, causal, head_dim**-0.5, plan)
+        o, lse = gluon()._forward(inputs.q, inputs.k, inputs.v, causal, head_dim**-0.5, plan)
     assert_within_budget(Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True))
 
 
@@ -108,7 +112,7 @@ def test_small_tiles_of_keys(
     inputs = make_inputs(case, seed)
     plan = replace(plan, dynamic=dynamic, l2_mib=seed % 2)
     with patch.object(gluon_simulator, "PROCESSORS", 2), simulated():
-        o, lse = product()._forward(inputs.q, inputs.k, inputs.v, causal, head_dim**-0.5, plan)
+        o, lse = gluon()._forward(inputs.q, inputs.k, inputs.v, causal, head_dim**-0.5, plan)
     assert_within_budget(Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True))
 
 
@@ -123,7 +127,7 @@ def test_small_tiles_of_keys(
 def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
     case, inputs = growing(growth, causal, seed, "cpu")
     with simulated():
-        o, lse = product()._forward(inputs.q, inputs.k, inputs.v, causal, case.head_dim**-0.5)
+        o, lse = gluon()._forward(inputs.q, inputs.k, inputs.v, causal, case.head_dim**-0.5)
     assert_within_budget(Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True))
 
 
@@ -148,7 +152,10 @@ def test_every_way_through_the_backward(
     deterministic: bool, prefetch: bool, causal: bool, length: int, seed: int, group: int, many: bool,
     step: dict[str, bool],
 ) -> None:  # fmt: skip
-    """`many`: as where many CTAs have heads worked on in groups; then grouped heads do not walk down either."""
+    """`many`: as on a GPU that has few processors for these CTAs, where heads are worked on in groups.
+
+    Then grouped heads do not walk down either.
+    """
     from lmsys.attention.flash_gluon.plans import BackwardPlan
 
     head_dim, keys = [64, 128][seed % 2], 1 + seed % 420
@@ -157,9 +164,9 @@ def test_every_way_through_the_backward(
     scale = head_dim**-0.5
     plan = BackwardPlan(prefetch, seed % 3, **step)
     long = {"FEW_WAVES": 0, "MOST_DOWN": 0, "IN_ORDER_MIB": dict.fromkeys((False, True), 0)}
-    with simulated(), patch.multiple(product(), **long) if many else nullcontext():
-        o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
-        dq, dk, dv = product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, deterministic, plan)
+    with simulated(), patch.multiple(gluon(), **long) if many else nullcontext():
+        o, lse = gluon()._forward(x.q, x.k, x.v, causal, scale)
+        dq, dk, dv = gluon()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, deterministic, plan)
     assert_within_budget(Oracle(case, x).error_ratios({"dq": dq, "dk": dk, "dv": dv}, rms=True))
 
 
@@ -172,15 +179,15 @@ ORDERED = (1100, 520), (130, 1100), (700, 700)  # queries, keys
     ("queries", "keys", "in_order_mib", "causal"),
     [(*size, *way) for size in ORDERED for way in itertools.product((0, 32), (True, False))],
 )
-def test_the_deterministic_order_does_not_hang_on_few_processors_nor_depend_on_chance(
+def test_the_deterministic_order_does_not_hang_on_few_processors_and_repeats(
     queries: int, keys: int, in_order_mib: int, causal: bool
 ) -> None:
-    """Head by head, and with heads that alternate. Six processors are fewer than the key tiles of some chains."""
+    """Head by head, and with heads that alternate. The six simulated processors are fewer than a head's key tiles."""
     case = AttentionCase(2, 2, 1, queries, keys, 64, "bfloat16", causal, grad=True)
     x = make_inputs(case, 0)
-    with simulated(), patch.object(product(), "IN_ORDER_MIB", dict.fromkeys((False, True), in_order_mib)):
-        o, lse = product()._forward(x.q, x.k, x.v, causal, 0.125)
-        found = [product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, 0.125, True) for _ in range(2)]
+    with simulated(), patch.object(gluon(), "IN_ORDER_MIB", dict.fromkeys((False, True), in_order_mib)):
+        o, lse = gluon()._forward(x.q, x.k, x.v, causal, 0.125)
+        found = [gluon()._backward(x.q, x.k, x.v, o, lse, x.do, causal, 0.125, True) for _ in range(2)]
     assert all(torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True))
 
 
@@ -196,7 +203,7 @@ def test_the_deterministic_order_does_not_hang_on_few_processors_nor_depend_on_c
 def test_every_key_tile_waits_for_a_value_of_its_own_at_every_tile_of_queries(
     num_tiles: int, num_key_tiles: int, causal: bool, block_q: int, num_heads: int, at_once: int
 ) -> None:
-    """At each tile of queries the values are 0, 1, 2 ..., in the order of the CTAs: none waits for a later one."""
+    """At each tile of queries the values are 0, 1, 2 ... in the order of the CTAs, so none waits for a later CTA."""
     from tests.support import gluon_simulator
 
     backward = gluon_simulator.kernels("backward")
@@ -218,14 +225,14 @@ def test_every_key_tile_waits_for_a_value_of_its_own_at_every_tile_of_queries(
     num_heads=st.integers(1, 60),
     processors=st.integers(1, 80),
 )
-def test_ctas_wait_for_those_of_lower_numbers_alone(
+def test_ctas_wait_only_for_ctas_of_lower_numbers(
     at_once: int, num_key_tiles: int, num_heads: int, processors: int
 ) -> None:
-    """To clear a head of dq, `ahead` heads before it, begins before all that need it: they may take all processors."""
+    """The CTAs that zero dq of a head have lower numbers than all CTAs of that head, which may fill all processors."""
     from tests.support import gluon_simulator
 
     at_once = min(at_once, num_heads)
-    ahead = product().ahead_of(at_once, num_key_tiles, num_heads, processors)
+    ahead = gluon().ahead_of(at_once, num_key_tiles, num_heads, processors)
     owned_tile = gluon_simulator.kernels("hopper")["owned_tile"]
     numbers: dict[int, list[int]] = {}
     for index in range(num_heads * num_key_tiles):
@@ -241,8 +248,8 @@ def test_ctas_wait_for_those_of_lower_numbers_alone(
 @settings(max_examples=1)
 @given(group=st.integers(1, 2), queries=st.integers(1, 300), keys=st.integers(1, 300), seed=st.integers(0, 2**31))
 @example(group=2, queries=200, keys=300, seed=0)
-def test_heads_are_cleared_by_those_before_them(causal: bool, group: int, queries: int, keys: int, seed: int) -> None:
-    """All but the first, on a GPU of two multiprocessors."""
+def test_ctas_of_earlier_heads_zero_dq(causal: bool, group: int, queries: int, keys: int, seed: int) -> None:
+    """They do so for all heads but the first ones, here on a GPU of two multiprocessors."""
     from lmsys.attention.flash_gluon.plans import BackwardPlan
     from tests.support import gluon_simulator
 
@@ -251,75 +258,76 @@ def test_heads_are_cleared_by_those_before_them(causal: bool, group: int, querie
     x, scale = make_inputs(case, seed), head_dim**-0.5
     with (
         patch.object(gluon_simulator, "PROCESSORS", 2),
-        patch.multiple(product(), FEW_WAVES=0, MOST_CLEARED=100, heads_at_once=lambda *_: 1),
+        patch.multiple(gluon(), FEW_WAVES=0, MOST_CLEARED=100, heads_at_once=lambda *_: 1),
         simulated(),
     ):
-        o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
-        dq, dk, dv = product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, False, plan)
+        o, lse = gluon()._forward(x.q, x.k, x.v, causal, scale)
+        dq, dk, dv = gluon()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, False, plan)
     assert_within_budget(Oracle(case, x).error_ratios({"dq": dq, "dk": dk, "dv": dv}, rms=True))
 
 
-MUTANTS = [  # module, what stands there, what is put in its place: each would corrupt or hang on a GPU, now and then
-    ("forward", "mbarrier.wait(v_full.index(before), ((fill - 1) // STAGES) & 1)\n    product", "product"),
-    ("forward", "_await_free(k_empty, stage, fill, NAMED, K_FREE, WGS, STAGES)\n", "pass\n"),
-    ("forward", "mbarrier.wait(q_empty.index(slot), ((turn >> 1) & 1) ^ 1)\n", "pass\n"),
+MUTANTS = [  # (module, its right source, faulty source): each would give wrong results or hang on a GPU, now and then
+    ("forward", "mbarrier.wait(ring.v_full.index(before), ((fill - 1) // STAGES) & 1)\n    product", "product"),
+    ("forward", "_await_free(ring.k_empty, stage, fill, NAMED, K_FREE, WGS, STAGES)\n", "pass\n"),
+    ("forward", "mbarrier.wait(queries.empty.index(slot), ((turn >> 1) & 1) ^ 1)\n", "pass\n"),
     ("forward", "            tma.store_wait(0)\n            thread_barrier()", "            thread_barrier()"),
     ("forward", "(acc.to(DTYPE))\n            fence_async_shared()", "(acc.to(DTYPE))"),
     ("backward", "    _await_free(step, DO_FREE)\n    mbarrier", "    mbarrier"),
     ("backward_steps", '    named_barrier("sync", EXCHANGE, 256)\n', ""),
     ("backward", '    named_barrier("sync", EXCHANGE, 256)  # the other', "    #"),
-    ("dq", "        semaphore_release(dq_semaphore", "        (lambda *_: None)(dq_semaphore"),
+    ("dq", "        semaphore_release(order.semaphore + (bh", "        (lambda *_: None)(order.semaphore + (bh"),
     ("backward_steps", "        await_acquired(DQ_ACQUIRED + WG)\n    dq", "        pass\n    dq"),
-    ("dq", "        semaphore_acquire(dq_semaphore", "        (lambda *_: None)(dq_semaphore"),
-    ("dq", "    if step <= steps:", "    if step < steps:"),
+    ("dq", "        semaphore_acquire(order.semaphore", "        (lambda *_: None)(order.semaphore"),
+    ("dq", "    if step <= walk.steps:", "    if step < walk.steps:"),
     ("backward", "        _await_free(step, Q_FREE)\n        if DETERMINISTIC", "        if DETERMINISTIC"),
-    ("backward", "            n = num_key_tiles - 1 - n", "            pass"),
-    ("dq", "return last - n", "return last"),
+    ("backward", "        n = num_key_tiles - 1 - n", "        pass"),
+    ("dq", "((m + 1) * BLOCK_Q - 1) // BLOCK_K) - n", "((m + 1) * BLOCK_Q - 1) // BLOCK_K)"),
     ("dq", "        return n\n", "        return n + 1\n"),
     ("dq", "        return n\n", "        return num_key_tiles - 1 - n\n"),
     ("backward", ">= K if STORES else", "> K if STORES else"),
     ("backward", "masked_until = (n + 1)", "masked_until = n"),
-    ("backward_steps", "stores = m < masked[0]", "stores = m <= masked[0]"),
-    ("backward_steps", "else n == 0\n", "else n < 0\n"),
+    ("backward_steps", "if m < masked.until if CAUSAL", "if m <= masked.until if CAUSAL"),
+    ("backward_steps", "else n == 0:\n", "else n < 0:\n"),
     ("backward_steps", "            store_registers(", "            add_registers("),
     ("backward", "start = num_tiles - 1", "start = 0"),
     ("dq", "m - 1, m)", "m + 1, m)"),
-    ("dq", "bh + 1 - G, bh + 1)", "bh + 1, bh + 1)"),
-    ("dq", "        semaphore_release(cleared", "        (lambda *_: None)(cleared"),
-    ("dq", "    semaphore_wait(cleared", "    (lambda *_: None)(cleared"),
-    ("dq", "gl.where(kv_bh < ahead, 0, num_key_tiles)", "0"),
+    ("dq", "bh + 1 - walk.G, bh + 1)", "bh + 1, bh + 1)"),
+    ("dq", "        semaphore_release(order.semaphore + later", "        (lambda *_: None)(order.semaphore + later"),
+    ("dq", "    semaphore_wait(order.semaphore", "    (lambda *_: None)(order.semaphore"),
+    ("dq", "gl.where(is_first, 0, order.num_key_tiles)", "0"),
     ("dq", "        thread_barrier()\n", ""),
     ("backward", "        await_acquired(DQ_ACQUIRED + WG)\n    mbarrier", "        pass\n    mbarrier"),
 ]  # fmt: skip
-# Queries, keys, causal, query heads to a key head.
+# Queries, keys, causal, query heads for each key head.
 SIZES = (600, 600, True, 1), (1500, 60, True, 1), (300, 256, True, 1), (200, 300, False, 1), (200, 200, True, 3)
-AS_THEY_COME, ONCE_WAITED_FOR = (0.0, 0.002, 0.02), (None,)  # loads; by the second none lands in time by luck
+# Values of LANDINGS_S: loads land after a while, or only once they are waited for, so that none is in time by chance.
+AS_THEY_COME, ONCE_WAITED_FOR = (0.0, 0.002, 0.02), (None,)
 
 
 @known
 @pytest.mark.parametrize("mutant", some([(one,) for one in MUTANTS], 15), ids=range(len(MUTANTS)))
-def test_the_simulation_catches_a_wait_left_out(mutant: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_notices_a_fault(mutant: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support import gluon_simulator
 
-    module, there, instead = mutant
+    module, right, faulty = mutant
     read = Path.read_text
+    # Not in `mutated`: there `wrong` would take a failure of this assertion for one of the simulation.
+    count = read(gluon_simulator.SOURCES / f"{module}.py").count(right)
+    assert count == 1, f"{module}.py has {right!r} {count} times, not once; name the line anew"
 
     def mutated(path: Path, *args: Any, **options: Any) -> str:
         text = read(path, *args, **options)
-        if path.name == f"{module}.py":
-            assert text.count(there) == 1, (there, text.count(there))
-            text = text.replace(there, instead)
-        return text
+        return text.replace(right, faulty) if path.name == f"{module}.py" else text
 
     monkeypatch.setattr(Path, "read_text", mutated)
     if any(wrong(*size) for size in SIZES):
         return
     monkeypatch.setattr(gluon_simulator, "LANDINGS_S", ONCE_WAITED_FOR)
-    assert any(wrong(*size) for size in SIZES), there
+    assert any(wrong(*size) for size in SIZES), right
 
 
 def wrong(queries: int, keys: int, causal: bool, group: int) -> bool:
-    """True if a simulated run with so many queries and keys fails, hangs, errs or does not repeat."""
+    """True if a simulated run of this size fails an assertion, hangs, gives wrong results, or does not repeat."""
     from lmsys.attention.flash_gluon.plans import BackwardPlan
 
     plan = BackwardPlan(False, 1)
@@ -327,10 +335,10 @@ def wrong(queries: int, keys: int, causal: bool, group: int) -> bool:
     x = make_inputs(case, 0)
     arguments = x.q, x.k, x.v
     try:
-        with simulated(), patch.object(product(), "FEW_WAVES", 0):  # heads in groups, that clear for those after them
-            o, lse = product()._forward(*arguments, causal, 0.125)
+        with simulated(), patch.object(gluon(), "FEW_WAVES", 0):  # heads in groups, that clear for those after them
+            o, lse = gluon()._forward(*arguments, causal, 0.125)
             arguments = *arguments, o, lse, x.do, causal, 0.125
-            grads, *repeats = (product()._backward(*arguments, mode, plan) for mode in (False, True, True))
+            grads, *repeats = (gluon()._backward(*arguments, mode, plan) for mode in (False, True, True))
     except AssertionError:
         return True
     outputs = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
@@ -341,14 +349,15 @@ def wrong(queries: int, keys: int, causal: bool, group: int) -> bool:
 @known
 @pytest.mark.on_request
 @pytest.mark.parametrize("landings", [AS_THEY_COME, ONCE_WAITED_FOR])
-def test_the_simulation_itself_finds_nothing_wrong(landings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_notices_nothing_in_the_right_kernels(landings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support import gluon_simulator
 
     monkeypatch.setattr(gluon_simulator, "LANDINGS_S", landings)
     assert not any(wrong(*size) for size in SIZES)
 
 
-SPILT = {"3.9.0": 150}  # most loads, and stores, of spilt registers: this one spills some in every step too
+# By version of Triton: the most loads, and the most stores, of spilt registers. 3.9.0 also spills within the steps.
+SPILT = {"3.9.0": 150}
 
 
 @known
@@ -384,7 +393,7 @@ def test_the_kernels_for_hopper_are_well_made(head_dim: int) -> None:
         assert line["SYNCS"] >= 20 and line["BAR"] >= 20, line
         assert line["hazards"] == line["reused"] == line["restarts"] == 0, line
         if forward:
-            registers, cap = product().REGISTERS[consumers, ctas]  # consumers that ask for more than there are, hang
+            registers, cap = gluon().REGISTERS[consumers, ctas]  # consumers that ask for more than there are, hang
             assert line["registers"] == cap and 24 + consumers * registers <= (1 + consumers) * cap, line
             assert line["ACQBULK"] == line["PREEXIT"] == line["chained"], line
             assert line["LDL"] == line["STL"] == 0, f"registers spill: {line}"
@@ -410,12 +419,12 @@ def test_a_pattern_and_a_fixed_order_take_the_plan_of_plain_attention(
     pattern = None if window is None else Pattern(True, window)
     lse = torch.empty(1, 2, 70)
     with plans_taken("_Backward") as taken:
-        product()._backward(x.q, x.k, x.v, x.do, lse, x.do, causal, 1.0, deterministic, None, pattern)
+        gluon()._backward(x.q, x.k, x.v, x.do, lse, x.do, causal, 1.0, deterministic, None, pattern)
     assert taken == [backward_plan(head_dim, causal or window is not None, 70)]
 
 
-def test_a_hang_is_told_and_ends_the_process() -> None:
-    """Also where the main thread is in a wait that no exception reaches."""
+def test_a_hang_is_reported_and_ends_the_process() -> None:
+    """`time_limit` does so even if the main thread is in a wait that no exception can interrupt."""
     script = "from tests.support.time_limit import time_limit\nimport time\n"
     script += "with time_limit('this form', 5.0): pass\nwith time_limit('that form', 0.1): time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, cwd=ROOT)
@@ -433,7 +442,7 @@ def test_it_says_what_it_cannot_run() -> None:
     assert "10.0" in str(flash_gluon_supports(replace(case, capability=(10, 0))))
 
 
-def test_another_triton_is_tried_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_triton_is_tried_if_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from lmsys.kernels import trial
 
     tried = []
@@ -451,7 +460,7 @@ def test_another_triton_is_tried_where_there_is_a_gpu(monkeypatch: pytest.Monkey
     assert load_target(function).__name__ == "run" and all(source.exists() for source in sources)
 
 
-def test_another_triton_is_tried_from_within_compiled_functions(
+def test_an_untested_triton_is_tried_from_within_compiled_functions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from lmsys.attention.flash_gluon import support
@@ -475,7 +484,7 @@ def test_another_triton_is_tried_from_within_compiled_functions(
 
 @pytest.mark.parametrize(("head_dim", "causal", "window"), [(64, True, None), (128, False, None), (64, True, 40)])
 def test_the_selftest_is_exact(head_dim: int, causal: bool, window: int | None) -> None:
-    """The truth of its whole numbers is that of `naive`, to the rounding of float64."""
+    """The results that it expects are whole numbers or halves, and those of `naive` within float64's rounding."""
     from lmsys.attention.flash_gluon import selftest
 
     shape = selftest.Shape(1, 4, 2, 150, 150 if window else 90, head_dim, causal, window)
@@ -490,8 +499,8 @@ def test_the_selftest_is_exact(head_dim: int, causal: bool, window: int | None) 
         torch.testing.assert_close(found[name].detach(), right, rtol=0, atol=1e-9)
 
 
-def test_the_selftest_asks_every_plan_and_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the GPU that has the capability, of several."""
+def test_the_selftest_runs_every_plan_and_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs them on the first GPU of the capability."""
     from lmsys.attention.flash_gluon import plans, selftest
 
     capabilities = [(8, 0), (9, 0), (9, 0)]
@@ -534,7 +543,7 @@ def test_the_selftest_refuses_what_is_not_exact(
     fault: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One number of a result that is off by the least that its dtype can be."""
+    """The fault changes one number of a result by the smallest amount that its dtype can represent."""
     from lmsys.attention.flash_gluon import selftest
     from lmsys.attention.flash_gluon.plans import backward_plan, forward_plan
 
@@ -544,7 +553,7 @@ def test_the_selftest_refuses_what_is_not_exact(
             bits.view(-1)[x.abs().argmax()] ^= 1
         return x
 
-    forward, backward = product()._forward, product()._backward
+    forward, backward = gluon()._forward, gluon()._backward
 
     def run_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse = forward(*args)
@@ -555,8 +564,8 @@ def test_the_selftest_refuses_what_is_not_exact(
     def run_backward(*args: Any) -> tuple[torch.Tensor, ...]:
         return tuple(nudged(x, name) for name, x in zip(("dq", "dk", "dv"), backward(*args), strict=True))
 
-    monkeypatch.setattr(product(), "_forward", run_forward)
-    monkeypatch.setattr(product(), "_backward", run_backward)
+    monkeypatch.setattr(gluon(), "_forward", run_forward)
+    monkeypatch.setattr(gluon(), "_backward", run_backward)
     shape = selftest.Shape(1, 2, 1, 200, 200 if window else 150, head_dim, causal, window)
     plans = forward_plan(head_dim, causal, 150), backward_plan(head_dim, causal, 150)
     with simulated(), nullcontext() if fault is None else pytest.raises(ValueError, match=f"^{fault} is wrong"):
