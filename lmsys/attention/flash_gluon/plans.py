@@ -1,75 +1,85 @@
-"""The settings of the kernels, by head dimension, mask and length, and why each won.
+"""The settings (plans) of the kernels, by head dimension, mask and length, and why each won.
 
-Figures: one H200, bfloat16, B S = 16,384 tokens, H D = 2048. `python -m pytest dev/bench_plans.py
---benchmark-only --axis plan=candidates` times every candidate again, beside SDPA cuDNN.
+`launch.py` asks `forward_plan` and `backward_plan` for the plan of a shape. To change one, edit FORWARD or BACKWARD.
+`python -m pytest dev/bench_plans.py --benchmark-only --axis plan=candidates` times every candidate again, beside SDPA
+cuDNN.
 
-- Two consumers of 64 queries at head_dim 128, where no registers are left for a third. At 64 a third pays from 2k keys
-  on (1 to 4 %, 8 to 9 % at 16k), where its tile of 192 queries reads each key tile less often; at 1k it costs 5 to 9 %.
-- Release by named barriers: 1 to 5 % with two consumers, since an mbarrier's arrive costs 128 threads a BAR.SYNC (but
-  128 causal at 1k, where it costs 3 %). Three wait for one another there: up to 5 % lost.
-- Ping-pong gains up to 4 % with three consumers. With two it loses up to 4 %, except in some cells at 1k. In full
+How to read the lists: "64 causal" is head dimension 64 under a causal mask, "full" is without a mask, "16k" is 16,384
+keys. A percentage is the change of speed that a setting makes in an otherwise equal plan. Figures are of one H200,
+bfloat16, B S = 16,384 tokens, H D = 2048, unless another GPU is named. Hashes are commits with the alternative.
+
+- `consumers`: two at head_dim 128, where no registers are left for a third. At 64 a third gains 1 to 4 % from 2k keys
+  on and 8 to 9 % at 16k, as its tile of 192 queries reads each key tile less often. At 1k it costs 5 to 9 %.
+- `named`, release by named barriers, gains 1 to 5 % with two consumers, since an mbarrier's arrive costs 128 threads a
+  BAR.SYNC; at 128 causal and 1k it costs 3 %. Three consumers wait for one another there, and lose up to 5 %.
+- `ping_pong` gains up to 4 % with three consumers. With two it costs up to 4 %, except in some shapes at 1k. In full
   attention at head_dim 128, and at 16k, the difference is noise.
-- The counter: static orders lose 6 to 15 % at 128 causal, 5 % at 64 causal and 16k, 4 % at 64 full and 1k. In full
-  attention at 128 the counter costs 1 %. At 64 full and 512 keys a static order costs 2 %; with one sequence alone, in
-  a graph, it is 1.26 times as fast as cuDNN, and the counter 0.97 times.
-- Heads grouped for the L2 cache in a causal backward: 10 % at 64 and 1k in the prototype; groups of 5 to 22 MiB are
-  within 3 % from 1k on. At 64, 5 MiB gains 5 % over 11 at 256 keys and 2 % at 512. Full attention goes head by head.
-- Two CTAs on a processor, with tiles of 64 keys, from 256 to 512 keys at head_dim 64 and to 1,024 causal: one computes
-  while the other waits for its first keys or stores its last rows. By ratio to cuDNN, best against best with tiles of
-  128: causal 21 % at 256 keys, 11 % at 512 and 4 % at 1,024; in full attention 3 % and nothing, and 5 % lost at 1,024.
-  At 128 keys two CTAs lose 2 to 6 %; one consumer and three or four CTAs lose there too (9c5168b has them). At
-  head_dim 128 a second CTA has no room; tiles of 64 are ahead at 256 causal, by 1 %.
+- `dynamic`, a counter that deals out tiles: static orders lose 6 to 15 % at 128 causal, 5 % at 64 causal and 16k, 4 %
+  at 64 full and 1k. In full attention at 128 the counter costs 1 %. At 64 full and 512 keys a static order costs 2 %,
+  but with one sequence alone, in a graph, it is 1.26 times as fast as cuDNN, and the counter 0.97 times.
+- `l2_mib`, heads grouped for the L2 cache: in a causal backward 10 % at 64 and 1k in the prototype; groups of 5 to 22
+  MiB are within 3 % from 1k on. At 64, 5 MiB gains 5 % over 11 at 256 keys and 2 % at 512. Full attention goes head by
+  head.
+- `ctas` 2 with `tile_k` 64, two CTAs on a processor: at head_dim 64 from 256 to 512 keys, and to 1,024 if causal. One
+  CTA computes while the other waits for its first keys or stores its last rows. The best such plan gains over the best
+  with tiles of 128, by ratio to cuDNN: causal 21 % at 256 keys, 11 % at 512 and 4 % at 1,024; in full attention 3 % at
+  256, nothing at 512, and it loses 5 % at 1,024. At 128 keys two CTAs lose 2 to 6 %; one consumer and three or four
+  CTAs lose there too (9c5168b has them). At head_dim 128 a second CTA has no room; tiles of 64 gain 1 % at 256 causal.
   Under patterns two CTAs with such tiles win at head_dim 64: 26 to 31 % with documents and short windows, 5 % with a
   window of 1,024 (one H100, 16,384 keys, documents of up to 2,361). At head_dim 128, tiles of 64 keys gain up to 11 %
   where a query sees 512 keys at most. Longer spans have not been timed.
-- A start under the kernel before (programmatic dependent launch), head_dim 64: 5 % at 128 keys, noise from 256 on.
-- The log-sum-exp a step ahead: 2 to 8 % at 128; at 64 it costs 1 to 3 %.
-- P in float32, dV begun late, dS by queries: 4 to 7 % at 128, and 4 to 8 % at 64 full. docs/flash_gluon.md has each of
-  the three alone, and what else was tried.
-- One exponential of eight by FMAs: 2 to 4 % at 64 full; noise at 128.
-- 64 causal gains by all of these only where tiles that need a mask have a loop of their own: 4 % at 1k, 7 % at 4k, 10 %
-  at 16k, 7 to 11 % with grouped heads, in a fixed order and with a length that is not whole tiles. At 128 such a loop
-  spills registers.
+- `chained`, a start under the kernel before (programmatic dependent launch), at head_dim 64: 5 % at 128 keys, noise
+  from 256 on.
+- `prefetch`, the log-sum-exp loaded a step ahead, gains 2 to 8 % at 128; at 64 it costs 1 to 3 %.
+- `wide`, `late_dv` and `by_query` together gain 4 to 7 % at 128, and 4 to 8 % at 64 full. docs/flash_gluon.md has each
+  of the three alone, and what else was tried.
+- `fma_exp` gains 2 to 4 % at 64 full; at 128 it is noise.
+- `peeled`: 64 causal gains by the last four fields only where tiles that need a mask have a loop of their own: 4 % at
+  1k, 7 % at 4k, 10 % at 16k, 7 to 11 % with grouped heads, in a fixed order and with a length that is not whole tiles.
+  At 128 such a loop spills registers.
 - Grouped heads, lengths that are not whole tiles, float16 and the fixed order of additions take the plan of plain
-  attention, and a pattern takes that of causal attention, in one loop. Beside none of the first three, at 4k and 16k,
-  that gains 2 to 3 % under patterns at 128 and 4 to 6 % at 64; at 128 6 to 8 % with grouped heads and 1 % at most in a
-  fixed order; at 64 full 10 % in a fixed order, 9 % with a length that is not whole tiles. The others have not been
-  timed.
+  attention. A pattern takes that of causal attention, in one loop. Compared with plans without `wide`, `late_dv` and
+  `by_query`, at 4k and 16k, this gains 2 to 3 % under patterns at 128 and 4 to 6 % at 64; at 128 6 to 8 % with grouped
+  heads and 1 % at most in a fixed order; at 64 full 10 % in a fixed order, 9 % with a length that is not whole tiles.
+  The others have not been timed.
 
-Choices that hold in every plan, and alternatives that lost (the named commits still have them):
+Choices that hold in every plan, and alternatives that lost:
 
-- The zeros of dq are written by CTAs a round of the GPU earlier, so that additions find them in the L2 cache, where a
-  CTA's share is small and heads go in groups. Beside 44415a2, where the kernel before writes them all: 4 to 5 % faster
-  at 128, but for full attention from 4k on, 2 to 3 % at 64 and 1k, within 2 % elsewhere. Two rounds earlier: 1 % less.
-  After a CTA's last loads rather than its first: no gain. With it, key tiles of a head that begin at tiles of queries
-  evenly spread gain nothing more, but for 4 to 5 % at 64 where the last key tile is not full.
-- dq rounded by CTAs a round later, through shared memory and TMA, in place of the kernel after: the main kernel grew
-  slower by what that saves (1.003 of 44415a2 in geometric mean, where the zeros alone are at 1.015).
+- Zeros of dq are written by CTAs a round of the GPU earlier, so that additions find them in the L2 cache, if a CTA's
+  share is small and heads go in groups. Compared with 44415a2, where the kernel before writes them all, this gains 4 to
+  5 % at 128, but for full attention from 4k on, 2 to 3 % at 64 and 1k, and changes less than 2 % elsewhere. Two rounds
+  earlier it gains 1 % less. After a CTA's last loads rather than its first it gains no more. With such zeros it gains
+  nothing that the key tiles of a head begin at evenly spread tiles of queries, but for 4 to 5 % at 64 where the last
+  key tile is not full.
+- Lost: dq rounded by CTAs a round later, through shared memory and TMA, in place of the kernel after. The main kernel
+  became slower by as much as this saves (1.003 times as fast as 44415a2 in geometric mean, the zeros alone 1.015).
 - dq is added to from registers, 16 bytes a thread. By way of shared memory and TMA, with its fence and two barriers in
-  every step: 3 to 11 % slower, in all 12 cells (e0dee24).
-- On the diagonal a consumer computes half a tile, or none, where the rest is hidden: 4 % at 64 and 1k.
-- The scores of a step begun in the step before, to run while dS is exchanged: 3 to 10 % slower at 128, 0 to 3 % at 64
-  (e0dee24).
-- A fixed order of additions to dq: the producer waits for a semaphore in global memory, lets the consumers add by a
+  every step, it is 3 to 11 % slower, in all 12 shapes (e0dee24).
+- On the diagonal a consumer computes half a tile, or none, where the rest is hidden: this gains 4 % at 64 and 1k.
+- Lost: the scores of a step begun in the step before, to run while dS is exchanged. 3 to 10 % slower at 128, 0 to 3 %
+  at 64 (e0dee24).
+- The fixed order of additions to dq: the producer waits for a semaphore in global memory, lets the consumers add by a
   barrier, and releases the semaphore. The key tiles of a head follow one another as a chain, the lowest first, in
   causal attention the highest (the shortest). The first CTA to come to a tile stores it, so no zeros have to be there.
-  Heads alternate, up to 8 MiB of them, in full attention 16: 0.86 to 1.07 of the default's speed on one H100, where a
-  ring of key tiles that began evenly spread had 0.84 to 1.00. With consumers that count and wait themselves, the
-  longest first: 0.60 to 0.74 (f899023).
+  Heads alternate, up to 8 MiB of them, in full attention 16. This has 0.86 to 1.07 of the default's speed on one H100;
+  a ring of key tiles that began evenly spread had 0.84 to 1.00. Consumers that count and wait themselves, the longest
+  key tile first, had 0.60 to 0.74 (f899023).
 - Grouped causal heads of up to 32 key tiles walk down, so that the key tiles of a head come to a tile of queries
   together: 1.00 to 1.39 times as fast on one H100. With 64 key tiles that costs 2 %, with 128 of them 8 %. In fewer
   than four waves of CTAs all heads are worked on together, as in other causal backwards; that has not been timed at
   4,096 keys.
-- float32 dq in memory used again and again, in the L2 cache, rounded by the main kernel in place of one before and one
-  after (122 us in every cell): 20 to 70 % slower at 1k, as what it waits for adds 7 to 18 us to the 16 of a CTA; by 1
-  to 2 % faster at 64 full from 4k on. Rounded by the last CTA to add to a tile: slower still, as it spills registers
-  (f56e3f0 and d363d9b; by the last CTA aab98e2).
-- The first Q Kᵀ of a tile begun while the one before it is stored: 2 to 5 % slower (f56e3f0, beside aab98e2).
-- dk begun before the exchange of dS: 0 to 12 % slower. The scores of the next step begun under the addition of dq
-  besides: up to 10 % slower, 3 % faster in two of 60 pairs (c857bda).
-- FlashAttention-4's lazy rescaling of the output, around which a warp branches while no maximum grows by 2^8: 0 to 5 %
-  slower, 1 to 3 % faster in some plans of 128 causal, though it saves 5 to 12 % of a step's instructions (681f76f).
-- All of the softmax ahead of the wait for P V, behind which the assembler puts most of it: 0 to 12 % slower (681f76f).
+- Lost: float32 dq in memory that is used again and again, in the L2 cache, and is rounded by the main kernel in place
+  of one kernel before and one after (122 us in every shape). 20 to 70 % slower at 1k, as its waits add 7 to 18 us to
+  the 16 of a CTA; 1 to 2 % faster at 64 full from 4k on. Rounded by the last CTA to add to a tile it is slower still,
+  as that spills registers (f56e3f0 and d363d9b; by the last CTA aab98e2).
+- Lost: the first Q Kᵀ of a tile begun while the one before it is stored. 2 to 5 % slower (f56e3f0, beside aab98e2).
+- Lost: dk begun before the exchange of dS, 0 to 12 % slower. With the scores of the next step begun under the addition
+  of dq besides: up to 10 % slower, 3 % faster in two of 60 pairs (c857bda).
+- Lost: FlashAttention-4's lazy rescaling of the output, around which a warp branches while no maximum grows by 2^8. 0
+  to 5 % slower, 1 to 3 % faster in some plans of 128 causal, though it saves 5 to 12 % of a step's instructions
+  (681f76f).
+- Lost: all of the softmax ahead of the wait for P V, although the assembler puts most of it behind that wait. 0 to 12 %
+  slower (681f76f).
 """
 
 from dataclasses import dataclass, replace
