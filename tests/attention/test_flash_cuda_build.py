@@ -46,12 +46,12 @@ def test_all_variants_compile_for_turing_ampere_and_hopper_and_hardly_spill(
         return done.stderr
 
     with ThreadPoolExecutor(2) as pool:
-        for capability, told in zip(most, pool.map(compiled, most), strict=True):
-            assert sorted(re.findall(r"entry function '_Z\d+(\w+)_kernel", told)) == ["dkdv", "dq", "fwd"]
-            registers = [int(n) for n in re.findall(r"Used (\d+) registers", told)]
-            spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", told)]
+        for capability, messages in zip(most, pool.map(compiled, most), strict=True):
+            assert sorted(re.findall(r"entry function '_Z\d+(\w+)_kernel", messages)) == ["dkdv", "dq", "fwd"]
+            registers = [int(n) for n in re.findall(r"Used (\d+) registers", messages)]
+            spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", messages)]
             assert len(registers) == len(spilled) == 3 and max(registers) <= 255
-            assert max(spilled) <= most[capability], told
+            assert max(spilled) <= most[capability], messages
 
 
 @pytest.mark.long

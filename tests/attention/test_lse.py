@@ -109,10 +109,10 @@ def test_queries_that_see_nothing_in_both_parts_merge_to_zeros() -> None:
 
 def test_merge_refuses_shapes_that_do_not_fit_together() -> None:
     o, lse = torch.zeros(2, 3, 4), torch.zeros(2, 3)
-    told = (
+    message = (
         "o1, lse1, o2, lse2 must be (..., Q, Dv), (..., Q), and again; got shapes [(2, 3, 4), (2, 3), (2, 3, 4), (2,)]"
     )
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         merge(o, lse, o, lse[:, 0])
 
 

@@ -166,9 +166,9 @@ def test_varlen_attn_is_called_by_the_pattern(name: str, kv_heads: int, monkeypa
     asked = [(q, pattern)]
     if name in ("full", "window"):  # the last queries, as in decoding
         asked.append((q[:, :, 11:], replace(pattern, offset=11)))
-    for queries, told in asked:
-        found = peers_flash_attn.varlen_attn(queries, k, v, scale=0.3, pattern=told)
-        torch.testing.assert_close(found, naive(queries, k, v, scale=0.3, pattern=told))
+    for queries, pattern in asked:
+        found = peers_flash_attn.varlen_attn(queries, k, v, scale=0.3, pattern=pattern)
+        torch.testing.assert_close(found, naive(queries, k, v, scale=0.3, pattern=pattern))
 
 
 def test_torchs_varlen_attn_has_the_parameters_of_its_stub() -> None:

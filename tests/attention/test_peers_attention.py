@@ -37,7 +37,7 @@ def by_row(row: Row, interpreted: list[Any], cpu: list[Any], cuda: list[Any]) ->
     return cuda if row.device == "cuda" else interpreted if row.interpreted else cpu
 
 
-def held(
+def checked(
     row: Row, case: AttentionCase, inputs: Inputs, scale: float | None = None, **options: Any
 ) -> dict[str, Tensor]:
     """Runs the row forward and backward, compares o, dq, dk, dv and lse with the float64 oracle, and returns them."""
@@ -50,7 +50,7 @@ def held(
     return found
 
 
-def asked(row: Row, queries: int, keys: int, head_dim: int = 16, **fields: Any) -> AttentionCase:
+def case_of(row: Row, queries: int, keys: int, head_dim: int = 16, **fields: Any) -> AttentionCase:
     """A case of the row with gradients, unless `fields` say otherwise."""
     return row.case(**{"queries": queries, "keys": keys, "head_dim": head_dim, "grad": True, **fields})
 
@@ -82,8 +82,8 @@ def test_lengths_that_no_tile_divides_and_lengths_of_both_sides(row: Row, causal
     )
     for queries, keys in sizes:
         for dtype in row.dtypes[1:]:
-            case = asked(row, queries, keys, 32, dtype=dtype, causal=causal)
-            held(row, case, make_inputs(case, seed=queries))
+            case = case_of(row, queries, keys, 32, dtype=dtype, causal=causal)
+            checked(row, case, make_inputs(case, seed=queries))
 
 
 @rows
@@ -94,16 +94,16 @@ def test_head_dimensions_that_are_no_power_of_two(row: Row, head_dim: int) -> No
         pytest.skip("the interpreter takes long: asked on a GPU")
     length = by_row(row, [33], [65], [401])[0]
     for scale in (None, 1 / head_dim):
-        case = asked(row, length, length, head_dim, causal=scale is None)
-        held(row, case, make_inputs(case, seed=head_dim), scale)
+        case = case_of(row, length, length, head_dim, causal=scale is None)
+        checked(row, case, make_inputs(case, seed=head_dim), scale)
 
 
 @rows
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 1), (6, 3), (2, 2)])
 def test_queries_that_share_keys(row: Row, heads: int, kv_heads: int) -> None:
     for queries, keys in by_row(row, [(17, 33)], [(65, 100)], [(111, 111), (1024, 513)]):
-        case = asked(row, queries, keys, heads=heads, kv_heads=kv_heads, causal=True)
-        found = held(row, case, make_inputs(case, seed=heads))
+        case = case_of(row, queries, keys, heads=heads, kv_heads=kv_heads, causal=True)
+        found = checked(row, case, make_inputs(case, seed=heads))
         assert found["dk"].shape[1] == found["dv"].shape[1] == kv_heads
 
 
@@ -112,9 +112,9 @@ def test_queries_that_share_keys(row: Row, heads: int, kv_heads: int) -> None:
 def test_a_scale_that_is_negative_or_large(row: Row, scale: float) -> None:
     """torch: products divided by -0.0001. A kernel that takes the maximum before it scales is wrong there."""
     length = by_row(row, [33], [64], [300])[0]
-    case = asked(row, length, length, dtype="float32", grad=False)
+    case = case_of(row, length, length, dtype="float32", grad=False)
     inputs = make_inputs(case, seed=0)
-    held(row, case, replace(inputs, k=inputs.q.clone(), v=inputs.q.clone()), scale)
+    checked(row, case, replace(inputs, k=inputs.q.clone(), v=inputs.q.clone()), scale)
 
 
 @rows
@@ -124,10 +124,10 @@ def test_large_inputs_shorter_than_a_tile_do_not_overflow(row: Row, queries: int
     """flash-attn: memory past the last key once made dq NaN."""
     if row.interpreted and queries > 17:
         pytest.skip("the interpreter takes long: asked on a GPU")
-    case = asked(row, queries, queries, batch=2, causal=causal)
+    case = case_of(row, queries, queries, batch=2, causal=causal)
     inputs = make_inputs(case, seed=queries)
     inputs = replace(inputs, q=inputs.q * 5, k=inputs.k * 3, v=inputs.v * 3)
-    found = held(row, case, inputs)
+    found = checked(row, case, inputs)
     assert all(bool(x.isfinite().all()) for x in found.values())
 
 
@@ -140,7 +140,7 @@ def test_the_largest_scores_give_the_value_and_no_nan(row: Row) -> None:
     """
     dtype, size = ("float16", 256.0) if row.interpreted else ("bfloat16", 133_120.0)
     size = 8_192.0 if row.name == "flash_triton" and not row.interpreted else size
-    case = asked(row, 1, 1, 64, dtype=dtype)
+    case = case_of(row, 1, 1, 64, dtype=dtype)
     inputs = make_inputs(case, seed=0)
     inputs = replace(inputs, **{name: torch.full_like(inputs.q, size) for name in ("q", "k", "v")})
     found = row.run(case, inputs)
@@ -198,15 +198,15 @@ KINDS = (
 def test_views_as_programs_have_them(row: Row, kind: str) -> None:
     """torch's packed, strided, expanded and unaligned inputs, and flash-attn's gradient that is not contiguous."""
     length = by_row(row, [33], [97], [200])[0]
-    case = asked(row, length, length, batch=2, causal=True)
-    held(row, case, views(row, case, kind))
+    case = case_of(row, length, length, batch=2, causal=True)
+    checked(row, case, views(row, case, kind))
 
 
 @rows
 def test_a_gradient_reaches_a_packed_projection(row: Row) -> None:
     """flash-attn's packed calls: the gradients of q, k and v are parts of one tensor."""
     length = by_row(row, [33], [97], [257])[0]
-    case = asked(row, length, length)
+    case = case_of(row, length, length)
     inputs = make_inputs(case, seed=2)
     packed = torch.stack([inputs.q, inputs.k, inputs.v]).requires_grad_()
     o = attention(*packed, causal=True, impl=row.name)
@@ -230,11 +230,11 @@ def test_causal_is_aligned_at_the_top_left_and_by_offset_at_the_bottom_right(row
     """torch's two causal variants; flash-attn's alignment, where with more queries than keys the first see nothing."""
     sizes = by_row(row, [(23, 36), (33, 17)], [(23, 56), (128, 65), (113, 211)], [(128, 256), (256, 128), (1023, 1024)])
     for queries, keys in sizes:
-        case = asked(row, queries, keys, causal=True)
+        case = case_of(row, queries, keys, causal=True)
         inputs = make_inputs(case, seed=keys)
-        held(row, case, inputs)
+        checked(row, case, inputs)
         case = replace(case, offset=keys - queries)
-        found = held(row, case, inputs, offset=keys - queries)
+        found = checked(row, case, inputs, offset=keys - queries)
         blind = max(0, queries - keys)
         assert not found["o"][:, :, :blind].any() and not found["dq"][:, :, :blind].any()
 
@@ -244,8 +244,8 @@ def test_causal_is_aligned_at_the_top_left_and_by_offset_at_the_bottom_right(row
 def test_a_window_hides_whole_tiles(row: Row, window: int) -> None:
     """torch: a band of 10 in 600, whose rows begin with tiles of nothing; flash-attn's and fla's local attention."""
     length = by_row(row, [65], [300], [600])[0]
-    case = asked(row, length, length, heads=4, kv_heads=2, causal=True, window=window)
-    held(row, case, make_inputs(case, seed=window), window=window)
+    case = case_of(row, length, length, heads=4, kv_heads=2, causal=True, window=window)
+    checked(row, case, make_inputs(case, seed=window), window=window)
 
 
 @rows
@@ -255,9 +255,9 @@ def test_packed_sequences_equal_separate_ones(row: Row, window: int | None) -> N
     packings = by_row(row, [[1, 15, 30]], [[15, 85, 1, 99]], [[15], [256, 244, 500], [15, 85, 200, 900, 800], [1] * 40])
     for lengths in packings:
         total = sum(lengths)
-        case = asked(row, total, total, causal=True, documents=True, window=window)
+        case = case_of(row, total, total, causal=True, documents=True, window=window)
         inputs = make_inputs(case, seed=total)
-        found = held(row, case, inputs, documents=Documents(lengths, row.device), window=window)
+        found = checked(row, case, inputs, documents=Documents(lengths, row.device), window=window)
         end = sum(lengths[:2])
         part = slice(lengths[0], end) if len(lengths) > 1 else slice(0, total)
         one = replace(inputs, **{name: x[:, :, part].clone() for name, x in inputs.tensors.items()})
@@ -270,10 +270,10 @@ def test_packed_sequences_equal_separate_ones(row: Row, window: int | None) -> N
 def test_short_documents_of_large_numbers_do_not_overflow(row: Row) -> None:
     """flash-attn: dq was NaN where a document ended within a tile."""
     length = by_row(row, [48], [128], [256])[0]
-    case = asked(row, length, length, causal=True, documents=True)
+    case = case_of(row, length, length, causal=True, documents=True)
     inputs = make_inputs(case, seed=7)
     inputs = replace(inputs, q=inputs.q * 5, k=inputs.k * 3, v=inputs.v * 3)
-    held(row, case, inputs, documents=Documents([1, 2, 5, length - 8], row.device))
+    checked(row, case, inputs, documents=Documents([1, 2, 5, length - 8], row.device))
 
 
 @rows
@@ -281,9 +281,9 @@ def test_short_documents_of_large_numbers_do_not_overflow(row: Row) -> None:
 def test_a_soft_cap_of_scores_that_reach_it(row: Row, softcap: float) -> None:
     """flash-attn: queries are so large that scores reach the cap."""
     length = by_row(row, [33], [97], [384])[0]
-    case = asked(row, length, length, causal=True, softcap=softcap)
+    case = case_of(row, length, length, causal=True, softcap=softcap)
     inputs = make_inputs(case, seed=3)
-    held(row, case, replace(inputs, q=inputs.q * min(softcap, 8.0)), softcap=softcap)
+    checked(row, case, replace(inputs, q=inputs.q * min(softcap, 8.0)), softcap=softcap)
 
 
 @rows
@@ -291,21 +291,21 @@ def test_a_soft_cap_of_scores_that_reach_it(row: Row, softcap: float) -> None:
 def test_few_queries_of_long_caches_of_different_lengths(row: Row, queries: int) -> None:
     """flash-attn's split keys and caches: keys beyond a cache's length are not read."""
     keys = by_row(row, [70], [300], [3131])[0]
-    case = asked(row, queries, keys, 32, batch=3, heads=6, kv_heads=3, grad=False, key_lengths=True)
+    case = case_of(row, queries, keys, 32, batch=3, heads=6, kv_heads=3, grad=False, key_lengths=True)
     inputs = make_inputs(case, seed=queries)
     lengths = torch.tensor([keys, 1, keys // 2], device=row.device)
-    held(row, case, inputs, key_lengths=lengths)
-    held(row, replace(case, key_lengths=False), inputs)
-    held(row, replace(case, key_lengths=False, causal=True, offset=keys - queries), inputs, offset=keys - queries)
+    checked(row, case, inputs, key_lengths=lengths)
+    checked(row, replace(case, key_lengths=False), inputs)
+    checked(row, replace(case, key_lengths=False, causal=True, offset=keys - queries), inputs, offset=keys - queries)
 
 
 @rows
 def test_padding_after_sequences_has_no_gradient(row: Row) -> None:
     """flash-attn's padding masks: keys of the padding are hidden, and get no gradient."""
     length = by_row(row, [33], [97], [257])[0]
-    case = asked(row, length, length, batch=2, key_lengths=True)
+    case = case_of(row, length, length, batch=2, key_lengths=True)
     lengths = torch.tensor([length - 16, length], device=row.device)
-    found = held(row, case, make_inputs(case, seed=5), key_lengths=lengths)
+    found = checked(row, case, make_inputs(case, seed=5), key_lengths=lengths)
     assert not found["dk"][0, :, length - 16 :].any() and not found["dv"][0, :, length - 16 :].any()
 
 
@@ -317,9 +317,9 @@ def test_padding_after_sequences_has_no_gradient(row: Row) -> None:
 def test_alibi_takes_slopes_times_distances(row: Row, causal: bool) -> None:
     """flash-attn: slopes of heads, or of each batch entry; more queries than keys and fewer."""
     for queries, keys in by_row(row, [(33, 17)], [(97, 65), (65, 97)], [(200, 200), (113, 203), (1024, 513)]):
-        case = asked(row, queries, keys, causal=causal, alibi=True)
+        case = case_of(row, queries, keys, causal=causal, alibi=True)
         slopes = torch.tensor([[0.3, 0.07]], device=row.device)
-        held(row, case, make_inputs(case, seed=queries), alibi=slopes)
+        checked(row, case, make_inputs(case, seed=queries), alibi=slopes)
 
 
 @rows
@@ -327,19 +327,19 @@ def test_alibi_takes_slopes_times_distances(row: Row, causal: bool) -> None:
 def test_a_bias_of_any_shape_that_broadcasts(row: Row, dims: int) -> None:
     """torch's additive masks: from one row for all queries up to one matrix for each batch entry and head."""
     queries, keys = by_row(row, [(33, 17)], [(64, 32)], [(512, 400)])[0]
-    case = asked(row, queries, keys, batch=2, bias=True)
+    case = case_of(row, queries, keys, batch=2, bias=True)
     inputs = make_inputs(case, seed=dims)
     shape = (2, case.heads, queries, keys)[4 - dims :]
     bias = torch.randn(shape, device=row.device)
-    held(row, case, inputs, bias=bias[(None,) * (4 - dims)])
+    checked(row, case, inputs, bias=bias[(None,) * (4 - dims)])
 
 
 @rows
 def test_sinks_beside_the_keys(row: Row) -> None:
     """flash-linear-attention: the logit of one more key in each head."""
     length = by_row(row, [33], [111], [1024])[0]
-    case = asked(row, length, length, heads=4, kv_heads=2, causal=True, sinks=True)
-    held(row, case, make_inputs(case, seed=4), sinks=torch.randn(1, 4, device=row.device))
+    case = case_of(row, length, length, heads=4, kv_heads=2, causal=True, sinks=True)
+    checked(row, case, make_inputs(case, seed=4), sinks=torch.randn(1, 4, device=row.device))
 
 
 @rows
@@ -347,15 +347,15 @@ def test_sinks_beside_the_keys(row: Row) -> None:
 def test_windows_of_two_sides(row: Row, window: tuple[int, int]) -> None:
     """flash-attn's local attention: left and right of the query, also with other lengths of queries and keys."""
     for queries, keys in by_row(row, [(33, 17)], [(97, 97), (65, 130)], [(384, 384), (113, 1024)]):
-        case = asked(row, queries, keys, window=window)
-        held(row, case, make_inputs(case, seed=queries), window=window)
+        case = case_of(row, queries, keys, window=window)
+        checked(row, case, make_inputs(case, seed=queries), window=window)
 
 
 @rows
 def test_split_keys_merge_by_the_log_sum_exp(row: Row) -> None:
     """flash-attn's split keys: two halves, each with its log-sum-exp, are the whole."""
     length = by_row(row, [33], [97], [513])[0]
-    case = asked(row, 3, length, grad=False)
+    case = case_of(row, 3, length, grad=False)
     inputs = make_inputs(case, seed=6)
     parts = [slice(0, length // 3), slice(length // 3, length)]
     found = [
@@ -376,7 +376,7 @@ def test_repeats_have_the_same_bits(row: Row, causal: bool) -> None:
     """flash-attn's races and deterministic backwards: many batch entries, forward and backward, again and again."""
     batch, times = by_row(row, [(2, 2)], [(4, 5)], [(60, 100)])[0]
     for queries, keys in by_row(row, [(17, 33)], [(97, 97)], [(1, 239), (239, 1), (257, 257), (1024, 128)]):
-        case = asked(row, queries, keys, batch=batch, heads=4, kv_heads=4, causal=causal)
+        case = case_of(row, queries, keys, batch=batch, heads=4, kv_heads=4, causal=causal)
         inputs = make_inputs(case, seed=0)
         first = row.run(case, inputs)
         for _ in range(times):
@@ -387,7 +387,7 @@ def test_repeats_have_the_same_bits(row: Row, causal: bool) -> None:
 @causals
 def test_a_cuda_graph_gives_the_same_bits_and_reads_new_inputs(row: Row, causal: bool) -> None:
     """torch: captured forward and backward, replayed."""
-    case = asked(row, 256, 512, 64, batch=2, causal=causal)
+    case = case_of(row, 256, 512, 64, batch=2, causal=causal)
     inputs = make_inputs(case, seed=0)
     for _ in range(3):
         row.run(case, inputs)

@@ -82,7 +82,7 @@ def test_both_versions_of_a_pair_have_as_many_ranks() -> None:
         assert one.first.case.world_size == one.second.case.world_size and one.first is not one.second
 
 
-def told(line: str) -> tuple[str, str, str]:
+def verdict_of(line: str) -> tuple[str, str, str]:
     """(first version, second version, how they agree) of a line of the tool's table."""
     first, second, held, _ = (cell.strip().replace(", eager, 2 ranks", "") for cell in line.strip("|").split("|"))
     return first, second, held.partition(":")[0]
@@ -96,10 +96,10 @@ def test_the_tool_says_how_each_pair_agrees(
     (tmp_path / "own.py").write_text(NEARLY)
     common = ["--context", "16", "--world-size", "2", "--device", "cpu"]
     assert tool.main([*common, "--strategy", "fsdp", "--checkpoint", "none,matmuls*1,whole*1"]) == 0
-    assert told(capsys.readouterr().out.splitlines()[2]) == ("fsdp", "fsdp-Cm1w1", BITS)
+    assert verdict_of(capsys.readouterr().out.splitlines()[2]) == ("fsdp", "fsdp-Cm1w1", BITS)
     own = ",".join(f"{tmp_path}/own.py:{name}" for name in ("nearly", "far"))
     assert tool.main([*common, "--strategy", f"naive,torch_ddp,{own}"]) == 1
-    found = {(first, second): how for first, second, how in map(told, capsys.readouterr().out.splitlines()[2:])}
+    found = {(first, second): how for first, second, how in map(verdict_of, capsys.readouterr().out.splitlines()[2:])}
     assert found["naive", "nearly"] == WRONG and found["torch_ddp", "nearly"] == TOLERANCE
     assert found["torch_ddp", "far"] == found["naive", "far"] == WRONG
 

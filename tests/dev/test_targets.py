@@ -20,14 +20,14 @@ from dev.targets.cards import CARDS, KIB  # noqa: E402
 KERNELS = "tests/support/kernels_for_cards.py"
 
 
-def asked(capsys: pytest.CaptureFixture[str], name: str, *options: str) -> tuple[int, list[dict[str, Any]]]:
+def answers_to(capsys: pytest.CaptureFixture[str], name: str, *options: str) -> tuple[int, list[dict[str, Any]]]:
     """(exit code, answers) of the command for a target."""
     status = main([name, *options, "--json"])
     return status, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_a_kernel_that_does_not_fit_a_card_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    status, lines = asked(capsys, f"{KERNELS}:launch_products", "--card", "sm_86,sm_90")
+    status, lines = answers_to(capsys, f"{KERNELS}:launch_products", "--card", "sm_86,sm_90")
     assert status == 0 and len(lines) == 6  # two launches of three configurations are three kernels on each card
     by_card = {card: [x for x in lines if x["card"] == card] for card in ("sm_86", "sm_90")}
     small, large = by_card["sm_86"], by_card["sm_90"]
@@ -41,7 +41,7 @@ def test_a_kernel_that_does_not_fit_a_card_has_a_reason(capsys: pytest.CaptureFi
 
 
 def test_every_configuration_has_descriptors_of_its_own_block(capsys: pytest.CaptureFixture[str]) -> None:
-    _, lines = asked(capsys, f"{KERNELS}:launch_described", "--card", "sm_90")
+    _, lines = answers_to(capsys, f"{KERNELS}:launch_described", "--card", "sm_90")
     assert [x["constants"]["ROWS"] for x in lines] == [16, 64]
     assert lines[0]["needs"] * 4 == pytest.approx(lines[1]["needs"], rel=0.2)
 
@@ -72,12 +72,12 @@ def test_a_target_sees_its_card(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_target_that_ends_its_process_has_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    status, (line,) = asked(capsys, f"{KERNELS}:end_the_process", "--card", "sm_90")
+    status, (line,) = answers_to(capsys, f"{KERNELS}:end_the_process", "--card", "sm_90")
     assert status == 1 and line["kernel"] == "its caller" and "SIGABRT" in line["reason"]
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "told"),
+    ("target", "options", "message"),
     [
         ("launch_nothing", [], "launches no kernel of Triton"),
         ("takes_too_little", [], r"takes \(x\): name a function of q, k, v, or one without parameters"),
@@ -86,15 +86,17 @@ def test_a_target_that_ends_its_process_has_an_answer(capsys: pytest.CaptureFixt
         ("launch_products", ["--head-dim", "0"], "--head-dim=0 must be"),
     ],
 )
-def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], target: str, options: list[str], told: str) -> None:
+def test_bad_input_is_refused(
+    capsys: pytest.CaptureFixture[str], target: str, options: list[str], message: str
+) -> None:
     assert main([f"{KERNELS}:{target}", "--card", "sm_90", *options]) == 2
-    assert re.search(told, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_row_of_ours_launches_all_tiles_that_it_would_time(capsys: pytest.CaptureFixture[str]) -> None:
     """A row that refuses a card gets an answer with the reason, and is no error of the command."""
     options = "--head-dim", "32", "--length", "256", "--dtype", "bfloat16", "--forward"
-    status, (refused, *lines) = asked(capsys, "flash_triton", "--card", "sm_75,sm_86", *options)
+    status, (refused, *lines) = answers_to(capsys, "flash_triton", "--card", "sm_75,sm_86", *options)
     assert status == 1 and refused["kernel"] == "its caller" and "ValueError" in refused["reason"]
     assert {(x["card"], x["kernel"], x["constants"]["D"]) for x in lines} == {("sm_86", "_fwd_kernel", 32)}
     assert len({str(x["constants"]) for x in lines}) > 1
@@ -133,7 +135,7 @@ def test_blocks_of_known_kernels(arch: str, registers: int, shared: int, warps: 
 
 def test_a_compiler_that_ends_its_process_costs_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     """LLVM aborts on instructions of another card. An exception that the target raises is the last answer."""
-    status, (ended, behind, caller) = asked(capsys, f"{KERNELS}:launch_what_ends_the_compiler", "--card", "sm_86")
+    status, (ended, behind, caller) = answers_to(capsys, f"{KERNELS}:launch_what_ends_the_compiler", "--card", "sm_86")
     assert status == 1 and ended["reason"] == "its compiler ends: LLVM ERROR: Cannot select: intrinsic"
     assert behind["kernel"] == "double" and behind["reason"] is None
     assert (caller["kernel"], caller["reason"]) == ("its caller", "raises RuntimeError: no such card")

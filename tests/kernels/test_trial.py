@@ -35,7 +35,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_verdicts", {})
 
 
-def asked(function: Callable[[tuple[int, int]], None], capability: tuple[int, int] = CAPABILITY) -> str | None:
+def refusal(function: Callable[[tuple[int, int]], None], capability: tuple[int, int] = CAPABILITY) -> str | None:
     """The reason why a row is refused whose trial is `function`, or None."""
     return trial.refusal("a_row", function, FILES, capability)
 
@@ -47,9 +47,9 @@ def trials() -> list[str]:
 
 
 def test_a_row_whose_trial_is_exact_is_taken_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked(right) is None and asked(right) is None
+    assert refusal(right) is None and refusal(right) is None
     forget(monkeypatch)
-    assert asked(right) is None
+    assert refusal(right) is None
     assert len(trials()) == 1 and trials() != [str(os.getpid())]
 
 
@@ -65,18 +65,18 @@ def test_a_refusal_says_why_and_what_to_do(
     function: Callable[[tuple[int, int]], None], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "DEADLINE_S", 3.0 if function is hang else 60.0)
-    reason = str(asked(function))
+    reason = str(refusal(function))
     assert f"was tried on triton 3.99.0, on which its GPU tests have not run: {what};" in reason
     assert "it runs on triton 3.6.0" in reason and f"to try again, delete {trial.KEPT.path}" in reason
     forget(monkeypatch)
-    assert asked(function) == reason and len(trials()) == 1
+    assert refusal(function) == reason and len(trials()) == 1
     trial.KEPT.path.unlink()
     forget(monkeypatch)
-    assert asked(right) is None
+    assert refusal(right) is None
 
 
 def test_a_refusal_has_the_last_line_of_the_compilers_message() -> None:
-    assert "RuntimeError: at 3:11: ... AttributeError: no reinterpret;" in str(asked(uncompiled))
+    assert "RuntimeError: at 3:11: ... AttributeError: no reinterpret;" in str(refusal(uncompiled))
 
 
 def test_a_verdict_is_for_its_versions_gpu_and_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_a_verdict_is_for_its_versions_gpu_and_sources(monkeypatch: pytest.Monke
 
 
 def test_out_of_memory_is_reported_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "out of memory" in str(asked(full)) and "out of memory" in str(asked(full))
+    assert "out of memory" in str(refusal(full)) and "out of memory" in str(refusal(full))
     assert len(trials()) == 1 and not trial.KEPT.path.exists()
     forget(monkeypatch)
-    assert asked(right) is None
+    assert refusal(right) is None
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,12 @@ def test_corrupt_verdicts_are_named(text: str) -> None:
     trial.KEPT.path.parent.mkdir(parents=True)
     trial.KEPT.path.write_text(text)
     with pytest.raises(ValueError, match="verdicts are corrupt") as error:
-        asked(right)
+        refusal(right)
     assert str(trial.KEPT.path) in str(error.value)
 
 
 def test_a_verdict_that_cannot_be_written_lasts_for_the_process(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
     with pytest.warns(UserWarning, match="for this process only"):
-        assert "dq is wrong" in str(asked(wrong))
-    assert "dq is wrong" in str(asked(wrong)) and len(trials()) == 1
+        assert "dq is wrong" in str(refusal(wrong))
+    assert "dq is wrong" in str(refusal(wrong)) and len(trials()) == 1
