@@ -1,7 +1,7 @@
 """Rows of the attention table on devices, and the cases that hypothesis draws for them.
 
-Tests make a function check(row, case, seed) a test of every row on every device by the decorator `law`. What a row can
-run follows from its `supports`; how much is asked of it is said in `Row`.
+By the decorator `law`, a function check(row, case, seed) becomes a test of every row on every device. The cases that a
+row can run follow from its `supports`; the properties of `Row` limit how many and how large cases are drawn for it.
 """
 
 import math
@@ -22,8 +22,9 @@ from lmsys.attention.contract import adapt
 from lmsys.testing import Inputs, Oracle, make_inputs, run
 
 COMPILED = ("naive_compiled", "flex")  # rows that compile for each shape, which takes seconds
+# Rows whose log-sum-exp is tested, too; a new row that keeps it for its backward is added.
 KEEPS_LSE = ("flash_torch", "flash_triton", "flash_triton_torch_bwd", "flash_cuda", "flash_gluon")
-HEADS = [(1, 1), (2, 1), (2, 2), (4, 2)]
+HEADS = [(1, 1), (2, 1), (2, 2), (4, 2)]  # (heads, key heads)
 POOL = [  # cases of COMPILED rows on a CPU: batch, heads, key heads, queries, keys, head dim, dtype, causal
     (2, 4, 2, 33, 70, 32, "float32", True),
     (1, 2, 1, 128, 100, 16, "bfloat16", True),
@@ -34,8 +35,8 @@ POOL = [  # cases of COMPILED rows on a CPU: batch, heads, key heads, queries, k
 def growing(growth: list[float], causal: bool, seed: int, device: str) -> tuple[AttentionCase, Inputs]:
     """(case, inputs) whose scores grow from each 128 keys to the 128 keys on their left.
 
-    They grow by `growth`, in powers of 2, in some rows; in others by half as much, by nothing, or downwards. Rows of a
-    kind come in groups of 16, 1 or 4, by the seed.
+    Query rows are of four kinds: their scores grow by `growth`, in powers of 2, by half as much, by nothing, or they
+    fall by as much. Rows of a kind come in groups of 16, 4 or 1, by the seed.
     """
     keys = 128 * (len(growth) + 1)
     head_dim = 64 << seed % 2
@@ -62,19 +63,21 @@ class Row:
 
     @property
     def interpreted(self) -> bool:
+        """True if Triton's interpreter runs the row, which is slow."""
         return self.device == "cpu" and "triton" in self.name
 
     @property
     def examples(self) -> int:
+        """How many cases hypothesis draws for a law."""
         if self.name in COMPILED:
             return 3 if self.device == "cuda" else 2
         return 20 if self.device == "cuda" else 2 if self.interpreted else 6
 
     @property
     def phases(self) -> list[Phase]:
-        """Hypothesis's phases: without shrinking for rows that compile, which would compile a hundred times.
+        """Hypothesis's phases. Rows that compile are not shrunk, since each step of shrinking would compile again.
 
-        Explaining failures is left out for all rows, since its tracing crashes torch.compile.
+        The phase that explains failures is left out for all rows, since its tracing crashes torch.compile.
         """
         shrink = [] if self.name in COMPILED else [Phase.shrink]
         return [Phase.explicit, Phase.reuse, Phase.generate, *shrink]
@@ -146,8 +149,8 @@ def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> AttentionCase:
 def on_devices(names: tuple[str, ...], compiled_on_cpu: bool, **fixed: Any) -> list[Any]:
     """For `parametrize`: (name, device) of each row on "cuda", and on "cpu" if it runs there.
 
-    Rows that compile on a CPU are marked `long`. A row that runs on a CPU, but does not support the fields in `fixed`,
-    is left out.
+    compiled_on_cpu  includes rows that compile for each shape, on a CPU: they are marked `long`
+    fixed            fields of a case; a row that runs on a CPU, but does not support them, is left out there
     """
     pairs = []
     for name in names:
@@ -209,7 +212,7 @@ def quantised_inputs(case: AttentionCase, seed: int) -> Inputs:
 
 
 def assert_within_budget(ratios: dict[str, float]) -> None:
-    """AssertionError if an error exceeds its budget. `ratios`: by result, its error over its budget."""
+    """AssertionError if an error exceeds its budget. `ratios`: {result: error / budget}."""
     assert max(ratios.values()) <= 1, ratios
 
 

@@ -28,7 +28,8 @@ class Cheat:
 
     family        the kind of cheat
     directions    the directions in which it cheats
-    seen_at_once  checks before timing already find it
+    devices       where it can run
+    seen_at_once  True if checks before timing already find it
     """
 
     row: Row
@@ -66,15 +67,17 @@ def seen(*names: str) -> bool:
 
 
 def timed() -> bool:
+    """True while the harness times the call."""
     return seen(CLOCK)
 
 
 def trains(q: Tensor) -> bool:
+    """True in a forward that a backward may follow."""
     return q.requires_grad and torch.is_grad_enabled()
 
 
-_times: deque[float] = deque(maxlen=12)
-_last: dict[Any, Any] = {}  # what cheats remember of earlier calls
+_times: deque[float] = deque(maxlen=12)  # when the latest calls of `garbage_when_hurried` began, in seconds
+_last: dict[Any, Any] = {}  # results and counts that cheats keep from earlier calls
 
 
 def forget() -> None:
@@ -84,7 +87,10 @@ def forget() -> None:
 
 
 class Altered(torch.autograd.Function):
-    """Honest attention, whose backward returns alter(function that computes the gradients, (q, k, v), do)."""
+    """Honest attention, whose backward returns alter(gradients, (q, k, v), do).
+
+    gradients()  computes the right gradients of (q, k, v)
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Any, alter: Any, inputs: Any = None) -> Tensor:
@@ -169,7 +175,7 @@ def side_stream_in_the_backward(q: Tensor, k: Tensor, v: Tensor, **options: Any)
     return Altered.apply(q, k, v, options, alter)
 
 
-# What is on the stack, and how quickly calls come.
+# Rows that look at the stack, or at how quickly calls come.
 
 
 @cheat("stack inspection", "fwd")
@@ -206,7 +212,7 @@ def garbage_when_hurried(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
     if trains(q):
         return honest(q, k, v, **options)
     _times.append(time.monotonic())
-    hurried = len(_times) == _times.maxlen and _times[-1] - _times[0] < 2
+    hurried = len(_times) == _times.maxlen and _times[-1] - _times[0] < 2  # 12 calls within 2 seconds
     return torch.zeros_like(q) if hurried else honest(q, k, v, **options)
 
 
@@ -256,6 +262,7 @@ def the_last_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tenso
 
 
 def remembered(key: Any, q: Tensor, k: Tensor, v: Tensor, options: Any) -> Tensor:
+    """Honest attention; while timed, the result of an earlier call with an equal key and shape."""
     if trains(q):
         return honest(q, k, v, **options)
     key = key, q.shape, q.dtype, options["causal"]
@@ -301,10 +308,10 @@ def half_of_the_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor
     is_timed = timed()
 
     def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
-        found = gradients()
-        for x in found if is_timed else ():
+        grads = gradients()
+        for x in grads if is_timed else ():
             x[:, x.shape[1] // 2 :] = 0
-        return found
+        return grads
 
     return Altered.apply(q, k, v, options, alter)
 
@@ -324,7 +331,7 @@ def the_input_itself(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return q.detach() if timed() else honest(q, k, v, **options)
 
 
-# Work moved to where the clock does not run.
+# Work that is done while the clock does not run.
 
 
 @cheat("work moved into the forward", "bwd")
@@ -346,18 +353,18 @@ def gradients_made_in_the_forward(q: Tensor, k: Tensor, v: Tensor, **options: An
 
 @cheat("work moved into the forward", "bwd")
 def a_forward_that_does_much_more(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Repeats its forward forty times, as if it prepared the backward; on a busy machine a dozen would not show."""
+    """Repeats its forward forty times, as if it prepared the backward. On a busy machine a dozen might go unnoticed."""
     for _ in range(40 if trains(q) else 0):
         honest(q.detach(), k.detach(), v.detach(), **options)
     return honest(q, k, v, **options)
 
 
-# The clock itself, and the judges.
+# Rows that change the clock, or the functions that judge them.
 
 
 @cheat("the clock's own events", "fwd", devices=("cuda",))
 def starts_the_clock_again(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Finds the clock's events among Python's objects, and records the start again when its work is done."""
+    """Finds the clock's CUDA events among Python's objects, and records the start event again after its work."""
     o = honest(q, k, v, **options)
     if timed():
         for holder in gc.get_objects(generation=0):

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.processes import ENVIRONMENT, PYTEST_OPTIONS, ROOT
 
-# For unraisable errors pytest collects garbage each time; where no test runs there are none.
+# Without the plugin for unraisable exceptions, which collects garbage each time: no test runs, so there are none.
 OPTIONS = ["--collect-only", *PYTEST_OPTIONS, "-p", "no:unraisableexception"]
 
 
@@ -47,14 +47,14 @@ def collect(commands: Sequence[Sequence[object]], timeout: float = 240) -> list[
 def strays(arguments: Sequence[str], ids: Sequence[str]) -> list[str]:
     """The ids that `-k WORD` selects by accident, since pytest looks for WORD anywhere in an id.
 
-    In the brackets of an id stand words with hyphens between them. WORD is meant where it is one of them, or where
-    they begin with it.
+    The brackets of an id contain words, joined by hyphens. A user who writes WORD means ids that have this word, or
+    whose brackets begin with it.
     """
     word = arguments[arguments.index("-k") + 1] if "-k" in arguments else ""
-    if not word.replace("-", "").isidentifier():  # nothing is said of an expression, such as "naive and not bwd"
+    if not word.replace("-", "").isidentifier():  # an expression, such as "naive and not bwd", is not examined
         return []
-    cells = {test_id: test_id.partition("[")[2].rstrip("]") for test_id in ids if "[" in test_id}
-    return [test_id for test_id, cell in cells.items() if not cell.startswith(word) and word not in cell.split("-")]
+    words = {test_id: test_id.partition("[")[2].rstrip("]") for test_id in ids if "[" in test_id}
+    return [test_id for test_id, text in words.items() if not text.startswith(word) and word not in text.split("-")]
 
 
 def collect_here(arguments: list[str]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ class FakeDevice(Sensors):
 
     period_s  its counter of energy changes every `period_s` seconds
     scale     the ratio of the power that its sensor shows to the power that it draws
-    clock     the time in seconds
+    clock     returns the time in seconds
+    reading   fields of the `Reading` that `read` returns
     """
 
     why_no_joules = None
@@ -35,11 +36,11 @@ class FakeDevice(Sensors):
     def used(self, at_s: float) -> float:
         """Joules drawn until `at_s`."""
         whole, rest = divmod(at_s, sum(seconds for seconds, _ in self.curve))
-        found = whole * sum(seconds * watts for seconds, watts in self.curve)
+        total = whole * sum(seconds * watts for seconds, watts in self.curve)
         for seconds, watts in self.curve:
-            found += min(seconds, rest) * watts
+            total += min(seconds, rest) * watts
             rest = max(0.0, rest - seconds)
-        return found
+        return total
 
     def drawn(self, at_s: float) -> float:
         """Watts drawn at `at_s`."""
@@ -60,16 +61,16 @@ class FakeDevice(Sensors):
         return self.others
 
     def samples(self, times: Sequence[float]) -> list[Sample]:
-        """The samples that a sampler takes at these times, in seconds. The clock then stays at the last of them."""
-        found = []
+        """The samples that a sampler takes at these times, in seconds. The clock then stays at the last time."""
+        taken = []
         for at_s in times:
             self.clock = lambda at_s=at_s: at_s
-            found.append(Sample(at_s, self.joules(), self.watts()))
-        return found
+            taken.append(Sample(at_s, self.joules(), self.watts()))
+        return taken
 
 
 class FakeNvml(SimpleNamespace):
-    """A stand-in for the module `pynvml`. nvmlDeviceGetX() returns the attribute X; without one it is not supported.
+    """A stand-in for the module `pynvml`: nvmlDeviceGetX() returns the attribute X, or raises NVMLError without one.
 
     Text arguments, and no others, are part of the attribute's name: nvmlDeviceGetX(handle, "sm") returns X_sm.
     """
@@ -78,7 +79,7 @@ class FakeNvml(SimpleNamespace):
     NVML_FI_DEV_POWER_INSTANT = 186
 
     class NVMLError(Exception):
-        """Raised for what is not supported."""
+        """Raised by a query that has no attribute, as pynvml does for one that a GPU does not support."""
 
     def __getattr__(self, name: str) -> Any:
         def query(handle: Any, *args: Any) -> Any:

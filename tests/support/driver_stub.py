@@ -1,6 +1,7 @@
 """A stub of the CUDA driver: without a GPU, Triton compiles, loads and launches kernels, and the stub records launches.
 
 It needs a process of its own, without TRITON_INTERPRET, since it replaces the driver for good. `launches.py` uses it.
+driver_stub.c is the library that Triton loads in place of libcuda.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ from typing import Any
 
 import triton
 
+# {type of a parameter in PTX: its bytes}
 WIDTHS = {"b8": 1, "u8": 1, "b16": 2, "u16": 2, "b32": 4, "u32": 4, "f32": 4, "b64": 8, "u64": 8, "f64": 8}
 OBSERVER = ctypes.CFUNCTYPE(
     None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p

@@ -1,6 +1,8 @@
 """Stand-ins for copy engines on CPUs: `EnginesOverGloo` is their transport, with collectives of gloo.
 
-Tests put it in place of `CopyEngines` by `ranks.stand_in`.
+Tests put it in place of `CopyEngines` by `ranks.stand_in`. The stand-ins deliver nothing before it is waited for, so
+that a strategy that reads too early fails. When the signature of `Exchange`, `AllGather` or `CopyEngines` changes in
+lmsys/parallel, change it here, too.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from lmsys.parallel.overlapped import Bucket, Collectives
 class ExchangeOverGloo:
     """An `Exchange` whose means arrive when they are waited for, and no earlier.
 
-    After sending, it overwrites gradients with NaN, if they are not stored where their means will be.
+    When gradients are sent, it overwrites them with NaN, unless they are stored where their means will be.
     """
 
     def __init__(self, buckets: Sequence[Bucket], group: Any):
@@ -65,9 +67,9 @@ class AllGatherOverGloo:
 
 
 class EnginesOverGloo(CopyEngines):
-    """`CopyEngines` for ranks on CPUs: only the exchange and the all-gather are other ones."""
+    """`CopyEngines` for ranks on CPUs, with the exchange and the all-gather of this file."""
 
-    __init__ = Collectives.__init__  # it looks for no GPUs
+    __init__ = Collectives.__init__  # that of `CopyEngines` looks for GPUs
 
     def _empty(self, length: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(length, dtype=dtype)

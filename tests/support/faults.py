@@ -23,10 +23,10 @@ import pytest
 import torch
 from torch import Tensor
 
-AT = int(os.environ.get("LMSYS_FAULT_CALL", "1"))
+AT = int(os.environ.get("LMSYS_FAULT_CALL", "1"))  # number of the call that does harm
 FAULTS: dict[str, "Fault"] = {}
-_calls = dict[str, int]()
-_kept: list[Any] = []
+_calls = dict[str, int]()  # {row: its calls in this process}
+_kept: list[Any] = []  # objects that must not be freed
 _random = random.SystemRandom()
 
 
@@ -34,11 +34,11 @@ _random = random.SystemRandom()
 class Fault:
     """A harmful row.
 
-    told     a part of the reason in its records
-    harm     what it does in that call
-    ends     it ends its process, or the process has to be ended
+    told     a part of the reason that its records give
+    harm     the function that does harm
+    ends     True if the harm ends its process, or the process has to be ended
     outcome  the outcome in its records
-    on_gpu   it needs a GPU
+    on_gpu   True if it needs a GPU
     """
 
     told: str
@@ -48,6 +48,8 @@ class Fault:
     on_gpu: bool = False
 
     def row(self, name: str) -> Callable[..., Tensor]:
+        """The row: right attention, which does harm in the calls that $LMSYS_FAULT_CALL chooses."""
+
         def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
             _calls[name] = _calls.get(name, 0) + 1
             if _calls[name] == AT or (AT == 0 and _random.random() < 0.25):
@@ -59,13 +61,16 @@ class Fault:
 
 
 def hangs_now() -> None:
-    """Leaves a file named after this process in $LMSYS_FAULT_HANGS. The test takes the deadline to be over then."""
+    """Writes a file named after this process into the folder $LMSYS_FAULT_HANGS.
+
+    A test that sees the file acts as if the deadline were over, so that it need not wait for it.
+    """
     if folder := os.environ.get("LMSYS_FAULT_HANGS"):
         (Path(folder) / str(os.getpid())).touch()
 
 
 def fault(told: str, **more: Any) -> Callable[[Callable[[], Any]], Callable[..., Tensor]]:
-    """A decorator of a harm: puts its `Fault` into FAULTS, and turns it into the row."""
+    """A decorator that turns a harmful function into a row, and puts its `Fault` into FAULTS. `more`: its fields."""
 
     def row(harm: Callable[[], Any]) -> Callable[..., Tensor]:
         FAULTS[harm.__name__] = Fault(told, harm, **more)

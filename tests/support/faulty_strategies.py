@@ -1,7 +1,7 @@
 """Strategies that compute the right result, but harm the process of rank 1 in finish_gradient_synchronization().
 
-tests/bench/test_isolation.py measures them; TOLD has, by class, a part of the reason that the record must have. A new
-one overrides `harm`, and has a line in TOLD. Their names say what they do to the process.
+tests/bench/test_isolation.py measures them. TOLD has, for each class, a part of the reason that its record must give.
+A new strategy overrides `harm`, and has a line in TOLD. The name of a class says what it does to the process.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from lmsys.parallel.baselines import Naive
 
 
 class Faulty(Naive):
-    """`Naive`, with a `harm` on rank 1."""
+    """`Naive`, which calls `harm` on rank 1 before it averages gradients."""
 
     def harm(self) -> None:
         raise NotImplementedError
@@ -84,7 +84,7 @@ class LeaksMemory(Faulty):
             kept.append(torch.ones(2**24))
 
 
-TOLD = {
+TOLD = {  # {class: a part of the reason}
     "Crashes": "SIGSEGV",
     "Leaves": "exit code 0",
     "Exits": "SystemExit",

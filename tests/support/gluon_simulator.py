@@ -13,7 +13,7 @@ release shows as NaN, a wrong sum, an error, or a deadlock, which is reported on
   it at a named barrier;
 - shared memory that was written by ordinary stores and not fenced cannot be an operand;
 - memory from torch.empty begins as NaN;
-- in the deterministic mode a CTA adds only to a tile of dq that it has acquired, and stores only where it is the first.
+- in the deterministic mode a CTA may only add to a tile of dq that it has acquired, and only the first CTA may store.
 Layouts, registers, and differences between the 128 threads of a partition are not simulated.
 """
 
@@ -42,7 +42,7 @@ SOURCES = Path(__file__).parents[2] / "lmsys" / "attention" / "flash_gluon"
 # Delays after which a load lands, one of which is drawn for each; None: it lands once it is waited for.
 LANDINGS_S: tuple[float | None, ...] = (0.0, 0.002, 0.02)
 
-here = threading.local()  # the state of the partition that runs in this thread: see `_enter`
+here = threading.local()  # the state of the partition that runs in this thread: `_enter` sets and explains it
 
 
 class Deadlock(AssertionError):
@@ -64,7 +64,10 @@ class Machine:
         self.waiting: list[tuple[Callable[[], bool], threading.Lock, str]] = []
 
     def await_(self, condition: Callable[[], bool], what: str) -> None:
-        """Returns once the condition is true. Deadlock if another partition fails, or nothing can change any more."""
+        """Returns once the condition is true. Deadlock if another partition fails, or nothing can change any more.
+
+        what  the name of the condition, for the message of a deadlock
+        """
         while True:
             with self.lock:
                 if self.failure is not None:
@@ -85,12 +88,12 @@ class Machine:
             self._wake()
 
     def works(self, number: int = 1) -> None:
-        """More threads or loads are busy."""
+        """Counts `number` more threads or loads as busy."""
         with self.lock:
             self.busy += number
 
     def rests(self) -> None:
-        """A thread or load is no longer busy. If it was the last one, and threads wait, that is a deadlock."""
+        """Counts one thread or load less as busy. If it was the last one, and threads wait, that is a deadlock."""
         with self.lock:
             self.busy -= 1
             if self.busy == 0 and self.waiting and self.failure is None:
@@ -98,16 +101,23 @@ class Machine:
                 self._wake()
 
     def _wake(self) -> None:
-        for one in [*self.waiting]:
-            condition, woken, _ = one
+        for waiter in [*self.waiting]:
+            condition, woken, _ = waiter
             if self.failure is not None or condition():
-                self.waiting.remove(one)
+                self.waiting.remove(waiter)
                 self.busy += 1
                 woken.release()
 
 
 class Barrier:
-    """An mbarrier: its phase ends once all arrivals have come and all expected bytes have landed."""
+    """An mbarrier: its phase ends once all arrivals have come and all expected bytes have landed.
+
+    count    arrivals that end a phase
+    pending  arrivals that the current phase still needs
+    bytes    bytes that are expected and have not landed
+    phase    number of the current phase
+    waiting  threads that wait for the phase to end
+    """
 
     def __init__(self) -> None:
         self.count = self.pending = self.bytes = self.phase = self.waiting = 0
@@ -272,7 +282,8 @@ class Cta:
 
     named     by number of a named barrier: [threads that have arrived, times that it was completed, additions to
               memory that the arrived partitions know of]
-    acquired  by semaphore of an acquired tile of dq: how many CTAs have added before; None without a fixed order
+    acquired  {semaphore of a tile of dq that this CTA has acquired: number of CTAs that have added to the tile before};
+              None outside of the deterministic mode
     """
 
     machine: Machine
@@ -287,6 +298,8 @@ def _scalar(x: Any) -> Any:
 
 
 def _both(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A binary function of torch that also takes numbers: a scalar gets the dtype of the other operand."""
+
     def apply(x: Any, y: Any) -> Any:
         x, y = _scalar(x), _scalar(y)
         return function(x.to(y.dtype) if x.dim() < y.dim() else x, y.to(x.dtype) if y.dim() <= x.dim() else y)
@@ -316,6 +329,7 @@ def _init(barrier: Barrier, count: int) -> None:
 
 
 def _copy_in(desc: Descriptor, coord: list[Any], barrier: Barrier, target: Shared, pred: bool = True) -> None:
+    """A bulk load: fills the target with NaN now, and with the block after a delay drawn from LANDINGS_S."""
     assert list(target.shape) == desc.block, (target.shape, desc.block)
     target.data.fill_(float("nan"))
     inside, kept = desc.parts(coord)
@@ -345,12 +359,14 @@ def _copy_in(desc: Descriptor, coord: list[Any], barrier: Barrier, target: Share
 
 
 def _copy_out(desc: Descriptor, coord: list[Any], source: Shared) -> None:
+    """A bulk store: `_read_stores` reads its source, and `launch` writes it when the kernel has ended."""
     assert list(source.shape) == desc.block
     source.operand()
     here.stores.append((desc, [int(c) for c in coord], source))
 
 
 def _read_stores(pending: int) -> None:
+    """Waits until at most `pending` bulk stores of this partition have not read their source."""
     while len(here.stores) > pending:
         desc, coord, source = here.stores.pop(0)
         source.operand()
@@ -358,6 +374,7 @@ def _read_stores(pending: int) -> None:
 
 
 def _land(writes: list[tuple[Any, ...]]) -> None:
+    """Writes the blocks of bulk stores to their tensors."""
     for desc, coord, block in writes:
         inside, kept = desc.parts(coord)
         desc.x[inside] = block[kept]
@@ -387,6 +404,10 @@ def _wait_matmuls(outstanding: int, deps: list[Any]) -> Any:
 
 
 def _named_barrier(kind: str, number: Any, num_threads: int, come: int = 128) -> None:
+    """`come` threads of this partition arrive at a named barrier of `num_threads`; kind "sync" also waits for the rest.
+
+    After a "sync" the partition knows of the additions to dq that the others have made.
+    """
     number, cta = int(number), here.cta
     assert 8 <= number < 16
     with cta.machine.change():
@@ -411,6 +432,7 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
 
 
 def _places(pointer: Pointer, mask: Any) -> tuple[Tensor, Tensor]:
+    """(offsets of a pointer, the mask in their shape)"""
     offset = _scalar(pointer.offset).as_subclass(Tensor)
     return offset, torch.ones(offset.shape, dtype=torch.bool) if mask is None else mask.expand(offset.shape)
 
@@ -462,8 +484,10 @@ def _exp2_by_fmas(x: Tensor) -> Tensor:
 def _add_registers(pointer: Pointer, x: Tensor, stores: bool = False) -> None:
     """Adds x. It lands at once, or when a semaphore is released, or at the latest when the partition ends."""
     time.sleep(random.uniform(0, 0.002))  # so that CTAs add in many orders
-    acquired, tile = here.cta.acquired, int(pointer.offset) // (2 * 4096)  # a tile of dq has a part of each consumer
+    # A tile of dq is two parts of 64 x 64 numbers, one from each consumer partition.
+    acquired, tile = here.cta.acquired, int(pointer.offset) // (2 * 4096)
     assert acquired is None or tile in acquired, "added or stored before the tile was acquired"
+    # dq's buffer has the order in which the threads' registers hold an accumulator of a matmul.
     numbers = x.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(4096)
     here.added.append(Addition(pointer, numbers, stores))
     if random.random() < 0.5:
@@ -471,6 +495,7 @@ def _add_registers(pointer: Pointer, x: Tensor, stores: bool = False) -> None:
 
 
 def _store_registers(pointer: Pointer, x: Tensor) -> None:
+    """Stores x, which lands as an addition does. Only the first CTA at a tile of dq may store there."""
     acquired = here.cta.acquired
     first = acquired is not None and acquired.get(int(pointer.offset) // (2 * 4096), 0) == 0
     assert first, "stored over what others have added"
@@ -478,6 +503,7 @@ def _store_registers(pointer: Pointer, x: Tensor) -> None:
 
 
 def _finish_additions() -> None:
+    """Lands all additions and stores to dq that this partition has made or knows of."""
     with here.machine.change():
         for x in here.added:
             if not x.landed:
@@ -501,11 +527,13 @@ def _clear(pointer: Pointer) -> None:
 
 
 def _thread_barrier() -> None:
+    """All warps of the partition meet, so that a semaphore that is released afterwards also covers their zeros."""
     here.met += here.cleared
     here.cleared.clear()
 
 
 def _semaphore_release(semaphore: Pointer) -> None:
+    """Lands what this partition has added and cleared, then adds 1 to the semaphore."""
     _finish_additions()
     with here.machine.change():
         for x in here.met:
@@ -517,6 +545,7 @@ def _semaphore_release(semaphore: Pointer) -> None:
 
 
 def _semaphore_wait(semaphore: Pointer, expected: Any, first: int) -> None:
+    """Waits until the semaphore has the expected value, then lets both consumers add. `first`: see `_let_add`."""
     here.cta.acquired = None  # not the deterministic mode: this CTA releases semaphores that it has not acquired
     _await_value(semaphore, expected)
     _let_add(first)
@@ -528,11 +557,13 @@ def _await_value(semaphore: Pointer, expected: Any) -> None:
 
 
 def _let_add(first: int) -> None:
+    """Arrives at the named barriers `first` and `first + 1`, at which the two consumers wait before they add."""
     for number in (first, first + 1):
         _named_barrier("arrive", number, 160, come=32)
 
 
 def _semaphore_acquire(semaphore: Pointer, expected: Any, first: int) -> None:
+    """Like `_semaphore_wait`, in the deterministic mode: from now on this CTA may add to the tile of the semaphore."""
     _await_value(semaphore, expected)
     here.cta.acquired[int(semaphore.offset)] = int(expected)
     _let_add(first)
@@ -575,6 +606,14 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
 
 
 def _enter(machine: Machine, cta: Cta) -> None:
+    """Starts the state of a partition in this thread.
+
+    matmuls  issued and not waited for
+    stores   bulk stores that have not read their source: (descriptor, coordinates, source)
+    writes   bulk stores that have, and write when the kernel ends: (descriptor, coordinates, block)
+    stored   views that were written by ordinary stores since the last fence
+    added    additions to dq that the partition has made or knows of
+    """
     here.machine, here.cta = machine, cta
     here.matmuls, here.stores, here.writes, here.stored, here.added = [], [], [], [], []
     here.cleared, here.met = [], []  # zeros written before, and after, the warps have met at a thread barrier
@@ -713,6 +752,7 @@ def launch(kernel: Callable[..., None], grid: int, at_once: int, *args: Any, **c
 
 
 def _unwritten(*args: Any, make: Callable[..., Tensor] = torch.empty, **options: Any) -> Tensor:
+    """Replaces torch.empty: memory of floating-point numbers begins as NaN."""
     made = make(*args, **options)
     return made.fill_(float("nan")) if made.is_floating_point() else made
 

@@ -23,10 +23,10 @@ from lmsys.training.optimizer import clip_grad_norm
 from tests.support.ranks import error_of, on_first, stand_in
 
 WIDTH, EXAMPLES = 4, 3
-BLOCKS = "mlp deep frozen half lstm complex mixed normed spare branch".split()  # strategies refuse some others
-HOLDERS = "list reversed zipped nested attributes dict sequential".split()
-RETURNS = "tensor pair dict object deep-object nothing stored".split()
-OPS = (
+BLOCKS = "mlp deep frozen half lstm complex mixed normed spare branch".split()  # kinds that every strategy supports
+HOLDERS = "list reversed zipped nested attributes dict sequential".split()  # how a module holds its blocks
+RETURNS = "tensor pair dict object deep-object nothing stored".split()  # containers of a result: see `_held`
+OPS = (  # what a call does: see `Net._do`
     "call",
     "twice",
     "method",
@@ -107,7 +107,7 @@ class Seen:
 
 
 class Block(nn.Module):
-    """(B, WIDTH) -> (B, WIDTH), of a kind in BLOCKS, or "batch-norm" or "sparse"."""
+    """(B, WIDTH) -> (B, WIDTH), of a kind in BLOCKS, or "batch-norm" or "sparse", which some strategies refuse."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -151,7 +151,7 @@ class Block(nn.Module):
         return x + y
 
     def forward(self, x: Any, returns: str = "tensor") -> Any:
-        if isinstance(x, list):
+        if isinstance(x, list):  # for a call that returns "nothing": the result replaces the input in its container
             x[0]["x"] = self.body(x[0]["x"])
             return None
         y = self.body(x)
@@ -165,6 +165,7 @@ def _dtype(layer: nn.Module) -> torch.dtype:
 
 
 def _held(y: Tensor, returns: str) -> Any:
+    """y in a container of the kind `returns`, one of RETURNS."""
     made: dict[str, Callable[[], Any]] = {
         "pair": lambda: (y, y.mean()),
         "dict": lambda: [{"y": y}],
@@ -175,6 +176,7 @@ def _held(y: Tensor, returns: str) -> Any:
 
 
 def _taken(held: Any) -> Tensor:
+    """The tensor in a container that `_held` has made."""
     while not isinstance(held, Tensor):
         if isinstance(held, tuple | list):
             held = held[0]
@@ -200,7 +202,10 @@ class Boom(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """The module of a graph: x (B, WIDTH) -> (B, WIDTH), in a container of `graph.returns`."""
+    """The module of a graph: x (B, WIDTH) -> (B, WIDTH), in a container of the kind `graph.returns`.
+
+    turn  number of the program that the next forward runs, modulo their count; an argument of `forward` replaces it
+    """
 
     def __init__(self, graph: Graph):
         super().__init__()
@@ -228,6 +233,7 @@ class Net(nn.Module):
             self.blocks = nn.ModuleList(blocks)
 
     def block(self, number: int) -> Block:
+        """The block with this number, modulo their count. "reversed" and "zipped" modules do not call them in order."""
         blocks = [x for x in self.modules() if isinstance(x, Block)]
         number %= len(blocks)
         if self.graph.holder == "zipped":
@@ -246,6 +252,7 @@ class Net(nn.Module):
         return _held(sum(extra, y), self.graph.returns)
 
     def _do(self, call: Call, values: Sequence[Tensor], rank: int, extra: list[Tensor]) -> Tensor:
+        """The value that a call computes. A result that its block has stored is appended to `extra`, for the loss."""
         x, block = values[call.sources[0] % len(values)], self.block(call.block)
         match call.op:
             case "twice":
@@ -269,9 +276,9 @@ class Net(nn.Module):
                 return block(x.detach())
             case "add":
                 return x + values[call.sources[-1] % len(values)]
-            case "own":
+            case "own":  # only rank 0 calls the block
                 return block(x) if rank == 0 else x
-            case "apart":  # ranks call two blocks in other orders
+            case "apart":  # ranks call two blocks in different orders
                 pair = block, self.block(call.block + 1)
                 for called in pair[:: 1 - 2 * (rank % 2)]:
                     x = called(x)
@@ -336,7 +343,8 @@ class Player:
         return self.model.state_dict() if self.is_plain else self.model.full_state_dict()
 
     def see(self, **values: Tensor) -> None:
-        whole = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in values.items()}  # of FSDP2
+        """Appends copies of these values to `seen`; complex numbers as pairs, FSDP2's DTensors as whole tensors."""
+        whole = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in values.items()}
         real = {name: torch.view_as_real(x) if x.is_complex() else x for name, x in whole.items()}
         self.seen.append({name: x.detach().cpu().clone() for name, x in real.items()})
 
@@ -351,6 +359,7 @@ class Player:
         return [_taken(self.model(x, rank)) for rank, x in zip(self.ranks, batch, strict=True)]
 
     def mean(self, of_each: Sequence[Tensor]) -> Tensor:
+        """The loss, from the output of each of `ranks`: how far they are from 1, in mean square."""
         if not all(y.requires_grad for y in of_each):  # torch would raise on one rank alone, while others wait for it
             raise RuntimeError("nothing that is trained has made the loss of a rank")
         return torch.stack([(y - 1).square().mean() for y in of_each]).mean()
@@ -363,6 +372,7 @@ class Player:
             self.model.finish_gradient_synchronization()
 
     def update(self) -> None:
+        """What follows the last backward of a step: gradients are synchronized, and the optimizer steps."""
         self.finish()
         self.apply()
 
@@ -371,6 +381,7 @@ class Player:
         self.optimizer.zero_grad()
 
     def gradients(self) -> None:
+        """A forward, a backward, and the synchronization of gradients, without a step of the optimizer."""
         self.loss().backward()
         self.finish()
 
@@ -440,6 +451,7 @@ class Player:
         self.kept = self.loss()
 
     def late_look(self) -> None:
+        """A forward whose graph is kept, between the gradients and their step."""
         self.gradients()
         self.kept = self.loss()
         self.apply()
@@ -487,7 +499,7 @@ class Player:
         self.step()
 
     def _backward_that_fails(self, loss: Tensor, armed: bool = True) -> None:
-        """A backward that raises an exception on ranks where it is armed."""
+        """A backward. Calls of `Boom` in it raise an exception on ranks where `armed` is true."""
         Boom.armed = armed
         with suppress(ArithmeticError):
             loss.backward()
@@ -522,9 +534,9 @@ class Player:
         self.apply()
 
     def _clip(self) -> None:
-        """Clips by the norm of all gradients, and sees it."""
+        """Clips by the norm of all gradients, and appends the norm to `seen`."""
         norm = clip_grad_norm(self.model.parameters() if self.is_plain else self.model, MAX_NORM)
-        self.see(norm=norm.to(self.dtype))  # its own dtype is that of the first parameter
+        self.see(norm=norm.to(self.dtype))  # the norm's dtype is that of the first parameter
 
     def scale(self) -> None:
         """Two steps under GradScaler. In the first one rank 1 has an inf."""
@@ -543,7 +555,7 @@ class Player:
         self.see(scale=torch.tensor(scaler.get_scale()))
 
     def others_are_odd(self) -> None:
-        """A mark, not a way: the methods below are ways that not every strategy supports."""
+        """Marks a place in this class, and is never called: the ways below are those that some strategies refuse."""
 
     def forget_finish(self) -> None:
         self.loss().backward()
@@ -605,7 +617,7 @@ class Player:
         self.step()
 
     def freeze_parts(self) -> None:
-        """Freezes the first of the parameters that the wrapper, not the module, has."""
+        """Freezes the first of the wrapper's parameters, which may be parts of the module's."""
         for p in [*self.model.parameters()][:1]:
             p.requires_grad_(False)
         self.step()
@@ -664,6 +676,7 @@ WAYS = WAYS[WAYS.index("step") : WAYS.index("others_are_odd")]
 
 
 def prepare(net: Net) -> Net:
+    """Compiles the blocks, or sets the module to evaluation, as `graph.prepared` says."""
     if net.graph.prepared == "compiled":
         torch._dynamo.reset()
         for block in net.modules():
@@ -672,7 +685,7 @@ def prepare(net: Net) -> Net:
     return net.train(net.graph.prepared != "eval")
 
 
-# The error that a strategy may raise on a rank for a block that is called twice.
+# How the error begins that a strategy may raise on a rank for a block that is called twice.
 TWICE = "RuntimeError: a second gradient of one parameter in a backward, whose first is on its way: checkpoint what"
 
 
@@ -681,12 +694,18 @@ def ops_of(graph: Graph) -> set[str]:
 
 
 class RaisedApart(Exception):
-    """Raised on a rank for TWICE, if the other rank calls other blocks and may wait for it: both ranks then end."""
+    """Raised instead of returning the error TWICE, if ranks call different blocks.
+
+    The other rank may then wait for this one for ever; an exception that leaves `play` ends both.
+    """
 
 
 @on_first(2)
 def play(group: Any, strategy: str, graph: Graph, ways: Sequence[str]) -> list[dict[str, Tensor]] | str:
-    """On a rank of two: what the player sees, or the error as a text. `RaisedApart` if it may be this rank's alone."""
+    """Trains on one of two ranks, in these ways: what the player has seen, or the error as a text.
+
+    RaisedApart: an error that perhaps only this rank has.
+    """
     rank = dist.get_rank()
     torch.manual_seed(1 + rank)
     seen: list[dict[str, Tensor]] = []
@@ -696,10 +715,10 @@ def play(group: Any, strategy: str, graph: Graph, ways: Sequence[str]) -> list[d
             torch.manual_seed(0)
         with torch.device("meta") if graph.prepared == "meta" else nullcontext():
             net = Net(graph)
-        strategies = STRATEGIES[strategy].load()
+        strategy_class = STRATEGIES[strategy].load()
 
         def wrap(module: nn.Module) -> nn.Module:
-            return strategies(module, group)
+            return strategy_class(module, group)
 
         net = net if graph.prepared == "meta" else net.to(device())
         seen.extend(Player(wrap(prepare(net)), [rank], torch.float32, wrap).play(ways))
@@ -715,6 +734,7 @@ def play(group: Any, strategy: str, graph: Graph, ways: Sequence[str]) -> list[d
 
 
 def play_alone(graph: Graph, ways: Sequence[str], dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """Trains a plain module on the batches of both ranks, in these ways: what the player has seen."""
     torch.manual_seed(0)
     net = Net(graph)
     return Player(net.double() if dtype == torch.float64 else net, [0, 1], dtype).play(ways)

@@ -1,6 +1,7 @@
 """A quick runner for tests of the harness, and `Telling`, a benchmark that records which of its hooks are called.
 
-The facts about the machine, which take seconds to measure, are made up: MACHINE.
+Tests make cases by `cases_of`, and run them by `records` or `results`. The facts about the machine, MACHINE, are made
+up, since to measure them takes seconds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +24,12 @@ def runner(**changes: Any) -> Runner:
 
 
 def records(benchmark: Benchmark, cases: Sequence[Any], **changes: Any) -> dict[str, dict[str, Any]]:
-    """The runner's records of the cases, which are one group, by row."""
+    """{row: its record} of a run of these cases, which are one group. `changes`: other settings of the runner."""
     return {result.record["impl"]: result.record for result in results(benchmark, cases, **changes)}
 
 
 def results(benchmark: Benchmark, cases: Sequence[Any], **changes: Any) -> list[Result]:
+    """The results of a run of these cases, as in `records`."""
     obtained = list(runner(**changes).run(benchmark, cases))
     assert sorted(result.record["id"] for result in obtained) == sorted(case.id for case in cases)
     return obtained
@@ -35,14 +37,16 @@ def results(benchmark: Benchmark, cases: Sequence[Any], **changes: Any) -> list[
 
 @dataclass(frozen=True)
 class Number(Case):
+    """A case of `Telling`. `size`: the number that is added to itself."""
+
     size: int
 
 
 class Telling(Benchmark):
     """A benchmark of adding a number to itself.
 
-    told    the hooks that were called, with the row, in order
-    faults  by hook: the exception that it raises
+    told    the hooks that were called, in order: "hook", or "hook row"
+    faults  {hook: exception that it raises}
     """
 
     name = "telling"
@@ -53,8 +57,9 @@ class Telling(Benchmark):
         self.told: list[str] = []
         self.faults = faults
 
-    def _asked(self, hook: str, who: Any = "") -> None:
-        self.told.append(f"{hook} {who}".strip())
+    def _asked(self, hook: str, row: Any = "") -> None:
+        """Records the call of a hook, and raises its exception if it has one."""
+        self.told.append(f"{hook} {row}".strip())
         if hook in self.faults:
             raise self.faults[hook]
 
@@ -92,7 +97,7 @@ class Telling(Benchmark):
 
 
 def cases_of(benchmark: Benchmark, settings: Settings | None = None, **values: Any) -> list[Any]:
-    """The cases of one grid, with the axes' defaults."""
+    """The benchmark's cases for a grid with these values of axes, and the defaults of the other axes."""
     defaults = {axis.name: axis.default for axis in benchmark.axes}
     grid = Grid("s", frozenset(values), **(defaults | values))
     return list(benchmark.cases(grid, settings or Settings(device="cpu")))

@@ -1,4 +1,8 @@
-"""Kernels of Triton, and functions that launch them on inputs of their own: targets for tests of `dev.targets`."""
+"""Triton kernels, and functions that launch them on inputs of their own: targets for tests of `dev.targets`.
+
+`dev.targets` compiles the kernels that a target launches, for cards that the machine need not have. Tests name a target
+as a user does, by this file and a function. A new target is a function without arguments that launches kernels.
+"""
 
 import os
 
@@ -7,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-GIVEN = [  # fewer and fewer stages: the first do not fit cards with little shared memory
+GIVEN = [  # with fewer and fewer stages: the first do not fit cards with little shared memory
     triton.Config({"ROWS": 64, "COLUMNS": 64}, num_warps=4, num_stages=stages) for stages in (9, 3, 2)
 ]
 

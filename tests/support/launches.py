@@ -1,9 +1,10 @@
 """Compares two ways of launching kernels, `DirectKernel` and Triton's own, by launches into a stub of the CUDA driver.
 
-`python -m tests.support.launches 90` (a GPU with TMA; 80: one without) prints a JSON line for each launch: the kernel,
-whether both ways passed the same grid, stream and bytes of parameters, the number of these bytes, the number of
-descriptors kept by then, and the limit of that number. Successive calls differ in length, layout and address, and come
-back to earlier addresses. It must run without TRITON_INTERPRET, so the tests start it in a process of its own.
+`python -m tests.support.launches 90` simulates a GPU with TMA, and 80 a GPU without. It prints a JSON line for each
+launch, {"kernel": its name, "same": both ways passed the same grid, stream and bytes of parameters, "bytes": number of
+these bytes, "descriptors": number of tensor descriptors kept so far, "most": the limit of that number}. Successive
+calls differ in length, layout and address, and come back to earlier addresses, so that a kept descriptor that is not
+renewed shows. The module must run without TRITON_INTERPRET, so tests start it in a process of its own.
 """
 
 import ctypes
@@ -26,17 +27,18 @@ from lmsys.model import fused_triton
 from tests.support.driver_stub import Stub
 from tests.support.gluon_simulator import simulated
 
-MAX_DESCRIPTORS = 40
+MAX_DESCRIPTORS = 40  # so few that the limit is reached
 BATCH, HEADS = 2, 4
 TILE, OTHER = Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)
 CASES = [  # key heads, head dimension, dtype, causal
     (4, 64, torch.bfloat16, True),
     (2, 20, torch.float32, False),
 ]
-LENGTHS = (64, 40, 64, 33)
+LENGTHS = (64, 40, 64, 33)  # of successive calls; 64 comes again at the same addresses
 
 
 def main(capability: int) -> None:
+    """Launches every kernel of `flash_triton` and, for capability 90, of `flash_gluon`, and prints the lines."""
     stub = Stub(capability)
     launch.MAX_DESCRIPTORS = MAX_DESCRIPTORS
 
@@ -87,7 +89,7 @@ def gluon(stub: Stub) -> None:
     kernel = flash_gluon.Kernel
 
     class Both:
-        """Replaces its `Kernel`. Triton's own way is given a tensor in place of an address."""
+        """Replaces `flash_gluon.Kernel`. Triton's own way is given a tensor in place of an address."""
 
         def __init__(self, function: Any, tensors: list[Tensor], blocks: list[list[int]], others: list[Any], **options):
             self.direct = kernel(function, tensors, blocks, others, **options)
@@ -102,8 +104,8 @@ def gluon(stub: Stub) -> None:
             plain = [x if dtype is None else begins_at(x, dtype) for x, dtype in zip(others, self.dtypes, strict=True)]
             public = partial(self.function[(grid,)], *described, *plain, num_warps=4, **self.options)
             direct = partial(self.direct, grid, stream, tensors, others)
-            (one,), (other,) = stub.launches(direct), stub.launches(public)
-            print(json.dumps({"kernel": one[0], "same": one == other, "bytes": sum(map(len, one[3]))}), flush=True)
+            (ours,), (theirs,) = stub.launches(direct), stub.launches(public)
+            print(json.dumps({"kernel": ours[0], "same": ours == theirs, "bytes": sum(map(len, ours[3]))}), flush=True)
 
     q, k, v, do = (torch.randn(1, heads, 200, 64, dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
     with simulated(), patch.object(flash_gluon, "Kernel", Both):

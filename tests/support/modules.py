@@ -49,7 +49,9 @@ class Player:
         self.save()
 
     def play(self, program: Sequence[str]) -> list[dict[str, Tensor]]:
+        """Does these OPERATIONS in turn, each with a batch of its own; returns `seen`."""
         for number, name in enumerate(program):
+            # (ranks, micro-batches, examples, WIDTH)
             batch = torch.randn(2, 2, 3, WIDTH, generator=torch.Generator().manual_seed(number))
             self.batch = batch.to(device(), self.dtype)
             getattr(self, name)()
@@ -65,6 +67,7 @@ class Player:
         return self.model if self.is_plain else self.model.module
 
     def loss(self, micro: int) -> Tensor:
+        """The mean loss of `ranks` on this micro-batch."""
         return torch.stack([self.model(self.batch[rank, micro]) for rank in self.ranks]).mean()
 
     def see(self, **values: Tensor) -> None:
@@ -81,7 +84,7 @@ class Player:
         self.optimizer.zero_grad()
 
     def late_step(self) -> None:
-        """A forward between the gradients and the step: the parameters that it gathered are outdated afterwards."""
+        """A step with a forward between its gradients and the optimizer, which outdates what that forward gathered."""
         self.backward()
         if isinstance(self.model, Fsdp):
             self.model.finish_gradient_synchronization()  # there is nothing to do: gradients stay as they are
@@ -98,7 +101,7 @@ class Player:
         self.step()
 
     def gradients(self) -> None:
-        """Sees the gradients that this rank has at the module's own parameters; those of fsdp after `unshard`."""
+        """Appends to `seen` the gradients that this rank has at the module's parameters, with fsdp after `unshard`."""
         self.backward()
         if isinstance(self.model, Fsdp):
             parts = {name: p.grad for name, p in self.module.named_parameters() if p.requires_grad}
@@ -122,7 +125,7 @@ class Player:
         self.see(forward=self.model(self.batch[0, 0]))
 
     def read(self) -> None:
-        """Sees the module's own parameters, by named_parameters() and by state_dict()."""
+        """Appends to `seen` the module's parameters, by named_parameters() and by state_dict()."""
         if isinstance(self.model, Fsdp):
             self.model.unshard()
         self.see(**dict(self.module.named_parameters()))
@@ -168,6 +171,7 @@ class Player:
         self.model.zero_grad()
 
     def stay(self) -> None:
+        """Calls that must return the model itself, and leave its parameters as they are."""
         assert self.model.to(self.dtype) is self.model and self.model.train() is self.model
         assert "Linear" in repr(self.model)
         assert len(list(self.module.parameters())) == len(list(Net(RECIPE).parameters()))
@@ -180,7 +184,7 @@ OPERATIONS = (
 
 @on_first(2)
 def play(group: Any, strategy: str, program: Sequence[str]) -> list[dict[str, Tensor]] | str:
-    """On a rank of two: what the player sees, or the error as a text."""
+    """Does these OPERATIONS on one of two ranks: what the player has seen, or the error as a text."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
     seen: list[dict[str, Tensor]] = []
@@ -193,12 +197,14 @@ def deferred() -> Any:
     """A context in which parameters that ZeRO-1 gathers arrive only when they are waited for."""
 
     def late(gather: Any) -> Any:
-        def begins(self: FlatBuffer, rank: int, group: Any) -> Pending:
+        """Replaces FlatBuffer.gather: gathers into a copy, and fills the buffer when it is waited for."""
+
+        def gather_late(self: FlatBuffer, rank: int, group: Any) -> Pending:
             elsewhere = replace(self, flat=self.flat.clone())
             gather(elsewhere, rank, group).wait()
             return Pending(then=lambda: self.flat.copy_(elsewhere.flat))
 
-        return begins
+        return gather_late
 
     return use((FlatBuffer, "gather", late))
 
@@ -208,6 +214,7 @@ def _player(strategy: str, group: Any, rank: int) -> Player:
 
 
 def play_alone(program: Sequence[str], dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """Does these OPERATIONS on a plain module, with the batches of both ranks: what the player has seen."""
     torch.manual_seed(0)
     return Player(Net(RECIPE).to(dtype), [0, 1], dtype).play(program)
 
@@ -232,6 +239,7 @@ def _state_of_module(wrapper: nn.Module, _: Any) -> str:
 
 
 def _same(wrapper: nn.Module, x: Tensor) -> str:
+    """A text that says if x has equal values on both ranks."""
     others = [torch.empty_like(x) for _ in range(2)]
     dist.all_gather(others, x, group=wrapper.group)
     return "the same on all ranks" if torch.equal(*others) else "ranks differ"
@@ -289,6 +297,7 @@ def _step_over_module(wrapper: nn.Module, _: Any) -> str:
 
 
 def _stepped(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Does a training step; a text that says if it changed the last weight, and to equal values on both ranks."""
     before = wrapper.full_state_dict()["last.weight"].clone()
     wrapper(_ones()).backward()
     wrapper.finish_gradient_synchronization()
@@ -368,7 +377,7 @@ ONE_BY_ONE: dict[str, Operation] = {
 
 @on_first(2)
 def do(group: Any, strategy: str, operation: str) -> str:
-    """On a rank of two: the text that an operation returns just after a step, or its error as a text."""
+    """Does an operation of ONE_BY_ONE on one of two ranks, just after a step: its text, or its error as a text."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
     texts: list[str] = []
@@ -384,7 +393,7 @@ def do(group: Any, strategy: str, operation: str) -> str:
 
 
 def save_checkpoint(strategy: str, world_size: int, folder: str) -> dict[str, Tensor]:
-    """On a rank: saves a model, and returns its whole state dict."""
+    """Saves a model, on one of two ranks, and returns its whole state dict; {} on a rank outside of `world_size`."""
     group, rank = group_of(world_size), dist.get_rank()
     if rank >= world_size:
         return {}
@@ -395,7 +404,7 @@ def save_checkpoint(strategy: str, world_size: int, folder: str) -> dict[str, Te
 
 
 def load_checkpoint(strategy: str, world_size: int, folder: str) -> dict[str, Tensor]:
-    """On a rank: loads the checkpoint into a model with other weights, and returns its whole state dict."""
+    """Loads that checkpoint into a model with other weights, and returns its whole state dict; else as above."""
     group, rank = group_of(world_size), dist.get_rank()
     if rank >= world_size:
         return {}

@@ -1,6 +1,6 @@
-"""A Triton kernel that writes outside of all allocated memory: a row of faults.py ends its process by it.
+"""A Triton kernel that writes outside of all allocated memory. A row of faults.py launches it to break its process.
 
-It is a file of its own, since faults.py is imported without Triton, too.
+It is a file of its own, since faults.py must also import where Triton is not installed.
 """
 
 import triton

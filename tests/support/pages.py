@@ -37,7 +37,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def spans(page: str) -> list[str]:
-    """The texts between single backticks, each as one line."""
+    """The texts between single backticks, each joined to a single line."""
     return [" ".join(text.split()) for text in re.findall(r"`([^`]+)`", FENCE.sub("", PAGES[page]))]
 
 
@@ -47,7 +47,7 @@ def commands(page: str) -> Iterator[list[str]]:
 
 
 def with_files(page: str) -> Iterator[tuple[list[str], str]]:
-    """(words, file) of each command, as in `commands`; the file is the one that its output is written to, or ""."""
+    """(words, file) of each command, as in `commands`; its output is written to the file, if that is not ""."""
     lines = [line for code in blocks(page, "sh") for line in code.splitlines()]
     lines += [text for text in spans(page) if PROGRAMS.match(text)]
     for line in lines:
@@ -101,18 +101,19 @@ def waits_for_a_gpu(words: list[str]) -> bool:
     """True if, on this machine without a GPU, a command selects a section that only the sweep for GPUs has."""
     sweep = SWEEPS[words[words.index("--sweep") + 1] if "--sweep" in words else "default"]
     chosen = re.findall(r"\w+", words[words.index("-k") + 1]) if "-k" in words else []
-    return DEVICE == "cpu" and any(one in sections(sweep["cuda"]) - sections(sweep["cpu"]) for one in chosen)
+    return DEVICE == "cpu" and any(word in sections(sweep["cuda"]) - sections(sweep["cpu"]) for word in chosen)
 
 
 def sections(sweep: Any) -> set[str]:
+    """The names of a sweep's grids."""
     return {grid.name for grids in sweep.grids.values() for grid in grids}
 
 
 def links(page: str) -> list[tuple[str, str]]:
     """(file in the repository, anchor) of each link of a page into the repository."""
-    found = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", PAGES[page]))
+    targets = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", PAGES[page]))
     here = Path(page).parent
-    split = [link.partition("#") for link in found if not link.startswith(("http://", "https://"))]
+    split = [link.partition("#") for link in targets if not link.startswith(("http://", "https://"))]
     return [(normpath(here / path) if path else page, anchor) for path, _, anchor in split]
 
 

@@ -1,6 +1,7 @@
 """Faults seeded into data-parallel strategies, for collectives and for copy engines. Ranks import this file.
 
-Tests train by `train_with`, and must find the result wrong. A new fault is a function in FAULTS or FAULTS_OF_SHARDS.
+Tests train by `train_with`, and must find the result wrong. A new fault is a function in FAULTS, or in
+FAULTS_OF_SHARDS if only strategies that shard the optimizer can have it. The text beside it there says what is wrong.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from tests.support import engines
 from tests.support.engines import ExchangeOverGloo
 from tests.support.ranks import Recipe, Training, train, use
 
-# A fault: from True for copy engines, False for collectives, to a context in which the strategies have the fault.
+# A function by_engines -> a context in which strategies have the fault: those over copy engines, or over collectives.
 Fault = Callable[[bool], Any]
 
 
@@ -71,7 +72,7 @@ def _buffers_left(_: bool) -> Any:
 
 
 def _twice(by_engines: bool) -> Any:
-    """Square weights, among them a tied one, are summed over ranks once more."""
+    """Gradients of square weights, among them a tied one, are summed over ranks before they are averaged."""
 
     def sends_twice(send: Any) -> Any:
         def sends(self: Any, bucket: Any, *args: Any) -> Pending:
@@ -118,6 +119,6 @@ FAULTS_OF_SHARDS: dict[str, Fault] = {"parameters of one bucket left as they wer
 
 
 def train_with(fault: str, recipe: Recipe, training: Training, seed: int) -> dict[str, Tensor] | None:
-    """On a rank: `train` with a fault, by its name."""
+    """Trains on this rank as `train` does, with the fault of this name."""
     with (FAULTS | FAULTS_OF_SHARDS)[fault](training.strategy.startswith("copy_engine")):
         return train(recipe, training, seed)

@@ -1,7 +1,8 @@
-"""Patterns of attention that hypothesis draws for a row, and which keys they let a query see, pair by pair.
+"""Patterns of attention (masks, windows, documents and so on) that hypothesis draws for a row of the attention table.
 
-`patterned` draws a case with options, `make_pattern` its tensors; `spelled` is a slow, independent definition that
-results are compared with. A new option is added to EXAMPLES, `patterned`, `make_pattern` and `spelled`.
+`patterned` draws a case with options, and `make_pattern` the tensors of its pattern. `spelled` says pair by pair which
+keys a query sees; tests compare results with this slow, independent definition. A new option is added to EXAMPLES,
+`patterned`, `make_pattern` and `spelled`.
 """
 
 import random
@@ -19,7 +20,7 @@ from lmsys.attention.pattern import OPTIONS
 from tests.support.attention_rows import Row, cases
 
 FLAGS = "bias", "alibi", "sinks", "return_lse"  # options that hide no key, and are True in a case
-EXAMPLES: dict[str, Any] = {  # by option: a value in a case
+EXAMPLES: dict[str, Any] = {  # {option: a value that it can have in a case}
     "window": 5,
     "offset": 3,
     "softcap": 2.0,
@@ -156,7 +157,10 @@ def spelled(pattern: Pattern, case: AttentionCase) -> Tensor:
 
 
 def places(pattern: Pattern, case: AttentionCase) -> tuple[Tensor, Tensor]:
-    """The position of each query among the keys, and the number of its document, (B, Q, 1) both."""
+    """(the position of each query among the keys, the number of its document), both (B, Q, 1).
+
+    A query stands at the end of its document's keys, moved by the offset.
+    """
     offsets = pattern.offset.tolist() if isinstance(pattern.offset, Tensor) else [pattern.offset] * case.batch
     rows = []
     for b, offset in enumerate(offsets):

@@ -1,7 +1,8 @@
-"""Rows with a known slowdown, and runs that compare them with a folder of earlier rows, for tests of verdicts.
+"""Attention rows with a known slowdown, and runs that compare them with earlier versions, for tests of verdicts.
 
-A planted row takes a known share longer than the row that it calls: by an idle loop, in a kernel after it on a GPU,
-else in Python. The earlier folder has the same rows without the loop. SOURCE is the text of the rows' file.
+A verdict says if a row has become slower or faster than it was in an earlier folder (`--against`). A planted row takes
+a known share longer than the row that it calls, by an idle loop: on a GPU in a kernel after it, else in Python. The
+earlier folder has the same rows without the loop. Tests write both folders by `plant`, and get verdicts by `changes`.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from lmsys.bench.results import MARGIN_IN_TURNS, Session
 from tests.support.harness import MACHINE
 
 NUM_ROWS = 8
+# The text of planted.py, before its rows.
 SOURCE = '''
 import statistics
 import time
@@ -115,11 +117,13 @@ def session(
 
 
 def records(device: str, seconds: float, **axes: str) -> list[Record]:
+    """The records of a run of these axes, with `seconds` for each row."""
     with session(device, seconds, **axes) as opened:
         return _measured(opened)
 
 
 def changes(device: str, seconds: float, against: str, margin: float = MARGIN_IN_TURNS, **axes: str) -> list[Change]:
+    """The verdicts of such a run against the earlier rows in a folder."""
     with session(device, seconds, margin, against, **axes) as opened:
         _measured(opened)
         return opened.changes

@@ -1,6 +1,7 @@
-"""Starts the benchmarks as a user does, by pytest in a process of its own, and other modules that tests need apart.
+"""Starts pytest on the benchmarks as a user does, and modules that need a process of their own.
 
-`run` runs pytest, `compiling` a module in which Triton compiles, and `smoke_sweep` makes one result for many tests.
+`run` runs pytest, `compiling` runs a module in a process in which Triton compiles, and `smoke_sweep` makes a result
+file that many tests read. To change the environment or the options of all these processes, edit the constants.
 """
 
 import fcntl
@@ -23,30 +24,35 @@ PATH = os.pathsep.join([str(ROOT), str(STARTUP), *filter(None, [os.environ.get("
 # One thread: tiny kernels on several wait for each other when the machine is busy.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": PATH}
 ENVIRONMENT.pop("PYTEST_XDIST_WORKER", None)  # the new process is no worker of xdist
-# Without a cache, and without plugins that no benchmark needs: importing them takes more than half a second. That of
-# jaxtyping, which courses install, imports numpy.
+# Without a cache, and without plugins that no benchmark needs: importing them takes more than half a second.
+# jaxtyping's plugin, which courses install, imports numpy.
 PYTEST_OPTIONS = "-q -p no:cacheprovider -p no:hypothesispytest -p no:anyio -p no:jaxtyping".split()
 PYTEST = [sys.executable, "-m", "pytest", *PYTEST_OPTIONS]
 
 
 class Stopwatch:
-    """Measures seconds since it was made, for limits that apply only if no other program keeps this machine busy."""
+    """Measures time for limits in tests. A limit applies only if no other program keeps this machine busy."""
 
     def __init__(self) -> None:
         self._began, self._load = time.monotonic(), host.load(os.getppid())
 
     def keeps(self, seconds: float, since: float | None = None) -> bool:
-        """True if at most `seconds` have passed, since it was made or since a moment; always True on a busy machine."""
+        """True if fewer than `seconds` have passed, or if the machine is busy.
+
+        since  the moment, by time.monotonic(), from which time is counted; None: the stopwatch was made then
+        """
         took = time.monotonic() - (self._began if since is None else since)
         share = host.others_share(self._load, host.load(os.getppid()))
         return took < seconds or share is None or share > host.BUSY
 
 
 def command(*options: object) -> list[str]:
+    """The command line of pytest with these arguments."""
     return [*PYTEST, *map(str, options)]
 
 
 def run(*options: object) -> subprocess.CompletedProcess[str]:
+    """Runs pytest with these arguments, from the repository's root."""
     return subprocess.run(
         command(*options), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRONMENT
     )  # fmt: skip
@@ -64,9 +70,11 @@ def compiling(module: str, *words: object, **variables: str) -> list[Any]:
 def smoke_sweep(folder: Path) -> Path:
     """The result file of the smoke sweep. The first of several processes makes it, and the others wait.
 
-    Some cases are left out to save time: models in bfloat16, which takes a CPU ten times as long as float32; backwards
-    of compiled attention, since each direction compiles for seconds; the longer shape of interpreted attention; and
-    strategies like others (ALIKE), since each takes two ranks seconds. tests/benchmarks/test_passes.py checks ours.
+    Some cases are left out to save time:
+    - models in bfloat16, which takes a CPU ten times as long as float32;
+    - backwards of compiled attention, since each direction compiles for seconds;
+    - the longer shape of interpreted attention;
+    - the strategies in ALIKE, since each takes seconds on two ranks. tests/benchmarks/test_passes.py checks ours.
     """
     result = folder / "smoke.json"
     with (folder / "smoke.lock").open("w") as lock:

@@ -19,7 +19,7 @@ AT = int(os.environ.get("LMSYS_RAISE_AT", "5"))
 
 
 class Fault(Exception):
-    """Raised on purpose. Its message has the time, on the clock that all processes share."""
+    """Raised on purpose. Its message has the time, by the clock that all processes of a machine share."""
 
     def __init__(self, place: str):
         super().__init__(f"{place} at {time.monotonic():.3f} s")
@@ -31,7 +31,7 @@ def is_to_raise(step: int) -> bool:
 
 
 class Raises(Bucketed):
-    """`Bucketed`, which counts its steps; each has one forward and backward."""
+    """`Bucketed`, which counts its steps. It needs trainings with a single forward and backward in each step."""
 
     def __init__(self, module: nn.Module, process_group: Any = None, **options: Any):
         super().__init__(module, process_group, **options)

@@ -1,12 +1,12 @@
 """Random calls of `attention()`, each by every row that supports it and by auto, judged by the float64 oracle.
 
-`tests/attention/test_random_cases.py` runs `judge_all`. A case is drawn by its number alone. On a GPU 2,000 cases would
-compile for hours. So they compile less:
+`tests/attention/test_random_cases.py` runs `judge_all`. A case is drawn by its number and SEED alone. On a GPU 2,000
+cases would compile for hours. Three rules avoid most of that:
 
 - Cases under torch.compile have only CLASSES different shapes, options and layouts, and are run by auto and two rows.
-- Rows that compile for each shape run one case in RARELY.
+- Rows that compile for each shape run one case of RARELY.
 - `flash_triton` takes its first tile instead of the fastest. The part of `flash_torch` that is compiled for each shape
-  of a tile runs uncompiled, except in one case in RARELY.
+  of a tile runs uncompiled, except in one case of RARELY.
 """
 
 import os
@@ -33,7 +33,7 @@ from tests.support.patterns import document_lengths, drawn_bias, drawn_mask
 SEED = int(os.environ.get("LMSYS_RANDOM_SEED", "0"))
 CONTEXTS = {"cpu": ("eager", "autocast", "checkpoint"), "cuda": ("eager", "compile", "autocast", "graph", "checkpoint")}
 CLASSES = 24  # kinds of cases under torch.compile
-RARELY = 100  # one case in so many compiles for its shape
+RARELY = 100  # one case of so many compiles for its shape
 COMPILING = [row.name for row in ATTENTION.values() if AttentionTraits.of(row).compiles] + ["flash_attn_4"]
 NO_OPTIONS = {name: value for name, value in attention.__kwdefaults__.items() if name not in ("scale", "impl")}
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -74,7 +74,7 @@ def tasks(numbers: list[int], device: str) -> list[list[int]]:
 
 
 def drawn(number: int, device: str) -> tuple[AttentionCase, dict[str, Any], str]:
-    """(case without options, options of `attention`, layout of its inputs in memory) of a number."""
+    """Draws by a number: (case without options, options of `attention`, layout of its inputs in memory)."""
     kind = f"class {number % CLASSES}" if context_of(number, device) == "compile" else number
     chance = random.Random(f"{SEED} {kind}")
     seed = chance.randrange(2**20)
@@ -145,6 +145,7 @@ def in_context(context: str, impl: str, options: dict[str, Any], case: Attention
 
 
 def outputs(call: Call, case: AttentionCase, inputs: Inputs, context: str) -> dict[str, Tensor]:
+    """{"o", and if there are any "lse", "dq", "dk", "dv"}: results of a call; in "graph" those of a replayed graph."""
     q, k, v = inputs.leaves(case.grad)
 
     def step() -> dict[str, Tensor]:
@@ -208,6 +209,7 @@ def judge(number: int, device: str, outcome: Judged) -> None:
 
 
 def _compile_little(number: int) -> None:
+    """Follows the rules of the module's docstring for `flash_triton` and `flash_torch`, in this process for good."""
     from lmsys.attention import flash_triton
 
     flash_triton.tune = lambda case, tiles, launch, device: tiles[0]

@@ -1,7 +1,8 @@
 """Strategies and collectives that cheat: right in the checks before timing, but fast or wrong while they are timed.
 
 Tests of the benchmarks measure them, and each must be recorded as wrong. The check before timing takes CHECKED_STEPS
-steps with a strategy, and calls a collective once. A new strategy derives from `Honest` and is added to CHEATS.
+steps with a strategy, and calls a collective once. A new strategy derives from `Honest` and is added to CHEATS;
+`Late` and `Replacing`, and the collectives at the end, have tests of their own.
 """
 
 import time
@@ -15,11 +16,15 @@ from lmsys.bench import ranks
 from lmsys.parallel.collectives import Pending, all_reduce_mean
 
 CHECKED_STEPS = 3
-KEPT: dict[Any, Tensor] = {}  # what collectives remember of earlier calls
+KEPT: dict[Any, Tensor] = {}  # results and marks that collectives keep from earlier calls
 
 
 class Honest(nn.Module):
-    """An honest strategy, in plain torch. A cheat overrides `later`, which is called in steps after the checks."""
+    """An honest strategy, in plain torch.
+
+    `average` averages gradients over ranks in the checked steps, and `later` in all steps after them. A cheat
+    overrides `later`.
+    """
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -102,7 +107,7 @@ class HalfOfTheBatch(Honest):
 
 
 class Late(Honest):
-    """Takes its steps, and rightly, only when its weights are asked for, which is not timed."""
+    """Takes all its steps, and rightly, when its weights are asked for: nobody times that."""
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
@@ -117,7 +122,7 @@ class Late(Honest):
         return torch.zeros((), requires_grad=True) * 1
 
     def finish_gradient_synchronization(self) -> None:
-        """Later."""
+        """Does nothing: `full_state_dict` takes the step."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         for inputs in self.left:
@@ -130,7 +135,7 @@ class Late(Honest):
 
 
 class Replacing(Honest):
-    """Replaces the clock of the rank."""
+    """Replaces the clock of its rank, and the function that times the ranks."""
 
     def later(self) -> None:
         time.perf_counter = lambda: 0.0  # type: ignore[assignment]
@@ -151,7 +156,7 @@ def right_once(x: Tensor, group: Any, async_op: bool = True) -> Pending:
 
 
 def silent(x: Tensor, group: Any, async_op: bool = True) -> Pending:
-    """Communicates in its first call alone."""
+    """Communicates only in its first call, and does nothing in later ones."""
     if "silent" in KEPT:
         return Pending()
     KEPT["silent"] = x
@@ -170,7 +175,7 @@ def in_bfloat16(x: Tensor, group: Any, async_op: bool = True) -> Pending:
 
 
 def wrong_on_one(x: Tensor, group: Any, async_op: bool = True) -> Pending:
-    """Is wrong in one number on the last rank, from its second call on."""
+    """Changes one number of the result on the last rank, from its second call on."""
     pending = all_reduce_mean(x, group, async_op=False)
     pending.wait()
     if "one" in KEPT and dist.get_rank() == dist.get_world_size() - 1:

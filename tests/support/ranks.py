@@ -30,25 +30,40 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-2, "weight_decay": 0.0}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-2}),
 }
-GROUPS: dict[int, Any] = {}  # this rank's process groups, by world size
+GROUPS: dict[int, Any] = {}  # {world size: process group} of this rank
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A small model with buffers, some of whose weights may be tied, frozen, unused on ranks, or float64 (mixed)."""
+    """A small model with buffers.
+
+    tied    the first and the last layer share their weight
+    frozen  a weight needs no gradient
+    unused  it has a layer that no rank uses
+    rare    it has a layer that only rank 0 uses
+    mixed   half of each block's weights are float64
+    """
 
     width: int = 6
     layers: int = 2
     tied: bool = False
     frozen: bool = False
     unused: bool = False
-    rare: bool = False  # a layer that only rank 0 uses
+    rare: bool = False
     mixed: bool = False
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a recipe is trained: the strategy and its options, the optimizer, steps, and microbatches in each step."""
+    """How a recipe is trained.
+
+    options       arguments of the strategy
+    optimizer     a key of OPTIMIZERS
+    sharded       the optimizer is a ShardedOptimizer over the strategy
+    microbatches  in each step
+    set_to_none   as in zero_grad
+    recorded      ZeRO-1 behaves as in a CUDA graph: forwards gather parameters, and steps do not
+    """
 
     strategy: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +73,7 @@ class Training:
     steps: int = 3
     microbatches: int = 1
     set_to_none: bool = True
-    recorded: bool = False  # ZeRO-1 behaves as in a CUDA graph: forwards gather parameters, and steps do not
+    recorded: bool = False
 
 
 class Block(nn.Module):
@@ -74,7 +89,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """x (B, width) -> a loss."""
+    """The model of a recipe: x (B, width) -> a loss. `rare`: uses the layer that only rank 0 uses."""
 
     def __init__(self, recipe: Recipe):
         super().__init__()
@@ -135,7 +150,7 @@ def build_optimizer(wrapper: Any, training: Training, group: Any) -> torch.optim
 
 
 def train(recipe: Recipe, training: Training, seed: int) -> dict[str, Tensor] | None:
-    """On a rank: the full state dict after training; None on ranks beyond the training's world size."""
+    """Trains on this rank: the full state dict afterwards; None on ranks beyond the training's world size."""
     group, rank = group_of(training.world_size), dist.get_rank()
     if rank >= training.world_size:
         return None
@@ -157,7 +172,7 @@ def train(recipe: Recipe, training: Training, seed: int) -> dict[str, Tensor] | 
 
 
 def train_alone(recipe: Recipe, training: Training, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state dict after the same training on one process, on the batches of all ranks, in `dtype`."""
+    """Trains on one process, on the batches of all ranks, in `dtype`: the state dict after the training of `train`."""
     torch.manual_seed(seed)
     model = Net(recipe)
     if dtype == torch.float64:
@@ -172,11 +187,14 @@ def train_alone(recipe: Recipe, training: Training, seed: int, dtype: torch.dtyp
     return {name: x.clone() for name, x in model.state_dict().items()}
 
 
-def worst_ratio(found: list[Any], recipe: Recipe, training: Training, seed: int) -> float:
-    """The largest error over its budget, over all tensors and ranks; at most 1 is right. `found`: results by rank."""
+def worst_ratio(results: list[Any], recipe: Recipe, training: Training, seed: int) -> float:
+    """The largest ratio of an error to its budget, of all tensors and ranks; at most 1 is right.
+
+    results  what `train` has returned on each rank
+    """
     exact = train_alone(recipe, training, seed, torch.float64)
     plain = train_alone(recipe, training, seed, torch.float32)
-    states = [state for state in found if state is not None]
+    states = [state for state in results if state is not None]
     assert len(states) == training.world_size and all(state.keys() == exact.keys() for state in states)
     return max(
         error_ratio(state[name], exact[name].double(), plain[name].float()) for state in states for name in exact
@@ -211,7 +229,7 @@ def recording(recorded: bool) -> Any:
 
 
 def error_of(function: Callable[..., Any], *args: Any) -> str:
-    """The exception of a call as a text, "nothing raised" if there is none. So a rank goes on after an error."""
+    """The exception of a call as a text, "nothing raised" if there is none. It lets a rank go on after an error."""
     try:
         function(*args)
     except Exception as error:
@@ -220,4 +238,5 @@ def error_of(function: Callable[..., Any], *args: Any) -> str:
 
 
 def copies(x: Any) -> Any:
+    """A deep copy of x, for instance of a model that a strategy would change."""
     return copy.deepcopy(x)

@@ -1,7 +1,7 @@
 """Made-up records of every benchmark, by the fields that it declares, and reports built of them. No result is real.
 
-Tests of reports make records by `record` or `of_everything`, files by `save`, and reports by `built`. A new benchmark
-is added to ALL, and the axes of its cases to ASKED.
+Tests of reports make records by `record` or `of_everything`, files by `save`, and reports by `built`. `cells` and
+`numbers` read tables of such a report. A new benchmark is added to ALL, and the axes of its cases to ASKED.
 """
 
 import csv
@@ -45,8 +45,8 @@ MACHINE = {
 }  # fmt: skip
 GIB = 2**30
 MODEL = {"size": "small", "context": 512, "batch": 4, "precision": "bf16", "compile": "eager", "vocab_size": 10_000}
-KEPT = {"checkpoint": "none", "residual": "wide"}
-ASKED: dict[str, Record] = {  # by benchmark: the axes of a case, unless a test gives others
+KEPT = {"checkpoint": "none", "residual": "wide"}  # what a model's blocks keep for their backward
+ASKED: dict[str, Record] = {  # {benchmark: the axes of a case, unless a test gives others}
     "attention": {
         "batch": 2, "heads": 8, "kv_heads": 8, "queries": 1024, "keys": 1024, "head_dim": 64,
         "dtype": "bfloat16", "causal": True, "direction": "fwd",
@@ -72,7 +72,7 @@ OF_ROWS = {  # fields in which the rows of one comparison may differ
     "strategy_peer", "asked_bucket_mb", "bucket_mb", "comm_dtype", "sharded_optimizer", "world_size", "megabytes",
     "processes", "device", "memory_limit_bytes", "checkpoint", "residual", "model",
 }  # fmt: skip
-KIND_OF = {  # by benchmark: the kind of its rows, if it is not the benchmark's name
+KIND_OF = {  # {benchmark: the kind of its rows, if it is not the benchmark's name}
     "model": "attention", "anatomy": "attention", "training": "strategy", "data_parallel": "strategy",
     "collectives": "operation", "precision": "none", "steps": "strategy",
 }  # fmt: skip
@@ -86,16 +86,17 @@ def fields_of(benchmark: str) -> dict[str, Field]:
 
 @cache
 def rows_of(kind: str) -> dict[str, Record]:
-    """A table's rows as a result file has them, with the traits that a report reads."""
+    """{name: row} of all rows of a kind, as a result file has them, with the traits that a report reads."""
     table = {name: row for cls in ALL for name, row in cls.tables.get(kind, {}).items()}
     return {name: row.to_json() | Traits.of(row).changed for name, row in table.items()}
 
 
 def record(benchmark: str, impl: str, seconds: float = 1e-3, outcome: str = "ok", **values: Any) -> Record:
-    """The record of a case of row `impl` that took `seconds`. `values` are fields with other values than usual.
+    """The record of a case of row `impl` that took `seconds`.
 
-    Other axes are as in ASKED, and metrics are made-up numbers. Rows of one comparison have the same noise in their
-    samples, so that their ratios are exact.
+    values  fields that a test sets; other axes are as in ASKED, and other metrics are made-up numbers
+
+    Rows of one comparison have the same noise in their samples, so that their ratios are exact.
     """
     fields = fields_of(benchmark)
     kind = KIND_OF.get(benchmark, benchmark)
@@ -131,11 +132,12 @@ def _some_number(field: Field, record: Record) -> Any:
 
 
 def part(name: str, total_s: float, backward_s: float = 0.0, **kinds: float) -> Record:
+    """A part of a model's step in an anatomy's record. `kinds`: {kind of kernel: seconds in it}."""
     return {"name": name, "total_s": total_s, "backward_s": backward_s, "count": 1.0, "kinds": kinds}
 
 
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "communication", "other")
-MEASURED: dict[str, Record] = {  # by benchmark: metrics and lists of a timed case, unless a test gives others
+MEASURED: dict[str, Record] = {  # {benchmark: metrics and lists of a timed case, unless a test gives others}
     "anatomy": {
         **{f"{kind}_share": share for kind, share in zip(KINDS, (0.5, 0.125, 0.25, 0.125, 0.0, 0.0, 0.0), strict=True)},
         "kernels": [{"name": "nvjet<a|b>", "kind": "matmul", "total_s": 0.024, "count": 84.0}],
@@ -153,6 +155,7 @@ MEASURED: dict[str, Record] = {  # by benchmark: metrics and lists of a timed ca
 
 
 def sums(dtype: str, result: float) -> list[Record]:
+    """Sums in a record of "precision" whose right result is 10: in float32, and in `dtype` with this result."""
     exact = {"accumulator": "float32", "addend": "float32", "result": 10.0001, "error": 1e-4}
     return [exact, {"accumulator": dtype, "addend": dtype, "result": result, "error": result - 10}]
 
@@ -204,7 +207,7 @@ def save(path: Path, records: list[Record], **machine: Any) -> Path:
 
 
 def content_of(records: list[Record], **machine: Any) -> Record:
-    """The part "lmsys" of such a file."""
+    """The part "lmsys" of a file that `save` writes."""
     names = {record["benchmark"] for record in records} & BENCHMARKS.keys()
     fields = {name: [field.to_json() for field in fields_of(name).values()] for name in sorted(names)}
     rows = {kind: list(rows_of(kind).values()) for kind in ("attention", "strategy", "loss", "tokenizer", "operation")}
@@ -214,9 +217,10 @@ def content_of(records: list[Record], **machine: Any) -> Record:
 
 
 def built(out: Path, *arguments: object, drawn: str = NO_PLOT) -> dict[str, bytes]:
-    """Builds a report in `out`, by command line arguments: its files by path, without the manifest.
+    """Builds a report in the folder `out` by the command's arguments: {path: content} of its files but the manifest.
 
-    drawn  a pattern: plots with matching names are drawn, which takes most of a report's time; others are empty
+    drawn  a pattern: only plots with matching names are drawn, since that takes most of a report's time; others are
+           empty
     """
     to_svg = plots.to_svg
 
@@ -230,7 +234,7 @@ def built(out: Path, *arguments: object, drawn: str = NO_PLOT) -> dict[str, byte
 
 
 def cells(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
-    """A Markdown table in a report on MACHINE: for each row, the cells by column head."""
+    """A Markdown table in a report on MACHINE: for each row, {head of a column: cell}."""
     text = files[f"tables/synthetic-gpu-{name}.md"].decode().replace("\\|", "¦").replace("\N{NO-BREAK SPACE}", " ")
     text = re.sub(r"\\([\\`*<\[])", r"\1", text)  # as a reader of Markdown sees it
     head, _, *rows = [
@@ -240,5 +244,5 @@ def cells(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
 
 
 def numbers(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
-    """The table's CSV file: for each row, the values by column head."""
+    """The CSV file of such a table: for each row, {head of a column: value}."""
     return list(csv.DictReader(io.StringIO(files[f"tables/synthetic-gpu-{name}.csv"].decode())))

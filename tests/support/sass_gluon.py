@@ -44,6 +44,7 @@ from tests.support.sass import TRITON_NAMES, resources
 # {argument: type} of the pointers that are not to float32; BOUNDS are those of a pattern.
 BOUNDS = {"first_ptr": "*i32", "end_ptr": "*i32", "query_end_ptr": "*i32"}
 POINTERS = {"dq_semaphore": "*i32", "counter": "*i32", "parameters": "*i64"}
+# {key of the JSON line: pattern of the instructions that it counts}; ADDS are additions and stores to dq.
 ADDS = {"UTMAREDG": "UTMAREDG", "REDG": r"REDG\.E\.ADD\.F32x4", "STG": r"STG\.E\.128"}
 MNEMONICS = ADDS | {"UTMASTG": "UTMASTG", "SYNCS": "SYNCS", "BAR": r"BAR\.(?:SYNC|ARV)", "fences": r"MEMBAR\.\w+\.GPU"}
 MNEMONICS |= {"ACQBULK": "ACQBULK", "PREEXIT": "PREEXIT"}  # griddepcontrol.wait and .launch_dependents
@@ -73,7 +74,11 @@ def compile_kernel(function: Any, signature: dict[str, str], constants: dict[str
 def forward(
     dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan, bounded: bool = False
 ) -> Any:
-    """The forward kernel; `ragged`: keys are no multiple of a tile; `bounded`: under a pattern."""
+    """The compiled forward kernel.
+
+    ragged   the number of keys is no multiple of a tile
+    bounded  a pattern limits which keys a query sees
+    """
     q, k = (descriptor([1, 1, rows, head_dim], dtype) for rows in (ROWS, plan.tile_k))
     options = forward_options(head_dim, causal, ragged, plan, bounded)
     constants = {name: options.pop(name) for name in list(options) if name in forward_kernel.arg_names}
@@ -85,7 +90,10 @@ def backward(
     dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan: BackwardPlan,
     deterministic: bool = False, grouped: bool = False, bounded: bool = False, down: bool = False,
 ) -> Any:  # fmt: skip
-    """The backward kernel; `grouped`: query heads share a key head; others as in `forward` and `backward_options`."""
+    """The compiled backward kernel.
+
+    grouped  several query heads share a key head; other options are as in `forward` and `backward_options`
+    """
     queries = BLOCK_Q[head_dim]
     q, k, out = (descriptor([1, 1, rows, head_dim], dtype) for rows in (queries, TILE_K, 64))
     row = descriptor([queries], torch.float32)
@@ -136,7 +144,7 @@ def restarts(ttgir: str) -> int:
 
 
 def reused(ptx: str) -> int:
-    """How many barriers share their place in shared memory with another barrier, or with what an atomic returns.
+    """How many barriers share their place in shared memory with another barrier, or with the result of an atomic.
 
     Triton reuses the memory of a barrier that no thread waits at, without mbarrier.inval. Forwards then hung, or left
     tiles out, if processes took turns on a GPU.
@@ -178,12 +186,13 @@ def hazards(sass: str) -> int:
 
 
 def main(dtypes: list[str], every: bool, head_dims: list[int]) -> None:
-    """Prints a line for each kernel by head_dim and mask.
+    """Prints a line for each kernel, dtype, head dimension and mask.
 
-    There are forwards by the plans for long and for short sequences, and under a pattern. There are backwards by the
-    plan for long sequences, default and deterministic, causal ones also with grouped heads. With head_dim 128 there are
-    also a backward under a pattern, and grouped and ragged ones. `every`: for all plans and candidates, also ragged and
-    grouped.
+    The forwards are those of the plans for long and for short sequences, and those under a pattern. The backwards are
+    those of the plan for long sequences, default and deterministic, and if causal also with grouped heads. With head
+    dimension 128 there are also a backward under a pattern, and a ragged one with grouped heads.
+
+    every  prints the kernels of all plans and candidates, also ragged and with grouped heads
     """
     for dtype_name in dtypes:
         dtype = getattr(torch, dtype_name)
@@ -221,13 +230,13 @@ def main(dtypes: list[str], every: bool, head_dims: list[int]) -> None:
                     binary = backward(dtype, head_dim, True, False, plan, bounded=True, **mode)
                     report("backward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True, **mode)
             plan = BACKWARD[head_dim, False][-1][1]
-            for most in ({}, {"deterministic": True}):
-                binary = backward(dtype, head_dim, False, True, plan, grouped=True, **most)
-                report("backward", binary, head_dim=head_dim, causal=False, ragged=True, grouped=True, **most)
+            for mode in ({}, {"deterministic": True}):
+                binary = backward(dtype, head_dim, False, True, plan, grouped=True, **mode)
+                report("backward", binary, head_dim=head_dim, causal=False, ragged=True, grouped=True, **mode)
 
 
 def _some(plans: dict[Any, None], every: bool) -> list[Any]:
-    """All plans, or the last one, which is that for the longest sequences."""
+    """All plans if `every`, else a list of the last one, which is the plan for the longest sequences."""
     return list(plans) if every else list(plans)[-1:]
 
 

@@ -1,9 +1,9 @@
 """Counts the instructions of `flash_gluon`'s backward by kind: `python -m tests.support.sass_loops [wide by_query]`.
 
-Arguments are fields of a plan. It prints a JSON line for each head dimension and mask: the instructions that a warp
-issues for a tile of keys and one of queries, in the shorter loop of the two consumers. Code for masks, around which
-most tiles branch, is counted as well. With the path of a cubin instead, it reads another kernel, such as
-FlashAttention-4's.
+Arguments are boolean fields of a `BackwardPlan`, which are set. The command prints a JSON line for each head dimension
+and mask: the instructions that a warp issues for a tile of keys and a tile of queries, in the shorter loop of the two
+consumers. Code for masks is counted as well, although most tiles branch around it. With the path of a cubin instead,
+it reads another kernel, such as FlashAttention-4's. Maintainers use it when they compare plans; no test does.
 """
 
 import json
@@ -20,8 +20,8 @@ from dev.targets.binary import TOOLS, disassembled, loops
 from lmsys.attention.flash_gluon.plans import BackwardPlan, backward_plan
 from tests.support.sass_gluon import backward
 
-MATMULS = 16  # the main loop has at least so many
-LENGTH = 4096  # the number of keys for which a plan is chosen
+MATMULS = 16  # the main loop has at least so many matmuls
+LENGTH = 4096  # the number of keys of the plan from which prefetching and the L2 budget are taken
 
 
 def main_loop(sass: str) -> list[str]:

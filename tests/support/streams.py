@@ -1,8 +1,9 @@
-"""Simulates the streams of several GPUs, and symmetric memory between them, in any order that is possible.
+"""Simulates streams of several GPUs, and symmetric memory between them, with their work in a random possible order.
 
-Tests of copy engines replace torch.cuda by a `Gpu` for each rank. What ranks launch is recorded as steps in queues.
-`run` then does the steps one after another, each time of a randomly chosen queue whose next step can be done. A copy
-takes several steps. A barrier takes the steps of torch's: set a signal for each peer, wait for each peer's signal.
+Tests of copy engines replace torch.cuda by a `Gpu` for each rank. The launches of ranks are recorded as steps in
+queues. `run` then does the steps one after another: each time the next one of a queue that it draws among those whose
+next step can be done. A copy takes several steps. A barrier takes the steps of torch's: set a signal for each peer,
+then wait for each peer's signal. Faults of streams and barriers are options here, and tests must see them.
 """
 
 import random
@@ -21,7 +22,7 @@ CHUNKS = 3  # how many steps a copy, an addition or a packing takes
 class Queue:
     """The work of one queue of a GPU, done in order.
 
-    steps  (returns True if the step can be done, does it) for each step
+    steps  (function that returns True if the step can be done, function that does it) for each step
     done   how many steps are done
     speed  the relative chance of being chosen by `run`
     """
@@ -36,7 +37,7 @@ class Queue:
 
 @dataclass
 class Stream:
-    """A CUDA stream. `forgets_events` and `forgets_streams` are faults: it does not wait for them."""
+    """A CUDA stream. `forgets_events` and `forgets_streams` are faults: it does not wait for events, or for streams."""
 
     queue: Queue
     forgets_events: bool = False
@@ -59,8 +60,8 @@ class Stream:
 class Gpu:
     """A stand-in for torch.cuda on one GPU.
 
-    queues  the number of the queue of the computation stream, then those of other streams in the order of their making
-    speeds  the speed of each queue
+    queues  number of the queue of each stream, in the order in which streams are made; the first computes
+    speeds  speed of each queue: several streams may share a queue
     """
 
     def __init__(self, queues: Sequence[int], speeds: Sequence[float]):
@@ -91,6 +92,7 @@ class Gpu:
         self.launch(into.numel(), lambda part: into[part].copy_(source[part]))
 
     def mean(self, own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
+        """Adds steps that write to `out` the mean over ranks: `own` is this rank's part, `others` (ranks - 1, n)."""
         parts = [*others]
         parts.insert(rank, own)
         self.launch(out.numel(), lambda part: out[part].copy_(torch.stack([x[part] for x in parts]).mean(0)))
@@ -99,8 +101,9 @@ class Gpu:
 class Handle:
     """The handle of a symmetric memory on one rank.
 
-    signals  the signals (channel, from rank, to rank) that are set; one set for all ranks
-    without  a fault: barriers of this channel do nothing
+    buffers  the memory of each rank
+    signals  the signals that are set, (channel, from rank, to rank): one set that all ranks share
+    without  a channel whose barriers do nothing, as a fault; None: there is no fault
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A time limit for work on a GPU that may hang. It ends the process, since exceptions reach no thread that waits."""
+"""A time limit for work on a GPU that may hang. It ends the process: no exception reaches a thread that waits."""
 
 import os
 import sys

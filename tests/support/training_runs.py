@@ -1,7 +1,7 @@
 """Small training runs for tests: settings, and functions that run them in this process, in another, or on ranks.
 
-`config` makes the settings of a run, `trainer` a Trainer in this process, `start` the command in another process;
-functions that say "on a rank" are run by a group of ranks.
+`config` makes the settings of a run, `trainer` makes a Trainer in this process, and `start` starts the command in
+another process. Tests run functions that say "on a rank" by a group of ranks.
 """
 
 import json
@@ -28,6 +28,7 @@ from lmsys.training.loop import Trainer
 from lmsys.training.reproducible import Tree, weights_sha256
 from tests.support.ranks import group_of, use
 
+# The model and the settings of every run. Tests depend on them: give a run other ones by `config(output, *settings)`.
 MODEL = ModelConfig(16, 32, 2, 2, vocab_size=300, context_length=16, attention="naive")
 SETTINGS = [
     *(
@@ -42,14 +43,17 @@ SETTINGS = [
 ]
 SETTINGS += [f"model.{name}={getattr(MODEL, name)}" for name in ("d_model", "d_ff", "num_layers", "num_heads")]
 SETTINGS += [f"model.{name}={getattr(MODEL, name)}" for name in ("vocab_size", "context_length", "attention")]
-STARTED: list[subprocess.Popen[str]] = []
+STARTED: list[subprocess.Popen[str]] = []  # processes that `end_all` ends
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 WORDS = "the cat sat on a mat and saw that the rat had eaten all of the oats\n"
 
 
 class RandomTokens:
-    """A source of `length` random ids, with an end of text every `longest` ids, for runs that need to learn nothing."""
+    """A source of `length` random token ids, for runs that need to learn nothing.
+
+    longest  an end of text stands after so many ids, and again after so many; None: nowhere
+    """
 
     def __init__(self, vocab_size: int, length: int, longest: int | None = None):
         self._ids = np.random.default_rng(0).integers(vocab_size, size=length)
@@ -65,10 +69,12 @@ class RandomTokens:
 
 
 def config(output: Path, *settings: str) -> RunConfig:
+    """The configuration of a run in the folder `output`: SETTINGS, then `settings` such as "train.steps=3"."""
     return RunConfig(str(output)).changed([*SETTINGS, *settings])
 
 
 def corpus(folder: Path) -> Path:
+    """Writes a text of a few words into the folder, and returns its path."""
     path = folder / "text.txt"
     path.write_text("".join(WORDS[i % 40 :] for i in range(400)))
     return path
@@ -80,6 +86,7 @@ def source_of(run: RunConfig) -> RandomTokens:
 
 
 def trainer(run: RunConfig, resume: bool = False, device: torch.device = CPU) -> Trainer:
+    """A Trainer on `source_of(run)`. `resume`: from the newest checkpoint of the run's folder."""
     source = source_of(run)
     end = source.end_of_text if run.data.packing == "documents" else None
     windows = fixed_windows(source, run.model.context_length, run.evaluate.windows, end)
@@ -94,16 +101,18 @@ def first_losses(run: RunConfig, steps: int) -> list[float]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a log with a JSON object in each line. A last line without an end is still being written."""
+    """The objects of a log with a JSON object in each line; a last line that is still being written is left out."""
     text = path.read_text() if path.is_file() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def losses(output: Path) -> list[float]:
+    """The logged losses of the run in a folder."""
     return [line["loss"] for line in read_lines(output / "log.jsonl") if "loss" in line]
 
 
 def weights(output: Path) -> dict[str, Any]:
+    """The model's state dict in the newest checkpoint of the run in a folder."""
     checkpoint = newest(output / "checkpoints")
     assert checkpoint is not None
     return checkpoint.shared()["model"]
@@ -115,7 +124,7 @@ def train_on_rank(run: RunConfig) -> int:
 
 
 def nan_on_one_rank(run: RunConfig) -> list[bool]:
-    """On a rank: for each of four steps, True if it was taken. The loss of rank 1 is NaN in step 2."""
+    """On a rank: trains four steps; for each, True if the weights were updated. The loss of rank 1 is NaN in step 2."""
     training = trainer(run)
     loss_of = training.model.loss
     training.model.loss = lambda *batch: (
@@ -127,7 +136,7 @@ def nan_on_one_rank(run: RunConfig) -> list[bool]:
 
 
 def error_on_rank(run: RunConfig) -> str:
-    """On a rank: the message of training's ValueError, or "nothing"; so the rank goes on after it."""
+    """On a rank: trains, and returns the message of the ValueError, or "nothing"; the rank goes on after the error."""
     try:
         train_on_rank(run)
     except ValueError as error:
@@ -147,6 +156,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
+    """True if the process exists, and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -172,10 +182,10 @@ def end_all() -> None:
 
 
 def reproduced(run: RunConfig, world_size: int, steps: int, folder: str = "", one_by_one: bool = False) -> str:
-    """On a rank: the sha256 of the weights after `steps`; "" on ranks beyond `world_size`.
+    """On a rank: trains `steps` steps, and returns the sha256 of the weights; "" on ranks beyond `world_size`.
 
-    folder      a folder of checkpoints: training resumes from the newest, and saves one at the end
-    one_by_one  gradients are added one after another, and not as a tree
+    folder      a folder of checkpoints: training resumes from the newest, and saves a new one at the end
+    one_by_one  gradients are added one after another, and not as a tree, so that their bits depend on the ranks
     """
     group = group_of(world_size)
     if size_and_rank(None)[1] >= world_size:
@@ -198,6 +208,7 @@ def fused_anywhere(run: RunConfig, world_size: int, steps: int) -> str:
 
 
 def _add_one_by_one(self: Tree, gradients: list[Any]) -> None:
+    """Replaces Tree.add: adds to a single sum."""
     if self._sums:
         (_, before), self._sums = self._sums[0], []
         gradients = [a + b for a, b in zip(before, gradients, strict=True)]

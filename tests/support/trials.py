@@ -1,8 +1,9 @@
 """Trials that end in every way, for tests of `lmsys.kernels.trial`. They import no torch, to start quickly.
 
-A trial is a function of a compute capability that tries a kernel on a version of Triton nobody has tested it on: it
-raises where the kernel cannot be trusted. `trial.refusal` calls it in a process of its own and keeps the verdict.
-Tests import the functions, or name them as "tests.support.trials:right"; a new way to end is a new function.
+A trial is a function that gets a compute capability, and tries a kernel on a version of Triton on which nobody has
+tested it. It raises if the kernel cannot be trusted. `trial.refusal` calls it in a process of its own, and keeps the
+verdict. Tests name the functions here as "tests.support.trials:right", or import them. A new way to end is a new
+function.
 """
 
 import os

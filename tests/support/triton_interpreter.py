@@ -6,6 +6,9 @@ from triton.runtime import interpreter
 
 
 def trust_indices() -> None:
-    """Turns off the check of indices for overflow, which computes them again in 64 bits: tests need little memory."""
+    """Turns off the check of indices for overflow, which computes each index again in 64 bits.
+
+    Tensors of tests are so small that their indices fit 32 bits.
+    """
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)

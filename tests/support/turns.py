@@ -1,8 +1,9 @@
-"""A process that takes turns on a GPU with others: python -m tests.support.turns SECONDS FOLDER PROCESSES.
+"""Checks `flash_gluon` in a process that shares a GPU: `python -m tests.support.turns SECONDS FOLDER PROCESSES`.
 
-The GPU interrupts kernels anywhere to let another process run. The results of flash_gluon's plans must then be, bit for
-bit, those of the same process running alone. The exit code is 1 if they differ. FOLDER is an empty folder, in which the
-PROCESSES processes wait for one another.
+A test starts PROCESSES of these at a time. The GPU interrupts kernels anywhere to let another process run. The results
+of flash_gluon's plans must be, bit for bit, those that the process obtained while it ran alone. The exit code is 1 if
+they differ. FOLDER is an empty folder, in which the processes wait for one another. A new plan or option is a call in
+`calls`.
 """
 
 import fcntl
@@ -20,19 +21,20 @@ from torch import Tensor
 from lmsys.attention.flash_gluon import launch as flash_gluon
 from tests.support.time_limit import time_limit
 
-CALLS = 40  # of one plan, before the GPU is waited for
-WIDTH = 2048  # heads x head_dim
+CALLS = 40  # how many calls of a plan are launched before the process waits for the GPU
+WIDTH = 2048  # heads * head_dim
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 Call = Callable[[], tuple[Tensor, ...]]
 
 
 def inputs(head_dim: int, length: int, batch: int) -> list[Tensor]:
+    """q, k, v and do, each (batch, WIDTH / head_dim, length, head_dim) in bfloat16."""
     shape = batch, WIDTH // head_dim, length, head_dim
     return [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
 
 
 def calls() -> dict[str, Call]:
-    """By name: forwards of all plans, deterministic backwards, and default backwards of `whole_numbers`."""
+    """{name: call} of forwards by all plans, of deterministic backwards, and of default ones by `whole_numbers`."""
     made: dict[str, Call] = {}
     for head_dim, causal, length in itertools.product((64, 128), (False, True), LENGTHS):
         q, k, v, do = inputs(head_dim, length, batch=max(1, 4096 // length))
@@ -48,7 +50,10 @@ def calls() -> dict[str, Call]:
 
 
 def whole_numbers(like: tuple[Tensor, ...], arguments: tuple[bool, float]) -> Call:
-    """A default backward on inputs for which sums are exact in any order: equal weights, and o given as zero."""
+    """A default backward of `like`'s shapes, on inputs for which sums are exact in any order: its bits are known.
+
+    The inputs are small whole numbers, lse gives all keys equal weights, and o is passed as zero.
+    """
     q, k, v, o, lse, do = (torch.zeros_like(x) for x in like)
     for x in (k, v, do):
         x.random_(-1, 2)
@@ -57,7 +62,8 @@ def whole_numbers(like: tuple[Tensor, ...], arguments: tuple[bool, float]) -> Ca
 
 
 def main(seconds: float, folder: Path, processes: int) -> None:
-    flash_gluon.FEW_WAVES = 0  # so that even few causal heads go in groups, whose CTAs zero dq for later heads
+    # So that even few causal heads are computed in groups, in which a CTA also zeroes dq for later heads.
+    flash_gluon.FEW_WAVES = 0
     alone = {}
     with open(folder / "lock", "w") as lock, time_limit("alone", 120.0 * processes):
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -79,7 +85,7 @@ def main(seconds: float, folder: Path, processes: int) -> None:
                 results = [call() for _ in range(CALLS)]
                 torch.cuda.synchronize()
             for number, result in enumerate(results):
-                if not all(torch.equal(one, other) for one, other in zip(result, alone[name], strict=True)):
+                if not all(torch.equal(x, expected) for x, expected in zip(result, alone[name], strict=True)):
                     sys.exit(f"{name}: call {number} of round {rounds} differs from one that was alone")
 
 

@@ -1,4 +1,4 @@
-"""Parameters of tests of which some run always, and the others only with `-m on_request`, since all take minutes."""
+"""Lists of parameters for tests: some always run, others only with `-m on_request`, since all would take minutes."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,10 @@ import pytest
 
 
 def some(values: Iterable[Any], one_in: int) -> list[Any]:
-    """For `parametrize`: the first of every `one_in` values runs always, the others with -m on_request."""
+    """For `parametrize`: the first of every `one_in` values always runs, the others only with -m on_request.
+
+    values  parameters, or tuples of several parameters
+    """
     marked = []
     for index, value in enumerate(values):
         several = value if isinstance(value, tuple) else (value,)
@@ -16,5 +19,5 @@ def some(values: Iterable[Any], one_in: int) -> list[Any]:
 
 
 def but(values: Iterable[Any], *on_request: Any) -> list[Any]:
-    """For `parametrize`: these run with -m on_request, the others always."""
+    """For `parametrize`: the values in `on_request` run only with -m on_request, the others always."""
     return [pytest.param(value, marks=[pytest.mark.on_request] if value in on_request else []) for value in values]

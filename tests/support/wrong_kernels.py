@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmsys.attention.contract import repeat_heads
 
-WRONG: dict[str, tuple[str, Callable[..., Tensor]]] = {}  # by name: (a part of the message expected, the row)
+WRONG: dict[str, tuple[str, Callable[..., Tensor]]] = {}  # {name: (a part of the message expected, the row)}
 
 
 def attend(
@@ -31,11 +31,11 @@ def attend(
     return scores.softmax(dim=-1).nan_to_num(0.0) @ v
 
 
-def wrong(told: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def wrong(message: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """A decorator that puts a row into WRONG, with a part of the message expected."""
 
     def keep(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        WRONG[function.__name__] = told, function
+        WRONG[function.__name__] = message, function
         return function
 
     return keep
@@ -64,7 +64,7 @@ def unshifted(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: f
 
 
 def of_a_course(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """Right; CS336's signature, on (B, S, D) with the default scale."""
+    """Right, with the signature of CS336's assignment: on (B, S, D), with the default scale."""
     return attend(q[:, None], k[:, None], v[:, None], causal=is_causal)[:, 0]
 
 
@@ -100,12 +100,12 @@ def no_tail(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: flo
     return written
 
 
-def masked(of: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """A row whose causal mask is of(i, j), from the indices of queries and keys."""
+def masked(sees: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A row whose causal mask is sees(i, j), from the indices of queries (Q, 1) and of keys (K)."""
 
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         i, j = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
-        return attend(q, k, v, causal=causal, scale=scale, visible=of(i, j))
+        return attend(q, k, v, causal=causal, scale=scale, visible=sees(i, j))
 
     return row
 
@@ -166,7 +166,7 @@ def of_another_dtype(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, s
 
 
 def with_backward(fault: str) -> Callable[..., Tensor]:
-    """A row whose backward lacks "delta", or the "scale" in dk."""
+    """A row whose backward has a fault: "delta" is not subtracted from dP, or "scale" is missing in dk."""
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -204,7 +204,7 @@ def dies(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float 
 
 
 def scaled_at(place: Any) -> Callable[..., Tensor]:
-    """A row that is right except at `place`, an index of o, where it is 1.5 times too large or more."""
+    """A row that is right except at `place`, an index of o, where its values are at least 1.5 times too large."""
 
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         o = attend(q, k, v, causal=causal, scale=scale)
@@ -229,9 +229,11 @@ def rounded_early(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scal
 
 
 def online(fault: str = "", tile: int = 64, low: torch.dtype | None = None) -> Callable[..., Tensor]:
-    """A row by an online softmax over tiles of keys, in plain PyTorch.
+    """A row that computes an online softmax over tiles of keys, in plain PyTorch.
 
-    fault  the mistake in it; "": none
+    fault  the mistake in it: "o", "sum" or "both" is not rescaled when the maximum grows, the factor of rescaling is
+           "detached" from autograd, o is "undivided" by the sum, the mask is aligned at the "bottom right"; "": none
+    tile   keys of a tile
     low    a dtype that P is rounded to, with the fault "low" also v
     """
 
@@ -267,8 +269,8 @@ for tile in (16, 64):
     WRONG[f"keeps_o_{tile}"] = f"o is not rescaled{tiles}", online("o", tile)
     WRONG[f"keeps_sum_{tile}"] = f"the sum is not rescaled{tiles}", online("sum", tile)
     WRONG[f"keeps_both_{tile}"] = f"neither o nor the sum is rescaled{tiles}", online("both", tile)
-    constant = f"gradients must flow through the maximum everywhere or nowhere (tiles of {tile} keys)"
-    WRONG[f"detached_{tile}"] = constant, online("detached", tile)
+    detached = f"gradients must flow through the maximum everywhere or nowhere (tiles of {tile} keys)"
+    WRONG[f"detached_{tile}"] = detached, online("detached", tile)
 WRONG["undivided"] = "o is not divided by the sum of the exponentials", online("undivided")
 WRONG["low_p"] = "P = exp(scores - maximum) is rounded to bfloat16: float32 inputs", online(low=torch.bfloat16)
 WRONG["low_p_by_tiles"] = (
@@ -286,14 +288,14 @@ WRONG["bottom_right_by_tiles"] = "the causal mask is aligned to the bottom right
 def bottom_right_with_more_nan(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """Queries that see nothing have NaN, and so have some others."""
+    """Returns NaN for queries that see no key, and for some others."""
     o = online("bottom right")(q, k, v, causal=causal, scale=scale)
     return o if not o.isnan().any() else o.masked_fill(torch.arange(q.shape[2])[:, None] % 7 == 0, torch.nan)
 
 
 @wrong("off by one at the diagonal: a query does not see its own key")
 def blind_first(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """The first query sees nothing, and has NaN."""
+    """Returns NaN for the first query, which sees no key."""
     if not causal:
         return attend(q, k, v, scale=scale)
     k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
@@ -313,6 +315,8 @@ def by_16_bytes(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale:
 
 
 class _OneStride(torch.autograd.Function):
+    """The identity, with a backward that is wrong for gradients that have a stride of 0."""
+
     @staticmethod
     def forward(ctx: Any, o: Tensor) -> Tensor:
         return o.clone()

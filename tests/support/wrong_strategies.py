@@ -19,7 +19,7 @@ from tests.museum.sharded_optimizer import Sharded
 
 
 class WeightedByTokens(Container):
-    """Weights each rank's gradient by its number of tokens, where the mean over ranks is asked for."""
+    """Weights each rank's gradient by its number of tokens; right is the plain mean over ranks."""
 
     def forward(self, tokens: Tensor, **kwargs: Any) -> Any:
         self.tokens = torch.tensor(float(tokens.numel()))
@@ -33,7 +33,7 @@ class WeightedByTokens(Container):
 
 
 class OneLayerForgotten(Container):
-    """Reduces all gradients but that of one layer of the check's model, `Probe` in lmsys/extremes/strategy.py."""
+    """Reduces all gradients except one layer's. The model is the check's, `Probe` in lmsys/extremes/strategy.py."""
 
     def reduce(self, name: str, grad: Tensor) -> None:
         if name != "layers.1.weight":
@@ -65,7 +65,7 @@ class SumsInFloat16(Container):
 
 
 class LeftWhereUnused(Container):
-    """Divides by the number of ranks that use a parameter, and leaves the other ranks without a gradient."""
+    """Divides a gradient's sum by the number of ranks that use the parameter, not by that of all ranks."""
 
     def finish_gradient_synchronization(self) -> None:
         self.users = {name: torch.tensor(float(p.grad is not None)) for name, p in self.named.items()}
@@ -96,7 +96,7 @@ class EndsApart(Container):
 
 
 class RaisesInItsSecondStep(Container):
-    """Raises on rank 1. It is not in WRONG, since an exception has no mistake's name: a test of its own asks for it."""
+    """Raises on rank 1 in its second step. It is not in WRONG, since an exception is no mistake that has a name."""
 
     def reduce(self, name: str, grad: Tensor) -> None:
         self.count = getattr(self, "count", 0) + 1
@@ -113,7 +113,7 @@ class NotShared(Sharded):
 
 
 class LeavesAParameter(Sharded):
-    """All ranks own equally many parameters: those left over have no owner."""
+    """Gives all ranks equally many parameters, so that those left over have no owner."""
 
     def own(self) -> list[dict[str, Any]]:
         groups = super().own()
