@@ -1,8 +1,8 @@
-"""`python -m tests.museum`: which published silent faults `lmsys check` refuses, and which the rules of other gates do.
+"""`python -m tests.museum`: which published silent faults `lmsys check` refuses, and which other projects' rules do.
 
 It takes minutes. With --write it writes the tables of docs/museum.md. The exit code is 1 if a fault is not refused, or
-a right row is accused. The museum: `exhibit.py` defines exhibits, the files named after kinds have them, `gates.py` has
-the rules of other projects, and `table.py` makes the tables.
+a right row is accused. In the museum, `exhibit.py` defines exhibits (a published fault each), the files named after
+kinds of rows contain them, `gates.py` has the rules of other projects, and `table.py` makes the tables.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Attention in the museum: published faults, each a few lines around one formula.
+"""Attention in the museum of published faults: each fault is a few lines around a right formula.
 
-HONEST lists right rows, which `lmsys check` must not accuse. A new fault is a function with the decorator `exhibit`;
-faults of a backward are made by `backward`.
+`lmsys check` must refuse each fault, and must not accuse the right implementations, which HONEST lists. A new fault is
+a function with the decorator `exhibit(kind, where it was published, what users saw, a part of the mistake's name)`;
+without a name the check need only refuse it. Faults of a backward are made by `backward`.
 
 Legend: B batch, H query heads, Hkv key heads, Q queries, K keys, D head dimension.
 """
@@ -23,7 +24,7 @@ EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "mine.py"
 HONEST = [ATTENTION[name] for name in ("naive", "vectorized", "flash_torch", "sdpa", "sdpa_math", "sdpa_flash")]
 HONEST.append(Entry("my_attention", f"{EXAMPLE}:my_attention"))
 
-Options = dict[str, Any]  # causal, scale
+Options = dict[str, Any]  # {"causal": ..., "scale": ...}
 
 
 def repeated(x: Tensor, q: Tensor) -> Tensor:
@@ -48,29 +49,32 @@ def over_sum(weights: Tensor, q: Tensor, v: Tensor) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, **hidden: float
 ) -> Tensor:
+    """Right attention, o (B, H, Q, D). `hidden=x`: another score for hidden keys, as in `scores_of`."""
     return scores_of(q, k, causal, scale, **hidden).softmax(dim=-1).to(v.dtype) @ repeated(v, q)
 
 
 def row_max(scores: Tensor) -> Tensor:
+    """(B, H, Q, 1): the largest score of each query."""
     return scores.amax(dim=-1, keepdim=True).detach()
 
 
-def shifted(of: Callable[[Tensor], Any]) -> Callable[..., Tensor]:
-    """A row that subtracts of(scores) from the scores, instead of their maximum."""
+def shifted(shift: Callable[[Tensor], Any]) -> Callable[..., Tensor]:
+    """An implementation that subtracts shift(scores) from the scores, instead of their maximum."""
 
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         scores = scores_of(q, k, causal, scale)
-        return over_sum((scores - of(scores)).exp(), q, v)
+        return over_sum((scores - shift(scores)).exp(), q, v)
 
     return row
 
 
 def named(name: str, function: Any) -> Any:
+    """The function, renamed so that it can be imported from this module by its name, as `exhibit` asks."""
     function.__name__, function.__module__ = name, __name__
     return function
 
 
-# The maximum of a row.
+# The maximum of a query's scores.
 
 no_max = exhibit(
     "attention",
@@ -213,7 +217,7 @@ def inverse_scale(q, k, v, *, causal=False, scale=None):
     return attend(q, k, v, causal, q.shape[-1] ** 0.5 if scale is None else scale)
 
 
-BAKED: dict[Any, Any] = {}
+BAKED: dict[Any, Any] = {}  # {shapes, dtype and causal: scale of the first call}
 
 
 @exhibit(
@@ -284,13 +288,13 @@ def softmax_over_queries(q, k, v, *, causal=False, scale=None):
 
 @exhibit("attention", "flagos-ai/FlagAttention#45", "values were read by the strides of keys")
 def strides_of_keys(q, k, v, *, causal=False, scale=None):
-    """It shows where only one of k and v is contiguous."""
+    """Reads v by k's strides. The results are wrong only if one of k and v is contiguous and the other is not."""
     length = k.shape[2]
     storage = v.transpose(1, 2).reshape(-1) if v.is_contiguous() == k.is_contiguous() and length % 2 else v.reshape(-1)
     return attend(q, k, torch.as_strided(storage.contiguous(), v.shape, v.contiguous().stride()), causal, scale)
 
 
-MADE: set[Any] = set()
+MADE: set[Any] = set()  # shapes, dtypes and strides for which `contiguous_once` has been called
 
 
 @exhibit(
@@ -344,10 +348,10 @@ def last_tile_dropped(q, k, v, *, causal=False, scale=None):
 
 
 class Explicit(torch.autograd.Function):
-    """Attention with an explicit backward; alter(p, dp, delta, do, lse, scores) replaces some of those tensors.
+    """Attention with an explicit backward; alter(p, dp, delta, do, lse, scores) replaces some of these tensors.
 
-    `alter` returns the new values by name. It may also return `queries`, how many queries dk is summed over, and
-    `group`, which reduces the gradients of query heads to those of key heads.
+    `alter` returns {name: new value}. It may also return "queries", the number of queries over which dk is summed, and
+    "group", a function like `summed`.
     """
 
     @staticmethod
@@ -376,11 +380,12 @@ class Explicit(torch.autograd.Function):
 
 
 def summed(x: Tensor, kv_heads: int) -> Tensor:
+    """Gradients by query head (B, H, K, D), summed to those by key head (B, Hkv, K, D)."""
     return x.unflatten(1, (kv_heads, -1)).sum(dim=2)
 
 
 def backward(alter: Callable[..., Any]) -> Callable[..., Tensor]:
-    """A row whose backward is altered: see `Explicit`."""
+    """An implementation whose backward `alter` changes: see `Explicit`."""
 
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         return Explicit.apply(q, k, v, {"causal": causal, "scale": scale}, alter)

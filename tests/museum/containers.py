@@ -1,6 +1,7 @@
-"""Two right strategies, `Container` and `Hooked`, on which the faults of `parallel.py` are built.
+"""Two right data-parallel strategies, `Container` and `Hooked`, on which faults are built.
 
-A fault overrides one of their methods. Ranks import this file.
+The faults are those of `parallel.py` and of tests/support/wrong_strategies.py. Each overrides a method. Ranks import
+this file.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,13 @@ def mean_(x: Tensor) -> None:
 
 
 class Container(nn.Module):
-    """A right strategy: an all-reduce for each gradient, after the backward."""
+    """A right strategy: an all-reduce for each gradient, after the backward.
+
+    A fault overrides:
+    - `broadcast`: the tensors that rank 0 sends to all ranks at first;
+    - `prepare`: called at the end of the constructor;
+    - `reduce`: replaces a gradient by its mean over ranks, in place.
+    """
 
     def __init__(self, module: nn.Module):
         super().__init__()

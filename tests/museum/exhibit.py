@@ -13,8 +13,8 @@ T = TypeVar("T")
 class Exhibit:
     """A fault, restated in a few lines.
 
-    name       of the function or class that has the fault
-    kind       of `lmsys check`, which asks it as it asks a user's
+    name       name of the function or class that has the fault
+    kind       its kind in `lmsys check`, which judges it as it judges a user's
     target     `module:name`, from which a rank can import the function or class by itself
     reference  where it was published: owner/repository#number, or with a path where there is no number
     symptom    what its users saw, in a sentence
@@ -40,7 +40,7 @@ EXHIBITS: list[Exhibit] = []
 
 
 def exhibit(kind: str, reference: str, symptom: str, mistake: str | None = None) -> Callable[[T], T]:
-    """A decorator that puts a function or class into the museum."""
+    """A decorator that puts a function or class into the museum. Its arguments are fields of `Exhibit`."""
 
     def put(fault: Any) -> Any:
         name = fault.__name__

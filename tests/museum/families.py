@@ -6,7 +6,7 @@ from pathlib import Path
 from lmsys.registry import Entry
 from tests.museum.exhibit import EXHIBITS, Exhibit
 
-HONEST_OF = {  # by (family, which is a file here; its list of honest rows): their kind
+HONEST_OF = {  # {(family, which is a file here; the name of its list of honest rows): kind of its rows}
     ("attention", "HONEST"): "attention",
     ("loss", "HONEST"): "loss",
     ("norm", "HONEST"): "norm",
@@ -33,7 +33,9 @@ def exhibits(kind: str | None = None) -> list[Exhibit]:
 def honest(kind: str | None = None) -> list[tuple[str, Entry]]:
     """(kind, row) for each honest row of a kind, or of all kinds."""
     rows = []
-    for (family, name), of in HONEST_OF.items():
-        if family in FAMILIES and kind in (None, of):
-            rows += [(of, entry) for entry in getattr(importlib.import_module(f"tests.museum.{family}"), name, [])]
+    for (family, name), kind_of_rows in HONEST_OF.items():
+        if family in FAMILIES and kind in (None, kind_of_rows):
+            rows += [
+                (kind_of_rows, entry) for entry in getattr(importlib.import_module(f"tests.museum.{family}"), name, [])
+            ]
     return rows

@@ -22,8 +22,8 @@ from tests.museum.ranks import Ranks, on_one
 
 STEPS_ON_RANKS = 3
 CURVE_STEPS, CURVE_RTOL, CURVE_ATOL = 32, 2e-5, 1e-8  # Liger-Kernel's convergence tests in float32
-ROUNDS, WITHIN = 10, 0.99  # of `most_within`
-TIMED_CALLS = {True: 10, False: 100}  # of `new_seeds`: fewer if ranks have to run
+ROUNDS, WITHIN = 10, 0.99  # for `most_within`
+TIMED_CALLS = {True: 10, False: 100}  # {needs ranks: calls} for `new_seeds`: fewer if ranks have to run
 OPTIMIZER_SETTINGS = {"lr": 1e-3, "weight_decay": 0.01, "momentum": 0.9}
 Pair = tuple[list[Tensor], list[Tensor]]  # results of the fault, and of plain PyTorch
 Curves = tuple[list[float], list[float]]  # losses with the fault, and of plain PyTorch
@@ -33,9 +33,9 @@ Curves = tuple[list[float], list[float]]  # losses with the fault, and of plain 
 class Subject:
     """A fault as gates see it.
 
-    pair         seed of a normal draw -> its results and those of plain PyTorch; None if it raises or hangs
-    curves       the losses of a training with it, and of a plain training; None if it raises or hangs
-    needs_ranks  it runs on two ranks
+    pair         seed of a normal draw -> (results of the fault, of plain PyTorch); None if the fault raises or hangs
+    curves       -> (losses of a training with the fault, of a plain training); None if the fault raises or hangs
+    needs_ranks  True if the fault runs on two ranks
     """
 
     pair: Callable[[int], Pair | None]
@@ -86,6 +86,8 @@ def _of_optimizer(entry: Entry) -> Subject:
 
 
 def _on_ranks(entry: Entry, kind: str, ranks: Ranks) -> Subject:
+    """The subject of a strategy or a sharded optimizer. Weights are compared after momentum SGD, losses with AdamW."""
+
     def pair(seed: int) -> Pair | None:
         trained = ranks.train(entry, kind, seed, STEPS_ON_RANKS, "SGD")
         return None if trained is None else (trained[1], on_one(seed, STEPS_ON_RANKS, "SGD")[1])
@@ -120,6 +122,7 @@ def _curve(
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     settings: dict[str, Any] | None = None,
 ) -> list[float]:
+    """The losses of a training of the mini model, whose implementations are `replaced`: {kind: implementation}."""
     model = MiniModel(0, replaced)
     stepper = optimizer(model.parameters(), **{**(settings or {}), "lr": 1e-4})
     losses = []
@@ -141,7 +144,7 @@ def allclose(fault: Subject) -> bool:
 def most_within(fault: Subject) -> bool:
     """flashinfer-bench: in each of ten rounds 99 % of the elements are within 1e-2, absolutely or relatively.
 
-    The share is a setting there.
+    The 99 % are a setting of that project.
     """
 
     def within(x: Tensor, right: Tensor) -> bool:
@@ -156,7 +159,7 @@ def most_within(fault: Subject) -> bool:
 def new_seeds(fault: Subject) -> bool:
     """GPU MODE: each timed call has a new seed, and every result is compared.
 
-    The tolerance is 1e-3, as in its tasks for narrow floats. Its tasks compare outputs of forwards.
+    The tolerance is 1e-3, as in that project's tasks for narrow floats, which compare outputs of forwards.
     """
     seeds = range(0, 13 * TIMED_CALLS[fault.needs_ranks], 13)
     pairs = (fault.pair(seed) for seed in seeds)
@@ -166,7 +169,7 @@ def new_seeds(fault: Subject) -> bool:
 
 
 def cosine(fault: Subject) -> bool:
-    """DeepGEMM's calc_diff: 1 - 2 Σ x y / Σ (x² + y²) below 1e-3, of the whole result."""
+    """DeepGEMM's calc_diff: 1 - 2 Σ x y / Σ (x² + y²) is below 1e-3, with sums over the whole result."""
 
     def close(x: Tensor, right: Tensor) -> bool:
         x, right = x.double(), right.double()
@@ -177,7 +180,7 @@ def cosine(fault: Subject) -> bool:
 
 
 def loss_curve(fault: Subject) -> bool:
-    """Liger-Kernel's convergence test: 32 steps of AdamW at lr 1e-4, losses within a relative 2e-5."""
+    """Liger-Kernel's convergence test: in 32 steps of AdamW at lr 1e-4, losses are within 2e-5, relatively."""
     curves = fault.curves()
     if curves is None:
         return False

@@ -1,6 +1,7 @@
-"""Losses in the museum: published faults, and in HONEST right losses, which `lmsys check` must not accuse.
+"""Losses in the museum of published faults, and in HONEST right losses, which `lmsys check` must not accuse.
 
-A new fault is a function or an autograd Function with the decorator `exhibit`.
+A new fault is a function or an autograd Function with the decorator `exhibit(kind, where it was published, what users
+saw, a part of the mistake's name)`. A loss takes logits (N, V), or hidden states (N, M) and the head's weight (V, M).
 
 Legend: N tokens, V vocabulary, M d_model.
 """
@@ -16,7 +17,7 @@ from lmsys.model.loss import linear_cross_entropy as ours_in_chunks
 from lmsys.registry import Entry
 from tests.museum.exhibit import exhibit
 
-IGNORED = -100
+IGNORED = -100  # the target of an ignored token, by default
 
 
 def each(logits: Tensor, targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
@@ -126,6 +127,8 @@ def smoothing(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _LogSoftmax(torch.autograd.Function):
+    """Log-softmax with a wrong backward: right is dy - exp(y) * sum(dy)."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         y = x.float().log_softmax(dim=-1)
@@ -201,7 +204,7 @@ def every_class_of_four_ranks(logits: Tensor, targets: Tensor) -> Tensor:
     return (total.log() + (top - wide.gather(1, targets[:, None]))[:, 0]).mean()
 
 
-# Honest ones.
+# Right losses.
 
 
 def torchs(logits: Tensor, targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
@@ -225,7 +228,7 @@ def of_no_token_zero(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE
 
 
 def torchs_in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
-    """torch's. The error of its gradient of hidden states is large with large vocabularies: see benchmarks/loss.py."""
+    """torch's loss. With large vocabularies its gradient of hidden states has a large error: see benchmarks/loss.py."""
     return F.linear_cross_entropy(hidden, weight, targets, ignore_index=ignore_index)
 
 

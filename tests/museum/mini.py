@@ -1,6 +1,7 @@
-"""A mini model of two blocks, in plain PyTorch, whose operations can be replaced by faults, for the gates' loss curves.
+"""A mini model of two blocks in plain PyTorch, whose operations can be replaced by faults, for loss curves in gates.py.
 
-OPERATIONS says how an implementation of each kind is called, and which plain function it is compared with.
+OPERATIONS has, for each kind, a plain function to compare with, inputs, and the way in which an implementation is
+called. An implementation may have any of the signatures that `lmsys check` accepts.
 
 Legend: B batch, S tokens of a sequence, D width, H heads, V vocabulary.
 """
@@ -66,8 +67,8 @@ class Operation:
     """How implementations of a kind are called.
 
     plain   the operation in plain PyTorch
-    inputs  seed -> the arguments of a normal draw
-    call    (implementation, *arguments) -> the output
+    inputs  seed -> arguments, of which tensors are near-normal
+    call    (implementation, *arguments) -> output
     """
 
     plain: Function
@@ -89,7 +90,10 @@ def rotary_halves(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def plain_of(kind: str, implementation: Function) -> Function:
-    """The operation in plain PyTorch that the implementation should equal: with a bias if it has one, and its pairs."""
+    """The operation in plain PyTorch that the implementation should equal.
+
+    It has a bias if the implementation has one, and rotates the pairs of columns that the implementation rotates.
+    """
     if kind == "norm" and called(implementation, NORM).has("bias"):
         return layer_norm
     if kind == "rotary" and pairs_of(implementation, Options()) == HALVES:
@@ -107,7 +111,7 @@ def _turned(implementation: Function, x: Tensor, positions: Tensor) -> Tensor:
 
 
 def _gated(implementation: Function, gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up. An implementation of a whole feed-forward gets weights of 0 and 1 that select gate and up."""
+    """silu(gate) · up by an implementation. A whole feed-forward gets weights of 0 and 1 that select gate and up."""
     whole, both = torch.eye(gate.shape[-1]), torch.eye(2 * gate.shape[-1])
     w1, w3 = both.split(gate.shape[-1])
     values = {"gate": gate, "up": up, "x": torch.cat([gate, up], dim=-1), "w1": w1, "w2": whole, "w3": w3}
@@ -115,7 +119,7 @@ def _gated(implementation: Function, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _lost(implementation: Function, logits: Tensor, targets: Tensor) -> Tensor:
-    """The loss. An implementation with the head in it gets the logits as hidden states, and the identity as weight."""
+    """The loss by an implementation. If it contains the head, it gets the logits as hidden states, and the identity."""
     weight = torch.eye(logits.shape[-1])
     values = {"logits": logits, "hidden": logits, "weight": weight, "targets": targets, "ignore_index": -100}
     return called(implementation, roles_of(implementation))(values)
@@ -142,7 +146,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 class Block(nn.Module):
-    """A pre-norm block (B, S, D) -> (B, S, D), whose operations are call(kind, *arguments)."""
+    """A pre-norm block (B, S, D) -> (B, S, D), which calls its operations by call(kind, *arguments)."""
 
     def __init__(self, call: Callable[..., Tensor]):
         super().__init__()
@@ -161,7 +165,7 @@ class Block(nn.Module):
 
 
 class MiniModel(nn.Module):
-    """tokens (B, S) -> the loss of predicting the next token. `replaced`: implementations that it calls, by kind."""
+    """tokens (B, S) -> the loss of predicting the next token. `replaced`: {kind: implementation that is called}."""
 
     def __init__(self, seed: int, replaced: Mapping[str, Function] | None = None):
         super().__init__()

@@ -1,7 +1,7 @@
-"""Norms in the museum: published faults, and in HONEST right norms, which `lmsys check` must not accuse.
+"""Norms in the museum of published faults, and in HONEST right norms, which `lmsys check` must not accuse.
 
-A new fault is a function or an autograd Function with the decorator `exhibit`; faults of a backward are made by
-`with_backward`.
+A new fault is a function or an autograd Function with the decorator `exhibit(kind, where it was published, what users
+saw, a part of the mistake's name)`. Faults of a backward are made by `with_backward`.
 
 Legend: N rows, M width.
 """
@@ -20,14 +20,17 @@ from lmsys.model.transformer import RMSNorm
 from lmsys.registry import Entry
 from tests.museum.exhibit import exhibit
 
+# The backward of a norm: see `with_backward`.
 Gradients = Callable[[Tensor, Tensor, float, Tensor], tuple[Tensor | None, Tensor | None]]
 
 
 def mean_of(x: Tensor) -> Tensor:
+    """(N, 1): the mean of each row."""
     return x.mean(dim=-1, keepdim=True)
 
 
 def normalised(x: Tensor, eps: float) -> Tensor:
+    """x over its root mean square: RMSNorm without a weight."""
     return x * (mean_of(x * x) + eps).rsqrt()
 
 
@@ -38,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def with_backward(gradients: Gradients) -> Callable[..., Tensor]:
     """RMSNorm with another backward: gradients(x, weight, eps, upstream), in float32, returns (dx, dw).
 
-    None in place of dx or dw stands for the right one.
+    If it returns None in place of dx or dw, the right gradient is taken.
     """
 
     class Norm(torch.autograd.Function):
@@ -220,11 +223,11 @@ class GradientsExchanged(torch.autograd.Function):
         return dx, db, dw, None
 
 
-# Honest ones.
+# Right norms.
 
 
 def fused_with_an_addition(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Our fused addition and norm, which takes the norm's module. Here there is nothing to add."""
+    """`add_norm` of lmsys, which takes the norm as a module, with nothing to add."""
     norm = SimpleNamespace(weight=weight, eps=eps)
     if x.is_cuda and x.dtype != torch.float64:
         return add_norm(x, None, norm)[1]
@@ -232,12 +235,12 @@ def fused_with_an_addition(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def as_llama_has_it(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As in Llama's code: rounded before the weight is applied."""
+    """Rounds before it applies the weight, as Llama's code does."""
     return weight * normalised(x.float(), eps).to(x.dtype)
 
 
 class Written(nn.Module):
-    """A module as students write it."""
+    """RMSNorm as a module, as students write it."""
 
     def __init__(self, d_model: int, eps: float = 1e-5):
         super().__init__()

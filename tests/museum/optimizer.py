@@ -1,6 +1,7 @@
-"""Optimizers of the museum: published faults, each a few lines on top of a right optimizer in plain loops.
+"""Optimizers in the museum of published faults: each fault is a few lines on top of a right optimizer in plain loops.
 
-HONEST lists right ones, which `lmsys check` must not accuse. A new fault is a class with the decorator `exhibit`.
+`lmsys check` must refuse each fault, and must not accuse the right optimizers, which HONEST lists. A new fault is a
+class with the decorator `exhibit(kind, where it was published, what users saw, a part of the mistake's name)`.
 """
 
 import math
@@ -16,7 +17,16 @@ from tests.museum.exhibit import exhibit
 
 
 class PlainAdamW(Optimizer):
-    """A right AdamW. A fault overrides a method below `step`. `coupled`: weight decay joins the gradient (Adam)."""
+    """A right AdamW. `coupled`: weight decay is added to the gradient, which makes it an Adam.
+
+    A fault overrides a method below `step`:
+    - `state_of`: the dict in which a parameter's state is kept;
+    - `count`: the number of this step, from that of the last one;
+    - `without_gradient`: called for a parameter whose grad is None;
+    - `decay`: applies decoupled weight decay;
+    - `update_parameter`: updates a parameter p with gradient g;
+    - `update`: the change of a parameter over lr, from moments m and v and their bias corrections c1 and c2.
+    """
 
     coupled = False
 
@@ -95,7 +105,7 @@ class HandoutAdamW(Optimizer):
 
 
 class FixedEpsAdamW(HandoutAdamW):
-    """A right AdamW that has no setting eps."""
+    """A right AdamW whose eps cannot be set."""
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.999), weight_decay: float = 0.01):
         super().__init__(params, lr, betas, 1e-8, weight_decay)
@@ -109,7 +119,7 @@ class EfficientAdamW(PlainAdamW):
 
 
 class EfficientAdam(EfficientAdamW):
-    """A right Adam in that order of computation."""
+    """A right Adam in the order of computation of `EfficientAdamW`."""
 
     coupled = True
 
@@ -381,7 +391,10 @@ class StalePowersAdamW(PlainAdamW):
 
 
 class Masters(PlainAdamW):
-    """A right AdamW that keeps float32 master weights as state; they stay float32 when they are loaded."""
+    """A right AdamW that keeps float32 master weights as state; they stay float32 when they are loaded.
+
+    Only `MastersAdamW` and the faults derive from it. `master_weights`: False keeps none.
+    """
 
     def __init__(
         self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0, master_weights: bool = False, **more: Any
@@ -399,8 +412,8 @@ class Masters(PlainAdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        index = (p for group in self.param_groups for p in group["params"])
-        for i, p in enumerate(index):  # torch has cast the state to the weights' dtype
+        params = (p for group in self.param_groups for p in group["params"])
+        for i, p in enumerate(params):  # torch has cast the state to the weights' dtype
             loaded = {name: x for name, x in state_dict["state"].get(i, {}).items() if isinstance(x, Tensor)}
             self.state[p].update({name: x.clone() for name, x in loaded.items()})
 
@@ -449,7 +462,7 @@ class RebuiltMastersAdamW(Masters):
 
 
 class Sgd(Optimizer):
-    """A right SGD. A fault overrides a method below `step`."""
+    """A right SGD. A fault overrides `update_parameter`, or `buffer`: the momentum buffer after b and gradient g."""
 
     def __init__(
         self, params: Any, lr: float = 1e-3, momentum: float = 0, dampening: float = 0, weight_decay: float = 0

@@ -1,7 +1,9 @@
-"""Data-parallel strategies in the museum: published faults, each a few lines on top of a right strategy.
+"""Data-parallel strategies in the museum of published faults: each fault is a few lines on top of a right strategy.
 
-HONEST lists right strategies, which `lmsys check` must not accuse. A new fault is a class derived from `Container` or
-`Hooked`, with the decorator `exhibit`. Ranks import this file.
+`lmsys check` must refuse each fault, and must not accuse the right strategies, which HONEST lists. A new fault is a
+class derived from `Container` or `Hooked`, with the decorator `exhibit(kind, where it was published, what users saw, a
+part of the mistake's name)`. Names of layers here are those of the check's model, `Probe` in
+lmsys/extremes/strategy.py. Ranks import this file.
 """
 
 from collections.abc import Iterator
@@ -134,7 +136,10 @@ class LastMicroBatch(Hooked):
 
 @exhibit("strategy", "pytorch/pytorch#128949", "a bucket with an unused parameter is never reduced", "last bucket")
 class WaitsForUnused(Container):
-    """Sends a bucket, which holds whole layers, only when all of its gradients have come."""
+    """Reduces a bucket only if all of its gradients have come, so never one that has an unused parameter.
+
+    The bucket of "embed" also holds the layer "idle", which is unused.
+    """
 
     def finish_gradient_synchronization(self) -> None:
         complete = [p for name, p in self.named.items() if self.whole(name)]
@@ -150,7 +155,7 @@ class WaitsForUnused(Container):
     "strategy", "deepspeedai/DeepSpeed#2343", "gradients of one layer are added to those of another", "the same order"
 )
 class OrderOfGradients(Container):
-    """Sends gradients in the order in which they come; here that order differs between ranks."""
+    """Reduces gradients in the order in which they come. On rank 1 it is the reverse of that on rank 0."""
 
     def finish_gradient_synchronization(self) -> None:
         order = list(self.named.values())
@@ -268,7 +273,7 @@ class OwnersGradient(Container):
 
 @exhibit("strategy", "NVIDIA/Megatron-LM#663", "a forward reads the weights of the step before", None)
 class StaleGather(Container):
-    """Forwards read the weights of the embedding from one step before."""
+    """Forwards read the embedding's weights as they were one step before."""
 
     def prepare(self) -> None:
         self.late = self.module.embed.weight.detach().clone()

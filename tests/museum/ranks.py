@@ -13,13 +13,16 @@ from lmsys.registry import Entry
 from tests.museum.mini import MiniModel, tokens_of
 
 WORLD_SIZE = 2
-LIMIT_S = 60.0  # to start two processes, and for a training of milliseconds
+LIMIT_S = 60.0  # for the start of two processes, and for a training, which takes milliseconds
 SETTINGS: dict[str, dict[str, Any]] = {"SGD": {"lr": 0.1, "momentum": 0.9}, "AdamW": {"lr": 1e-4}}
-Trained = tuple[list[float], list[Tensor]]  # the loss of each step, a mean over ranks; the weights after the last
+Trained = tuple[list[float], list[Tensor]]  # (each step's loss, a mean over ranks; the weights after the last step)
 
 
 def on_ranks(entry: Entry, kind: str, seed: int, steps: int, optimizer: str) -> Trained:
-    """On a rank: a training with `entry`, of kind "strategy" or "sharded_optimizer". `optimizer`: a key of SETTINGS."""
+    """Trains on this rank with the row `entry`, of kind "strategy" or "sharded_optimizer".
+
+    optimizer  a key of SETTINGS
+    """
     model, rank = MiniModel(seed), dist.get_rank()
     make, settings = getattr(torch.optim, optimizer), SETTINGS[optimizer]
     if kind == "strategy":
@@ -50,7 +53,7 @@ def on_ranks(entry: Entry, kind: str, seed: int, steps: int, optimizer: str) -> 
 
 @lru_cache
 def on_one(seed: int, steps: int, optimizer: str) -> Trained:
-    """The same training on one process, on the batches of all ranks."""
+    """Trains on one process, on the batches of all ranks, as `on_ranks` does on two."""
     model = MiniModel(seed)
     stepper = getattr(torch.optim, optimizer)(model.parameters(), **SETTINGS[optimizer])
     losses = []
@@ -65,7 +68,7 @@ def on_one(seed: int, steps: int, optimizer: str) -> Trained:
 
 
 class Ranks:
-    """Two ranks. They start with the first training, and again after a training has ended them."""
+    """Two ranks that train. They start with the first training, and start again after a training that ended them."""
 
     def __init__(self) -> None:
         self.group: WorkerGroup | None = None

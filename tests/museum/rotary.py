@@ -1,6 +1,7 @@
-"""Rotary embeddings in the museum: published faults, and in HONEST right ones, which `lmsys check` must not accuse.
+"""Rotary embeddings in the museum of published faults, and in HONEST right ones, which `lmsys check` must not accuse.
 
-A new fault is a function or an autograd Function with the decorator `exhibit`.
+A new fault is a function or an autograd Function with the decorator `exhibit(kind, where it was published, what users
+saw, a part of the mistake's name)`.
 
 Legend: S sequence length, D head dimension.
 """
@@ -15,7 +16,7 @@ from lmsys.registry import Entry
 from tests.museum.exhibit import exhibit
 
 THETA = 10_000.0
-_tables: dict[int, Tensor] = {}
+_tables: dict[int, Tensor] = {}  # the angles that `table_by_length` keeps
 
 
 def angles_of(x: Tensor, positions: Tensor, theta: float = THETA) -> Tensor:
@@ -115,7 +116,7 @@ def theta_ignored(x: Tensor, positions: Tensor, theta: float = THETA) -> Tensor:
     return turned(x, angles_of(x, positions))
 
 
-# Honest ones.
+# Right embeddings.
 
 
 def halves(x: Tensor, positions: Tensor, theta: float = THETA) -> Tensor:
@@ -136,12 +137,13 @@ def of_complex_numbers(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def of_tables(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Takes tables of cosines and sines (S, D / 2) in place of positions."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 class Ours(nn.Module):
-    """`lmsys.model.rotary`, as a course's module is built."""
+    """`lmsys.model.rotary` in a module with the constructor that CS336 asks for."""
 
     def __init__(self, theta: float, d_k: int, max_seq_len: int):
         super().__init__()

@@ -1,6 +1,8 @@
-"""Sharded optimizers in the museum: published faults, each a few lines on top of a right one, `Sharded`.
+"""Sharded optimizers in the museum of published faults: each fault is a few lines on top of a right one, `Sharded`.
 
-HONEST lists right ones, which `lmsys check` must not accuse. Ranks import this file.
+`lmsys check` must refuse each fault, and must not accuse the right optimizers, which HONEST lists. A new fault is a
+class with the decorator `exhibit(kind, where it was published, what users saw, a part of the mistake's name)`. Ranks
+import this file.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,13 @@ HONEST = [
 
 
 class Sharded(torch.optim.Optimizer):
-    """A right sharded optimizer: each rank steps every world_size-th parameter, and broadcasts it."""
+    """A right sharded optimizer: each rank steps every world_size-th parameter, and broadcasts it.
+
+    A fault overrides:
+    - `own`: the param groups with the parameters that this rank steps;
+    - `options`: copies the options of `param_groups`, which a schedule may have changed, to the local optimizer;
+    - `share`: brings the updated parameters to all ranks.
+    """
 
     def __init__(self, params: Any, optimizer_cls: Callable[..., Any], **kwargs: Any):
         super().__init__(params, kwargs)

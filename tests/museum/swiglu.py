@@ -1,6 +1,7 @@
-"""SwiGLU in the museum: published faults, and in HONEST right ones, which `lmsys check` must not accuse.
+"""SwiGLU in the museum of published faults, and in HONEST right functions, which `lmsys check` must not accuse.
 
-A new fault is a function with the decorator `exhibit`.
+A new fault is a function with the decorator `exhibit(kind, where it was published, what users saw, a part of the
+mistake's name)`. A function takes gate and up (N, F), or x (N, D) and the weights of a whole feed-forward.
 """
 
 from typing import Any
@@ -53,7 +54,7 @@ def sigmoid_overflows(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     return F.linear(gate * (gate.exp() / (1 + gate.exp())) * F.linear(x, w3), w2)
 
 
-# Honest ones.
+# Right functions.
 
 
 def product(gate: Tensor, up: Tensor) -> Tensor:

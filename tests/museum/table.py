@@ -1,6 +1,7 @@
-"""The tables of docs/museum.md: which exhibits `lmsys check` and the rules of other gates refuse, and honest rows.
+"""Makes the tables of docs/museum.md: which exhibits `lmsys check` and other gates refuse, and verdicts on right rows.
 
-`__main__.py` calls `rows`, `honest_verdicts` and `markdown`.
+`__main__.py` calls `rows`, `honest_verdicts` and `markdown`. A new table is a function that `markdown` calls; a new
+column of an exhibit is added in `_faults`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from tests.museum.gates import GATES, seen_by, subject
 from tests.museum.ranks import Ranks
 
 BEGIN, END = "<!-- python -m tests.museum --write -->", "<!-- the end of what it writes -->"
-PLANTED = "strategy", "sharded_optimizer", "optimizer"  # kinds in the table of planted mistakes
+PLANTED = "strategy", "sharded_optimizer", "optimizer"  # kinds in the table of planted mistakes, which has each name
 Say = Callable[[str], None]
 
 
@@ -24,8 +25,8 @@ class Verdict:
     """The verdict of `lmsys check` on a row.
 
     fault         the first fault; None if every answer is right
-    about         the question in which it showed
-    extreme_only  it showed only with extreme inputs: all ordinary questions are answered right
+    about         the question (a case of the check) that showed the fault
+    extreme_only  True if only extreme inputs showed it: all ordinary questions were answered right
     """
 
     fault: Fault | None = None
@@ -35,7 +36,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Row:
-    """An exhibit, the verdict on it, and the names of other gates that refuse it."""
+    """An exhibit, the verdict of `lmsys check` on it, and in `seen` the names of other gates that refuse it."""
 
     exhibit: Exhibit
     verdict: Verdict
@@ -47,7 +48,7 @@ class Row:
 
     @property
     def mistake(self) -> str | None:
-        """The mistake that it was refused as; None if it was not named, or not as it must be."""
+        """The name of the mistake in the verdict; None if there is none, or if the exhibit asks for another one."""
         mistake = None if self.verdict.fault is None else self.verdict.fault.mistake
         return mistake if mistake is not None and (self.exhibit.mistake or "") in mistake else None
 
@@ -58,7 +59,7 @@ class Row:
 
 
 def verdict_on(entry: Entry, kind: str) -> Verdict:
-    """The verdict on a row. It asks until an ordinary question is answered wrong, or all questions are asked.
+    """The verdict on a row: questions are asked until an ordinary one is answered wrong, or until none is left.
 
     After the first extreme question that is answered wrong, no other extreme one is asked.
     """
@@ -78,7 +79,7 @@ def verdict_on(entry: Entry, kind: str) -> Verdict:
 def rows(exhibits: Sequence[Exhibit], say: Say, before_check: Callable[[], None] = lambda: None) -> list[Row]:
     """The rows of all exhibits. `say` gets lines of progress; `before_check` is called before the first check.
 
-    Other gates are asked first, since before a check uninitialised memory is made NaN, which they do not do.
+    Other gates are asked first, since `before_check` makes uninitialised memory NaN, which other projects do not do.
     """
     ranks, seen = Ranks(), {}
     for exhibit in exhibits:
@@ -103,6 +104,7 @@ def honest_verdicts(honest: Sequence[tuple[str, Entry]], say: Say) -> list[tuple
 
 
 def markdown(made: Sequence[Row], honest: Sequence[tuple[str, Entry, Verdict]]) -> str:
+    """All tables of the page, with their headings."""
     parts = [_summary(made), "", "### Every fault", "", _faults(made)]
     parts += ["", "### Planted mistakes of strategies and optimizers", "", _planted(made)]
     parts += ["", "### Rows that are right", "", _honest(honest)]
@@ -113,9 +115,9 @@ def _summary(made: Sequence[Row]) -> str:
     kinds = list(dict.fromkeys(row.exhibit.kind for row in made))
     lines = []
     for kind in [*kinds, "all"]:
-        of = [row for row in made if kind in ("all", row.exhibit.kind)]
-        counts = [len(of), sum(row.refused for row in of), sum(row.mistake is not None for row in of)]
-        counts += [sum(row.new for row in of), *(sum(gate in row.seen for row in of) for gate in GATES)]
+        chosen = [row for row in made if kind in ("all", row.exhibit.kind)]
+        counts = [len(chosen), sum(row.refused for row in chosen), sum(row.mistake is not None for row in chosen)]
+        counts += [sum(row.new for row in chosen), *(sum(gate in row.seen for row in chosen) for gate in GATES)]
         lines.append([kind.replace("_", " "), *map(str, counts)])
     header = ["", "Faults", "Refused here", "Named", "By extreme inputs alone", *GATES]
     return _table(header, lines)
