@@ -1,4 +1,7 @@
-"""Axes and grids: what the command line may say, what is refused, and what a grid becomes."""
+"""Axes of benchmarks: values that an option of the command line takes or refuses, and the cases that a grid becomes.
+
+The options are those of benchmarks/axes.py. A new bad value is a case of the first test.
+"""
 
 from itertools import groupby
 
@@ -54,10 +57,10 @@ def test_named_axes_take_the_place_of_a_grids_own() -> None:
 
 @given(st.lists(st.sampled_from(["fit", *LEVELS, "7", "attention*12,matmuls*22", "whole*1"]), min_size=1))
 def test_settings_of_checkpointing_are_apart_where_their_commas_are_not_their_own(settings: list[str]) -> None:
-    found = given_axes(axes.NAMED, {"--checkpoint": ", ".join(settings)})["checkpoint"]
-    runs = [one for has_number, part in groupby(settings, lambda one: "*" in one)
-            for one in ([",".join(part)] if has_number else part)]  # fmt: skip
-    assert list(found) == runs
+    given = given_axes(axes.NAMED, {"--checkpoint": ", ".join(settings)})["checkpoint"]
+    runs = [setting for has_number, part in groupby(settings, lambda setting: "*" in setting)
+            for setting in ([",".join(part)] if has_number else part)]  # fmt: skip
+    assert list(given) == runs
     assert given_axes(axes.NAMED, {"--checkpoint": "0,1"})["checkpoint"] == ("none", "whole")
     assert given_axes(axes.NAMED, {"--residual": "wide,narrow"})["residual"] == RESIDUALS
 

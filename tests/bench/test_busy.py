@@ -1,4 +1,8 @@
-"""A busy machine: it is noticed and told, nobody waits in silence, and what is left is told rightly."""
+"""What a user is told while a sweep runs, on a busy machine, too: the load of others, progress, and the time left.
+
+The time left is `lmsys.bench.results.time_left`, progress comes from `lmsys.bench.isolation`, and the load of other
+programs from `lmsys.measure.host`. Clocks are moved by hand.
+"""
 
 import os
 import re
@@ -55,22 +59,29 @@ def test_the_share_of_others_is_of_the_time_that_was_looked_at(monkeypatch: pyte
     monkeypatch.setattr(host, "load", lambda _: next(loads))
     monkeypatch.setattr(host.time, "sleep", slept.append)
     assert host.others_now() == pytest.approx((0.8 * cores - 0.2) / cores)
-    assert slept[0] >= host.LEAST_LOAD_S  # for less it is not told
+    assert slept[0] >= host.LEAST_LOAD_S  # over a shorter time no share is reported
 
 
 SECONDS = st.lists(st.floats(1e-2, 1e3), min_size=1, max_size=12)
-NOISE = st.floats(1 / 1.2, 1.2)  # of a group on another machine, beside the pace of all
+NOISE = st.floats(1 / 1.2, 1.2)  # a group's factor on another machine, beside the machine's own factor on all groups
 LEFT = re.compile(r", about (\d+) (min|s) left")
 
 
 def told_s(text: str) -> float:
-    found = LEFT.fullmatch(text)
-    assert found, text
-    return float(found[1]) * (60 if found[2] == "min" else 1)
+    """The seconds that such a text says are left."""
+    match = LEFT.fullmatch(text)
+    assert match, text
+    return float(match[1]) * (60 if match[2] == "min" else 1)
 
 
 def assert_told(done: list[float], to_do: list[float], usual: list[float], cases: int = 1) -> None:
-    """The rest is told, once a tenth has run, within a factor of 1.5, by seconds of all groups, usual and true."""
+    """Once a tenth of the time has passed, the time left is right within a factor of 1.5.
+
+    done   seconds that groups have taken
+    to_do  seconds that the others will take
+    usual  seconds of all groups in an earlier run
+    cases  cases of each group
+    """
     assume(sum(done) >= 0.1 * (sum(done) + sum(to_do)) and sum(to_do) >= 2)
     took = {str(at): seconds for at, seconds in enumerate(done)}
     count = {str(at): cases for at in range(len(done) + len(to_do))}
@@ -82,7 +93,7 @@ def assert_told(done: list[float], to_do: list[float], usual: list[float], cases
 def test_what_is_left_is_right_on_a_machine_of_any_pace(
     done: list[float], to_do: list[float], pace: float, cases: int, noises: st.DataObject
 ) -> None:
-    """By seconds of the same groups elsewhere, or here on another day."""
+    """It is computed from the seconds of the same groups on another machine, or on this one on another day."""
     noise = noises.draw(st.lists(NOISE, min_size=len(done) + len(to_do), max_size=len(done) + len(to_do)))
     true_s = [pace * factor * seconds for factor, seconds in zip(noise, [*done, *to_do], strict=True)]
     assert_told(true_s[: len(done)], true_s[len(done) :], [*done, *to_do], cases)
@@ -92,7 +103,7 @@ def test_what_is_left_is_right_on_a_machine_of_any_pace(
 def test_a_group_that_compiled_elsewhere_and_not_here_does_not_tell_the_rest(
     done: list[float], to_do: list[float], pace: float, odd: float
 ) -> None:
-    """Nor the other way round, once two others have run."""
+    """Nor does a group that compiled here alone. This holds once two other groups have run."""
     assume(len(done) >= 3)
     true_s = [pace * seconds for seconds in [*done, *to_do]]
     assert_told([true_s[0] * odd, *true_s[1 : len(done)]], true_s[len(done) :], [*done, *to_do])
@@ -107,7 +118,7 @@ def test_without_an_earlier_run_the_rest_is_what_its_cases_have_cost(cases: list
 
 
 def test_a_group_that_never_ran_costs_what_cases_have_cost() -> None:
-    """Beside others that are known: here twice as slow, and 3 s a case."""
+    """Group b is known: here it takes twice its usual 10 s. A group that never ran takes 3 s a case, as group a did."""
     told = time_left({"a": 6.0}, {"a": 2, "b": 5, "new": 4}, {"a": 3.0, "b": 10.0}, " in doubt")
     assert told == f", about {2 * 10 + 4 * 3} s left in doubt"
 
@@ -125,7 +136,7 @@ def test_the_end_is_told_in_seconds() -> None:
 
 
 class Slow:
-    """A runner whose groups take so many seconds of a clock that is moved by hand."""
+    """A runner whose groups take `seconds`, by a clock that is moved by hand."""
 
     machine: dict[str, Any] = {}
 
@@ -160,31 +171,32 @@ def test_the_next_run_knows_what_groups_take(tmp_path: Any, monkeypatch: pytest.
     assert lines(1.0) == ["[1/2] a", "[2/2, about 1 s left if the rest costs as much a case] b"]
     assert lines(3.0) == ["[1/2, about 101 s left] a", "[2/2, about 5 min left] b"]
     (kept,) = (tmp_path / "not" / "there").iterdir()
-    kept.write_text('{"attention a": "soon"}')  # as nobody wrote it
+    kept.write_text('{"attention a": "soon"}')  # a file that lmsys did not write
     assert lines(1.0)[0] == "[1/2] a"
     kept.unlink()
     elsewhere = {"attention a": 0.25, "attention b": 30.0}
-    assert lines(4.0, elsewhere) == ["[1/2] a", "[2/2, about 8 min left] b"]  # by the sweep's, 16 times as slow
-    kept.write_text('{"attention a": 0.5}')  # here, on another day
+    # By the seconds that the sweep brings from another machine: this one is 16 times as slow.
+    assert lines(4.0, elsewhere) == ["[1/2] a", "[2/2, about 8 min left] b"]
+    kept.write_text('{"attention a": 0.5}')  # seconds of this machine on another day
     assert lines(4.0, elsewhere) == ["[1/2, about 60 s left] a", "[2/2, about 8 min left] b"]
-    kept.write_text('{"attention c": 0.5}')  # of this machine, and of nothing that another has run
+    kept.write_text('{"attention c": 0.5}')  # seconds of this machine, of no group that another machine has run
     assert lines(4.0, elsewhere)[0] == "[1/2] a"
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Isolated, Hand, Heartbeat, list[str]]]:
-    """A worker's parent whose clock is moved by hand, and the heartbeat of a worker that runs nothing."""
+    """(a worker's parent, its clock, the heartbeat of a worker that runs nothing, the lines that the parent prints)"""
     said: list[str] = []
     clock, file = Hand(), shared_file()
     monkeypatch.setattr("lmsys.bench.isolation.time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
-    found = Isolated(Settings(device="cpu"), said.append)
-    found._memory, found._most_bytes = map_file(file), float("inf")
-    yield found, clock, Heartbeat(file), said
+    parent = Isolated(Settings(device="cpu"), said.append)
+    parent._memory, parent._most_bytes = map_file(file), float("inf")
+    yield parent, clock, Heartbeat(file), said
     os.close(file)
 
 
 def test_nobody_waits_in_silence_for_thirty_seconds(watched: tuple[Isolated, Hand, Heartbeat, list[str]]) -> None:
-    """Whoever is at work is told, whichever row, and so is the bench itself."""
+    """Each line names who is at work: a row, or the bench itself."""
     isolated, clock, heartbeat, said = watched
     isolated.rows = [["first-fwd", "first-bwd"], ["second-fwd"]]
     worker: Any = SimpleNamespace(pid=os.getpid())
@@ -206,7 +218,7 @@ def test_nobody_waits_in_silence_for_thirty_seconds(watched: tuple[Isolated, Han
 def test_sampling_keeps_its_wall_time_where_the_machine_becomes_busy(
     slower: float, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most twice what trials have promised, but for the rounds that a median needs."""
+    """Sampling takes at most twice the time that first trials have promised, or that of the rounds a median needs."""
     clock, pace = Hand(), [0.01]
     monkeypatch.setattr(compare, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr("lmsys.measure.clock.perf_counter", clock)

@@ -1,4 +1,8 @@
-"""Two runs compared: what was planted is found, what only a clock did is not, and no case is without a verdict."""
+"""Verdicts on two runs (`lmsys.bench.changes`): a planted change is found, and a clock's drift is not.
+
+`compare` judges two result files beside their peers, and `compare_in_turns` a run that measured each row as it is and
+as it was (`--against`). Records are made up by `run` and `in_turns`.
+"""
 
 import math
 import random
@@ -24,20 +28,24 @@ from lmsys.bench.changes import (
 from lmsys.bench.record import earlier, today
 
 Record = dict[str, Any]
-ROWS = {"mine": False, "other": False, "sdpa": True, "sdpa_math": True}
+ROWS = {"mine": False, "other": False, "sdpa": True, "sdpa_math": True}  # {row: True for a peer}
 
 
 def run(
     seed: int, groups: int = 10, rounds: int = 50, clock: float = 1.0, rows: dict[str, bool] = ROWS, **slower: float
 ) -> list[Record]:
-    """A run whose rounds share a clock that moves; `slower`: a row's factor."""
-    rng, found = random.Random(seed), []
+    """The records of a run: in each group, the rows' samples of a round share the pace of a clock that drifts.
+
+    clock   a factor on all times
+    slower  {row: a factor on its times}
+    """
+    rng, records = random.Random(seed), []
     for group in range(groups):
         pace = [clock * (1 + 0.03 * math.sin(number / 9 + seed)) for number in range(rounds)]
         for row, peer in rows.items():
             base = 1e-3 * (1 + group) * slower.get(row, 1.0)
             samples = [base * step * rng.gauss(1, 0.005) for step in pace]
-            found.append(
+            records.append(
                 {
                     "benchmark": "attention",
                     "section": "s",
@@ -51,44 +59,45 @@ def run(
                     "time_s": samples[0],
                 }  # fmt: skip
             )
-    return found
+    return records
 
 
 def verdicts(changes: list[Any]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for one in changes:
-        found.setdefault(one.new["impl"], set()).add(one.verdict)
-    return found
+    """{row: the verdicts on its cases}."""
+    by_row: dict[str, set[str]] = {}
+    for change in changes:
+        by_row.setdefault(change.new["impl"], set()).add(change.verdict)
+    return by_row
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.08, SLOWER), (1 / 1.08, FASTER), (1.01, SAME)])
 def test_a_planted_change_is_found_whatever_the_clock_does(factor: float, verdict: str) -> None:
     changes = compare(run(1), run(2, clock=1.3, mine=factor))
-    found = verdicts(changes)
-    assert found.pop("mine") == {verdict}
-    assert set().union(*found.values()) == {SAME}
-    assert len(changes) == 40 and all(one.beside in ("sdpa", "sdpa_math") for one in changes)
+    by_row = verdicts(changes)
+    assert by_row.pop("mine") == {verdict}
+    assert set().union(*by_row.values()) == {SAME}
+    assert len(changes) == 40 and all(change.beside in ("sdpa", "sdpa_math") for change in changes)
     assert changes[0].new["impl"] == "mine" or verdict == SAME
     assert changes[0].ratio == pytest.approx(factor, rel=0.01) or verdict == SAME
 
 
 def test_runs_of_one_commit_have_no_changes() -> None:
     for seed in range(10):
-        found = [one.verdict for one in compare(run(seed), run(seed + 100, clock=1 + seed / 20))]
+        found = [change.verdict for change in compare(run(seed), run(seed + 100, clock=1 + seed / 20))]
         assert set(found) <= {SAME, UNCLEAR} and found.count(SAME) >= 0.95 * len(found)
 
 
 def test_a_row_that_ran_alone_has_no_verdict() -> None:
-    """The clock of the second run is slower by a third."""
-    (one,) = compare(run(1, groups=1, rows={"mine": False}), run(2, groups=1, clock=1.3, rows={"mine": False}))
-    assert one.verdict == UNCLEAR and not one.beside and one.ratio == pytest.approx(1.3, rel=0.05)
+    """Its ratio may be that of the clocks: here the second run's clock is slower by a third."""
+    (change,) = compare(run(1, groups=1, rows={"mine": False}), run(2, groups=1, clock=1.3, rows={"mine": False}))
+    assert change.verdict == UNCLEAR and not change.beside and change.ratio == pytest.approx(1.3, rel=0.05)
 
 
 def test_beside_rows_of_ours_nobody_knows_which_has_changed() -> None:
-    """A row that became faster would make the other look slower."""
+    """Only peers are taken as unchanged. A row of ours that became faster would make the other look slower."""
     rows = {"mine": False, "other": False}
-    found = compare(run(1, rows=rows), run(2, rows=rows, mine=0.8))
-    assert verdicts(found) == {"mine": {UNCLEAR}, "other": {UNCLEAR}} and not any(one.beside for one in found)
+    changes = compare(run(1, rows=rows), run(2, rows=rows, mine=0.8))
+    assert verdicts(changes) == {"mine": {UNCLEAR}, "other": {UNCLEAR}} and not any(change.beside for change in changes)
 
 
 def test_rows_that_ran_one_after_another_are_no_anchors() -> None:
@@ -102,7 +111,7 @@ def test_without_a_comparison_nothing_took_turns() -> None:
 
 
 def test_a_peer_of_too_few_rounds_is_no_anchor() -> None:
-    """The spread of one round is none."""
+    """A single round has no spread."""
     old, new = run(1, groups=1), run(2, groups=1, mine=1.3)
     for side in (old, new):
         side[3]["samples_s"] = side[3]["samples_s"][:1]
@@ -114,16 +123,16 @@ def test_intervals_hold_what_they_say_where_there_are_many_anchors_and_few_round
     rows = {"mine": False, **{f"peer{number}": True for number in range(8)}}
     held, trials = 0, 0
     for seed in range(12):
-        for one in compare(run(seed, 20, 12, rows=rows), run(seed + 50, 20, 12, rows=rows)):
-            if one.new["impl"] == "mine" and one.interval:
-                held, trials = held + (one.interval[0] <= 1 <= one.interval[1]), trials + 1
+        for change in compare(run(seed, 20, 12, rows=rows), run(seed + 50, 20, 12, rows=rows)):
+            if change.new["impl"] == "mine" and change.interval:
+                held, trials = held + (change.interval[0] <= 1 <= change.interval[1]), trials + 1
     assert trials == 240 and held / trials > 0.92
 
 
 def test_of_too_few_rounds_a_case_is_unclear() -> None:
     sides = run(1, rounds=4), run(2, rounds=4, mine=1.3)
     changes = compare(*sides)
-    assert len(changes) == 40 and {(one.verdict, one.ratio) for one in changes} == {(UNCLEAR, None)}
+    assert len(changes) == 40 and {(change.verdict, change.ratio) for change in changes} == {(UNCLEAR, None)}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +164,7 @@ def test_cases_of_one_run_alone_are_not_compared() -> None:
 
 
 def test_what_was_wrong_in_both_is_no_figure() -> None:
-    """A file may have samples of it all the same; as a peer it is no anchor."""
+    """A file may have samples of a wrong row. Such a row has no verdict, and as a peer is no anchor."""
     old, new = run(1), run(2, sdpa=1.5)
     for one in (*old, *new):
         one["outcome"] = "wrong" if one["impl"] == "sdpa" else "ok"
@@ -165,14 +174,14 @@ def test_what_was_wrong_in_both_is_no_figure() -> None:
 
 
 def test_a_peer_beside_our_rows_alone_has_no_verdict() -> None:
-    """It would be called faster where ours became slower."""
+    """Otherwise the peer would be called faster where our row became slower."""
     rows = {"mine": False, "sdpa": True}
-    found = verdicts(compare(run(1, rows=rows), run(2, rows=rows, mine=1.1)))
-    assert found == {"mine": {SLOWER}, "sdpa": {UNCLEAR}}
+    by_row = verdicts(compare(run(1, rows=rows), run(2, rows=rows, mine=1.1)))
+    assert by_row == {"mine": {SLOWER}, "sdpa": {UNCLEAR}}
 
 
 def test_what_a_sweep_has_learnt_from_repeats_counts_too() -> None:
-    """Nobody says it to `compare`: the records know it."""
+    """Records keep the spread between repeated runs as `between_runs`, and a change within it is none."""
     old, new = run(8), run(9, mine=1.07)
     assert verdicts(compare(old, new))["mine"] == {SLOWER}
     for one in (*old, *new):
@@ -184,26 +193,32 @@ def test_what_a_sweep_has_learnt_from_repeats_counts_too() -> None:
 
 
 def test_the_same_runs_give_the_same_verdicts() -> None:
-    told = [(one.new["id"], one.verdict, one.ratio) for one in compare(run(1), run(2))]
-    assert told == [(one.new["id"], one.verdict, one.ratio) for one in compare(run(1)[::-1], run(2)[::-1])]
+    forwards = [(change.new["id"], change.verdict, change.ratio) for change in compare(run(1), run(2))]
+    assert forwards == [
+        (change.new["id"], change.verdict, change.ratio) for change in compare(run(1)[::-1], run(2)[::-1])
+    ]
 
 
 def in_turns(seed: int, margin: float = 0.02, noise: float = 0.005, **factors: float) -> list[Record]:
-    """A run of rows today and as they were, whose rounds share a clock that moves much; `factors` are of today's."""
+    """A run that measured each row as it was and as it is today, in turns, while the clock moved much.
+
+    noise    the spread of today's samples
+    factors  {row: a factor on its times today}
+    """
     against = {"name": "0123456789", "commit": "0123456789abcdef", "margin": margin}
-    rng, found = random.Random(seed), []
+    rng, records = random.Random(seed), []
     for old in run(seed, clock=1 + seed):
         samples = [rng.gauss(1, noise) * factors.get(old["impl"], 1.0) * sample for sample in old["samples_s"]]
-        found += [earlier(old | {"label": old["impl"]}, against), old | {"samples_s": samples}]
-    return found
+        records += [earlier(old | {"label": old["impl"]}, against), old | {"samples_s": samples}]
+    return records
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.03, SLOWER), (1 / 1.03, FASTER), (1.005, SAME)])
 def test_rows_that_took_turns_with_themselves_need_no_peer(factor: float, verdict: str) -> None:
     changes = compare_in_turns(in_turns(1, mine=factor))
-    found = verdicts(changes)
-    assert found.pop("mine") == {verdict} and set().union(*found.values()) == {SAME}
-    assert len(changes) == 40 and {one.beside for one in changes} == {f"{row}@0123456789" for row in ROWS}
+    by_row = verdicts(changes)
+    assert by_row.pop("mine") == {verdict} and set().union(*by_row.values()) == {SAME}
+    assert len(changes) == 40 and {change.beside for change in changes} == {f"{row}@0123456789" for row in ROWS}
     assert verdict == SAME or changes[0].ratio == pytest.approx(factor, rel=0.005)
 
 
@@ -218,29 +233,29 @@ def test_a_row_that_was_wrong_is_mended_and_one_that_is_now_is_broken() -> None:
     records = in_turns(1)
     records[0] |= {"outcome": "wrong", "samples_s": None, "reason": "q is off"}
     records[3] |= {"outcome": "oom", "samples_s": None, "reason": "no room"}
-    found = {(one.old["impl"], one.verdict) for one in compare_in_turns(records) if one.is_changed}
+    found = {(change.old["impl"], change.verdict) for change in compare_in_turns(records) if change.is_changed}
     assert found == {("mine@0123456789", MENDED), ("other@0123456789", BROKEN)}
-    said = list(lines(compare_in_turns(records), 0.02))
-    assert said[0] == "1 broken, 1 mended, 38 same, by a margin of 0.02"
-    assert said[2].endswith("0-other: no room") and said[3].endswith("0-mine: q is off")
+    printed = list(lines(compare_in_turns(records), 0.02))
+    assert printed[0] == "1 broken, 1 mended, 38 same, by a margin of 0.02"
+    assert printed[2].endswith("0-other: no room") and printed[3].endswith("0-mine: q is off")
 
 
 def test_a_row_that_could_not_be_run_there_was_not_mended() -> None:
     records = in_turns(1)
     records[0] |= {"outcome": "unsupported", "samples_s": None, "reason": "the earlier state cannot run it"}
-    told = list(lines(compare_in_turns(records), 0.02))
-    assert told[0] == "1 only now, 39 same, by a margin of 0.02"
-    assert told[2].startswith("only now ") and told[2].endswith("0-mine: the earlier state cannot run it")
+    printed = list(lines(compare_in_turns(records), 0.02))
+    assert printed[0] == "1 only now, 39 same, by a margin of 0.02"
+    assert printed[2].startswith("only now ") and printed[2].endswith("0-mine: the earlier state cannot run it")
 
 
 def test_cases_of_other_runs_took_no_turns() -> None:
-    """As after `--resume`: the comparison names the run."""
+    """After `--resume` a file has cases of two runs. A record's `comparison` names its run."""
     records = [one | ({"comparison": "another"} if one.get("against") else {}) for one in in_turns(1)]
     assert not compare_in_turns(records)
 
 
 def test_what_looks_changed_once_and_not_again_is_no_change() -> None:
-    """Two processes of one code may differ by where their memory lies, and the next two do otherwise."""
+    """Two processes of the same code may differ by the place of their memory, and the next two may not."""
     first, again, lasting = in_turns(1, mine=1.0), in_turns(2, mine=1.04), in_turns(3, mine=1.04)
     assert look_changed(again) and not look_changed(first)
     assert verdicts(compare_in_turns(again))["mine"] == {SLOWER}

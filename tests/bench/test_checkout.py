@@ -1,4 +1,8 @@
-"""An earlier state to import from: rows as they were, the bench of today, and nothing of it left behind."""
+"""`lmsys.bench.checkout`: a temporary folder to import from, with rows as they were and the bench as it is today.
+
+The state is that of a git reference or of another folder. ROWS lists what is taken as it was, and JUDGES the files
+inside it that are taken from today.
+"""
 
 import os
 import subprocess
@@ -23,6 +27,7 @@ def git(folder: Path, *words: str) -> str:
 
 
 def tell(folder: Path, *files: str, text: str) -> None:
+    """Writes the text into each of these files below the folder."""
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(text)
@@ -30,7 +35,10 @@ def tell(folder: Path, *files: str, text: str) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With a first commit whose files say "earlier"; today they say so. The working folder is below it."""
+    """A repository whose committed files contain "earlier", and whose files of today contain "today".
+
+    The working folder is work/, below it.
+    """
     folder = tmp_path / "repository"
     rows = "lmsys/attention/naive.py", "lmsys/attention/flash.py"
     files = *rows, "lmsys/bench/runner.py", "work/mine.py", "work/bench_mine.py", "lmsys/parallel"
@@ -49,6 +57,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def copied(repository: Path) -> Path:
+    """Another folder with the committed state."""
     folder = repository.parent / "a copy"
     git(repository, "worktree", "add", "-q", str(folder), "HEAD")
     return folder
@@ -57,37 +66,39 @@ def copied(repository: Path) -> Path:
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_rows_are_as_they_were_and_the_bench_is_of_today(is_folder: bool, repository: Path) -> None:
     text = str(copied(repository)) if is_folder else "HEAD"
-    found = Checkout(text, repository.parent / "temporary")
-    said = {
-        path.relative_to(found.folder).as_posix(): path.read_text()
-        for path in sorted(found.folder.glob("[lw]*/**/*.py"), key=str)
+    state = Checkout(text, repository.parent / "temporary")
+    texts = {
+        path.relative_to(state.folder).as_posix(): path.read_text()
+        for path in sorted(state.folder.glob("[lw]*/**/*.py"), key=str)
     }
     for folder in ("lmsys/attention", "lmsys/bench"):  # glob does not follow links
-        said |= {f"{folder}/{one.name}": one.read_text() for one in (found.folder / folder).iterdir()}
-    assert {name for name, text in said.items() if name.startswith("lmsys") and text == "earlier"} == {
+        texts |= {f"{folder}/{path.name}": path.read_text() for path in (state.folder / folder).iterdir()}
+    assert {name for name, text in texts.items() if name.startswith("lmsys") and text == "earlier"} == {
         "lmsys/attention/flash.py", "lmsys/autograd.py"
     }  # fmt: skip
-    assert said["lmsys/bench/runner.py"] == said["lmsys/testing.py"] == said["lmsys/attention/naive.py"] == "today"
-    assert said["lmsys/parallel/group.py"] == said["lmsys/attention/contract.py"] == said["lmsys/turns.py"] == "today"
-    assert (found.working_folder / "mine.py").read_text() == "earlier"
-    found.use_today(repository / "work" / "bench_mine.py")
-    assert (found.working_folder / "bench_mine.py").read_text() == "today"
-    assert (found.working_folder / "mine.py").read_text() == "earlier"
-    assert found.commit == ("" if is_folder else git(repository, "rev-parse", "HEAD").strip())
-    assert found.name == ("a-copy" if is_folder else found.commit[:10])
+    assert texts["lmsys/bench/runner.py"] == texts["lmsys/testing.py"] == texts["lmsys/attention/naive.py"] == "today"
+    assert (
+        texts["lmsys/parallel/group.py"] == texts["lmsys/attention/contract.py"] == texts["lmsys/turns.py"] == "today"
+    )
+    assert (state.working_folder / "mine.py").read_text() == "earlier"
+    state.use_today(repository / "work" / "bench_mine.py")
+    assert (state.working_folder / "bench_mine.py").read_text() == "today"
+    assert (state.working_folder / "mine.py").read_text() == "earlier"
+    assert state.commit == ("" if is_folder else git(repository, "rev-parse", "HEAD").strip())
+    assert state.name == ("a-copy" if is_folder else state.commit[:10])
     if is_folder:
         assert git(Path(text), "status", "--short") == ""
 
 
 def test_what_is_installed_is_imported_as_it_is(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Checkout("HEAD", repository.parent / "temporary")
+    state = Checkout("HEAD", repository.parent / "temporary")
     monkeypatch.setattr(sys, "prefix", str(repository / ".venv"))
     packages = str(repository / ".venv" / "lib")
-    assert found.path(["", str(repository), packages, "/usr/lib"]) == [
-        str(found.working_folder), str(found.folder), packages, "/usr/lib"
+    assert state.path(["", str(repository), packages, "/usr/lib"]) == [
+        str(state.working_folder), str(state.folder), packages, "/usr/lib"
     ]  # fmt: skip
-    assert found.target("mine.py:f") == "mine.py:f" and found.target("math:sin") == "math:sin"
-    assert found.target(f"{repository}/work/mine.py:f") == f"{found.working_folder}/mine.py:f"
+    assert state.target("mine.py:f") == "mine.py:f" and state.target("math:sin") == "math:sin"
+    assert state.target(f"{repository}/work/mine.py:f") == f"{state.working_folder}/mine.py:f"
 
 
 def test_what_is_no_state_is_refused(repository: Path) -> None:

@@ -1,4 +1,7 @@
-"""Energy and conditions in records: by a runner whose device is made up."""
+"""Energy and conditions in records, by a runner whose device is made up (`FakeDevice`).
+
+With `energy=True` the runner measures energy in a pass of its own after the samples, by `lmsys.measure.energy`.
+"""
 
 import runpy
 import time
@@ -19,11 +22,12 @@ from tests.support.device import FakeDevice
 from tests.support.harness import cases_of, runner
 from tests.support.processes import ROOT
 
-MEASURED = {one.name for one in ENERGY} - {"energy_note", "flops_per_j"}
+# Fields that a pass measures; a record without energy has none of them.
+MEASURED = {field.name for field in ENERGY} - {"energy_note", "flops_per_j"}
 
 
 class Counting(WithSize):
-    """Each addition works on two tokens, and takes a millisecond at least by its arithmetic."""
+    """A benchmark whose additions work on two tokens, and take at least a millisecond by their arithmetic."""
 
     def tokens(self, case: Any) -> int:
         return 2
@@ -36,35 +40,42 @@ class Counting(WithSize):
 
 
 def records(benchmark: WithSize, device: Sensors, limits: Limits | None = None) -> dict[str, Record]:
-    one = runner(energy=True)
-    one.__dict__ |= {"sensors": device, "limits": limits}
-    return {found.record["impl"]: found.record for found in one.run(benchmark, cases_of(benchmark))}
+    with_energy = runner(energy=True)
+    with_energy.__dict__ |= {"sensors": device, "limits": limits}
+    return {result.record["impl"]: result.record for result in with_energy.run(benchmark, cases_of(benchmark))}
 
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A pass finds, or raises, the first of these for each case in turn, whose step goes to their end."""
-    found: list[Any] = [Energy(3.0, 3.0, 5e-3, 10.0)] * 2
+    """A list from which each pass takes its result from the front: an `Energy`, or an exception that it raises.
+
+    The step that was measured is put at the end.
+    """
+    queue: list[Any] = [Energy(3.0, 3.0, 5e-3, 10.0)] * 2
 
     def of_step(step: Step, sensors: Sensors, synchronize: Any) -> Energy:
         synchronize()
-        result = found.pop(0)
-        found.append(step)
+        result = queue.pop(0)
+        queue.append(step)
         if isinstance(result, Exception):
             raise result
         return result
 
     monkeypatch.setattr(energy, "of_step", of_step)
-    return found
+    return queue
 
 
 def test_energy_is_a_pass_of_its_own_behind_the_samples(passes: list[Any]) -> None:
     benchmark = Counting()
-    for one in records(benchmark, FakeDevice()).values():
-        assert one["outcome"] == "ok" and one["rounds"] >= 10
-        assert (one["energy_j"], one["energy_integral_j"], one["energy_per_token_j"]) == (3.0, 3.0, 1.5)
-        assert (one["energy_power_w"], one["energy_call_s"], one["energy_note"]) == (pytest.approx(600), 5e-3, None)
-        assert one["flops_per_j"] == 200.0
+    for record in records(benchmark, FakeDevice()).values():
+        assert record["outcome"] == "ok" and record["rounds"] >= 10
+        assert (record["energy_j"], record["energy_integral_j"], record["energy_per_token_j"]) == (3.0, 3.0, 1.5)
+        assert (record["energy_power_w"], record["energy_call_s"], record["energy_note"]) == (
+            pytest.approx(600),
+            5e-3,
+            None,
+        )
+        assert record["flops_per_j"] == 200.0
     inspected = benchmark.told.index("inspect right")
     assert benchmark.told[inspected : inspected + 6] == [
         "inspect right", "step right", "redraw", "inspect also", "step also", "redraw",
@@ -82,25 +93,30 @@ def test_without_the_option_nothing_is_run_for_it(passes: list[Any]) -> None:
 
 
 def test_a_machine_without_a_counter_says_why_and_makes_nothing_up(passes: list[Any]) -> None:
-    for one in records(Counting(), Sensors()).values():
-        assert one["outcome"] == "ok" and one["time_s"] > 0
-        assert one["energy_note"] == Sensors.why_no_joules and one.keys() & MEASURED == set()
-        assert one["flops_per_j"] is None
+    for record in records(Counting(), Sensors()).values():
+        assert record["outcome"] == "ok" and record["time_s"] > 0
+        assert record["energy_note"] == Sensors.why_no_joules and record.keys() & MEASURED == set()
+        assert record["flops_per_j"] is None
 
 
 def test_a_pass_that_fails_costs_the_energy_only(passes: list[Any]) -> None:
     passes[0] = EnergyError("the counter of energy went back")
-    found = records(Counting(), FakeDevice())
-    assert found["right"]["energy_note"] == "the counter of energy went back" and found["right"]["outcome"] == "ok"
-    assert found["right"].keys() & MEASURED == set() and found["also"]["energy_j"] == 3.0
+    measured = records(Counting(), FakeDevice())
+    assert (
+        measured["right"]["energy_note"] == "the counter of energy went back" and measured["right"]["outcome"] == "ok"
+    )
+    assert measured["right"].keys() & MEASURED == set() and measured["also"]["energy_j"] == 3.0
 
 
 def test_a_row_that_is_faster_than_its_arithmetic_in_the_pass_has_no_energy(passes: list[Any]) -> None:
-    """Inputs are drawn once, so it may know them. Arithmetic takes 1 ms; reads 1.5 ms, if no cache holds them."""
+    """The pass draws inputs once, so a row may know them. The row's arithmetic takes at least 1 ms.
+
+    The limits also allow 1.5 ms for reads, which a cache may save: the pass is held to the arithmetic alone.
+    """
     passes[:] = [Energy(3.0, 3.0, 0.9e-3, 10.0), Energy(3.0, 3.0, 1.1e-3, 10.0)]
-    found = records(Slow(), FakeDevice(), Limits({"float32": 1.0}, 1e9 / 1.5e-3))
-    assert "faster than this machine can be" in found["right"]["energy_note"]
-    assert found["also"]["energy_j"] == 3.0 and found["right"]["outcome"] == "ok"
+    measured = records(Slow(), FakeDevice(), Limits({"float32": 1.0}, 1e9 / 1.5e-3))
+    assert "faster than this machine can be" in measured["right"]["energy_note"]
+    assert measured["also"]["energy_j"] == 3.0 and measured["right"]["outcome"] == "ok"
 
 
 @pytest.mark.gpu
@@ -127,7 +143,7 @@ def test_a_pass_may_take_longer_than_the_deadline_of_a_call(passes: list[Any], m
     renewed: list[float] = []
     monkeypatch.setattr(Heartbeat, "renew", lambda self, seconds: renewed.append(seconds))
     records(Counting(), FakeDevice())
-    assert renewed == [600.0, 600.0]  # whenever the device has done some calls
+    assert renewed == [600.0, 600.0]  # the deadline is renewed in each row's pass
 
 
 def test_calls_that_several_processes_make_have_none(passes: list[Any]) -> None:
@@ -136,6 +152,6 @@ def test_calls_that_several_processes_make_have_none(passes: list[Any]) -> None:
             for case in turn:
                 trial.measurements[case.id].samples = [1.0] * 10
 
-    for one in records(Apart(), FakeDevice()).values():
-        assert one["energy_note"] == OF_OTHERS and one.keys() & MEASURED == set()
-        assert one["sm_clock_mhz"] is None and "others_cpu_share" in one
+    for record in records(Apart(), FakeDevice()).values():
+        assert record["energy_note"] == OF_OTHERS and record.keys() & MEASURED == set()
+        assert record["sm_clock_mhz"] is None and "others_cpu_share" in record

@@ -1,4 +1,8 @@
-"""The guard remembers what judges and measures, and puts it back where a row has replaced it."""
+"""`lmsys.bench.guard`: `Guard` and `State` put back what a row has changed in its process, and name it.
+
+`Guard` remembers the functions that judge and measure, and `State` the settings of the process. A setting that a row
+may leave changed is a part in `lmsys.bench.guard`, and an entry in LEAKS here.
+"""
 
 import gc
 import math
@@ -29,7 +33,7 @@ from lmsys.training import optimizer
         (operator, "call"),
         (torch, "stack"),
         (torch.Tensor, "double"),
-        (torch.cuda.Event, "elapsed_time"),  # which the class has, or inherits
+        (torch.cuda.Event, "elapsed_time"),  # defined by the class or inherited, by torch's version
         (clock, "perf_counter"),
         (compare, "interleave"),
         (trial, "verdict"),
@@ -55,7 +59,7 @@ def test_a_function_with_other_code_is_noticed() -> None:
 def test_what_honest_code_does_is_no_replacement() -> None:
     guard = Guard()
     torch.manual_seed(0)
-    setattr(math, "of_a_row", lambda: 0)  # noqa: B010 - a name of its own
+    setattr(math, "of_a_row", lambda: 0)  # noqa: B010 - a new name, which replaces nothing
     try:
         torch.compile(naive, backend="eager")(*torch.ones(3, 1, 1, 2, 2))
         within = Guard()
@@ -66,7 +70,7 @@ def test_what_honest_code_does_is_no_replacement() -> None:
 
 
 def test_torch_may_wrap_the_step_of_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does so when the first one is made."""
+    """torch does so when the first optimizer is made."""
     step = optimizer.AdamW.step
     monkeypatch.setattr(optimizer.AdamW, "step", getattr(step, "__wrapped__", step))
     guard = Guard()
@@ -75,7 +79,7 @@ def test_torch_may_wrap_the_step_of_an_optimizer(monkeypatch: pytest.MonkeyPatch
 
 
 class Seen(torch.overrides.TorchFunctionMode):
-    """A mode that changes nothing but how long a call takes."""
+    """A mode that changes only how long a call takes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -89,7 +93,7 @@ class Dispatched(torch.utils._python_dispatch.TorchDispatchMode):
 def ignored(*_: Any) -> None: ...
 
 
-# What a row, or the file that it stands in, may do to a process that its neighbours run in, and how a reader knows it.
+# {the name by which a message tells it: a change that a row, or its file, may leave in the process of other rows}
 LEAKS: dict[str, Callable[[], Any]] = {
     "the CPUs that it may use": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
     "torch's number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
@@ -132,7 +136,7 @@ def test_what_a_row_leaves_changed_in_its_process_is_told_and_put_back(name: str
 
 
 def test_threads_that_a_row_has_started_may_use_all_cpus_again(state: State) -> None:
-    """They have the CPUs of whoever started them: a pool of OpenMP's would stay on one."""
+    """A thread inherits the CPUs of the thread that starts it: OpenMP's pool would stay on a single CPU."""
     if len(cpus := os.sched_getaffinity(0)) < 2:
         pytest.skip("this process may use one CPU: another machine is needed to see threads pinned")
     os.sched_setaffinity(0, {min(cpus)})
@@ -140,14 +144,14 @@ def test_threads_that_a_row_has_started_may_use_all_cpus_again(state: State) -> 
     thread = threading.Thread(target=end.wait)
     thread.start()
     assert os.sched_getaffinity(thread.native_id or 0) == {min(cpus)}
-    told = state.mend()
-    assert told and "the CPUs" in told and os.sched_getaffinity(thread.native_id or 0) == cpus
+    message = state.mend()
+    assert message and "the CPUs" in message and os.sched_getaffinity(thread.native_id or 0) == cpus
     end.set()
     thread.join()
 
 
 def test_what_cannot_be_put_back_ends_the_process(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Niceness, where nobody may lower it: the worker ends, and the others run again in a fresh one."""
+    """Niceness cannot be lowered without a permission. The worker then ends, and other rows run in a fresh one."""
     (niceness,) = [part for part in state._parts if part.name == "its niceness"]
     state._parts[niceness] -= 1  # as if the row had raised it
 

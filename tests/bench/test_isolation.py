@@ -1,4 +1,8 @@
-"""Rows in processes of their own: what one does costs its own cases, and is said there."""
+"""Rows run in a worker process (`lmsys.bench.isolation`): harm that a row does costs only its own cases.
+
+Groups have good rows and rows that do harm, from FAULTS of tests/support/faults.py; to test new harm, add it there. A
+faulty row's records must say what it did, and the other rows must be measured.
+"""
 
 import os
 import signal
@@ -29,15 +33,15 @@ from tests.support.harness import MACHINE
 from tests.support.processes import ENVIRONMENT, PATIENCE_S, ROOT, command
 from tests.support.variants import some
 
-TIMED_CALL = 16  # of a row: the calls of its check are fewer, those until its last timed one are more
-LEAVES_CHANGED = [name for name, one in FAULTS.items() if not one.ends]
+TIMED_CALL = 16  # number of a row's call that is timed: its check makes fewer calls before
+LEAVES_CHANGED = [name for name, fault in FAULTS.items() if not fault.ends]  # faults that do not end the process
 GOOD = "good", "also_good"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def threes(device: str) -> list[tuple[str, str, str]]:
-    """Faults by three for the first, the middle and the last row of a group, each of them once in each place."""
-    names = [name for name, one in FAULTS.items() if device == "cuda" or not one.on_gpu]
+    """Triples of faults, for the first, the middle and the last row of a group: each fault is once in each place."""
+    names = [name for name, fault in FAULTS.items() if device == "cuda" or not fault.on_gpu]
     step = len(names) // 3
     return [
         (name, names[(at + step) % len(names)], names[(at + 2 * step) % len(names)]) for at, name in enumerate(names)
@@ -46,17 +50,17 @@ def threes(device: str) -> list[tuple[str, str, str]]:
 
 @contextmanager
 def isolated(monkeypatch: pytest.MonkeyPatch, call: int, device: str = "cpu") -> Iterator[Isolated]:
-    """The faults come at this call of a row; 0: at any, by chance.
+    """A runner with a worker, whose rows do harm in this call; 0: in any call, by chance.
 
-    A row is late a second after it has told that it hangs, not by how long others took on a busy machine.
+    A row exceeds its deadline a second after it has marked that it hangs, so that a busy machine changes nothing.
     """
     runner = Isolated(Settings(device=device, seconds_per_row=0.01, deadline_s=PATIENCE_S))
     runner._machine = MACHINE
     with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch:
 
         def is_late(beat: Beat) -> bool:
-            told = Path(folder) / str(runner._worker.pid if runner._worker else "none")
-            return told.exists() and time.time() > told.stat().st_mtime + 1.0
+            mark = Path(folder) / str(runner._worker.pid if runner._worker else "none")
+            return mark.exists() and time.time() > mark.stat().st_mtime + 1.0
 
         patch.setenv("LMSYS_FAULT_CALL", str(call))
         patch.setenv("LMSYS_FAULT_HANGS", folder)
@@ -68,34 +72,41 @@ def isolated(monkeypatch: pytest.MonkeyPatch, call: int, device: str = "cpu") ->
 
 
 def records(runner: Isolated, names: Sequence[str], *directions: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """By row and direction, of a group with these rows."""
+    """{(row, direction): record} of a group with these rows."""
     shape = 1, 2, 2, 64, 64, 32, "float32", True
     rows = [Entry(name, f"tests.support.faults:{name}") for name in names]
-    asked = [(row, direction) for row in rows for direction in directions or ("fwd",)]
-    cases = [AttentionTest("faults", row, runner.settings.device, *shape, direction) for row, direction in asked]
-    found = [result.record for result in runner.run(Attention(), cases)]
-    assert [one["id"] for one in found] == [case.id for case in cases]
-    return {(one["impl"], one["direction"]): one for one in found}
+    pairs = [(row, direction) for row in rows for direction in directions or ("fwd",)]
+    cases = [AttentionTest("faults", row, runner.settings.device, *shape, direction) for row, direction in pairs]
+    measured = [result.record for result in runner.run(Attention(), cases)]
+    assert [record["id"] for record in measured] == [case.id for case in cases]
+    return {(record["impl"], record["direction"]): record for record in measured}
 
 
-def check(found: dict[tuple[str, str], dict[str, Any]], by_chance: bool = False) -> None:
-    """Good rows have their figures; the others have an error that says why, those by chance perhaps a figure."""
-    for (name, direction), one in found.items():
-        if name in GOOD or (by_chance and one["outcome"] == "ok") or (name, direction) == ("leaves_no_grad", "fwd"):
-            assert one["outcome"] == "ok" and one["time_s"] > 0, (name, one["reason"])
+def check(measured: dict[tuple[str, str], dict[str, Any]], by_chance: bool = False) -> None:
+    """Good rows have times, and the others have an error with its reason.
+
+    by_chance  the harm need not have come: other rows may have times, too
+    """
+    for (name, direction), record in measured.items():
+        if name in GOOD or (by_chance and record["outcome"] == "ok") or (name, direction) == ("leaves_no_grad", "fwd"):
+            assert record["outcome"] == "ok" and record["time_s"] > 0, (name, record["reason"])
         else:
-            assert one["outcome"] == FAULTS[name].outcome and "time_s" not in one, (name, one["outcome"], one["reason"])
-            assert FAULTS[name].told in one["reason"], one["reason"]
+            assert record["outcome"] == FAULTS[name].outcome and "time_s" not in record, (
+                name,
+                record["outcome"],
+                record["reason"],
+            )
+            assert FAULTS[name].told in record["reason"], record["reason"]
 
 
 @pytest.mark.parametrize(
     "call", [1, pytest.param(2, marks=pytest.mark.on_request), pytest.param(TIMED_CALL, marks=pytest.mark.long)]
 )
 def test_what_a_row_leaves_changed_is_its_own_error(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its first call, in its check and in a timed one; nothing of it is felt by the rows before and behind it."""
+    """The change comes in the row's first call, in its check or in a timed call. Rows before and after it are ok."""
     with isolated(monkeypatch, call) as runner:
-        found = records(runner, ["good", "leaves_no_grad", "also_good"], "bwd")
-        assert [one["outcome"] for one in found.values()] == ["ok", "error", "ok"]
+        measured = records(runner, ["good", "leaves_no_grad", "also_good"], "bwd")
+        assert [record["outcome"] for record in measured.values()] == ["ok", "error", "ok"]
         check(records(runner, ["good", *LEAVES_CHANGED, "also_good"], "fwd"))
 
 
@@ -106,26 +117,28 @@ ENDS = ("segmentation_fault", "hangs_in_c"), ("leaves_with_0", "hangs_in_python"
 def test_a_row_that_ends_its_process_costs_its_own_cases(
     ends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a timed backward: a crash, an end without one, an interrupt, hangs that hold the interpreter and that do not;
-    the next group begins in a fresh worker."""
+    """Harm in a timed backward: a crash, an exit, an interrupt, and hangs with and without the interpreter lock.
+
+    The next group begins in a fresh worker.
+    """
     with isolated(monkeypatch, TIMED_CALL) as runner:
-        found = records(runner, ["good", *ends, "also_good"], "bwd")
-        check(found)
-        for (name, _), one in found.items():
-            assert name != "segmentation_fault" or one["crashed"]
-            assert name != "hangs_in_c" or ("timed call" in one["reason"] and ", at faults.py:" in one["reason"])
+        measured = records(runner, ["good", *ends, "also_good"], "bwd")
+        check(measured)
+        for (name, _), record in measured.items():
+            assert name != "segmentation_fault" or record["crashed"]
+            assert name != "hangs_in_c" or ("timed call" in record["reason"] and ", at faults.py:" in record["reason"])
         check(records(runner, GOOD, "fwd", "bwd"))
 
 
 def test_an_interrupt_that_comes_with_the_answer_costs_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds the worker between two calls, where it ends it; what is asked next is asked of a fresh one."""
+    """The interrupt comes between two calls of the worker, and ends it. The next question goes to a fresh worker."""
     interrupts = [KeyboardInterrupt]
 
     def answered(workers: Sequence[Any], timeout_s: float) -> list[Any]:
-        found = processes.answered(workers, 20.0)
+        answers = processes.answered(workers, 20.0)
         if interrupts:
             raise interrupts.pop()
-        return found
+        return answers
 
     with isolated(monkeypatch, 1) as runner:
         assert runner.ask("facts")["device"] == "cpu"
@@ -141,13 +154,13 @@ def test_an_interrupt_that_comes_with_the_answer_costs_nothing_later(monkeypatch
 def test_a_row_that_is_killed_as_memory_ran_out_is_out_of_memory(
     more: int, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel counts whom it killed: it is asked before a worker begins, and when it has ended."""
-    told = count(step=more)
-    monkeypatch.setattr("lmsys.bench.isolation.host.oom_kills", lambda: next(told))
+    """The runner compares the kernel's count of such kills before a worker starts and after it has ended."""
+    kills = count(step=more)
+    monkeypatch.setattr("lmsys.bench.isolation.host.oom_kills", lambda: next(kills))
     with isolated(monkeypatch, 1) as runner:
-        found = records(runner, ["good", "killed"])
-    assert found["good", "fwd"]["outcome"] == "ok" and found["killed", "fwd"]["outcome"] == outcome
-    assert ("memory ran out" in found["killed", "fwd"]["reason"]) == (outcome == "oom")
+        measured = records(runner, ["good", "killed"])
+    assert measured["good", "fwd"]["outcome"] == "ok" and measured["killed", "fwd"]["outcome"] == outcome
+    assert ("memory ran out" in measured["killed", "fwd"]["reason"]) == (outcome == "oom")
 
 
 @pytest.mark.parametrize(
@@ -157,20 +170,20 @@ def test_a_row_that_is_killed_as_memory_ran_out_is_out_of_memory(
 def test_what_was_measured_before_a_row_ended_its_process_is_in_the_journal(
     fault: str, outcome: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And so is the row itself, such as one that was seen to hold more memory than there is."""
+    """So is the row itself, for instance with "oom" if it was seen to hold more memory than there is."""
     monkeypatch.setattr("lmsys.bench.isolation.MOST_HELD", 2**30 / available_bytes())
     rows = [f"tests/support/faults.py:{name}" for name in ("good", fault)]
-    asked = {"--attention": ",".join(rows), "--length": "64", "--batch": "1", "--heads": "2", "--head-dim": "32"}
-    asked |= {"--dtype": "float32", "--causal": "yes", "--direction": "fwd"}
+    options = {"--attention": ",".join(rows), "--length": "64", "--batch": "1", "--heads": "2", "--head-dim": "32"}
+    options |= {"--dtype": "float32", "--causal": "yes", "--direction": "fwd"}
     with isolated(monkeypatch, 1) as runner:
-        session = Session(runner.settings, output=tmp_path / "out.json", texts=asked)
+        session = Session(runner.settings, output=tmp_path / "out.json", texts=options)
         session.__dict__["runner"] = runner
         keys = [("attention", name) for name in session.add(Attention)]
         session.select(keys)
         session.result(keys[0])
-    found = {one["impl"]: one for one in load(tmp_path / "out.json.partial")["records"]}
-    assert found["good"]["outcome"] == "ok" and found["good"]["time_s"] > 0
-    assert found[fault]["outcome"] == outcome and told in found[fault]["reason"], found[fault]["reason"]
+    measured = {record["impl"]: record for record in load(tmp_path / "out.json.partial")["records"]}
+    assert measured["good"]["outcome"] == "ok" and measured["good"]["time_s"] > 0
+    assert measured[fault]["outcome"] == outcome and told in measured[fault]["reason"], measured[fault]["reason"]
 
 
 FAULTY = [
@@ -180,7 +193,8 @@ FAULTY = [
 ]
 
 
-@pytest.mark.parametrize(("call", "direction"), [(1, "fwd"), (2, "fwd"), (9, "bwd")])  # first; check's; a timed one
+# A row's first call, a call of its check, a timed call.
+@pytest.mark.parametrize(("call", "direction"), [(1, "fwd"), (2, "fwd"), (9, "bwd")])
 @pytest.mark.parametrize(("device", "first", "middle", "last"), FAULTY)
 def test_each_fault_in_each_place(
     device: str, first: str, middle: str, last: str, call: int, direction: str, monkeypatch: pytest.MonkeyPatch
@@ -256,9 +270,9 @@ def row(q, k, v, *, causal=False, scale=None):
 @pytest.mark.parametrize("number", some([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], one_in=3))
 def test_no_worker_outlives_pytest(number: int, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(HANGS.format(pids=tmp_path / "pids"))
-    asked = "--attention", f"{tmp_path}/mine.py:row", "--length", "64", "--dtype", "float32", "--benchmark-disable"
+    options = "--attention", f"{tmp_path}/mine.py:row", "--length", "64", "--dtype", "float32", "--benchmark-disable"
     run = subprocess.Popen(
-        command("benchmarks/bench_attention.py", *asked), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL
+        command("benchmarks/bench_attention.py", *options), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL
     )
     try:
         assert _eventually(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())
@@ -282,22 +296,22 @@ IMPORTED = {
 @pytest.mark.parametrize("text", some(IMPORTED, one_in=3))
 def test_a_file_that_cannot_be_imported_is_a_usage_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(text)
-    told, deadline_s = IMPORTED[text]
-    asked = "--attention", f"{tmp_path}/mine.py:row", "--deadline", str(deadline_s)
+    reason, deadline_s = IMPORTED[text]
+    options = "--attention", f"{tmp_path}/mine.py:row", "--deadline", str(deadline_s)
     ended = subprocess.run(
-        command("benchmarks/bench_attention.py", *asked), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
+        command("benchmarks/bench_attention.py", *options), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
     )
     assert ended.returncode == pytest.ExitCode.USAGE_ERROR, ended.stdout
-    said = [line for line in (ended.stdout + ended.stderr).splitlines() if line.startswith("ERROR")]
-    assert len(said) == 1 and "mine.py" in said[0] and told in said[0], said
+    errors = [line for line in (ended.stdout + ended.stderr).splitlines() if line.startswith("ERROR")]
+    assert len(errors) == 1 and "mine.py" in errors[0] and reason in errors[0], errors
 
 
 @pytest.mark.on_request
 def test_what_has_crashed_is_resumed_only_on_request(tmp_path: Path) -> None:
-    """It stands as an error in the result, and its cases are not run into again."""
+    """A resumed run keeps the crash as an error, and does not run its cases again, except with --retry-crashed."""
     rows = "sdpa_math,tests/support/faults.py:leaves_with_0"
     shape = "--length 64 --head-dim 32 --dtype float32 --causal yes --direction fwd --batch 1 --heads 2".split()
-    asked = [
+    options = [
         "benchmarks/bench_attention.py",
         "-k",
         "tiers",
@@ -311,14 +325,14 @@ def test_what_has_crashed_is_resumed_only_on_request(tmp_path: Path) -> None:
 
     def run(*more: object) -> str:
         ended = subprocess.run(
-            command(*asked, "--benchmark-json", out, *more), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
+            command(*options, "--benchmark-json", out, *more), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
         )
         assert ended.returncode == 0, ended.stdout
         return ended.stdout
 
     assert "1 ok, 1 error" in run()
     before = load(out)["records"]
-    assert {one["outcome"]: one.get("crashed") for one in before} == {"ok": None, "error": True}
+    assert {record["outcome"]: record.get("crashed") for record in before} == {"ok": None, "error": True}
     assert "already measured: error" in run("--resume", out, "-rs")
     assert load(out)["records"] == before
     assert "exit code 0" in run("--resume", out, "--retry-crashed")
@@ -340,32 +354,34 @@ def test_a_strategy_that_does_harm_on_a_rank_costs_its_own_cases(tmp_path: Path)
 
     file = ROOT / "tests" / "support" / "faulty_strategies.py"
     rows = ",".join(["naive", *(f"{file}:{name}" for name in TOLD), "flat"])
-    asked = "--sweep", "smoke", "--precision", "fp32", "--strategy", rows, "--benchmark-max-time", "0.005"
+    options = "--sweep", "smoke", "--precision", "fp32", "--strategy", rows, "--benchmark-max-time", "0.005"
     ended = subprocess.run(
-        command("benchmarks/bench_data_parallel.py", *asked, "--deadline", "40", "--benchmark-json", tmp_path / "out"),
+        command(
+            "benchmarks/bench_data_parallel.py", *options, "--deadline", "40", "--benchmark-json", tmp_path / "out"
+        ),
         cwd=ROOT,
         env=ENVIRONMENT | {"LMSYS_STOPPED_S": "3"},
         capture_output=True,
         text=True,
     )
     assert ended.returncode == 0, ended.stdout
-    for one in load(tmp_path / "out")["records"]:
-        if one["impl"] in TOLD:
-            outcome = "oom" if one["impl"] == "LeaksMemory" else "error"
-            assert one["outcome"] == outcome and TOLD[one["impl"]] in one["reason"], one["reason"]
+    for record in load(tmp_path / "out")["records"]:
+        if record["impl"] in TOLD:
+            outcome = "oom" if record["impl"] == "LeaksMemory" else "error"
+            assert record["outcome"] == outcome and TOLD[record["impl"]] in record["reason"], record["reason"]
         else:
-            assert one["outcome"] == "ok" and one["time_s"] > 0
+            assert record["outcome"] == "ok" and record["time_s"] > 0
 
 
 def test_an_answer_that_nobody_read_to_its_end_is_not_that_of_the_next_question() -> None:
-    """As where an interrupt falls while its reader is at work, whose frame a traceback keeps."""
+    """An interrupt may fall while an answer is read; a traceback then keeps the reader's frame, and so the reader."""
     runner = Isolated(Settings(seconds_per_row=0.01, timed=False))
     try:
         unread = runner.stream("ready")
         next(filter(None, unread))
         assert runner.machine == runner.machine and runner._worker is not None
         pid = runner._worker.pid
-        unread.close()  # late: another worker has taken the place of the one that it read from
+        unread.close()  # too late: a new worker has replaced the one from which it read
         assert runner.ask("facts") and runner._worker.pid == pid
     finally:
         runner.close()
@@ -373,7 +389,7 @@ def test_an_answer_that_nobody_read_to_its_end_is_not_that_of_the_next_question(
 
 def test_an_interrupt_behind_a_question_leaves_no_answer_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, send = Isolated(Settings(seconds_per_row=0.01)), processes.Worker.send
-    runner.ask("facts")  # a worker is there
+    runner.ask("facts")  # starts a worker
 
     def interrupted(*arguments: Any) -> None:
         send(*arguments)

@@ -1,4 +1,4 @@
-"""Sweeps that are killed again and again, and resumed: each record once, none lost."""
+"""Sweeps are killed again and again, and resumed with `--resume`: the result has each record once, and loses none."""
 
 import json
 import os
@@ -36,15 +36,16 @@ def start(folder: Path, sizes: Sequence[int]) -> "subprocess.Popen[str]":
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Samples by id, of a journal that may have been cut."""
+    """{id: samples} of the result or its journal, whose last line may be cut."""
     if not (folder / "out.json").exists() and not (folder / JOURNAL).exists():
         return {}
-    found = record.load(folder / "out.json")["records"]
-    assert len({one["id"] for one in found}) == len(found)
-    return {one["id"]: one["samples_s"] for one in found}
+    cases = record.load(folder / "out.json")["records"]
+    assert len({case["id"] for case in cases}) == len(cases)
+    return {case["id"]: case["samples_s"] for case in cases}
 
 
 def is_new(journal: Path, before: int) -> bool:
+    """True if the journal is another file than the one with the inode `before`."""
     return journal.exists() and journal.stat().st_ino != before
 
 
@@ -57,7 +58,7 @@ def is_new(journal: Path, before: int) -> bool:
     ],
 )
 def test_a_sweep_that_is_killed_loses_nothing(seed: int, sizes: range, kills: tuple[int, ...], tmp_path: Path) -> None:
-    """Each kill comes in the second in which the journal begins anew, where it is 1, else at any moment."""
+    """kills: 1 for a kill in the second after the journal begins anew, 0 for one at a random moment."""
     folder, moments, before = Path(shutil.copy(EXAMPLE, tmp_path)).parent, random.Random(seed), dict[str, Any]()
     journal = folder / JOURNAL
     for as_it_begins in kills:
@@ -82,5 +83,5 @@ def test_a_sweep_that_is_killed_loses_nothing(seed: int, sizes: range, kills: tu
     after = measured(folder)
     assert len(after) == 2 * len(sizes) and not journal.exists() and after.items() >= before.items()
     entries = json.loads((folder / "out.json").read_text())["benchmarks"]
-    assert len({one["name"] for one in entries}) == len(entries)
-    assert [one for one in os.listdir(folder) if one.endswith(".tmp")] == []
+    assert len({name["name"] for name in entries}) == len(entries)
+    assert [name for name in os.listdir(folder) if name.endswith(".tmp")] == []

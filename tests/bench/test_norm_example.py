@@ -1,4 +1,4 @@
-"""docs/examples/bench_norm.py: what it calls right, and which mistakes it sees in which direction."""
+"""docs/examples/bench_norm.py: its check accepts right norms, and sees a mistake in the directions that show it."""
 
 import runpy
 from typing import Any
@@ -19,14 +19,17 @@ def right(x: Any, weight: Any, eps: float) -> Any:
 
 
 def no_weight(x: Any, weight: Any, eps: float) -> Any:
+    """Wrong by as much as the weight differs from 1."""
     return right(x, weight, eps) + 0 * weight - right(x, weight - 1, eps)
 
 
 def detached(x: Any, weight: Any, eps: float) -> Any:
+    """Wrong in the backward alone."""
     return x * (x.detach().square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
 def ratio(norm: Any, dtype: str, direction: str) -> float:
+    """The largest error over what is allowed, by the example's check; at most 1 is right."""
     case = EXAMPLE["NormCase"]("test", EXAMPLE["ROWS"]["torch"], "cpu", 33, 96, dtype, direction)
     norms, candidate = EXAMPLE["Norm"](), Candidate(case=case, call=norm)
     setup = norms.setup([case], Settings(seed=3))

@@ -1,4 +1,7 @@
-"""The plugin, which pytest loads wherever lmsys is installed, leaves suites alone that are not of this bench."""
+"""The plugin leaves other people's test suites alone, although pytest loads it wherever lmsys is installed.
+
+Tests write a suite into an empty folder, and run pytest there WITH the plugin and WITHOUT it.
+"""
 
 import json
 import os
@@ -66,7 +69,7 @@ test_cell.benchmark = dict
 
 
 def test_a_suite_with_the_same_names_starts_and_has_its_own(tmp_path: Path) -> None:
-    """Options, fixtures, and a test function with an attribute that the bench's tests have, too."""
+    """The suite has options and fixtures with the plugin's names, and functions with an attribute `benchmark`."""
     (tmp_path / "conftest.py").write_text(CONFTEST.format(names=[*OPTIONS]))
     (tmp_path / "test_theirs.py").write_text(SUITE)
     ended = run(tmp_path, *WITH, "--resume", "mine")
@@ -77,8 +80,10 @@ def test_no_option_or_fixture_of_the_plugin_is_without_its_prefix(tmp_path: Path
     (tmp_path / "test_theirs.py").write_text("def test_nothing():\n    pass\n")
 
     for asked, words, prefix in (("--help", r"^  (--[\w-]+)", "--lmsys-"), ("--fixtures", r"^(\w+)", "lmsys_")):
-        told = [set(re.findall(words, run(tmp_path, *one, asked).stdout, re.MULTILINE)) for one in (WITH, WITHOUT)]
-        added = told[0] - told[1]
+        words_by_run = [
+            set(re.findall(words, run(tmp_path, *plugin, asked).stdout, re.MULTILINE)) for plugin in (WITH, WITHOUT)
+        ]
+        added = words_by_run[0] - words_by_run[1]
         assert added and all(word.startswith(prefix) for word in added), added
 
 
@@ -87,7 +92,7 @@ def test_a_checkout_has_both_names() -> None:
     assert all(f"  {dashes}{name}" in ended.stdout for name in OPTIONS for dashes in ("--", "--lmsys-"))
 
 
-# Of pytest-benchmark's own tests, restated: what is done once, in a loop, with a setup, grouped, skipped and disabled.
+# Uses of pytest-benchmark, after its own tests: once, in a loop, with a setup, in groups, failing, and unused.
 BENCHMARKS = """
 import time
 from functools import partial
@@ -160,16 +165,16 @@ def test_benchmarks_of_others_are_the_same_with_it_and_without(options: tuple[st
         starts = ("PASSED", "FAILED", "ERROR", "SKIPPED", "test_", "benchmark", "---")
         lines = [line for line in done.stdout.splitlines() if line.startswith(starts)]
         words = sorted(line.split(" - ")[0] for line in lines if line.startswith(starts[:4]))
-        found = folder / "out.json"
-        entries = json.loads(found.read_text())["benchmarks"] if found.exists() else []
-        content = [{key: one[key] for key in ("name", "group", "params", "extra_info")} for one in entries]
+        result = folder / "out.json"
+        entries = json.loads(result.read_text())["benchmarks"] if result.exists() else []
+        content = [{key: entry[key] for key in ("name", "group", "params", "extra_info")} for entry in entries]
         return done.returncode, words, content
 
     assert ended(WITH) == ended(WITHOUT)
 
 
 def test_the_plugin_is_loaded_without_what_its_extra_installs(tmp_path: Path) -> None:
-    """A suite that uses pytest alone, in an environment where lmsys is installed as a library."""
+    """The suite uses pytest alone, in an environment where lmsys is installed without its extra "bench"."""
     (tmp_path / "test_theirs.py").write_text("def test_nothing():\n    pass\n")
     for missing in ("torch", "numpy", "pytest_benchmark", "matplotlib"):
         (tmp_path / "hidden" / missing).mkdir(parents=True, exist_ok=True)

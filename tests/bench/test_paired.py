@@ -1,4 +1,8 @@
-"""A sweep against an earlier state: verdicts, exit codes, a file that others can check, and faults of either side."""
+"""`--against`: a sweep measures each row beside an earlier state of it, and says what became slower or broke.
+
+The state is a git reference or a folder (`lmsys.bench.checkout`), and two processes take turns (`lmsys.bench.paired`).
+The fixture `folder` is a repository whose rows differ in known ways from those that were committed.
+"""
 
 import re
 import subprocess
@@ -50,7 +54,7 @@ def mended(a, b):
 
 def crashes(a, b):
     if {crashes} and next(calls) == 12 and not os.path.exists("crashed"):
-        open("crashed", "x")  # once
+        open("crashed", "x")  # only once
         os._exit(3)
     return a @ b
 """
@@ -61,7 +65,11 @@ QUIET = ("--benchmark-only", "--benchmark-json", "out.json")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A repository with the example's benchmark, of other rows; what was committed was faster, and less right."""
+    """A repository with the example's benchmark, and the rows of ROWS in place of its own.
+
+    In the committed state "slower" is faster, "mended" is wrong, "crashes" ends its process once, "moved" is in another
+    file, and "added" does not exist.
+    """
     text = re.sub("^ROWS = .*$", "from table import ROWS", EXAMPLE.read_text(), flags=re.MULTILINE)
     text = text.replace(
         'name, case_type = "matmul", Product', 'name, case_type, tables = "matmul", Product, {"row": ROWS}'
@@ -81,7 +89,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def table(rows: dict[str, str]) -> str:
-    """A module with the table of these rows, by name with their targets."""
+    """The text of a module with a table of these rows, {name: target}."""
     entries = ", ".join(f'Entry("{name}", "{target}")' for name, target in rows.items())
     return f'from lmsys.bench import Entry, Table\n\nROWS = Table("matmul", [{entries}])\n'
 
@@ -104,16 +112,16 @@ def test_a_sweep_says_what_became_slower_and_what_broke(
     assert not list(tmp_path.glob("lmsys-against-*")), "the earlier state was left behind"
 
     records = load(folder / "out.json")["records"]
-    earlier = {one["impl"]: one for one in map(today, records) if one.get("against")}
-    now = {one["impl"]: one for one in records if not one.get("against")}
-    assert set(earlier) == set(now) == set(NAMES) and {one["outcome"] for one in now.values()} == {"ok"}
+    earlier = {record["impl"]: record for record in map(today, records) if record.get("against")}
+    now = {record["impl"]: record for record in records if not record.get("against")}
+    assert set(earlier) == set(now) == set(NAMES) and {record["outcome"] for record in now.values()} == {"ok"}
     assert earlier["mended"]["outcome"] == "wrong" and earlier["crashes"]["outcome"] == "error"
     assert earlier["added"]["outcome"] == "unsupported"
     assert "exit code 3" in earlier["crashes"]["reason"] and earlier["crashes"]["crashed"]
     for row in ("steady", "slower", "moved"):
         assert earlier[row]["against"] == {"name": commit[:10], "commit": commit, "margin": 0.02}
         assert earlier[row]["comparison"] == now[row]["comparison"] and earlier[row]["rounds"] == now[row]["rounds"]
-        sources = [one[row]["proof"]["source"]["sha256"] for one in (earlier, now)]
+        sources = [record[row]["proof"]["source"]["sha256"] for record in (earlier, now)]
         assert sources[0] != sources[1], "both sides ran one code"
     assert 1e-3 <= earlier["slower"]["time_s"] < now["slower"]["time_s"]
 
@@ -131,21 +139,23 @@ def test_a_sweep_says_what_became_slower_and_what_broke(
 def test_two_processes_take_turns_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     asked = {"batch": "2", "heads": "4", "head_dim": "64", "dtype": "bfloat16", "causal": "yes", "direction": "fwd,bwd"}
-    found = changes("cuda", 0.05, str(ROOT), attention="sdpa,flash_triton", length="512", **asked)
-    assert len(found) == 4 and not any(one.is_changed for one in found)
-    for one in found:
-        assert len(one.old["samples_s"]) == len(one.new["samples_s"]) >= 10 and one.new["clock"] == "cuda_event"
+    verdicts = changes("cuda", 0.05, str(ROOT), attention="sdpa,flash_triton", length="512", **asked)
+    assert len(verdicts) == 4 and not any(change.is_changed for change in verdicts)
+    for change in verdicts:
+        assert (
+            len(change.old["samples_s"]) == len(change.new["samples_s"]) >= 10 and change.new["clock"] == "cuda_event"
+        )
 
 
 def config(**options: Any) -> Any:
-    """As pytest has it, with these options."""
+    """A stand-in for pytest's config, with these options."""
     given = {"against": "HEAD", "margin": None, "no_isolation": False, "nvtx": False, "repeat": 1} | options
     named = {f"lmsys_{name}": value for name, value in given.items()}
     return SimpleNamespace(getoption=named.get, add_cleanup=lambda call: call())
 
 
 @pytest.mark.parametrize(
-    ("asked", "on_ranks", "said"),
+    ("given", "on_ranks", "sentence"),
     [
         ({"no_isolation": True}, False, "--against HEAD: --no-isolation cannot be with it"),
         ({}, True, "--against HEAD: torchrun cannot be with it"),
@@ -154,9 +164,9 @@ def config(**options: Any) -> Any:
         ({"against": None, "margin": "0.1"}, False, "--margin 0.1 is of verdicts: name what to compare by --against"),
     ],
 )
-def test_options_that_do_not_go_with_it_are_refused(asked: dict[str, Any], on_ranks: bool, said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
-        options.checkout(config(**asked), on_ranks)
+def test_options_that_do_not_go_with_it_are_refused(given: dict[str, Any], on_ranks: bool, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        options.checkout(config(**given), on_ranks)
 
 
 @pytest.mark.parametrize("text", ["0", "2", "nan", "much"])
@@ -176,7 +186,7 @@ def test_a_benchmark_whose_rows_are_not_sampled_in_one_process_is_refused(cls: t
 
 
 def test_a_row_in_the_file_of_its_benchmark_is_refused() -> None:
-    """That file is of today."""
+    """The file of a benchmark is never taken from the earlier state, so its row would be compared with itself."""
     cases = {"a": SimpleNamespace(entry=Entry("mine", f"{Telling.__module__}:mine"), impl="mine")}
     with pytest.raises(ValueError, match="--against v1: the row 'mine' stands in the file of its benchmark"):
         check_rows(STATE, Telling, cases)

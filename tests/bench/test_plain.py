@@ -1,4 +1,7 @@
-"""A result is a plain tensor of the promised kind with memory of its own, or is refused with the reason."""
+"""`check_plain` accepts a result that is a plain tensor with memory of its own, and refuses others with the reason.
+
+The tensor must have the shape, dtype and device of LIKE. A new kind of bad result is a case of the last test.
+"""
 
 from typing import Any
 
@@ -14,7 +17,7 @@ LIKE = torch.zeros(2, 3, 4)
 
 
 class Subclass(Tensor):
-    """Nothing but another class."""
+    """A tensor of another class, which adds nothing."""
 
 
 @given(st.permutations(range(3)))

@@ -1,4 +1,8 @@
-"""The plugin: inert until it is used, in any folder, and what a user's benchmark of a new kind gets from it."""
+"""The pytest plugin (`lmsys.bench.plugin`): it is inert until it is used, and serves benchmarks in any folder.
+
+Most tests copy the example, docs/examples/bench_matmul.py, into an empty folder, and run pytest there. A new bad option
+is added to BAD, with the message that it must give.
+"""
 
 import json
 import os
@@ -36,11 +40,11 @@ SMALL = (
     "0.01",
 )
 
-QUICK = "--benchmark-max-time", "0.01", "--lmsys-no-isolation"  # where no worker is asked for
+QUICK = "--benchmark-max-time", "0.01", "--lmsys-no-isolation"  # without a worker process, which starts slowly
 
 
 def command(*options: object, plugin: bool = True) -> list[str]:
-    loaded = ["-p", "lmsys.bench.plugin"] if plugin else []  # as its entry point does where the package is installed
+    loaded = ["-p", "lmsys.bench.plugin"] if plugin else []  # as the entry point of an installed package does
     return [*PYTEST, *loaded, *map(str, options)]
 
 
@@ -50,7 +54,7 @@ def run(folder: Path, *options: object, plugin: bool = True, **more: Any) -> sub
 
 
 def result_of(*options: object, records: Sequence[dict[str, Any]] = (), plugin: bool = True) -> str:
-    """A result file of this command."""
+    """The text of a result file that names this command, with these records."""
     given = shlex.join(command(*options, plugin=plugin)[3:])
     facts = machine.describe("cpu", command=f"python -m pytest {given}", seed=0, sweep="default")
     head = {"machine": facts, "fields": {}, "layouts": {}, "rows": {}}
@@ -59,7 +63,7 @@ def result_of(*options: object, records: Sequence[dict[str, Any]] = (), plugin: 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with nothing in it but the example."""
+    """A folder that contains only the example."""
     shutil.copy(EXAMPLE, tmp_path)
     return tmp_path
 
@@ -76,19 +80,20 @@ def test_it_is_measured_in_any_folder_and_refused_when_it_is_wrong(folder: Path)
     assert "wrong default-16-float32-mine (error ratio" in ended.stdout
     assert "wrong, which fails the run, as a peer's would not: mine" in ended.stdout
     assert "matmul: 4 of 4 that ran" in ended.stdout and "wrong result\n" in ended.stdout
-    assert "lmsys check" not in ended.stdout  # which knows no matmul
+    assert "lmsys check" not in ended.stdout  # that command knows no matmul
     assert sorted(path.name for path in folder.glob("out*")) == ["out.json"]
     failed = run(folder, *SMALL, "--benchmark-disable", "--lmsys-no-isolation", "--lmsys-fail-on", "error,wrong")
     assert failed.returncode == 1 and "--lmsys-fail-on: 2 wrong" in failed.stdout, failed.stdout
-    found = record.load(folder / "out.json")
-    for one in found["records"]:
-        if one["impl"] == "mine":
-            assert one["outcome"] == "wrong" and one["error_ratio"] > 1 and "time_s" not in one
+    result = record.load(folder / "out.json")
+    for case in result["records"]:
+        if case["impl"] == "mine":
+            assert case["outcome"] == "wrong" and case["error_ratio"] > 1 and "time_s" not in case
         else:
-            assert one["outcome"] == "ok" and one["flops_per_s"] == pytest.approx(2 * one["size"] ** 3 / one["time_s"])
-    declared = {one["name"]: one for one in found["fields"]["matmul"]}
+            flops = 2 * case["size"] ** 3
+            assert case["outcome"] == "ok" and case["flops_per_s"] == pytest.approx(flops / case["time_s"])
+    declared = {field["name"]: field for field in result["fields"]["matmul"]}
     assert declared["flops_per_s"]["unit"] == "FLOP/s" and declared["flops_per_s"]["role"] == "metric"
-    assert [row["name"] for row in found["rows"]["row"]] == ["matmul", "mine"]
+    assert [row["name"] for row in result["rows"]["row"]] == ["matmul", "mine"]
 
 
 @pytest.mark.parametrize("without", ["terminal", "capture"])
@@ -130,7 +135,7 @@ def test_a_wrong_row_of_a_file_comes_with_the_command_that_asks_why(tmp_path: Pa
     command = f"lmsys check {tmp_path}/mine.py:row --kind=attention --head-dim=32 --dtype=float32"
     assert f"why row was wrong: {command}" in ended.stdout, ended.stdout
     assert f"the report of it: lmsys report {tmp_path}/out.json" in ended.stdout
-    (wrong,) = [one for one in record.load(tmp_path / "out.json")["records"] if one["outcome"] == "wrong"]
+    (wrong,) = [case for case in record.load(tmp_path / "out.json")["records"] if case["outcome"] == "wrong"]
     assert wrong["reason"] in ended.stdout
 
 
@@ -157,7 +162,7 @@ def test_a_file_that_patches_the_clock_when_it_is_imported_is_refused(tmp_path: 
 def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> None:
     lengths = ("--lmsys-axis", f"size={','.join(map(str, range(16, 48)))}", "--lmsys-axis", "dtype=float32,float16")
     line = command("bench_matmul.py", *lengths, "--benchmark-max-time", "0.02", "--benchmark-json", "out.json")
-    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a test run in the background would not
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a background process ignores SIGINT
     process = subprocess.Popen(
         line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=ENVIRONMENT, preexec_fn=heed,
@@ -167,23 +172,23 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> N
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     printed, said = process.communicate(timeout=PATIENCE_S)
-    # pytest itself fails to show where, now and then: in Python 3.11 an interrupt may fall between two lines.
+    # pytest itself sometimes fails to show the place: in Python 3.11 an interrupt may fall between two lines.
     assert process.returncode == 2 or "self._rawentry.tb_lineno - 1" in said, printed + said
     assert "was not used at all" not in printed
-    before = {one["id"]: one for one in record.load(folder / "out.json")["records"]}
+    before = {case["id"]: case for case in record.load(folder / "out.json")["records"]}
     assert 5 <= len(before) < 32 * 2 * 2
 
     fewer = ("--lmsys-axis", "size=16,47", "--lmsys-axis", "dtype=float32", *QUICK)
     resumed = run(folder, "bench_matmul.py", *fewer, "--lmsys-resume", "out.json", "--benchmark-json", "more.json")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    after = {one["id"]: one for one in record.load(folder / "more.json")["records"]}
-    assert {one["size"] for one in after.values()} >= {16, 47} and not (folder / "more.json.partial").exists()
-    assert all(after[name] == one for name, one in before.items())
+    after = {case["id"]: case for case in record.load(folder / "more.json")["records"]}
+    assert {case["size"] for case in after.values()} >= {16, 47} and not (folder / "more.json.partial").exists()
+    assert all(after[name] == case for name, case in before.items())
 
 
 @pytest.mark.long
 def test_a_full_disk_ends_the_run_with_a_sentence_and_what_was_measured(folder: Path) -> None:
-    """Stands for it: a limit on the size of files."""
+    """A limit on the size of files stands in for the full disk."""
     sizes = ("--lmsys-axis", f"size={','.join(map(str, range(16, 30)))}", "--lmsys-axis", "dtype=float32")
     fill = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))  # noqa: E731 - of some ten records
     quickly = (*QUICK, "--benchmark-json", "out.json")
@@ -198,7 +203,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_what_was_measured(folder: 
 
 
 def test_what_another_run_writes_is_neither_made_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other may end, with its result in place, at any moment: here right before this one may begin."""
+    """The other run may end at any moment, and leave its result: here just before this run claims the file."""
     output, release = tmp_path / "out.json", claim(tmp_path / "out.json")
     with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"process {os.getpid()} is writing it"):
         patch.setattr(Path, "unlink", lambda path, **_: pytest.fail(f"{path} is removed"))
@@ -237,13 +242,13 @@ def test_the_folder_that_a_link_leads_to_is_made(tmp_path: Path) -> None:
 
 @pytest.mark.on_request
 def test_wide_tables_are_for_those_who_ask(folder: Path) -> None:
-    """Our cases have none; other tests keep theirs. What was saved and compared is the same."""
+    """pytest-benchmark's tables leave out our cases, and keep other tests. Saved and compared results have all."""
     (folder / "test_plain.py").write_text("def test_plain(benchmark):\n    benchmark(lambda: None)\n")
     quickly = ("--benchmark-min-rounds", "10", "--lmsys-no-isolation")
     both = (*SMALL, "test_plain.py", *quickly, "--benchmark-autosave", "--benchmark-json")
-    told = run(folder, *both, "out.json").stdout
-    assert "3 tests" not in told and "test_matmul[" not in told and "matmul: 4 of 4 that ran" in told, told
-    assert "benchmark: 1 tests" in told and "test_plain " in told, told
+    printed = run(folder, *both, "out.json").stdout
+    assert "3 tests" not in printed and "test_matmul[" not in printed and "matmul: 4 of 4 that ran" in printed, printed
+    assert "benchmark: 1 tests" in printed and "test_plain " in printed, printed
     assert len(json.loads((folder / "out.json").read_text())["benchmarks"]) == 5
     (saved,) = (folder / ".benchmarks").rglob("0001_*.json")
     assert len(record.load(saved)["records"]) == 4  # `lmsys report --before` takes it as it is
@@ -260,8 +265,8 @@ def test_wide_tables_are_for_those_who_ask(folder: Path) -> None:
 def test_repeats_say_what_runs_differ_by(folder: Path) -> None:
     ended = run(folder, *SMALL, "--lmsys-axis", "size=16", "--lmsys-repeat", "2", "--benchmark-json", "out.json")
     assert ended.returncode == 0 and "  again, 2 of 2" in ended.stdout, ended.stdout
-    for one in record.load(folder / "out.json")["records"]:
-        assert one["outcome"] == "ok" and one["rounds"] >= 10 and one["seal"] == seal(one)
+    for case in record.load(folder / "out.json")["records"]:
+        assert case["outcome"] == "ok" and case["rounds"] >= 10 and case["seal"] == seal(case)
 
 
 @pytest.mark.parametrize("where", ["command line", "addopts", "PYTEST_ADDOPTS"])
@@ -351,27 +356,27 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Any]]]:
-    """By options: what must be said, and what was; also of the second of two runs into one file, and the help."""
+    """{options: (the message that they must give, the answer of `collect`)}: those in BAD, a claimed file, --help."""
     output = tmp_path_factory.mktemp("claimed") / "out.json"
     release = claim(output)
-    told = f"out.json: process {os.getpid()} is writing it; wait for its end, or write elsewhere"
-    asked = BAD | {f"--benchmark-json {output}": told, "--help": "usage: "}
-    found = collect([["benchmarks/bench_attention.py", *options.split(" ")] for options in asked])
+    message = f"out.json: process {os.getpid()} is writing it; wait for its end, or write elsewhere"
+    asked = BAD | {f"--benchmark-json {output}": message, "--help": "usage: "}
+    collected = collect([["benchmarks/bench_attention.py", *options.split(" ")] for options in asked])
     release()
-    return {options: (told, one) for (options, told), one in zip(asked.items(), found, strict=True)}
+    return {options: (message, answer) for (options, message), answer in zip(asked.items(), collected, strict=True)}
 
 
 def test_bad_options_end_the_run_with_one_line(answers: dict[str, tuple[str, dict[str, Any]]]) -> None:
-    for options, (told, one) in answers.items():
+    for options, (message, answer) in answers.items():
         if options == "--help" or (options.startswith(("--memory-limit", "--nvtx")) and os.path.exists("/dev/nvidia0")):
             continue
-        assert one["code"] == pytest.ExitCode.USAGE_ERROR, f"{options}: {one['said']}"
-        assert told in one["said"] and "Traceback" not in one["said"], f"{options}: {one['said']}"
+        assert answer["code"] == pytest.ExitCode.USAGE_ERROR, f"{options}: {answer['said']}"
+        assert message in answer["said"] and "Traceback" not in answer["said"], f"{options}: {answer['said']}"
 
 
 def test_every_option_is_shown_in_the_help(answers: dict[str, tuple[str, dict[str, Any]]]) -> None:
     from benchmarks.axes import NAMED
 
     own = ("--sweep", "--axis", "--memory-limit", "--resume", "--fail-on")
-    _, found = answers["--help"]
-    assert all(option in found["said"] for option in (*own, *(axis.option for axis in NAMED)))
+    _, answer = answers["--help"]
+    assert all(option in answer["said"] for option in (*own, *(axis.option for axis in NAMED)))

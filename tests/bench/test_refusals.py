@@ -1,4 +1,7 @@
-"""A refused run leaves every file as it is: the result that it was to write or to go on from, and its journal."""
+"""A run that is refused (a usage error) changes no file: neither its result, nor one that it resumes, nor a journal.
+
+The bad options are those in BAD of test_plugin.py.
+"""
 
 import json
 import re
@@ -32,15 +35,17 @@ def head(**changes: object) -> dict[str, Any]:
 
 
 def result(records: list[dict[str, Any]], **changes: object) -> str:
+    """The text of a result file. `changes`: of the facts about its machine."""
     return json.dumps({"benchmarks": [], "lmsys": record.payload(head(**changes), records)})
 
 
 def files(folder: Path) -> dict[str, bytes]:
+    """{relative path: content} of all files below the folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def existing(folder: Path, records: list[dict[str, Any]], **changes: object) -> Path:
-    """A result, and the journal of a killed run that went on from it."""
+    """Makes a folder with a result, and the journal of a killed run that resumed it. Returns the result's path."""
     folder.mkdir()
     output = folder / "out.json"
     output.write_text(result(records, **changes))
@@ -50,7 +55,7 @@ def existing(folder: Path, records: list[dict[str, Any]], **changes: object) -> 
 
 @pytest.mark.long
 def test_whatever_is_refused_no_file_is_touched(tmp_path: Path) -> None:
-    """Every option that can be refused, with a result that is there: to be written, and to be gone on from."""
+    """Each option that is refused stands beside --benchmark-json, and beside --resume, with an existing result."""
     cases = []
     for number, options in enumerate(one for one in BAD if not one.startswith(("--benchmark-json", "--resume"))):
         for option in ("--benchmark-json", "--resume"):
@@ -79,7 +84,7 @@ def test_whatever_is_refused_no_file_is_touched(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_refused_resume_says_which_family_the_file_is_of(tmp_path: Path) -> None:
-    """As a user sees it, who goes on with the other benchmark in one file."""
+    """A user resumes a file of one benchmark in a run of another."""
     shutil.copy(EXAMPLE, tmp_path)
     output = tmp_path / "out.json"
     output.write_text(result([ATTENTION]))
@@ -166,7 +171,7 @@ def test_groups_that_nobody_can_make_are_refused_before_anything_is_measured(fol
 def test_what_selects_nothing_ends_before_the_machine_is_measured(
     options: tuple[str, ...], sentence: str, tmp_path: Path
 ) -> None:
-    """Beside a row from a file, before which the machine had been measured."""
+    """The run has a row from a file: once, the machine was measured before such a row was collected."""
     (tmp_path / "mine.py").write_text("from lmsys.attention.naive import naive as row\n")
     asked = "benchmarks/bench_attention.py", "--attention", f"sdpa_math,{tmp_path}/mine.py:row", "--sweep", "smoke"
     ended = run(ROOT, *asked, "--benchmark-only", "--benchmark-json", tmp_path / "out.json", *options, plugin=False)

@@ -1,4 +1,8 @@
-"""Mistakes of a benchmark's metrics and layout end a run before anything is measured; honest benchmarks pass."""
+"""Mistakes in a benchmark's metrics or layout end a run before it measures: they are tried on made-up records first.
+
+Benchmarks whose metrics or layout merely need other values than a made-up record has must pass. MISTAKES has a layout
+with a mistake in each entry, and the message.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -62,7 +66,7 @@ def test_a_mistake_in_a_layout_ends_the_run_before_it_measures(
 
 
 def test_a_metric_that_is_declared_nowhere_ends_the_run_before_it_measures(tmp_path: Path) -> None:
-    """In a worker, too, where rows run."""
+    """The run has a worker process for its rows."""
     written(tmp_path, metrics="{'product': record['time_s']}")
     ended = run(tmp_path, *SMALL, "--benchmark-json", "out.json")
     assert ended.returncode == pytest.ExitCode.USAGE_ERROR and "Traceback" not in ended.stderr, ended.stderr
@@ -144,7 +148,7 @@ GRIDS = [(name, device) for name, by_device in SWEEPS.items() for device in by_d
 
 @pytest.mark.parametrize("sweep", GRIDS, ids="-".join)
 def test_our_benchmarks_are_computed_and_drawn(sweep: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their metrics need no more than a made-up record has, and their layouts no other values."""
+    """Their metrics compute and their layouts draw, from made-up records alone."""
     monkeypatch.setattr("lmsys.measure.compare.attempt", lambda call, *args: (call(*args), None))
     monkeypatch.setattr("lmsys.reports.plots.to_svg", lambda *_: "")
     name, device = sweep

@@ -1,4 +1,8 @@
-"""A run of benchmarks keeps the results of an earlier run, and of a killed one."""
+"""Sessions (`lmsys.bench.results`) and journals: a run keeps the results of an earlier run, and of a killed one.
+
+A journal, out.json.partial, gets each record as it is measured. `--resume` carries records over to a new file, and
+`--repeat` measures groups several times. Runners here are made up.
+"""
 
 import json
 import math
@@ -20,6 +24,7 @@ from lmsys.measure import machine
 from lmsys.verify import verify
 from tests.support.harness import Telling
 
+# A record.
 ONE = {
     "id": "a",
     "benchmark": "attention",
@@ -48,15 +53,15 @@ def test_only_answers_to_the_same_question_are_resumed(tmp_path: Path) -> None:
         {**ONE, "id": "e", "outcome": "error", "time_s": None, "crashed": True},
     ]
     journal = record.Journal(tmp_path / "out.json", head())
-    for each in records:
-        journal.add(each)
+    for line in records:
+        journal.add(line)
     (tmp_path / "out.json").touch()  # as a killed run leaves it
-    found = record.load(tmp_path / "out.json")
-    assert found["records"] == records
+    journaled = record.load(tmp_path / "out.json")
+    assert journaled["records"] == records
 
     def resumed(limit: int | None, timed: bool = True, retries: bool = False, **changed: str) -> list[str]:
         session = Session(Settings(device="cpu", memory_limit_bytes=limit, timed=timed), retries=retries)
-        session.resume(found | {"machine": found["machine"] | changed}, [])
+        session.resume(journaled | {"machine": journaled["machine"] | changed}, [])
         return [name for _, name in session.carried]
 
     assert (resumed(None), resumed(2**30), resumed(None, timed=False)) == (["a", "e"], ["b"], ["a", "d", "e"])
@@ -71,8 +76,8 @@ def test_a_killed_run_that_resumed_another_loses_neither(tmp_path: Path) -> None
     output.write_text(json.dumps({"benchmarks": [entry], "lmsys": record.payload(head(), [ONE])}))
     record.Journal(output, head()).add(ONE | {"id": "b"})
     session = Session(Settings(device="cpu"))
-    for found, entries in read_results(output):
-        session.resume(found, entries)
+    for content, entries in read_results(output):
+        session.resume(content, entries)
     assert ([name for _, name in session.carried], session.carried_entries) == (["a", "b"], [entry])
 
 
@@ -80,7 +85,7 @@ def test_a_killed_run_that_resumed_another_loses_neither(tmp_path: Path) -> None
 def test_a_journal_that_goes_on_from_another_never_holds_less(
     moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill on the way, in place of which a write, a flush to the disk or the renaming fails."""
+    """A write, a flush to the disk or the renaming fails, as if the run were killed there."""
     output = tmp_path / "out.json"
     record.Journal(output, head()).add(ONE)
     names = (files.os, "fsync"), (Path, "replace"), (record, "_line")
@@ -92,7 +97,7 @@ def test_a_journal_that_goes_on_from_another_never_holds_less(
         "out.json.partial"
     ]
     record.Journal(output, head(), [ONE, ONE | {"id": "b"}])
-    assert [one["id"] for one in record.load(output)["records"]] == ["a", "b"]
+    assert [line["id"] for line in record.load(output)["records"]] == ["a", "b"]
 
 
 BENCHMARKS = {
@@ -110,7 +115,7 @@ BENCHMARKS = {
 
 @pytest.mark.parametrize("benchmarks", BENCHMARKS)
 def test_what_is_no_entry_of_pytest_benchmark_is_named(benchmarks: str, tmp_path: Path) -> None:
-    """By whoever reads such entries: a run that resumes the file, and who verifies it."""
+    """Both readers of such entries name it: a run that resumes the file, and `lmsys verify`."""
     path, ours = tmp_path / "out.json", json.dumps(record.payload(head(), [ONE]))
     path.write_text(f'{{"benchmarks": {benchmarks}, "lmsys": {ours}}}')
     readers: list[Callable[[], object]] = [lambda: list(read_results(path)), lambda: verify(path, {})]
@@ -127,7 +132,7 @@ def test_a_file_of_another_schema_is_not_resumed(tmp_path: Path) -> None:
 
 
 class Repeated:
-    """A runner whose runs of a group are these, each by the outcomes and the samples of its two rows."""
+    """A runner with made-up runs of a group: each is {row: (outcome, seconds of a sample)}; {}: an interrupt."""
 
     def __init__(self, *runs: dict[str, tuple[str, float]]):
         self.runs, self.closed = [*runs], 0
@@ -138,16 +143,17 @@ class Repeated:
         self.closed += 1
 
     def run(self, benchmark: object, cases: object) -> Iterator[Result]:
-        found = self.runs.pop(0)
-        if not found:
+        rows = self.runs.pop(0)
+        if not rows:
             raise KeyboardInterrupt
-        for name, (outcome, pace) in found.items():
+        for name, (outcome, pace) in rows.items():
             samples = [pace * (1 + 0.001 * number) for number in range(10)] if outcome == "ok" else None
-            told = {"id": name, "impl": name, "peer": name == "sdpa", "comparison": "c", "samples_s": samples}
-            yield Result({**ONE, **told, "outcome": outcome}, samples)
+            fields = {"id": name, "impl": name, "peer": name == "sdpa", "comparison": "c", "samples_s": samples}
+            yield Result({**ONE, **fields, "outcome": outcome}, samples)
 
 
 def repeated(*runs: dict[str, tuple[str, float]]) -> tuple[dict[str, dict], Repeated]:
+    """({row: record}, the runner) of a session that repeats a group in these runs."""
     session = Session(Settings(device="cpu"), repeats=len(runs))
     runner = Repeated(*runs)
     session.__dict__["runner"] = runner
@@ -162,27 +168,27 @@ def repeated(*runs: dict[str, tuple[str, float]]) -> tuple[dict[str, dict], Repe
 
 def test_repeats_run_in_fresh_processes_and_say_what_they_differ_by() -> None:
     pace = {"sdpa": ("ok", 2.0)}
-    found, runner = repeated(*({"mine": ("ok", 1.02**number), **pace} for number in range(3)))
-    assert found["mine"]["between_runs"] == pytest.approx(math.log(1.02)) and runner.closed == 2
-    assert found["mine"]["samples_s"][0] == 1.02**2 and found["mine"]["seal"] == seal(found["mine"])
-    assert "between_runs" not in found["sdpa"]  # no other peer took turns with it
+    records, runner = repeated(*({"mine": ("ok", 1.02**number), **pace} for number in range(3)))
+    assert records["mine"]["between_runs"] == pytest.approx(math.log(1.02)) and runner.closed == 2
+    assert records["mine"]["samples_s"][0] == 1.02**2 and records["mine"]["seal"] == seal(records["mine"])
+    assert "between_runs" not in records["sdpa"]  # no other peer took turns with it
 
 
 def test_what_failed_in_one_of_several_repeats_has_failed() -> None:
     good, bad = {"mine": ("ok", 1.0), "sdpa": ("ok", 2.0)}, {"mine": ("wrong", 1.0), "sdpa": ("ok", 2.0)}
-    found, _ = repeated(good, bad, good)
-    assert found["mine"]["outcome"] == "wrong" and found["sdpa"]["outcome"] == "ok"
+    records, _ = repeated(good, bad, good)
+    assert records["mine"]["outcome"] == "wrong" and records["sdpa"]["outcome"] == "ok"
 
 
 def test_an_interrupt_leaves_the_repeats_that_are_complete() -> None:
     good = {"mine": ("ok", 1.0), "sdpa": ("ok", 2.0)}
-    found, _ = repeated(good, good, {})
-    assert {one["outcome"] for one in found.values()} == {"ok"} and len(found) == 2
+    records, _ = repeated(good, good, {})
+    assert {row["outcome"] for row in records.values()} == {"ok"} and len(records) == 2
     assert repeated({})[0] == {}
 
 
 class Leaves(Repeated):
-    """A runner that ends, or is interrupted, where it is asked for ceilings again."""
+    """A runner that raises `fault` when it is asked to measure ceilings again, at the end of a run."""
 
     def __init__(self, fault: BaseException):
         super().__init__()
@@ -213,8 +219,8 @@ class Rates:
 
     machine = facts()
 
-    def ask(self, name: str, found: list[tuple[object, object, dict[str, object]]]) -> tuple[object, list[object]]:
-        return {"ceilings_moved": []}, [one | {"matmul_ceiling_fraction": 0.5} for _, _, one in found]
+    def ask(self, name: str, rated: list[tuple[object, object, dict[str, object]]]) -> tuple[object, list[object]]:
+        return {"ceilings_moved": []}, [row | {"matmul_ceiling_fraction": 0.5} for _, _, row in rated]
 
 
 def test_what_is_carried_over_is_rated_by_the_ceilings_of_the_new_file() -> None:
@@ -226,8 +232,8 @@ def test_what_is_carried_over_is_rated_by_the_ceilings_of_the_new_file() -> None
     session._cases |= {("attention", name): object() for name in "ab"}
     content: dict[str, Any] = {"benchmarks": [{"extra_info": dict(measured), "stats": {}}]}
     session.complete(content)
-    found = [*content["lmsys"]["records"], *(one["extra_info"] for one in content["benchmarks"])]
-    assert [(one["id"], one["matmul_ceiling_fraction"]) for one in found] == [("a", 0.5), ("b", 0.5)] * 2
+    records = [*content["lmsys"]["records"], *(row["extra_info"] for row in content["benchmarks"])]
+    assert [(row["id"], row["matmul_ceiling_fraction"]) for row in records] == [("a", 0.5), ("b", 0.5)] * 2
 
 
 def test_records_of_a_benchmark_that_is_not_collected_are_not_carried_over() -> None:

@@ -1,4 +1,7 @@
-"""The runner: its order, what a fault costs, and what a record may say."""
+"""`lmsys.bench.runner`: the order in which it calls a benchmark's hooks, what a fault costs, and what a record has.
+
+The benchmark is `Telling` (tests/support/harness.py), which records the calls of its hooks.
+"""
 
 import weakref
 from typing import Any
@@ -12,6 +15,7 @@ from lmsys.bench.case import verdict
 from lmsys.bench.runner import Runner
 from tests.support.harness import Telling, cases_of, records, results, runner
 
+# Calls of hooks in a run, with their rows: up to the first "step" before timing, later of timed calls and memory.
 ORDER = [
     *("why_not right", "why_not also", "setup", "redraw", "open right", "open also", "check right", "check also"),
     *("step right", "step also", "redraw", "inspect right", "inspect also", "redraw", "check right", "check also"),
@@ -24,17 +28,22 @@ class WithSize(Telling):
 
 def test_the_order_is_the_runners() -> None:
     benchmark = WithSize()
-    found = records(benchmark, cases_of(benchmark))
+    by_row = records(benchmark, cases_of(benchmark))
     assert benchmark.told == ORDER
-    for one in found.values():
-        assert one["outcome"] == "ok" and one["reason"] is None and one["size"] == 1 and one["error_ratio"] == 0
-        assert one["rounds"] >= 10 and one["time_s"] > 0 and one["comparison"] == "s-1 now"
+    for record in by_row.values():
+        assert (
+            record["outcome"] == "ok"
+            and record["reason"] is None
+            and record["size"] == 1
+            and record["error_ratio"] == 0
+        )
+        assert record["rounds"] >= 10 and record["time_s"] > 0 and record["comparison"] == "s-1 now"
 
 
 def test_without_timing_rows_are_checked_only() -> None:
     benchmark = WithSize()
-    for one in records(benchmark, cases_of(benchmark), timed=False).values():
-        assert one["outcome"] == "ok" and "not timed" in one["reason"] and "time_s" not in one
+    for record in records(benchmark, cases_of(benchmark), timed=False).values():
+        assert record["outcome"] == "ok" and "not timed" in record["reason"] and "time_s" not in record
     assert "step right" not in benchmark.told
 
 
@@ -42,10 +51,12 @@ def test_without_timing_rows_are_checked_only() -> None:
 def test_ceilings_are_measured_as_long_as_two_rows_and_for_times_alone(
     settings: dict[str, Any], seconds: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[float] = []
-    monkeypatch.setattr("lmsys.measure.machine.measure_ceilings", lambda device, seconds: asked.append(seconds) or {})
-    found = Runner(Settings(device="cpu", **settings)).machine
-    assert asked == seconds and ("ceilings" in found) == bool(seconds)
+    measured_s: list[float] = []
+    monkeypatch.setattr(
+        "lmsys.measure.machine.measure_ceilings", lambda device, seconds: measured_s.append(seconds) or {}
+    )
+    facts = Runner(Settings(device="cpu", **settings)).machine
+    assert measured_s == seconds and ("ceilings" in facts) == bool(seconds)
 
 
 def test_memory_is_limited_once_also_in_a_worker_that_imports_a_users_file_first(
@@ -62,28 +73,31 @@ def test_memory_is_limited_once_also_in_a_worker_that_imports_a_users_file_first
 @pytest.mark.parametrize(("hook", "outcome"), [("setup", "oom"), ("redraw", "error")])
 def test_what_fails_in_the_bench_itself_is_a_cell_too(hook: str, outcome: str) -> None:
     benchmark = WithSize(**{hook: MemoryError("no room")})
-    for one in records(benchmark, cases_of(benchmark)).values():
-        assert one["outcome"] == outcome and one["reason"] == "the bench failed, not the row: no room"
-        assert "time_s" not in one
+    for record in records(benchmark, cases_of(benchmark)).values():
+        assert record["outcome"] == outcome and record["reason"] == "the bench failed, not the row: no room"
+        assert "time_s" not in record
 
 
 @pytest.mark.parametrize(("hook", "outcome"), [("open", "error"), ("check", "error"), ("step", "error")])
 def test_what_fails_in_a_row_is_the_rows(hook: str, outcome: str) -> None:
     benchmark = WithSize(**{hook: TypeError("no such thing")})
-    for one in records(benchmark, cases_of(benchmark)).values():
-        assert (one["outcome"], one["reason"]) == (outcome, "TypeError: no such thing") and "time_s" not in one
+    for record in records(benchmark, cases_of(benchmark)).values():
+        assert (record["outcome"], record["reason"]) == (outcome, "TypeError: no such thing") and "time_s" not in record
 
 
 def test_a_fault_in_inspecting_costs_the_figure_only() -> None:
     benchmark = WithSize(inspect=MemoryError("no room"))
-    assert all(one["outcome"] == "ok" and one["time_s"] > 0 for one in records(benchmark, cases_of(benchmark)).values())
+    assert all(
+        record["outcome"] == "ok" and record["time_s"] > 0
+        for record in records(benchmark, cases_of(benchmark)).values()
+    )
 
 
 CALLS = [0]
 
 
 def right_at_first(a: int, b: int) -> int:
-    """Right as long as it is checked the first time, and wrong from its third call on."""
+    """Right in its first two calls, in which the runner checks it, and wrong in all later ones."""
     CALLS[0] += 1
     return a + b if CALLS[0] < 3 else 0
 
@@ -98,12 +112,12 @@ def test_wrong_and_stale_rows_are_refused() -> None:
         def why_not(self, case: Any) -> str | None:
             return case.entry.why_not(case)
 
-    found = records(Bad(), cases_of(Bad()))
-    assert found["wrong"]["outcome"] == "wrong" and found["wrong"]["error_ratio"] == 7
-    assert found["wrong"]["reason"] == "sum is 7 times the allowed error"
-    assert found["stale"]["outcome"] == "wrong" and "right before it was timed, not after" in found["stale"]["reason"]
-    assert found["gone"]["outcome"] == "unsupported" and "needs a package that is not here" in found["gone"]["reason"]
-    assert not any("time_s" in one for one in found.values())
+    by_row = records(Bad(), cases_of(Bad()))
+    assert by_row["wrong"]["outcome"] == "wrong" and by_row["wrong"]["error_ratio"] == 7
+    assert by_row["wrong"]["reason"] == "sum is 7 times the allowed error"
+    assert by_row["stale"]["outcome"] == "wrong" and "right before it was timed, not after" in by_row["stale"]["reason"]
+    assert by_row["gone"]["outcome"] == "unsupported" and "needs a package that is not here" in by_row["gone"]["reason"]
+    assert not any("time_s" in record for record in by_row.values())
 
 
 def test_a_field_that_nobody_declared_is_refused() -> None:
@@ -116,8 +130,8 @@ def test_a_metric_is_one_line() -> None:
         fields = (*WithSize.fields, Field("sizes_per_s", "1/s", of=lambda record: record["size"] / record["time_s"]))
 
     for timed in (True, False):
-        for one in records(Metered(), cases_of(Metered()), timed=timed).values():
-            assert one["sizes_per_s"] == (pytest.approx(1 / one["time_s"]) if timed else None)
+        for record in records(Metered(), cases_of(Metered()), timed=timed).values():
+            assert record["sizes_per_s"] == (pytest.approx(1 / record["time_s"]) if timed else None)
 
 
 @given(st.dictionaries(st.text(min_size=1), st.floats(min_value=0) | st.just(float("nan")), min_size=1))
@@ -132,7 +146,7 @@ def test_a_verdict_is_the_worst_tensors(ratios: dict[str, float]) -> None:
 
 def test_a_group_is_dropped_before_its_results_are_told() -> None:
     class Big:
-        """Stands for weights."""
+        """A stand-in for weights."""
 
     class Holding(WithSize):
         def setup(self, cases: Any, settings: Any) -> Any:
@@ -144,5 +158,5 @@ def test_a_group_is_dropped_before_its_results_are_told() -> None:
             candidate.state = setup
 
     benchmark = Holding()
-    told = runner().run(benchmark, cases_of(benchmark))
-    assert next(told).record["outcome"] == "ok" and not benchmark.held
+    obtained = runner().run(benchmark, cases_of(benchmark))
+    assert next(obtained).record["outcome"] == "ok" and not benchmark.held

@@ -1,4 +1,8 @@
-"""Rows that repeat, rows that do not, and rows whose bits depend on the batch: each is told, and none is wrong."""
+"""Records say whether a row repeats its bits (`repeatable`), and has the same bits alone (`batch_invariant`).
+
+Neither makes a row wrong. ROWS has attention rows that repeat, that do not, and that depend on the batch; its module
+is written to a file, and the fixture `found` measures all of them.
+"""
 
 from typing import Any
 
@@ -19,7 +23,7 @@ def repeats(q, k, v, *, causal=False, scale=None):
 
 
 def any_order(q, k, v, *, causal=False, scale=None):
-    """Adds up the keys in an order of chance, as threads do that come when they come."""
+    """Adds up the keys in a random order, as threads do that end in any order."""
     order = torch.randperm(k.shape[2])
     return naive(q, k[:, :, order], v[:, :, order], causal=causal, scale=scale)
 
@@ -39,7 +43,7 @@ def dq_by_atomics(q, k, v, *, causal=False, scale=None):
 
 
 def by_batch(q, k, v, *, causal=False, scale=None):
-    """Goes through the keys from the other end for a batch of 1."""
+    """Adds up the keys in reverse for a batch of 1."""
     if len(q) == 1:
         k, v = k.flip(2), v.flip(2)
     return naive(q, k, v, causal=causal, scale=scale)
@@ -78,63 +82,63 @@ Found = dict[tuple[str, str, int], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Records by row, direction and batch; the chance of the rows is a fixed one."""
+    """{(row, direction, batch): record}. The rows' random numbers begin with a fixed seed."""
     torch.manual_seed(1)
     path = tmp_path_factory.mktemp("rows") / "rows.py"
     path.write_text(ROWS)
     shape = {"length": ((65, 65),), "head_dim": (16,), "heads": ((2, 2),), "causal": (False,), "dtype": ("float32",)}
-    told: Found = {}
+    by_case: Found = {}
     for names, direction, batch in ((NAMES, "fwd", 3), (WITH_GRADIENTS, "bwd", 3), (("by_batch",), "fwd", 1)):
         rows = tuple(f"{path}:{name}" for name in names)
         asked = {"attention": rows, "batch": (batch,), "direction": (direction,)}
         cases = cases_of(Attention(), Settings(device="cpu"), **asked, **shape)
         found = records(Attention(), cases, min_rounds=2, seconds_per_row=0.0, checks_files=False)
-        told |= {(row, direction, batch): one for row, one in found.items()}
-    return told
+        by_case |= {(row, direction, batch): record for row, record in found.items()}
+    return by_case
 
 
 def test_no_row_is_wrong_for_its_bits(found: Found) -> None:
     assert len(found) == len(NAMES) + len(WITH_GRADIENTS) + 1
-    for key, one in found.items():
-        assert one["outcome"] == "ok" and one["time_s"] > 0, (key, one["reason"])
-        assert 3 <= one["same_bits"]["calls"] <= 10, key
+    for key, record in found.items():
+        assert record["outcome"] == "ok" and record["time_s"] > 0, (key, record["reason"])
+        assert 3 <= record["same_bits"]["calls"] <= 10, key
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_a_row_that_repeats(found: Found, direction: str) -> None:
-    one = found["repeats", direction, 3]
-    assert one["repeatable"] is True and one["batch_invariant"] is True
+    record = found["repeats", direction, 3]
+    assert record["repeatable"] is True and record["batch_invariant"] is True
     expected = {"differ": {}, "elements": [0, 2], "alone": {}, "failure": None}
-    assert one["same_bits"] == {"calls": one["same_bits"]["calls"], **expected}
+    assert record["same_bits"] == {"calls": record["same_bits"]["calls"], **expected}
 
 
 def test_a_sum_in_no_fixed_order_shows_in_every_tensor(found: Found) -> None:
     for direction, tensors in (("fwd", {"o"}), ("bwd", {"o", *GRADIENTS})):
-        one = found["any_order", direction, 3]
-        assert one["repeatable"] is False and one["same_bits"]["differ"].keys() == tensors
-        assert all(0 < size < 1e-4 for size in one["same_bits"]["differ"].values()), one["same_bits"]
-        assert one["batch_invariant"] is None, "what does not repeat says nothing of the batch"
+        record = found["any_order", direction, 3]
+        assert record["repeatable"] is False and record["same_bits"]["differ"].keys() == tensors
+        assert all(0 < size < 1e-4 for size in record["same_bits"]["differ"].values()), record["same_bits"]
+        assert record["batch_invariant"] is None, "a row that does not repeat cannot show if it depends on the batch"
 
 
 def test_the_tensor_that_does_not_repeat_is_named(found: Found) -> None:
     assert found["dq_by_atomics", "fwd", 3]["repeatable"] is True
-    one = found["dq_by_atomics", "bwd", 3]
-    assert one["repeatable"] is False and one["same_bits"]["differ"].keys() == {"dq"}
-    assert one["same_bits"]["alone"] == {} and one["batch_invariant"] is None
+    record = found["dq_by_atomics", "bwd", 3]
+    assert record["repeatable"] is False and record["same_bits"]["differ"].keys() == {"dq"}
+    assert record["same_bits"]["alone"] == {} and record["batch_invariant"] is None
 
 
 def test_bits_that_depend_on_the_batch(found: Found) -> None:
     for direction, tensors in (("fwd", {"o"}), ("bwd", {"o", "dq"})):
-        one = found["by_batch", direction, 3]
-        assert one["repeatable"] is True and one["batch_invariant"] is False
-        assert one["same_bits"]["alone"].keys() >= tensors
+        record = found["by_batch", direction, 3]
+        assert record["repeatable"] is True and record["batch_invariant"] is False
+        assert record["same_bits"]["alone"].keys() >= tensors
     alone = found["by_batch", "fwd", 1]
     assert alone["repeatable"] is True and alone["batch_invariant"] is None, "a batch of 1 is alone already"
 
 
 def test_a_row_that_compiles_for_each_shape_is_not_asked_alone(found: Found) -> None:
-    one = found["compiled", "fwd", 3]
-    assert one["repeatable"] is True and one["batch_invariant"] is None and one["same_bits"]["elements"] == []
+    record = found["compiled", "fwd", 3]
+    assert record["repeatable"] is True and record["batch_invariant"] is None and record["same_bits"]["elements"] == []
 
 
 @pytest.mark.parametrize(
@@ -146,11 +150,13 @@ def test_a_row_that_compiles_for_each_shape_is_not_asked_alone(found: Found) -> 
     ],
 )
 def test_what_fails_alone_is_told_and_costs_nothing_else(found: Found, row: str, why: str) -> None:
-    one = found[row, "fwd", 3]
-    assert one["repeatable"] is True and one["batch_invariant"] is None and why in one["same_bits"]["failure"]
+    record = found[row, "fwd", 3]
+    assert record["repeatable"] is True and record["batch_invariant"] is None and why in record["same_bits"]["failure"]
 
 
 class Asked(Telling):
+    """A benchmark with `outputs`: so the runner calls rows again to compare bits."""
+
     fields = (Field("size", role="axis"),)
 
     def outputs(self, candidate: Any, setup: Any, element: int | None = None) -> dict[str, Any]:
@@ -160,20 +166,24 @@ class Asked(Telling):
 
 def test_rows_are_called_again_last_of_all() -> None:
     benchmark = Asked()
-    assert all(one["repeatable"] for one in records(benchmark, cases_of(benchmark)).values())
+    assert all(record["repeatable"] for record in records(benchmark, cases_of(benchmark)).values())
     first = benchmark.told.index("outputs right")
     assert set(benchmark.told[first:]) == {"outputs right", "outputs also"} and benchmark.told[first - 1] == "redraw"
 
 
 def test_what_fails_in_the_repeats_costs_them_only() -> None:
     benchmark = Asked(outputs=MemoryError("no room"))
-    for one in records(benchmark, cases_of(benchmark)).values():
-        assert one["outcome"] == "ok" and one["time_s"] > 0 and one["repeatable"] is one["batch_invariant"] is None
-        assert one["same_bits"]["calls"] == 0 and one["same_bits"]["failure"] == "no room"
+    for record in records(benchmark, cases_of(benchmark)).values():
+        assert (
+            record["outcome"] == "ok"
+            and record["time_s"] > 0
+            and record["repeatable"] is record["batch_invariant"] is None
+        )
+        assert record["same_bits"]["calls"] == 0 and record["same_bits"]["failure"] == "no room"
 
 
 def test_what_was_not_timed_is_not_called_again() -> None:
     benchmark = Asked()
     found = records(benchmark, cases_of(benchmark), timed=False)
-    assert all("same_bits" not in one and one["repeatable"] is None for one in found.values())
+    assert all("same_bits" not in record and record["repeatable"] is None for record in found.values())
     assert "outputs right" not in benchmark.told

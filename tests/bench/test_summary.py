@@ -1,4 +1,8 @@
-"""A run ends with counts, what could not run, and what was wrong; and which row is fastest, of what decides."""
+"""The lines at the end of a run (`lmsys.bench.verdict`): counts, cases that could not run, wrong rows, the fastest row.
+
+`deciding` chooses the cases from which `fastest` tells the fastest row: a case on a disturbed machine does not count
+if others can decide.
+"""
 
 from statistics import geometric_mean
 from typing import Any
@@ -11,44 +15,54 @@ from lmsys.bench.verdict import MOST_REASONS, NEAR, Fastest, deciding, fastest, 
 ROWS = "flash_triton", "sdpa_flash", "naive"
 
 
-def one(impl: str, outcome: str = "ok", time_s: float | None = 1.0, reason: str | None = None, **more: Any) -> Any:
+def record(impl: str, outcome: str = "ok", time_s: float | None = 1.0, reason: str | None = None, **more: Any) -> Any:
+    """A record of a row. `more`: other fields of it."""
     facts = {"id": f"{impl}-{more.get('comparison', 'a')}", "benchmark": "attention", "comparison": "a", "impl": impl}
     return facts | {"outcome": outcome, "reason": reason, "time_s": time_s, "direction": "fwd"} | more
 
 
 def test_the_fastest_is_of_what_was_sampled_together() -> None:
-    both = [[one("naive", time_s=2.0), one("flash")], [one("naive", comparison="b"), one("flash", comparison="b")]]
-    last = [one("flash", time_s=1.0, comparison="c"), one("naive", time_s=3.0, comparison="c")]
+    both = [
+        [record("naive", time_s=2.0), record("flash")],
+        [record("naive", comparison="b"), record("flash", comparison="b")],
+    ]
+    last = [record("flash", time_s=1.0, comparison="c"), record("naive", time_s=3.0, comparison="c")]
     assert fastest([*both, last]) == Fastest("flash", 3, 3)
 
 
 def test_where_each_row_is_slower_than_another_nothing_is_settled() -> None:
-    samples = {"a": [1.0, 2.0, 3.0], "b": [2.0, 3.0, 1.0], "c": [3.0, 1.0, 2.0]}  # each beats another in two of three
-    assert fastest([[one(name, time_s=2.0, samples_s=times) for name, times in samples.items()]]).first == 0
+    # Of three rounds, each row wins two against another row.
+    samples = {"a": [1.0, 2.0, 3.0], "b": [2.0, 3.0, 1.0], "c": [3.0, 1.0, 2.0]}
+    assert fastest([[record(name, time_s=2.0, samples_s=times) for name, times in samples.items()]]).first == 0
 
 
 def test_figures_that_were_disturbed_are_counted() -> None:
-    records = [one("a", disturbed="a"), one("b", disturbed="b"), one("c", disturbed="b"), one("d", disturbed=None)]
+    records = [
+        record("a", disturbed="a"),
+        record("b", disturbed="b"),
+        record("c", disturbed="b"),
+        record("d", disturbed=None),
+    ]
     assert "3 cases are flagged, because the machine was disturbed: b" in list(lines(records))
     assert "1 case is flagged, because the machine was disturbed: a" in list(lines(records[:1]))
 
 
 def test_a_reason_is_told_once_with_its_rows() -> None:
-    records = [one(impl, "unsupported", None, "runs on CUDA") for impl in ("a", "b", "a")]
-    records += [one("c", "oom", None, "no room")]
+    records = [record(impl, "unsupported", None, "runs on CUDA") for impl in ("a", "b", "a")]
+    records += [record("c", "oom", None, "no room")]
     assert list(lines(records)) == [
         "1 oom, 3 unsupported",
         "not run, 3 cases of a, b: runs on CUDA",
         "not run, 1 case of c: out of memory",
     ]
-    records = [one("a", "unsupported", None, f"reason {i}") for i in range(MOST_REASONS + 2)]
+    records = [record("a", "unsupported", None, f"reason {i}") for i in range(MOST_REASONS + 2)]
     assert list(lines(records))[-1] == "... and 2 more reasons: the report lists them"
 
 
 def test_what_is_wrong_is_told_last() -> None:
-    records = [one("a", "wrong", None, "o is off", error_ratio=12.345), one("b")]
+    records = [record("a", "wrong", None, "o is off", error_ratio=12.345), record("b")]
     assert list(lines(records))[-1] == "wrong a-a (error ratio 12.3): o is off"
-    records += [one("a", "wrong", None, "dq is off", comparison="b"), one("b", "error", None, "crashed")]
+    records += [record("a", "wrong", None, "dq is off", comparison="b"), record("b", "error", None, "crashed")]
     assert list(lines(records))[1:] == [
         "wrong a-a (error ratio 12.3): o is off; and 1 more of a",
         "error b-a: crashed",
@@ -60,10 +74,10 @@ FLAGS = st.lists(st.tuples(*[st.tuples(st.floats(1e-6, 1e-1), st.booleans()) | s
 
 @given(FLAGS)
 def test_what_was_disturbed_decides_nothing_where_others_were_not(drawn: list[Any]) -> None:
-    """The oracle: the answer is that of the undisturbed cases alone, if they can give one, and of all if all were."""
+    """The oracle: undisturbed cases decide alone if there are any, else all cases decide."""
     comparisons = [
         [
-            one(row, time_s=cell[0], disturbed="busy" if cell[1] else None, comparison=str(number))
+            record(row, time_s=cell[0], disturbed="busy" if cell[1] else None, comparison=str(number))
             for row, cell in zip(ROWS, line, strict=True)
             if cell
         ]
@@ -81,11 +95,11 @@ def test_what_was_disturbed_decides_nothing_where_others_were_not(drawn: list[An
 
 @given(st.lists(st.tuples(*[st.none() | st.floats(1e-6, 1e-1)] * len(ROWS)), min_size=1, max_size=3))
 def test_no_row_is_faster_than_the_answer_where_both_were_sampled(times: list[tuple[float | None, ...]]) -> None:
-    """Unless each row has one that is faster, as may be where not all were sampled together."""
+    """Each row may have a faster one, if not all were sampled together. The answer is one that fewest rows beat."""
     lines = [{row: s for row, s in zip(ROWS, line, strict=True) if s} for line in times]
     lines = [line for line in lines if len(line) > 1]
     assume(lines)
-    found = fastest([[one(row, time_s=s) for row, s in line.items()] for line in lines])
+    found = fastest([[record(row, time_s=s) for row, s in line.items()] for line in lines])
 
     def faster(row: str) -> int:
         both = [[line[row] / line[other] for line in lines if {row, other} <= line.keys()] for other in ROWS]

@@ -1,10 +1,12 @@
-"""Verdicts hold: on what did not change, and on a slowdown that was planted. This takes minutes: on request.
+"""Verdicts of `--against` on real runs: code that did not change is "same", and a planted slowdown is found.
+
+The tests take minutes, so they run on request:
 
     python -m pytest tests/bench/test_verdicts.py -m on_request -s                # on the CPU
     python -m pytest tests/bench/test_verdicts.py -m "on_request and gpu" -s      # on a GPU, some 16 minutes
 
-LMSYS_PAIRS sets how many pairs of fresh processes take turns: fewer than five make a part of the whole.
-Each pair prints its counts, what changed, and what stayed unclear.
+LMSYS_PAIRS sets how many pairs of fresh processes are measured; the default is 5. Each pair prints its counts, what
+changed, and what stayed unclear. tests/support/planted.py makes the slow rows.
 """
 
 import os
@@ -35,18 +37,18 @@ ASKED = {
         "batch": "4", "heads": "16", "head_dim": "64,128", "dtype": "bfloat16", "causal": "yes", "direction": "fwd,bwd",
     },
 }  # fmt: skip
-ONE = {"cpu": {"length": "256", "batch": "1"}, "cuda": {"length": "4096", "batch": "4"}}
+SHAPE = {"cpu": {"length": "256", "batch": "1"}, "cuda": {"length": "4096", "batch": "4"}}
 COMMON = {"heads": "8", "head_dim": "64", "causal": "no", "direction": "fwd"}
 DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 SECONDS = {"cpu": 0.2, "cuda": 0.1}
-# What is planted, and the margin by which it is to be found: a verdict says that a change is beyond the margin.
+# {device: (share by which rows are slowed down, margin beyond which a verdict must say "slower")}
 PLANTS = {"cuda": (0.02, 0.01), "cpu": (1.0, MARGIN_IN_TURNS)}
-ACROSS_FILES = {"cuda": 0.06, "cpu": 1.0}
+ACROSS_FILES = {"cuda": 0.06, "cpu": 1.0}  # {device: that share, if two files are compared}
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_is_found_where_nothing_changed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code against itself. A busy CPU leaves much unclear; on a GPU nearly all is the same."""
+    """The code is compared with itself. A busy CPU leaves much unclear; on a GPU nearly all must be the same."""
     monkeypatch.chdir(ROOT)
     pair = partial(changes, device, SECONDS[device], str(ROOT), **ASKED[device])
     counts = told(f"{device}, A/A in turns", MARGIN_IN_TURNS, pair)
@@ -61,7 +63,7 @@ def test_a_planted_slowdown_is_found_in_turns(device: str, tmp_path: Path, monke
     share, margin = PLANTS[device]
     earlier = plant(tmp_path / "earlier", 0.0)
     monkeypatch.chdir(plant(tmp_path / "today", share))
-    asked = ONE[device] | COMMON | {"attention": PLANTED, "dtype": DTYPE[device]}
+    asked = SHAPE[device] | COMMON | {"attention": PLANTED, "dtype": DTYPE[device]}
     pair = partial(changes, device, SECONDS[device], str(earlier), margin, **asked)
     check_planted(device, told(f"{device}, {share:.0%} planted, in turns", margin, pair))
 
@@ -69,33 +71,33 @@ def test_a_planted_slowdown_is_found_in_turns(device: str, tmp_path: Path, monke
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_planted_slowdown_is_found_across_files(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share = ACROSS_FILES[device]
-    asked = ONE[device] | COMMON | {"attention": f"{PLANTED},sdpa_flash", "dtype": DTYPE[device]}
+    asked = SHAPE[device] | COMMON | {"attention": f"{PLANTED},sdpa_flash", "dtype": DTYPE[device]}
 
     def pair() -> list[Change]:
         runs: list[list[Record]] = []
         for name, planted in (("earlier", 0.0), ("today", share)):
             monkeypatch.chdir(plant(tmp_path / name, planted))
             runs.append(records(device, SECONDS[device], **asked))
-        return [one for one in compare(runs[0], runs[1]) if not one.new["peer"]]
+        return [change for change in compare(runs[0], runs[1]) if not change.new["peer"]]
 
     check_planted(device, told(f"{device}, {share:.0%} planted, across files", MARGIN, pair))
 
 
 def told(title: str, margin: float, pair: Callable[[], list[Change]]) -> Counter[str]:
-    """How many verdicts of each kind the pairs give; each pair is told as soon as it has ended."""
+    """{verdict: number} of all pairs. Each pair's verdicts are printed when it has ended."""
     counts: Counter[str] = Counter()
     for number in range(1, PAIRS + 1):
-        found = pair()
-        print(f"{title}, pair {number} of {PAIRS}:", *lines(found, margin), sep="\n")
-        for one in found:
-            if one.verdict == UNCLEAR:
-                print(f"unclear: {one.new['id']} {one.interval}")
-        counts += Counter(one.verdict for one in found)
+        verdicts = pair()
+        print(f"{title}, pair {number} of {PAIRS}:", *lines(verdicts, margin), sep="\n")
+        for change in verdicts:
+            if change.verdict == UNCLEAR:
+                print(f"unclear: {change.new['id']} {change.interval}")
+        counts += Counter(change.verdict for change in verdicts)
     return counts
 
 
 def check_planted(device: str, counts: Counter[str]) -> None:
-    """A GPU finds nearly all. A busy CPU may leave a row of twice the time unclear, and none the same."""
+    """AssertionError unless a GPU finds nearly all slow rows. A busy CPU may leave some unclear, but none "same"."""
     assert counts.total() == 8 * PAIRS
     assert counts[SLOWER] >= (0.95 * counts.total() if device == "cuda" else 1)
     assert not counts[SAME] and not counts[FASTER]
