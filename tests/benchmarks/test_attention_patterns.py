@@ -1,4 +1,8 @@
-"""Patterns of benchmark cases: drawn lengths are the same everywhere, and visible pairs are counted exactly."""
+"""benchmarks/attention/patterns.py: masks, documents and lengths of cases, and the work that they leave.
+
+Lengths are drawn by fixed seeds, so they are equal on all machines. Visible pairs of queries and keys are counted, and
+the slow definition `spelled` is the oracle. A new option of a case is added to `asked`.
+"""
 
 from time import sleep
 from typing import Any
@@ -22,7 +26,7 @@ SIZES = st.integers(1, 40)
 
 @st.composite
 def asked(draw: st.DrawFn) -> tuple[int, int, dict[str, Any]]:
-    """Queries, keys and options of a case."""
+    """Draws (queries, keys, options) of a case."""
     documents = draw(st.sampled_from([None, "mixed", "equal4"]))
     queries = draw(SIZES)
     options = {"causal": draw(st.booleans()), "documents": documents, "key_lengths": draw(st.booleans())}
@@ -68,10 +72,10 @@ def test_ids_name_the_options_that_are_given_and_no_others() -> None:
 
 
 def test_work_is_that_of_visible_pairs() -> None:
-    one = case(window=16)
+    windowed = case(window=16)
     pairs = sum(min(i + 1, 16) for i in range(64))
-    found = Attention().metrics(one, {}, {})
-    assert found["flops"] == 4 * 2 * 4 * 32 * pairs and found["visible_share"] == pairs / 64**2
+    metrics = Attention().metrics(windowed, {}, {})
+    assert metrics["flops"] == 4 * 2 * 4 * 32 * pairs and metrics["visible_share"] == pairs / 64**2
     plain = Attention().metrics(case(), {}, {})
     assert plain["flops"] == attention_flops(2, 4, 64, 64, 32, causal=True, direction="fwd")
     assert "visible_share" not in plain
@@ -83,7 +87,7 @@ def test_work_is_that_of_visible_pairs() -> None:
 
 
 def test_what_hides_nothing_is_asked_as_nothing() -> None:
-    """So that rows of dense kernels decode a query at the end of its keys."""
+    """Rows without options can then decode a query at the end of its keys."""
     assert case(queries=1, offset=63).asked == case(queries=1, causal=False).asked
     assert case(window=64).asked == case().asked
 
@@ -141,5 +145,5 @@ def test_what_is_made_before_calls_is_timed_where_there_is_something() -> None:
     assert made("slow", window=8).keys() == {"mask_s"}
     assert made("slow") == made("naive", window=8) == {}
     assert made("naive", documents="mixed").keys() == {"documents_s"}
-    declared = {one.name for one in Attention.fields}
+    declared = {field.name for field in Attention.fields}
     assert both.keys() <= declared

@@ -1,4 +1,8 @@
-"""The judge of timed calls: it refuses no honest float32, and takes no coarser arithmetic for it."""
+"""The judge of timed attention calls (`Spots`): it accepts honest float32 arithmetic, and refuses coarser arithmetic.
+
+It looks at a few places of a result, on ordinary and on extreme inputs (KINDS). Rows here compute as GPUs do, in
+float32 with small errors, or make a small mistake.
+"""
 
 from dataclasses import replace
 
@@ -15,11 +19,11 @@ from lmsys.testing import Inputs, Oracle, Spot, make_inputs
 
 CASE = AttentionCase(1, 2, 2, 64, 64, 32, "float32", True, False, "cpu")
 NUM_CALLS = 100
-TF32_BITS = 13  # of a float32's 23 that TF32 drops
+TF32_BITS = 13  # how many of a float32's 23 bits TF32 drops
 
 
 def quick(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As GPUs do it: base 2, with an error of 2 units in the last place in the exponents and in exp2 itself."""
+    """Attention as GPUs compute it, in base 2. Exponents and exp2 each have an error of 2 units in the last place."""
     scores = q @ k.mT * (q.shape[-1] ** -0.5 * 1.4426950408889634)
     scores = _off(scores).masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
     p = _off(torch.exp2(scores - scores.amax(dim=-1, keepdim=True)))
@@ -27,7 +31,7 @@ def quick(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def coarse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """In float32 of inputs as TF32 has them."""
+    """`quick` on inputs that are truncated to TF32."""
     return quick(*((x.view(torch.int32) >> TF32_BITS << TF32_BITS).view(torch.float32) for x in (q, k, v)))
 
 
@@ -36,7 +40,7 @@ def _off(x: Tensor) -> Tensor:
 
 
 def test_honest_float32_is_right_and_coarser_is_wrong_in_every_call() -> None:
-    """Coarser arithmetic may be exact on extreme inputs, of equal scores."""
+    """On extreme inputs only honest arithmetic is tested: coarser arithmetic may be exact if all scores are equal."""
     inputs, ratios, extreme = make_inputs(CASE, 0), dict[str, list[float]](), list[float]()
     draws = AttentionDraws(inputs.tensors, 0, CASE.causal)
     spots = Spots(CASE, draws, inputs)
@@ -59,9 +63,9 @@ DECODE = replace(CASE, heads=4, kv_heads=1, queries=1, keys=4096, head_dim=128, 
 
 
 def divided(q: Tensor, k: Tensor, v: Tensor, parts: int, off: float = 0.0) -> Tensor:
-    """Flash-decoding: parts of the keys, merged by their log-sum-exps in float32, the whole's one unit too low.
+    """Flash-decoding: results of parts of the keys, merged by their log-sum-exps in float32.
 
-    `off` is a mistake of the whole's.
+    The log-sum-exp of all keys is one unit in the last place too low. `off` is a mistake that is added to it.
     """
     scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
     outputs, sums = [], []
@@ -75,7 +79,7 @@ def divided(q: Tensor, k: Tensor, v: Tensor, parts: int, off: float = 0.0) -> Te
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_of_the_keys_merged_in_float32_are_right(kind: str) -> None:
-    """torch's flash rounds one log-sum-exp of 90,000 so: each weight is off by 0.4 % then."""
+    """torch's flash attention rounds a log-sum-exp of 90,000 like this, and each weight is then off by 0.4 %."""
     inputs = make_inputs(DECODE, 0)
     plant(kind, *unit_tensors(inputs.tensors, (0, 0)), causal=True)
     spot = Spot(((0, 0),), slice(0, 1), extreme=True)
@@ -103,7 +107,7 @@ def gradients(inputs: Inputs, delta_of: float) -> dict[str, Tensor]:
     hidden = torch.ones(LONG.queries, LONG.keys, dtype=torch.bool).triu(1)
     scores = (inputs.q @ k.mT * scale).masked_fill(hidden, -torch.inf)
     p = (scores - scores.logsumexp(dim=-1, keepdim=True)).exp()
-    delta = (p @ v * inputs.do).sum(dim=-1, keepdim=True)  # in another order
+    delta = (p @ v * inputs.do).sum(dim=-1, keepdim=True)  # its sum has another order than that of dP
     ds = p * (summed(inputs.do.unsqueeze(-2), v.unsqueeze(-3)) - delta_of * delta)
     of_heads = {"dk": ds.mT @ inputs.q * scale, "dv": p.mT @ inputs.do}
     return {"dq": ds @ k * scale} | {name: x.sum(dim=1, keepdim=True) for name, x in of_heads.items()}
@@ -111,7 +115,10 @@ def gradients(inputs: Inputs, delta_of: float) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_of_one_product_after_another_are_right(kind: str) -> None:
-    """All queries of a sink add what they lose in dP and delta to one key's dk: FlexAttention had 1.54 of a budget."""
+    """With a sink, all queries add their rounding errors of dP and delta to one key's dk.
+
+    Before the budget allowed for that, FlexAttention needed 1.54 times its budget.
+    """
     for seed in range(10):
         inputs = make_inputs(LONG, seed)
         plant(kind, *unit_tensors(inputs.tensors, (0, 0)), causal=True)
@@ -119,4 +126,4 @@ def test_sums_of_one_product_after_another_are_right(kind: str) -> None:
         ratios = oracle.error_ratios(gradients(inputs, delta_of=1.0))
         assert max(ratios.values()) <= 0.3, ratios  # far from the limit, as thousands of calls are judged
         is_seen = oracle.error_ratios(gradients(inputs, delta_of=0.99))["dk"] > 1
-        assert is_seen or kind == "lowest"  # where the log-sum-exp itself has larger errors
+        assert is_seen or kind == "lowest"  # with "lowest" the log-sum-exp itself has larger errors

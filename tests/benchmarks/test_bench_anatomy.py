@@ -1,4 +1,8 @@
-"""The model opened up: what the records say, which cases there are, and the mixed-precision study."""
+"""benchmarks/bench_anatomy.py and bench_precision.py: where a model's step spends time and memory, and their records.
+
+Anatomy profiles a model by kernels, parts and phases (forward, backward, optimizer); the precision study sums numbers
+in narrow dtypes.
+"""
 
 import json
 from pathlib import Path
@@ -32,39 +36,41 @@ TINY: dict[str, Any] = {
 
 
 def opened(device: str, timed: bool = True, **values: Any) -> dict[tuple[str, str], Any]:
-    """Records by mode and row."""
+    """{(mode, row): record} of the cases of TINY, but for these values of axes."""
     cases = cases_of(Anatomy(), Settings(device=device), **(TINY | values))
-    found = [one.record for one in results(Anatomy(), cases, device=device, timed=timed)]
-    return {(one["mode"], one["impl"]): one for one in found}
+    found = [result.record for result in results(Anatomy(), cases, device=device, timed=timed)]
+    return {(record["mode"], record["impl"]): record for record in found}
 
 
 def test_records_tell_time_and_memory(device: str, tmp_path: Path) -> None:
     found = opened(device, traces=tmp_path)
     assert len(found) == 4
-    for (mode, row), one in found.items():
-        assert one["outcome"] == "ok", one["reason"]
-        assert json.loads(json.dumps(one, allow_nan=False))["benchmark"] == "anatomy"
-        assert one["time_s"] > 0 and one["rounds"] >= 10
-        assert 0 < one["kernel_s"] <= one["profiled_s"]
-        assert sum(one[f"{kind}_share"] for kind in KINDS) == pytest.approx(1)
-        assert 0 < len(one["kernels"]) <= 15 and len(one["allocations"]) == 10
-        assert all(len(kernel["name"]) <= 120 for kernel in one["kernels"])
-        inside = {part["name"] for part in one["parts"]} >= {"scores", "softmax", "values"}
+    for (mode, row), record in found.items():
+        assert record["outcome"] == "ok", record["reason"]
+        assert json.loads(json.dumps(record, allow_nan=False))["benchmark"] == "anatomy"
+        assert record["time_s"] > 0 and record["rounds"] >= 10
+        assert 0 < record["kernel_s"] <= record["profiled_s"]
+        assert sum(record[f"{kind}_share"] for kind in KINDS) == pytest.approx(1)
+        assert 0 < len(record["kernels"]) <= 15 and len(record["allocations"]) == 10
+        assert all(len(kernel["name"]) <= 120 for kernel in record["kernels"])
+        inside = {part["name"] for part in record["parts"]} >= {"scores", "softmax", "values"}
         assert inside == (row == "naive")
         names = ["forward"] if mode == "forward" else ["forward", "backward", "optimizer"]
-        assert [phase["name"] for phase in one["phases"]] == [phase["name"] for phase in one["timeline"]] == names
-        assert one["peak_bytes"] == max(phase["peak_bytes"] for phase in one["phases"])
-        points = [point for phase in one["timeline"] for point in phase["points"]]
+        assert [phase["name"] for phase in record["phases"]] == [phase["name"] for phase in record["timeline"]] == names
+        assert record["peak_bytes"] == max(phase["peak_bytes"] for phase in record["phases"])
+        points = [point for phase in record["timeline"] for point in phase["points"]]
         assert 0 < len(points) <= TIMELINE_POINTS and points == sorted(points, key=lambda point: point[0])
-        assert max(size for _, size in points) == pytest.approx(one["peak_bytes"], rel=0.01 if device == "cpu" else 0.2)
-        assert json.loads((tmp_path / f"{one['id']}.json").read_text())["traceEvents"]
-        assert (tmp_path / f"{one['id']}.pickle").exists() == (device == "cuda")
+        assert max(size for _, size in points) == pytest.approx(
+            record["peak_bytes"], rel=0.01 if device == "cpu" else 0.2
+        )
+        assert json.loads((tmp_path / f"{record['id']}.json").read_text())["traceEvents"]
+        assert (tmp_path / f"{record['id']}.pickle").exists() == (device == "cuda")
     step, inference = found["step", "naive"], found["forward", "naive"]
     predicted = training_memory(config_of("tiny", 16), 1, 16, "fp32")
     for name in ("parameters", "gradients", "optimizer"):
         assert step[f"{name}_bytes"] == pytest.approx(getattr(predicted, name), rel=0.01)
         assert step[f"predicted_{name}_bytes"] == getattr(predicted, name) and f"{name}_bytes" not in inference
-    assert any(one["where"].startswith("lmsys/") for one in step["allocations"])
+    assert any(allocation["where"].startswith("lmsys/") for allocation in step["allocations"])
 
 
 def test_rows_that_cannot_run_or_are_not_timed_have_no_profile(device: str) -> None:
@@ -79,36 +85,37 @@ def test_what_fails_while_it_is_opened_is_a_cell(device: str, monkeypatch: pytes
         raise MemoryError("no room")
 
     monkeypatch.setattr(bench_anatomy, "memory_of", fails)
-    for one in opened(device, attention=("naive",)).values():
-        assert (one["outcome"], one["reason"]) == ("oom", "no room") and "time_s" not in one
+    for record in opened(device, attention=("naive",)).values():
+        assert (record["outcome"], record["reason"]) == ("oom", "no room") and "time_s" not in record
 
 
 def test_cases_have_names_of_their_own_and_are_what_can_be_opened() -> None:
     for sweep in SWEEPS.values():
-        for device, one in sweep.items():
-            ids = Session(Settings(device=device), one).add(Anatomy)
+        for device, sweep_here in sweep.items():
+            ids = Session(Settings(device=device), sweep_here).add(Anatomy)
             assert ids and all(name.startswith("anatomy-") for name in ids)
             assert not [name for name in ids for other in OTHER_SELECTORS if other in name]
-            asked = {"--size": "tiny", "--mode": "optimizer,step", "--compile": "eager,graphed"}
-            ids = Session(Settings(device=device), one, texts=asked).add(Anatomy)
+            options = {"--size": "tiny", "--mode": "optimizer,step", "--compile": "eager,graphed"}
+            ids = Session(Settings(device=device), sweep_here, texts=options).add(Anatomy)
             assert ids and all("-tiny-" in name and "-step-eager-" in name for name in ids)
-            assert len(Session(Settings(device=device), one, texts=asked).add(Precision)) == 4  # its axes are its own
+            # None of these options is an axis of the precision study, so all of its cases remain.
+            assert len(Session(Settings(device=device), sweep_here, texts=options).add(Precision)) == 4
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 100)), max_size=60), st.integers(2, 20))
 def test_a_thinned_timeline_keeps_its_extremes(drawn: list[tuple[float, int]], keep: int) -> None:
     points = sorted(drawn)
-    found = thinned(points, keep)
-    assert len(found) <= keep and found == sorted(found) and set(found) <= set(points)
+    kept = thinned(points, keep)
+    assert len(kept) <= keep and kept == sorted(kept) and set(kept) <= set(points)
     if points:
         sizes = [size for _, size in points]
-        assert {min(sizes), max(sizes)} <= {size for _, size in found}
+        assert {min(sizes), max(sizes)} <= {size for _, size in kept}
 
 
 def test_the_precision_study_is_recorded(device: str) -> None:
     cases = cases_of(Precision(), Settings(device=device))
-    found = {one.record["id"]: one.record for one in results(Precision(), cases, device=device)}
-    assert all(one["outcome"] == "ok" and "nothing is timed" in one["reason"] for one in found.values())
-    assert [len(found[f"precision-accumulation-{dtype}"]["sums"]) for dtype in ("float16", "bfloat16")] == [4, 4]
-    tensors = {one["name"]: one["dtype"] for one in found["precision-autocast-bfloat16"]["tensors"]}
+    records = {result.record["id"]: result.record for result in results(Precision(), cases, device=device)}
+    assert all(record["outcome"] == "ok" and "nothing is timed" in record["reason"] for record in records.values())
+    assert [len(records[f"precision-accumulation-{dtype}"]["sums"]) for dtype in ("float16", "bfloat16")] == [4, 4]
+    tensors = {tensor["name"]: tensor["dtype"] for tensor in records["precision-autocast-bfloat16"]["tensors"]}
     assert tensors["parameters"] == "float32" and tensors["output of lm_head"] == "bfloat16"

@@ -1,4 +1,8 @@
-"""The benchmark of attention: right rows are timed, and wrong ones of every kind are cells without a time."""
+"""benchmarks/bench_attention.py: right rows are timed, and rows that fail in any way have records without a time.
+
+KERNELS is the file of a user, whose rows fail in different ways. A new way to fail is a function there, and its
+outcome in `test_every_row_ends_as_a_cell`. Rows that are wrong for some inputs are in tests/support/wrong_kernels.py.
+"""
 
 import json
 import os
@@ -113,7 +117,7 @@ if torch.cuda.is_available():
 
 
 def reads_early(q, k, v, *, causal=False, scale=None):
-    """On a stream that does not wait for what the caller has asked for before."""
+    """Runs on a stream that does not wait for the caller's earlier work."""
     with torch.cuda.stream(SIDE):
         o = naive(q, k, v, causal=causal, scale=scale)
     torch.cuda.current_stream().wait_stream(SIDE)
@@ -121,7 +125,7 @@ def reads_early(q, k, v, *, causal=False, scale=None):
 
 
 def nobody_waits(q, k, v, *, causal=False, scale=None):
-    """On a stream that the caller does not wait for."""
+    """Runs on a stream for which the caller does not wait."""
     SIDE.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(SIDE):
         return naive(q, k, v, causal=causal, scale=scale)
@@ -148,10 +152,10 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def swept_rows(
     rows: list[str], device: str = "cpu", timed: bool = True, checks_files: bool = True, **changes: Any
 ) -> Records:
-    """The records of these rows by row, dtype and direction."""
+    """{(row, dtype, direction): record} of these rows. `changes`: other values of axes than those of SMALL."""
     values = {"dtype": ("float32", "bfloat16"), **SMALL, **changes}
     cases = cases_of(Attention(), Settings(device=device), attention=tuple(rows), **values)
-    found: Records = {}
+    records: Records = {}
     for group in dict.fromkeys(case.group for case in cases):
         for result in results(
             Attention(),
@@ -161,96 +165,105 @@ def swept_rows(
             timed=timed,
             checks_files=checks_files,
         ):
-            one = result.record
-            found[one["impl"], one["dtype"], one["direction"]] = one
-    return found
+            record = result.record
+            records[record["impl"], record["dtype"], record["direction"]] = record
+    return records
 
 
 @pytest.fixture(scope="module")
 def swept(kernels: Path) -> Records:
     names = ("right", "Explicit", "wrong_dk", *CACHED, "changing", "hungry", "broken", "undefined")
     own = [f"{kernels}:{name}" for name in (*names, "only_bfloat16_and_off")]
-    return swept_rows(["naive", *own, "flash_attn_2"], checks_files=False)  # each reaches the gate of this shape
+    # Without the quick check of files, so that each row reaches the check at its case's shape.
+    return swept_rows(["naive", *own, "flash_attn_2"], checks_files=False)
 
 
 def test_every_row_ends_as_a_cell(swept: Records) -> None:
     for dtype in ("float32", "bfloat16"):
         for direction in ("fwd", "bwd", "fwdbwd"):
-            outcome = {row: one["outcome"] for (row, *rest), one in swept.items() if rest == [dtype, direction]}
+            outcome = {row: record["outcome"] for (row, *rest), record in swept.items() if rest == [dtype, direction]}
             assert {outcome[row] for row in ("naive", "right", "Explicit")} == {"ok"}
             assert outcome["wrong_dk"] == ("ok" if direction == "fwd" else "wrong")
             assert (outcome["hungry"], outcome["broken"], outcome["undefined"]) == ("oom", "error", "wrong")
             assert outcome["flash_attn_2"] == "unsupported"
             for row in CACHED:
-                assert outcome[row] == ("wrong" if direction == "fwd" else "error")  # its graph is used up
-            assert outcome["changing"] == ("wrong" if direction == "fwd" else "error")  # and it has no backward
+                # A backward fails, since autograd's graph of the remembered result is used up.
+                assert outcome[row] == ("wrong" if direction == "fwd" else "error")
+            assert outcome["changing"] == ("wrong" if direction == "fwd" else "error")  # it has no backward
     assert swept["changing", "float32", "fwd"]["reason"] == "the row changes its inputs"
     assert swept["only_bfloat16_and_off", "bfloat16", "fwd"]["outcome"] == "wrong"  # the root-mean-square rule
 
 
 def test_a_wrong_row_has_its_error_ratio_and_no_time(swept: Records) -> None:
-    for (row, _, direction), one in swept.items():
+    for (row, _, direction), record in swept.items():
         if row == "wrong_dk" and direction != "fwd":
-            assert one["error_ratio"] > 1 and "dk" in one["reason"]
-        if one["outcome"] == "ok":
-            assert 0 <= one["error_ratio"] <= 1 and one["time_s"] > 0 and one["rounds"] >= 12
-            assert one["peak_bytes"] > 0 and (one["saved_bytes"] is None) == (direction == "fwd")
-            assert one["flops_per_s"] == pytest.approx(one["flops"] / one["time_s"])
-            assert one["matmul_ceiling_fraction"] == pytest.approx(
-                one["flops_per_s"] / (1e12 if one["dtype"] == "float32" else 2e12)
+            assert record["error_ratio"] > 1 and "dk" in record["reason"]
+        if record["outcome"] == "ok":
+            assert 0 <= record["error_ratio"] <= 1 and record["time_s"] > 0 and record["rounds"] >= 12
+            assert record["peak_bytes"] > 0 and (record["saved_bytes"] is None) == (direction == "fwd")
+            assert record["flops_per_s"] == pytest.approx(record["flops"] / record["time_s"])
+            assert record["matmul_ceiling_fraction"] == pytest.approx(
+                record["flops_per_s"] / (1e12 if record["dtype"] == "float32" else 2e12)
             )
         else:
-            assert "time_s" not in one and "samples_s" not in one and one["reason"]
-    assert len({one["comparison"] for one in swept.values()}) == 2 * 3
+            assert "time_s" not in record and "samples_s" not in record and record["reason"]
+    assert len({record["comparison"] for record in swept.values()}) == 2 * 3
 
 
 REFUSED = ("beyond_128_keys", "no_scale", "other_heads", "no_tail")
-TAKEN = ("right", "of_a_course")  # the second takes no scale, and is not asked for one
+TAKEN = ("right", "of_a_course")  # the second has no parameter `scale`, and is not checked with one
 
 
 @pytest.mark.parametrize("device", some(["cpu", "cuda"], one_in=2))
 def test_the_smoke_sweep_refuses_what_is_wrong_beyond_one_tile(device: str) -> None:
-    """Or for grouped heads, at an odd length, with a scale of its own; by the shapes of either device, on a CPU."""
-    found: dict[str, set[str]] = {}
+    """It also refuses rows that are wrong for grouped heads, an odd length or a given scale.
+
+    device  whose shapes are used; the rows run on a CPU
+    """
+    outcomes: dict[str, set[str]] = {}
     rows = [f"{ROOT / 'tests' / 'support' / 'wrong_kernels.py'}:{name}" for name in (*TAKEN, *REFUSED)]
     for grid in SWEEPS["smoke"][device].grids["attention"][:2]:
         axes = {name: grid[name] for name in ("length", "head_dim", "causal", "batch", "heads")}
-        for one in swept_rows(rows, **axes, dtype=("float32",), direction=("fwdbwd",), timed=False).values():
-            found.setdefault(one["impl"], set()).add(one["outcome"])
-            if one["impl"] == "no_scale":
-                assert "a scale of its own, float32: the argument scale is ignored" in one["reason"], one["reason"]
-    assert all(found[name] == {"ok"} for name in TAKEN) and all("wrong" in found[name] for name in REFUSED), found
+        for record in swept_rows(rows, **axes, dtype=("float32",), direction=("fwdbwd",), timed=False).values():
+            outcomes.setdefault(record["impl"], set()).add(record["outcome"])
+            if record["impl"] == "no_scale":
+                assert "a scale of its own, float32: the argument scale is ignored" in record["reason"], record[
+                    "reason"
+                ]
+    assert all(outcomes[name] == {"ok"} for name in TAKEN) and all("wrong" in outcomes[name] for name in REFUSED), (
+        outcomes
+    )
 
 
 def test_a_row_from_a_file_is_asked_other_shapes_before_it_is_timed() -> None:
-    """Right in the run's one shape, it is timed with --no-check alone."""
+    """The row is right in the run's only shape, so with --no-check it is timed."""
     row = f"{ROOT / 'tests' / 'support' / 'wrong_kernels.py'}:other_heads"
     axes: dict[str, Any] = {"dtype": ("float32",), "direction": ("fwd",), "heads": ((2, 2),)}
-    (asked,) = swept_rows([row], **axes).values()
-    assert asked["outcome"] == "wrong" and "time_s" not in asked and "samples_s" not in asked
-    assert asked["reason"].startswith("lmsys check: grouped heads, float32: query head h reads key head h % kv_heads")
-    assert asked["quick_check"] in asked["reason"]
-    (unasked,) = swept_rows([row], **axes, checks_files=False).values()
-    assert unasked["outcome"] == "ok" and unasked["time_s"] > 0 and "quick_check" not in unasked
+    (checked,) = swept_rows([row], **axes).values()
+    assert checked["outcome"] == "wrong" and "time_s" not in checked and "samples_s" not in checked
+    assert checked["reason"].startswith("lmsys check: grouped heads, float32: query head h reads key head h % kv_heads")
+    assert checked["quick_check"] in checked["reason"]
+    (unchecked,) = swept_rows([row], **axes, checks_files=False).values()
+    assert unchecked["outcome"] == "ok" and unchecked["time_s"] > 0 and "quick_check" not in unchecked
     (table,) = swept_rows(["naive"], **axes, checks_files=False).values()
     assert table["quick_check"] == "4 cases"
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "of_table"),
+    ("name", "message", "of_table"),
     [("unshifted", "no maximum is subtracted", "wrong"), ("other_heads", "grouped heads, float32", "ok")],
 )
 def test_a_row_of_the_table_is_asked_extreme_scores_alone_before_it_is_timed(
-    name: str, told: str, of_table: str
+    name: str, message: str, of_table: str
 ) -> None:
-    """Once in the table and once from its file."""
+    """The row is judged as a row of the table, and as one from a file, which is asked other shapes, too."""
     axes = {"dtype": ("float32",), "direction": ("fwd",), "length": ((64, 64),)}
     (case,) = cases_of(Attention(), Settings(device="cpu"), attention=("naive",), **{**SMALL, **axes})
     from_file = f"{ROOT / 'tests' / 'support' / 'wrong_kernels.py'}:{name}"
     for target, outcome in ((f"tests.support.wrong_kernels:{name}", of_table), (from_file, "wrong")):
         candidate = Candidate(case=replace(case, entry=Entry(name, target)))
         check_small([candidate])
-        assert candidate.outcome == outcome and (told in str(candidate.reason)) == (outcome == "wrong")
+        assert candidate.outcome == outcome and (message in str(candidate.reason)) == (outcome == "wrong")
 
 
 SHIPPED = """
@@ -286,12 +299,12 @@ NAMES = {
 
 
 def test_the_sweep_refuses_and_names_what_normal_draws_do_not_show(tmp_path: Path) -> None:
-    """At a shape that the second-last is right in."""
+    """At this shape `oob_zero` is right: no key pads the last tile."""
     file = tmp_path / "shipped.py"
     file.write_text(SHIPPED)
     rows = ["naive", *(f"{file}:{name}" for name in NAMES)]
-    found = swept_rows(rows, length=((64, 64),), causal=(False, True), direction=("fwd", "bwd"), timed=False)
-    for (row, *_), record in found.items():
+    records = swept_rows(rows, length=((64, 64),), causal=(False, True), direction=("fwd", "bwd"), timed=False)
+    for (row, *_), record in records.items():
         assert record["outcome"] == ("ok" if row == "naive" else "wrong"), record["reason"]
         assert row == "naive" or NAMES[row] in record["reason"]
 
@@ -299,11 +312,11 @@ def test_the_sweep_refuses_and_names_what_normal_draws_do_not_show(tmp_path: Pat
 def test_the_sweep_refuses_what_is_wrong_for_memory_of_another_layout() -> None:
     file = ROOT / "tests" / "support" / "wrong_kernels.py"
     rows = ["naive", f"{file}:by_16_bytes", f"{file}:no_expanded_gradient"]
-    found = swept_rows(rows, dtype=("float32",), direction=("bwd",), timed=False)
-    told = {row: (record["outcome"], record["reason"]) for (row, *_), record in found.items()}
-    assert told["naive"][0] == "ok"
+    records = swept_rows(rows, dtype=("float32",), direction=("bwd",), timed=False)
+    endings = {row: (record["outcome"], record["reason"]) for (row, *_), record in records.items()}
+    assert endings["naive"][0] == "ok"
     for row, words in {"by_16_bytes": "inputs that are not aligned", "no_expanded_gradient": "of stride 0"}.items():
-        assert told[row][0] == "wrong" and f"wrong for {'a gradient ' * (row[0] == 'n')}{words}" in told[row][1]
+        assert endings[row][0] == "wrong" and f"wrong for {'a gradient ' * (row[0] == 'n')}{words}" in endings[row][1]
 
 
 def test_timed_calls_of_extreme_draws_are_looked_at_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,9 +336,11 @@ def test_what_fails_in_the_bench_itself_is_a_cell_too(what: str, outcome: str, m
         raise MemoryError("no room")
 
     monkeypatch.setattr(f"benchmarks.{what}", fails)
-    found = swept_rows(["naive", "sdpa_cudnn"], dtype=("float32",))
-    naive = [one for (row, *_), one in found.items() if row == "naive"]
-    assert {one["outcome"] for one in naive} == {outcome} and all("no room" in one["reason"] for one in naive)
+    records = swept_rows(["naive", "sdpa_cudnn"], dtype=("float32",))
+    naive = [record for (row, *_), record in records.items() if row == "naive"]
+    assert {record["outcome"] for record in naive} == {outcome} and all(
+        "no room" in record["reason"] for record in naive
+    )
 
 
 def test_rows_named_on_the_command_line_run_in_every_grid_and_others_by_the_grids() -> None:
@@ -345,8 +360,8 @@ def test_rows_named_on_the_command_line_run_in_every_grid_and_others_by_the_grid
 @pytest.mark.gpu
 def test_work_on_another_stream_is_wrong(kernels: Path) -> None:
     rows = ["naive", f"{kernels}:reads_early", f"{kernels}:nobody_waits"]
-    found = swept_rows(rows, "cuda", length=((2048, 2048),), dtype=("float32",), causal=(False,), direction=("fwd",))
-    outcome = {row: one["outcome"] for (row, *_), one in found.items()}
+    records = swept_rows(rows, "cuda", length=((2048, 2048),), dtype=("float32",), causal=(False,), direction=("fwd",))
+    outcome = {row: record["outcome"] for (row, *_), record in records.items()}
     assert outcome == {"naive": "ok", "reads_early": "wrong", "nobody_waits": "wrong"}
 
 
@@ -365,10 +380,10 @@ def test_a_deterministic_case_runs_in_torchs_deterministic_mode(tmp_path: Path) 
     file = tmp_path / "own.py"
     file.write_text(IN_ORDER)
     small = SMALL | {"direction": ("bwd",), "dtype": ("float32",), "attention": (f"{file}:in_order",)}
-    for mode, ended in ((True, "ok"), (None, "error")):
-        (one,) = results(Attention(), cases_of(Attention(), **small, deterministic=(mode,)))
-        assert one.record["outcome"] == ended and one.record["deterministic"] is mode, one.record["reason"]
-        assert mode or "in its usual mode" in one.record["reason"]
+    for mode, outcome in ((True, "ok"), (None, "error")):
+        (result,) = results(Attention(), cases_of(Attention(), **small, deterministic=(mode,)))
+        assert result.record["outcome"] == outcome and result.record["deterministic"] is mode, result.record["reason"]
+        assert mode or "in its usual mode" in result.record["reason"]
         assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -403,6 +418,8 @@ def test_a_gpu_has_deterministic_cases_behind_others(tmp_path: Path) -> None:
     asked = ("-k", "by_length", "--attention", rows, "--deterministic", "no,yes", "--benchmark-only")
     ended = processes.run("benchmarks/bench_attention.py", *asked, *small, "--benchmark-json", out)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = json.loads(out.read_text())["lmsys"]["records"]
-    assert len(found) == 6 and all(one["outcome"] == "ok" for one in found), [one["reason"] for one in found]
-    assert all(one["repeatable"] for one in found if one["deterministic"])
+    records = json.loads(out.read_text())["lmsys"]["records"]
+    assert len(records) == 6 and all(record["outcome"] == "ok" for record in records), [
+        record["reason"] for record in records
+    ]
+    assert all(record["repeatable"] for record in records if record["deterministic"])

@@ -1,4 +1,8 @@
-"""The benchmark of data parallelism: its cases, its records, a user's own strategy, torchrun."""
+"""benchmarks/bench_data_parallel.py: its cases, its records, a user's own strategies, and torchrun.
+
+OWN is a user's file with strategies that are right, wrong or fail; OWN_NAMES lists them. Ranks are two processes, or
+`Answers`, which returns made-up results.
+"""
 
 import json
 import os
@@ -60,11 +64,11 @@ class Container(nn.Module):
             p.grad /= dist.get_world_size() * self.factor
 
     factor = 1.0
-    outside_bytes = 2**40  # from the beginning
+    outside_bytes = 2**40  # memory that torch's allocator does not see
 
 
 class divided(Container):
-    """Says of itself what the table says of its rows."""
+    """States its traits as class attributes, as the table does for its rows."""
 
     zero_stage = 2
     takes_bucket_mb = True
@@ -118,13 +122,14 @@ def cases_of(**values: Any) -> list[ParallelCase]:
 
 
 def records(cases: list[ParallelCase], ranks: Any) -> Records:
-    """The records of one group by row."""
+    """{row: record} of cases that are one group, on these ranks."""
     runner = harness.runner()
     runner.__dict__["ranks"] = ranks
-    return {one.record["impl"]: one.record for one in runner.run(DataParallel(), cases)}
+    return {result.record["impl"]: result.record for result in runner.run(DataParallel(), cases)}
 
 
 def ids(sweep: Sweep, **texts: str) -> list[str]:
+    """The ids of a sweep's cases. `texts`: options of the command line, such as world_size="1,2"."""
     options = {"--" + name.replace("_", "-"): text for name, text in texts.items()}
     return Session(Settings(device="cpu"), sweep, texts=options).add(DataParallel)
 
@@ -132,19 +137,19 @@ def ids(sweep: Sweep, **texts: str) -> list[str]:
 def test_every_sweep_has_cases_of_its_own() -> None:
     for sweep in SWEEPS.values():
         for device in sweep.values():
-            found = ids(device)
-            assert found and len(set(found)) == len(found)
-            assert not any(word in one for one in found for word in OTHERS)
+            case_ids = ids(device)
+            assert case_ids and len(set(case_ids)) == len(case_ids)
+            assert not any(word in case_id for case_id in case_ids for word in OTHERS)
 
 
 def test_the_command_line_names_rows_and_their_variants() -> None:
     sweep = Sweep(grids={"data_parallel": (Grid("s", size=("tiny",), context=(16,), batch=(4,)),)})
     options = {"strategy": "none,bucketed,naive", "world_size": "1,2", "bucket_mb": "1,auto", "precision": "fp32"}
     options |= {"comm_dtype": "float32,bfloat16", "sharded_optimizer": "yes,no"}
-    found = [one.removeprefix("s-tiny-S16B4-fp32-") for one in ids(sweep, **options)]
+    case_ids = [case_id.removeprefix("s-tiny-S16B4-fp32-") for case_id in ids(sweep, **options)]
     buckets = [f"W2-bucketed-{size}{dtype}" for size in ("1MiB", "auto") for dtype in ("", "-bfloat16")]
-    assert set(found) == {"W1-none", "W2-none", "W2-naive", "W2-naive-sharded", *buckets} | {
-        f"{one}-sharded" for one in buckets
+    assert set(case_ids) == {"W1-none", "W2-none", "W2-naive", "W2-naive-sharded", *buckets} | {
+        f"{case_id}-sharded" for case_id in buckets
     }
 
 
@@ -185,21 +190,21 @@ def test_ways_of_compiling_are_groups_of_their_own() -> None:
 @pytest.mark.skipif(reason := why_no_compiler("cpu"), reason=str(reason))
 def test_what_cannot_be_graphed_says_why() -> None:
     why_not = DataParallel().why_not
-    one, *_ = cases_of(strategy=("none",), compile=("graphed",))
-    assert why_not(one) == "CUDA graphs need a CUDA device"
-    on_gpu = replace(one, device="cuda")
-    found = {name: why_not(replace(on_gpu, entry=TABLE[name])) for name in ("zero1", "fsdp", "torch_fsdp2")}
+    case, *_ = cases_of(strategy=("none",), compile=("graphed",))
+    assert why_not(case) == "CUDA graphs need a CUDA device"
+    on_gpu = replace(case, device="cuda")
+    reasons = {name: why_not(replace(on_gpu, entry=TABLE[name])) for name in ("zero1", "fsdp", "torch_fsdp2")}
     if not why_no_compiler("cuda"):
-        assert found["zero1"] is None
-        assert found["fsdp"] == found["torch_fsdp2"] and "--compile compiled runs it" in found["fsdp"]
-    assert why_not(replace(one, compile="compiled")) is None
+        assert reasons["zero1"] is None
+        assert reasons["fsdp"] == reasons["torch_fsdp2"] and "--compile compiled runs it" in reasons["fsdp"]
+    assert why_not(replace(case, compile="compiled")) is None
 
 
 def test_what_cannot_be_fused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, *_ = cases_of(strategy=("naive",), compile=("fused",))
-    on_gpu = replace(one, device="cuda")
-    found = [one, on_gpu, replace(on_gpu, entry=TABLE["zero1"]), replace(on_gpu, checkpoint="whole")]
-    assert [*map(DataParallel().why_not, found)] == [
+    case, *_ = cases_of(strategy=("naive",), compile=("fused",))
+    on_gpu = replace(case, device="cuda")
+    cases = [case, on_gpu, replace(on_gpu, entry=TABLE["zero1"]), replace(on_gpu, checkpoint="whole")]
+    assert [*map(DataParallel().why_not, cases)] == [
         "CUDA graphs need a CUDA device",
         None,
         SURROUNDS_BLOCKS,
@@ -210,21 +215,21 @@ def test_what_cannot_be_fused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _graphs(cases: list[ParallelCase]) -> list[int]:
-    """On a rank: how many graphs there are after a pass of each case; no code is made of them."""
-    found = []
+    """On a rank: the number of compiled graphs after a pass of each case. They are traced, but no code is generated."""
+    numbers = []
     counters.clear()
     traced = partialmethod(TransformerLM.compile_blocks, backend="aot_eager")
     with patch.object(TransformerLM, "compile_blocks", traced):
         for case in cases:
             take_pass(case, Pass(0, 0, 0, 1))
-            found.append(counters["stats"]["unique_graphs"])
-    return found
+            numbers.append(counters["stats"]["unique_graphs"])
+    return numbers
 
 
 @pytest.mark.long
 @pytest.mark.skipif(reason := why_no_compiler("cpu"), reason=str(reason))
 def test_all_rows_of_a_group_share_compiled_blocks(two_ranks: Ranks) -> None:
-    """One graph, whoever comes first, also within DDP, and in every pass."""
+    """Whichever row comes first, there is only one graph, in DDP and in every pass, too."""
     cases = cases_of(strategy=("torch_ddp_tuned", "bucketed", "zero1", "fsdp"), compile=("compiled",))
     cases = [replace(case, asked_bucket_mb=None if case.impl == "fsdp" else 0.01) for case in cases]
     first, *others = two_ranks.run(2, "gloo", _graphs, [*cases, cases[0]])[0]
@@ -232,7 +237,7 @@ def test_all_rows_of_a_group_share_compiled_blocks(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "text", "said"),
+    ("option", "text", "message"),
     [
         ("--compile", "jit", "--compile 'jit': must be one of eager, compiled, graphed"),
         ("--bucket-mb", "0", "--bucket-mb '0': must be a positive whole number"),
@@ -242,8 +247,8 @@ def test_all_rows_of_a_group_share_compiled_blocks(two_ranks: Ranks) -> None:
         ("--optimizer", "sgd", "--optimizer 'sgd': must be one of adamw, muon"),
     ],
 )
-def test_a_bad_value_is_refused(option: str, text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_bad_value_is_refused(option: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         given_axes(DataParallel.axes, {option: text})
 
 
@@ -260,7 +265,7 @@ def test_what_is_no_strategy_is_told_so() -> None:
 
 
 class Answers(Ranks):
-    """Ranks that answer without running: flat is not to be had."""
+    """Ranks that return made-up results without running anything. The row "flat" is unsupported."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -291,18 +296,18 @@ def test_passes_are_taken_in_turns_and_a_row_that_fails_costs_no_other() -> None
     runner, ranks = harness.runner(seconds_per_row=2.0), Answers()
     runner.__dict__["ranks"] = ranks
     results = runner.run(DataParallel(), cases_of(strategy=("none", "naive", "flat")))
-    found = {result.record["impl"]: result for result in results}
+    by_row = {result.record["impl"]: result for result in results}
     assert ranks.asked == ["none", "naive", "none", "naive"]
     slowest = [1 + number / 10 for number in range(10) for _ in range(2)]
-    assert found["none"].samples == found["naive"].samples == slowest
-    assert found["naive"].record["exposed_s"] == 0 and found["naive"].record["unsynchronized_by"] == "none"
-    assert (found["flat"].samples, found["flat"].record["outcome"]) == (None, "unsupported")
+    assert by_row["none"].samples == by_row["naive"].samples == slowest
+    assert by_row["naive"].record["exposed_s"] == 0 and by_row["naive"].record["unsynchronized_by"] == "none"
+    assert (by_row["flat"].samples, by_row["flat"].record["outcome"]) == (None, "unsupported")
     (case, *_) = cases_of(strategy=("none",))
     assert Row(case, [], passes=[[1.0, 2.0], [3.0, 4.0]]).samples == [1.0, 3.0, 2.0, 4.0]
 
 
 class Ended(Answers):
-    """Ranks that end where the steps of naive are to be judged, and with them what they had of the others' steps."""
+    """Ranks that end when the steps of "naive" are judged. What they kept of other rows' steps is lost with them."""
 
     def run(self, world_size: int, backend: str, function: Any, case: ParallelCase, *args: Any) -> list[Any]:
         if function is holds:
@@ -313,7 +318,7 @@ class Ended(Answers):
 
 
 def test_ranks_that_end_cost_the_case_that_they_were_busy_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others' steps, which went with them, are taken again, timed and judged."""
+    """The lost steps of other rows are taken, timed and judged again."""
     monkeypatch.setitem(PASSES, "gloo", 1)
     runner, ranks = harness.runner(seconds_per_row=2.0), Ended()
     runner.__dict__["ranks"] = ranks
@@ -326,7 +331,7 @@ def test_ranks_that_end_cost_the_case_that_they_were_busy_with(monkeypatch: pyte
 
 @pytest.fixture(scope="module")
 def found(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """One run for all rows: ours with their accounts, the user's as they are, what is wrong or fails as cells."""
+    """{row: record} of one run with some of our rows and all of the user's."""
     file = tmp_path_factory.mktemp("strategies") / "own.py"
     file.write_text(OWN)
     own = [f"{file}:{name}" for name in OWN_NAMES]
@@ -339,9 +344,9 @@ def found(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Records
 
 @pytest.mark.long
 def test_a_run_measures_ours_and_a_strategy_of_the_users(found: Records) -> None:
-    assert {name for name, one in found.items() if one["outcome"] == "ok"} == {
+    assert {name for name, record in found.items() if record["outcome"] == "ok"} == {
         *("none", "naive", "bucketed-1MiB", "zero1", "Container", "divided-1MiB", "divided-25MiB")
-    }, [one["reason"] for one in found.values()]
+    }, [record["reason"] for record in found.values()]
     assert found["slightly_off"]["outcome"] == "wrong" and found["slightly_off"]["error_ratio"] > 1
     assert found["summed"]["outcome"] == "wrong"
     assert found["summed"]["reason"].endswith(": gradients are summed over ranks, not averaged")
@@ -350,12 +355,14 @@ def test_a_run_measures_ours_and_a_strategy_of_the_users(found: Records) -> None
     assert found["broken"]["outcome"] == "error" and "rank 1 failed" in found["broken"]["reason"]
     assert "TypeError: no such layer" in found["broken"]["reason"]
     for name in ("naive", "bucketed-1MiB", "zero1", "Container"):
-        one = found[name]
-        assert one["error_ratio"] <= 1 and one["rounds"] >= 10 and one["world_size"] == 2
-        assert one["tokens_per_s"] == pytest.approx(2 * 2 * 32 / one["time_s"])
-        assert one["exposed_s"] == pytest.approx(one["time_s"] - one["unsynchronized_s"])
-        assert one["communication_s"] > 0 and 0 <= one["overlap_fraction"] <= 1 and one["scaling_efficiency"] > 0
-        assert one["peak_bytes"] >= one["parameters_bytes"] and one["activations_bytes"] > 0
+        record = found[name]
+        assert record["error_ratio"] <= 1 and record["rounds"] >= 10 and record["world_size"] == 2
+        assert record["tokens_per_s"] == pytest.approx(2 * 2 * 32 / record["time_s"])
+        assert record["exposed_s"] == pytest.approx(record["time_s"] - record["unsynchronized_s"])
+        assert (
+            record["communication_s"] > 0 and 0 <= record["overlap_fraction"] <= 1 and record["scaling_efficiency"] > 0
+        )
+        assert record["peak_bytes"] >= record["parameters_bytes"] and record["activations_bytes"] > 0
     for name in ("init_bytes", "init_peak_bytes", "before_step_bytes", "peak_bytes"):
         assert found["Container"][name] > 2**40 > found["naive"][name]
     assert found["naive"]["improvement"] == 0 and found["bucketed-1MiB"]["num_buckets"] > 3
@@ -369,31 +376,31 @@ def test_a_run_measures_ours_and_a_strategy_of_the_users(found: Records) -> None
 
 @pytest.mark.long
 def test_what_a_users_class_says_of_itself_is_in_its_records(found: Records, tmp_path: Path) -> None:
-    """Stage 2 has its prediction, and bucket sizes their variants, with no edit outside the user's file."""
+    """Its ZeRO stage has a prediction of memory, and its bucket sizes are variants, without an edit of another file."""
     for size in (1, 25):
-        one = found[f"divided-{size}MiB"]
-        whole = 4 * one["num_parameters"]
-        assert (one["label"], one["asked_bucket_mb"], one["bucket_mb"]) == ("divided", size, size)
-        predicted = [one[f"predicted_{kind}_bytes"] for kind in ("parameters", "gradients", "optimizer")]
+        record = found[f"divided-{size}MiB"]
+        whole = 4 * record["num_parameters"]
+        assert (record["label"], record["asked_bucket_mb"], record["bucket_mb"]) == ("divided", size, size)
+        predicted = [record[f"predicted_{kind}_bytes"] for kind in ("parameters", "gradients", "optimizer")]
         assert predicted == [whole, whole / 2, whole]
-        assert one["unsynchronized_by"] == "none"  # it has no no_sync()
-    assert "predicted_gradients_bytes" not in found["Container"]  # which says no stage
+        assert record["unsynchronized_by"] == "none"  # it has no no_sync()
+    assert "predicted_gradients_bytes" not in found["Container"]  # it states no ZeRO stage
     (tmp_path / "own.py").write_text(OWN)
-    (one,) = cases_of(strategy=(f"{tmp_path}/own.py:divided",), compile=("graphed",))
+    (case,) = cases_of(strategy=(f"{tmp_path}/own.py:divided",), compile=("graphed",))
     if not why_no_compiler("cuda"):
-        assert DataParallel().why_not(replace(one, device="cuda")) == "its author has not tried"
+        assert DataParallel().why_not(replace(case, device="cuda")) == "its author has not tried"
 
 
 @pytest.mark.on_request
 @pytest.mark.skipif(reason := why_no_compiler("cpu"), reason=str(reason))
 def test_compiled_rows_are_checked_and_timed(two_ranks: Ranks) -> None:
     cases = cases_of(strategy=("none", "bucketed", "zero1"), bucket_mb=(1,), compile=("compiled",), context=(32,))
-    found = records(cases, two_ranks)
-    assert set(found) == {"none", "bucketed-1MiB", "zero1"}
-    for one in found.values():
-        assert (one["outcome"], one["compile"]) == ("ok", "compiled"), one["reason"]
-        assert one["comparison"].startswith("s-tiny-S32B2-fp32-compiled ")
-    assert found["zero1"]["error_ratio"] <= 1 and found["zero1"]["unsynchronized_by"] == "none"
+    by_row = records(cases, two_ranks)
+    assert set(by_row) == {"none", "bucketed-1MiB", "zero1"}
+    for record in by_row.values():
+        assert (record["outcome"], record["compile"]) == ("ok", "compiled"), record["reason"]
+        assert record["comparison"].startswith("s-tiny-S32B2-fp32-compiled ")
+    assert by_row["zero1"]["error_ratio"] <= 1 and by_row["zero1"]["unsynchronized_by"] == "none"
 
 
 @pytest.mark.long
@@ -411,9 +418,9 @@ def test_two_rendezvous_agents_are_one_group_and_write_one_result(tmp_path: Path
     agents = []
     for _ in range(2):
         agents.append(subprocess.Popen(line, cwd=processes.ROOT, env=environment, stdout=subprocess.PIPE, text=True))
-    said = [agent.communicate(timeout=240)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], said
+    printed = [agent.communicate(timeout=240)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], printed
     assert [path.name for path in tmp_path.glob("*.json*")] == ["out.json"]
-    every = json.loads((tmp_path / "out.json").read_text())["lmsys"]["records"]
-    assert {one["impl"]: one["outcome"] for one in every} == {"bucketed-25MiB": "ok"}
-    assert all((one["num_nodes"], one["world_size"]) == (2, 2) for one in every)
+    records = json.loads((tmp_path / "out.json").read_text())["lmsys"]["records"]
+    assert {record["impl"]: record["outcome"] for record in records} == {"bucketed-25MiB": "ok"}
+    assert all((record["num_nodes"], record["world_size"]) == (2, 2) for record in records)

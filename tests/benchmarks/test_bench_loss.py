@@ -1,4 +1,7 @@
-"""The benchmark of the head and loss: which cases there are, what is wrong in them, and what their records say."""
+"""benchmarks/bench_loss.py: the cases of the benchmark of the head and loss, the rows that it refuses, its records.
+
+Cheats are right while they are checked, and wrong while they are timed; a new cheat is a function in CHEATS.
+"""
 
 from collections.abc import Callable
 from itertools import product
@@ -40,11 +43,13 @@ def records(timed: bool = True, **values: Any) -> dict[str, dict[str, Any]]:
 
 def test_every_sweep_has_cases_of_its_own() -> None:
     for sweep in SWEEPS.values():
-        for device, one in sweep.items():
-            ids = Session(Settings(device=device), one).add(Loss)
+        for device, sweep_here in sweep.items():
+            ids = Session(Settings(device=device), sweep_here).add(Loss)
             assert ids and not any(word in case_id for case_id in ids for word in OTHER_BENCHMARKS)
-            asked = Session(Settings(device=device), one, texts={"--precision": "tf32", "--batch": "3"}).add(Loss)
-            assert asked and all("-tf32-" in one for one in asked)
+            chosen = Session(Settings(device=device), sweep_here, texts={"--precision": "tf32", "--batch": "3"}).add(
+                Loss
+            )
+            assert chosen and all("-tf32-" in case_id for case_id in chosen)
     (case,) = cases_of(Loss(), **(TINY | {"row": ("eager",)}))
     assert case.id == "s-N40M16V50-fp32-eager" and case.comparison == "s-N40M16V50-fp32"
 
@@ -53,13 +58,13 @@ def test_every_sweep_has_cases_of_its_own() -> None:
 def test_rows_are_timed_and_accounted_for(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmsys.model.loss.CHUNK_LOGITS", 8 * 50)
     found = records(precision=(precision,))
-    for one in found.values():
-        assert one["outcome"] == "ok", one["reason"]
-        assert 0 <= one["error_ratio"] <= 1 and one["rounds"] >= 10 and one["compile_s"] > 0
-        assert one["flops"] == 6 * 40 * 16 * 50
-        assert one["repeatable"] is True and one["batch_invariant"] is None, one["same_bits"]
-        assert one["tokens_per_s"] == pytest.approx(40 / one["time_s"])
-        assert (one["matmul_ceiling_fraction"] is None) == (precision == "fp16")
+    for record in found.values():
+        assert record["outcome"] == "ok", record["reason"]
+        assert 0 <= record["error_ratio"] <= 1 and record["rounds"] >= 10 and record["compile_s"] > 0
+        assert record["flops"] == 6 * 40 * 16 * 50
+        assert record["repeatable"] is True and record["batch_invariant"] is None, record["same_bits"]
+        assert record["tokens_per_s"] == pytest.approx(40 / record["time_s"])
+        assert (record["matmul_ceiling_fraction"] is None) == (precision == "fp16")
     assert found["chunked"]["comparison"] == found["eager"]["comparison"]
     assert 0 < found["chunked"]["peak_bytes"] < found["eager"]["peak_bytes"]
 
@@ -67,38 +72,38 @@ def test_rows_are_timed_and_accounted_for(precision: str, monkeypatch: pytest.Mo
 @pytest.mark.long
 @pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
 def test_the_compiled_row_runs() -> None:
-    one = records(row=("compiled",))["compiled"]
-    assert one["outcome"] == "ok" and one["peer"], one["reason"]
+    record = records(row=("compiled",))["compiled"]
+    assert record["outcome"] == "ok" and record["peer"], record["reason"]
 
 
-IN_CHUNKS = "LinearCrossEntropyOptions"
+IN_CHUNKS = "LinearCrossEntropyOptions"  # torch has it if it has a loss in chunks
 
 
 @pytest.mark.skipif(not hasattr(torch.nn, IN_CHUNKS), reason="torch's loss in chunks needs torch 2.13 or later")
 def test_torchs_own_loss_in_chunks_is_right_in_float32() -> None:
-    one = records(row=("torch_chunked",))["torch_chunked"]
-    assert one["outcome"] == "ok" and one["peer"] and one["error_ratio"] <= 1, one["reason"]
+    record = records(row=("torch_chunked",))["torch_chunked"]
+    assert record["outcome"] == "ok" and record["peer"] and record["error_ratio"] <= 1, record["reason"]
 
 
 def test_without_torchs_loss_in_chunks_its_row_says_which_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.nn, IN_CHUNKS, raising=False)
-    one = records(row=("torch_chunked",), timed=False)["torch_chunked"]
-    assert one["outcome"] == "unsupported" and "torch 2.13 and later can" in one["reason"]
+    record = records(row=("torch_chunked",), timed=False)["torch_chunked"]
+    assert record["outcome"] == "unsupported" and "torch 2.13 and later can" in record["reason"]
 
 
 def test_without_a_compiler_the_compiled_row_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.models.compiled.why_no_compiler", lambda device: "there is no compiler")
     found = records(row=("eager", "compiled"), timed=False)
-    assert [one["outcome"] for one in found.values()] == ["ok", "unsupported"]
+    assert [record["outcome"] for record in found.values()] == ["ok", "unsupported"]
 
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_what_is_made_in_blocks_equals_the_whole(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BLOCK_LOGITS, "cpu", 7 * 50)
     inputs = drawn()
-    for found, whole in zip(inputs.in_blocks(exact), inputs.run(unchunked), strict=True):
-        assert found.dtype == (torch.float64 if exact else torch.float32)
-        torch.testing.assert_close((found if whole.dim() else found.mean()).float(), whole)
+    for blocked, whole in zip(inputs.in_blocks(exact), inputs.run(unchunked), strict=True):
+        assert blocked.dtype == (torch.float64 if exact else torch.float32)
+        torch.testing.assert_close((blocked if whole.dim() else blocked.mean()).float(), whole)
 
 
 def drawn(precision: str = "fp32", tokens: int = 40, vocab_size: int = 50) -> Inputs:
@@ -115,13 +120,17 @@ def test_what_is_looked_at_is_a_part_of_the_whole(precision: str, monkeypatch: p
     tokens, classes = (indices(some)[:20] for some in slices_of(inputs, key=1))
     exact, plain = (sampled_answer(inputs, tokens, classes, exact) for exact in (True, False))
     losses, d_hidden, d_weight = inputs.in_blocks(exact=True)
-    for found, whole in zip(exact, (losses, d_hidden[tokens], d_weight[classes]), strict=True):
-        torch.testing.assert_close(found, whole)
+    for value, whole in zip(exact, (losses, d_hidden[tokens], d_weight[classes]), strict=True):
+        torch.testing.assert_close(value, whole)
     losses, d_hidden, d_weight = inputs.in_blocks(exact=False)
     assert mean_ratio(losses.mean(), exact[0], plain[0]) <= 1
-    for found, one, right in ((d_hidden[tokens], plain[1], exact[1]), (d_weight[classes], plain[2], exact[2])):
+    for value, sampled, right in ((d_hidden[tokens], plain[1], exact[1]), (d_weight[classes], plain[2], exact[2])):
         assert (
-            max(ratio_of(found, right, one, ROUNDING[precision]), ratio_of(one, right, found, ROUNDING[precision])) <= 1
+            max(
+                ratio_of(value, right, sampled, ROUNDING[precision]),
+                ratio_of(sampled, right, value, ROUNDING[precision]),
+            )
+            <= 1
         )
 
 
@@ -139,6 +148,9 @@ class Answered(torch.autograd.Function):
 
 
 Cheat = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+# Cheats return (loss, d_hidden, d_weight); `known` is a dict of their own that lasts from call to call.
 
 
 def garbage_gradients(known: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
@@ -205,31 +217,31 @@ def record_of(cheat: Cheat | None, precision: str, monkeypatch: pytest.MonkeyPat
 def test_a_row_that_cheats_while_it_is_timed_is_refused(
     cheat: Cheat, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = record_of(cheat, precision, monkeypatch)
-    assert one["outcome"] == "wrong" and "in timed call" in one["reason"] and "time_s" not in one
+    record = record_of(cheat, precision, monkeypatch)
+    assert record["outcome"] == "wrong" and "in timed call" in record["reason"] and "time_s" not in record
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_row_that_is_right_in_timed_calls_too_is_accepted(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = record_of(None, precision, monkeypatch)
-    assert one["outcome"] == "ok", one["reason"]
+    record = record_of(None, precision, monkeypatch)
+    assert record["outcome"] == "ok", record["reason"]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_record_can_be_verified_and_a_changed_one_is_refused(precision: str) -> None:
-    """`repeat` computes a record's checked calls again: from their draws, parts and errors as stored, or altered."""
-    for one in records(precision=(precision,)).values():
-        calls = one["proof"]["calls"]
+    """`repeat` computes a record's judged calls again. It accepts them as stored, and complains if they are altered."""
+    for record in records(precision=(precision,)).values():
+        calls = record["proof"]["calls"]
         assert len(calls) >= 2 and all(call["error_ratios"].keys() == set(OUTPUTS) for call in calls)
         for call in calls:
-            assert list(Loss().repeat(one, call)) == [one["d_model"]]  # elements, and no sentence
-            assert "off by" in next(iter(Loss().repeat(one, call | {"draw": call["draw"] + 1})))
+            assert list(Loss().repeat(record, call)) == [record["d_model"]]  # elements, and no sentence
+            assert "off by" in next(iter(Loss().repeat(record, call | {"draw": call["draw"] + 1})))
             part = call["part"] | {"error": 2 * call["part"]["error"] + 1e-9}
-            complaint, _ = Loss().repeat(one, call | {"part": part})
+            complaint, _ = Loss().repeat(record, call | {"part": part})
             assert "its recorded values are off by" in complaint
-            complaint, _ = Loss().repeat(one, call | {"error_ratios": dict.fromkeys(OUTPUTS, 1e-9)})
+            complaint, _ = Loss().repeat(record, call | {"error_ratios": dict.fromkeys(OUTPUTS, 1e-9)})
             assert "less than that of its own row" in complaint
-        assert "not recomputed" in next(iter(Loss().repeat(one | {"vocab_size": 10**8}, calls[0])))
+        assert "not recomputed" in next(iter(Loss().repeat(record | {"vocab_size": 10**8}, calls[0])))
 
 
 def test_wrong_oom_unsupported_and_stale_rows_are_cells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,10 +262,10 @@ def test_wrong_oom_unsupported_and_stale_rows_are_cells(monkeypatch: pytest.Monk
         (remembers, "wrong", "right before it was timed, not in timed call"),
     ):
         monkeypatch.setattr("lmsys.model.loss.linear_cross_entropy", call)
-        one = records(row=("chunked",))["chunked"]
-        assert one["outcome"] == outcome and reason in one["reason"] and "time_s" not in one
-    one = records(row=("chunked",), precision=("tf32",))["chunked"]
-    assert one["outcome"] == "unsupported" and "TF32" in one["reason"]
+        record = records(row=("chunked",))["chunked"]
+        assert record["outcome"] == outcome and reason in record["reason"] and "time_s" not in record
+    record = records(row=("chunked",), precision=("tf32",))["chunked"]
+    assert record["outcome"] == "unsupported" and "TF32" in record["reason"]
 
 
 def test_a_row_that_gets_an_option_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +274,8 @@ def test_a_row_that_gets_an_option_wrong_is_refused(monkeypatch: pytest.MonkeyPa
         return loss
 
     monkeypatch.setattr("lmsys.model.loss.linear_cross_entropy", row)
-    one = records(row=("chunked",))["chunked"]
-    assert one["outcome"] == "wrong" and "a z-loss" in one["reason"]
+    record = records(row=("chunked",))["chunked"]
+    assert record["outcome"] == "wrong" and "a z-loss" in record["reason"]
 
 
 def test_a_reference_without_room_is_an_error_of_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,10 +283,10 @@ def test_a_reference_without_room_is_an_error_of_the_bench(monkeypatch: pytest.M
         raise MemoryError("no room")
 
     monkeypatch.setattr(Inputs, "in_blocks", fails)
-    for one in records().values():
-        assert one["outcome"] == "error" and "the bench failed, not the row: no room" in one["reason"]
+    for record in records().values():
+        assert record["outcome"] == "error" and "the bench failed, not the row: no room" in record["reason"]
 
 
 def test_without_timing_rows_are_checked_only() -> None:
-    for one in records(timed=False).values():
-        assert one["outcome"] == "ok" and "not timed" in one["reason"] and "time_s" not in one
+    for record in records(timed=False).values():
+        assert record["outcome"] == "ok" and "not timed" in record["reason"] and "time_s" not in record

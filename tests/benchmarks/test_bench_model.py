@@ -1,4 +1,8 @@
-"""The language model's benchmark: which cases there are, what is wrong in them, and what their records say."""
+"""benchmarks/bench_model.py: the cases of the language model's benchmark, the rows that it refuses, and its records.
+
+Its rows are attention rows in our model, and Hugging Face's Llama. tests/benchmarks/test_model_spots.py tests how timed
+calls are judged.
+"""
 
 import sys
 from dataclasses import replace
@@ -42,34 +46,34 @@ needs_llama = pytest.mark.skipif(LLAMA.why_not(None) is not None, reason=str(LLA
 
 
 def records(device: str = "cpu", timed: bool = True, **values: Any) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """By mode, compile and attention row."""
+    """{(mode, compile, attention row): record}. `values`: other values of axes than those of TINY."""
     cases = cases_of(Model(), Settings(device=device), **(TINY | values))
-    found = [one.record for one in results(Model(), cases, device=device, timed=timed)]
-    assert [one["id"] for one in found] == [case.id for case in cases]
-    return {(one["mode"], one["compile"], one["impl"]): one for one in found}
+    measured = [result.record for result in results(Model(), cases, device=device, timed=timed)]
+    assert [record["id"] for record in measured] == [case.id for case in cases]
+    return {(record["mode"], record["compile"], record["impl"]): record for record in measured}
 
 
-def outcomes(found: dict[tuple[str, str, str], dict[str, Any]]) -> dict[tuple[str, str], str]:
-    """By mode and attention row."""
-    return {(mode, row): one["outcome"] for (mode, _, row), one in found.items()}
+def outcomes(by_key: dict[tuple[str, str, str], dict[str, Any]]) -> dict[tuple[str, str], str]:
+    """{(mode, attention row): outcome} of such records."""
+    return {(mode, row): record["outcome"] for (mode, _, row), record in by_key.items()}
 
 
 def test_each_sweep_has_cases_of_its_own_and_one_case_is_asked_whatever_the_sweep() -> None:
     words = ONE_CASE.split()
     texts = dict(zip(words[::2], words[1::2], strict=True))
     for name, sweep in SWEEPS.items():
-        for device, one in sweep.items():
+        for device, sweep_here in sweep.items():
             settings = Settings(device=device)
-            grids = [filled(grid, Model.axes, {}) for grid in one.grids["model"]]
+            grids = [filled(grid, Model.axes, {}) for grid in sweep_here.grids["model"]]
             ids = [case.id for grid in grids for case in Model().cases(grid, settings)]
-            assert ids and len(set(ids)) == len(ids) and not any("attention" in one for one in ids)
-            asked = Session(settings, one, texts=texts).add(Model)
-            assert name != "default" or asked == ["default-small-S512B4-bf16-step-eager-sdpa_flash"]
+            assert ids and len(set(ids)) == len(ids) and not any("attention" in case_id for case_id in ids)
+            chosen = Session(settings, sweep_here, texts=texts).add(Model)
+            assert name != "default" or chosen == ["default-small-S512B4-bf16-step-eager-sdpa_flash"]
 
 
 def test_a_model_takes_attention_rows_and_what_only_models_take() -> None:
     assert tuple(MODEL_ROWS) == (*ATTENTION, *MODELS_ONLY)
-    one, only, none, other, unknown = collect(
+    single, only, none, other, unknown = collect(
         [
             ["benchmarks", "-k", "model", *ONE_CASE.split()],
             ["benchmarks", "-k", "attention or model", "--sweep", "smoke", "--attention", "auto,llama"],
@@ -78,8 +82,8 @@ def test_a_model_takes_attention_rows_and_what_only_models_take() -> None:
             ["benchmarks", "-k", "model", "--attention", "lama"],
         ]
     )
-    assert one["ids"] == ["test_model[default-small-S512B4-bf16-step-eager-sdpa_flash]"]
-    assert {one.rpartition("-")[2] for one in only["ids"] if "NOTSET" not in one} == {"auto]", "llama]"}
+    assert single["ids"] == ["test_model[default-small-S512B4-bf16-step-eager-sdpa_flash]"]
+    assert {test_id.rpartition("-")[2] for test_id in only["ids"] if "NOTSET" not in test_id} == {"auto]", "llama]"}
     assert none["code"] == 4 and "--attention llama: what is selected has no case for these values" in none["said"]
     assert other["code"] == 4 and "--precision bf16: attention has no such axis" in other["said"]
     assert unknown["code"] == 4 and "unknown attention 'lama'; did you mean llama" in unknown["said"]
@@ -90,20 +94,21 @@ def test_every_mode_is_timed_and_accounted_for(precision: str) -> None:
     found = records(precision=(precision,))
     config = config_of("tiny", 8)
     assert {mode for mode, _, _ in found} == set(MODES)
-    for (mode, _, _), one in found.items():
-        assert one["outcome"] == "ok", one["reason"]
-        assert 0 <= one["error_ratio"] <= 1 and one["rounds"] >= 10 and one["peak_bytes"] > 0
-        assert one["num_parameters"] == model_parameters(config) and one["label"].startswith("auto: ")
-        assert (one["loss"] is None) == (mode == "forward") and one["attention"] in ATTENTION
-        weights = 4 * one["num_parameters"]  # bytes: what is held also are gradients, two moments, and small change
+    for (mode, _, _), record in found.items():
+        assert record["outcome"] == "ok", record["reason"]
+        assert 0 <= record["error_ratio"] <= 1 and record["rounds"] >= 10 and record["peak_bytes"] > 0
+        assert record["num_parameters"] == model_parameters(config) and record["label"].startswith("auto: ")
+        assert (record["loss"] is None) == (mode == "forward") and record["attention"] in ATTENTION
+        # Bytes of the weights. A step also holds their gradients, two moments, and some small tensors.
+        weights = 4 * record["num_parameters"]
         copies = {"optimizer": 4, "step": 3, "backward": 1, "train_forward": 1, "forward": 1}[mode]
-        assert one["held_bytes"] == pytest.approx(copies * weights, rel=0.01)
-        assert one["total_bytes"] == one["held_bytes"] + one["peak_bytes"]
+        assert record["held_bytes"] == pytest.approx(copies * weights, rel=0.01)
+        assert record["total_bytes"] == record["held_bytes"] + record["peak_bytes"]
         if mode == "optimizer":
-            assert one["flops"] is None and "flops_per_s" not in one
+            assert record["flops"] is None and "flops_per_s" not in record
             continue
-        assert one["mfu"] is None and one["flops"] == model_flops(config, tokens=8, context=8, mode=mode)
-        assert one["tokens_per_s"] == pytest.approx(8 / one["time_s"])
+        assert record["mfu"] is None and record["flops"] == model_flops(config, tokens=8, context=8, mode=mode)
+        assert record["tokens_per_s"] == pytest.approx(8 / record["time_s"])
     fraction = found["step", "eager", "auto"]["matmul_ceiling_fraction"]
     assert (fraction is None) == (precision == "fp16")
 
@@ -118,9 +123,8 @@ def test_llama_stands_beside_ours(precision: str) -> None:
         assert theirs["peer"] and theirs["label"] == "Hugging Face Llama" and not ours["peer"]
         assert theirs["comparison"] == ours["comparison"] and 0 <= theirs["error_ratio"] <= 1
         assert (theirs["loss"] is None) == (mode == "forward")
-        assert theirs["held_bytes"] == pytest.approx(
-            ours["held_bytes"], rel=0.01
-        )  # one set of weights, no other moments
+        # Llama shares our weights and has the same moments.
+        assert theirs["held_bytes"] == pytest.approx(ours["held_bytes"], rel=0.01)
         assert theirs["predicted_bytes"] is None and (ours["predicted_bytes"] is None) == (mode != "step")
 
 
@@ -129,7 +133,7 @@ def test_llama_stands_beside_ours(precision: str) -> None:
 def test_llama_stands_compiled_beside_ours() -> None:
     values = {"context": (128,), "precision": ("bf16",), "compile": ("compiled",)}
     found = records("cuda", attention=("auto", "llama"), **values)
-    assert set(outcomes(found).values()) == {"ok"}, [one["reason"] for one in found.values()]
+    assert set(outcomes(found).values()) == {"ok"}, [record["reason"] for record in found.values()]
     for mode in MODES:
         ours, theirs = (found[mode, "compiled", row] for row in ("auto", "llama"))
         assert theirs["held_bytes"] == pytest.approx(ours["held_bytes"], rel=0.02)
@@ -145,15 +149,15 @@ def test_a_grid_about_llama_has_no_cases_without_it() -> None:
 @pytest.mark.parametrize("mode", ["forward", "train_forward"])
 def test_a_llama_of_other_weights_is_wrong(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.model.llama.Llama._reordered", lambda self, name, x, rows: x)
-    (one,) = records(mode=(mode,), attention=("llama",)).values()
-    assert one["outcome"] == "wrong" and one["error_ratio"] > 1
+    (record,) = records(mode=(mode,), attention=("llama",)).values()
+    assert record["outcome"] == "wrong" and record["error_ratio"] > 1
 
 
 def test_without_transformers_llama_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "benchmarks.model.llama", raising=False)
     found = records(mode=("step",), attention=("auto", "llama"))
-    assert [one["outcome"] for one in found.values()] == ["ok", "unsupported"]
+    assert [record["outcome"] for record in found.values()] == ["ok", "unsupported"]
     assert "[peers]' brings it" in found["step", "eager", "llama"]["reason"]
 
 
@@ -161,21 +165,21 @@ def test_without_transformers_llama_is_unsupported(monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
 def test_compiled_rows_run_beside_eager_ones() -> None:
     found = records(compile=("eager", "compiled"), mode=("step",), attention=("sdpa_math",))
-    eager, compiled = (found["step", one, "sdpa_math"] for one in ("eager", "compiled"))
+    eager, compiled = (found["step", way, "sdpa_math"] for way in ("eager", "compiled"))
     assert eager["outcome"] == compiled["outcome"] == "ok", compiled["reason"]
     assert eager["comparison"] == compiled["comparison"] and compiled["compile_s"] > eager["compile_s"]
 
 
 def test_without_a_gpu_a_graph_and_tf32_are_unsupported() -> None:
-    """Fused blocks are checked all the same; only as a graph are they timed."""
+    """Fused blocks are checked on a CPU, too, but timed only as a CUDA graph."""
     found = records(compile=("eager", "graphed", "fused"), mode=("step",), attention=("sdpa_math",))
     fused = found["step", "fused", "sdpa_math"]
     assert fused["outcome"] == "unsupported" and "CUDA" in fused["reason"] and fused["error_ratio"] <= 1
     assert found["step", "eager", "sdpa_math"]["outcome"] == "ok" and not found["step", "eager", "sdpa_math"]["peer"]
     graphed = found["step", "graphed", "sdpa_math"]
     assert graphed["outcome"] == "unsupported" and ("CUDA" in graphed["reason"] or "compile" in graphed["reason"])
-    for one in records(precision=("tf32",), mode=("forward", "step")).values():
-        assert one["outcome"] == "unsupported" and "TF32" in one["reason"]
+    for record in records(precision=("tf32",), mode=("forward", "step")).values():
+        assert record["outcome"] == "unsupported" and "TF32" in record["reason"]
 
 
 def no_eps(x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
@@ -197,16 +201,16 @@ def sigmoid_of_exponentials(x: Tensor) -> Tensor:
     ("name", "wrong"), [("add_norm", no_eps), ("add_norm", squares_in_half), ("silu", sigmoid_of_exponentials)]
 )
 def test_blocks_that_only_normal_rows_pass_are_wrong(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only fused blocks are patched: the reference is made of others."""
-    asked: dict[str, Any] = {"compile": ("fused",), "mode": ("train_forward",), "precision": ("bf16",)}
+    """Only fused blocks are patched: the reference is computed by other functions."""
+    axes: dict[str, Any] = {"compile": ("fused",), "mode": ("train_forward",), "precision": ("bf16",)}
     with monkeypatch.context() as patch:
         patch.setattr(fused, "functions", SimpleNamespace(**vars(functions) | {name: wrong}))
         patch.setattr(fused, name, wrong, raising=name in vars(fused))
-        (one,) = records(timed=False, attention=("sdpa_math",), **asked).values()
-        assert one["outcome"] == "wrong", one["reason"]
+        (record,) = records(timed=False, attention=("sdpa_math",), **axes).values()
+        assert record["outcome"] == "wrong", record["reason"]
         patch.setattr("benchmarks.model.cases.write_model", lambda parameters: None)
-        (one,) = records(timed=False, attention=("sdpa_math",), **asked).values()
-        assert one["outcome"] == "unsupported" and one["error_ratio"] <= 1  # right, and only graphs are timed
+        (record,) = records(timed=False, attention=("sdpa_math",), **axes).values()
+        assert record["outcome"] == "unsupported" and record["error_ratio"] <= 1  # right, and only graphs are timed
 
 
 @pytest.mark.gpu
@@ -216,11 +220,11 @@ def test_a_graph_is_measured_beside_what_it_replays(monkeypatch: pytest.MonkeyPa
 
     for precision in ("bf16", "fp16"):
         found = found_in(precision)
-        for (mode, way, _), one in found.items():
+        for (mode, way, _), record in found.items():
             expected = "ok" if mode == "step" or way == "compiled" else "unsupported"
-            assert one["outcome"] == expected, one["reason"]
+            assert record["outcome"] == expected, record["reason"]
         compiled, *replayed = (found["step", way, "auto"]["peak_bytes"] for way in ("compiled", "graphed", "fused"))
-        workspaces = 2**26  # of cuBLAS, which keeps one for each stream
+        workspaces = 2**26  # bytes that cuBLAS keeps for each stream
         for peak in replayed:
             assert 0.7 * compiled < peak < 1.3 * compiled + workspaces
     record = GraphedGradients.record
@@ -246,21 +250,22 @@ def test_what_is_kept_and_the_narrow_stream_stand_beside_the_default() -> None:
     values: dict[str, Any] = {"precision": ("bf16",), "mode": ("forward", "step"), "attention": ("sdpa_flash",)}
     values |= {"checkpoint": ("none", "whole*1,matmuls*1"), "residual": ("wide", "narrow")}
     cases = cases_of(Model(), **(TINY | values))
-    found = {case.id: one.record for case, one in zip(cases, results(Model(), cases), strict=True)}
-    assert [name.removeprefix("s-tiny-S8B1-bf16-").removesuffix("-sdpa_flash") for name in found] == [
+    by_id = {case.id: result.record for case, result in zip(cases, results(Model(), cases), strict=True)}
+    assert [name.removeprefix("s-tiny-S8B1-bf16-").removesuffix("-sdpa_flash") for name in by_id] == [
         *("forward-eager", "forward-eager-narrow", "step-eager", "step-eager-narrow"),
         *("step-eager-Cw1m1", "step-eager-Cw1m1-narrow"),
     ]
-    steps = [one for one in found.values() if one["mode"] == "step"]
-    assert len({one["comparison"] for one in steps}) == 1
-    for one in found.values():
-        assert one["outcome"] == "ok" and 0 < one["error_ratio"] <= 1, one["reason"]
-        runtime = {"checkpoint_blocks": one["checkpoint"], "residual": one["residual"]}
+    steps = [record for record in by_id.values() if record["mode"] == "step"]
+    assert len({record["comparison"] for record in steps}) == 1
+    for record in by_id.values():
+        assert record["outcome"] == "ok" and 0 < record["error_ratio"] <= 1, record["reason"]
+        runtime = {"checkpoint_blocks": record["checkpoint"], "residual": record["residual"]}
         config = replace(config_of("tiny", 8), **runtime)
-        predicted = training_memory(config, 1, 8, "bf16").peak if one["mode"] == "step" else None
-        assert one["predicted_bytes"] == predicted
-    errors = [one["gradient_error"] for one in steps]
-    assert 0 < errors[0] == errors[2] < errors[1] == errors[3] < 0.1  # narrow ones are farther off, by what is right
+        predicted = training_memory(config, 1, 8, "bf16").peak if record["mode"] == "step" else None
+        assert record["predicted_bytes"] == predicted
+    errors = [record["gradient_error"] for record in steps]
+    # A narrow residual stream is farther from exact gradients, and as far as is allowed.
+    assert 0 < errors[0] == errors[2] < errors[1] == errors[3] < 0.1
 
 
 def test_a_stream_that_is_rounded_more_than_it_says_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +279,7 @@ def test_a_stream_that_is_rounded_more_than_it_says_is_wrong(monkeypatch: pytest
     monkeypatch.setattr(TransformerLM, "hidden", coarse)
     values = {"precision": ("bf16",), "residual": ("wide", "narrow"), "mode": ("step",), "attention": ("sdpa_flash",)}
     cases = cases_of(Model(), **(TINY | values))
-    wide, narrow = (one.record for one in results(Model(), cases, timed=False))
+    wide, narrow = (result.record for result in results(Model(), cases, timed=False))
     assert wide["outcome"] == "ok" and narrow["outcome"] == "wrong" and narrow["error_ratio"] > 1
 
 
@@ -289,9 +294,9 @@ def test_a_stream_that_is_rounded_more_than_it_says_is_wrong(monkeypatch: pytest
     ],
 )
 def test_what_cannot_be_kept_so_is_unsupported(values: dict[str, Any], reason: str) -> None:
-    (one,) = records(mode=("step",), **values).values()
-    assert one["outcome"] == "unsupported"
-    assert reason in one["reason"] or ("llama" in values.get("attention", ()) and LLAMA.why_not(None))
+    (record,) = records(mode=("step",), **values).values()
+    assert record["outcome"] == "unsupported"
+    assert reason in record["reason"] or ("llama" in values.get("attention", ()) and LLAMA.why_not(None))
 
 
 @pytest.mark.gpu
@@ -300,9 +305,9 @@ def test_levels_that_fit_are_chosen_and_every_level_runs_compiled_and_graphed() 
     levels = ("none", "matmuls", "attention", "whole", "attention*6,matmuls*6", "fit")
     ways = {"checkpoint": levels, "compile": ("eager", "compiled", "graphed"), "mode": ("step",)}
     cases = cases_of(Model(), Settings(device="cuda"), **(TINY | values | ways))
-    found = [one.record for one in results(Model(), cases, device="cuda")]
-    assert {one["outcome"] for one in found} == {"ok"}, [one["reason"] for one in found]
-    assert {one["levels"] for one in found if one["checkpoint"] == "fit"} == {"none*12"}
+    found = [result.record for result in results(Model(), cases, device="cuda")]
+    assert {record["outcome"] for record in found} == {"ok"}, [record["reason"] for record in found]
+    assert {record["levels"] for record in found if record["checkpoint"] == "fit"} == {"none*12"}
 
 
 def test_wrong_oom_and_broken_rows_are_cells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,8 +338,8 @@ def test_what_fails_outside_a_row_fails_every_case(what: str, outcome: str, monk
         raise MemoryError("no room")
 
     monkeypatch.setattr(f"benchmarks.{what}", fails)
-    for one in records().values():
-        assert one["outcome"] == outcome and "no room" in one["reason"]
+    for record in records().values():
+        assert record["outcome"] == outcome and "no room" in record["reason"]
 
 
 def test_a_reference_without_room_is_of_half_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,25 +354,25 @@ def test_a_reference_without_room_is_of_half_the_batch(monkeypatch: pytest.Monke
     monkeypatch.setattr(Gate, "judge", fits_two)
     found = records(batch=(8,), mode=("step",))
     assert batches == [8, 4, 2]
-    assert all(one["outcome"] == "ok" and one["batch"] == 8 for one in found.values())
+    assert all(record["outcome"] == "ok" and record["batch"] == 8 for record in found.values())
 
 
 def test_a_loss_that_is_no_longer_finite_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.model.rig.LEARNING_RATE", 1e30)
-    one = records(mode=("step",))["step", "eager", "auto"]
-    assert one["outcome"] == "wrong" and "right before it was timed, not in timed call" in one["reason"]
+    record = records(mode=("step",))["step", "eager", "auto"]
+    assert record["outcome"] == "wrong" and "right before it was timed, not in timed call" in record["reason"]
 
 
 def test_the_study_of_warm_up_starts_cold_each_time() -> None:
-    (one,) = records(mode=("forward",), warmup=(0,)).values()
-    assert one["outcome"] == "ok", one["reason"]
-    assert one["warmup_steps"] == 0 and one["rounds"] == 10 and one["std_s"] > 0
-    assert one["id"] == "s-tiny-S8B1-fp32-W0-forward-eager-auto"
+    (record,) = records(mode=("forward",), warmup=(0,)).values()
+    assert record["outcome"] == "ok", record["reason"]
+    assert record["warmup_steps"] == 0 and record["rounds"] == 10 and record["std_s"] > 0
+    assert record["id"] == "s-tiny-S8B1-fp32-W0-forward-eager-auto"
 
 
 def test_without_timing_rows_are_checked_only() -> None:
-    for one in records(timed=False).values():
-        assert one["outcome"] == "ok" and "not timed" in one["reason"] and "time_s" not in one
+    for record in records(timed=False).values():
+        assert record["outcome"] == "ok" and "not timed" in record["reason"] and "time_s" not in record
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""Training steps of large models: which cases there are, what is wrong in them, and what their records say."""
+"""benchmarks/bench_steps.py: training steps of large models, which rows are wrong, and their records.
+
+A row trains alone on all ranks (`Alone` is a rank's account of it), and is wrong if the loss on its only batch does not
+fall, or a number is NaN or infinite. Most tests make up such accounts; no large model is trained here.
+"""
 
 import importlib.util
 import math
@@ -36,6 +40,7 @@ from lmsys.measure.sensors import Reading
 from tests.support import harness
 
 TINY: dict[str, Any] = {"size": ("tiny",), "context": (16,), "batch": (1,), "world_size": (2,), "strategy": ("fsdp",)}
+# A rank's account of a right row: MOST is memory, TIMES are seconds by kind of work.
 MOST = {"first_step_s": 9.0, "held_bytes": 100, "total_bytes": 300}
 TIMES = {"optimizer_s": 0.25, "profiled_s": 3.0, "communication_s": 0.5, "exposed_s": 0.125}
 FINE = Alone("0", MOST, [2.0, 1.0], [], True, {f"{kind}_s": 0.5 for kind in ALL_KINDS} | TIMES, [])
@@ -43,6 +48,7 @@ LOSSES = st.lists(st.floats(0.5, 20.0), min_size=STAGES, max_size=40)
 
 
 def alone(losses: list[float], finite: bool = True) -> Alone:
+    """A rank's account with these losses. `finite`: False if a weight is NaN or infinite afterwards."""
     return replace(FINE, losses=losses, finite=finite)
 
 
@@ -55,14 +61,14 @@ def test_sweeps_have_cases_where_there_are_ranks(monkeypatch: pytest.MonkeyPatch
     assert smoke == [f"smoke-tiny-S32B1-bf16-W2-{row}-Ca1m1" for row in ("fsdp", "torch_fsdp2")]
     for gpus in (1, 2, 8):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        found = Session(Settings(device="cuda"), SWEEPS["full"]["cuda"]).add(TrainingSteps)
-        first = [one for one in found if one.startswith("8b-")]
-        assert len(set(found)) == len(found) and len(first) == (gpus > 1) * 3
-        assert len(found) - len(first) == (gpus > 1) * 3 * 3 * 6  # fsdp, and torch_fsdp2 with two models
-        assert not any(word in one for one in found for word in ("attention", "model", "training", "parallel"))
+        ids = Session(Settings(device="cuda"), SWEEPS["full"]["cuda"]).add(TrainingSteps)
+        first = [case_id for case_id in ids if case_id.startswith("8b-")]
+        assert len(set(ids)) == len(ids) and len(first) == (gpus > 1) * 3
+        assert len(ids) - len(first) == (gpus > 1) * 3 * 3 * 6  # three rows: fsdp, and torch_fsdp2 with two models
+        assert not any(word in case_id for case_id in ids for word in ("attention", "model", "training", "parallel"))
         eight = f"8b-8b-S32768B1-bf16-compiled-W{gpus}"
         assert gpus == 1 or {f"{eight}-fsdp-Ca12m22-narrow", f"{eight}-torch_fsdp2-llama-Ca-narrow"} < {*first}
-        assert not any("fsdp-llama" in one for one in found)
+        assert not any("fsdp-llama" in case_id for case_id in ids)
 
 
 def test_the_model_is_that_of_the_leaderboard() -> None:
@@ -77,9 +83,9 @@ def test_losses_that_fall_are_right_and_those_of_any_other_order_are_not(losses:
     falling = sorted({round(loss, 6) for loss in losses}, reverse=True)
     size = -(-len(losses) // STAGES)
     means = [math.fsum(part) / len(part) for part in (losses[at : at + size] for at in range(0, len(losses), size))]
-    told = why_wrong([alone(losses)])
-    assert (told is None) == (means == sorted(set(means), reverse=True))
-    assert told is None or "on one batch the loss must fall" in told
+    reason = why_wrong([alone(losses)])
+    assert (reason is None) == (means == sorted(set(means), reverse=True))
+    assert reason is None or "on one batch the loss must fall" in reason
     assert len(falling) < 2 or why_wrong([alone(falling)]) is None
 
 
@@ -107,24 +113,24 @@ def test_a_record_holds_the_rank_with_most_memory_and_the_kernels_of_the_slowest
         FINE.times | {"communication_s": 9.0, "optimizer_s": 9.0},
     )
     waits = replace(alone([3.0, 2.0]), most=most, times=times)
-    found = findings_of([alone([3.0, 2.0]), waits])
-    assert (found["held_bytes"], found["peak_bytes"], found["total_bytes"]) == (150, 150, 300)
-    assert found["sm_clock_mhz"] is found["power_w"] is None
+    fields = findings_of([alone([3.0, 2.0]), waits])
+    assert (fields["held_bytes"], fields["peak_bytes"], fields["total_bytes"]) == (150, 150, 300)
+    assert fields["sm_clock_mhz"] is fields["power_w"] is None
     hot = [replace(alone([1.0]), readings=[Reading(1500.0, power_w=watts)] * 3) for watts in (690.0, 700.0)]
     assert (findings_of(hot)["sm_clock_mhz"], findings_of(hot)["power_w"]) == (1500.0, 695.0)
-    assert found["optimizer_s"] == 0.25 and found["losses"] == [3.0, 2.0] and found["last_loss"] == 2.0
+    assert fields["optimizer_s"] == 0.25 and fields["losses"] == [3.0, 2.0] and fields["last_loss"] == 2.0
 
 
 def test_shares_are_those_of_a_rank() -> None:
     (case,) = cases_of(precision=("bf16",))
     gpu = "NVIDIA H100 80GB HBM3"
     ceilings, sustained = ({"matmul_flops_per_s": {"bfloat16": rate}} for rate in (8e14, 4e14))
-    found = step_rates(case, 0.5, {"gpu": gpu, "ceilings": ceilings, "sustained": sustained})
+    fields = step_rates(case, 0.5, {"gpu": gpu, "ceilings": ceilings, "sustained": sustained})
     flops, stated = model_flops(case.config, tokens=2 * 16, context=16, mode="step"), peak_flops_per_s(gpu, "bf16")
-    assert found["flops"] == flops and found["tokens_per_s"] == 2 * 16 / 0.5 and stated
-    assert found["mfu"] == pytest.approx(flops / 0.5 / (2 * stated))
-    assert found["matmul_ceiling_fraction"] == pytest.approx(flops / 2 / 0.5 / 8e14)
-    assert found["sustained_ceiling_fraction"] == pytest.approx(2 * found["matmul_ceiling_fraction"])
+    assert fields["flops"] == flops and fields["tokens_per_s"] == 2 * 16 / 0.5 and stated
+    assert fields["mfu"] == pytest.approx(flops / 0.5 / (2 * stated))
+    assert fields["matmul_ceiling_fraction"] == pytest.approx(flops / 2 / 0.5 / 8e14)
+    assert fields["sustained_ceiling_fraction"] == pytest.approx(2 * fields["matmul_ceiling_fraction"])
 
 
 def test_llama_has_no_stream_wider_than_its_matmuls() -> None:
@@ -142,10 +148,10 @@ def test_llama_has_no_stream_wider_than_its_matmuls() -> None:
 def test_llama_trains_as_our_model_does_by_whatever_it_keeps() -> None:
     kept = {"checkpoint": ("attention*1,matmuls*1", "whole"), "precision": ("bf16",), "residual": ("narrow",)}
     cases = cases_of(strategy=("torch_fsdp2",), model=("ours", "llama"), **kept, steps=8)
-    ours, _, *theirs = (one.record for one in harness.results(TrainingSteps(), cases))
-    for one in theirs:
-        assert one["outcome"] == "ok", one["reason"]
-        assert one["losses"] == pytest.approx(ours["losses"], rel=1e-3)
+    ours, _, *theirs = (result.record for result in harness.results(TrainingSteps(), cases))
+    for record in theirs:
+        assert record["outcome"] == "ok", record["reason"]
+        assert record["losses"] == pytest.approx(ours["losses"], rel=1e-3)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
@@ -157,7 +163,7 @@ def test_steps_by_muon_train(strategy: str) -> None:
 
 
 class Answers(Ranks):
-    """Ranks that answer without running: what each row is told to have found."""
+    """Ranks that run nothing, and return made-up accounts: `found` is {row: account of each rank}."""
 
     def __init__(self, found: dict[str, list[Alone]]) -> None:
         self.found = found
@@ -171,12 +177,12 @@ class Answers(Ranks):
 
 def test_a_row_that_does_not_train_is_wrong_and_has_no_time() -> None:
     right = [alone([4.0, 3.0, 2.0, 1.0])] * 2
-    found = {"fsdp": right, "naive": [alone([1.0, 2.0, 3.0, 4.0])] * 2, "flat": [right[0], alone([], finite=False)]}
+    accounts = {"fsdp": right, "naive": [alone([1.0, 2.0, 3.0, 4.0])] * 2, "flat": [right[0], alone([], finite=False)]}
     cases = cases_of(strategy=("fsdp", "naive", "flat", "zero1"))
     runner = harness.runner()
-    runner.__dict__["ranks"] = Answers(found)
-    records = {one.record["impl"]: one.record for one in runner.run(TrainingSteps(), cases)}
-    assert {name: one["outcome"] for name, one in records.items()} == {"fsdp": "ok"} | dict.fromkeys(
+    runner.__dict__["ranks"] = Answers(accounts)
+    records = {result.record["impl"]: result.record for result in runner.run(TrainingSteps(), cases)}
+    assert {name: record["outcome"] for name, record in records.items()} == {"fsdp": "ok"} | dict.fromkeys(
         ("naive", "flat", "zero1"), "wrong"
     )
     assert "the loss must fall" in records["naive"]["reason"] and "a weight is NaN" in records["flat"]["reason"]
@@ -193,11 +199,11 @@ def test_compiled_steps_train_on_two_gpus() -> None:
     kept = {"checkpoint": ("attention*6,matmuls*6", "whole"), "residual": ("narrow",), "steps": 20}
     cases = cases_of(strategy=("fsdp", "torch_fsdp2"), **values, **kept)
     cases = [replace(case, device="cuda") for case in cases]
-    found = [one.record for one in harness.results(TrainingSteps(), cases, device="cuda")]
-    assert {one["outcome"] for one in found} == {"ok"}, [one["reason"] for one in found]
-    for one in found:
-        total = sum(one[f"{kind}_s"] for kind in KERNELS) + one["optimizer_s"] + one["exposed_s"]
-        assert total < 1.2 * one["profiled_s"]
+    records = [result.record for result in harness.results(TrainingSteps(), cases, device="cuda")]
+    assert {record["outcome"] for record in records} == {"ok"}, [record["reason"] for record in records]
+    for record in records:
+        total = sum(record[f"{kind}_s"] for kind in KERNELS) + record["optimizer_s"] + record["exposed_s"]
+        assert total < 1.2 * record["profiled_s"]
         known = peak_flops_per_s(torch.cuda.get_device_name(), "bf16")
-        peak = one["world_size"] * (known or max(PEAK_FLOPS_PER_S.values()))
-        assert one["matmul_s"] + one["attention_s"] > one["flops"] / peak  # less would be missed kernels
+        peak = record["world_size"] * (known or max(PEAK_FLOPS_PER_S.values()))
+        assert record["matmul_s"] + record["attention_s"] > record["flops"] / peak  # a smaller sum would lack kernels

@@ -1,4 +1,8 @@
-"""The benchmark of whole trainings: its cases, what makes one wrong, what is kept of a run that was interrupted."""
+"""benchmarks/bench_training.py: its cases, which trainings are wrong, and what an interrupted run keeps.
+
+STRATEGIES is a user's file with wrong strategies. A training is judged by its loss curve, and by the norm of its first
+gradient. The corpus is a small one, and a model trains for seconds.
+"""
 
 import math
 from collections.abc import Iterator
@@ -38,7 +42,7 @@ class one_percent_off(Naive):
 
 
 class late(Naive):
-    """Right in the first step, and no synchronization later."""
+    """Synchronizes only in the first step."""
 
     def _synchronize(self):
         if not hasattr(self, "begun"):
@@ -47,7 +51,7 @@ class late(Naive):
 
 
 class apart(Naive):
-    """A parameter that hardly matters is left to each rank."""
+    """Leaves one parameter, which hardly matters, unsynchronized."""
 
     def _synchronize(self):
         kept = self.trainable[1].grad.clone()
@@ -79,7 +83,7 @@ OTHERS = "attention", "model", "loss", "anatomy", "precision", "data_parallel", 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The modules here in the place of the standard library's."""
+    """The corpus is the text of benchmarks/*.py, in place of the standard library's modules."""
     file = tmp_path_factory.mktemp("corpus") / "text"
     sources = sorted(Path(text.__file__).parents[1].glob("*.py"))
     file.write_text("".join(path.read_text() + END_OF_TEXT for path in sources))
@@ -92,22 +96,22 @@ def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def cases_of(**changes: Any) -> list[TrainingCase]:
-    """The cases of a sweep's grid; none of its values is from the command line."""
+    """The cases of a grid with the values of TINY, but for `changes`."""
     session = Session(Settings(device="cpu"), Sweep(grids={"training": (Grid("s", **(TINY | changes)),)}))
     return [session._cases["training", name] for name in session.add(Training)]
 
 
 def runner(ranks: Ranks, **changes: Any) -> Runner:
-    found = harness.runner(seconds_per_row=0.0, **changes)
-    found.__dict__["ranks"] = ranks
-    return found
+    made = harness.runner(seconds_per_row=0.0, **changes)
+    made.__dict__["ranks"] = ranks
+    return made
 
 
-def records(one: Runner, **changes: Any) -> dict[str, dict[str, Any]]:
-    """By attention row and strategy."""
-    found = [result.record for result in one.run(Training(), cases_of(**changes))]
-    assert sorted(one["id"] for one in found) == sorted(case.id for case in cases_of(**changes))
-    return {one["impl"]: record.check_record(one) for one in found}
+def records(trainer: Runner, **changes: Any) -> dict[str, dict[str, Any]]:
+    """{"attention row-strategy": record} of these cases, by this runner."""
+    measured = [result.record for result in trainer.run(Training(), cases_of(**changes))]
+    assert sorted(row["id"] for row in measured) == sorted(case.id for case in cases_of(**changes))
+    return {row["impl"]: record.check_record(row) for row in measured}
 
 
 def test_every_sweep_has_cases_of_its_own() -> None:
@@ -115,11 +119,11 @@ def test_every_sweep_has_cases_of_its_own() -> None:
         for device in sweep.values():
             ids = Session(Settings(device="cpu"), device).add(Training)
             assert ids and len(set(ids)) == len(ids)
-            assert not any(word in one for one in ids for word in OTHERS)
+            assert not any(word in case_id for case_id in ids for word in OTHERS)
 
 
 def test_the_matrix_is_that_of_the_sources() -> None:
-    (grid,) = (one for one in SWEEPS["full"]["cuda"].grids["training"] if one.name == "matrix")
+    (grid,) = (grid for grid in SWEEPS["full"]["cuda"].grids["training"] if grid.name == "matrix")
     cases = cases_of(**{"batch": (8,), "precision": ("bf16",), "val_tokens": 65_536, **grid, "world_size": (2,)})
     assert len(cases) == 4 * 7 and len({case.group for case in cases}) == 1
     assert {case.global_batch for case in cases} == {16} and cases[0].steps * cases[0].epochs >= CURVE_STEPS
@@ -143,7 +147,7 @@ def test_the_command_line_names_rows_and_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "text", "said"),
+    ("option", "text", "message"),
     [
         ("--epochs", "1", "--epochs '1': must be at least 2"),
         ("--epochs", "2,3", "--epochs '2,3': must be a positive whole number"),
@@ -151,8 +155,8 @@ def test_the_command_line_names_rows_and_sizes() -> None:
         ("--val-tokens", "many", "--val-tokens 'many': must be a positive whole number"),
     ],
 )
-def test_a_bad_value_is_refused(option: str, text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_bad_value_is_refused(option: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         given_axes(Training.axes, {option: text})
 
 
@@ -171,9 +175,9 @@ def test_tokens_that_fill_no_step_or_window_are_refused() -> None:
 
 
 def test_tokens_are_the_texts_and_as_many_as_asked_for() -> None:
-    found = tokens_of(1000, 50, 300)
-    assert [len(np.load(path)) for path in found] == [1001, 51]
-    assert tokens_of(1000, 50, 300) == found, "made once a run"
+    paths = tokens_of(1000, 50, 300)
+    assert [len(np.load(path)) for path in paths] == [1001, 51]
+    assert tokens_of(1000, 50, 300) == paths, "made once a run"
     with pytest.raises(Unsupported, match=r"--train-tokens 10000000: must be less than \d+, which is all"):
         tokens_of(10_000_000, 50, 300)
 
@@ -199,27 +203,27 @@ def test_all_that_can_be_trained_has_one_curve(two_ranks: Ranks) -> None:
     one_run = runner(two_ranks)
     one_run.say = said.append
     strategies = ("none", "zero1", "torch_ddp_tuned", "torch_fsdp2")
-    found = records(one_run, attention=("sdpa_flash",), strategy=strategies)
-    assert "torch_fsdp2" in found["sdpa_flash-torch_fsdp2"]["reason"]
-    assert found.pop("sdpa_flash-torch_fsdp2")["outcome"] == "unsupported"
-    for one in found.values():
-        assert one["outcome"] == "ok", one["reason"]
-        assert one["rounds"] == 2 and one["steps"] == 15 and one["steps_per_epoch"] == 5 and one["tokens"] == 320
-        assert one["tokens_per_s"] == pytest.approx(320 / one["time_s"])
-        assert one["error_ratio"] <= 1 and one["curve_difference"] <= 1e-3 and one["first_step_s"] > 0
-        assert len(one["curve_steps"]) == len(one["curve_losses"]) == 15 <= CURVE_POINTS + 1
-        assert one["world_size"] == (1 if one["strategy"] == "none" else 2)
-        assert one["peak_bytes"] == max(one["rank_peak_bytes"]) > 4 * one["num_parameters"]
-        assert len(one["rank_peak_bytes"]) == one["world_size"] and one["loss"] == one["curve_losses"][-1]
-    held_out = [one["valid_loss"] for one in found.values()]
+    by_row = records(one_run, attention=("sdpa_flash",), strategy=strategies)
+    assert "torch_fsdp2" in by_row["sdpa_flash-torch_fsdp2"]["reason"]
+    assert by_row.pop("sdpa_flash-torch_fsdp2")["outcome"] == "unsupported"
+    for row in by_row.values():
+        assert row["outcome"] == "ok", row["reason"]
+        assert row["rounds"] == 2 and row["steps"] == 15 and row["steps_per_epoch"] == 5 and row["tokens"] == 320
+        assert row["tokens_per_s"] == pytest.approx(320 / row["time_s"])
+        assert row["error_ratio"] <= 1 and row["curve_difference"] <= 1e-3 and row["first_step_s"] > 0
+        assert len(row["curve_steps"]) == len(row["curve_losses"]) == 15 <= CURVE_POINTS + 1
+        assert row["world_size"] == (1 if row["strategy"] == "none" else 2)
+        assert row["peak_bytes"] == max(row["rank_peak_bytes"]) > 4 * row["num_parameters"]
+        assert len(row["rank_peak_bytes"]) == row["world_size"] and row["loss"] == row["curve_losses"][-1]
+    held_out = [row["valid_loss"] for row in by_row.values()]
     assert max(held_out) - min(held_out) < 1e-3
-    assert found["sdpa_flash-none"]["curve_losses"][-1] < found["sdpa_flash-none"]["curve_losses"][0]
+    assert by_row["sdpa_flash-none"]["curve_losses"][-1] < by_row["sdpa_flash-none"]["curve_losses"][0]
     assert any("[2/4] sdpa_flash-zero1" in line and "tokens/s" in line for line in said)
     assert sum("the reference: naive attention" in line for line in said) == 1
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"train_tokens": 10}, "--train-tokens 10: must be at least 64"),
         ({"bucket_mb": ("auto",), "strategy": ("bucketed",)}, "--bucket-mb is to name MiB"),
@@ -231,15 +235,15 @@ def test_all_that_can_be_trained_has_one_curve(two_ranks: Ranks) -> None:
         ({"attention": ("sdpa_cudnn",)}, "CUDA"),
     ],
 )
-def test_what_cannot_run_is_a_cell_with_its_reason(changes: dict[str, Any], said: str, two_ranks: Ranks) -> None:
-    for one in records(runner(two_ranks), **changes).values():
-        assert one["outcome"] == "unsupported" and said in one["reason"]
+def test_what_cannot_run_is_a_cell_with_its_reason(changes: dict[str, Any], reason: str, two_ranks: Ranks) -> None:
+    for row in records(runner(two_ranks), **changes).values():
+        assert row["outcome"] == "unsupported" and reason in row["reason"]
 
 
 def test_without_timing_cases_are_checked_only(two_ranks: Ranks) -> None:
-    for one in records(runner(two_ranks, timed=False), strategy=("bucketed",)).values():
-        assert one["outcome"] == "ok" and "not timed" in one["reason"] and "time_s" not in one
-        assert one["steps"] == 15 and one["curve_difference"] <= 1e-3
+    for row in records(runner(two_ranks, timed=False), strategy=("bucketed",)).values():
+        assert row["outcome"] == "ok" and "not timed" in row["reason"] and "time_s" not in row
+        assert row["steps"] == 15 and row["curve_difference"] <= 1e-3
 
 
 def test_what_an_interrupted_run_measured_is_kept_and_resumed(
@@ -282,14 +286,14 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(
 def test_what_is_wrong_or_fails_is_a_case(two_ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(STRATEGIES)
     own = tuple(f"{tmp_path}/own.py:{name}" for name in ("one_percent_off", "late", "apart", "broken"))
-    found = records(runner(two_ranks), strategy=own)
-    outcomes = {name.removeprefix("naive-"): one["outcome"] for name, one in found.items()}
+    by_row = records(runner(two_ranks), strategy=own)
+    outcomes = {name.removeprefix("naive-"): row["outcome"] for name, row in by_row.items()}
     wrong = dict.fromkeys(("one_percent_off", "late", "apart"), "wrong")
-    assert outcomes == wrong | {"broken": "error"}, [one["reason"] for one in found.values()]
-    off = found["naive-one_percent_off"]
+    assert outcomes == wrong | {"broken": "error"}, [row["reason"] for row in by_row.values()]
+    off = by_row["naive-one_percent_off"]
     assert "the first gradient's norm, off by 0.99 %" in off["reason"] and off["error_ratio"] > 5
     assert off["norm_difference"] == pytest.approx(0.0099, abs=1e-4) and "time_s" not in off
-    failed = found["naive-broken"]["reason"]
+    failed = by_row["naive-broken"]["reason"]
     assert "rank 1 failed" in failed and "no such collective" in failed
 
 
@@ -298,5 +302,5 @@ def test_what_fails_in_the_reference_is_no_rows_fault(two_ranks: Ranks, monkeypa
         raise MemoryError("no room")
 
     monkeypatch.setattr("benchmarks.bench_training.tokens_of", fails)
-    for one in records(runner(two_ranks)).values():
-        assert (one["outcome"], one["reason"]) == ("oom", "the bench failed, not the row: the reference: no room")
+    for row in records(runner(two_ranks)).values():
+        assert (row["outcome"], row["reason"]) == ("oom", "the bench failed, not the row: the reference: no room")

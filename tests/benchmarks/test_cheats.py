@@ -1,4 +1,8 @@
-"""No row that cheats gets a figure, in any run; and no honest one is refused."""
+"""Cheating attention rows (tests/support/cheats.py) are recorded as wrong, without a time; honest rows are not.
+
+A cheat is right while it is checked, and fast or wrong while it is timed. A new cheat in CHEATS is tested here by
+itself.
+"""
 
 from collections.abc import Iterator
 from itertools import product
@@ -16,7 +20,7 @@ from tests.support.cheats import CHEATS, forget
 from tests.support.variants import some
 
 SHAPE = {"cpu": (1, 4, 2, 200, 200, 32), "cuda": (2, 8, 4, 1024, 1024, 64)}
-SMALLER = (1, 2, 1, 100, 100, 32)  # of kernels that are interpreted, for seconds
+SMALLER = (1, 2, 1, 100, 100, 32)  # the shape for Triton's interpreter, which takes seconds
 DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 DTYPES = "float32", "float16", "bfloat16"
 WAYS = [
@@ -28,6 +32,7 @@ WAYS = [
 
 @pytest.fixture(autouse=True)
 def leave_no_trace() -> Iterator[None]:
+    """Empties what cheats remember, and puts back functions that they have replaced."""
     forget()
     guard = Guard()
     yield
@@ -37,8 +42,8 @@ def leave_no_trace() -> Iterator[None]:
 def record_of(entry: Entry, direction: str, device: str, dtype: str = "", **settings: Any) -> dict[str, Any]:
     shape = SMALLER if device == "cpu" and "triton" in entry.name else SHAPE[device]
     case = AttentionTest("cheats", entry, device, *shape, dtype or DTYPE[device], True, direction)
-    found = harness.records(Attention(), [case], device=device, seconds_per_row=0.02, **settings)
-    return found[entry.name]
+    by_row = harness.records(Attention(), [case], device=device, seconds_per_row=0.02, **settings)
+    return by_row[entry.name]
 
 
 def cheated(name: str, direction: str, device: str, **settings: Any) -> dict[str, Any]:
@@ -48,40 +53,42 @@ def cheated(name: str, direction: str, device: str, **settings: Any) -> dict[str
 
 
 def test_there_are_enough_of_them() -> None:
-    assert len(CHEATS) >= 20 and len({one.family for one in CHEATS.values()}) >= 8
-    assert sum("cpu" in one.devices for one in CHEATS.values()) >= 20
+    assert len(CHEATS) >= 20 and len({cheat.family for cheat in CHEATS.values()}) >= 8
+    assert sum("cpu" in cheat.devices for cheat in CHEATS.values()) >= 20
 
 
 @pytest.mark.parametrize("run", some(list(range(10)), one_in=10))
 @pytest.mark.parametrize(("name", "direction"), WAYS)
 def test_a_cheat_is_refused(name: str, direction: str, run: int, device: str) -> None:
     torch.manual_seed(run)
-    found = cheated(name, direction, device)
-    assert found["outcome"] == "wrong" and "time_s" not in found, found
-    if not CHEATS[name].seen_at_once and "allowed error" in found["reason"]:
-        assert found["reason"].startswith("right before it was timed")
+    record = cheated(name, direction, device)
+    assert record["outcome"] == "wrong" and "time_s" not in record, record
+    if not CHEATS[name].seen_at_once and "allowed error" in record["reason"]:
+        assert record["reason"].startswith("right before it was timed")
 
 
 @pytest.mark.parametrize(("name", "direction"), WAYS)
 def test_it_would_pass_where_nothing_is_timed(name: str, direction: str, device: str) -> None:
-    found = cheated(name, direction, device, timed=False)
-    assert found["outcome"] == ("wrong" if CHEATS[name].seen_at_once else "ok"), found["reason"]
+    record = cheated(name, direction, device, timed=False)
+    assert record["outcome"] == ("wrong" if CHEATS[name].seen_at_once else "ok"), record["reason"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("name", "direction"), [("rough_when_timed", "fwd"), ("rough_gradients_when_timed", "bwd")])
 def test_less_precision_is_seen_in_narrow_dtypes_too(name: str, direction: str, dtype: str, device: str) -> None:
-    found = cheated(name, direction, device, dtype=dtype)
-    assert found["outcome"] == "wrong" and found["reason"].startswith("right before it was timed")
+    record = cheated(name, direction, device, dtype=dtype)
+    assert record["outcome"] == "wrong" and record["reason"].startswith("right before it was timed")
 
 
 def honest() -> Iterator[Any]:
-    """Every row in every way; each row always runs in one of them, in turn, and in all with -m on_request."""
+    """Parameters (row, dtype, direction). Of each row one combination always runs, the others with -m on_request."""
     for number, name in enumerate(["honest", *ATTENTION]):
         ways = list(product(DTYPES, ["fwd", "bwd", "fwdbwd"]))
-        on_cpu = [way for way in ways if "triton" not in name or way[0] != "bfloat16"]  # which is not interpreted
+        # Triton's interpreter does not compute in bfloat16.
+        on_cpu = [way for way in ways if "triton" not in name or way[0] != "bfloat16"]
         always = on_cpu[4 * number % len(on_cpu)]
-        on_gpus = name != "honest" and Traits.of(ATTENTION[name]).compiles  # a CPU takes minutes; the sweep has it
+        # On a CPU, rows that compile take minutes; the smoke sweep runs them.
+        on_gpus = name != "honest" and Traits.of(ATTENTION[name]).compiles
         for way in ways:
             marks = [pytest.mark.on_request] * (way != always) + [pytest.mark.gpu] * on_gpus
             yield pytest.param(name, *way, marks=marks)
@@ -90,5 +97,5 @@ def honest() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "dtype", "direction"), [*honest()])
 def test_an_honest_row_is_not(name: str, dtype: str, direction: str, device: str) -> None:
     entry = Entry(name, "tests.support.cheats:honest") if name == "honest" else ATTENTION[name]
-    found = record_of(entry, direction, device, dtype)
-    assert found["outcome"] in ("ok", "unsupported"), found["reason"]
+    record = record_of(entry, direction, device, dtype)
+    assert record["outcome"] in ("ok", "unsupported"), record["reason"]

@@ -1,4 +1,7 @@
-"""Extreme tokens in the benchmark of the loss: they are judged in every call, and older records are still repeated."""
+"""Extreme tokens in the benchmark of the loss: every call is judged on some, and older records are repeated without.
+
+An extreme token has logits far from 0. Draws of an older version (BEFORE) had no such tokens.
+"""
 
 from typing import Any
 
@@ -25,11 +28,11 @@ def test_records_of_draws_without_extremes_are_repeated_as_they_were_drawn(monke
     with monkeypatch.context() as patch:
         patch.setattr(LossDraws, "fill", fill)
         patch.setattr("lmsys.draws.VERSION", BEFORE)
-        one = records(row=("chunked",))["chunked"]
-    assert one["proof"]["generator"] == BEFORE and one["proof"]["calls"]
-    later = one | {"proof": one["proof"] | {"generator": VERSION}}
-    for call in one["proof"]["calls"]:
-        assert list(Loss().repeat(one, call)) == [one["d_model"]]  # elements, and no sentence
+        record = records(row=("chunked",))["chunked"]
+    assert record["proof"]["generator"] == BEFORE and record["proof"]["calls"]
+    later = record | {"proof": record["proof"] | {"generator": VERSION}}
+    for call in record["proof"]["calls"]:
+        assert list(Loss().repeat(record, call)) == [record["d_model"]]  # elements, and no sentence
         assert "off by" in next(iter(Loss().repeat(later, call)))
 
 
@@ -53,7 +56,7 @@ def without_maximum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def from_zero(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The maximum begins at 0: nothing is left of logits far below it."""
+    """Takes 0 as the maximum if all logits are negative: the exponentials of logits far below 0 are then all 0."""
     logits = widened(F.linear(hidden, weight))
     top = logits.amax(dim=1, keepdim=True).clamp(min=0)
     return ((logits - top).exp().sum(dim=1).log() + (top - logits.gather(1, targets[:, None]))[:, 0]).mean()
@@ -63,8 +66,8 @@ def from_zero(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("row", [without_maximum, from_zero])
 def test_rows_that_only_normal_logits_pass_are_wrong(row: Any, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmsys.model.loss.linear_cross_entropy", row)
-    one = records(row=("chunked",), precision=(precision,))["chunked"]
-    assert one["outcome"] == "wrong" and "loss" in one["reason"] and "NaN or inf" in one["reason"]
+    record = records(row=("chunked",), precision=(precision,))["chunked"]
+    assert record["outcome"] == "wrong" and "loss" in record["reason"] and "NaN or inf" in record["reason"]
 
 
 def test_a_row_that_overflows_only_while_it_is_timed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,5 +75,5 @@ def test_a_row_that_overflows_only_while_it_is_timed_is_refused(monkeypatch: pyt
         return without_maximum(*inputs) if seen(CLOCK) else linear_cross_entropy(*inputs)
 
     monkeypatch.setattr("lmsys.model.loss.linear_cross_entropy", row)
-    one = records(row=("chunked",))["chunked"]
-    assert one["outcome"] == "wrong" and "in timed call" in one["reason"]
+    record = records(row=("chunked",))["chunked"]
+    assert record["outcome"] == "wrong" and "in timed call" in record["reason"]

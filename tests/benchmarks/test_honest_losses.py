@@ -1,4 +1,7 @@
-"""Losses as people write them are right, in the benchmark as in `lmsys check`, whatever is drawn."""
+"""Losses as people write them are right for any seed, in the benchmark of the loss as in `lmsys check`.
+
+A new way to write a loss is a function in HONEST.
+"""
 
 from collections.abc import Callable
 

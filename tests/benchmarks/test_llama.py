@@ -1,4 +1,8 @@
-"""Our model and Hugging Face's Llama are one function of the same weights."""
+"""benchmarks/model/llama.py: Hugging Face's Llama with our model's weights is the same function as our model.
+
+`Llama` is transformers' model with SDPA. `LlamaTuned` passes SDPA no mask. `ShardedLlama` runs layers again in the
+backward, as `checkpoint_blocks` says.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -24,6 +28,7 @@ LLAMA_STEP = {"size": ("tiny",), "context": (16,), "mode": ("step",), "attention
 
 
 def pair(kv_heads: int = 2, layers: int = 2) -> tuple[TransformerLM, torch.Tensor, torch.Tensor]:
+    """(our model, tokens, targets)"""
     config = ModelConfig(32, 48, layers, 4, kv_heads, vocab_size=61, context_length=16, attention="naive")
     return TransformerLM(config), *torch.randint(61, (2, 2, 16))
 
@@ -75,7 +80,7 @@ def test_it_compiles_whole(row: str) -> None:
 
 
 def test_tuned_llama_hands_sdpa_no_mask_where_it_is_compiled() -> None:
-    """torch before 2.14 makes a tensor of it there, which no fast kernel takes."""
+    """With a mask, torch before 2.14 would pass a tensor when compiled, which no fast kernel takes."""
     ours, tokens, _ = pair()
     masks: list[Any] = []
 
@@ -91,7 +96,7 @@ def test_tuned_llama_hands_sdpa_no_mask_where_it_is_compiled() -> None:
 
 
 class Products(TorchDispatchMode):
-    """Counts matmuls."""
+    """A mode that counts matmuls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +108,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("levels", "again"),
+    ("levels", "again"),  # what layers keep for their backward; how many matmuls each layer computes again
     [("none", [0, 0]), ("matmuls", [0, 0]), ("attention", [2, 2]), ("whole", [6, 6]), ("attention*1,none*1", [2, 0])],
 )
 def test_a_layer_computes_only_those_matmuls_again_that_it_does_not_keep(levels: str, again: list[int]) -> None:

@@ -1,5 +1,8 @@
-"""Timed calls of whole models: what they are judged by is right, and a row that is right only when it is checked is
-refused."""
+"""Timed calls of whole models are judged at a few places (`benchmarks/model/spots.py`).
+
+The judge's reference must be right, honest models must be within their budget, and a row that is right only while it
+is checked must be refused. A new cheat is a function in CHEATS, which gets the right row and its inputs.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -36,6 +39,7 @@ WHOLES = [pytest.param("auto"), pytest.param("llama", marks=needs_llama)]
 
 
 def timed() -> bool:
+    """True while the harness times the call."""
     return seen(CLOCK)
 
 
@@ -45,13 +49,13 @@ def cases(**values: Any) -> list[ModelTest]:
 
 @pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches are too much work to be run whole, and attention's blocks are of a few query rows."""
+    """Makes limits so small that references run a part of a batch, and attention in blocks of a few query rows."""
     monkeypatch.setitem(spots.MOST_WORK, "cpu", 0)
     monkeypatch.setitem(references.BLOCK_SCORES, "cpu", 5 * 4 * 32)
 
 
 def exact_model(rig: Rig, case: ModelTest) -> Any:
-    """The row's model in float64, on the same weights: a tested peer's function is its own, not ours."""
+    """The row's own model in float64, with equal weights: a peer is compared with its own function, not with ours."""
     return copy.deepcopy(rig.model(case)).double()
 
 
@@ -62,17 +66,17 @@ def test_the_reference_is_the_function_that_is_tested(row: str) -> None:
     rig = Rig(case, seed=1)
     model, data = exact_model(rig, case), rig.data
     meant = rig.model(case).meant if case.peer else lambda name, weight: weight
-    found = Reference(rig.base, "fp32", True, meant)
+    reference = Reference(rig.base, "fp32", True, meant)
     with torch.no_grad():
         logits = model(data.tokens)
     for sequence in range(len(data.tokens)):
         positions = [0, 7, 30]
-        states, of_head = found.states(data.tokens[sequence], positions)
+        states, of_head = reference.states(data.tokens[sequence], positions)
         torch.testing.assert_close(of_head, logits[sequence, positions])
         torch.testing.assert_close(states @ rig.base.lm_head.weight.double().mT, of_head)
     loss = model.loss(data.tokens, data.targets)
     names = ["layers.1.attn.q_proj.weight", "layers.0.attn.k_proj.weight", "layers.1.ffn.w2.weight", HEAD]
-    gradients = found.gradients(data, range(len(data.tokens)), names)
+    gradients = reference.gradients(data, range(len(data.tokens)), names)
     loss.backward()
     of_model = dict(model.named_parameters())
     theirs = {ours: name for name, ours in model.names.items()} if case.peer else {}
@@ -80,18 +84,19 @@ def test_the_reference_is_the_function_that_is_tested(row: str) -> None:
         right = of_model[f"wrapped.{theirs[name]}" if case.peer else name].grad
         torch.testing.assert_close(gradient, right, msg=name)
     if not case.peer:
-        losses = found.losses(model.hidden(data.tokens).detach(), data.targets)
+        losses = reference.losses(model.hidden(data.tokens).detach(), data.targets)
         torch.testing.assert_close(losses.mean(), loss.detach())
 
 
 def judged(rig: Rig, case: ModelTest, draw: int, key: int) -> dict[str, float]:
+    """The error ratios of a call on the inputs of `draw`, at the places that `key` chooses."""
     step = rig.step_of(case)
     step.before()
     step.redraw(draw)
-    kept = step.keep(step.run(step.prepare()), key)
-    assert kept is not None
+    parts = step.keep(step.run(step.prepare()), key)
+    assert parts is not None
     rig.draws.fill(draw)
-    return dict(rig.judge(case, Kept(0, draw, key, kept)))
+    return dict(rig.judge(case, Kept(0, draw, key, parts)))
 
 
 @pytest.mark.usefixtures("in_pieces")
@@ -111,17 +116,19 @@ def test_where_sequences_are_many_few_are_run_and_a_call_is_judged_by_those(
 
 
 def test_a_single_row_of_an_extreme_kind_has_the_budget_of_all_of_them() -> None:
-    """Plain PyTorch is all but exact in one row of a kind by chance, and another implementation is as far off in it as
-    plain PyTorch is in the others."""
+    """In one row of a kind plain PyTorch is nearly exact by chance, and another implementation is not.
+
+    That implementation is as far off in this row as plain PyTorch is in the others, which is right.
+    """
     torch.manual_seed(0)
     reference, groups = torch.randn(40, 16, dtype=torch.float64), torch.arange(40) % 5 // 4
     plain = reference + 0.2 * torch.randn_like(reference)
     lucky = 4
     plain[lucky] = reference[lucky]
     for off, rows, is_right in [(0.2, [lucky, 1], True), (0.2, [lucky], True), (3.0, [lucky, 1], False)]:
-        found = reference[rows].clone()
-        found[0] += off
-        ratio = ratio_by_group(found, reference, plain, torch.bfloat16, groups, rows)
+        result = reference[rows].clone()
+        result[0] += off
+        ratio = ratio_by_group(result, reference, plain, torch.bfloat16, groups, rows)
         assert (ratio <= 1) == is_right, (off, rows, ratio)
     alone = ratio_by_group(
         reference[[lucky]] + 0.2, reference[[lucky]], plain[[lucky]], torch.bfloat16, groups[[lucky]]
@@ -142,8 +149,11 @@ def test_a_spot_has_the_budget_in_root_mean_square_that_the_policy_gives_to_spot
 
 @pytest.mark.parametrize("residual", ["wide", "narrow"])
 def test_gates_that_one_rounding_decides_are_no_mistake(residual: str) -> None:
-    """A draw in which a row of w3 has saturated gates that are all but shut: one token of eight makes its gradient, by
-    the rounding of a gate that is large everywhere else. Alone it was 2.3 times its budget off in a narrow stream."""
+    """In this draw a row of w3 has gates that are nearly closed, and one token of eight makes its gradient.
+
+    That gradient depends on how a single gate is rounded. Judged alone, the row was off by 2.3 times its budget in a
+    narrow residual stream.
+    """
     (case,) = cases(
         context=(8,), batch=(1,), precision=("bf16",), mode=("step",), attention=("sdpa_flash",), residual=(residual,)
     )
@@ -166,9 +176,9 @@ def test_a_right_call_is_within_its_budget_whatever_is_looked_at(row: str, preci
     states = {spots.LOGITS} if row == "llama" else {spots.STATES, spots.LOSS}
     assert looked_at["forward"] == {spots.LOGITS} and looked_at["train_forward"] == states
     for mode in ("backward", "optimizer", "step"):
-        assert {EMBEDDINGS, HEAD} <= looked_at[mode] and sum("attn" in one for one in looked_at[mode]) >= 4
-        assert any("exp_avg_sq" in one for one in looked_at[mode]) == (mode in spots.UPDATES)
-        assert any("where the gradient is 7.4e+19" in one for one in looked_at[mode]) == (mode == "optimizer")
+        assert {EMBEDDINGS, HEAD} <= looked_at[mode] and sum("attn" in name for name in looked_at[mode]) >= 4
+        assert any("exp_avg_sq" in name for name in looked_at[mode]) == (mode in spots.UPDATES)
+        assert any("where the gradient is 7.4e+19" in name for name in looked_at[mode]) == (mode == "optimizer")
 
 
 Row = Callable[..., Tensor]
@@ -179,7 +189,7 @@ def zeros(right: Row, *x: Tensor) -> Tensor:
 
 
 class Garbage(torch.autograd.Function):
-    """Right forward, and a backward that is none."""
+    """Attention with a right forward, and a backward that computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, *x: Tensor) -> Tensor:
@@ -223,13 +233,13 @@ VARIANTS = [
 
 
 def record_of(**values: Any) -> dict[str, Any]:
-    (one,) = results(Model(), cases(**values))
-    return one.record
+    (result,) = results(Model(), cases(**values))
+    return result.record
 
 
 @pytest.fixture
 def honest_when_checked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Puts a row in the table that cheats while the clock runs."""
+    """A function that puts a row into the table, which cheats while the clock runs; None: an honest one."""
 
     def put(cheat: Any) -> None:
         def right(*x: Tensor) -> Tensor:
@@ -248,17 +258,17 @@ def test_an_attention_row_that_cheats_while_it_is_timed_is_refused(
     cheat: Any, precision: str, mode: str, honest_when_checked: Callable[[Any], None]
 ) -> None:
     honest_when_checked(cheat)
-    one = record_of(mode=(mode,), precision=(precision,))
-    assert one["outcome"] == "wrong" and "in timed call" in one["reason"] and "time_s" not in one
+    record = record_of(mode=(mode,), precision=(precision,))
+    assert record["outcome"] == "wrong" and "in timed call" in record["reason"] and "time_s" not in record
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_that_does_not_is_timed(mode: str, honest_when_checked: Callable[[Any], None]) -> None:
     honest_when_checked(None)
-    one = record_of(mode=(mode,))
-    assert one["outcome"] == "ok", one["reason"]
-    calls = one["proof"]["calls"]
-    assert len(calls) >= 2 and max(max(call["error_ratios"].values()) for call in calls) <= one["error_ratio"] <= 1
+    record = record_of(mode=(mode,))
+    assert record["outcome"] == "ok", record["reason"]
+    calls = record["proof"]["calls"]
+    assert len(calls) >= 2 and max(max(call["error_ratios"].values()) for call in calls) <= record["error_ratio"] <= 1
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -266,7 +276,7 @@ def test_a_loss_that_is_remembered_is_refused(precision: str, monkeypatch: pytes
     known: list[Tensor] = []
 
     def remembers(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Its gradients are right."""
+        """Returns the loss of its first timed call, with right gradients."""
         loss = linear_cross_entropy(hidden, weight, targets)
         if not timed():
             return loss
@@ -274,19 +284,19 @@ def test_a_loss_that_is_remembered_is_refused(precision: str, monkeypatch: pytes
         return loss + (known[0] - loss).detach()
 
     monkeypatch.setattr("lmsys.model.transformer.linear_cross_entropy", remembers)
-    one = record_of(mode=("train_forward",), precision=(precision,))
-    assert one["outcome"] == "wrong" and "loss is" in one["reason"]
+    record = record_of(mode=("train_forward",), precision=(precision,))
+    assert record["outcome"] == "wrong" and "loss is" in record["reason"]
 
 
 class Idle(AdamW):
-    """Makes no step while the clock runs."""
+    """Makes no step while the clock runs, but the first."""
 
     def step(self, closure: Any = None) -> Any:
         return None if timed() and len(self.state) else super().step(closure)
 
 
 class Twice(AdamW):
-    """Makes two steps."""
+    """Makes two steps in each call."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -297,12 +307,12 @@ class Twice(AdamW):
 @pytest.mark.parametrize("mode", spots.UPDATES)
 def test_an_update_that_is_none_is_refused(mode: str, optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rigs.optimizer, "AdamW", optimizer)
-    one = record_of(mode=(mode,))
-    assert one["outcome"] == "wrong" and "exp_avg" in one["reason"]
+    record = record_of(mode=(mode,))
+    assert record["outcome"] == "wrong" and "exp_avg" in record["reason"]
 
 
 class OverflowsOnHuge(AdamW):
-    """Squares gradients before it scales them: right, but for gradients of 1e20."""
+    """Squares gradients before it scales them, which is wrong only for gradients near 1e20."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -328,13 +338,16 @@ def test_an_update_that_overflows_on_huge_gradients_is_refused(
     mode: str, optimizer: Any, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rigs.optimizer, "AdamW", optimizer)
-    one = record_of(mode=(mode,))
-    assert one["outcome"] == "wrong" and when in one["reason"], one["reason"]
-    assert "exp_avg_sq of" in one["reason"] and "where the gradient is 7.4e+19" in one["reason"]
+    record = record_of(mode=(mode,))
+    assert record["outcome"] == "wrong" and when in record["reason"], record["reason"]
+    assert "exp_avg_sq of" in record["reason"] and "where the gradient is 7.4e+19" in record["reason"]
 
 
 def test_planted_gradients_are_put_back_before_gradients_are_judged() -> None:
-    """Gradients are made on the same weights: an update moves small ones, and gradients by a unit in the last place."""
+    """After an update on huge planted gradients, the model's gradients are computed again, on the weights before it.
+
+    An update moves small weights, and gradients on moved weights would differ in the last bit.
+    """
     for precision in ("fp32", "fp16"):
         (case,) = cases(mode=("optimizer",), precision=(precision,))
         rig = Rig(case, seed=0)
@@ -353,7 +366,7 @@ def test_planted_gradients_are_put_back_before_gradients_are_judged() -> None:
 
 
 class Graph:
-    """In place of a CUDA graph: what it computes once, and what it replays then."""
+    """Replaces a CUDA graph. `stale`: it replays the gradients that it has recorded, whatever the tokens are."""
 
     def __init__(self, compute: Callable[[], None], parameters: Any, stale: bool):
         self.compute, self.parameters, self.stale = compute, list(parameters), stale
@@ -411,8 +424,8 @@ def spots_of(keys: range) -> Iterator[spots.Spot]:
 
 
 def test_a_key_says_where_to_look_and_keys_look_everywhere() -> None:
-    found = list(spots_of(range(60)))
-    assert {one.sequence for one in found} == {0, 1, 2}
-    assert {position for one in found for position in one.positions} == set(range(32))
-    assert {name.split(".")[1] for one in found for name in one.rows if name != HEAD} == {"0", "1"}
-    assert {row for one in found for row in one.rows[HEAD]} > set()
+    drawn = list(spots_of(range(60)))
+    assert {spot.sequence for spot in drawn} == {0, 1, 2}
+    assert {position for spot in drawn for position in spot.positions} == set(range(32))
+    assert {name.split(".")[1] for spot in drawn for name in spot.rows if name != HEAD} == {"0", "1"}
+    assert {row for spot in drawn for row in spot.rows[HEAD]} > set()

@@ -1,4 +1,8 @@
-"""The timed steps of a pass: honest strategies lead where plain steps lead, and no cheat does."""
+"""benchmarks/data_parallel/passes.py: the timed steps of a strategy must lead to the weights of plain steps.
+
+A pass is a number of timed steps. It is judged by the weights after it, against exact steps in float64, with the error
+of plain steps as its budget. Honest strategies must stay within MARGIN of that, and cheats far outside.
+"""
 
 import math
 import re
@@ -19,10 +23,10 @@ from lmsys.parallel.group import WorkerError
 from tests.support import harness, rank_cheats
 from tests.support.variants import some
 
-ONE = Pass(seed=1, draw=2, key=3, steps=5)
+ONE = Pass(seed=1, draw=2, key=3, steps=5)  # the pass that tests take
 HONEST = ("naive", "flat", "overlapped", "bucketed", "zero1", "fsdp")
 PEERS = ("torch_ddp", "torch_ddp_tuned", "torch_zero1", "torch_fsdp2", "torch_fsdp2_zero2")
-MARGIN = 0.8  # of the budget
+MARGIN = 0.8  # the part of the budget that honest strategies may use
 
 
 def target(cheat: type) -> str:
@@ -30,13 +34,13 @@ def target(cheat: type) -> str:
 
 
 def case_of(strategy: str, **values: Any) -> ParallelCase:
-    asked = {"size": ("tiny",), "context": (16,), "precision": ("fp32",), "batch": (2,), "world_size": (2,)}
-    (case,) = harness.cases_of(DataParallel(), **asked | values, strategy=(strategy,))
+    axes = {"size": ("tiny",), "context": (16,), "precision": ("fp32",), "batch": (2,), "world_size": (2,)}
+    (case,) = harness.cases_of(DataParallel(), **axes | values, strategy=(strategy,))
     return case
 
 
 def worst(ranks: Ranks, case: ParallelCase) -> float:
-    """The worst error over its budget, after a pass on the ranks."""
+    """The largest ratio of an error to its budget, after a pass on the ranks."""
     ranks.run(case.world_size, case.backend, take_pass, case, ONE)
     return max(max(ratios.values()) for ratios in ranks.run(case.world_size, case.backend, judge_pass, case, ONE))
 
@@ -48,7 +52,7 @@ def test_honest_steps_are_right(strategy: str, two_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("strategy", some(["fsdp", "overlapped", "torch_ddp"], 3))
 def test_honest_steps_in_bfloat16_are_right(strategy: str, two_ranks: Ranks) -> None:
-    """fsdp gathers parameters in bfloat16, and has the budget of that."""
+    """fsdp gathers parameters in bfloat16, which its budget allows."""
     assert worst(two_ranks, case_of(strategy, precision=("bf16",))) < MARGIN
 
 
@@ -103,7 +107,7 @@ def test_steps_on_gpus_are_held_to_plain_ones(precision: str) -> None:
     gpus = Ranks()
     try:
         for strategy in (*HONEST, *PEERS):
-            gpus.run(2, "nccl", gate, asked(strategy), 0)  # as in a run: what it compiles stays for the passes
+            gpus.run(2, "nccl", gate, asked(strategy), 0)  # compiles, as in a run, before the passes
             assert worst(gpus, asked(strategy)) < MARGIN, strategy
         assert worst(gpus, asked("none", world_size=1)) < MARGIN
         assert worst(gpus, asked("bucketed", compile="graphed")) < MARGIN
@@ -112,18 +116,18 @@ def test_steps_on_gpus_are_held_to_plain_ones(precision: str) -> None:
         gpus.close()
 
 
-def _judged_by_wrong_steps(case: ParallelCase, one: Pass, change: float) -> str:
-    """On a rank, which lives on: the error of the judgement where steps that pass for exact end elsewhere."""
+def _judged_by_wrong_steps(case: ParallelCase, timed_pass: Pass, change: float) -> str:
+    """On a rank: the error of the judge if its "exact" steps are off by `change`; the rank goes on afterwards."""
     take = passes._take_steps
 
-    def elsewhere(case: ParallelCase, one: Pass, dtype: torch.dtype, *rest: Any) -> Any:
-        start, end = take(case, one, dtype, *rest)
+    def elsewhere(case: ParallelCase, timed_pass: Pass, dtype: torch.dtype, *rest: Any) -> Any:
+        start, end = take(case, timed_pass, dtype, *rest)
         return start, {name: x + (change if dtype == torch.float64 else 0.0) for name, x in end.items()}
 
     passes._RIGHT.clear()
     passes._take_steps = elsewhere
     try:
-        judge_pass(case, one)
+        judge_pass(case, timed_pass)
     except RuntimeError as error:
         return str(error)
     finally:
@@ -134,11 +138,11 @@ def _judged_by_wrong_steps(case: ParallelCase, one: Pass, change: float) -> str:
 
 @pytest.mark.parametrize("change", [1.0, math.nan])
 def test_exact_steps_that_are_wrong_judge_nothing(change: float, two_ranks: Ranks) -> None:
-    """The budget is how far plain steps end from exact ones: from wrong ones so far that everything would be right."""
+    """The budget is the distance of plain steps from exact ones. If exact steps were wrong, it would allow anything."""
     case = case_of("none", world_size=(1,))
     two_ranks.run(1, case.backend, take_pass, case, ONE)
-    (said,) = two_ranks.run(1, case.backend, _judged_by_wrong_steps, case, ONE, change)
-    assert re.match("the bench failed, not the row: plain steps in fp32 .* (NaN|way)", said), said
+    (message,) = two_ranks.run(1, case.backend, _judged_by_wrong_steps, case, ONE, change)
+    assert re.match("the bench failed, not the row: plain steps in fp32 .* (NaN|way)", message), message
 
 
 @pytest.mark.long
@@ -147,8 +151,8 @@ def test_a_row_that_cheats_is_a_case_without_a_time(two_ranks: Ranks, monkeypatc
     runner = harness.runner(min_rounds=12)
     runner.__dict__["ranks"] = two_ranks
     cases = [case_of("none"), case_of("naive")]
-    cases += [case_of(target(one)) for one in (rank_cheats.HalvedGradients, rank_cheats.Late)]
-    none, naive, halved, late = [one.record for one in runner.run(DataParallel(), cases)]
+    cases += [case_of(target(row)) for row in (rank_cheats.HalvedGradients, rank_cheats.Late)]
+    none, naive, halved, late = [row.record for row in runner.run(DataParallel(), cases)]
     assert naive["outcome"] == "ok" and naive["error_ratio"] < MARGIN
     (call,) = naive["proof"]["calls"]
     assert call["steps"] == 6 and call["call"] in (10, 11) and call["seed"] == call["call"] - 10
@@ -162,19 +166,19 @@ def test_a_row_that_cheats_is_a_case_without_a_time(two_ranks: Ranks, monkeypatc
     assert "time_s" not in halved and "time_s" not in late
 
 
-def _drawn(case: ParallelCase, one: Pass) -> list[list[list[int]]]:
-    """On a rank: tokens and targets of each batch, and of one more."""
-    batches, found = Batches(case.config, case.batch, one), []
+def _drawn(case: ParallelCase, timed_pass: Pass) -> list[list[list[int]]]:
+    """On a rank: [tokens, targets] of each batch of a pass, then of one batch more."""
+    batches, drawn = Batches(case.config, case.batch, timed_pass), []
     where = batches.now.tokens.data_ptr()
     for _ in range(len(batches.all) + 1):
         batches.advance()
         assert batches.now.tokens.data_ptr() == where
-        found.append([x.flatten().tolist() for x in (batches.now.tokens, batches.now.targets)])
-    return found
+        drawn.append([x.flatten().tolist() for x in (batches.now.tokens, batches.now.targets)])
+    return drawn
 
 
 def test_batches_come_one_after_another_in_one_memory(two_ranks: Ranks) -> None:
-    """Each once until all have come; the same again of a draw, others of another, of another seed and on each rank."""
+    """Each batch comes once before any comes again. Another draw, seed or rank has other batches."""
 
     def drawn(one: Pass) -> list[Any]:
         return two_ranks.run(2, "gloo", _drawn, case_of("naive", batch=(1,)), one)
@@ -185,13 +189,15 @@ def test_batches_come_one_after_another_in_one_memory(two_ranks: Ranks) -> None:
     assert len({str(one) for one in first[0]}) == len(first[0]) - 1 and first[0][-1] == first[0][0]
 
 
-def _judged_beside_lucky_steps(case: ParallelCase, one: Pass, luck: float) -> tuple[str, dict[str, float] | None]:
-    """On a rank: a parameter, and the judgement where plain steps have 1 / luck of their error there."""
+def _judged_beside_lucky_steps(
+    case: ParallelCase, timed_pass: Pass, luck: float
+) -> tuple[str, dict[str, float] | None]:
+    """On a rank: (a parameter's name, the error ratios if plain steps have 1 / luck of their error in it)."""
     take, ends = passes._take_steps, {}
     name = "model.layers.0.attn.q_proj.weight"
 
-    def lucky(case: ParallelCase, one: Pass, dtype: torch.dtype, *rest: Any) -> Any:
-        start, end = take(case, one, dtype, *rest)
+    def lucky(case: ParallelCase, timed_pass: Pass, dtype: torch.dtype, *rest: Any) -> Any:
+        start, end = take(case, timed_pass, dtype, *rest)
         ends[dtype] = end
         if dtype != torch.float64:
             exact = ends[torch.float64][name]
@@ -201,7 +207,7 @@ def _judged_beside_lucky_steps(case: ParallelCase, one: Pass, luck: float) -> tu
     passes._RIGHT.clear()
     passes._take_steps = lucky
     try:
-        return name, judge_pass(case, one)
+        return name, judge_pass(case, timed_pass)
     finally:
         passes._take_steps = take
         passes._RIGHT.clear()
@@ -219,6 +225,6 @@ def test_a_parameter_has_the_usual_budget_where_plain_steps_are_lucky(
 
 
 def test_a_row_that_replaces_the_clock_of_a_rank_fails(two_ranks: Ranks) -> None:
-    """It comes last, for it ends the ranks."""
+    """This test is the last, since it ends the ranks."""
     with pytest.raises(WorkerError, match="a row replaced time.perf_counter, lmsys.bench.ranks.times, by which it is"):
         worst(two_ranks, case_of(target(rank_cheats.Replacing)))

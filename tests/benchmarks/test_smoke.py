@@ -1,6 +1,7 @@
-"""The whole smoke sweep, run once: every benchmark has a record for each case, and pytest-benchmark has its samples.
+"""The smoke sweep of all benchmarks: each case has a record, and pytest-benchmark has the samples.
 
-All that reads it is here, so that no other file waits for it; but tests/reports/test_load.py, which comes late.
+The fixture `smoke_result` (tests/conftest.py) runs the sweep once. Its tests are here, since whoever reads it waits for
+it; only tests/reports/test_load.py reads it, too.
 """
 
 import json
@@ -23,43 +24,44 @@ def content(smoke_result: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def said(smoke_result: Path) -> str:
+    """The output of that run."""
     return smoke_result.with_name("smoke.txt").read_text()
 
 
 def by(name: str, benchmark: str, content: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The records of a benchmark by a field."""
-    return {one[name]: one for one in content["lmsys"]["records"] if one["benchmark"] == benchmark}
+    """{value of the field `name`: record} of a benchmark's records."""
+    return {row[name]: row for row in content["lmsys"]["records"] if row["benchmark"] == benchmark}
 
 
 def test_every_case_has_a_record_and_none_failed(smoke_result: Path, said: str) -> None:
-    found = record.load(smoke_result)["records"]
-    assert len({(one["benchmark"], one["id"]) for one in found}) == len(found)
-    bad = [f"{one['id']}: {one['reason']}" for one in found if one["outcome"] in ("wrong", "error")]
+    records = record.load(smoke_result)["records"]
+    assert len({(row["benchmark"], row["id"]) for row in records}) == len(records)
+    bad = [f"{row['id']}: {row['reason']}" for row in records if row["outcome"] in ("wrong", "error")]
     assert not bad
-    kinds = Counter(one["benchmark"] for one in found if one["outcome"] == "ok")
+    kinds = Counter(row["benchmark"] for row in records if row["outcome"] == "ok")
     names = "attention model loss anatomy precision collectives data_parallel tokenizer training steps".split()
     assert set(kinds) == set(names)
-    assert "cases" in said and "lost" not in said  # ranks end with the run, without a word
+    assert "cases" in said and "lost" not in said  # ranks end with the run, without an error message
 
 
 def test_the_result_is_pytest_benchmarks_and_ours(content: dict[str, Any]) -> None:
-    records = {one["id"]: one for one in content["lmsys"]["records"]}
+    records = {row["id"]: row for row in content["lmsys"]["records"]}
     assert {"name", "torch", "commit", "command", "ceilings"} <= content["lmsys"]["machine"].keys()
     assert "node" not in content["machine_info"]
-    timed = [name for name, one in records.items() if one.get("time_s") is not None]
+    timed = [name for name, row in records.items() if row.get("time_s") is not None]
     assert sorted(entry["extra_info"]["id"] for entry in content["benchmarks"]) == sorted(timed)
     for entry in content["benchmarks"]:
-        one = records[entry["extra_info"]["id"]]
-        assert entry["stats"]["data"] == one["samples_s"] and len(one["samples_s"]) == one["rounds"]
-        assert (entry["stats"]["median"], entry["stats"]["rounds"]) == (one["time_s"], one["rounds"])
-        assert entry["group"] == one["comparison"].partition(" ")[0]
+        row = records[entry["extra_info"]["id"]]
+        assert entry["stats"]["data"] == row["samples_s"] and len(row["samples_s"]) == row["rounds"]
+        assert (entry["stats"]["median"], entry["stats"]["rounds"]) == (row["time_s"], row["rounds"])
+        assert entry["group"] == row["comparison"].partition(" ")[0]
 
 
 def test_every_field_of_a_record_is_declared(content: dict[str, Any]) -> None:
     ours = content["lmsys"]
     for name, fields in ours["fields"].items():
-        own = [one for one in ours["records"] if one["benchmark"] == name]
-        declared, written = {field["name"] for field in fields}, {key for one in own for key in one}
+        of_benchmark = [row for row in ours["records"] if row["benchmark"] == name]
+        declared, written = {field["name"] for field in fields}, {key for row in of_benchmark for key in row}
         assert written <= declared, f"{name}: {sorted(written - declared)}"
 
 
@@ -71,13 +73,13 @@ def test_rows_travel_with_the_result_in_their_tables_order(content: dict[str, An
 
 
 def test_collectives_are_checked_and_timed(content: dict[str, Any]) -> None:
-    found = by("impl", "collectives", content)
-    assert set(found) == {"all_reduce", "reduce_scatter", "all_gather", "broadcast"}
-    for one in found.values():
-        assert one["outcome"] == "ok" and one["rounds"] >= 10 and one["loop_s"] > 0, one["reason"]
-        assert one["algorithm_bytes_per_s"] == pytest.approx(one["bytes"] / one["time_s"])
-    assert found["all_reduce"]["bus_bytes_per_s"] == found["all_reduce"]["algorithm_bytes_per_s"]
-    assert found["all_gather"]["bus_bytes_per_s"] == found["all_gather"]["algorithm_bytes_per_s"] / 2
+    by_row = by("impl", "collectives", content)
+    assert set(by_row) == {"all_reduce", "reduce_scatter", "all_gather", "broadcast"}
+    for row in by_row.values():
+        assert row["outcome"] == "ok" and row["rounds"] >= 10 and row["loop_s"] > 0, row["reason"]
+        assert row["algorithm_bytes_per_s"] == pytest.approx(row["bytes"] / row["time_s"])
+    assert by_row["all_reduce"]["bus_bytes_per_s"] == by_row["all_reduce"]["algorithm_bytes_per_s"]
+    assert by_row["all_gather"]["bus_bytes_per_s"] == by_row["all_gather"]["algorithm_bytes_per_s"] / 2
 
 
 def test_strategies_and_trainings_have_a_record_each(content: dict[str, Any], said: str) -> None:
@@ -91,25 +93,26 @@ def test_strategies_and_trainings_have_a_record_each(content: dict[str, Any], sa
 
 
 def test_steps_train_ours_beside_torchs_and_say_where_the_time_goes(content: dict[str, Any]) -> None:
-    found = by("strategy", "steps", content)
-    assert [*found] == ["fsdp", "torch_fsdp2"]
-    for one in found.values():
-        assert one["outcome"] == "ok", one["reason"]
-        assert len(one["losses"]) == one["rounds"] == one["steps"] == 8 and one["alone"]
-        assert one["first_loss"] > one["last_loss"] > 0 and 0 < one["error_ratio"] <= 1
-        assert one["held_bytes"] + one["peak_bytes"] == one["total_bytes"] > 0
-        assert one["held_bytes"] == pytest.approx(6 * one["num_parameters"], rel=0.05)  # 12 of them over two ranks
-        assert all(one[f"{kind}_s"] >= 0 for kind in KERNELS) and one["matmul_s"] > 0 and one["optimizer_s"] > 0
-        assert 0 <= one["exposed_s"] <= one["communication_s"]
-        assert (one["checkpoint"], one["residual"]) == ("attention*1,matmuls*1", "wide")
-    ours, theirs = found.values()
+    by_row = by("strategy", "steps", content)
+    assert [*by_row] == ["fsdp", "torch_fsdp2"]
+    for row in by_row.values():
+        assert row["outcome"] == "ok", row["reason"]
+        assert len(row["losses"]) == row["rounds"] == row["steps"] == 8 and row["alone"]
+        assert row["first_loss"] > row["last_loss"] > 0 and 0 < row["error_ratio"] <= 1
+        assert row["held_bytes"] + row["peak_bytes"] == row["total_bytes"] > 0
+        # 12 bytes of each parameter, over two ranks.
+        assert row["held_bytes"] == pytest.approx(6 * row["num_parameters"], rel=0.05)
+        assert all(row[f"{kind}_s"] >= 0 for kind in KERNELS) and row["matmul_s"] > 0 and row["optimizer_s"] > 0
+        assert 0 <= row["exposed_s"] <= row["communication_s"]
+        assert (row["checkpoint"], row["residual"]) == ("attention*1,matmuls*1", "wide")
+    ours, theirs = by_row.values()
     assert theirs["peer"] and ours["comparison"] == theirs["comparison"]
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
 
 
 def test_tokenizers_encode_beside_ours(content: dict[str, Any]) -> None:
     encoded = [
-        one for one in content["lmsys"]["records"] if one["benchmark"] == "tokenizer" and one["task"] == "encode"
+        row for row in content["lmsys"]["records"] if row["benchmark"] == "tokenizer" and row["task"] == "encode"
     ]
-    assert [one["impl"] for one in encoded] == ["lmsys", "lmsys_serial", "tiktoken", "huggingface"]
+    assert [row["impl"] for row in encoded] == ["lmsys", "lmsys_serial", "tiktoken", "huggingface"]
     assert encoded[0]["outcome"] == "ok" and encoded[0]["peak_bytes"] > 20_000_000
