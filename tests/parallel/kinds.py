@@ -1,8 +1,11 @@
-"""Kinds of modules and of training, each by each strategy beside one process: right, refused, or what else happens.
+"""A table of docs/strategy.md: which kinds of modules and trainings each strategy trains as one process does.
 
 python -m tests.parallel.kinds            # prints the table, on two processes of this machine
-python -m tests.parallel.kinds --write    # into docs/strategy.md
-python -m tests.parallel.kinds --write --only AdamW,momentum    # asks again for kinds with one of these in the name
+python -m tests.parallel.kinds --write    # writes it into docs/strategy.md
+python -m tests.parallel.kinds --write --only AdamW,momentum    # renews only rows with one of these words in the kind
+
+A cell says "right", "refused" or what else happens. A new kind is an entry in KINDS: a graph and its ways of training
+(tests/support/graphs.py).
 """
 
 import argparse
@@ -22,8 +25,8 @@ PEERS = ("torch_ddp", "torch_fsdp2")
 PAGE = Path(__file__).parents[2] / "docs" / "strategy.md"
 BEGIN, END = "<!-- kinds -->\n", "<!-- end of kinds -->\n"
 RIGHT, REFUSED, WRONG, ERROR, HANGS = "right", "refused", "**wrong**", "error", "hangs"
-RUN_S, PEERS_RUN_S = 120, 10  # that others' hangs cost little
-REFUSALS = (  # how the sentences of ours begin
+RUN_S, PEERS_RUN_S = 120, 10  # deadlines in seconds; short for peers, some of which hang
+REFUSALS = (  # the beginnings of our strategies' messages that refuse a kind
     "a backward was not followed by finish_gradient_synchronization()",
     "a second gradient of one parameter in a backward",
     "a parameter of shape",
@@ -43,10 +46,15 @@ Kind = tuple[Graph, Sequence[str]]
 
 
 def chain(*blocks: int, op: str = "call", returns: str = "tensor") -> tuple[Call, ...]:
+    """A program that calls these blocks in turn, each on the result of the last."""
     return tuple(Call(op, block, (-1,), returns) for block in blocks)
 
 
 def one(program: tuple[Call, ...], *blocks: str, ways: Sequence[str] = TWO_STEPS, **options: object) -> Kind:
+    """The kind of a module with a single program, by default of three MLP blocks and trained for two steps.
+
+    options  other fields of `Graph`
+    """
     return Graph((program,), blocks or ("mlp",) * 3, **options), ways  # type: ignore[arg-type]
 
 
@@ -189,35 +197,35 @@ KINDS: dict[str, Kind] = {
 
 
 def outcome(group: WorkerGroup, strategy: str, kind: Kind) -> tuple[str, str]:
-    """The outcome of a kind, and what was said or how far it was off."""
+    """(RIGHT, REFUSED, WRONG, ERROR or HANGS; the error message, or how large the error of the result is)"""
     exact, plain = (play_alone(*kind, dtype) for dtype in (torch.float64, torch.float32))
     try:
-        found = group.run(play, strategy, *kind, timeout_s=PEERS_RUN_S if strategy in PEERS else RUN_S)[:2]
+        answers = group.run(play, strategy, *kind, timeout_s=PEERS_RUN_S if strategy in PEERS else RUN_S)[:2]
     except WorkerError as error:
         return HANGS, str(error)
-    errors = [seen for seen in found if isinstance(seen, str)]
+    errors = [seen for seen in answers if isinstance(seen, str)]
     if errors:
         ours = all(seen.partition(": ")[2].startswith(REFUSALS) for seen in errors)
         return REFUSED if ours and len(errors) == 2 else ERROR, errors[0]
     worst = max(
         error_ratio(x, right[name].double(), rounded[name].float())
-        for seen in found
-        for one, right, rounded in zip(seen, exact, plain, strict=True)
-        for name, x in one.items()
-        if "running" not in name and "num_batches" not in name  # a rank's own, of its own batches
+        for seen in answers
+        for values, right, rounded in zip(seen, exact, plain, strict=True)
+        for name, x in values.items()
+        if "running" not in name and "num_batches" not in name  # statistics of a rank's own batches
     )
     return RIGHT if worst <= 1 else WRONG, f"{worst:.1f} of what is allowed"
 
 
 def ready() -> WorkerGroup:
-    """Ranks that have imported what they need."""
+    """Two ranks that have already run a kind, so that imports and compilation count against no deadline."""
     group = WorkerGroup(2, "gloo")
     outcome(group, "fsdp", KINDS["blocks compiled after wrapping"])
     return group
 
 
 def table(kept: dict[str, str]) -> str:
-    """Markdown. kept: rows, by their kind, that are taken as they are."""
+    """The table in Markdown. `kept`: {kind: a row that is taken as it is}."""
     rows = [f"| Kind | {' | '.join(f'`{name}`' for name in (*OURS, *PEERS))} |", f"|{'---|' * (1 + len(OURS + PEERS))}"]
     group = ready()
     for name, kind in KINDS.items():
@@ -228,10 +236,10 @@ def table(kept: dict[str, str]) -> str:
         for strategy in (*OURS, *PEERS):
             if group.ended:
                 group = ready()
-            found, said = outcome(group, strategy, kind)
-            cells.append(found)
-            if found not in (RIGHT, REFUSED):
-                print(f"{strategy}, {name}: {found}: {said[-400:]}", file=sys.stderr, flush=True)
+            result, message = outcome(group, strategy, kind)
+            cells.append(result)
+            if result not in (RIGHT, REFUSED):
+                print(f"{strategy}, {name}: {result}: {message[-400:]}", file=sys.stderr, flush=True)
         rows.append(f"| {name} | {' | '.join(cells)} |")
     group.close()
     return "\n".join(rows) + "\n"
@@ -247,10 +255,10 @@ def main() -> None:
     before, rest = PAGE.read_text().split(BEGIN)
     written, after = rest.split(END)
     by_kind = {row.split(" | ")[0].removeprefix("| "): row for row in written.splitlines()}
-    asked = [name for name in KINDS if args.only is None or any(word in name for word in args.only.split(","))]
-    if not asked:
+    renewed = [name for name in KINDS if args.only is None or any(word in name for word in args.only.split(","))]
+    if not renewed:
         parser.error(f"--only {args.only}: no kind has one of these words in its name")
-    made = table({name: row for name, row in by_kind.items() if name not in asked})
+    made = table({name: row for name, row in by_kind.items() if name not in renewed})
     if args.write:
         PAGE.write_text(before + BEGIN + made + END + after)
     else:

@@ -1,4 +1,7 @@
-"""Ranks agree on their collectives: none is begun by some ranks only, and all are told when they part."""
+"""`Agreement`: ranks compare which collective comes next, so that none begins one alone, and all get an error instead.
+
+A step is a list of numbers of collectives; negative numbers stand for agreements without a collective.
+"""
 
 from typing import Any
 
@@ -11,13 +14,13 @@ from lmsys.parallel.collectives import APART, END, Agreement
 from lmsys.parallel.group import WorkerGroup
 from tests.support.ranks import error_of, on_first, use
 
-Orders = list[list[int]]  # of collectives, step by step
+Orders = list[list[int]]  # the numbers of collectives, step by step
 orders = st.lists(st.integers(-2, 3).filter(lambda x: x != END), min_size=1, max_size=5)
 
 
 @st.composite
 def steps_of_two_ranks(draw: st.DrawFn) -> tuple[Orders, Orders]:
-    """In the last step rank 1 may leave the order, or end before it does."""
+    """The orders of both ranks. In its last step rank 1 may depart from the order, or end early."""
     usual, count = draw(orders), draw(st.sampled_from([1, 2, 3, 4]))
     other = usual[: draw(st.integers(0, len(usual)))] + draw(st.just([]) | orders)
     return [usual] * count, [*[usual] * (count - 1), draw(st.sampled_from([usual, other, other]))]
@@ -25,7 +28,7 @@ def steps_of_two_ranks(draw: st.DrawFn) -> tuple[Orders, Orders]:
 
 @on_first(2)
 def _follow(group: Any, by_rank: tuple[Orders, Orders]) -> tuple[str, list[int], int] | None:
-    """The words a rank is told; of each collective 0 where both ranks have begun the same; how many more there were."""
+    """(the error or "nothing raised", [0 if both ranks began the same] by collective, number of other all-reduces)"""
     rank = dist.get_rank()
     met: list[int] = []
     begun: list[int] = []

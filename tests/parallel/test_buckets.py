@@ -1,4 +1,7 @@
-"""Partitions of gradients into buckets: laws that need no process group."""
+"""`lmsys.parallel.buckets`: parameters are divided into buckets, and buckets into segments, without a process group.
+
+Sizes are numbers of elements; a plan is a list of buckets, which are tuples of indices of parameters.
+"""
 
 import math
 
@@ -76,13 +79,13 @@ def test_shares_are_a_partition_and_balanced(numels: list[int], world_size: int)
 def test_segments_own_every_parameter_once(numels: list[int], limit: int, world_size: int, num_kinds: int) -> None:
     kinds = [i % num_kinds for i in range(len(numels))]
     loads = [0] * world_size
-    found = plan_segments(numels, range(len(numels)), limit, world_size, kinds, loads)
-    assert sorted(i for one in found for i in one.indices) == list(range(len(numels)))
-    for one in found:
-        assert len(one.members) == world_size and len({kinds[i] for i in one.indices}) == 1
-        ends = [offsets([numels[i] for i in owned])[1] for owned in one.members]
-        assert one.length == max(ends)
-    owned = [sum(numels[i] for one in found for i in one.members[rank]) for rank in range(world_size)]
+    segments = plan_segments(numels, range(len(numels)), limit, world_size, kinds, loads)
+    assert sorted(i for segment in segments for i in segment.indices) == list(range(len(numels)))
+    for segment in segments:
+        assert len(segment.members) == world_size and len({kinds[i] for i in segment.indices}) == 1
+        ends = [offsets([numels[i] for i in owned])[1] for owned in segment.members]
+        assert segment.length == max(ends)
+    owned = [sum(numels[i] for segment in segments for i in segment.members[rank]) for rank in range(world_size)]
     assert owned == loads
 
 
@@ -96,10 +99,10 @@ def test_the_models_of_the_benchmark_come_out_even(size: str, world_size: int) -
     numels = [10_000 * width, *block * config.num_layers, width, 10_000 * width]
     assert sum(numels) == model_parameters(config)
     loads = [0] * world_size
-    found = plan_segments(numels, list(reversed(range(len(numels)))), 2**23, world_size, None, loads)
+    segments = plan_segments(numels, list(reversed(range(len(numels)))), 2**23, world_size, None, loads)
     share = sum(numels) / world_size
     assert max(loads) <= {2: 1.02, 4: 1.06, 8: 1.08}[world_size] * share
-    assert sum(one.length for one in found) <= 1.1 * share
+    assert sum(segment.length for segment in segments) <= 1.1 * share
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=8), st.integers(0, 70))

@@ -1,4 +1,7 @@
-"""Buckets that copy engines carry: on CPUs with a stand-in for these that all-reduces, on GPUs as they are."""
+"""Strategies over copy engines train as one process does, and their buckets stay where they are in memory.
+
+On CPUs the stand-in of tests/support/engines.py carries the buckets, on GPUs copy engines do.
+"""
 
 from typing import Any
 
@@ -59,8 +62,8 @@ def test_it_trains_as_one_process_on_the_whole_batch(
 
 @on_first(2)
 def _places(group: Any, comm_dtype: torch.dtype | None) -> Any:
-    """For each of four steps: whether gradients are views of the buckets, and where these are in memory."""
-    found = []
+    """([(True if gradients are views of buckets, addresses of buckets)] of four steps, number of buckets, dtypes)"""
+    by_step = []
     with stand_in():
         wrapper = CopyEngine(Net(Recipe(width=8)), group, 1e-4, comm_dtype)
         for to_none in (True, True, False, True):
@@ -68,24 +71,27 @@ def _places(group: Any, comm_dtype: torch.dtype | None) -> Any:
             wrapper.finish_gradient_synchronization()
             flats = wrapper.transport._exchange.flats
             bases = {id(p.grad._base) for p in wrapper.trainable}
-            found.append((bases == {id(flat) for flat in flats}, [flat.data_ptr() for flat in flats]))
+            by_step.append((bases == {id(flat) for flat in flats}, [flat.data_ptr() for flat in flats]))
             dtypes = {flat.dtype for flat in flats}, {p.grad.dtype for p in wrapper.trainable}
             wrapper.zero_grad(set_to_none=to_none)
-    return found, len(wrapper.buckets), *dtypes
+    return by_step, len(wrapper.buckets), *dtypes
 
 
 @pytest.mark.parametrize("comm_dtype", [None, torch.bfloat16])
 def test_buckets_stay_and_gradients_are_their_views(ranks: WorkerGroup, comm_dtype: torch.dtype | None) -> None:
-    """After the first step, by which buckets are planned; where another dtype travels gradients keep their own."""
-    found, num_buckets, sent, dtypes = ranks.run(_places, comm_dtype)[0]
-    assert [views for views, _ in found] == [False, *[comm_dtype is None] * 3]
-    assert len({tuple(places) for _, places in found}) == 1 and len(set(found[0][1])) == num_buckets > 3
+    """From the second step on, since the first one tells how to plan buckets.
+
+    If gradients are sent in another dtype, they keep their own memory and dtype.
+    """
+    by_step, num_buckets, sent, dtypes = ranks.run(_places, comm_dtype)[0]
+    assert [views for views, _ in by_step] == [False, *[comm_dtype is None] * 3]
+    assert len({tuple(places) for _, places in by_step}) == 1 and len(set(by_step[0][1])) == num_buckets > 3
     assert sent == {comm_dtype or torch.float32} and dtypes == {torch.float32}
 
 
 def _kept_graphs(strategy: str, comm_dtype: torch.dtype | None) -> list[bool]:
-    """For each bucket: True if it is part of a graph after a step whose backward makes one of its own."""
-    group, found = group_of(2), []
+    """For each bucket, after steps with create_graph=True: True if it is part of autograd's graph."""
+    group, in_graph = group_of(2), []
     if dist.get_rank() < 2:
         with stand_in():
             options = {"comm_dtype": comm_dtype} if strategy == "copy_engine" else {}
@@ -93,9 +99,9 @@ def _kept_graphs(strategy: str, comm_dtype: torch.dtype | None) -> list[bool]:
             for _ in range(2):
                 wrapper(torch.randn(3, 8)).backward(create_graph=True)
                 wrapper.finish_gradient_synchronization()
-                found += [x.requires_grad for x in wrapper.transport._exchange.flats]
+                in_graph += [x.requires_grad for x in wrapper.transport._exchange.flats]
                 wrapper.zero_grad()
-    return found
+    return in_graph
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -103,9 +109,9 @@ def _kept_graphs(strategy: str, comm_dtype: torch.dtype | None) -> list[bool]:
     ("strategy", "comm_dtype"), [("copy_engine", None), ("copy_engine", torch.bfloat16), ("copy_engine_zero1", None)]
 )
 def test_buckets_that_stay_keep_no_graph(ranks: WorkerGroup, strategy: str, comm_dtype: torch.dtype | None) -> None:
-    """A backward with create_graph=True makes one, which would grow from step to step."""
-    found = ranks.run(_kept_graphs, strategy, comm_dtype)[0]
-    assert found and not any(found)
+    """A backward with create_graph=True makes a graph, which would grow from step to step."""
+    in_graph = ranks.run(_kept_graphs, strategy, comm_dtype)[0]
+    assert in_graph and not any(in_graph)
 
 
 def _refused() -> str:
@@ -127,18 +133,18 @@ def test_what_it_is_not_for_is_told(ranks: WorkerGroup, monkeypatch: pytest.Monk
 
 
 class _OfTwo:
-    """A group that gives names to what is shared in it."""
+    """A stand-in for a process group, with the name that symmetric memory asks for."""
 
     group_name = "two"
 
 
 def test_ranks_that_have_shared_memory_unequally_often_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would wait for the other without end."""
+    """Otherwise each rank would wait for the other for ever."""
     monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", lambda flat, name: None)
-    told: list[int] = []
+    counts: list[int] = []
 
     def gather_objects(mine: int, group: Any) -> list[int]:
-        told.append(mine)
+        counts.append(mine)
         return [mine, 5]
 
     monkeypatch.setattr("lmsys.parallel.copy_engine.collectives.gather_objects", gather_objects)
@@ -148,11 +154,11 @@ def test_ranks_that_have_shared_memory_unequally_often_are_told(monkeypatch: pyt
         with pytest.raises(ValueError, match=f"ranks have shared memory {shared}, 5 times, and must have as"):
             transport.settle([])
         transport._handle(torch.zeros(1))
-    assert told == [3, 4] and CopyEngines.shared == 5
+    assert counts == [3, 4] and CopyEngines.shared == 5
 
 
 def _trained(strategy: str, options: dict[str, Any], graphed: bool) -> dict[str, torch.Tensor]:
-    """Parameters after six steps with clipping in place; the first of a graph's are plain."""
+    """Parameters after six steps with clipping in place. `graphed`: all but the first two replay a CUDA graph."""
     torch.manual_seed(dist.get_rank())
     model = Net(Recipe(width=40, layers=4, tied=True)).to(device())
     wrapper = TABLE[strategy].load()(model, group_of(2), 5e-3, **options)
@@ -183,14 +189,14 @@ def _trained(strategy: str, options: dict[str, Any], graphed: bool) -> dict[str,
 def test_it_trains_bit_for_bit_as_with_nccl(
     gpu_ranks: WorkerGroup, strategy: str, options: dict[str, Any], graphed: bool
 ) -> None:
-    """Halves of two numbers are exact, and their sum is rounded once, whoever adds."""
+    """To halve a number is exact, and the sum of two halves is rounded once, by NCCL as by copy engines."""
     ours = {"bucketed": "copy_engine", "zero1": "copy_engine_zero1"}[strategy]
     expected = gpu_ranks.run(_trained, strategy, options, graphed)[:2]
-    found = gpu_ranks.run(_trained, ours, options, graphed)[:2]
-    for states in (found, expected):
+    trained = gpu_ranks.run(_trained, ours, options, graphed)[:2]
+    for states in (trained, expected):
         for name, x in states[0].items():
             assert torch.equal(x, states[1][name]), name
-    for name, x in found[0].items():
+    for name, x in trained[0].items():
         assert torch.equal(x, expected[0][name]), name
 
 

@@ -1,4 +1,8 @@
-"""The exchange of buckets by copies: in every order that streams and ranks may run in, over steps. And its addition."""
+"""The exchange of gradients and parameters by copy engines (`lmsys.parallel.copy_engine`), on simulated GPUs.
+
+tests/support/streams.py runs the work of streams in random possible orders: every mean must be right in each, and a
+missing signal or wait must show. The last test runs the Triton kernel that adds the copies.
+"""
 
 from typing import Any
 
@@ -30,12 +34,12 @@ triton = pytest.importorskip("triton", reason="pip install triton==3.6.0 to run 
 mean_triton = pytest.importorskip("lmsys.parallel.mean_triton")
 
 STEPS = 3
-tensors = st.lists(st.integers(0, 5 * ALIGNMENT), min_size=1, max_size=3)  # numbers of elements, of one bucket
+tensors = st.lists(st.integers(0, 5 * ALIGNMENT), min_size=1, max_size=3)  # elements of each tensor in a bucket
 speeds = st.lists(st.sampled_from([1.0, 0.1, 0.001]), min_size=3, max_size=3)
 
 
 def gradient(numel: int, step: int, number: int, index: int, rank: int) -> Tensor:
-    """Whole numbers, whose means are exact."""
+    """Random whole numbers, multiples of 12: their mean over two, three or four ranks is exact."""
     generator = torch.Generator().manual_seed(10000 * step + 100 * number + 10 * index + rank)
     return 12.0 * torch.randint(-99, 99, (numel,), generator=generator).double()
 
@@ -50,16 +54,19 @@ def wrong_elements(
     without: int | None = None,
     fault: str = "",
 ) -> int:
-    """Counts wrong elements in all steps' means on all ranks.
+    """The number of wrong elements in the means of all steps, on all ranks.
 
     After each step gradients and buckets are overwritten, as by clipping in place.
 
-    queues, speeds  for each rank
-    in_place        gradients are where their means will be, as after `zero_grad(set_to_none=False)`
-    whole           every rank is to have all means, else those of its segments
+    buckets         numbers of elements of the tensors in each bucket
+    queues, speeds  of each rank's `Gpu`
+    in_place        gradients are stored where their means will be, as after `zero_grad(set_to_none=False)`
+    whole           every rank gets all means; False: those of its segments
+    without         a signal that is left out, as a fault
+    fault           "inbox": the stream of incoming copies waits for no event; "never waited for": sends are not
     """
     ranks, dtype = range(len(queues)), torch.float64
-    gpus = [Gpu(*one) for one in zip(queues, speeds, strict=True)]
+    gpus = [Gpu(*arguments) for arguments in zip(queues, speeds, strict=True)]
     layouts = [Layout.of([torch.empty(n) for n in numels]) for numels in buckets]
     cuts = [segments_of(x.length, len(ranks)) for x in layouts]
     flats = [[torch.full((x.length,), torch.nan, dtype=dtype) for x in layouts] for _ in ranks]
@@ -84,8 +91,8 @@ def wrong_elements(
                 pending.append(exchange.send(number, gradients))
                 made += gradients
             if fault != "never waited for":
-                for one in pending:
-                    one.wait()
+                for sent in pending:
+                    sent.wait()
             else:
                 exchange._begin()
             for number, (layout, cut) in enumerate(zip(layouts, cuts, strict=True)):
@@ -114,7 +121,7 @@ def wrong_elements(
 def test_every_bucket_of_every_step_is_the_mean(
     world_size: int, buckets: list[list[int]], in_place: bool, whole: bool, seed: int, data: Any
 ) -> None:
-    """Also where a GPU runs several streams in one queue, in the order of launches: which, each may choose itself."""
+    """It is, however a GPU divides its streams among queues. Streams of one queue run in the order of launches."""
     queues = [data.draw(st.lists(st.integers(0, 2), min_size=3, max_size=3)) for _ in range(world_size)]
     assert wrong_elements(buckets, queues, [data.draw(speeds) for _ in queues], seed, in_place, whole) == 0
 
@@ -129,14 +136,16 @@ def wrong_parameters(
     hasty: int | None = None,
     deaf: int | None = None,
 ) -> int:
-    """Counts wrong parameters in all steps: a rank moves its segments, sends each, and reads what it has waited for.
+    """The number of wrong parameters in all steps. In a step a rank updates its segments, sends them, and reads all.
 
-    ahead  flats that are sent beyond the one that is waited for
-    hasty  a rank that neither waits for what it sends nor reads
-    deaf   the first flat that is sent without waiting for what moves it
+    lengths  elements of a segment in each flat buffer
+    ahead    how many buffers are sent before an earlier one is waited for
+    without  a signal that is left out, as a fault
+    hasty    a rank that, as a fault, neither waits for what it sends nor reads
+    deaf     the first buffer that is sent, as a fault, without waiting for its update
     """
     ranks = range(len(queues))
-    gpus = [Gpu(*one) for one in zip(queues, speeds, strict=True)]
+    gpus = [Gpu(*arguments) for arguments in zip(queues, speeds, strict=True)]
     flats = [[torch.zeros(n * len(ranks), dtype=torch.float64) for n in lengths] for _ in ranks]
     signals: set[Any] = set()
     wrong: list[int] = []
@@ -186,27 +195,29 @@ def test_parameters_of_every_step_come_to_all_ranks(
     ids=["READY", "ARRIVED", "own moved while sent", "sent before moved", "later ones sent before moved"],
 )
 def test_each_signal_and_wait_of_parameters_is_needed(fault: dict[str, Any]) -> None:
-    """All flats are sent before one is read: were they sent one at a time, ARRIVED of one would tell that the one
-    before has been read, and READY would not be missed.
+    """All buffers are sent before any is read.
+
+    If they were sent one at a time, a buffer's signal ARRIVED would imply that the buffer before it has been read, and
+    a missing READY would not show.
     """
-    found = 0
+    wrong = 0
     for seed in range(40):
         slow = [[0.001 if seed >> 2 * rank + stream & 1 else 1.0 for stream in range(2)] for rank in range(2)]
         assert wrong_parameters([5, 3, 4], [[0, 1]] * 2, slow, seed, ahead=2) == 0
-        found += wrong_parameters([5, 3, 4], [[0, 1]] * 2, slow, seed, ahead=2, **fault)
-    assert found > 0
+        wrong += wrong_parameters([5, 3, 4], [[0, 1]] * 2, slow, seed, ahead=2, **fault)
+    assert wrong > 0
 
 
 def seeds_that_tell(**fault: Any) -> int:
-    """Counts, among twenty seeds with one slow stream on each rank, those that show the fault."""
-    found = 0
+    """How many of twenty seeds show the fault. In each, one stream on each rank is slow."""
+    told = 0
     for seed in range(20):
         slow = [[0.001 if seed // 3**rank % 3 == stream else 1.0 for stream in range(3)] for rank in range(2)]
         try:
-            found += wrong_elements([[70, 58], [256], [64, 1, 127], [64]], [[0, 1, 2]] * 2, slow, seed, **fault) > 0
+            told += wrong_elements([[70, 58], [256], [64, 1, 127], [64]], [[0, 1, 2]] * 2, slow, seed, **fault) > 0
         except AssertionError:
-            found += 1
-    return found
+            told += 1
+    return told
 
 
 @pytest.mark.parametrize(
@@ -227,7 +238,7 @@ def test_ranks_in_step_send_to_each_one_at_a_time(world_size: int) -> None:
 
 
 def test_gradients_are_held_until_the_end() -> None:
-    """The backward's stream would be given their memory again, while other streams read it."""
+    """Otherwise torch would reuse the gradients' memory on the backward's stream while other streams read it."""
     layout, memory = Layout.of([torch.empty(64)]), torch.zeros(64)
     gpu, inbox = Gpu([0, 1, 2], [1.0] * 3), torch.zeros(1024, dtype=torch.uint8)
     handles = [Handle(gpu, 0, [x, x], set()) for x in (inbox, memory)]
@@ -269,11 +280,11 @@ DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=py
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 @pytest.mark.parametrize(("world_size", "num"), [(2, 64), (2, 4096 + 64), (3, 1), (4, 3 * 4096), (8, 5000)])
 def test_the_kernel_adds_by_rank(device: str, dtype: torch.dtype, world_size: int, num: int) -> None:
-    """Every rank's answer is the same, whichever of the parts is its own; nothing else is written."""
+    """Every rank gets equal bits, whichever part is its own, and no other memory is written."""
     generator = torch.Generator(device).manual_seed(num)
     data = torch.randn(world_size, num, device=device, generator=generator).to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    exact, plain, found = data.double().mean(0), data.to(wide).mean(0).to(dtype), []
+    exact, plain, means = data.double().mean(0), data.to(wide).mean(0).to(dtype), []
     for rank in range(world_size):
         own, room = data[rank].clone(), torch.zeros(world_size - 1, num + 64, device=device, dtype=dtype)
         others = room[:, :num]
@@ -282,5 +293,5 @@ def test_the_kernel_adds_by_rank(device: str, dtype: torch.dtype, world_size: in
         mean_triton.mean_(own, others, out, rank)
         assert torch.equal(room, kept) and (out is own or torch.equal(own, data[rank]))
         assert error_ratio(out, exact, plain) <= 1
-        found.append(out)
-    assert all(torch.equal(x, found[0]) for x in found)
+        means.append(out)
+    assert all(torch.equal(x, means[0]) for x in means)

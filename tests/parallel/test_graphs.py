@@ -1,4 +1,7 @@
-"""Modules drawn as graphs of calls and trained in drawn ways: every strategy does what one process does, or refuses.
+"""Modules drawn as graphs of calls, and trained in drawn ways: every strategy does as one process does, or refuses.
+
+tests/support/graphs.py defines the graphs and the ways. A case that was wrong once is added to FOUND. Thousands of
+cases are drawn on request:
 
 python -m pytest -m on_request -k thousands tests/parallel/test_graphs.py     # an hour
 LMSYS_DRAWN=100 python -m pytest -m on_request -k "thousands and zero1" tests/parallel --hypothesis-seed 7
@@ -35,6 +38,7 @@ STRATEGIES = ("naive", "flat", "overlapped", "bucketed", "zero1", "copy_engine",
 OVERLAPPED = STRATEGIES[2:-1]
 RUN_S = 60
 DRAWN = int(os.environ.get("LMSYS_DRAWN", "1250"))  # for each strategy: 10,000 in all
+# How the errors begin that `may_refuse` knows.
 APART = "RuntimeError: ranks have not made the same forwards since they last finished"
 FROZEN = "ValueError: on rank 0 the parameter "
 COUNTS = "RuntimeError: no rank had used a parameter of shape"
@@ -63,7 +67,7 @@ graphs = st.builds(
     st.sampled_from(["sgd"] * 3 + ["momentum", "adamw", "grouped"]),
 )
 uneven = st.builds(Graph, st.lists(in_order, min_size=1, max_size=3).map(tuple), st.just(("mlp",) * 5))
-RARE = ["compile_blocks", "freeze", "unfreeze"]  # which take long, or are mostly refused
+RARE = ["compile_blocks", "freeze", "unfreeze"]  # ways that take long, or are mostly refused
 trainings = st.lists(st.sampled_from([*["step"] * 3, *WAYS] * 3 + RARE), min_size=1, max_size=5) | st.builds(
     lambda way, count: [way] * count, st.sampled_from(["step", "accumulate", "two_forwards"]), st.integers(3, 6)
 )
@@ -72,56 +76,58 @@ trainings = st.lists(st.sampled_from([*["step"] * 3, *WAYS] * 3 + RARE), min_siz
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # reentrant checkpoints of what needs no gradient
+        warnings.simplefilter("ignore", UserWarning)  # of reentrant checkpoints whose inputs need no gradient
         yield
 
 
 def trains_as_one_process(ranks: WorkerGroup, strategy: str, graph: Graph, ways: Sequence[str]) -> None:
+    """AssertionError unless both ranks see what one process sees, or refuse the case by an error of `may_refuse`."""
     try:
         exact, plain = (play_alone(graph, ways, dtype) for dtype in (torch.float64, torch.float32))
-    except RuntimeError:  # of torch: nothing that is trained has made the loss, or checkpointing does not know this
+    except RuntimeError:  # torch itself refuses: the loss depends on no trained parameter, or checkpointing fails
         assume(False)
-    if not all(x.abs().max() < 1e3 for seen in exact for x in seen.values()):  # it has diverged, to NaN perhaps
+    if not all(x.abs().max() < 1e3 for seen in exact for x in seen.values()):  # the training has diverged
         assume(False)
     try:
-        found = ranks.run(play, strategy, graph, ways, timeout_s=RUN_S)[:2]
+        answers = ranks.run(play, strategy, graph, ways, timeout_s=RUN_S)[:2]
     except WorkerError as error:
         raised = error.failure[1].partition(f"{RaisedApart.__name__}: ")[2]
         assert raised and may_refuse(strategy, graph, ways, raised), f"{strategy}, {graph}, {ways}: {error}"
         return
-    for seen in found:
+    for seen in answers:
         if isinstance(seen, str):
             assert may_refuse(strategy, graph, ways, seen), seen
             continue
-        for one, right, rounded in zip(seen, exact, plain, strict=True):
-            assert one.keys() == right.keys()
-            for name, x in one.items():
+        for values, right, rounded in zip(seen, exact, plain, strict=True):
+            assert values.keys() == right.keys()
+            for name, x in values.items():
                 assert error_ratio(x, right[name].double(), rounded[name].float()) <= 1, name
-    assert isinstance(found[0], str) == isinstance(found[1], str), found
+    assert isinstance(answers[0], str) == isinstance(answers[1], str), answers
 
 
-def may_refuse(strategy: str, graph: Graph, ways: Sequence[str], told: str) -> bool:
+def may_refuse(strategy: str, graph: Graph, ways: Sequence[str], error: str) -> bool:
+    """True if the strategy may refuse this case with this error."""
     ops = ops_of(graph)
-    if {"freeze", "unfreeze"} & {*ways} and told.startswith(FROZEN):
+    if {"freeze", "unfreeze"} & {*ways} and error.startswith(FROZEN):
         return True
-    if strategy == "fsdp" and told.startswith(COUNTS):
+    if strategy == "fsdp" and error.startswith(COUNTS):
         return graph.optimizer == "adamw"
-    if strategy == "fsdp" and ops & {"own", "apart"} and told.startswith(APART):
-        again = any(way.startswith("checkpoint_all") for way in ways)  # ranks that run other blocks again
+    if strategy == "fsdp" and ops & {"own", "apart"} and error.startswith(APART):
+        again = any(way.startswith("checkpoint_all") for way in ways)  # in which ranks run different blocks again
         return again or not _in_order(graph)
     reentrant = "checkpoint_all_reentrant" in ways or "reentrant" in ops
-    return strategy in OVERLAPPED and told.startswith(TWICE) and reentrant
+    return strategy in OVERLAPPED and error.startswith(TWICE) and reentrant
 
 
 def may_wait(strategy: str, graph: Graph, ways: Sequence[str]) -> bool:
-    """True where a collective may wait in vain on GPUs, or a refusal comes after the last step."""
+    """True if on GPUs a collective may wait for ever, or a refusal may come only after the last step."""
     again = any(way.startswith("checkpoint_all") for way in ways) or not _in_order(graph)
     parted = strategy == "fsdp" and {"own", "apart"} & ops_of(graph)
     return bool(parted and again) or bool({"freeze", "unfreeze"} & {*ways})
 
 
 def _in_order(graph: Graph) -> bool:
-    """True where ranks leave out blocks, and call all others in the order of their list, as `uneven` draws them."""
+    """True if ranks call blocks in the order of their list, and leave some out: as in the graphs of `uneven`."""
     ops = ops_of(graph)
     orders = [[call.block % len(graph.blocks) for call in program] for program in graph.programs]
     plain = ops <= {"own", "call", "checkpoint"} and graph.holder == "list" and set(graph.blocks) == {"mlp"}
@@ -162,20 +168,20 @@ def test_each_parameter_used_once_has_the_bits_of_one_process(
     optimizer: str,
     ways: list[str],
 ) -> None:
-    """Its gradient is a sum of two terms, which has one order."""
+    """Its gradient is a sum of two terms, one from each rank: their order does not change the bits."""
     program = tuple(Call(op, number) for op, number in zip(ops, order, strict=True))
     graph = Graph((program,), tuple(blocks), holder, optimizer=optimizer)
     plain = play_alone(graph, ways, torch.float32)
     for seen in ranks.run(play, strategy, graph, ways)[:2]:
         assert not isinstance(seen, str), seen
-        for one, right in zip(seen, plain, strict=True):
-            assert all(torch.equal(x, right[name]) for name, x in one.items())
+        for values, right in zip(seen, plain, strict=True):
+            assert all(torch.equal(x, right[name]) for name, x in values.items())
 
 
 TWO_FLATS = Graph(  # trained and frozen parameters outside of all blocks
     ((Call("call", 0), Call("reentrant", 1, returns="pair"), Call("call", 1)),), ("mlp", "frozen"), "attributes", True
 )
-FOUND = (  # what was wrong once, by its shape
+FOUND = (  # (strategy, graph, ways) of cases that were wrong once
     ("overlapped", Graph(((Call("own", 0), Call("reentrant", 0)),), ("mlp",), tied=True), ["step", "step"]),
     ("fsdp", Graph(((Call("twice", 0), Call("twice", 1)),)), ["step", "step"]),
     ("fsdp", Graph(((Call("own", 2), Call("call", 4)),), ("mlp",) * 5), ["two_forwards"]),
@@ -219,14 +225,14 @@ QUICK = [name for name, (graph, ways) in KINDS.items() if not graph.prepared and
 
 
 def are_right_or_refused(ready_ranks: Callable[[], WorkerGroup], strategy: str, names: Sequence[str]) -> None:
-    found = {name: outcome(ready_ranks(), strategy, KINDS[name]) for name in names}
-    other = {name: told for name, told in found.items() if told[0] not in (RIGHT, REFUSED)}
+    outcomes = {name: outcome(ready_ranks(), strategy, KINDS[name]) for name in names}
+    other = {name: result for name, result in outcomes.items() if result[0] not in (RIGHT, REFUSED)}
     assert not other
 
 
 @pytest.mark.parametrize(("strategy", "names"), [("zero1", QUICK[::2]), ("fsdp", QUICK[1::2])])
 def test_each_kind_is_right_or_refused(ready_ranks: Callable[[], WorkerGroup], strategy: str, names: list[str]) -> None:
-    """Each kind by one of the two that divide most; by all on request."""
+    """Half of the kinds by each of the strategies that shard most; all kinds by all strategies on request."""
     are_right_or_refused(ready_ranks, strategy, names)
 
 

@@ -1,4 +1,7 @@
-"""Ranks that start once and run functions: results, and every way in which one of them can fail."""
+"""`lmsys.parallel.group`: ranks start once and run functions; they return results, and each way to fail is reported.
+
+Functions with an underscore run on ranks. A new way to fail is such a function, with the error that it must give.
+"""
 
 import os
 import signal
@@ -57,9 +60,9 @@ def _is_stopped(rank: int) -> None:
 
 
 def _is_slow(rank: int) -> int:
-    """Stops for 1 s and then computes for 3.5 s in calls that hold the interpreter lock, so that no thread can answer.
+    """Stops for 1 s, then computes for 3.5 s in calls that hold the interpreter lock, so that no thread can answer.
 
-    Each is shorter, or of another kind, than the limit for stops of 2 s that the test sets.
+    The test's limit of 2 s is for stopped ranks: the stop is shorter, and a rank that computes is not stopped.
     """
     if dist.get_rank() == rank:
         subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
@@ -194,7 +197,7 @@ def test_what_a_machine_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_error_names_the_variable_of_torchrun_that_is_wrong(
     text: str | None, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script may set some of torchrun's variables by itself, and not LOCAL_RANK."""
+    """A script may have set some of torchrun's variables, but not LOCAL_RANK."""
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("LOCAL_RANK", raising=False) if text is None else monkeypatch.setenv("LOCAL_RANK", text)

@@ -1,4 +1,7 @@
-"""Fsdp in a half precision: two ranks have the weights of one process that computes both halves of each batch."""
+"""Fsdp in half precision on two ranks: its weights equal those of one process that computes both halves of a batch.
+
+A module with `reads_own_dtype` (here `Norm`) reads its own parameters in their own precision.
+"""
 
 import copy
 from typing import Any
@@ -31,7 +34,7 @@ class Norm(nn.Module):
 
 
 def _narrow(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy with rounded parameters, but for those of modules that read their own."""
+    """A copy whose parameters are rounded, except those of `Norm`."""
     made = copy.deepcopy(model)
     for child in made.modules():
         for p in child.parameters(recurse=False):
@@ -46,14 +49,14 @@ def _loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
 
 @on_first(RANKS)
 def _differences(group: Any, where: str, dtype: torch.dtype) -> list[float]:
-    """On a rank: the largest difference of any weight after each step; none on ranks that take no part."""
+    """On a rank: the largest difference of any weight from one process, after each step."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     layers = nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, WORDS)
     alone = nn.Sequential(nn.Embedding(WORDS, WIDTH), Norm(), *layers).to(where)
     fsdp = Fsdp(copy.deepcopy(alone), group, compute_dtype=dtype)
-    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (fsdp, alone))
-    found = []
+    ours, theirs = (torch.optim.SGD(module.parameters(), lr=0.5) for module in (fsdp, alone))
+    largest = []
     for _ in range(STEPS):
         ids, labels = torch.randint(WORDS, (2, RANKS, EXAMPLES)).to(where)
         _loss(fsdp, ids[rank], labels[rank]).backward()
@@ -67,16 +70,19 @@ def _differences(group: Any, where: str, dtype: torch.dtype) -> list[float]:
             p.grad = torch.stack([half.grad.float() for half in halves]).sum(0) / RANKS
         theirs.step()
         whole = fsdp.full_state_dict()
-        found.append(max(float((whole[name] - x).abs().max()) for name, x in alone.state_dict().items()))
-    return found
+        largest.append(max(float((whole[name] - x).abs().max()) for name, x in alone.state_dict().items()))
+    return largest
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_two_ranks_equal_both_halves_on_one(ranks: WorkerGroup, where: str, dtype: torch.dtype) -> None:
-    """Bit for bit: the same matmuls, and a sum of two. A GPU that both ranks share has gloo carry all by the host."""
-    found = ranks.run(_differences, where, dtype)
-    assert found[:RANKS] == [[0.0] * STEPS] * RANKS
+    """Bits are equal: matmuls are the same, and gradients are sums of two terms.
+
+    On "cuda" both ranks share a GPU, and gloo sends gradients by way of the host.
+    """
+    largest = ranks.run(_differences, where, dtype)
+    assert largest[:RANKS] == [[0.0] * STEPS] * RANKS
 
 
 @pytest.mark.gpu
@@ -86,7 +92,7 @@ def test_so_do_two_gpus(gpu_ranks: WorkerGroup, dtype: torch.dtype) -> None:
 
 
 def test_an_optimizers_state_goes_through_parts_of_marked_modules_and_back() -> None:
-    """Blocks too. Marks that have changed since are an error: parts would be taken for others."""
+    """AdamW's state survives the division. If `reads_own_dtype` has changed since, loading is an error."""
     block = nn.Sequential(nn.Linear(WIDTH, WIDTH), Norm())
     model = nn.Sequential(Norm(), nn.ModuleList([block]))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -95,10 +101,10 @@ def test_an_optimizers_state_goes_through_parts_of_marked_modules_and_back() -> 
     optimizer.step()
     state = optimizer.state_dict()
     shares = [flat_share(state, model, rank, RANKS, [list(model.parameters())]) for rank in range(RANKS)]
-    found = whole_state(shares, model, [list(model.parameters())])["state"]
-    assert found.keys() == state["state"].keys()
+    restored = whole_state(shares, model, [list(model.parameters())])["state"]
+    assert restored.keys() == state["state"].keys()
     for number, held in state["state"].items():
-        assert all(torch.equal(found[number][name], x) for name, x in held.items())
+        assert all(torch.equal(restored[number][name], x) for name, x in held.items())
     block[1].reads_own_dtype = False
     with pytest.raises(ValueError, match="of 3 flat parts, and the module has 2: .* reads_own_dtype"):
         whole_state(shares, model, [list(model.parameters())])

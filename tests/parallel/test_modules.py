@@ -1,4 +1,8 @@
-"""Strategies used as people use a module: each operation on each strategy, and programs of them beside a plain one."""
+"""Strategies used as people use a module: single operations end as expected, and programs equal a plain module's.
+
+Operations are in tests/support/modules.py. A new one also has its expected text in EXPECTED, and in OTHERWISE if a
+strategy has another.
+"""
 
 from pathlib import Path
 
@@ -23,7 +27,7 @@ NO_COPY = "TypeError: a {} cannot be copied or saved as a whole, as it holds a p
 READ = "RuntimeError: a parameter of shape (5, 5) was read that fsdp has divided among ranks: full_state_dict() gives"
 CHANGED = "after the module was wrapped: no gradient of it would be synchronized; wrap the module as it is now"
 ADDED = "the parameter last.more was added"
-EXPECTED = {  # of all strategies; then where one differs
+EXPECTED = {  # {operation: how its text begins on all strategies that OTHERWISE does not name}
     "read the module's parameters": WHOLE,
     "state_dict()": WHOLE,
     "module.state_dict()": WHOLE,
@@ -66,7 +70,7 @@ def test_the_table_has_every_operation() -> None:
 
 
 @pytest.mark.parametrize("operation", ONE_BY_ONE)
-@pytest.mark.parametrize("strategy", but(STRATEGIES, "naive", "flat", "overlapped"))  # which bucketed stands for
+@pytest.mark.parametrize("strategy", but(STRATEGIES, "naive", "flat", "overlapped"))  # bucketed stands in for these
 def test_an_operation_just_after_a_step(ranks: WorkerGroup, strategy: str, operation: str) -> None:
     first, second = ranks.run(do, strategy, operation)[:2]
     expected = OTHERWISE.get((strategy, operation), EXPECTED[operation])
@@ -93,9 +97,9 @@ def is_as_on_a_plain_module(ranks: WorkerGroup, strategy: str, program: list[str
     exact, plain = (play_alone(program, dtype) for dtype in (torch.float64, torch.float32))
     for seen in ranks.run(play, strategy, program)[:2]:
         assert not isinstance(seen, str), seen
-        for found, right, rounded in zip(seen, exact, plain, strict=True):
-            assert found.keys() <= right.keys()
-            for name, x in found.items():
+        for values, right, rounded in zip(seen, exact, plain, strict=True):
+            assert values.keys() <= right.keys()
+            for name, x in values.items():
                 assert error_ratio(x, right[name], rounded[name]) <= 1, name
 
 
@@ -122,14 +126,14 @@ def test_a_distributed_checkpoint_goes_from_one_to_another(
     ranks: WorkerGroup, tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
 ) -> None:
     saved, *_ = ranks.run(save_checkpoint, *before, str(tmp_path))
-    for found in ranks.run(load_checkpoint, *after, str(tmp_path))[: after[1]]:
-        assert found.keys() == saved.keys()
-        assert all(torch.equal(x, saved[name]) for name, x in found.items())
+    for loaded in ranks.run(load_checkpoint, *after, str(tmp_path))[: after[1]]:
+        assert loaded.keys() == saved.keys()
+        assert all(torch.equal(x, saved[name]) for name, x in loaded.items())
 
 
 @given(recipe=recipes, world_sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)))
 def test_a_flat_state_is_a_whole_one_divided(recipe: Recipe, world_sizes: tuple[int, int]) -> None:
-    """AdamW's state over whole parameters, divided, put together and divided anew."""
+    """AdamW's state is divided among ranks, put together, and divided again among another number of ranks."""
     module = Net(recipe)
     optimizer = torch.optim.AdamW(module.parameters())
     module(torch.randn(3, recipe.width)).backward()
@@ -144,9 +148,9 @@ def test_a_flat_state_is_a_whole_one_divided(recipe: Recipe, world_sizes: tuple[
         lengths = {len(share["state"][0]["exp_avg"]) for share in shares}
         assert len(lengths) == 1
         state = whole_state(shares, module, [list(module.parameters())])
-        counters = [one["step"] for one in state["state"].values()]
-        assert len(set(map(id, counters))) == len(counters)  # each is added to in place
+        counters = [held["step"] for held in state["state"].values()]
+        assert len(set(map(id, counters))) == len(counters)  # no two are one tensor: each is incremented in place
     for number, expected in optimizer.state_dict()["state"].items():
-        found = state["state"][number]
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], x) for name, x in expected.items())
+        restored = state["state"][number]
+        assert restored.keys() == expected.keys()
+        assert all(torch.equal(restored[name], x) for name, x in expected.items())

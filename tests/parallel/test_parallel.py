@@ -1,4 +1,8 @@
-"""Data parallel training against one process on the whole batch: random models, every strategy, one to four ranks."""
+"""Each data-parallel strategy trains random models on one to four ranks as one process does on the whole batch.
+
+tests/support/ranks.py has the model and the training, which `train` runs on ranks. A new strategy is added to OWN, with
+the options that are drawn for it. Functions with `on_first` run on ranks; their tests compare what they return.
+"""
 
 import math
 from itertools import product
@@ -40,7 +44,7 @@ recipes = st.builds(
     mixed=flags,
 )
 bucket_mbs = st.sampled_from([1e-5, 1e-4, 5e-4, 1.0])
-OWN = {
+OWN = {  # {our strategies: options that are drawn for them}
     "naive": st.just({}),
     "flat": st.just({}),
     "overlapped": st.just({}),
@@ -67,8 +71,8 @@ trainings = st.sampled_from([*OWN]).flatmap(
 def test_equal_to_one_process_on_the_whole_batch(
     ranks: WorkerGroup, recipe: Recipe, training: Training, seed: int
 ) -> None:
-    found = ranks.run(train, recipe, training, seed)
-    assert worst_ratio(found, recipe, training, seed) <= 1
+    states = ranks.run(train, recipe, training, seed)
+    assert worst_ratio(states, recipe, training, seed) <= 1
 
 
 @pytest.mark.parametrize("name", [name for name, row in STRATEGIES.items() if row.peer])
@@ -79,7 +83,7 @@ def test_peers_are_that_too(ranks: WorkerGroup, name: str) -> None:
 
 @on_first(2)
 def _whole_after_forward(group: Any, name: str) -> tuple[int, int]:
-    """How many parameters of blocks are whole before a forward, and between that and its backward."""
+    """(number of parameters of blocks that are whole before a forward, number between it and its backward)"""
     wrapper = STRATEGIES[name].load()(TransformerLM(model_config("tiny")).to(device()), group)
 
     def whole() -> int:
@@ -100,7 +104,8 @@ def test_parameters_of_blocks_stay_whole_until_the_backward_where_they_are_not_r
     assert before == 0 and (after > 0) == stays
 
 
-OF_ALL, OF_SHARDS = ("bucketed", "copy_engine"), ("zero1", "copy_engine_zero1")  # each by collectives, by copy engines
+# Strategies in which each rank owns all parameters, or a shard of them: each by collectives, and by copy engines.
+OF_ALL, OF_SHARDS = ("bucketed", "copy_engine"), ("zero1", "copy_engine_zero1")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +120,7 @@ def test_a_seeded_fault_is_caught(ranks: WorkerGroup, fault: str, strategy: str)
 
 @on_first(2)
 def _traffic(group: Any, name: str, options: dict[str, Any], recipe: Recipe) -> tuple[int, int]:
-    """Elements that one step sends as gradients, and how many are trained."""
+    """(number of elements that a step sends as gradients, number of trained elements)"""
     wrapper = STRATEGIES[name].load()(Net(recipe), group, **options)
     sent: list[int] = []
 
@@ -131,13 +136,13 @@ def _traffic(group: Any, name: str, options: dict[str, Any], recipe: Recipe) -> 
 @pytest.mark.parametrize("name", ["naive", "flat", "overlapped", "bucketed"])
 def test_every_gradient_travels_once(ranks: WorkerGroup, name: str) -> None:
     sent, trained = ranks.run(_traffic, name, {}, Recipe(width=16, tied=True, frozen=True))[0]
-    flags_and_padding = 64 * 30
+    flags_and_padding = 64 * 30  # elements, at most
     assert trained <= sent <= trained + flags_and_padding
 
 
 @on_first(2)
 def _views(group: Any, bucket_mb: float | None) -> list[Any]:
-    """The gradients after each of three steps: how many are views, and whether memory is freed between."""
+    """After each of three steps: (number of tensors that gradients are views of, number of buckets)."""
     wrapper = Bucketed(Net(Recipe(width=8)), group, bucket_mb)
     seen = []
     for to_none in (True, True, False):
@@ -160,7 +165,7 @@ def test_without_a_limit_there_is_one_bucket(ranks: WorkerGroup) -> None:
 
 @on_first(2)
 def _orders(group: Any) -> tuple[list[Any], list[Any]]:
-    """Buckets before and after the first step, of a model whose layers are listed against the order of use."""
+    """(buckets before the first step, buckets after it) of a model that uses its layers in reverse of their order."""
 
     class Backwards(nn.Module):
         def __init__(self) -> None:
@@ -184,7 +189,7 @@ def test_buckets_are_planned_again_in_the_order_that_gradients_come_in(ranks: Wo
 
 @on_first(3)
 def _shares(group: Any) -> tuple[list[int], list[int], int]:
-    """Which parameters have state on this rank, by number and by owner, and how many elements that is."""
+    """(numbers of parameters that have state on this rank, numbers of those it owns, number of all parameters)"""
     wrapper = Zero1(Net(Recipe(width=9, layers=3)), group, bucket_mb=1e-4)
     optimizer = wrapper.make_optimizer(torch.optim.AdamW, lr=0.1)
     wrapper(torch.randn(2, 9)).backward()
@@ -196,13 +201,16 @@ def _shares(group: Any) -> tuple[list[int], list[int], int]:
 
 
 def test_state_of_every_parameter_is_owned_once(ranks: WorkerGroup) -> None:
-    found = ranks.run(_shares)[:3]
-    assert all(held == owned for held, owned, _ in found)
-    assert sorted(number for held, _, _ in found for number in held) == list(range(found[0][2]))
+    shares = ranks.run(_shares)[:3]
+    assert all(held == owned for held, owned, _ in shares)
+    assert sorted(number for held, _, _ in shares for number in held) == list(range(shares[0][2]))
 
 
 def _part_of_a_run(strategy: str, world_size: int, steps: range, folder: str, seed: int) -> Any:
-    """Trains `steps` of a run, from what `folder` holds, and leaves there what the next part needs."""
+    """Trains these steps of a run, from the state in the folder if it is not the first part, and saves the state there.
+
+    Returns (the whole weights, the optimizer's whole state).
+    """
     group, rank = group_of(world_size), dist.get_rank()
     if rank >= world_size:
         return None
@@ -248,8 +256,8 @@ def test_state_is_saved_and_loaded_across_world_sizes(
     for name, x in whole.items():
         torch.testing.assert_close(state[name], x)
     plain = torch.optim.AdamW(Net(Recipe(width=5, layers=2, tied=True)).parameters())
-    plain.load_state_dict(full)  # the optimizer without shards takes it
-    assert {float(one["step"]) for one in plain.state.values()} == {6.0}
+    plain.load_state_dict(full)  # an ordinary optimizer loads it
+    assert {float(state["step"]) for state in plain.state.values()} == {6.0}
 
 
 def test_a_state_of_other_shares_or_groups_is_refused() -> None:
@@ -262,7 +270,7 @@ def test_a_state_of_other_shares_or_groups_is_refused() -> None:
 
 
 def test_a_sharded_optimizer_is_an_optimizer() -> None:
-    """Groups with their own options, a schedule, a group added later, a closure: as without shards."""
+    """Param groups with options, a schedule, a group added later and a closure act as in an ordinary optimizer."""
     torch.manual_seed(0)
     nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
     nets[1].load_state_dict(nets[0].state_dict())
@@ -288,7 +296,7 @@ def test_a_sharded_optimizer_is_an_optimizer() -> None:
 
 @on_first(2)
 def _bitwise(group: Any, recipe: Recipe) -> bool:
-    """True if two ranks' parameters are those that the mean of both ranks' gradients gives, bit for bit."""
+    """True if fsdp's parameters equal, bit for bit, those trained by the mean of both ranks' gradients."""
     rank = dist.get_rank()
     torch.manual_seed(1)
     alone = Net(recipe)
@@ -315,9 +323,9 @@ def test_fully_sharded_float32_is_bitwise_equal(ranks: WorkerGroup) -> None:
 def _language_model(
     group: Any, strategy: str, checkpoint_blocks: int | str, compiled: bool, recorded: bool = False
 ) -> Any:
-    """Parameters of a Transformer after two steps on two ranks, and after the same on one.
+    """(parameters of a Transformer after two steps on two ranks, those after these steps on one process)
 
-    recorded: the second forward takes itself for one that is recorded, so it fetches, and the step after it does not.
+    recorded  the second forward believes that a CUDA graph records it: so it gathers parameters, and the step does not
     """
     rank = dist.get_rank()
     config = ModelConfig(
@@ -329,7 +337,8 @@ def _language_model(
     on_rank = on_ranks.copies(alone)
     if compiled:
         on_rank.model.compile_blocks(backend="aot_eager")
-    options = {"bucket_mb": 1e-3} if strategy in ("bucketed", "zero1") else {}  # several: blocks wait for theirs
+    # Several buckets, so that blocks wait for their own.
+    options = {"bucket_mb": 1e-3} if strategy in ("bucketed", "zero1") else {}
     wrapper = STRATEGIES[strategy].load()(on_rank, group, **options)
     assert not options or len(wrapper.buckets) > 3
     own, plain = wrapper.make_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)
@@ -362,7 +371,7 @@ def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class _OfModel(nn.Module):
-    """Reads weights as attributes of other modules, which no hook of theirs sees."""
+    """Returns the loss. It reads weights as attributes of other modules, so hooks of these modules do not run."""
 
     def __init__(self, model: TransformerLM):
         super().__init__()
@@ -401,27 +410,29 @@ def _step(wrapper: nn.Module) -> None:
 
 @on_first(2)
 def _strangers(group: Any) -> list[str]:
+    """The errors of three calls with parameters that were frozen when ZeRO-1 wrapped the module."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[1].requires_grad_(False)
     wrapper = Zero1(module, group)
     module[1].requires_grad_(True)
     optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1)
     more = {"params": list(module[1].parameters())}
-    told = [
+    errors = [
         on_ranks.error_of(lambda: wrapper.make_optimizer(torch.optim.SGD, params=module.parameters(), lr=0.1)),
         on_ranks.error_of(lambda: optimizer.add_param_group(more)),
     ]
-    told.append(on_ranks.error_of(_step, wrapper))
+    errors.append(on_ranks.error_of(_step, wrapper))
     wrapper.zero_grad()
     module[1].requires_grad_(False)
     _step(wrapper)
-    optimizer.step()  # as if nothing had been asked
-    return told
+    optimizer.step()  # refused calls have left no trace
+    return errors
 
 
 def test_zero1_refuses_parameters_that_it_does_not_train(ranks: WorkerGroup) -> None:
-    *told, of_forward = ranks.run(_strangers)[0]
-    assert all(one.startswith("ValueError: 2 parameters, of 6 numbers, are none that ZeRO-1 trains") for one in told)
+    *errors, of_forward = ranks.run(_strangers)[0]
+    untrained = "ValueError: 2 parameters, of 6 numbers, are none that ZeRO-1 trains"
+    assert all(error.startswith(untrained) for error in errors)
     trained = "the parameter 1.weight was set to be trained"
     assert of_forward.startswith(f"ValueError: on rank 0 {trained}; on rank 1 {trained}, after the module was wrapped")
 
@@ -434,9 +445,9 @@ def test_a_recorded_forward_fetches_what_the_step_before_it_left(ranks: WorkerGr
 
 @on_first(2)
 def _narrow(group: Any, strategy: str, options: dict[str, Any]) -> Any:
-    """Parameters after three steps with what is narrow, without it, and on the whole batch in float64."""
+    """(parameters after three steps with these options, parameters without them, dtypes of the gradients)"""
     rank = dist.get_rank()
-    recipe, found = Recipe(width=8), []
+    recipe, states = Recipe(width=8), []
     for chosen in (options, {}):
         torch.manual_seed(2)
         wrapper = STRATEGIES[strategy].load()(Net(recipe).to(device()), group, **chosen)
@@ -449,8 +460,8 @@ def _narrow(group: Any, strategy: str, options: dict[str, Any]) -> Any:
             dtypes = {p.grad.dtype for p in wrapper.parameters()}
             optimizer.step()
             optimizer.zero_grad()
-        found.append({name: x.cpu().clone() for name, x in wrapper.full_state_dict().items()})
-    return *found, dtypes
+        states.append({name: x.cpu().clone() for name, x in wrapper.full_state_dict().items()})
+    return *states, dtypes
 
 
 LOW_PRECISION = pytest.mark.parametrize(
@@ -467,7 +478,7 @@ LOW_PRECISION = pytest.mark.parametrize(
 def test_low_precision_is_close_and_gradients_stay_wide(
     ranks: WorkerGroup, strategy: str, options: dict[str, Any]
 ) -> None:
-    """Three steps of rate 0.1 with gradients rounded to bfloat16, of a relative error of 2^-8 each."""
+    """In each of three steps with a learning rate of 0.1, gradients have a relative error of 2^-8, by rounding."""
     narrow, wide, dtypes = ranks.run(_narrow, strategy, options)[0]
     assert dtypes == {torch.float32}
     torch.manual_seed(2)
@@ -481,6 +492,7 @@ def test_low_precision_is_close_and_gradients_stay_wide(
 
 @on_first(2)
 def _differ(group: Any, what: str) -> str:
+    """The error of wrapping a module that on rank 1 has another "shape", another "order" or "more" layers."""
     rank = dist.get_rank()
     layers: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 5)]
     if rank and what == "shape":
@@ -493,29 +505,30 @@ def _differ(group: Any, what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "message"),
     [
         ("shape", "rank 0 has the parameter 1.weight (5, 4) float32 where rank 1 has the parameter 1.weight (6, 4)"),
         ("order", "rank 0 has the parameter 0.weight (4, 4) float32 where rank 1 has the parameter 0.weight (5, 4)"),
         ("more", "rank 0 has nothing more where rank 1 has the parameter 2.weight (5, 5)"),
     ],
 )
-def test_ranks_that_build_different_models_are_told(ranks: WorkerGroup, what: str, said: str) -> None:
+def test_ranks_that_build_different_models_are_told(ranks: WorkerGroup, what: str, message: str) -> None:
     for error in ranks.run(_differ, what)[:2]:
-        assert error.startswith("ValueError: ranks hold different modules") and said in error
+        assert error.startswith("ValueError: ranks hold different modules") and message in error
 
 
 @on_first(2)
 def _unfinished(group: Any, strategy: str) -> list[str]:
+    """The errors of a forward before finish_gradient_synchronization(), and after it."""
     wrapper = STRATEGIES[strategy].load()(Net(Recipe()), group)
-    x, found = torch.randn(2, 6), []
+    x, errors = torch.randn(2, 6), []
     with wrapper.no_sync():
         wrapper(x).backward()
     wrapper(x).backward()
-    found.append(on_ranks.error_of(wrapper, x))
+    errors.append(on_ranks.error_of(wrapper, x))
     wrapper.finish_gradient_synchronization()
-    found.append(on_ranks.error_of(wrapper, x))
-    return found
+    errors.append(on_ranks.error_of(wrapper, x))
+    return errors
 
 
 @pytest.mark.parametrize("strategy", ["naive", "flat", "overlapped", "bucketed", "zero1", "fsdp"])

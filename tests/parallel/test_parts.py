@@ -1,4 +1,7 @@
-"""Work on parts: clipping, loss scaling, groups, optimizers and their state, beside one process."""
+"""Clipping, loss scaling, param groups and optimizer states on strategies that shard parameters, beside one process.
+
+The trainings are functions of tests/support/parts.py; a new one is added to WAYS.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,28 +20,32 @@ STRATEGIES = ("naive", *SHARDED)
 
 
 def two(ranks: WorkerGroup, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """The function's results on two ranks."""
     return ranks.run(on_two, function, *args)[:2]
 
 
-def same(found: Any, exact: Any, plain: Any) -> None:
-    """As on one process, in float64 and in float32."""
-    if isinstance(found, dict):
-        assert found.keys() == exact.keys()
-        found, exact, plain = (list(one.values()) for one in (found, exact, plain))
-    if isinstance(found, list | tuple):
-        for one in zip(found, exact, plain, strict=True):
-            same(*one)
-    elif isinstance(found, torch.Tensor):
-        assert error_ratio(found, exact.double(), plain.float()) <= 1
+def same(result: Any, exact: Any, plain: Any) -> None:
+    """AssertionError unless a result equals that of one process; tensors within the budget of `error_ratio`.
+
+    exact, plain  the result of one process in float64 and in float32
+    """
+    if isinstance(result, dict):
+        assert result.keys() == exact.keys()
+        result, exact, plain = (list(state.values()) for state in (result, exact, plain))
+    if isinstance(result, list | tuple):
+        for three in zip(result, exact, plain, strict=True):
+            same(*three)
+    elif isinstance(result, torch.Tensor):
+        assert error_ratio(result, exact.double(), plain.float()) <= 1
     else:
-        assert found == exact == plain
+        assert result == exact == plain
 
 
 def is_as_on_one_process(ranks: WorkerGroup, way: Callable[..., Any], strategy: str, *args: Any) -> None:
     exact, plain = (way(alone, *args) for alone in ("exact", "alone"))
-    for found in two(ranks, way, strategy, *args):
-        assert not isinstance(found, str), found
-        same(found, exact, plain)
+    for result in two(ranks, way, strategy, *args):
+        assert not isinstance(result, str), result
+        same(result, exact, plain)
 
 
 WAYS = (
@@ -82,8 +89,8 @@ def test_an_inf_of_one_rank_skips_the_step_of_one_that_owns_nothing_of_its_dtype
 
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_the_norm_of_a_part_is_refused(ranks: WorkerGroup, strategy: str) -> None:
-    for found in two(ranks, parts.refused_norms, strategy):
-        assert all("clip_grad_norm(wrapper, max_norm)" in told for told in found), found
+    for errors in two(ranks, parts.refused_norms, strategy):
+        assert all("clip_grad_norm(wrapper, max_norm)" in error for error in errors), errors
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
@@ -100,9 +107,15 @@ def test_a_state_that_does_not_fit_is_refused(ranks: WorkerGroup, strategy: str)
 def test_what_ranks_would_not_train_as_one_process_is_refused_at_construction(
     ranks: WorkerGroup, strategy: str
 ) -> None:
-    told = ["SyncBatchNorm", "sparse=False", "meta device", "names parameters that DDP is to ignore", "nothing raised"]
-    for found in two(ranks, parts.refused_modules, strategy):
-        assert all(words in one for words, one in zip(told, found, strict=True)), found
+    expected = [
+        "SyncBatchNorm",
+        "sparse=False",
+        "meta device",
+        "names parameters that DDP is to ignore",
+        "nothing raised",
+    ]
+    for errors in two(ranks, parts.refused_modules, strategy):
+        assert all(words in error for words, error in zip(expected, errors, strict=True)), errors
 
 
 @pytest.mark.parametrize("by_name", [None, parts.decayed])

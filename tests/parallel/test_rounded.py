@@ -1,4 +1,7 @@
-"""Gradients of weights that are gathered rounded: they are what they would be on ranks that hold the whole weights."""
+"""fsdp with `compute_dtype` gathers weights rounded; gradients must equal those on ranks that hold whole weights.
+
+A weight is gathered rounded only if all of its modules read it rounded under autocast (`read_rounded`).
+"""
 
 import copy
 from typing import Any
@@ -35,7 +38,7 @@ def build(levels: str = "none", attention: str = "sdpa_math", residual: str = "w
 
 @on_first(2)
 def gradients(group: Any, row: Row, compiled: bool, *chosen: str) -> Any:
-    """On a rank: the mean gradients of two ranks by name, whole."""
+    """On a rank: {name: whole gradient, averaged over two ranks} with a strategy. `chosen`: as for `build`."""
     rank = dist.get_rank()
     (name, options), (model, tokens) = row, build(*chosen)
     if compiled:
@@ -51,14 +54,15 @@ def gradients(group: Any, row: Row, compiled: bool, *chosen: str) -> Any:
 
 
 def exact() -> dict[str, Tensor]:
-    """Those of both ranks' tokens together, in float64."""
+    """{name: gradient} of both ranks' tokens together, in float64."""
     model, tokens = build()
     model.double().loss(tokens[..., :-1].flatten(0, 1), tokens[..., 1:].flatten(0, 1)).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
-    return {name: ((found[name] - x.cpu()).norm() / x.norm()).item() for name, x in right.items()}
+def errors(gradients: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
+    """{name: relative error in the L2 norm}."""
+    return {name: ((gradients[name] - x.cpu()).norm() / x.norm()).item() for name, x in right.items()}
 
 
 LEVELS = ["none", "whole", "attention*1,matmuls*2"]
@@ -68,8 +72,8 @@ LEVELS = ["none", "whole", "attention*1,matmuls*2"]
 def test_gradients_have_the_bits_that_they_have_without_sharding(
     ranks: WorkerGroup, levels: str, residual: str
 ) -> None:
-    asked = levels, "sdpa_math", residual
-    whole, rounded = (ranks.run(gradients, row, False, *asked)[0] for row in (WHOLE, ROUNDED))
+    options = levels, "sdpa_math", residual
+    whole, rounded = (ranks.run(gradients, row, False, *options)[0] for row in (WHOLE, ROUNDED))
     assert rounded.keys() == whole.keys() and all(torch.equal(rounded[name], x) for name, x in whole.items())
 
 
@@ -83,8 +87,10 @@ def test_so_they_do_in_compiled_blocks(ranks: WorkerGroup) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_their_error_on_gpus_is_no_larger_than_without_sharding(gpu_ranks: WorkerGroup, compiled: bool) -> None:
-    """Up to what chance makes of it, where kernels add in other orders: a tenth of a per cent of the error is far less
-    than a rounding of the gradient, which adds some per cent."""
+    """It may be larger by a thousandth, since kernels add in other orders.
+
+    Rounding the gradient would add some per cent to the error.
+    """
     whole, rounded = (gpu_ranks.run(gradients, row, compiled, "none", "auto")[0] for row in (WHOLE, ROUNDED))
     right = exact()
     of_whole, of_rounded = errors(whole, right), errors(rounded, right)
@@ -92,13 +98,13 @@ def test_their_error_on_gpus_is_no_larger_than_without_sharding(gpu_ranks: Worke
 
 
 def test_the_error_is_that_of_computing_in_bfloat16(ranks: WorkerGroup) -> None:
-    """Else equal bits would say little: gradients of float64 rounded once to bfloat16 have some 1.7e-3."""
-    found = errors(ranks.run(gradients, ROUNDED, False)[0], exact())
-    assert all(1e-4 < error < 3e-2 for error in found.values()), found
+    """The gradients are really computed in bfloat16. Rounding exact ones once gives errors of about 1.7e-3."""
+    by_name = errors(ranks.run(gradients, ROUNDED, False)[0], exact())
+    assert all(1e-4 < error < 3e-2 for error in by_name.values()), by_name
 
 
 def _gathers() -> list[tuple[int, torch.dtype]]:
-    """On a rank: how often a step gathers each flat tensor of what is in no block, and the dtype of it."""
+    """On a rank: (times that a step gathers it, dtype) of each flat tensor with parameters outside of blocks."""
     if dist.get_rank():
         return []
     torch.manual_seed(0)
@@ -124,9 +130,9 @@ def test_the_head_is_gathered_once_a_step(ranks: WorkerGroup) -> None:
 def test_only_what_all_its_modules_read_rounded_is() -> None:
     model, _ = build()
     names = {p: name for name, p in model.named_parameters()}
-    found = {names[p] for p in read_rounded(model)}
+    rounded = {names[p] for p in read_rounded(model)}
     wide = "token_embeddings", "ln1", "ln2", "ln_final"
-    assert found == {name for name in names.values() if name.split(".")[-2] not in wide}
+    assert rounded == {name for name in names.values() if name.split(".")[-2] not in wide}
     model.token_embeddings.weight = model.lm_head.weight  # an embedding reads it as it is
     assert model.lm_head.weight not in read_rounded(model)
     assert not read_rounded(copy.deepcopy(model).double()) and not read_rounded(nn.Linear(2, 2))
@@ -134,7 +140,7 @@ def test_only_what_all_its_modules_read_rounded_is() -> None:
 
 
 class Stack(nn.Module):
-    """Nothing but blocks, of layers that read rounded weights."""
+    """A module that has only blocks, which are layers that read rounded weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +162,7 @@ def test_layers_of_ones_own_take_part() -> None:
     y = wrapper(x)
     assert torch.equal(y, expected)
     with pytest.raises(RuntimeError, match="full_state_dict"):
-        module.layers[1].weight.sum()  # there are no values but the copy's
+        module.layers[1].weight.sum()  # only the rounded copy has values
     y.float().sum().backward()
     wrapper.finish_gradient_synchronization()
     wrapper.unshard()

@@ -1,4 +1,7 @@
-"""The facts about strategies that others act on: in the table, and in a file of a user's own."""
+"""Traits of strategies: facts that benchmarks and training act on, stated by the table or by a class of a user's file.
+
+`StrategyTraits` in lmsys/traits.py declares them. A row of the table needs a test in FACTS only if somebody acts on it.
+"""
 
 import inspect
 import re
@@ -29,7 +32,8 @@ class Plain(nn.Module):
 class Derived(Bucketed):
     why_not_graphed = "it asks for values"
 """
-ROWS = {name: row for name, row in STRATEGIES.items() if row.target.startswith("lmsys.")}  # not those of other packages
+# The rows of lmsys, without those that other installed packages have added.
+ROWS = {name: row for name, row in STRATEGIES.items() if row.target.startswith("lmsys.")}
 rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
 
 

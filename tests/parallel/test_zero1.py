@@ -1,4 +1,7 @@
-"""When ZeRO-1 fetches parameters: at once after a step, and a few at a time in a forward that is recorded."""
+"""When ZeRO-1 gathers updated parameters: right after a step, or a few buffers at a time in a recorded forward.
+
+A recorded forward is one that a CUDA graph captures; here `recording` (tests/support/ranks.py) pretends that.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +23,7 @@ from tests.support.modules import deferred
 from tests.support.ranks import Recipe, Training, group_of, on_first, recording, train, use, worst_ratio
 
 NUM_BLOCKS = 5
-orders = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True)  # of blocks that a forward runs
+orders = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True)  # the blocks that a forward runs
 bucket_mbs = st.sampled_from([1e-5, 1e-4, 2e-4, 1.0])
 flags = st.booleans()
 recipes = st.builds(
@@ -29,7 +32,7 @@ recipes = st.builds(
 
 
 class Some(nn.Module):
-    """Runs the blocks in `order`."""
+    """A module that runs the blocks in `order`, which may leave some out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,9 +49,12 @@ class Some(nn.Module):
 
 @dataclass
 class Fetched:
-    """events  in a step and the next forward: (begun or waited, flat buffer) and (ran, block)
-    needed  flat buffers, by block
-    state   parameters right after that forward
+    """The gathers that a rank saw.
+
+    events       of a step and the next forward, in order: ("begun" or "waited", flat buffer) and ("ran", block)
+    needed       for each block: the flat buffers that hold its parameters
+    num_buffers  number of flat buffers
+    state        parameters right after that forward
     """
 
     events: list[tuple[str, int]]
@@ -59,7 +65,7 @@ class Fetched:
 
 @on_first(2)
 def _fetched(group: Any, recorded: bool, order: list[int], bucket_mb: float) -> Fetched | None:
-    """All blocks have moved in the step."""
+    """Trains a step that changes all blocks, then runs the blocks in `order`. `recorded`: in recorded forwards."""
     events = []
 
     def noting(gather: Any) -> Any:
@@ -87,7 +93,7 @@ def _fetched(group: Any, recorded: bool, order: list[int], bucket_mb: float) -> 
     index_of = {p: index for index, p in enumerate(wrapper.trainable)}
     members = [set(buffer.bucket.indices) for buffer in wrapper.flat_buffers]
     own = [{index_of[p] for p in block.parameters()} for block in module.blocks]
-    needed = [{number for number, found in enumerate(members) if found & of_block} for of_block in own]
+    needed = [{number for number, held in enumerate(members) if held & of_block} for of_block in own]
     return Fetched(events, needed, len(wrapper.flat_buffers), state)
 
 
@@ -106,21 +112,21 @@ def test_buckets_of_auto_have_one_size_until_segments_would_be_small(ranks: Work
 def test_a_recorded_forward_begins_a_few_buffers_ahead_and_waits_for_all(
     ranks: WorkerGroup, order: list[int], bucket_mb: float
 ) -> None:
-    """Whichever blocks it runs, in whatever order."""
-    found = ranks.run(_fetched, True, order, bucket_mb)[:2]
-    for one in found:
+    """It does so whichever blocks it runs, in any order."""
+    by_rank = ranks.run(_fetched, True, order, bucket_mb)[:2]
+    for fetched in by_rank:
         begun, waited = [], set()
-        for what, number in one.events:
+        for what, number in fetched.events:
             if what == "begun":
                 begun.append(number)
             elif what == "waited":
                 waited.add(number)
             else:
-                assert one.needed[number] <= waited
-                assert len(begun) == min(max(waited) + 1 + AHEAD, one.num_buffers)
-        assert begun == sorted(waited) == list(range(one.num_buffers))
-        assert [number for what, number in one.events if what == "ran"] == order
-    assert all(torch.equal(x, y) for x, y in zip(*(one.state for one in found), strict=True))
+                assert fetched.needed[number] <= waited
+                assert len(begun) == min(max(waited) + 1 + AHEAD, fetched.num_buffers)
+        assert begun == sorted(waited) == list(range(fetched.num_buffers))
+        assert [number for what, number in fetched.events if what == "ran"] == order
+    assert all(torch.equal(x, y) for x, y in zip(*(fetched.state for fetched in by_rank), strict=True))
 
 
 @settings(max_examples=10)
@@ -128,12 +134,12 @@ def test_a_recorded_forward_begins_a_few_buffers_ahead_and_waits_for_all(
 def test_else_a_step_begins_all_buffers_and_a_forward_none(
     ranks: WorkerGroup, order: list[int], bucket_mb: float
 ) -> None:
-    """So that a forward may be of one rank alone."""
-    for one in ranks.run(_fetched, False, order, bucket_mb)[:2]:
-        assert one.events[: one.num_buffers] == [("begun", number) for number in range(one.num_buffers)]
-        waited, rest = set(), one.events[one.num_buffers :]
+    """A forward then needs no other rank, and may run on one rank alone."""
+    for fetched in ranks.run(_fetched, False, order, bucket_mb)[:2]:
+        assert fetched.events[: fetched.num_buffers] == [("begun", number) for number in range(fetched.num_buffers)]
+        waited, rest = set(), fetched.events[fetched.num_buffers :]
         for what, number in rest:
-            assert what == "waited" or (what == "ran" and one.needed[number] <= waited)
+            assert what == "waited" or (what == "ran" and fetched.needed[number] <= waited)
             waited |= {number} if what == "waited" else set()
 
 
@@ -156,7 +162,7 @@ def test_recorded_forwards_train_as_one_process(
 
 @on_first(2)
 def _read_after_two_steps(group: Any) -> list[Tensor]:
-    """The parameters of this rank. The first runs none of the blocks that the second does."""
+    """This rank's parameters, read after two steps. The first rank runs none of the blocks, the second runs all."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     module = Some()
@@ -169,7 +175,7 @@ def _read_after_two_steps(group: Any) -> list[Tensor]:
             wrapper.finish_gradient_synchronization()
             optimizer.step()
             optimizer.zero_grad()
-        return [p.detach().clone() for p in reversed([*module.parameters()])]  # those of blocks first
+        return [p.detach().clone() for p in reversed([*module.parameters()])]  # reads those of blocks first
 
 
 def test_a_block_that_only_others_run_is_read_as_it_is_now(ranks: WorkerGroup) -> None:
@@ -178,7 +184,7 @@ def test_a_block_that_only_others_run_is_read_as_it_is_now(ranks: WorkerGroup) -
 
 
 def test_who_took_the_values_last_is_asked() -> None:
-    """After two steps in a row."""
+    """`leave` is called twice for a parameter, as after two steps in a row. Only the later function is asked."""
     p, asked = nn.Parameter(torch.ones(2)), []
     leave([p], lambda _: asked.append("first"))
     leave([p], lambda p: (asked.append("last"), appear([p])))
@@ -187,7 +193,7 @@ def test_who_took_the_values_last_is_asked() -> None:
 
 @on_first(2)
 def _after_a_recording_that_failed(group: Any, order: list[int], bucket_mb: float) -> list[int] | None:
-    """Flat buffers that are begun by the forward after it; none where those are not all."""
+    """The flat buffers that a forward gathers after a recorded forward that failed; [] unless it gathers all."""
     module = Some()
     wrapper = Zero1(module, group, bucket_mb)
     begun: list[int] = []
@@ -195,7 +201,7 @@ def _after_a_recording_that_failed(group: Any, order: list[int], bucket_mb: floa
     def noting(gather: Any) -> Any:
         return lambda self, number, buffer: (begun.append(number), gather(self, number, buffer))[1]
 
-    module.order = [*order, NUM_BLOCKS]  # there is no such block
+    module.order = [*order, NUM_BLOCKS]  # the last index is out of range
     with recording(True), pytest.raises(IndexError):
         wrapper(torch.ones(2, 4))
     module.order = order
